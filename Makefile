@@ -1,0 +1,36 @@
+# The two commands of a newcomer are `make demo` and `make test`; each makes .venv when it is missing.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help demo test check format bench docs clean
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch numpy
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $(INSTALLED)
+
+demo: $(INSTALLED)  ## train dense and compressed over the same slow link, side by side (about three minutes)
+	$(BIN)/thinwire compare --demo --out runs/demo
+
+test: $(INSTALLED)  ## everything that must hold
+	$(BIN)/python -m pytest
+
+check: $(INSTALLED)  ## lint, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)  ## mend what lint and format can mend
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(INSTALLED)  ## figures as JSON and a table in benchmarks/results
+	$(BIN)/python -m benchmarks.codec --out benchmarks/results/codec.json
+
+clean:  ## remove what the other targets made
+	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

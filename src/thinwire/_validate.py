@@ -1,0 +1,131 @@
+"""Checks of arguments, shared by everything: one wording, one rule for every kind of value."""
+
+import math
+import operator
+from collections.abc import Iterable
+from difflib import get_close_matches
+from numbers import Real
+
+import torch
+
+__all__ = ["boolean", "closest", "instance", "integer", "one_of", "real", "scalar"]
+
+
+def real(
+    name: str,
+    value: object,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+    finite: bool = True,
+) -> float:
+    """Return `value` as a float if it is a number in the range.
+
+    Args:
+        name: What the message calls the argument.
+        value: An int or a float; bool, str and None are refused.
+        at_least: Smallest value allowed.
+        above: The value must be larger than this.
+        at_most: Largest value allowed.
+        below: The value must be smaller than this.
+        finite: False lets infinity through; NaN is refused always.
+
+    Raises:
+        TypeError: Not a number.
+        ValueError: NaN, infinite or outside the range.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number (int or float), got {value!r} of type {type(value).__name__}")
+    try:
+        number = float(value)
+    except OverflowError:  # an int beyond the range of a double
+        number = math.inf
+    inside = (
+        not math.isnan(number)
+        and (math.isfinite(number) or not finite)
+        and (at_least is None or number >= at_least)
+        and (above is None or number > above)
+        and (at_most is None or number <= at_most)
+        and (below is None or number < below)
+    )
+    if not inside:
+        bounds = _bounds(at_least, above, at_most, below)
+        raise ValueError(f"{name} must be a {'finite ' if finite else ''}number{bounds}, got {value!r}")
+    return number
+
+
+def integer(name: str, value: object, *, at_least: int | None = None, at_most: int | None = None) -> int:
+    """Return `value` as an int if it is an integer in the range.
+
+    Args:
+        name: What the message calls the argument.
+        value: Anything with `__index__` (a 0-dim integer tensor too) but bool.
+        at_least: Smallest value allowed.
+        at_most: Largest value allowed.
+
+    Raises:
+        TypeError: Not an integer.
+        ValueError: Outside the range.
+    """
+    if isinstance(value, bool) or _is_unfit_tensor(value) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}") from None
+    if (at_least is not None and number < at_least) or (at_most is not None and number > at_most):
+        raise ValueError(f"{name} must be an integer{_bounds(at_least, None, at_most, None)}, got {value!r}")
+    return number
+
+
+def boolean(name: str, value: object) -> bool:
+    """Return `value` if it is True or False, else raise `TypeError`."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r} of type {type(value).__name__}")
+    return value
+
+
+def scalar(name: str, value: object, *, at_least: float | None = None) -> float:
+    """`real`, but a tensor of one element is taken too and read once."""
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"{name} must be a number or a tensor of one element, got shape {tuple(value.shape)}")
+        if value.dtype == torch.bool:
+            raise TypeError(f"{name} must be a number, got a tensor of type {value.dtype}")
+        value = value.item()
+    return real(name, value, at_least=at_least)
+
+
+def instance(name: str, value: object, kinds: type | tuple[type, ...], *, advice: str = "") -> None:
+    """Raise `TypeError` unless `value` is an instance of one of `kinds`."""
+    if not isinstance(value, kinds):
+        names = " or ".join(kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,)))
+        hint = f"; {advice}" if advice else ""
+        raise TypeError(f"{name} must be {names}, got {value!r} of type {type(value).__name__}{hint}")
+
+
+def one_of(name: str, value: object, allowed: Iterable[object]) -> None:
+    """Raise `ValueError` unless `value` is one of `allowed`; suggest the closest where that is a word."""
+    choices = list(allowed)
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {choices}, got {value!r}{closest(value, choices)}")
+
+
+def closest(word: object, candidates: Iterable[object]) -> str:
+    """A hint such as `; did you mean 'weight_decay'?`, or an empty string when nothing is close."""
+    names = [name for name in candidates if isinstance(name, str)]
+    matches = get_close_matches(word, names, n=3, cutoff=0.5) if isinstance(word, str) else []
+    return f"; did you mean {' or '.join(repr(match) for match in matches)}?" if matches else ""
+
+
+def _is_unfit_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and (
+        value.ndim > 0 or value.is_floating_point() or value.is_complex() or value.dtype == torch.bool
+    )
+
+
+def _bounds(at_least: float | None, above: float | None, at_most: float | None, below: float | None) -> str:
+    signs = {">=": at_least, ">": above, "<=": at_most, "<": below}
+    return "".join(f" {sign} {bound:g}" for sign, bound in signs.items() if bound is not None).replace(" <", " and <")

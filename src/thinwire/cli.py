@@ -1,0 +1,47 @@
+"""The command `thinwire`: an exit status and one line for whatever goes wrong; the commands are in `thinwire.lab`."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+__all__ = ["main"]
+
+_EXTRAS = ("cyclopts", "rich", "matplotlib")
+_FAILED, _BAD_INPUT, _INTERRUPTED = 1, 2, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Runs the command line and exits: 0 done, 1 failed, 2 bad input, 130 interrupted.
+
+    Args:
+        arguments: Instead of those of the process.
+    """
+    missing = [name for name in _EXTRAS if importlib.util.find_spec(name) is None]
+    if missing:
+        _exit(_FAILED, f"the command line needs {', '.join(missing)}: pip install 'thinwire[cli]'")
+    from cyclopts import CycloptsError
+
+    from thinwire.errors import ThinwireError
+    from thinwire.lab.commands import app
+
+    try:
+        app(list(sys.argv[1:] if arguments is None else arguments), exit_on_error=False, print_error=False)
+    except (CycloptsError, ValueError) as error:
+        _exit(_BAD_INPUT, _one_line(error))
+    except ThinwireError as error:
+        _exit(_FAILED, str(error))
+    except KeyboardInterrupt:
+        _exit(_INTERRUPTED, "interrupted; every worker has been ended")
+    sys.exit(0)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _exit(status: int, message: str) -> NoReturn:
+    print(f"thinwire: {message}", file=sys.stderr)
+    sys.exit(status)

@@ -1,0 +1,70 @@
+"""The place in DistributedDataParallel's backward pass where gradients become ready, bucket by bucket."""
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["BucketTap", "tap_buckets"]
+
+OnBucket = Callable[[int, Sequence[Parameter], Sequence[Tensor]], None]
+
+_taps: "weakref.WeakKeyDictionary[DistributedDataParallel, BucketTap]" = weakref.WeakKeyDictionary()
+
+
+class BucketTap:
+    """Calls a function for every bucket and leaves the rank's own gradients in place of their average.
+
+    DDP takes one communication hook for good. Closing the tap therefore leaves a hook that passes local gradients
+    through, and `tap_buckets` opens the same tap again.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self.on_bucket: OnBucket | None = None
+        ddp.register_comm_hook(None, self._hook)
+
+    def close(self) -> None:
+        """From now on only pass gradients through."""
+        self.on_bucket = None
+
+    # DDP inspects this signature: a bound method whose second argument is called `bucket` and really annotated so.
+    def _hook(self, _state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]  # torch.distributed has it, its stub not
+        buffer = bucket.buffer()
+        if self.on_bucket is not None:
+            self.on_bucket(bucket.index(), bucket.parameters(), bucket.gradients())
+        future: torch.futures.Future[Tensor] = torch.futures.Future(
+            devices=[buffer.device] if buffer.device.type == "cuda" else None
+        )
+        future.set_result(buffer)
+        return future
+
+
+def tap_buckets(ddp: DistributedDataParallel, on_bucket: OnBucket) -> BucketTap:
+    """Have `on_bucket(index, parameters, gradients)` called in every synchronising backward pass of `ddp`.
+
+    Args:
+        ddp: The wrapped model; its gradients are no longer averaged.
+        on_bucket: Gets this rank's gradients, views shaped as their parameters; must not block on a collective that
+            other ranks have not launched, and must not change them.
+
+    Raises:
+        ValueError: The model's buckets are tapped already, or it has a communication hook of somebody else.
+    """
+    tap = _taps.get(ddp)
+    if tap is None:
+        try:
+            tap = BucketTap(ddp)
+        except RuntimeError as error:
+            raise ValueError(
+                "this DistributedDataParallel model has a communication hook already, and torch allows one: "
+                f"wrap the model anew ({error})"
+            ) from error
+        _taps[ddp] = tap
+    if tap.on_bucket is not None:
+        raise ValueError("this DistributedDataParallel model is attached already: call remove() on its handle first")
+    tap.on_bucket = on_bucket
+    return tap

@@ -1,0 +1,145 @@
+"""The ranks that exchange, as one object that also works alone."""
+
+import datetime
+import hashlib
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.comm.failures import explain_failure
+
+__all__ = ["DEFAULT_TIMEOUT_S", "Group", "Pending"]
+
+DEFAULT_TIMEOUT_S = 120.0
+_DIGEST = struct.Struct("<Q16s")
+_T = TypeVar("_T")
+
+
+@dataclass(slots=True)
+class Pending(Generic[_T]):
+    """Something launched on the wire; `wait` blocks until it is there, and may be called once."""
+
+    _finish: Callable[[], _T]
+
+    def wait(self) -> _T:
+        """The result, or a `thinwire.errors` error that says which exchange failed and why."""
+        return self._finish()
+
+
+class Group:
+    """The ranks that exchange with each other; one process without a process group is a group of one.
+
+    A private process group is made for the library's traffic, so that collectives of the user cannot interleave with
+    it, with an explicit time-out (the smaller of the given group's own and 120 s).
+
+    Communication: making it is collective over its ranks. `bytes_sent` counts every byte given to an exchange, on one
+    rank too.
+    Failure: a dead or stopped rank is `PeerLost` or `PeerStalled` on the others, within the time-out.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+        self.bytes_sent = 0
+        self.timeout_s = DEFAULT_TIMEOUT_S
+        self._private: dist.ProcessGroup | None = None
+        if not (dist.is_available() and dist.is_initialized()):
+            if process_group is not None:
+                raise ValueError(
+                    "process_group was given but torch.distributed is not initialized: call init_process_group first"
+                )
+            self.rank, self.size = 0, 1
+            return
+        self.rank = dist.get_rank(process_group)
+        self.size = dist.get_world_size(process_group)
+        if self.rank < 0:
+            raise ValueError("process_group does not contain this rank: pass the group that this rank belongs to")
+        if self.size > 1:
+            parent = process_group if process_group is not None else dist.group.WORLD
+            assert parent is not None
+            self.timeout_s = min(_timeout_s(parent), DEFAULT_TIMEOUT_S)
+            self._private = dist.new_group(
+                ranks=dist.get_process_group_ranks(parent),
+                timeout=datetime.timedelta(seconds=self.timeout_s),
+                use_local_synchronization=True,
+            )
+
+    @property
+    def device(self) -> torch.device:
+        """Where small control tensors must lie for this group's backend."""
+        if self._private is not None and dist.get_backend(self._private) == "nccl":
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
+    def gather(self, message: Tensor, *, what: str) -> Pending[Tensor]:
+        """Launch an all-gather of equally long byte strings.
+
+        Args:
+            message: uint8, shape (B,), B the same on every rank; must stay untouched until `wait`.
+            what: The exchange in plain words, for errors.
+
+        Returns:
+            Pending uint8 tensor of shape (size, B), row r from rank r.
+        """
+        self.bytes_sent += message.numel()
+        if self._private is None:
+            return Pending(lambda: message.unsqueeze(0))
+        out = message.new_empty(self.size * message.numel())
+        launch = (
+            getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        )  # the newer name comes with 2.13
+        return self._launched(
+            lambda: launch(out, message, group=self._private, async_op=True), out.view(self.size, -1), what
+        )
+
+    def sum_(self, buffer: Tensor, *, what: str) -> Pending[Tensor]:
+        """Launch an all-reduce that overwrites `buffer` with its sum over the ranks, bit-identical on all of them."""
+        self.bytes_sent += buffer.numel() * buffer.element_size()
+        if self._private is None:
+            return Pending(lambda: buffer)
+        return self._launched(lambda: dist.all_reduce(buffer, group=self._private, async_op=True), buffer, what)
+
+    def gather_bytes(self, payload: bytes, *, what: str) -> list[bytes]:
+        """Every rank's byte string, of any lengths, in rank order.
+
+        One round of 24 bytes where all ranks say the same, which is what they do in a healthy step; a second one,
+        padded to the longest, where they differ.
+        """
+        mine = _DIGEST.pack(len(payload), hashlib.blake2b(payload, digest_size=16).digest())
+        heads = self._gather_now(mine, what)
+        if all(head == mine for head in heads):
+            return [payload] * self.size
+        lengths = [_DIGEST.unpack(head)[0] for head in heads]
+        rows = self._gather_now(payload.ljust(max(lengths), b"\0"), what)
+        return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+
+    def _gather_now(self, payload: bytes, what: str) -> list[bytes]:
+        message = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self.device)
+        rows = self.gather(message, what=what).wait().cpu()
+        return [row.numpy().tobytes() for row in rows]
+
+    def _launched(self, launch: Callable[[], dist.Work], result: Tensor, what: str) -> Pending[Tensor]:
+        work = self._guarded(launch, what)
+
+        def finish() -> Tensor:
+            self._guarded(work.wait, what)
+            return result
+
+        return Pending(finish)
+
+    def _guarded(self, call: Callable[[], _T], what: str) -> _T:
+        try:
+            return call()
+        except RuntimeError as error:
+            raise explain_failure(error, what=what, rank=self.rank, size=self.size, timeout_s=self.timeout_s) from error
+
+
+def _timeout_s(group: dist.ProcessGroup) -> float:
+    """The time-out that the user gave to a group; torch offers no public way to ask."""
+    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    options = getattr(group._get_backend(device), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    return timeout.total_seconds() if timeout is not None else DEFAULT_TIMEOUT_S

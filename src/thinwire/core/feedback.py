@@ -1,0 +1,111 @@
+"""Momentum correction, residual and masking of deep gradient compression, for one tensor.
+
+Throughout: g gradient, u momentum buffer, v residual, S the entries that are sent, m the momentum. All are flat,
+contiguous and on one device; u and v are float32 or float64, g may be of any floating-point type.
+The arithmetic rounds after every operation, so a proposal and the commit that follows it see the same bits.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from thinwire.core.kernels import for_device
+
+__all__ = ["FoldRule", "Proposal", "commit_", "propose"]
+
+
+@dataclass(frozen=True, slots=True)
+class FoldRule:
+    """How a gradient is folded into momentum buffer and residual."""
+
+    momentum: float
+    """m, unitless, at least 0; without a momentum buffer it has no effect."""
+    nesterov: bool = False
+    """Whether the gradient is counted once more, ahead of the momentum."""
+
+
+class Proposal(NamedTuple):
+    """What one tensor would send."""
+
+    indices: Tensor
+    """Shape (k,), int64, ascending; empty if not finite."""
+    values: Tensor
+    """Shape (k,), the folded residual at `indices`, in the residual's dtype; empty if not finite."""
+    finite: bool
+    """Whether gradient and folded residual hold finite values only."""
+
+
+def propose(grad: Tensor, residual: Tensor, momentum_buffer: Tensor | None, k: int, rule: FoldRule) -> Proposal:
+    """The `k` entries of largest magnitude of the folded residual; nothing is changed.
+
+    v' = v + (m * u + g), with Nesterov u' = m * (u + g) and v' = v + u' + g, without momentum buffer v' = v + g.
+
+    Args:
+        grad: Shape (n,), this rank's gradient; converted to the residual's dtype.
+        residual: Shape (n,), v.
+        momentum_buffer: Shape (n,) and the residual's dtype, u; or None.
+        k: Between 1 and n.
+        rule: Momentum and Nesterov.
+
+    Returns:
+        Positions, values and whether all was finite; equal magnitudes by lowest position.
+
+    Raises:
+        ValueError: Shapes, dtypes or `k` do not fit.
+
+    Source: arXiv 1712.01887, algorithms 1 and 4. Differs: exact selection.
+    """
+    _check_state(grad, residual, momentum_buffer)
+    if not 1 <= k <= residual.numel():
+        raise ValueError(f"k is {k}; it must be between 1 and the {residual.numel()} entries of residual")
+    kernels = for_device(residual.device)
+    return Proposal(
+        *kernels.propose(grad, residual, momentum_buffer, k, momentum=rule.momentum, nesterov=rule.nesterov)
+    )
+
+
+def commit_(
+    grad: Tensor,
+    residual: Tensor,
+    momentum_buffer: Tensor | None,
+    indices: Tensor,
+    sent: Tensor,
+    rule: FoldRule,
+) -> None:
+    """Fold the gradient for good, take off what was sent and mask the momentum; changes u and v in place.
+
+    u and v become u' and v' of `propose`; then v[S] -= sent and u[S] = 0.
+
+    Args:
+        grad: Shape (n,), the gradient of the proposal, unchanged since; read only.
+        residual: Shape (n,), v; changed.
+        momentum_buffer: Shape (n,), u, or None; changed.
+        indices: Shape (j,), int64, ascending: S.
+        sent: Shape (j,), float32 or the residual's dtype: what the receivers decode at S.
+        rule: That of the proposal.
+
+    Raises:
+        ValueError: Shapes or dtypes do not fit.
+
+    Source: arXiv 1712.01887, algorithm 4. Differs: the rounding error of the values stays in v.
+    """
+    _check_state(grad, residual, momentum_buffer)
+    if indices.shape != sent.shape or indices.dim() != 1:
+        raise ValueError(f"indices has shape {tuple(indices.shape)} and sent {tuple(sent.shape)}; both must be (j,)")
+    kernels = for_device(residual.device)
+    kernels.commit_(grad, residual, momentum_buffer, indices, sent, momentum=rule.momentum, nesterov=rule.nesterov)
+
+
+def _check_state(grad: Tensor, residual: Tensor, momentum_buffer: Tensor | None) -> None:
+    if residual.dtype not in {torch.float32, torch.float64}:
+        raise ValueError(f"residual is {residual.dtype}; float32 or float64 is needed")
+    if not grad.is_floating_point():
+        raise ValueError(f"grad is {grad.dtype}; a floating-point type is needed")
+    for name, tensor in (("grad", grad), ("residual", residual), ("momentum_buffer", momentum_buffer)):
+        if tensor is not None and (tensor.shape != (residual.numel(),) or not tensor.is_contiguous()):
+            shape = tuple(tensor.shape)
+            raise ValueError(f"{name} has shape {shape}; it must be flat, contiguous and as long as residual")
+    if momentum_buffer is not None and momentum_buffer.dtype != residual.dtype:
+        raise ValueError(f"momentum_buffer is {momentum_buffer.dtype}; it must be {residual.dtype} as residual is")

@@ -1,0 +1,226 @@
+"""The kernels for the CPU: compiled by numba, several threads where it pays, bit for bit what `reference` gives."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from thinwire.core.kernels import jit_codes, jit_fold
+from thinwire.core.kernels.reference import SCALE_COUNT
+from thinwire.core.kernels.threads import in_parts
+
+__all__ = [
+    "commit_",
+    "decode_positions",
+    "decode_values",
+    "encode_positions",
+    "encode_values",
+    "propose",
+    "sum_sparse",
+    "top_k",
+]
+
+Array = NDArray[Any]
+
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
+_SAMPLE_HITS = 128  # of the k largest, how many a sample should hold: the fewer, the more candidates are needed
+_SMALLEST_ROOM = 8192  # candidates; below, clearing the histograms costs more than sorting out
+
+
+def top_k(values: Tensor, k: int) -> Tensor:
+    """See `thinwire.core.select.top_k`."""
+    x = _array(values if values.dtype in {torch.float32, torch.float64} else values.float())
+    return _largest(_Folding(x, x, x, x.dtype.type(0), jit_fold.VALUES), k)[0]
+
+
+def propose(
+    grad: Tensor, residual: Tensor, momentum_buffer: Tensor | None, k: int, *, momentum: float, nesterov: bool
+) -> tuple[Tensor, Tensor, bool]:
+    """See `thinwire.core.feedback.propose`."""
+    indices, values = _largest(_folding(grad, residual, momentum_buffer, momentum, nesterov), k)
+    # Whatever is not finite counts as larger than all that is, so it is among the k.
+    if not bool(torch.isfinite(values).all()):
+        return indices[:0], values[:0], False
+    return indices, values, True
+
+
+def commit_(
+    grad: Tensor,
+    residual: Tensor,
+    momentum_buffer: Tensor | None,
+    indices: Tensor,
+    sent: Tensor,
+    *,
+    momentum: float,
+    nesterov: bool,
+) -> None:
+    """See `thinwire.core.feedback.commit_`."""
+    folding = _folding(grad, residual, momentum_buffer, momentum, nesterov)
+    in_parts(residual.numel(), lambda start, stop: jit_fold.commit(*folding, start, stop))
+    v, at = folding.residual, _array(indices)
+    v[at] -= _array(sent).astype(v.dtype, copy=False)
+    if momentum_buffer is not None:
+        folding.buffer[at] = 0
+
+
+def encode_positions(indices: Tensor, low_bits: int, low_bytes: int, high_bytes: int) -> Tensor:
+    """See `thinwire.core.index_code.encode_positions`."""
+    code, positions = np.zeros(low_bytes + high_bytes, np.uint8), _array(indices)
+    low = code[:low_bytes]
+    if low_bits:
+        in_parts(len(positions), lambda start, stop: jit_codes.low_fields(positions, low_bits, start, stop, low))
+    jit_codes.set_high_parts(positions, low_bits, code[low_bytes:])
+    return torch.from_numpy(code)
+
+
+def decode_positions(code: Tensor, k: int, low_bits: int, low_bytes: int) -> tuple[Tensor, int]:
+    """See `thinwire.core.kernels.reference.decode_positions`."""
+    raw, room = _array(code), np.empty(k, np.int64)
+    low = raw[:low_bytes]
+    count = jit_codes.find_high_parts(raw[low_bytes:], low_bits, room)
+    indices = room[:count]
+    if low_bits:
+        in_parts(len(indices), lambda start, stop: jit_codes.add_low_fields(low, low_bits, start, stop, indices))
+    return torch.from_numpy(indices), count
+
+
+def encode_values(values: Tensor, bits: int, k: int) -> tuple[Tensor, Tensor]:
+    """See `thinwire.core.value_code.encode_values`."""
+    x = _array(values if values.dtype in {torch.float32, torch.float64} else values.float())
+    scale_bytes = 4 * SCALE_COUNT[bits]
+    code = np.zeros(scale_bytes + (k * bits + 7) // 8, np.uint8)
+    if bits == 32:
+        sent = x.clip(-_FLOAT32_MAX, _FLOAT32_MAX).astype(np.float32)
+        code[: sent.nbytes] = sent.view(np.uint8)
+        return torch.from_numpy(code), torch.from_numpy(sent)
+    scales, sent = _scales(x, bits, k), np.empty(len(x), np.float32)
+    code[:scale_bytes] = scales.view(np.uint8)
+
+    def work(start: int, stop: int) -> None:
+        fields, part = np.empty(stop - start, np.uint16), x[start:stop]
+        if bits <= 4:
+            jit_codes.book_fields(part, _FLOAT32_MAX, scales, bits - 1, fields, sent[start:stop])
+        else:
+            jit_codes.grid_fields(part, _FLOAT32_MAX, *_grid(scales, bits), bits - 1, fields, sent[start:stop])
+        jit_codes.pack_fields(fields, bits, code[scale_bytes + start * bits // 8 :])
+
+    in_parts(len(x), work)
+    return torch.from_numpy(code), torch.from_numpy(sent)
+
+
+def decode_values(code: Tensor, count: int, bits: int) -> Tensor:
+    """See `thinwire.core.value_code.decode_values`."""
+    raw, values = _array(code), np.empty(count, np.float32)
+    if bits == 32:
+        values.view(np.uint8)[:] = raw[: values.nbytes]
+        return torch.from_numpy(values)
+    scale_bytes = 4 * SCALE_COUNT[bits]
+    fields, scales = raw[scale_bytes:], np.empty(SCALE_COUNT[bits], np.float32)
+    scales.view(np.uint8)[:] = raw[:scale_bytes]  # a copy, since the bytes may lie anywhere
+    if bits <= 4:
+        in_parts(count, lambda start, stop: jit_codes.decode_book(fields, bits, scales, start, stop, values))
+    else:
+        grid = _grid(scales, bits)
+        in_parts(count, lambda start, stop: jit_codes.decode_grid(fields, bits, *grid, start, stop, values))
+    return torch.from_numpy(values)
+
+
+def sum_sparse(indices: list[Tensor], values: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """See `thinwire.core.merge.sum_sparse`."""
+    union, sums = _array(indices[0]), _array(values[0].to(dtype) + 0.0)  # + 0: the sum starts from zero, not minus zero
+    for more_indices, more_values in zip(map(_array, indices[1:]), map(_array, values[1:]), strict=True):
+        room = len(union) + len(more_indices)
+        merged, merged_sums = np.empty(room, np.int64), np.empty(room, sums.dtype)
+        count = jit_codes.merge(union, sums, more_indices, more_values, merged, merged_sums)
+        union, sums = merged[:count], merged_sums[:count]
+    return torch.from_numpy(union), torch.from_numpy(sums)
+
+
+class _Folding(NamedTuple):
+    """What is folded and how, as the compiled loops take it."""
+
+    grad: Array
+    residual: Array
+    buffer: Array
+    momentum: Any
+    mode: int
+
+
+def _folding(
+    grad: Tensor, residual: Tensor, momentum_buffer: Tensor | None, momentum: float, nesterov: bool
+) -> _Folding:
+    v = _array(residual)
+    g = _array(grad.to(residual.dtype))
+    if momentum_buffer is None:
+        return _Folding(g, v, v, v.dtype.type(0), jit_fold.PLAIN)
+    mode = jit_fold.NESTEROV if nesterov else jit_fold.MOMENTUM
+    return _Folding(g, v, _array(momentum_buffer), v.dtype.type(momentum), mode)
+
+
+def _largest(folding: _Folding, k: int) -> tuple[Tensor, Tensor]:
+    """Positions and values of the `k` largest, ascending: candidates of each part first, then the best of them."""
+    floor = _estimated_floor(folding, k)
+    indices, values = _candidates(folding, k, floor)
+    if len(indices) < k:
+        indices, values = _candidates(folding, k, type(floor)(0))
+    if len(indices) > k:
+        jit_fold.keep_largest(indices, values, _bits(values), len(indices), k)
+    return torch.from_numpy(indices[:k]), torch.from_numpy(values[:k])
+
+
+def _candidates(folding: _Folding, k: int, floor: Any) -> tuple[Array, Array]:
+    dtype = folding.residual.dtype
+
+    def work(start: int, stop: int) -> tuple[Array, Array]:
+        room = min(stop - start, max(2 * k, _SMALLEST_ROOM) + int(jit_fold.BLOCK)) + 1
+        indices, values = np.empty(room, np.int64), np.empty(room, dtype)
+        count = jit_fold.scan(*folding, start, stop, k, floor, indices, values, _bits(values))
+        return indices[:count], values[:count]
+
+    indices, values = zip(*in_parts(len(folding.residual), work), strict=True)
+    return (indices[0], values[0]) if len(indices) == 1 else (np.concatenate(indices), np.concatenate(values))
+
+
+def _estimated_floor(folding: _Folding, k: int) -> Any:
+    """A magnitude that somewhat more than `k` entries reach, judged by a sample; 0 where a sample is no use."""
+    n = len(folding.residual)
+    runs = min(max(_SAMPLE_HITS * (n // k), 1024), n // 16) // jit_fold.RUN
+    if runs < 64:
+        return folding.residual.dtype.type(0)
+    stride = n // runs
+    values = np.empty((n // stride + 1) * jit_fold.RUN, folding.residual.dtype)
+    count = jit_fold.sample(*folding, 0, n, stride, values)
+    hits = count * k / n
+    wanted = int(hits + 6 * hits**0.5 + 4)
+    if wanted >= count:
+        return values.dtype.type(0)
+    # Six standard deviations of an independent sample: neighbours are alike, which widens the spread.
+    unused = np.empty(count, np.int64)
+    return values.dtype.type(jit_fold.keep_largest(unused, values, _bits(values), count, wanted))
+
+
+def _scales(x: Array, bits: int, k: int) -> Array:
+    magnitudes = jit_codes.capped_magnitudes(x, _FLOAT32_MAX)
+    scales = np.zeros(SCALE_COUNT[bits], np.float64)
+    if bits == 1:
+        scales[0] = jit_codes.halving_sum(magnitudes) / k
+    elif bits <= 4:
+        jit_codes.split_at_means(magnitudes, bits - 1, scales)
+    elif len(x):
+        scales[:] = magnitudes.min(), magnitudes.max()
+    return scales.astype(np.float32)
+
+
+def _grid(scales: Array, bits: int) -> tuple[float, float]:
+    low, high = map(float, scales)
+    return low, (high - low) / ((1 << (bits - 1)) - 1)
+
+
+def _array(tensor: Tensor) -> Array:
+    return tensor.detach().contiguous().numpy()
+
+
+def _bits(values: Array) -> Array:
+    return values.view(np.int32 if values.dtype == np.float32 else np.int64)

@@ -1,0 +1,211 @@
+"""The kernels in torch operations, for any device: the readable twin of `cpu`, and the path of CUDA."""
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "SCALE_COUNT",
+    "commit_",
+    "decode_positions",
+    "decode_values",
+    "encode_positions",
+    "encode_values",
+    "propose",
+    "sum_sparse",
+    "top_k",
+]
+
+SCALE_COUNT = {1: 1, 2: 2, 4: 8, 8: 2, 16: 2, 32: 0}
+"""Per cost of a value in bits: how many float32 scales travel with the values."""
+
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+def top_k(values: Tensor, k: int) -> Tensor:
+    """See `thinwire.core.select.top_k`."""
+    magnitudes = values.abs()
+    threshold = torch.topk(magnitudes, k, sorted=False).values.amin()
+    above = (magnitudes > threshold).nonzero().squeeze(1)
+    tied = (magnitudes == threshold).nonzero().squeeze(1)[: k - above.numel()]
+    return torch.cat((above, tied)).sort().values
+
+
+def propose(
+    grad: Tensor, residual: Tensor, momentum_buffer: Tensor | None, k: int, *, momentum: float, nesterov: bool
+) -> tuple[Tensor, Tensor, bool]:
+    """See `thinwire.core.feedback.propose`."""
+    folded = _folded_residual(grad.to(residual.dtype), residual, momentum_buffer, momentum, nesterov)
+    if not bool(torch.isfinite(folded).all()):
+        return folded.new_empty(0, dtype=torch.int64), folded.new_empty(0), False
+    indices = top_k(folded, k)
+    return indices, folded[indices], True
+
+
+def commit_(
+    grad: Tensor,
+    residual: Tensor,
+    momentum_buffer: Tensor | None,
+    indices: Tensor,
+    sent: Tensor,
+    *,
+    momentum: float,
+    nesterov: bool,
+) -> None:
+    """See `thinwire.core.feedback.commit_`."""
+    g = grad.to(residual.dtype)
+    if momentum_buffer is None:
+        residual.add_(g)
+    elif nesterov:
+        momentum_buffer.add_(g).mul_(momentum)
+        residual.add_(momentum_buffer).add_(g)
+    else:
+        momentum_buffer.mul_(momentum).add_(g)
+        residual.add_(momentum_buffer)
+    residual[indices] -= sent.to(residual.dtype)
+    if momentum_buffer is not None:
+        momentum_buffer[indices] = 0
+
+
+def _folded_residual(
+    g: Tensor, residual: Tensor, momentum_buffer: Tensor | None, momentum: float, nesterov: bool
+) -> Tensor:
+    if momentum_buffer is None:
+        return residual + g
+    # Separate operations: one fused multiply-add would round once where `commit_` rounds twice.
+    if nesterov:
+        return (momentum_buffer + g).mul_(momentum).add_(residual).add_(g)
+    return (momentum_buffer * momentum).add_(g).add_(residual)
+
+
+def encode_positions(indices: Tensor, low_bits: int, low_bytes: int, high_bytes: int) -> Tensor:
+    """See `thinwire.core.index_code.encode_positions`."""
+    low = _pack_fields(indices & ((1 << low_bits) - 1), low_bits, low_bytes)
+    ones = (indices >> low_bits) + torch.arange(indices.numel(), device=indices.device)
+    bitmap = torch.zeros(8 * high_bytes, dtype=torch.uint8, device=indices.device)
+    bitmap[ones] = 1
+    return torch.cat((low, _pack_bits(bitmap)))
+
+
+def decode_positions(code: Tensor, k: int, low_bits: int, low_bytes: int) -> tuple[Tensor, int]:
+    """Positions as the code has them, at most `k` and in no way checked, and how many bits the bitmap has set."""
+    ones = _unpack_bits(code[low_bytes:]).nonzero().squeeze(1)
+    count = ones.numel()
+    ones = ones[:k]
+    high = ones - torch.arange(ones.numel(), device=code.device)
+    return (high << low_bits) | _unpack_fields(code[:low_bytes], ones.numel(), low_bits), count
+
+
+def encode_values(values: Tensor, bits: int, k: int) -> tuple[Tensor, Tensor]:
+    """See `thinwire.core.value_code.encode_values`."""
+    if bits == 32:
+        sent = values.clamp(-_FLOAT32_MAX, _FLOAT32_MAX).float()
+        return _zero_padded(sent.view(torch.uint8), 4 * k), sent
+    magnitudes = values.double().abs().clamp(max=_FLOAT32_MAX)
+    scales = _scales(magnitudes, bits, k)
+    levels = _nearest_level(magnitudes, scales, bits)
+    fields = levels | ((values < 0).long() << (bits - 1))
+    code = torch.cat((scales.view(torch.uint8), _pack_fields(fields, bits, (k * bits + 7) // 8)))
+    return code, _decode_fields(fields, scales, bits)
+
+
+def decode_values(code: Tensor, count: int, bits: int) -> Tensor:
+    """See `thinwire.core.value_code.decode_values`."""
+    if bits == 32:
+        return code[: 4 * count].clone().view(torch.float32)
+    scale_bytes = 4 * SCALE_COUNT[bits]
+    scales = code[:scale_bytes].clone().view(torch.float32)  # a copy, since a view must be aligned
+    return _decode_fields(_unpack_fields(code[scale_bytes:], count, bits), scales, bits)
+
+
+def sum_sparse(indices: list[Tensor], values: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """See `thinwire.core.merge.sum_sparse`."""
+    union, places = torch.unique(torch.cat(indices), return_inverse=True)
+    sums = torch.zeros(union.numel(), dtype=dtype, device=union.device)
+    for place, value in zip(places.split([i.numel() for i in indices]), values, strict=True):
+        sums[place] += value.to(dtype)
+    return union, sums
+
+
+def _scales(magnitudes: Tensor, bits: int, k: int) -> Tensor:
+    """The float32 numbers that travel with the fields: the mean, the code book, or the smallest and the largest."""
+    if bits == 1:
+        scales = [_halving_sum(magnitudes) / k]
+    elif bits <= 4:
+        scales = _split_at_means(magnitudes, bits - 1, 0.0)
+    elif magnitudes.numel() == 0:
+        scales = [0.0, 0.0]
+    else:
+        scales = [float(magnitudes.amin()), float(magnitudes.amax())]
+    return torch.tensor(scales, dtype=torch.float64, device=magnitudes.device).float()
+
+
+def _split_at_means(magnitudes: Tensor, depth: int, parent_mean: float) -> list[float]:
+    mean = _halving_sum(magnitudes) / magnitudes.numel() if magnitudes.numel() else parent_mean
+    if depth == 0:
+        return [mean]
+    lower, upper = magnitudes[magnitudes <= mean], magnitudes[magnitudes > mean]
+    return _split_at_means(lower, depth - 1, mean) + _split_at_means(upper, depth - 1, mean)
+
+
+def _halving_sum(x: Tensor) -> float:
+    """Sum by adding the upper half to the lower until one is left: an order that every device can follow exactly."""
+    n = x.numel()
+    while n > 1:
+        half = (n + 1) // 2
+        x = torch.cat((x[: n - half] + x[half:n], x[n - half : half]))
+        n = half
+    return float(x[0]) if n else 0.0
+
+
+def _nearest_level(magnitudes: Tensor, scales: Tensor, bits: int) -> Tensor:
+    """Number of the level nearest to each magnitude, the lower one of two that are equally near."""
+    if bits == 1:
+        return torch.zeros_like(magnitudes, dtype=torch.int64)
+    if bits <= 4:
+        book = scales.double()
+        return torch.bucketize(magnitudes, (book[:-1] + book[1:]) / 2)
+    low, level_width = _grid(scales, bits)
+    if level_width == 0:
+        return torch.zeros_like(magnitudes, dtype=torch.int64)
+    return ((magnitudes - low) / level_width - 0.5).ceil().clamp(0, (1 << (bits - 1)) - 1).long()
+
+
+def _grid(scales: Tensor, bits: int) -> tuple[float, float]:
+    low, high = scales.double().tolist()
+    return low, (high - low) / ((1 << (bits - 1)) - 1)
+
+
+def _decode_fields(fields: Tensor, scales: Tensor, bits: int) -> Tensor:
+    negative = (fields >> (bits - 1)) != 0
+    levels = fields & ((1 << (bits - 1)) - 1)
+    if bits <= 4:
+        magnitudes = scales[levels]
+    else:
+        low, level_width = _grid(scales, bits)
+        magnitudes = (levels.double() * level_width + low).float()
+    return torch.where(negative, -magnitudes, magnitudes)
+
+
+def _pack_fields(fields: Tensor, width_bits: int, nbytes: int) -> Tensor:
+    shifts = torch.arange(width_bits, device=fields.device)
+    bits = ((fields.unsqueeze(1) >> shifts) & 1).to(torch.uint8).flatten()
+    return _pack_bits(_zero_padded(bits, 8 * nbytes))
+
+
+def _unpack_fields(code: Tensor, count: int, width_bits: int) -> Tensor:
+    bits = _unpack_bits(code)[: count * width_bits].view(count, width_bits).long()
+    return (bits << torch.arange(width_bits, device=code.device)).sum(dim=1)
+
+
+def _pack_bits(bits: Tensor) -> Tensor:
+    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return (bits.view(-1, 8) << shifts).sum(dim=1).to(torch.uint8)
+
+
+def _unpack_bits(code: Tensor) -> Tensor:
+    shifts = torch.arange(8, dtype=torch.uint8, device=code.device)
+    return ((code.unsqueeze(1) >> shifts) & 1).flatten()
+
+
+def _zero_padded(x: Tensor, length: int) -> Tensor:
+    return torch.cat((x, x.new_zeros(length - x.numel())))

@@ -1,0 +1,57 @@
+"""Loops over parts of a range on a few threads; numba's own threading layers may not be entered by two threads."""
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar, cast
+
+import torch
+
+__all__ = ["in_parts", "jit"]
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
+_SMALLEST_PART = 1 << 16  # entries; below, handing over to a thread costs more than the loop
+_ALIGNMENT = 64  # entries; fields of any width then fill whole bytes, and no two threads share a cache line
+
+
+class _Pool:
+    """One executor per process: a forked child inherits the object, but not its threads."""
+
+    def __init__(self) -> None:
+        self.executor: ThreadPoolExecutor | None = None
+        self.lock = threading.Lock()
+
+    def get(self) -> ThreadPoolExecutor:
+        with self.lock:
+            if self.executor is None:
+                self.executor = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="thinwire-kernel")
+            return self.executor
+
+
+_pool = _Pool()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pool.__init__)  # type: ignore[misc]
+
+
+def in_parts(length: int, work: Callable[[int, int], T]) -> list[T]:
+    """Results of `work(start, stop)` over torch.get_num_threads() contiguous parts, in order; the caller takes one.
+
+    All parts but the last begin and end at multiples of 64.
+    """
+    parts = max(1, min(torch.get_num_threads(), length // _SMALLEST_PART))
+    edges = [length * i // parts // _ALIGNMENT * _ALIGNMENT for i in range(parts)] + [length]
+    futures = [_pool.get().submit(work, edges[i], edges[i + 1]) for i in range(1, parts)]
+    return [work(edges[0], edges[1]), *(future.result() for future in futures)]
+
+
+def jit(function: F) -> F:
+    """Compiled by numba without the GIL, cached on disk where any cache folder can be written."""
+    import numba
+
+    try:
+        return cast("F", numba.njit(cache=True, nogil=True)(function))
+    except RuntimeError:  # numba found no folder for its cache
+        return cast("F", numba.njit(nogil=True)(function))

@@ -1,0 +1,60 @@
+"""Euclidean norms of whole tensors, on the device, accumulated in float32 or wider.
+
+A parameter sharded over ranks (a DTensor) counts with its whole norm: the shards agree by one reduction per placement.
+Such tensors are recognised by their methods, so that nothing here needs to know ranks.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from thinwire.core.rows import values_of
+
+__all__ = ["global_norm", "norm", "norms"]
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def norm(tensor: Tensor) -> Tensor:
+    """Euclidean norm over all entries; a sparse tensor has to be coalesced.
+
+    Returns:
+        Shape (), float32 (float64 for double precision), on the tensor's device; no host synchronization.
+    """
+    values = values_of(tensor)
+    dtype = torch.float32 if values.dtype in _HALVES else None
+    size: Tensor = torch.linalg.vector_norm(values, dtype=dtype)
+    return size
+
+
+def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """`norm` of each, with one reduction for all sharded tensors of one mesh and placement."""
+    found: list[Tensor] = [norm(tensor) for tensor in tensors]
+    shards: dict[object, list[int]] = {}
+    for i, value in enumerate(found):
+        if hasattr(value, "full_tensor"):
+            key = (getattr(value, "device_mesh"), tuple(getattr(value, "placements")), value.dtype)  # noqa: B009
+            shards.setdefault(key, []).append(i)
+    for places in shards.values():
+        whole = torch.stack([found[i] for i in places]).full_tensor()  # type: ignore[attr-defined]  # a DTensor
+        for i, value in zip(places, whole.unbind(), strict=True):
+            found[i] = value
+    return found
+
+
+def global_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """Euclidean norm over all entries of all tensors together.
+
+    Args:
+        tensors: At least one; any shapes, dtypes and devices.
+
+    Returns:
+        Shape (), float32 or wider, on the first tensor's device; no host synchronization.
+    """
+    parts = norms(tensors)
+    return norm(torch.stack([part.to(parts[0].device, _widest(parts)) for part in parts]))
+
+
+def _widest(parts: Sequence[Tensor]) -> torch.dtype:
+    return torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32

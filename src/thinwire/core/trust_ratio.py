@@ -1,0 +1,55 @@
+"""The trust ratio of layer-wise methods: how much of the learning rate a tensor gets, shared by LARS and LAMB."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["TrustRule", "trust_ratio"]
+
+
+@dataclass(frozen=True, slots=True)
+class TrustRule:
+    """The constants of a trust ratio."""
+
+    coefficient: float = 1.0
+    """Unitless, larger takes longer steps."""
+    weight_decay: float = 0.0
+    """Adds its share of the parameter's norm to the denominator."""
+    eps: float = 0.0
+    """Added to the denominator, in the update's unit."""
+    low: float = 0.0
+    """Smallest ratio."""
+    high: float = math.inf
+    """Largest ratio."""
+
+
+def trust_ratio(param_norm: Tensor, update_norm: Tensor, rule: TrustRule) -> Tensor:
+    """Ratio that gives the update a norm proportional to the parameter's.
+
+    r = coefficient * ||p|| / (||u|| + weight_decay * ||p|| + eps), limited to [low, high]; r = 1, whatever the limits,
+    where one of the norms is zero, so that a tensor of zeros can leave it.
+
+    Args:
+        param_norm: ||p||, any shape: one entry for each tensor.
+        update_norm: ||u||, same shape, dtype and device.
+        rule: The constants.
+
+    Returns:
+        Shape and dtype of the norms, on their device; no host synchronization.
+
+    Source: You et al., arXiv 1708.03888, equation 6 (LARS: u is the gradient, with weight decay in the denominator);
+    arXiv 1904.00962, algorithm 2 (LAMB: u contains the decay). Differs: LAMB's limit is a function phi of ||p|| alone
+    in the paper, here it limits the quotient.
+    """
+    denominator = update_norm + rule.eps if rule.eps else update_norm
+    if rule.weight_decay:
+        denominator = denominator + rule.weight_decay * param_norm
+    ratio = param_norm / denominator
+    if rule.coefficient != 1:
+        ratio = ratio * rule.coefficient
+    if rule.low > 0 or rule.high < math.inf:
+        ratio = ratio.clamp(rule.low, rule.high)
+    both = (param_norm > 0) & (update_norm > 0)
+    return torch.where(both, ratio, torch.ones_like(ratio))

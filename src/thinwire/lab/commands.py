@@ -1,0 +1,104 @@
+"""The commands as functions of what was typed. Torch is imported after the arguments have been checked."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from thinwire._version import __version__
+from thinwire.lab.settings import Settings
+from thinwire.lab.strategies import STRATEGIES
+
+__all__ = ["app", "compare"]
+
+app = App(
+    name="thinwire",
+    version=__version__,
+    help="Train neural networks over ordinary networks.",
+    help_epilogue="Example: thinwire compare --workers 2 --link 100mbit --strategies dense dgc --steps 200",
+    help_format="plaintext",
+)
+
+_EXAMPLES = """Examples:
+
+thinwire compare --workers 2 --link 100mbit --strategies dense fp16 dgc --steps 200 --out runs/first
+
+thinwire compare --workers 4 --link 20mbit --latency 10ms --seconds 300 --text ~/notes
+"""
+
+
+@app.command(help_epilogue=_EXAMPLES)
+def compare(
+    *,
+    workers: int = 2,
+    link: str = "100mbit",
+    latency: str = "0ms",
+    strategies: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="")] = ("dense", "dgc"),
+    steps: int | None = None,
+    seconds: float | None = None,
+    size: str = "medium",
+    text: Path | None = None,
+    out: Path | None = None,
+    batch: int = 8,
+    seed: int = 0,
+    lr: float | None = None,
+    quiet: Annotated[bool, Parameter(negative="")] = False,
+) -> None:
+    """Train a small language model under several strategies over the same link; report loss against time and bytes.
+
+    Writes report.html and results.json into the folder --out, and prints a table.
+
+    Args:
+        workers: Processes that train together, each in a network of its own where the system allows it.
+        link: Rate of each worker's link in both directions, such as 20mbit or 1gbit; "none" is unshaped, "loopback"
+            uses no network namespaces.
+        latency: One-way delay of every packet, such as 10ms.
+        strategies: What to compare.
+        steps: Updates per strategy; 200 unless --seconds is given.
+        seconds: The same training time for every strategy, instead of --steps.
+        size: Of the model: tiny (0.1M parameters), small (0.9M), medium (3.3M), large (19M), or a number such as 2M.
+        text: Folder with text to train on; otherwise the source files of Python's own standard library.
+        out: Folder for the report; otherwise runs/compare-DATE-TIME.
+        batch: Sequences of 128 bytes per worker and step.
+        seed: Of the parameters and of the order of the data.
+        lr: Peak learning rate for all strategies, instead of each one's own.
+        quiet: Show no progress.
+    """
+    folder = Path("runs") / time.strftime("compare-%Y%m%d-%H%M%S") if out is None else out
+    settings = Settings.check(
+        workers=workers,
+        link=link,
+        latency=latency,
+        strategies=strategies,
+        steps=steps,
+        seconds=seconds,
+        size=size,
+        text=text,
+        out=folder,
+        batch=batch,
+        seed=seed,
+        lr=lr,
+    )
+    _run(settings, quiet)
+
+
+def _run(settings: Settings, quiet: bool) -> None:
+    from thinwire.lab.compare import compare as measure
+    from thinwire.lab.progress import display_for
+    from thinwire.lab.report import write_report
+    from thinwire.lab.results import write_json
+    from thinwire.lab.table import print_table
+
+    results = measure(settings, display_for(quiet=quiet))
+    write_json(results, settings.out / "results.json")
+    write_report(results, settings.out / "report.html")
+    print_table(results)
+    print(f"report: {settings.out / 'report.html'}")
+
+
+compare.__doc__ = (compare.__doc__ or "").replace(
+    "strategies: What to compare.", f"strategies: What to compare, one or more of {', '.join(STRATEGIES)}."
+)

@@ -1,0 +1,132 @@
+"""One comparison from text to report."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from thinwire.lab.launch import run_workers
+from thinwire.lab.machine import describe_machine
+from thinwire.lab.netns import Network, network, why_unavailable
+from thinwire.lab.progress import Display
+from thinwire.lab.results import summarise
+from thinwire.lab.settings import Settings
+from thinwire.lab.shape import ModelShape
+from thinwire.lab.strategies import STRATEGIES
+from thinwire.lab.text import Corpus, read_folder, read_standard_library
+
+__all__ = ["compare"]
+
+_MOMENTUM = 0.9
+_EVALUATIONS, _HELD_OUT_SEQUENCES = 20, 128
+_LONGEST_RAMP_STEPS = 100
+_SHORTEST_TIMEOUT_S = 60.0
+
+
+def compare(settings: Settings, display: Display) -> dict[str, Any]:
+    """Trains every strategy in turn over the same link and returns what was measured.
+
+    Args:
+        settings: What to compare.
+        display: Told about the progress.
+
+    Returns:
+        The content of `results.json`; the keys are described in `thinwire.lab.results`.
+
+    Raises:
+        ValueError: The text or the size cannot be used.
+        WorkerError: A worker failed; nothing is left running.
+    """
+    shape = settings.shape
+    corpus = read_folder(settings.text) if settings.text else read_standard_library()
+    reason = why_unavailable() if settings.link.emulated else None
+    settings.out.mkdir(parents=True, exist_ok=True)
+    started_s = time.time()
+    runs: list[dict[str, Any]] = []
+    with _work_folder(settings.out) as work, _place(settings, reason) as place:
+        common = {**_common(settings, shape, place), **_write_corpus(corpus, work)}
+        for name in settings.strategies:
+            config = {**common, "strategy": name, "lr": settings.lr or STRATEGIES[name].lr}
+            runs.append(_run(name, config, settings, place, work / name, display))
+    return summarise(
+        runs,
+        settings=settings,
+        shape=shape,
+        corpus=corpus,
+        machine=describe_machine(),
+        emulated=place is not None,
+        reason=reason,
+        started_s=started_s,
+        common={key: common[key] for key in ("momentum", "ramp_steps", "timeout_s", "context", "held_out_sequences")},
+    )
+
+
+def _run(
+    name: str, config: Mapping[str, Any], settings: Settings, place: Network | None, work: Path, display: Display
+) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    with display.strategy(name) as bar, contextlib.closing(run_workers(config, settings.workers, place, work)) as news:
+        for event in news:
+            if event["event"] == "result":
+                result = {key: value for key, value in event.items() if key not in ("event", "unix_s")}
+            else:
+                bar.update(event["progress"], event["step"], event["loss"])
+        bar.done()
+    return result
+
+
+@contextlib.contextmanager
+def _place(settings: Settings, reason: str | None) -> Iterator[Network | None]:
+    if not settings.link.emulated or reason is not None:
+        yield None
+    else:
+        with network(settings.workers, settings.link) as place:
+            yield place
+
+
+@contextlib.contextmanager
+def _work_folder(out: Path) -> Iterator[Path]:
+    work = out / ".work"
+    shutil.rmtree(work, ignore_errors=True)  # of an earlier run that was killed
+    work.mkdir()
+    try:
+        yield work
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _write_corpus(corpus: Corpus, work: Path) -> dict[str, Any]:
+    train, held_out = work / "train.bin", work / "held_out.bin"
+    train.write_bytes(corpus.train)
+    held_out.write_bytes(corpus.held_out)
+    return {
+        "train_file": str(train.resolve()),
+        "train_bytes": len(corpus.train),
+        "held_out_file": str(held_out.resolve()),
+        "held_out_bytes": len(corpus.held_out),
+    }
+
+
+def _common(settings: Settings, shape: ModelShape, place: Network | None) -> dict[str, Any]:
+    dense_bytes = 4 * 12 * shape.layers * shape.width**2
+    steps = settings.steps
+    return {
+        "interface": place.interface if place else None,
+        "width": shape.width,
+        "layers": shape.layers,
+        "context": shape.context,
+        "batch": settings.batch,
+        "seed": settings.seed,
+        "momentum": _MOMENTUM,
+        "steps": steps,
+        "seconds": settings.seconds,
+        "ramp_steps": _LONGEST_RAMP_STEPS if steps is None else max(1, min(_LONGEST_RAMP_STEPS, steps // 4)),
+        "evaluations": _EVALUATIONS if steps is None else min(_EVALUATIONS, steps),
+        "held_out_sequences": _HELD_OUT_SEQUENCES,
+        # gloo waits this long for each message; a dense exchange over a slow link is not to be mistaken for a hang
+        "timeout_s": _SHORTEST_TIMEOUT_S + 10 * settings.link.seconds(2 * dense_bytes) + 20 * settings.link.latency_s,
+    }

@@ -1,0 +1,72 @@
+"""A small byte-level transformer in plain torch."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from thinwire.lab.shape import HEAD_WIDTH, ModelShape
+
+__all__ = ["ByteTransformer"]
+
+VOCABULARY = 256
+
+
+class Block(nn.Module):
+    """Attention, then feed-forward, each on the normalised input and added to it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width, bias=False), nn.LayerNorm(width, bias=False)
+        self.qkv, self.merge = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.widen, self.narrow = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+        self.heads = width // HEAD_WIDTH
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape (batch, context, width) to the same."""
+        batch, context, width = x.shape
+        qkv = self.qkv(self.norm1(x)).view(batch, context, 3, self.heads, HEAD_WIDTH)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.merge(seen.transpose(1, 2).reshape(batch, context, width))
+        fed: Tensor = self.narrow(functional.gelu(self.widen(self.norm2(x))))
+        return x + fed
+
+
+class ByteTransformer(nn.Module):
+    """Predicts the next byte: learned positions, pre-normalised blocks, no biases, a separate output layer.
+
+    Args:
+        shape: Width, layers and context.
+
+    Source: the usual decoder of Radford et al. 2019, with residual branches that start small by the depth.
+    """
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.bytes = nn.Embedding(VOCABULARY, shape.width)
+        self.positions = nn.Embedding(shape.context, shape.width)
+        self.blocks = nn.ModuleList(Block(shape.width) for _ in range(shape.layers))
+        self.norm = nn.LayerNorm(shape.width, bias=False)
+        self.out = nn.Linear(shape.width, VOCABULARY, bias=False)
+        self._initialise(shape)
+
+    def _initialise(self, shape: ModelShape) -> None:
+        for name, p in self.named_parameters():
+            if p.ndim == 1:
+                continue
+            spread = 0.02 if "bytes" in name or "positions" in name else 1 / math.sqrt(p.shape[1])
+            if name.endswith(("merge.weight", "narrow.weight")):
+                spread /= math.sqrt(2 * shape.layers)
+            nn.init.normal_(p, std=spread if name != "out.weight" else 0.02)
+
+    def forward(self, text: Tensor) -> Tensor:
+        """Logits of shape (batch, context, 256) for integer bytes of shape (batch, context)."""
+        x = self.bytes(text) + self.positions(torch.arange(text.shape[1], device=text.device))
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.out(self.norm(x))
+        return logits

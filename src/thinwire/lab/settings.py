@@ -1,0 +1,105 @@
+"""What is compared: the checked arguments of the command."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+
+from thinwire.lab.link import Link
+from thinwire.lab.shape import ModelShape, parse_size
+from thinwire.lab.strategies import check_names
+
+__all__ = ["Settings"]
+
+_MOST_WORKERS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """One comparison.
+
+    Attributes:
+        workers: Ranks, 1 to 64.
+        link: What each of them may send and receive.
+        strategies: Known names, each once.
+        steps: Updates per strategy; None where `seconds` is given.
+        seconds: Budget of training time per strategy; None where `steps` is given.
+        shape: Of the model.
+        text: Folder with text; None is Python's own standard library.
+        out: Folder for the report.
+        batch: Sequences per worker and step.
+        seed: Of parameters and data order.
+        lr: Peak learning rate for all strategies instead of each one's own.
+    """
+
+    workers: int
+    link: Link
+    strategies: tuple[str, ...]
+    steps: int | None
+    seconds: float | None
+    shape: ModelShape
+    text: Path | None
+    out: Path
+    batch: int
+    seed: int
+    lr: float | None
+
+    @classmethod
+    def check(
+        cls,
+        *,
+        workers: int,
+        link: str,
+        latency: str,
+        strategies: Sequence[str],
+        steps: int | None,
+        seconds: float | None,
+        size: str,
+        text: Path | None,
+        out: Path,
+        batch: int,
+        seed: int,
+        lr: float | None,
+    ) -> Settings:
+        """Settings from what was typed.
+
+        Raises:
+            ValueError: The first argument that cannot be used, with what came and what is allowed.
+        """
+        _within("workers", workers, 1, _MOST_WORKERS)
+        _within("batch", batch, 1, 4096)
+        _within("seed", seed, 0, 2**31)
+        if steps is not None and seconds is not None:
+            raise ValueError("steps and seconds exclude each other: give the number of updates, or the time for each")
+        if steps is None and seconds is None:
+            steps = 200
+        if steps is not None:
+            _within("steps", steps, 1, 10_000_000)
+        if seconds is not None and not (isfinite(seconds) and seconds >= 1):
+            raise ValueError(f"seconds={seconds:g} is not allowed: at least 1 second for each strategy")
+        if lr is not None and not (isfinite(lr) and lr > 0):
+            raise ValueError(f"lr={lr:g} is not allowed: a positive number")
+        if out.exists() and not out.is_dir():
+            raise ValueError(f"out={str(out)!r} is a file; name a folder for the report")
+        if text is not None and not text.is_dir():
+            raise ValueError(f"text={str(text)!r} is not a folder; name a folder with text files")
+        return cls(
+            workers=workers,
+            link=Link.parse(link, latency),
+            strategies=check_names(strategies),
+            steps=steps,
+            seconds=seconds,
+            shape=parse_size(size),
+            text=text,
+            out=out,
+            batch=batch,
+            seed=seed,
+            lr=lr,
+        )
+
+
+def _within(name: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise ValueError(f"{name}={value} is out of range: {least} to {most} is allowed")

@@ -1,0 +1,124 @@
+"""One strategy from the first step to the last, on every rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from statistics import median
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+
+from thinwire.lab.batches import Batches
+from thinwire.lab.diary import Diary
+from thinwire.lab.measure import BareStep, kernel_bytes, mean_loss
+from thinwire.lab.model import ByteTransformer
+from thinwire.lab.pace import ByClock, BySteps, Pace, rate_factor
+from thinwire.lab.shape import ModelShape
+from thinwire.lab.strategies import STRATEGIES
+from thinwire.lab.trainers import Setup, Trainer
+
+__all__ = ["TrainingRun"]
+
+_BARE_STEPS_UNTIMED, _BARE_STEPS_AT_START, _BARE_STEPS_BETWEEN = 2, 4, 2
+_FEWEST_STEADY_STEPS = 5
+
+
+@final
+class TrainingRun:
+    """Trains and keeps the books; the clock and the kernel's counters stand still while it evaluates."""
+
+    def __init__(self, config: Mapping[str, Any], diary: Diary) -> None:
+        self.config, self.diary = config, diary
+        torch.manual_seed(config["seed"])
+        model = ByteTransformer(ModelShape(config["width"], config["layers"], config["context"]))
+        self.batches = Batches(config, dist.get_rank())
+        self.held_out = self.batches.held_out_batches(dist.get_rank(), dist.get_world_size())
+        self.bare = BareStep(model, config["momentum"])
+        self.bare.measure(_BARE_STEPS_UNTIMED, self.batches.batch, self.batches.context)
+        self.bare.seconds.clear()  # those paid for memory and caches
+        self.bare.measure(_BARE_STEPS_AT_START, self.batches.batch, self.batches.context)
+        setup = Setup(config["momentum"], config["ramp_steps"])
+        self.trainer: Trainer = STRATEGIES[config["strategy"]].build(model, setup)
+        self.step_s: list[float] = []
+        self.library_bytes = [0.0]
+        self.kernel_sent, self.kernel_received = [0], [0]
+        self.evaluations: list[dict[str, float]] = []
+
+    @property
+    def step(self) -> int:
+        """Updates done so far."""
+        return len(self.step_s)
+
+    def train(self) -> dict[str, Any]:
+        """All the steps; returns what was measured, means over the ranks where ranks differ."""
+        pace = self._pace()
+        self._evaluate()
+        stop = False
+        while not stop:
+            rate = self.config["lr"] * rate_factor(pace.progress(self.step))
+            for group in self.trainer.optimizer.param_groups:
+                group["lr"] = rate
+            loss = self.trainer.train_step(*self.batches.next_batch())
+            self._count()
+            self.diary.write_sometimes("step", step=self.step, progress=pace.progress(self.step), loss=float(loss))
+            due, stop = pace.advance(self.step, sum(self.step_s))
+            if due or stop:
+                self._evaluate()
+                point = self.evaluations[-1]
+                self.diary.write("evaluation", progress=pace.progress(self.step), step=self.step, loss=point["loss"])
+        self.trainer.close()
+        return self._result()
+
+    def _pace(self) -> Pace:
+        steps, evaluations = self.config["steps"], self.config["evaluations"]
+        return ByClock(self.config["seconds"], evaluations) if steps is None else BySteps(steps, evaluations)
+
+    def _start_clock(self) -> None:
+        dist.barrier()
+        self.mark_s, self.mark_bytes = time.perf_counter(), kernel_bytes(self.config["interface"])
+
+    def _count(self) -> None:
+        now_s, (sent, received) = time.perf_counter(), kernel_bytes(self.config["interface"])
+        self.step_s.append(now_s - self.mark_s)
+        self.library_bytes.append(self.trainer.sent_bytes())
+        self.kernel_sent.append(self.kernel_sent[-1] + sent - self.mark_bytes[0])
+        self.kernel_received.append(self.kernel_received[-1] + received - self.mark_bytes[1])
+        self.mark_s, self.mark_bytes = now_s, (sent, received)
+
+    def _evaluate(self) -> None:
+        loss = mean_loss(self.trainer.module, self.held_out)
+        point = {"step": self.step, "seconds": sum(self.step_s), "loss": loss, "library_bytes": self.library_bytes[-1]}
+        self.evaluations.append({**point, "kernel_bytes": float(self.kernel_sent[-1])})
+        if self.step:
+            self.bare.measure(_BARE_STEPS_BETWEEN, self.batches.batch, self.batches.context)
+        self._start_clock()
+
+    def _result(self) -> dict[str, Any]:
+        steady = max(0, min(self.trainer.steady_from_step, self.step - _FEWEST_STEADY_STEPS))
+        sent, kernel_sent, kernel_received = self._mean_bytes_per_step(steady)
+        measured = self.config["interface"] is not None
+        return {
+            "strategy": self.config["strategy"],
+            "steps": self.step,
+            "seconds": sum(self.step_s),
+            "parameters": sum(p.numel() for p in self.trainer.module.parameters()),
+            "evaluations": self.evaluations,
+            "steady_from_step": steady,
+            "step_ms": [1e3 * s for s in self.step_s],
+            "bare_step_ms": [1e3 * s for s in self.bare.seconds],
+            "median_step_ms": 1e3 * median(self.step_s[steady:]),
+            "median_bare_step_ms": 1e3 * median(self.bare.seconds),
+            "library_bytes_per_step": sent,
+            "kernel_sent_bytes_per_step": kernel_sent if measured else None,
+            "kernel_received_bytes_per_step": kernel_received if measured else None,
+            "settings": {"lr": self.config["lr"], "momentum": self.config["momentum"], **self.trainer.settings},
+        }
+
+    def _mean_bytes_per_step(self, steady: int) -> list[float]:
+        counts = (self.library_bytes, self.kernel_sent, self.kernel_received)
+        means = torch.tensor([float(count[-1] - count[steady]) for count in counts], dtype=torch.float64)
+        dist.all_reduce(means)
+        per_step: list[float] = (means / (dist.get_world_size() * (self.step - steady))).tolist()
+        return per_step

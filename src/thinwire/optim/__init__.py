@@ -1,0 +1,20 @@
+"""Optimizers: those of torch with the common part of this library, and those for large batches and sparse rows."""
+
+from thinwire.core.clip import ClipByGlobalNorm, ClipByNorm, ClipByValue
+from thinwire.core.decay import L1Decay, L2Decay
+from thinwire.optim.dgc_momentum import DGCMomentum
+from thinwire.optim.torch_classes import SGD, Adagrad, Adam, AdamW, RMSprop
+
+__all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "ClipByGlobalNorm",
+    "ClipByNorm",
+    "ClipByValue",
+    "DGCMomentum",
+    "L1Decay",
+    "L2Decay",
+    "RMSprop",
+]

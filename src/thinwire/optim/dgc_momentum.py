@@ -1,0 +1,409 @@
+"""SGD with momentum over deep gradient compression: each rank sends its few largest accumulated entries."""
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire import _validate as check
+from thinwire._version import __version__
+from thinwire.comm import BucketTap, Group, require_agreement, tap_buckets
+from thinwire.core.clip import ClipByNorm, clipped
+from thinwire.core.decay import Regularizer
+from thinwire.core.feedback import FoldRule, commit_, propose
+from thinwire.core.message import WIRE_VERSION
+from thinwire.core.select import count_sent
+from thinwire.optim.base import CommonOptimizer
+from thinwire.optim.saving import state_dtype
+from thinwire.optim.two_phase import ParamGrad
+from thinwire.schedules import Schedule, sparsity_at
+from thinwire.sync.exchange import GradientExchange
+from thinwire.sync.round import Round, SparseGradient
+
+__all__ = ["Attached", "DGCMomentum"]
+
+VALUE_BITS = (1, 2, 4, 8, 16, 32)
+_COMPRESSIBLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class DGCMomentum(CommonOptimizer):
+    """SGD with momentum that exchanges gradients itself, about 2,000 times smaller.
+
+    Each rank holds the gradient of its own mean loss in `p.grad`; `step` exchanges and updates. Per tensor of at least
+    `min_numel` elements: u <- m u + g, v <- v + u, the k entries of largest |v| are sent in `value_bits` bits each,
+    what was sent is taken off v and u is cleared there, and p <- p - lr * mean over the ranks. All other tensors, and
+    all of them before `rampup_begin_step`, are averaged densely and follow torch's SGD.
+
+    Args:
+        params: As in torch; all ranks must give the same, in the same order, with equal values.
+        lr: A number, a schedule or a list, also per group.
+        momentum: m, >= 0.
+        rampup_begin_step: Updates before compression begins, >= 0.
+        rampup_step: Updates over which the levels of `sparsity` are spread, >= 1.
+        sparsity: Fractions that are **not** sent, each in [0, 1); the last one stays.
+        nesterov: Whether to look ahead; needs momentum.
+        weight_decay: Added to each rank's own gradient before it is folded in, >= 0.
+        local_grad_clip_norm: C > 0: a rank's share g / N of a compressed tensor is limited to the norm C / sqrt(N).
+        num_trainers: N of that limit, and of nothing else; the size of the group where it is None.
+        min_numel: Smaller tensors are exchanged densely, >= 1.
+        value_bits: What one sent value costs: 1, 2, 4, 8, 16 or 32. The rounding error stays in v.
+        process_group: The ranks that exchange; None for all of them. One process alone works too.
+        grad_clip: `ClipByNorm` only: its c is C for compressed tensors and a plain limit for those that stay dense.
+        regularizer: `L1Decay` or `L2Decay`, treated as `weight_decay` is.
+        exclude_from_weight_decay: Patterns over names, or a predicate (name, parameter) -> bool.
+        maximize: Whether to go up instead of down.
+        foreach: Accepted for the common signature; the exchange decides the order of work.
+
+    **State** in `state[p]`: `momentum_buffer` u and, for compressed tensors, `residual` v, float32 (float64 for float64
+    parameters), local to the rank; `position` in the state_dict. Every rank saves its own.
+    **Communication** per step: 24 bytes a rank of agreement before and after, one all-gather of equally long messages,
+    one all-reduce per dtype of dense tensors. The first step also compares settings and parameters over the ranks.
+    **Failure**: a gradient that is not finite, on any rank, drops the step on all of them; nothing changes, a warning
+    names parameter, rank and step, and the tenth in a row is `thinwire.errors.NonFinite`. Every other error of an
+    exchange leaves parameters and state as they were before the step.
+
+    Raises:
+        TypeError, ValueError: A wrong argument, at construction.
+
+    Source: Lin et al., 2018, arXiv 1712.01887. Differs: exact selection, positions by Elias-Fano, coded values.
+    """
+
+    _step_supports_amp_scaling = True
+    _exchange: GradientExchange | None = None
+    _attached: "Attached | None" = None
+    _inverse_scale = 1.0
+    _dense_bytes = 0
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor | Schedule | Sequence[float],
+        momentum: float = 0.9,
+        *,
+        rampup_begin_step: int = 0,
+        rampup_step: int = 1,
+        sparsity: Sequence[float] = (0.999,),
+        nesterov: bool = False,
+        weight_decay: float = 0.0,
+        local_grad_clip_norm: float | None = None,
+        num_trainers: int | None = None,
+        min_numel: int = 16384,
+        value_bits: int = 1,
+        process_group: dist.ProcessGroup | None = None,
+        grad_clip: ClipByNorm | None = None,
+        regularizer: Regularizer | None = None,
+        exclude_from_weight_decay: Any = None,
+        maximize: bool = False,
+        foreach: bool | None = None,
+    ) -> None:
+        if grad_clip is not None:
+            check.instance(
+                "grad_clip", grad_clip, ClipByNorm, advice="other norms do not commute with local accumulation"
+            )
+        if grad_clip is not None and local_grad_clip_norm is not None:
+            raise ValueError(
+                f"grad_clip={grad_clip} and local_grad_clip_norm={local_grad_clip_norm} limit the same gradient: "
+                "give one of them"
+            )
+        groups, rate = self._open(
+            params,
+            lr,
+            grad_clip=grad_clip,
+            regularizer=regularizer,
+            exclude_from_weight_decay=exclude_from_weight_decay,
+        )
+        check.one_of("value_bits", value_bits, VALUE_BITS)
+        self.value_bits = check.integer("value_bits", value_bits)
+        self.num_trainers = None if num_trainers is None else check.integer("num_trainers", num_trainers, at_least=1)
+        self._process_group = process_group
+        self._fresh: dict[Tensor, dict[str, Tensor]] = {}
+        defaults = {
+            "lr": rate,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "weight_decay": weight_decay,
+            "rampup_begin_step": rampup_begin_step,
+            "rampup_step": rampup_step,
+            "sparsity": tuple(sparsity) if isinstance(sparsity, list) else sparsity,
+            "local_grad_clip_norm": local_grad_clip_norm,
+            "min_numel": min_numel,
+            "maximize": maximize,
+            "foreach": foreach,
+        }
+        super().__init__(groups, defaults)
+        self._close()
+
+    def attach(self, ddp: DistributedDataParallel) -> "Attached":
+        """Move the exchange into the backward pass of `ddp`, bucket by bucket, so that it overlaps with it.
+
+        From now on `p.grad` holds, after the backward pass, the rank's own gradient (not the mean), and `step` waits
+        for what is on its way, checks it and updates; leave `p.grad` alone in between. Parameters and state end up
+        bit-identical to `step` alone for compressed tensors. Under `ddp.no_sync()` gradients accumulate locally.
+        A `torch.amp.GradScaler` reveals its scale only in `step`: with one, the exchange happens there.
+
+        Args:
+            ddp: A model whose parameters are exactly those of this optimizer.
+
+        Returns:
+            The handle whose `remove` moves the exchange back into `step`, with all state kept.
+
+        Raises:
+            TypeError: `ddp` is no DistributedDataParallel.
+            ValueError: It is attached already, has other parameters or other ranks, or a hook of somebody else.
+
+        Communication: the comparison of settings and parameters, if it has not been made yet.
+        """
+        check.instance("ddp", ddp, DistributedDataParallel)
+        if self._attached is not None:
+            raise ValueError("this optimizer is attached already: call remove() on its handle first")
+        mine = {p for p in self._ordered_params() if p.requires_grad}
+        theirs = {p for p in ddp.parameters() if p.requires_grad}
+        if mine != theirs:
+            raise ValueError(
+                f"ddp must have exactly the trainable parameters of this optimizer: {len(theirs - mine)} of the "
+                f"model's are not in the optimizer, {len(mine - theirs)} of the optimizer's are not in the model"
+            )
+        group = self._joined().group
+        if dist.get_world_size(ddp.process_group) != group.size:
+            raise ValueError(
+                f"ddp spans {dist.get_world_size(ddp.process_group)} ranks and this optimizer {group.size}: "
+                "give both the same process_group"
+            )
+        self._attached = Attached(self, tap_buckets(ddp, self._launch_bucket))
+        return self._attached
+
+    def stats(self) -> dict[str, Any]:
+        """This rank so far: `step`, `bytes_sent` with headers, `bytes_dense`, `ratio`, `dropped_steps`."""
+        sent = 0 if self._exchange is None else self._exchange.group.bytes_sent
+        return {
+            "step": self.position,
+            "bytes_sent": sent,
+            "bytes_dense": self._dense_bytes,
+            "ratio": self._dense_bytes / sent if sent else math.inf,
+            "dropped_steps": 0 if self._exchange is None else self._exchange.drops.total,
+        }
+
+    # What the base class asks for.
+
+    def _check_hyperparameters(self, values: Mapping[str, Any]) -> None:
+        momentum = check.real("momentum", values["momentum"], at_least=0)
+        if check.boolean("nesterov", values["nesterov"]) and momentum == 0:
+            raise ValueError("nesterov needs a momentum above 0, got momentum=0")
+        check.integer("rampup_begin_step", values["rampup_begin_step"], at_least=0)
+        check.integer("rampup_step", values["rampup_step"], at_least=1)
+        check.integer("min_numel", values["min_numel"], at_least=1)
+        if values["local_grad_clip_norm"] is not None:
+            check.real("local_grad_clip_norm", values["local_grad_clip_norm"], above=0)
+        levels = values["sparsity"]
+        check.instance("sparsity", levels, (tuple, list), advice="write a single fraction as (0.999,)")
+        if not levels:
+            raise ValueError("sparsity must hold at least one fraction in [0, 1), got an empty sequence")
+        for i, level in enumerate(levels):
+            check.real(f"sparsity[{i}], the fraction that is not sent,", level, at_least=0, below=1)
+
+    def _update(self, pairs: list[ParamGrad], rates: list[float]) -> bool:
+        exchange = self._joined()
+        scaled, overflow = self._scaler()
+        if scaled and exchange.in_flight and self._attached is not None:
+            exchange.discard()  # proposals made before the scale was known are in the wrong unit
+            self._attached.deferred = True
+        try:
+            keys = self._keys()
+            grads = {keys[p]: self._unscaled(p, g) for p, g in pairs}
+            done = exchange.exchange(self.position, grads, overflow=overflow)
+            if done is None:
+                return False
+            for param, grad in pairs:
+                self._apply(param, grad, done, keys[param], rates[self._facts(param).group_index])
+        finally:
+            self._fresh.clear()
+            self._inverse_scale = 1.0
+        self._dense_bytes += sum(4 * p.numel() for p in self._ordered_params() if p.requires_grad)
+        return True
+
+    def _detached(self) -> None:
+        """Called by the handle: forget it, and what it may have launched."""
+        self._attached = None
+        if self._exchange is not None:
+            self._exchange.discard()
+        self._fresh.clear()
+
+    # One rank's side.
+
+    def _keys(self) -> dict[Tensor, int]:
+        return {p: key for key, p in enumerate(self._ordered_params())}
+
+    def _names(self) -> list[str]:
+        return [self._facts(p).name or f"parameter {key}" for key, p in enumerate(self._ordered_params())]
+
+    def _scaler(self) -> tuple[bool, bool | None]:
+        """Whether gradients carry a loss scale, and whether a `GradScaler` found an overflow (None: no scaler)."""
+        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        self._inverse_scale = 1.0 if scale is None else 1.0 / float(scale)
+        return scale is not None, None if found is None else bool(found)
+
+    def _unscaled(self, param: Tensor, grad: Tensor) -> Tensor:
+        return grad if self._inverse_scale == 1.0 else grad.to(_wide(param, grad)) * self._inverse_scale
+
+    def _compressible(self, param: Tensor) -> bool:
+        return param.dtype in _COMPRESSIBLE and param.numel() >= self._facts(param).group["min_numel"]
+
+    def _state_of(self, param: Tensor, *, residual: bool) -> dict[str, Tensor]:
+        """The parameter's state; zeros that enter `self.state` only when the update is applied."""
+        state: dict[str, Tensor] = self.state.get(param) or self._fresh.setdefault(param, {})
+        for key in ("momentum_buffer", "residual") if residual else ("momentum_buffer",):
+            if key not in state:
+                dtype = param.dtype if param.is_complex() else state_dtype(param)
+                state[key] = torch.zeros(param.shape, dtype=dtype, device=param.device)
+        return state
+
+    def _contribution(self, param: Tensor, grad: Tensor) -> Tensor:
+        """What this rank folds in, flat: its gradient after local clip, decay, regularizer and centralization."""
+        facts = self._facts(param)
+        limit = facts.group["local_grad_clip_norm"]
+        if self.grad_clip is not None:
+            assert isinstance(self.grad_clip, ClipByNorm)
+            limit = self.grad_clip.c
+        if limit is not None:
+            assert self._exchange is not None
+            trainers = self.num_trainers or self._exchange.group.size
+            grad = clipped(ClipByNorm(limit * math.sqrt(trainers)), [grad.to(state_dtype(param))])[0]
+        if facts.weight_decay or facts.regularizer is not None or facts.grad_centralization:
+            grad = self._with_decay(param, grad.to(state_dtype(param)))
+        return grad.reshape(-1)
+
+    def _propose(self, key: int, grad: Tensor) -> SparseGradient | None:
+        param = self._ordered_params()[key]
+        group = self._facts(param).group
+        if self.position < group["rampup_begin_step"] or not self._compressible(param):
+            return None
+        ramp = (group["rampup_begin_step"], group["rampup_step"], group["sparsity"])
+        k = count_sent(param.numel(), sparsity_at(self.position, *ramp))
+        state = self._state_of(param, residual=True)
+        flat = self._contribution(param, grad)
+        u, v = state["momentum_buffer"].view(-1), state["residual"].view(-1)
+        return SparseGradient(propose(flat, v, u, k, _rule(group)), param.numel(), k)
+
+    def _launch_bucket(self, bucket: int, params: Sequence[Parameter], grads: Sequence[Tensor]) -> None:
+        """Called in the backward pass of the attached model."""
+        assert self._exchange is not None
+        assert self._attached is not None
+        if self._attached.deferred:
+            return
+        keys = self._keys()
+        with torch.no_grad():
+            signed = [-g if self._facts(p).group["maximize"] else g for p, g in zip(params, grads, strict=True)]
+            self._exchange.launch_bucket(
+                self.position, bucket, {keys[p]: g for p, g in zip(params, signed, strict=True)}
+            )
+
+    def _apply(self, param: Tensor, grad: Tensor, done: Round, key: int, rate: float) -> None:
+        # what decides here must be common to all ranks: one of them may hold a row-sparse gradient, another a dense one
+        if done.is_sparse(key):
+            self._apply_sparse(param, self._contribution(param, self._unscaled(param, grad)), done, key, rate)
+        else:
+            lasting = key in done.row_sparse or not self._compressible(param)
+            self._apply_dense(param, done.dense_mean(key), rate, clip=lasting)
+
+    def _apply_sparse(self, param: Tensor, contribution: Tensor, done: Round, key: int, rate: float) -> None:
+        state = self.state[param] = self._state_of(param, residual=True)
+        u, v = state["momentum_buffer"].view(-1), state["residual"].view(-1)
+        indices, sent = done.sent(key)
+        commit_(contribution, v, u, indices, sent, _rule(self._facts(param).group))
+        touched, mean = done.sparse_mean(key, v.dtype)
+        flat = param.detach().view(-1) if param.is_contiguous() else param.detach().reshape(-1)
+        flat[touched] = (flat[touched].to(v.dtype) - mean.mul_(rate)).to(param.dtype)
+        if not param.is_contiguous():
+            param.detach().copy_(flat.view(param.shape))
+
+    def _apply_dense(self, param: Tensor, mean: Tensor, rate: float, *, clip: bool) -> None:
+        state = self.state[param] = self._state_of(param, residual=self._compressible(param))
+        group, buffer = self._facts(param).group, state["momentum_buffer"]
+        grad = mean.to(buffer.dtype)
+        if clip and self.grad_clip is not None:
+            grad = clipped(self.grad_clip, [grad])[0]
+        grad = self._with_decay(param, grad)
+        buffer.mul_(group["momentum"]).add_(grad)
+        update = grad.add(buffer, alpha=group["momentum"]) if group["nesterov"] else buffer
+        if param.dtype == buffer.dtype:
+            param.detach().add_(update, alpha=-rate)
+        else:
+            param.detach().copy_(param.detach().to(buffer.dtype).add_(update, alpha=-rate))
+
+    # The ranks' side.
+
+    def _joined(self) -> GradientExchange:
+        """The exchange with the other ranks, after the comparison that must precede it."""
+        names = self._names()
+        if self._exchange is None:
+            group = Group(self._process_group)
+            self._exchange = GradientExchange(group, names, value_bits=self.value_bits, propose=self._propose)
+            require_agreement(group, self._common_facts(names), what="comparing settings and parameters")
+        elif self._exchange.names != names:
+            self._exchange.names = names
+            require_agreement(self._exchange.group, self._common_facts(names), what="comparing settings and parameters")
+        return self._exchange
+
+    def _common_facts(self, names: Sequence[str]) -> dict[str, Any]:
+        """What all ranks must have in common, in the order in which differences are most telling."""
+        params = self._ordered_params()
+        plain = [{k: repr(v) for k, v in g.items() if k not in ("params", "param_names")} for g in self.param_groups]
+        return {
+            "thinwire": __version__,
+            "torch": torch.__version__,
+            "wire version": WIRE_VERSION,
+            "value_bits": self.value_bits,
+            "num_trainers": self.num_trainers,
+            "grad_clip": repr(self.grad_clip),
+            "step": self.position,
+            "group": plain,
+            "parameter": [
+                f"{name} {str(p.dtype).removeprefix('torch.')} {list(p.shape)} requires_grad={p.requires_grad}"
+                for name, p in zip(names, params, strict=True)
+            ],
+            "decay": [self._facts(p).weight_decay for p in params],
+            "initial value (CRC-32) of": {name: _crc(p) for name, p in zip(names, params, strict=True)},
+        }
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "value_bits": self.value_bits, "num_trainers": self.num_trainers}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._process_group = self.__dict__.get("_process_group")
+        self._fresh = self.__dict__.get("_fresh", {})
+
+
+class Attached:
+    """The handle of `DGCMomentum.attach`."""
+
+    def __init__(self, optimizer: DGCMomentum, tap: BucketTap) -> None:
+        self.deferred = False
+        """Whether buckets wait for `step`, because a loss scaler is in use."""
+        self._optimizer: DGCMomentum | None = optimizer
+        self._tap = tap
+
+    def remove(self) -> None:
+        """Move the exchange back into `step`, which then finds local gradients; may be called twice."""
+        if self._optimizer is not None:
+            self._tap.close()
+            self._optimizer._detached()
+            self._optimizer = None
+
+
+def _rule(group: Mapping[str, Any]) -> FoldRule:
+    return FoldRule(group["momentum"], group["nesterov"])
+
+
+def _wide(param: Tensor, grad: Tensor) -> torch.dtype:
+    return grad.dtype if grad.is_complex() else state_dtype(param)
+
+
+def _crc(param: Tensor) -> int:
+    return zlib.crc32(param.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())

@@ -1,0 +1,191 @@
+"""Parameter groups: which keys they may have, which parameters are excluded from decay, and the order of all."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire import _validate as check
+
+__all__ = [
+    "Exclusion",
+    "ParamPlace",
+    "check_keys",
+    "excluded_flags",
+    "named_params",
+    "ordered",
+    "parse_exclusion",
+    "require_matches",
+    "split_order",
+]
+
+Predicate = Callable[[str, Tensor], bool]
+Exclusion = tuple[str, ...] | Predicate | None
+"""Glob patterns over names, a predicate, or nothing."""
+
+COMMON_KEYS = ("params", "lr", "weight_decay", "grad_centralization", "regularizer")
+ALSO_ACCEPTED = ("param_names", "initial_lr", "name")
+
+
+@dataclass(frozen=True, slots=True)
+class ParamPlace:
+    """What stays the same about a parameter while it is in an optimizer."""
+
+    index: int
+    """Position in the order of the groups, from 0."""
+    group_index: int
+    """Which of `param_groups` it belongs to."""
+    name: str | None
+    """Its name, where named parameters were given."""
+    excluded: bool
+    """Whether it has no weight decay."""
+
+
+def named_params(params: object) -> list[tuple[str | None, Tensor]]:
+    """The entries of a group's `params`, each with its name or None; kinds are left for torch to judge."""
+    if isinstance(params, Tensor):
+        return [(None, params)]
+    if not isinstance(params, Iterable):
+        raise TypeError(f"params must be a tensor or an iterable of tensors, got {params!r}")
+    return [entry if isinstance(entry, tuple) else (None, entry) for entry in params]
+
+
+def check_keys(group: Mapping[str, Any], own_keys: Iterable[str]) -> None:
+    """Raise `ValueError` for a key that no optimizer or this one does not know."""
+    known = dict.fromkeys([*COMMON_KEYS, *own_keys, *ALSO_ACCEPTED])
+    for key, value in group.items():
+        if key not in known:
+            hint = check.closest(key, [*known, "order_params"])
+            raise ValueError(
+                f"unknown key {key!r} with value {value!r} in a parameter group{hint} (allowed: {', '.join(known)})"
+            )
+
+
+def parse_exclusion(exclude: object) -> Exclusion:
+    """The argument `exclude_from_weight_decay`, checked.
+
+    Raises:
+        TypeError: Neither a predicate nor a tuple or list of patterns; a single str is refused too.
+    """
+    if exclude is None or (callable(exclude) and not isinstance(exclude, type)):
+        return exclude
+    if isinstance(exclude, str) or not isinstance(exclude, list | tuple):
+        raise TypeError(
+            "exclude_from_weight_decay must be a tuple or list of glob patterns or a predicate "
+            f"(name, parameter) -> bool, got {exclude!r} of type {type(exclude).__name__}; "
+            "write a single pattern as ('*.bias',)"
+        )
+    for pattern in exclude:
+        check.instance("every pattern of exclude_from_weight_decay", pattern, str)
+    return tuple(exclude)
+
+
+def excluded_flags(exclude: Exclusion, entries: Sequence[tuple[str | None, Tensor]]) -> list[bool]:
+    """For every (name, parameter), whether it is excluded; a predicate is called once for each.
+
+    Raises:
+        ValueError: Patterns are given, or a predicate failed, and the parameters have no names.
+        TypeError: The predicate returns something else than a bool.
+    """
+    if not exclude:
+        return [False] * len(entries)
+    if callable(exclude):
+        return [_ask(exclude, name, param) for name, param in entries]
+    return [any(fnmatchcase(_need_name(name), pattern) for pattern in exclude) for name, _ in entries]
+
+
+def require_matches(exclude: Exclusion, names: Iterable[str | None]) -> None:
+    """Raise `ValueError` for a pattern that matches none of `names`."""
+    if not exclude or callable(exclude):
+        return
+    given = [name for name in names if name is not None]
+    for pattern in exclude:
+        if not any(fnmatchcase(name, pattern) for name in given):
+            bare = pattern.replace("*", "").replace("?", "")
+            ends = {name: name for name in given} | {name.rpartition(".")[2]: name for name in given}
+            hint = check.closest(bare, ends) or f"; the names begin with {given[:5]}"
+            raise ValueError(f"exclude_from_weight_decay: the pattern {pattern!r} matches no parameter name{hint}")
+
+
+def split_order(params: object) -> tuple[Any, list[Tensor] | None]:
+    """Take the entry `order_params` out of `params`; the rest is what torch's constructor takes.
+
+    Raises:
+        ValueError: The entry is given twice, or has other keys beside it.
+        TypeError: It is no iterable of parameters or (name, parameter) pairs.
+    """
+    if isinstance(params, Tensor) or not isinstance(params, Iterable):
+        return params, None
+    entries = list(params)
+    orders = [entry for entry in entries if isinstance(entry, Mapping) and "order_params" in entry]
+    if not orders:
+        return entries, None
+    if len(orders) > 1:
+        raise ValueError(f"order_params must be given once, got it in {len(orders)} entries")
+    if len(orders[0]) > 1:
+        others = [key for key in orders[0] if key != "order_params"]
+        raise ValueError(f"order_params must be alone in its dictionary, got {others} beside it; move them to a group")
+    return [entry for entry in entries if entry is not orders[0]], _as_params(orders[0]["order_params"])
+
+
+def ordered(order: Sequence[Tensor], places: Mapping[Tensor, ParamPlace]) -> list[Tensor]:
+    """`order`, checked to hold exactly the parameters of the groups, each once.
+
+    Raises:
+        ValueError: One is missing, foreign or given twice.
+    """
+    seen: set[Tensor] = set()
+    for i, param in enumerate(order):
+        if param not in places:
+            raise ValueError(f"order_params[{i}], of shape {tuple(param.shape)}, is in none of the parameter groups")
+        if param in seen:
+            raise ValueError(f"order_params[{i}] ({_label(param, places)}) is given twice; list every parameter once")
+        seen.add(param)
+    missing = [_label(param, places) for param in places if param not in seen]
+    if missing:
+        raise ValueError(f"order_params misses {len(missing)} of {len(places)} parameters: {', '.join(missing[:5])}")
+    return list(order)
+
+
+def _as_params(order: object) -> list[Tensor]:
+    if isinstance(order, Tensor | str | Mapping) or not isinstance(order, Iterable):
+        raise TypeError(f"order_params must be an iterable of parameters, got {order!r} of type {type(order).__name__}")
+    params = [entry[1] if isinstance(entry, tuple) and len(entry) == 2 else entry for entry in order]
+    for i, param in enumerate(params):
+        check.instance(f"order_params[{i}]", param, torch.Tensor, advice="give parameters or (name, parameter) pairs")
+    return params
+
+
+def _label(param: Tensor, places: Mapping[Tensor, ParamPlace]) -> str:
+    place = places[param]
+    return place.name if place.name is not None else f"parameter {place.index} of shape {tuple(param.shape)}"
+
+
+def _need_name(name: str | None) -> str:
+    if name is None:
+        raise ValueError(
+            "exclude_from_weight_decay has patterns over names, but the parameters have no names; "
+            "pass model.named_parameters() instead of model.parameters()"
+        )
+    return name
+
+
+def _ask(predicate: Predicate, name: str | None, param: Tensor) -> bool:
+    try:
+        answer: object = predicate(name, param)  # type: ignore[arg-type]  # None only without named parameters
+    except (TypeError, AttributeError) as error:
+        if name is not None:
+            raise
+        raise ValueError(
+            "exclude_from_weight_decay failed for a parameter without a name; "
+            "pass model.named_parameters() instead of model.parameters()"
+        ) from error
+    if not isinstance(answer, bool):
+        raise TypeError(
+            f"exclude_from_weight_decay must return True or False, got {answer!r} of type {type(answer).__name__} "
+            f"for parameter {name!r}"
+        )
+    return answer

@@ -1,0 +1,80 @@
+"""What LARS and LAMB share beside the trust ratio: lists of tensors in blocks, and the ratios to be read."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from thinwire.core.norms import norms
+from thinwire.optim.own import OwnOptimizer
+from thinwire.optim.two_phase import ParamGrad
+
+__all__ = ["Block", "LayerwiseOptimizer", "whole_norms"]
+
+_BLOCK_BYTES = 1 << 20
+"""Of gradients that are worked on together on a CPU: what stays in its cache from one operation to the next."""
+
+
+class Block(NamedTuple):
+    """Tensors that one sequence of list operations can update together."""
+
+    params: list[Tensor]
+    grads: list[Tensor]
+    weight_decay: float
+    step: int
+    """Number of this update for these parameters, from 1."""
+
+
+class LayerwiseOptimizer(OwnOptimizer):
+    """Base of the methods that scale the update of every tensor by a trust ratio of its own."""
+
+    _ratios: dict[Tensor, Tensor] | None = None
+
+    def trust_ratios(self) -> dict[str | Tensor, float]:
+        """The trust ratio of every parameter in the last update, for logs; 1 where the method does not scale.
+
+        Returns:
+            By name, or by parameter where there are no names; empty before the first update. This call, not the update,
+            waits for the device.
+        """
+        ratios = self._ratios or {}
+        return {self._facts(param).name or param: float(ratio) for param, ratio in ratios.items()}
+
+    def _update(self, pairs: list[ParamGrad], rates: list[float]) -> bool:
+        self._ratios = {}
+        return super()._update(pairs, rates)
+
+    def _remember(self, params: Sequence[Tensor], ratios: Sequence[Tensor]) -> None:
+        assert self._ratios is not None, "ratios are remembered inside an update"
+        self._ratios.update(zip(params, ratios, strict=True))
+
+    def _blocks(self, group: dict[str, Any], pairs: Sequence[ParamGrad]) -> Iterator[Block]:
+        """The pairs in blocks of one device, type, decay and count; of one tensor each without `foreach`."""
+        kinds: dict[tuple[Any, ...], Block] = {}
+        for param, grad in pairs:
+            decay, step = self._facts(param).weight_decay, self._counted(param)
+            key = (param.device, param.dtype, type(param.data), decay, step)
+            block = kinds.setdefault(key, Block([], [], decay, step))
+            block.params.append(param)
+            block.grads.append(grad)
+        for block in kinds.values():
+            yield from _cut(block, group["foreach"])
+
+
+def whole_norms(tensors: list[Tensor]) -> Tensor:
+    """The norms of all tensors, stacked; sharded ones count with their whole norm."""
+    if any(hasattr(tensor, "full_tensor") for tensor in tensors):
+        return torch.stack(norms(tensors))
+    return torch.stack(torch._foreach_norm(tensors))
+
+
+def _cut(block: Block, foreach: bool | None) -> Iterator[Block]:
+    """Blocks small enough for the cache on a CPU; the whole list elsewhere, where every launch costs."""
+    start, size = 0, 0
+    for i, grad in enumerate(block.grads):
+        size += grad.numel() * grad.element_size()
+        full = foreach is False or (size >= _BLOCK_BYTES and grad.device.type == "cpu")
+        if full or i == len(block.grads) - 1:
+            yield block._replace(params=block.params[start : i + 1], grads=block.grads[start : i + 1])
+            start, size = i + 1, 0

@@ -1,0 +1,113 @@
+"""What a state_dict holds: plain values and tensors only, in the types that the methods computed with."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.core.decay import L1Decay, L2Decay, Regularizer
+
+__all__ = ["packed", "restoring", "state_dtype"]
+
+_REGULARIZERS: dict[str, type[L1Decay | L2Decay]] = {"L1Decay": L1Decay, "L2Decay": L2Decay}
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Hides a tensor from the cast to the parameter's dtype that torch makes when it loads."""
+
+    tensor: Tensor
+
+
+def state_dtype(param: Tensor) -> torch.dtype:
+    """In what a method of this library keeps its state and computes: float32, float64 for float64 parameters."""
+    return torch.float64 if param.dtype == torch.float64 else torch.float32
+
+
+def packed(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The state_dict with regularizers written as plain values, so that `weights_only` loads it."""
+    groups = [{**group, "regularizer": _plain(group.get("regularizer"))} for group in state_dict["param_groups"]]
+    return {**state_dict, "param_groups": groups}
+
+
+@contextmanager
+def restoring(
+    optimizer: torch.optim.Optimizer,
+    read_extra: Callable[[Mapping[str, Any]], dict[str, Any]],
+    set_extra: Callable[[Mapping[str, Any]], None],
+    *,
+    wide: bool,
+) -> Iterator[None]:
+    """While torch loads a state_dict: read back what `packed` wrote, and keep wide state out of torch's cast.
+
+    `read_extra` sees the dictionary before anything changes, `set_extra` its result once torch has accepted the rest.
+
+    Both run innermost, around torch's own work: after the user's hooks that change the dictionary, before those that
+    look at the result.
+    """
+    extra: dict[str, Any] = {}
+
+    def before(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        extra.update(read_extra(state_dict))
+        return {
+            **state_dict,
+            "param_groups": _unpacked(state_dict["param_groups"], optimizer.param_groups),
+            "state": {k: _hidden(v) if wide else v for k, v in state_dict["state"].items()},
+        }
+
+    def after(_: torch.optim.Optimizer) -> None:
+        for param, entries in optimizer.state.items():
+            if isinstance(entries, dict):
+                entries.update({k: _shown(param, v) for k, v in entries.items() if isinstance(v, _Kept)})
+        set_extra(extra)
+
+    handles = [
+        optimizer.register_load_state_dict_pre_hook(before),
+        optimizer.register_load_state_dict_post_hook(after, prepend=True),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _plain(regularizer: Regularizer | None) -> list[Any] | None:
+    return None if regularizer is None else [type(regularizer).__name__, regularizer.c]
+
+
+def _unpacked(saved: list[dict[str, Any]], current: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The saved groups, completed by the current ones where they come from an optimizer with fewer keys."""
+    groups = []
+    for i, group in enumerate(saved):
+        defaults = current[i] if i < len(current) else {}
+        own = {key: value for key, value in defaults.items() if key not in ("params", "param_names")}
+        if "regularizer" in group:
+            group = {**group, "regularizer": _regularizer(group["regularizer"])}  # noqa: PLW2901
+        groups.append({**own, **group})
+    return groups
+
+
+def _regularizer(plain: Any) -> Regularizer | None:
+    if plain is None:
+        return None
+    kind, coefficient = plain
+    if kind not in _REGULARIZERS:
+        raise ValueError(f"the state_dict has a regularizer {kind!r}; known are {list(_REGULARIZERS)}")
+    return _REGULARIZERS[kind](coefficient)
+
+
+def _hidden(entries: Any) -> Any:
+    if not isinstance(entries, Mapping):
+        return entries
+    return {
+        k: _Kept(v) if k != "step" and isinstance(v, Tensor) and v.is_floating_point() else v
+        for k, v in entries.items()
+    }
+
+
+def _shown(param: Tensor, kept: _Kept) -> Tensor:
+    return kept.tensor.to(device=param.device, dtype=state_dtype(param))

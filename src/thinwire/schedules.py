@@ -1,0 +1,459 @@
+"""Schedules: pure functions of the step, from which rates are computed during training or listed ahead of it.
+
+A schedule is called with the number of updates made so far, from 0, and returns a float64 number. It keeps no counter,
+so that one schedule may drive many optimizers and two calls with one step give one value. s is the step and D the
+length of a decay in steps.
+
+Sources: MindSpore 1.5, nn/dynamic_lr.py and nn/learning_rate_schedule.py; Paddle, optimizer/lr.py. Differs from both:
+float64 throughout, integer ceil and floor of s/D, a value that is not finite is an error.
+"""
+
+import itertools
+import math
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from thinwire import _validate as check
+
+__all__ = [
+    "Constant",
+    "CosineDecay",
+    "ExponentialDecay",
+    "InverseDecay",
+    "NaturalExpDecay",
+    "PiecewiseConstant",
+    "PolynomialDecay",
+    "Schedule",
+    "ScheduledLR",
+    "Table",
+    "WarmUp",
+    "sparsity_at",
+]
+
+
+class Schedule:
+    """Base of the schedules. A subclass says its value in `value_at(step)`; the checks are made here.
+
+    Instances are to be immutable and picklable: an optimizer keeps them, copies them and never writes to them.
+
+    Example:
+        >>> WarmUp(0.1, 2).then(Constant(0.1), at=2).table(4)
+        [0.0, 0.05, 0.1, 0.1]
+    """
+
+    __slots__ = ()
+
+    def __call__(self, step: int) -> float:
+        """Value at `step`.
+
+        Args:
+            step: Updates made so far, an int >= 0 or an integer tensor without dimensions.
+
+        Raises:
+            TypeError: `step` is not an integer.
+            ValueError: `step` is negative, or the value is not finite.
+            IndexError: `step` is past the end of a table.
+        """
+        s = check.integer("step", step, at_least=0)
+        try:
+            value = float(self.value_at(s))
+        except OverflowError:
+            value = math.inf
+        if not math.isfinite(value):
+            raise ValueError(
+                f"{self!r} has no finite value at step {s} (it gives {value}); use a shorter or slower schedule"
+            )
+        return value
+
+    def value_at(self, step: int) -> float:
+        """The formula, for a step that is known to be an int >= 0."""
+        raise NotImplementedError(f"{type(self).__name__} must define value_at(step)")
+
+    def then(self, schedule: "Schedule", at: int) -> "Schedule":
+        """This schedule before step `at`, and from there on `schedule`, which counts its steps from `at`.
+
+        Args:
+            schedule: What follows.
+            at: First step of what follows, an int >= 0.
+
+        Raises:
+            TypeError: `schedule` is no schedule, or `at` no integer.
+            ValueError: `at` is negative.
+        """
+        return _Then(self, schedule, at)
+
+    def table(self, total_steps: int, steps_per_epoch: int = 1) -> list[float]:
+        """The values of a whole training, listed ahead; entry i is the value at `i // steps_per_epoch`.
+
+        Args:
+            total_steps: Length of the list, at least the number of updates that will be made.
+            steps_per_epoch: With more than 1 the schedule's steps are epochs, and the value is constant inside one.
+
+        Raises:
+            TypeError: An argument is not an integer.
+            ValueError: An argument is below 1, or a value is not finite.
+        """
+        total = check.integer("total_steps", total_steps, at_least=1)
+        per_epoch = check.integer("steps_per_epoch", steps_per_epoch, at_least=1)
+        return [self(i // per_epoch) for i in range(total)]
+
+
+@dataclass(frozen=True, slots=True)
+class Constant(Schedule):
+    """The same value at every step.
+
+    Attributes:
+        value: >= 0.
+    """
+
+    value: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "value", check.real("value", self.value, at_least=0))
+
+    def value_at(self, step: int) -> float:
+        """See `Schedule.value_at`."""
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class PiecewiseConstant(Schedule):
+    """`values[j]` for the first j with step < `milestones[j]`; after the last milestone the last value holds on.
+
+    Attributes:
+        milestones: Strictly increasing ints >= 1: the steps at which the next value begins.
+        values: Numbers >= 0, as many as milestones or one more.
+    """
+
+    milestones: tuple[int, ...]
+    values: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        check.instance("milestones", self.milestones, (list, tuple))
+        check.instance("values", self.values, (list, tuple))
+        steps = tuple(check.integer(f"milestones[{i}]", m, at_least=1) for i, m in enumerate(self.milestones))
+        values = tuple(check.real(f"values[{i}]", v, at_least=0) for i, v in enumerate(self.values))
+        if not steps:
+            raise ValueError("milestones must not be empty; use Constant for a value that never changes")
+        if any(b <= a for a, b in itertools.pairwise(steps)):
+            raise ValueError(f"milestones must be strictly increasing, got {list(steps)}")
+        if len(values) - len(steps) not in (0, 1):
+            raise ValueError(
+                f"values must have as many entries as milestones or one more, got {len(values)} values for {len(steps)}"
+            )
+        object.__setattr__(self, "milestones", steps)
+        object.__setattr__(self, "values", values)
+
+    def value_at(self, step: int) -> float:
+        """See `Schedule.value_at`."""
+        passed = sum(step >= milestone for milestone in self.milestones)
+        return self.values[min(passed, len(self.values) - 1)]
+
+
+class _Decay(Schedule):
+    """Arguments of the three decays that share them, and s/D with or without staircase."""
+
+    __slots__ = ()
+    lr: float
+    decay_rate: float
+    decay_steps: int
+    staircase: bool
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lr", check.real("lr", self.lr, above=0))
+        object.__setattr__(self, "decay_rate", check.real("decay_rate", self.decay_rate, above=0))
+        object.__setattr__(self, "decay_steps", check.integer("decay_steps", self.decay_steps, at_least=1))
+        check.boolean("staircase", self.staircase)
+
+    def _decays(self, step: int) -> float:
+        return step // self.decay_steps if self.staircase else step / self.decay_steps
+
+
+@dataclass(frozen=True, slots=True)
+class ExponentialDecay(_Decay):
+    """lr * decay_rate^(s/D), with s/D rounded down when `staircase`.
+
+    Attributes:
+        lr: Value at step 0, > 0.
+        decay_rate: Factor per D steps, > 0; above 1 the value grows.
+        decay_steps: D, an int >= 1.
+        staircase: Whether the value changes only every D steps.
+    """
+
+    lr: float
+    decay_rate: float
+    decay_steps: int
+    staircase: bool = False
+
+    def value_at(self, step: int) -> float:
+        """See `Schedule.value_at`."""
+        return self.lr * float(self.decay_rate ** self._decays(step))
+
+
+@dataclass(frozen=True, slots=True)
+class NaturalExpDecay(_Decay):
+    """lr * exp(-decay_rate * s), with s rounded down to a multiple of D when `staircase`; otherwise D has no effect.
+
+    Attributes:
+        lr: Value at step 0, > 0.
+        decay_rate: Per step (not per D steps), > 0.
+        decay_steps: D, an int >= 1.
+        staircase: Whether the value changes only every D steps.
+
+    Differs: MindSpore's documentation divides s by D; its code does not, and neither do we.
+    """
+
+    lr: float
+    decay_rate: float
+    decay_steps: int
+    staircase: bool = False
+
+    def value_at(self, step: int) -> float:
+        """See `Schedule.value_at`."""
+        s = step // self.decay_steps * self.decay_steps if self.staircase else step
+        return self.lr * math.exp(-self.decay_rate * s)
+
+
+@dataclass(frozen=True, slots=True)
+class InverseDecay(_Decay):
+    """lr / (1 + decay_rate * s/D), with s/D rounded down when `staircase`.
+
+    Attributes:
+        lr: Value at step 0, > 0.
+        decay_rate: Per D steps, > 0.
+        decay_steps: D, an int >= 1.
+        staircase: Whether the value changes only every D steps.
+    """
+
+    lr: float
+    decay_rate: float
+    decay_steps: int
+    staircase: bool = False
+
+    def value_at(self, step: int) -> float:
+        """See `Schedule.value_at`."""
+        return self.lr / (1 + self.decay_rate * self._decays(step))
+
+
+@dataclass(frozen=True, slots=True)
+class CosineDecay(Schedule):
+    """Half a cosine from `max_lr` down to `min_lr` over D steps; `min_lr` afterwards.
+
+    Attributes:
+        min_lr: >= 0.
+        max_lr: > `min_lr`.
+        decay_steps: D, an int >= 1.
+    """
+
+    min_lr: float
+    max_lr: float
+    decay_steps: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "min_lr", check.real("min_lr", self.min_lr, at_least=0))
+        object.__setattr__(self, "max_lr", check.real("max_lr", self.max_lr))
+        object.__setattr__(self, "decay_steps", check.integer("decay_steps", self.decay_steps, at_least=1))
+        if self.max_lr <= self.min_lr:
+            raise ValueError(f"max_lr must be larger than min_lr ({self.min_lr}), got {self.max_lr}")
+
+    def value_at(self, step: int) -> float:
+        """See `Schedule.value_at`."""
+        phase = math.pi * (min(step, self.decay_steps) / self.decay_steps)
+        return self.min_lr + (self.max_lr - self.min_lr) / 2 * (1 + math.cos(phase))
+
+
+@dataclass(frozen=True, slots=True)
+class PolynomialDecay(Schedule):
+    """(lr - end_lr) * (1 - u/d)^power + end_lr, with d = D and u = min(s, D).
+
+    With `update_decay_steps` the length grows instead, d = D * max(ceil(s/D), 1) and u = s: the value falls to
+    `end_lr` at every multiple of D and starts anew from a lower point after it.
+
+    Attributes:
+        lr: Value at step 0, > 0.
+        end_lr: Value at the end, >= 0; it may exceed `lr`.
+        decay_steps: D, an int >= 1.
+        power: > 0; 1 is a straight line.
+        update_decay_steps: Whether the length grows.
+    """
+
+    lr: float
+    end_lr: float
+    decay_steps: int
+    power: float
+    update_decay_steps: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lr", check.real("lr", self.lr, above=0))
+        object.__setattr__(self, "end_lr", check.real("end_lr", self.end_lr, at_least=0))
+        object.__setattr__(self, "decay_steps", check.integer("decay_steps", self.decay_steps, at_least=1))
+        object.__setattr__(self, "power", check.real("power", self.power, above=0))
+        check.boolean("update_decay_steps", self.update_decay_steps)
+
+    def value_at(self, step: int) -> float:
+        """See `Schedule.value_at`."""
+        if self.update_decay_steps:
+            length = self.decay_steps * max(-(-step // self.decay_steps), 1)
+            done = step
+        else:
+            length = self.decay_steps
+            done = min(step, self.decay_steps)
+        return (self.lr - self.end_lr) * float((1 - done / length) ** self.power) + self.end_lr
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp(Schedule):
+    """lr * min(s, W)/W: a straight line from 0 at step 0 to `lr` at step W, and `lr` from there on.
+
+    Attributes:
+        lr: Value after the warm-up, >= 0.
+        warmup_steps: W, an int >= 1.
+    """
+
+    lr: float
+    warmup_steps: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lr", check.real("lr", self.lr, at_least=0))
+        object.__setattr__(self, "warmup_steps", check.integer("warmup_steps", self.warmup_steps, at_least=1))
+
+    def value_at(self, step: int) -> float:
+        """See `Schedule.value_at`."""
+        return self.lr * (min(step, self.warmup_steps) / self.warmup_steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Table(Schedule):
+    """A list that was generated ahead: `values[step]`, and an `IndexError` past its end.
+
+    Attributes:
+        values: Numbers >= 0; a list, a tuple or a tensor of one dimension, not empty.
+    """
+
+    values: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        values: object = self.values
+        if isinstance(values, torch.Tensor):
+            if values.ndim != 1:
+                raise ValueError(f"values must have one dimension, got a tensor of shape {tuple(values.shape)}")
+            values = values.tolist()
+        if not isinstance(values, list | tuple):
+            raise TypeError(
+                f"values must be a list, a tuple or a tensor, got {values!r} of type {type(values).__name__}"
+            )
+        if not values:
+            raise ValueError("values must not be empty: a table needs one entry for each update")
+        numbers = tuple(check.real(f"values[{i}]", v, at_least=0) for i, v in enumerate(values))
+        object.__setattr__(self, "values", numbers)
+
+    def value_at(self, step: int) -> float:
+        """See `Schedule.value_at`."""
+        if step >= len(self.values):
+            raise IndexError(
+                f"step {step} is past the end of a table of {len(self.values)} values "
+                f"(steps 0 to {len(self.values) - 1}); generate one value for each update"
+            )
+        return self.values[step]
+
+
+@dataclass(frozen=True, slots=True)
+class _Then(Schedule):
+    """Two schedules, one after the other."""
+
+    first: Schedule
+    second: Schedule
+    at: int
+
+    def __post_init__(self) -> None:
+        check.instance("schedule", self.second, Schedule)
+        object.__setattr__(self, "at", check.integer("at", self.at, at_least=0))
+
+    def value_at(self, step: int) -> float:
+        return self.first(step) if step < self.at else self.second(step - self.at)
+
+
+def sparsity_at(step: int, begin: int, rampup_step: int, levels: Sequence[float]) -> float:
+    """Fraction of a gradient that is not sent in update `step`.
+
+    The ramp of `rampup_step` updates is cut evenly into as many parts as there are levels, in integers:
+    level[min(len - 1, (step - begin) * len // rampup_step)]. Before `begin` everything is sent: 0.
+
+    Args:
+        step: Updates made so far, from 0.
+        begin: First update of the ramp.
+        rampup_step: Length of the ramp in updates, >= 1.
+        levels: Fractions in [0, 1), at least one; the last holds after the ramp.
+
+    Example:
+        >>> [sparsity_at(step, 10, 4, (0.75, 0.999)) for step in (9, 10, 11, 12, 13, 14, 99)]
+        [0.0, 0.75, 0.75, 0.999, 0.999, 0.999, 0.999]
+
+    Source: Lin et al., 2018, arXiv 1712.01887, section 3.3. Differs: Paddle's operators/dgc_op.h counts in float32,
+    which stops at 2^24.
+    """
+    if step < begin:
+        return 0.0
+    return levels[min(len(levels) - 1, (step - begin) * len(levels) // rampup_step)]
+
+
+_scheduled: "weakref.WeakKeyDictionary[object, weakref.ref[ScheduledLR]]" = weakref.WeakKeyDictionary()
+
+
+def is_scheduled(optimizer: object) -> bool:
+    """Whether a living `ScheduledLR` drives the rate of `optimizer`."""
+    reference = _scheduled.get(optimizer)
+    return reference is not None and reference() is not None
+
+
+class ScheduledLR(LRScheduler):
+    """Drives the rate of an optimizer that is not ours: every group gets `schedule(c)`.
+
+    c is 0 at construction and grows by 1 with every `step()`, which is to be called after each `optimizer.step()`.
+
+    **State**: the counter. The schedule itself is not saved; build the same one to go on.
+
+    Args:
+        optimizer: Any optimizer of torch. One of ours takes the schedule itself as `lr`.
+        schedule: What to follow.
+
+    Raises:
+        TypeError: `schedule` is no `Schedule`.
+        ValueError: A schedule of its own drives the optimizer, or a value is negative or not finite.
+        IndexError: `step()` goes past the end of a table.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, schedule: Schedule) -> None:
+        check.instance("schedule", schedule, Schedule)
+        if getattr(optimizer, "has_schedule", False):
+            raise ValueError(
+                "optimizer already follows a schedule of its own, which was given as its lr; "
+                "give it a number as lr, or do without ScheduledLR"
+            )
+        self.schedule = schedule
+        super().__init__(optimizer)
+        _scheduled[optimizer] = weakref.ref(self)
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        """The rate of every group at the current count."""
+        rate = rate_at(self.schedule, self.last_epoch)
+        return [rate for _ in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counter and the rates in force, without the schedule."""
+        return {key: value for key, value in super().state_dict().items() if key != "schedule"}
+
+
+def rate_at(schedule: Schedule, step: int) -> float:
+    """`schedule(step)`, refused if it cannot be a learning rate.
+
+    Raises:
+        ValueError: The value is negative or not finite.
+        IndexError: `step` is past the end of a table.
+    """
+    return check.real(f"the learning rate of {schedule!r} at step {step}", schedule(step), at_least=0)

@@ -1,0 +1,134 @@
+"""What ranks tell each other around an exchange: nobody moves before everybody has the same view of the step."""
+
+import json
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from thinwire.comm import Group
+from thinwire.errors import Mismatch, NonFinite, PayloadCorrupt
+
+__all__ = ["ABSENT", "DENSE", "MAX_DROPS_IN_A_ROW", "ROW_SPARSE", "Drops", "Report", "agree_on_step"]
+
+ABSENT, DENSE, ROW_SPARSE = "0", "1", "2"
+MAX_DROPS_IN_A_ROW = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One rank's view of a step."""
+
+    step: int
+    phase: str
+    """Where in the step the rank is; ranks in different phases have lost each other."""
+    kinds: str = ""
+    """Per parameter: ABSENT, DENSE or ROW_SPARSE gradient."""
+    non_finite: int | None = None
+    """The first parameter whose gradient is not finite."""
+    overflow: bool | None = None
+    """Whether a loss scaler on this rank found an overflow; None without one."""
+    corrupt: str | None = None
+    """Why a message that this rank received was refused."""
+
+
+def agree_on_step(group: Group, report: Report, names: Sequence[str]) -> list[Report]:
+    """Every rank's report, after the checks that all of them must pass.
+
+    Args:
+        group: The ranks.
+        report: This rank's view.
+        names: The parameters in the order of `Report.kinds`.
+
+    Returns:
+        The reports in rank order.
+
+    Raises:
+        PayloadCorrupt: A rank refused a message.
+        Mismatch: Ranks are at different steps, or a parameter has a gradient on some of them only.
+
+    Communication: `Group.gather_bytes`, 24 bytes a rank when all say the same.
+    """
+    what = f"agreeing on step {report.step}"
+    mine = json.dumps(asdict(report), separators=(",", ":")).encode()
+    answers = group.gather_bytes(mine, what=what)
+    if all(answer == mine for answer in answers):
+        reports = [report] * group.size
+    else:
+        reports = [_parse(answer, rank, what) for rank, answer in enumerate(answers)]
+    _refuse_corruption(reports)
+    _refuse_different_places(reports, what)
+    _refuse_partial_gradients(reports, names, what)
+    return reports
+
+
+def _parse(answer: bytes, rank: int, what: str) -> Report:
+    try:
+        return Report(**json.loads(answer))
+    except (TypeError, ValueError) as error:
+        raise Mismatch(
+            f"{what}: rank {rank} is in another exchange of this library. All ranks must make the same calls"
+        ) from error
+
+
+def _refuse_corruption(reports: Sequence[Report]) -> None:
+    for rank, report in enumerate(reports):
+        if report.corrupt is not None:
+            raise PayloadCorrupt(f"rank {rank} refused a message: {report.corrupt}. Nothing was applied on any rank")
+
+
+def _refuse_different_places(reports: Sequence[Report], what: str) -> None:
+    first = (reports[0].step, reports[0].phase)
+    for rank, report in enumerate(reports):
+        if (report.step, report.phase) != first:
+            raise Mismatch(
+                f"{what}: rank 0 is at step {first[0]} ({first[1]}), "
+                f"rank {rank} at step {report.step} ({report.phase}). "
+                "All ranks must call step() equally often, and all or none through an attached DDP model"
+            )
+
+
+def _refuse_partial_gradients(reports: Sequence[Report], names: Sequence[str], what: str) -> None:
+    for index, name in enumerate(names):
+        kinds = [report.kinds[index : index + 1] for report in reports]
+        without = [rank for rank, kind in enumerate(kinds) if kind == ABSENT]
+        if without and len(without) < len(reports):
+            having = [rank for rank in range(len(reports)) if rank not in without]
+            raise Mismatch(
+                f"{what}: parameter {name} has a gradient on ranks {having} but none on ranks {without}. "
+                "Every rank must use the same parameters in a step (add 0 * parameter.sum() to the loss of the others)"
+            )
+
+
+class Drops:
+    """Counts the steps that were dropped because of gradients that are not finite; warns, and gives up in the end."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self.in_a_row = 0
+
+    def needed(self, reports: Sequence[Report], names: Sequence[str]) -> bool:
+        """Whether this step is dropped, which is counted and, without a loss scaler, warned of.
+
+        Raises:
+            NonFinite: The tenth dropped step in a row without a loss scaler, on every rank.
+        """
+        culprits = [(rank, r.non_finite) for rank, r in enumerate(reports) if r.non_finite is not None]
+        if not culprits and not any(report.overflow for report in reports):
+            self.in_a_row = 0
+            return False
+        self.total += 1
+        if any(report.overflow is not None for report in reports):
+            return True  # the loss scaler adapts, warns and gives up by its own rules
+        self.in_a_row += 1
+        rank, index = culprits[0]
+        text = (
+            f"step {reports[0].step} was dropped on every rank: "
+            f"the gradient of parameter {names[index]} on rank {rank} is not finite"
+        )
+        if self.in_a_row >= MAX_DROPS_IN_A_ROW:
+            raise NonFinite(
+                f"{text}; this was dropped step {self.in_a_row} in a row. "
+                "Lower the learning rate, clip gradients, or look at the data of that rank"
+            )
+        warnings.warn(text, UserWarning, stacklevel=2)
+        return True

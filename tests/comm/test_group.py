@@ -1,0 +1,119 @@
+"""The seam to the ranks: gathers, sums, agreement, and how failures are named."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import Lost, Pool, Raised
+from thinwire.comm import Group, require_agreement
+
+
+def gather_bytes(rank: int, size: int, payloads: list[bytes]) -> tuple[list[bytes], int]:
+    group = Group()
+    return group.gather_bytes(payloads[rank], what="test"), group.bytes_sent
+
+
+@pytest.mark.parametrize("payloads", [[b"same", b"same", b"same"], [b"a", b"bbb", b""]])
+def test_gather_bytes_brings_every_payload_to_every_rank(ranks: Pool, payloads: list[bytes]) -> None:
+    assert [got for got, _ in ranks.run(gather_bytes, payloads, size=3)] == [payloads] * 3
+
+
+def test_equal_payloads_cost_one_small_round(ranks: Pool) -> None:
+    assert [sent for _, sent in ranks.run(gather_bytes, [b"x" * 10_000] * 2)] == [24, 24]
+
+
+def gather_and_sum(rank: int, size: int) -> tuple[list[list[int]], list[float]]:
+    group = Group()
+    rows = group.gather(torch.full((3,), rank, dtype=torch.uint8), what="test")
+    total = group.sum_(torch.tensor([float(rank), 1.0]), what="test")
+    return rows.wait().tolist(), total.wait().tolist()
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 4])
+def test_gather_and_sum(ranks: Pool, size: int) -> None:
+    n = max(size, 1)
+    expected = ([[r] * 3 for r in range(n)], [float(sum(range(n))), float(n)])
+    assert ranks.run(gather_and_sum, size=size) == [expected] * n
+
+
+def subgroup(rank: int, size: int) -> tuple[int, int] | None:
+    members = [1, 2]
+    process_group = dist.new_group(members)
+    if rank not in members:
+        return None
+    group = Group(process_group)
+    assert group.gather_bytes(bytes([rank]), what="test") == [b"\x01", b"\x02"]
+    return group.rank, group.size
+
+
+def test_a_group_of_some_ranks(ranks: Pool) -> None:
+    assert ranks.run(subgroup, size=3) == [None, (0, 2), (1, 2)]
+
+
+def user_collectives_interleave(rank: int, size: int) -> list[bytes]:
+    group = Group()
+    if rank == 0:
+        dist.all_reduce(torch.zeros(7), async_op=True)  # nobody answers; it must not meet our traffic
+    return group.gather_bytes(bytes([rank]), what="test")
+
+
+def test_user_collectives_do_not_meet_ours(ranks: Pool) -> None:
+    assert ranks.run(user_collectives_interleave) == [[b"\x00", b"\x01"]] * 2
+
+
+def disagree(rank: int, size: int, facts: list[object]) -> None:
+    require_agreement(Group(), {"first": 1, "settings": facts[rank]}, what="starting")
+
+
+@pytest.mark.parametrize(
+    ("facts", "text"),
+    [
+        ([{"lr": 1, "m": 2}, {"lr": 1, "m": 2}, {"lr": 1, "m": 3}], "settings.m differs: rank 0 has 2, rank 2 has 3"),
+        ([[1, 2], [1, 2, 5], [1, 2]], "settings.2 differs: rank 0 has nothing, rank 1 has 5"),
+        ([[], [], ["x"]], "settings differs: rank 0 has [], rank 2 has nothing"),
+        ([None, {"a": 1}, None], "settings"),
+        ([1, True, 1], "settings differs: rank 0 has 1, rank 1 has True"),
+    ],
+)
+def test_the_first_difference_is_named_on_every_rank(ranks: Pool, facts: list[object], text: str) -> None:
+    answers = ranks.run(disagree, facts, size=3, expect_errors=True)
+    assert {(a.type_name, a.text) for a in answers} == {("Mismatch", answers[0].text)}
+    assert text in answers[0].text
+
+
+def die_or_gather(rank: int, size: int, how: int) -> None:
+    group = Group()
+    group.gather_bytes(b"", what="warming up")
+    if rank == 1:
+        os.kill(os.getpid(), how)
+        time.sleep(30)  # reached only by a stopped process that is continued
+    group.gather_bytes(b"after", what="gathering messages")
+
+
+@pytest.mark.fault
+def test_a_killed_rank_is_lost_on_the_others(ranks: Pool) -> None:
+    answers = ranks.run(die_or_gather, signal.SIGKILL, size=3, expect_errors=True)
+    assert isinstance(answers[1], Lost)
+    for answer in (answers[0], answers[2]):
+        assert isinstance(answer, Raised)
+        assert answer.type_name == "PeerLost"
+        assert "gathering messages" in answer.text
+
+
+def stall(rank: int, size: int) -> None:
+    group = Group()
+    if rank == 1:
+        time.sleep(4)
+        return
+    group.gather_bytes(b"after", what="gathering messages")
+
+
+@pytest.mark.fault
+def test_a_late_rank_is_stalled_on_the_others_within_the_time_out(ranks: Pool) -> None:
+    answers = ranks.run(stall, size=2, group_timeout_s=2, expect_errors=True)
+    assert answers[0].type_name == "PeerStalled"
+    assert "within 2 s" in answers[0].text

@@ -1,0 +1,147 @@
+import numpy as np
+import pytest
+import torch
+from tests.reference import dgc_fold
+
+from thinwire.core.feedback import FoldRule, commit_, propose
+
+RULES = [FoldRule(0.9), FoldRule(0.9, nesterov=True), FoldRule(0.0), None]
+"""None: without momentum buffer."""
+
+
+def state(numel, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(numel, generator=generator, dtype=dtype) for _ in range(3)]
+
+
+def split(rule, buffer):
+    return (rule, buffer) if rule else (FoldRule(0.0), None)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_proposal_and_commit_follow_the_formula_bit_for_bit(rule, dtype):
+    grad, residual, buffer = state(700, dtype)
+    rule, buffer = split(rule, buffer)
+    new_buffer, new_residual = dgc_fold.folded(
+        grad.numpy(), residual.numpy(), None if buffer is None else buffer.numpy(), rule.momentum, rule.nesterov
+    )
+    chosen = dgc_fold.largest(new_residual, 30)
+    proposal = propose(grad, residual, buffer, 30, rule)
+    assert proposal.finite
+    assert proposal.indices.tolist() == chosen
+    assert proposal.values.tolist() == [float(new_residual[i]) for i in chosen]
+    assert proposal.values.dtype == dtype
+
+    sent = (proposal.values * 0.75).float()
+    commit_(grad, residual, buffer, proposal.indices, sent, rule)
+    kind = np.dtype(str(dtype).removeprefix("torch.")).type
+    for i, value in zip(chosen, sent.tolist(), strict=True):
+        new_residual[i] = kind(new_residual[i] - kind(value))
+        if new_buffer is not None:
+            new_buffer[i] = kind(0)
+    assert residual.tolist() == [float(x) for x in new_residual]
+    if buffer is not None:
+        assert buffer.tolist() == [float(x) for x in new_buffer]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_proposal_changes_nothing(rule):
+    tensors = state(500)
+    before = [t.clone() for t in tensors]
+    rule, buffer = split(rule, tensors[2])
+    propose(tensors[0], tensors[1], buffer, 7, rule)
+    assert all(map(torch.equal, tensors, before))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("numel", [1, 2, 1000, 200_000])
+def test_what_is_sent_in_full_leaves_exactly_nothing(rule, numel):
+    grad, residual, buffer = state(numel)
+    rule, buffer = split(rule, buffer)
+    proposal = propose(grad, residual, buffer, max(1, numel // 10), rule)
+    commit_(grad, residual, buffer, proposal.indices, proposal.values, rule)
+    assert residual[proposal.indices].count_nonzero() == 0
+    if buffer is not None:
+        assert buffer[proposal.indices].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sent_and_residual_are_what_was_accumulated(dtype):
+    accumulated, (_, residual, buffer) = torch.zeros(3000, dtype=torch.float64), state(3000, dtype)
+    residual.zero_()
+    buffer.zero_()
+    all_sent = torch.zeros_like(accumulated)
+    for step in range(50):
+        grad = state(3000, dtype, seed=step + 1)[0]
+        accumulated += 0.9 * buffer.double() + grad.double()
+        proposal = propose(grad, residual, buffer, 30, FoldRule(0.9))
+        sent = proposal.values.sign().float() * proposal.values.abs().mean().float()
+        commit_(grad, residual, buffer, proposal.indices, sent, FoldRule(0.9))
+        all_sent[proposal.indices] += sent.double()
+    # Fifty float32 additions per entry of size up to about 30.
+    torch.testing.assert_close(all_sent + residual.double(), accumulated, rtol=1e-6, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_gradient_of_another_type_is_converted_to_the_residuals(dtype):
+    grad, residual, buffer = state(900)
+    grad = grad.to(dtype)
+    for a, b in zip(
+        propose(grad, residual, buffer, 9, FoldRule(0.9))[:2],
+        propose(grad.float(), residual, buffer, 9, FoldRule(0.9))[:2],
+        strict=True,
+    ):
+        assert torch.equal(a, b)
+    twin, twin_buffer = residual.clone(), buffer.clone()
+    nothing = torch.empty(0, dtype=torch.int64), torch.empty(0)
+    commit_(grad, residual, buffer, *nothing, FoldRule(0.9))
+    commit_(grad.float(), twin, twin_buffer, *nothing, FoldRule(0.9))
+    assert torch.equal(residual, twin)
+    assert torch.equal(buffer, twin_buffer)
+    assert grad.dtype == dtype
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("place", ["grad", "residual", "buffer"])
+@pytest.mark.parametrize("numel", [1, 100, 200_000])
+def test_a_single_value_that_is_not_finite_is_noticed_wherever_it_is(poison, place, numel):
+    for position in {0, numel // 2, numel - 1}:
+        tensors = dict(zip(["grad", "residual", "buffer"], state(numel), strict=True))
+        tensors[place][position] = poison
+        proposal = propose(tensors["grad"], tensors["residual"], tensors["buffer"], 1, FoldRule(0.9))
+        assert not proposal.finite
+
+
+def test_more_non_finite_values_than_are_sent_and_an_overflowing_sum_are_noticed():
+    grad, residual, _ = state(100_000)
+    assert not propose(grad / 0, residual, None, 3, FoldRule(0.0)).finite
+    grad[5] = residual[5] = 3e38
+    assert not propose(grad, residual, None, 3, FoldRule(0.0)).finite
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda g, v, u: (g[:-1], v, u), "grad has shape"),
+        (lambda g, v, u: (g, v.half(), u), "residual is torch.float16"),
+        (lambda g, v, u: (g.long(), v, u), "grad is torch.int64"),
+        (lambda g, v, u: (g, v, u.double()), "momentum_buffer is torch.float64"),
+        (lambda g, v, u: (g, v.view(2, 5), u), "grad has shape|residual has shape"),
+        (lambda g, v, u: (torch.zeros(20)[::2], v, u), "contiguous"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(change, complaint):
+    tensors = change(*state(10))
+    with pytest.raises(ValueError, match=complaint):
+        propose(*tensors, 1, FoldRule(0.9))
+    with pytest.raises(ValueError, match=complaint):
+        commit_(*tensors, torch.tensor([1]), torch.ones(1), FoldRule(0.9))
+
+
+def test_k_and_sent_that_do_not_fit_are_refused():
+    tensors = state(10)
+    with pytest.raises(ValueError, match="k is 11"):
+        propose(*tensors, 11, FoldRule(0.9))
+    with pytest.raises(ValueError, match=r"indices has shape \(2,\) and sent \(1,\)"):
+        commit_(*tensors, torch.tensor([1, 2]), torch.ones(1), FoldRule(0.9))

@@ -1,0 +1,360 @@
+"""Laws of deep gradient compression over real ranks, against an oracle that shares no code."""
+
+import copy
+import io
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire as tw
+from tests.ranks import Pool
+from tests.reference.dgc_training import Oracle
+
+SHAPES = {"embed.weight": (40, 7), "layer.weight": (16, 20), "layer.bias": (16,), "scale": ()}
+MIN_NUMEL = 100
+
+
+def start_values() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in SHAPES.items()}
+
+
+def gradient(step: int, rank: int, name: str) -> Tensor:
+    seed = 10_000 * step + 100 * rank + list(SHAPES).index(name)
+    return torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def params_of(dtype: torch.dtype = torch.float64) -> dict[str, nn.Parameter]:
+    return {name: nn.Parameter(value.to(dtype)) for name, value in start_values().items()}
+
+
+def train(rank: int, size: int, steps: int, options: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
+    params = params_of()
+    optimizer = tw.optim.DGCMomentum(
+        [{"params": list(params.items()), **group}], lr=0.1, min_numel=MIN_NUMEL, **options
+    )
+    for step in range(steps):
+        for name, p in params.items():
+            p.grad = gradient(step, rank, name)
+        optimizer.step()
+    return {
+        "params": {name: p.detach().numpy() for name, p in params.items()},
+        "u": {name: optimizer.state[p]["momentum_buffer"].numpy() for name, p in params.items()},
+        "v": {name: optimizer.state[p]["residual"].numpy() for name, p in params.items() if p.numel() >= MIN_NUMEL},
+    }
+
+
+OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    # name: (constructor, group, the same for the oracle)
+    "plain": ({"sparsity": (0.9,)}, {}, {"levels": (0.9,)}),
+    "one bit": ({"sparsity": (0.9,), "value_bits": 1}, {}, {"levels": (0.9,), "bits": 1}),
+    "nesterov": ({"sparsity": (0.9,), "nesterov": True}, {}, {"levels": (0.9,), "nesterov": True}),
+    "no momentum": ({"sparsity": (0.9,), "momentum": 0.0}, {}, {"levels": (0.9,), "momentum": 0.0}),
+    "all is sent": ({"sparsity": (0.0,)}, {}, {"levels": (0.0,)}),
+    "ramp": (
+        {"sparsity": (0.5, 0.75, 0.9), "rampup_begin_step": 4, "rampup_step": 6},
+        {},
+        {"levels": (0.5, 0.75, 0.9), "begin": 4, "rampup": 6},
+    ),
+    "decay": ({"sparsity": (0.9,), "weight_decay": 0.02}, {}, {"levels": (0.9,), "decay": 0.02}),
+    "l1": ({"sparsity": (0.9,), "regularizer": tw.L1Decay(0.03)}, {}, {"levels": (0.9,), "l1": 0.03}),
+    "l2 of the group": (
+        {"sparsity": (0.9,), "regularizer": tw.L1Decay(0.5), "rampup_begin_step": 3},
+        {"regularizer": tw.L2Decay(0.03)},
+        {"levels": (0.9,), "l2": 0.03, "begin": 3},
+    ),
+    "clip by norm": (
+        {"sparsity": (0.9,), "grad_clip": tw.ClipByNorm(2.0), "rampup_begin_step": 3},
+        {},
+        {"levels": (0.9,), "clip": 2.0, "begin": 3},
+    ),
+    "local clip": ({"sparsity": (0.9,), "local_grad_clip_norm": 3.0}, {}, {"levels": (0.9,), "local_clip": 3.0}),
+    "num_trainers": (
+        {"sparsity": (0.9,), "local_grad_clip_norm": 3.0, "num_trainers": 9},
+        {},
+        {"levels": (0.9,), "local_clip": 3.0, "num_trainers": 9},
+    ),
+    "centralized": (
+        {"sparsity": (0.9,), "weight_decay": 0.1, "rampup_begin_step": 3},
+        {"grad_centralization": True},
+        {"levels": (0.9,), "decay": 0.1, "centralize": True, "begin": 3},
+    ),
+}
+
+
+@pytest.mark.parametrize("size", [0, 3])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_oracle_agrees(ranks: Pool, name: str, size: int) -> None:
+    options, group, oracle_options = OPTIONS[name]
+    steps = 14
+    answers = ranks.run(train, steps, {"value_bits": 32, **options}, group, size=size)
+    oracle = Oracle(
+        {n: v.numpy() for n, v in start_values().items()}, ranks=len(answers), min_numel=MIN_NUMEL, **oracle_options
+    )
+    for step in range(steps):
+        oracle.update([{n: gradient(step, r, n).numpy() for n in SHAPES} for r in range(len(answers))])
+    for rank, answer in enumerate(answers):
+        for n in SHAPES:
+            # values travel as float32, so two orders of summation may round a sent value differently: 1e-7 of it
+            np.testing.assert_allclose(answer["params"][n], oracle.params[n], rtol=1e-6, atol=1e-7, err_msg=n)
+            np.testing.assert_allclose(answer["u"][n], oracle.u[rank][n], rtol=1e-6, atol=1e-6, err_msg=n)
+            assert np.array_equal(answer["params"][n], answers[0]["params"][n])
+        for n in answer["v"]:
+            np.testing.assert_allclose(answer["v"][n], oracle.v[rank][n], rtol=1e-5, atol=1e-5, err_msg=n)
+
+
+def sends_everything(rank: int, size: int) -> tuple[list[Tensor], list[Tensor]]:
+    ours, plain = params_of(torch.float32), params_of(torch.float32)
+    optimizer = tw.optim.DGCMomentum(ours.items(), lr=0.1, sparsity=(0.0,), value_bits=32, min_numel=1)
+    sgd = torch.optim.SGD(plain.values(), lr=0.1)
+    for step in range(10):
+        for name in SHAPES:
+            grads = [gradient(step, r, name).float() for r in range(size)]
+            ours[name].grad = grads[rank]
+            plain[name].grad = sum(grads[1:], start=grads[0]) / size
+        optimizer.step()
+        sgd.step()
+    return [p.detach() for p in ours.values()], [p.detach() for p in plain.values()]
+
+
+def test_sending_everything_is_plain_sgd(ranks: Pool) -> None:
+    for ours, plain in ranks.run(sends_everything, size=2):
+        torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-6)
+
+
+def conserve(rank: int, size: int, bits: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Per step (accumulated before sending, residual after it, update of the parameters)."""
+    p = nn.Parameter(torch.zeros(500))
+    optimizer = tw.optim.DGCMomentum([p], lr=1.0, momentum=0.9, sparsity=(0.98,), min_numel=1, value_bits=bits)
+    u, v, history = torch.zeros(500), torch.zeros(500), []
+    for step in range(30):
+        g = torch.randn(500, generator=torch.Generator().manual_seed(1000 * step + rank))
+        before = p.detach().clone()
+        p.grad = g
+        optimizer.step()
+        u = u * 0.9 + g
+        accumulated = v + u
+        u, v = (optimizer.state[p][key].clone() for key in ("momentum_buffer", "residual"))
+        history.append((accumulated, v, before - p.detach()))
+    return history
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8, 16, 32])
+def test_what_is_not_sent_stays(ranks: Pool, bits: int) -> None:
+    histories = ranks.run(conserve, bits, size=3)
+    for step in range(30):
+        applied = 3 * histories[0][step][2].double()  # with lr 1 the update is the mean of what was sent
+        sent = sum((h[step][0].double() - h[step][1].double()) for h in histories)
+        torch.testing.assert_close(applied, sent, rtol=1e-4, atol=1e-4)
+        for history in histories:
+            accumulated, residual, _ = history[step]
+            touched = accumulated != residual
+            assert int(touched.sum()) <= 10
+            if bits == 32:
+                assert torch.equal(residual[touched], torch.zeros(int(touched.sum())))
+
+
+class Net(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, 40, dtype=dtype)
+        self.second = nn.Linear(40, 30, dtype=dtype)
+        self.third = nn.Linear(30, 5, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+
+def batch(step: int, rank: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(50_000 + 100 * step + rank)
+    x = torch.randn(8, 12, generator=generator, dtype=dtype)
+    return x, x[:, :5].sin()
+
+
+DGC_OPTIONS: dict[str, Any] = {
+    "lr": 0.05,
+    "min_numel": 200,
+    "sparsity": (0.9, 0.97),
+    "rampup_begin_step": 3,
+    "rampup_step": 6,
+}
+
+
+def run_net(
+    rank: int, size: int, attach: bool, steps: int, options: dict[str, Any], ddp_options: dict[str, Any]
+) -> dict[str, Any]:
+    torch.manual_seed(3)
+    model = Net(torch.float32)
+    optimizer = tw.optim.DGCMomentum(model.named_parameters(), **{**DGC_OPTIONS, **options})
+    ddp = DistributedDataParallel(model, **ddp_options) if attach else model
+    handle = optimizer.attach(ddp) if attach else None
+    losses = []
+    for step in range(steps):
+        x, y = batch(step, rank)
+        loss = (ddp(x) - y).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    if handle is not None:
+        handle.remove()
+    return {
+        "params": {n: p.detach() for n, p in model.named_parameters()},
+        "state": [optimizer.state[p] for p in model.parameters()],
+        "losses": losses,
+        "stats": optimizer.stats(),
+    }
+
+
+@pytest.mark.slow
+def test_replicas_stay_bit_identical_for_1000_steps_on_4_ranks(ranks: Pool) -> None:
+    answers = ranks.run(run_net, False, 1000, {"value_bits": 1}, {}, size=4, timeout_s=110)
+    for answer in answers[1:]:
+        for name, value in answer["params"].items():
+            assert torch.equal(value, answers[0]["params"][name])
+    assert np.mean(answers[0]["losses"][-20:]) < 0.5 * np.mean(answers[0]["losses"][:20])
+
+
+@pytest.mark.parametrize(
+    "ddp_options",
+    [
+        {},
+        {"bucket_cap_mb": 0.001},
+        {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.001},
+        {"static_graph": True},
+        {"find_unused_parameters": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "options", [{}, {"weight_decay": 0.1, "local_grad_clip_norm": 0.01, "nesterov": True}], ids=str
+)
+def test_attached_or_not_the_numbers_are_the_same(
+    ranks: Pool, options: dict[str, Any], ddp_options: dict[str, Any]
+) -> None:
+    attached = ranks.run(run_net, True, 12, options, ddp_options)
+    stepped = ranks.run(run_net, False, 12, options, {})
+    for one, other in zip(attached, stepped, strict=True):
+        for name, value in one["params"].items():
+            assert torch.equal(value, attached[0]["params"][name])
+            assert torch.equal(value, other["params"][name]), name
+        for mine, theirs in zip(one["state"], other["state"], strict=True):
+            assert mine.keys() == theirs.keys()
+            assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+
+
+def resume(rank: int, size: int, attach: bool) -> tuple[list[Tensor], list[Tensor], int, int]:
+    def continued(model: Net, optimizer: tw.optim.DGCMomentum, start: int, stop: int) -> None:
+        ddp = DistributedDataParallel(model) if attach else model
+        handle = optimizer.attach(ddp) if attach else None
+        for step in range(start, stop):
+            x, y = batch(step, rank)
+            (ddp(x) - y).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if handle is not None:
+            handle.remove()
+
+    def fresh(seed: int) -> tuple[Net, tw.optim.DGCMomentum]:
+        torch.manual_seed(seed)
+        model = Net(torch.float32)
+        schedule = tw.schedules.ExponentialDecay(0.1, 0.5, 4)
+        return model, tw.optim.DGCMomentum(model.named_parameters(), **{**DGC_OPTIONS, "lr": schedule})
+
+    whole, optimizer = fresh(3)
+    continued(whole, optimizer, 0, 5)
+    file = io.BytesIO()
+    torch.save({"model": whole.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    continued(whole, optimizer, 5, 12)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    again, second = fresh(99)
+    again.load_state_dict(saved["model"])
+    second.load_state_dict(saved["optimizer"])
+    continued(again, second, 5, 12)
+    return (
+        [p.detach() for p in whole.parameters()],
+        [p.detach() for p in again.parameters()],
+        optimizer.stats()["step"],
+        second.stats()["step"],
+    )
+
+
+@pytest.mark.parametrize("attach", [False, True])
+def test_save_load_continue_is_bit_exact(ranks: Pool, attach: bool) -> None:
+    for whole, again, step, step_again in ranks.run(resume, attach):
+        assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
+        assert step == step_again == 12
+
+
+def poisoned(rank: int, size: int, attach: bool, where: str) -> dict[str, Any]:
+    torch.manual_seed(3)
+    model = Net(torch.float32)
+    optimizer = tw.optim.DGCMomentum(model.named_parameters(), lr=0.05, min_numel=200, sparsity=(0.9,))
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.001) if attach else model
+    if attach:
+        optimizer.attach(ddp)
+        bad = dict(model.named_parameters())[where]
+        if rank == 1:
+            bad.register_hook(lambda grad: grad * float("nan") if step == 4 else grad)
+    texts = []
+    for step in range(8):
+        x, y = batch(step, rank)
+        (ddp(x) - y).square().mean().backward()
+        if not attach and step == 4 and rank == 1:
+            grad = dict(model.named_parameters())[where].grad
+            assert grad is not None
+            grad.view(-1)[3] = float("inf")
+        before = copy.deepcopy(optimizer.state_dict()), [p.detach().clone() for p in model.parameters()]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        if step == 4:
+            texts = [str(w.message) for w in caught]
+            after = optimizer.state_dict()
+            assert before[0]["param_groups"] == after["param_groups"]
+            for index, state in before[0]["state"].items():
+                assert all(torch.equal(state[key], after["state"][index][key]) for key in state)
+            assert all(torch.equal(a, b) for a, b in zip(before[1], model.parameters(), strict=True))
+        optimizer.zero_grad()
+    return {"params": [p.detach() for p in model.parameters()], "texts": texts, "stats": optimizer.stats()}
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("where", ["second.weight", "third.bias"])
+@pytest.mark.parametrize("attach", [False, True])
+def test_a_bad_gradient_on_one_rank_drops_the_step_on_all(ranks: Pool, attach: bool, where: str) -> None:
+    answers = ranks.run(poisoned, attach, where, size=3)
+    for answer in answers:
+        assert all(torch.equal(a, b) for a, b in zip(answer["params"], answers[0]["params"], strict=True))
+        assert all(p.isfinite().all() for p in answer["params"])
+        assert answer["stats"]["dropped_steps"] == 1
+        assert answer["stats"]["step"] == 7
+        assert len(answer["texts"]) == 1
+        assert f"step 4 was dropped on every rank: the gradient of parameter {where} on rank 1" in answer["texts"][0]
+
+
+def always_bad(rank: int, size: int) -> int:
+    p = nn.Parameter(torch.ones(300))
+    optimizer = tw.optim.DGCMomentum([("weight", p)], lr=0.1, min_numel=1)
+    p.grad = torch.full((300,), float("nan") if rank == 0 else 1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for done in range(20):
+            try:
+                optimizer.step()
+            except RuntimeError as error:
+                assert "10 in a row" in str(error)
+                assert "weight" in str(error)
+                return done
+    return -1
+
+
+@pytest.mark.fault
+def test_ten_dropped_steps_in_a_row_are_an_error_everywhere(ranks: Pool) -> None:
+    assert ranks.run(always_bad) == [9, 9]

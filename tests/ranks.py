@@ -1,0 +1,144 @@
+"""A pool of real gloo processes for the tests: started once, reused by every test, rebuilt when a rank fails hard."""
+
+import contextlib
+import faulthandler
+import multiprocessing as mp
+import os
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Lost", "Pool", "Raised"]
+
+
+@dataclass(frozen=True)
+class Raised:
+    """What a rank raised, for tests that expect it (`expect_errors=True`)."""
+
+    type_name: str
+    text: str
+    traceback: str
+    bases: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A rank that died, for tests that kill one (`expect_errors=True`)."""
+
+    exit_code: int | None
+
+
+class Pool:
+    """Processes that run one function on every rank of a fresh gloo group and bring the results back."""
+
+    def __init__(self) -> None:
+        self._workers: list[tuple[mp.process.BaseProcess, Connection]] = []
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        size: int = 2,
+        timeout_s: float = 60.0,
+        group_timeout_s: float = 20.0,
+        expect_errors: bool = False,
+    ) -> list[Any]:
+        """`[function(rank, size, *args) for every rank]`, each in a process of its own.
+
+        `function` must be importable (top level of a module). A rank that raises fails the test with its traceback, and
+        a rank that does not answer within `timeout_s` fails it by number; with `expect_errors` both are returned as
+        `Raised` and `Lost`. size 0 runs one process without any process group.
+        """
+        count = max(size, 1)
+        self._grow(count)
+        with tempfile.TemporaryDirectory() as folder:
+            job = (function, args, size, str(Path(folder, "store")), group_timeout_s)
+            for rank in range(count):
+                self._workers[rank][1].send((rank, *job))
+            results = self._collect(count, timeout_s)
+        broken = {r: a for r, a in enumerate(results) if isinstance(a, Lost | Raised | None)}
+        if any(not isinstance(answer, Raised) for answer in broken.values()):
+            self.close()  # dead or hung: the next test starts from fresh processes
+        results = [a[0] if isinstance(a, tuple) else a for a in results]
+        late = [r for r, a in broken.items() if a is None]
+        if late:
+            raise TimeoutError(f"ranks {late} of {count} did not answer within {timeout_s} s")
+        if broken and not expect_errors:
+            texts = [f"rank {r}: {a.traceback if isinstance(a, Raised) else a}" for r, a in broken.items()]
+            raise AssertionError("\n".join(texts))
+        return results
+
+    def _grow(self, count: int) -> None:
+        context = mp.get_context("spawn")
+        while len(self._workers) < count:
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(there,), daemon=True)
+            process.start()
+            there.close()
+            self._workers.append((process, here))
+
+    def _collect(self, count: int, timeout_s: float) -> list[Any]:
+        """Per rank a 1-tuple with the result, `Raised`, `Lost`, or None where nothing came in time."""
+        deadline = time.monotonic() + timeout_s
+        results: list[Any] = [None] * count
+        for rank in range(count):
+            process, pipe = self._workers[rank]
+            if pipe.poll(max(0.0, deadline - time.monotonic())):
+                try:
+                    results[rank] = pipe.recv()
+                except EOFError:
+                    process.join(5)
+                    results[rank] = Lost(process.exitcode)
+        return results
+
+    def close(self) -> None:
+        """End every process."""
+        for process, pipe in self._workers:
+            pipe.close()
+            process.kill()
+        for process, _ in self._workers:
+            process.join(10)
+        self._workers.clear()
+
+
+def _serve(pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    faulthandler.enable()
+    while True:
+        try:
+            rank, function, args, size, store, group_timeout_s = pipe.recv()
+        except (EOFError, OSError):
+            return
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            try:
+                torch.manual_seed(0)
+                if size:
+                    dist.init_process_group(
+                        "gloo",
+                        init_method=f"file://{store}",
+                        rank=rank,
+                        world_size=size,
+                        timeout=timedelta(seconds=group_timeout_s),
+                    )
+                answer: Any = (function(rank, size, *args),)
+            except BaseException as error:  # the test decides; the process goes on to report it
+                bases = tuple(kind.__name__ for kind in type(error).__mro__)
+                answer = Raised(type(error).__name__, str(error), traceback.format_exc(), bases)
+            with contextlib.suppress(Exception):  # a broken group cannot always be left in good order
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+        try:
+            pipe.send(answer)
+        except OSError:
+            os._exit(1)
