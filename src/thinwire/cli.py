@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -10,11 +11,11 @@ from typing import NoReturn
 __all__ = ["main"]
 
 _EXTRAS = ("cyclopts", "rich", "matplotlib")
-_FAILED, _BAD_INPUT, _INTERRUPTED = 1, 2, 130
+_FAILED, _BAD_INPUT, _INTERRUPTED, _TERMINATED = 1, 2, 130, 143
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Runs the command line and exits: 0 done, 1 failed, 2 bad input, 130 interrupted.
+    """Runs the command line and exits: 0 done, 1 failed, 2 bad input, 130 interrupted, 143 terminated.
 
     Args:
         arguments: Instead of those of the process.
@@ -27,11 +28,13 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     from thinwire.errors import ThinwireError
     from thinwire.lab.commands import app
 
+    # The default of SIGTERM would leave the work folder behind; as an exception it takes the way of Ctrl-C.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))
     try:
         app(list(sys.argv[1:] if arguments is None else arguments), exit_on_error=False, print_error=False)
     except (CycloptsError, ValueError) as error:
         _exit(_BAD_INPUT, _one_line(error))
-    except ThinwireError as error:
+    except (ThinwireError, OSError) as error:
         _exit(_FAILED, str(error))
     except KeyboardInterrupt:
         _exit(_INTERRUPTED, "interrupted; every worker has been ended")

@@ -4,8 +4,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.reference import dgc_codec
 
+from tests.reference import dgc_codec
 from thinwire.core.index_code import decode_positions, encode_positions, position_bytes
 from thinwire.errors import PayloadCorrupt
 

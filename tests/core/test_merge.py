@@ -3,11 +3,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.reference import dgc_fold
 
+from tests.reference import dgc_fold
 from thinwire.core.merge import sum_sparse
 
-VALUE = st.floats(-1e30, 1e30, width=32)
+VALUE = st.floats(-(2.0**100), 2.0**100, width=32)
 PART = st.dictionaries(st.integers(0, 30), VALUE, max_size=20)
 
 

@@ -2,8 +2,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.reference import dgc_fold
 
+from tests.reference import dgc_fold
 from thinwire.core.select import count_sent, top_k
 
 

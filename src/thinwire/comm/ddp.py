@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.comm.group import Group
+
 __all__ = ["BucketTap", "tap_buckets"]
 
 OnBucket = Callable[[int, Sequence[Parameter], Sequence[Tensor]], None]
@@ -43,17 +45,23 @@ class BucketTap:
         return future
 
 
-def tap_buckets(ddp: DistributedDataParallel, on_bucket: OnBucket) -> BucketTap:
+def tap_buckets(ddp: DistributedDataParallel, group: Group, on_bucket: OnBucket) -> BucketTap:
     """Have `on_bucket(index, parameters, gradients)` called in every synchronising backward pass of `ddp`.
 
     Args:
         ddp: The wrapped model; its gradients are no longer averaged.
+        group: The ranks that will exchange them instead.
         on_bucket: Gets this rank's gradients, views shaped as their parameters; must not block on a collective that
             other ranks have not launched, and must not change them.
 
     Raises:
-        ValueError: The model's buckets are tapped already, or it has a communication hook of somebody else.
+        ValueError: The model spans other ranks, its buckets are tapped already, or it has a hook of somebody else.
     """
+    if dist.get_world_size(ddp.process_group) != group.size:
+        raise ValueError(
+            f"ddp spans {dist.get_world_size(ddp.process_group)} ranks and the optimizer {group.size}: "
+            "give both the same process_group"
+        )
     tap = _taps.get(ddp)
     if tap is None:
         try:

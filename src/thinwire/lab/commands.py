@@ -87,6 +87,7 @@ def compare(
 
 def _run(settings: Settings, quiet: bool) -> None:
     from thinwire.lab.compare import compare as measure
+    from thinwire.lab.launch import WorkerError
     from thinwire.lab.progress import display_for
     from thinwire.lab.report import write_report
     from thinwire.lab.results import write_json
@@ -97,6 +98,8 @@ def _run(settings: Settings, quiet: bool) -> None:
     write_report(results, settings.out / "report.html")
     print_table(results)
     print(f"report: {settings.out / 'report.html'}")
+    if results["failed"]:
+        raise WorkerError(f"{results['failed']['strategy']}: {results['failed']['error']}")
 
 
 compare.__doc__ = (compare.__doc__ or "").replace(

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from thinwire.lab.launch import run_workers
+from thinwire.lab.launch import WorkerError, run_workers
 from thinwire.lab.machine import describe_machine
 from thinwire.lab.netns import Network, network, why_unavailable
 from thinwire.lab.progress import Display
@@ -39,7 +39,8 @@ def compare(settings: Settings, display: Display) -> dict[str, Any]:
 
     Raises:
         ValueError: The text or the size cannot be used.
-        WorkerError: A worker failed; nothing is left running.
+        WorkerError: A worker of the first strategy failed. Later ones end the comparison and are named under `failed`,
+            so that what was measured before them is kept. Nothing is left running in any case.
     """
     shape = settings.shape
     corpus = read_folder(settings.text) if settings.text else read_standard_library()
@@ -47,11 +48,18 @@ def compare(settings: Settings, display: Display) -> dict[str, Any]:
     settings.out.mkdir(parents=True, exist_ok=True)
     started_s = time.time()
     runs: list[dict[str, Any]] = []
+    failed: dict[str, str] | None = None
     with _work_folder(settings.out) as work, _place(settings, reason) as place:
         common = {**_common(settings, shape, place), **_write_corpus(corpus, work)}
         for name in settings.strategies:
             config = {**common, "strategy": name, "lr": settings.lr or STRATEGIES[name].lr}
-            runs.append(_run(name, config, settings, place, work / name, display))
+            try:
+                runs.append(_run(name, config, settings, place, work / name, display))
+            except WorkerError as error:
+                if not runs:
+                    raise WorkerError(f"{name}: {error}") from error
+                failed = {"strategy": name, "error": str(error)}
+                break
     return summarise(
         runs,
         settings=settings,
@@ -60,6 +68,7 @@ def compare(settings: Settings, display: Display) -> dict[str, Any]:
         machine=describe_machine(),
         emulated=place is not None,
         reason=reason,
+        failed=failed,
         started_s=started_s,
         common={key: common[key] for key in ("momentum", "ramp_steps", "timeout_s", "context", "held_out_sequences")},
     )

@@ -48,6 +48,7 @@ def render(results: Mapping[str, Any]) -> str:
             f"<title>thinwire compare: {escape(', '.join(run['strategy'] for run in results['strategies']))}</title>",
             f"<style>{_STYLE}{_series_colours(len(results['strategies']))}</style>\n</head>\n<body>",
             f'<p class="headline{warn}">{escape(results["headline"])}</p>',
+            _failure(results["failed"]),
             "<h1>One model, one link, several strategies</h1>",
             _table(results),
             '<p class="note">A steady step is one after the ramp of the method. "Without exchange" is the same step '
@@ -83,6 +84,12 @@ def _series_colours(count: int) -> str:
         for shade in (0, 1)
     )
     return f":root {{ {light} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n"
+
+
+def _failure(failed: Mapping[str, str] | None) -> str:
+    if failed is None:
+        return ""
+    return f'<p class="headline warn">{escape(failed["strategy"])} failed: {escape(failed["error"])}</p>'
 
 
 def _table(results: Mapping[str, Any]) -> str:

@@ -27,6 +27,7 @@ KEYS = {
     "model": "shape and number of parameters",
     "text": "source, size and SHA-256 of the text",
     "machine": "processor, cores, memory, versions",
+    "failed": "the strategy that ended the comparison early and its error, or null",
     "common_loss": "the lowest held-out loss that every strategy reached, nats per byte",
     "strategies[]": "one entry per strategy, in the order of the command line, with the keys below",
     "strategies[].final_loss": "held-out loss at the end, nats per byte; the same sequences for every strategy",
@@ -75,6 +76,7 @@ def summarise(
     machine: Mapping[str, Any],
     emulated: bool,
     reason: str | None,
+    failed: Mapping[str, str] | None,
     started_s: float,
     common: Mapping[str, Any],
 ) -> dict[str, Any]:
@@ -115,6 +117,7 @@ def summarise(
             "sha256": corpus.digest,
         },
         "machine": dict(machine),
+        "failed": failed,
         "common_loss": target,
         "strategies": [_derive(run, settings, target, emulated) for run in runs],
         "keys": KEYS,

@@ -81,8 +81,9 @@ class Settings:
             raise ValueError(f"seconds={seconds:g} is not allowed: at least 1 second for each strategy")
         if lr is not None and not (isfinite(lr) and lr > 0):
             raise ValueError(f"lr={lr:g} is not allowed: a positive number")
-        if out.exists() and not out.is_dir():
-            raise ValueError(f"out={str(out)!r} is a file; name a folder for the report")
+        blocked = next((path for path in (out, *out.parents) if path.exists() and not path.is_dir()), None)
+        if blocked is not None:
+            raise ValueError(f"out={str(out)!r} cannot be a folder, since {blocked} is a file; name another one")
         if text is not None and not text.is_dir():
             raise ValueError(f"text={str(text)!r} is not a folder; name a folder with text files")
         return cls(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from math import isfinite
 from statistics import median
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
 
+from thinwire.errors import ThinwireError
 from thinwire.lab.batches import Batches
 from thinwire.lab.diary import Diary
 from thinwire.lab.measure import BareStep, kernel_bytes, mean_loss
@@ -89,6 +91,11 @@ class TrainingRun:
 
     def _evaluate(self) -> None:
         loss = mean_loss(self.trainer.module, self.held_out)
+        if not isfinite(loss):
+            raise ThinwireError(
+                f"the training diverged: held-out loss {loss} after {self.step} steps at a peak learning rate of "
+                f"{self.config['lr']:g}; give a smaller one with --lr"
+            )
         point = {"step": self.step, "seconds": sum(self.step_s), "loss": loss, "library_bytes": self.library_bytes[-1]}
         self.evaluations.append({**point, "kernel_bytes": float(self.kernel_sent[-1])})
         if self.step:

@@ -118,8 +118,8 @@ class DGCMomentum(CommonOptimizer):
             regularizer=regularizer,
             exclude_from_weight_decay=exclude_from_weight_decay,
         )
-        check.one_of("value_bits", value_bits, VALUE_BITS)
         self.value_bits = check.integer("value_bits", value_bits)
+        check.one_of("value_bits", self.value_bits, VALUE_BITS)
         self.num_trainers = None if num_trainers is None else check.integer("num_trainers", num_trainers, at_least=1)
         self._process_group = process_group
         self._fresh: dict[Tensor, dict[str, Tensor]] = {}
@@ -169,13 +169,8 @@ class DGCMomentum(CommonOptimizer):
                 f"ddp must have exactly the trainable parameters of this optimizer: {len(theirs - mine)} of the "
                 f"model's are not in the optimizer, {len(mine - theirs)} of the optimizer's are not in the model"
             )
-        group = self._joined().group
-        if dist.get_world_size(ddp.process_group) != group.size:
-            raise ValueError(
-                f"ddp spans {dist.get_world_size(ddp.process_group)} ranks and this optimizer {group.size}: "
-                "give both the same process_group"
-            )
-        self._attached = Attached(self, tap_buckets(ddp, self._launch_bucket))
+        tap = tap_buckets(ddp, self._joined().group, self._launch_bucket)
+        self._attached = Attached(self, tap)
         return self._attached
 
     def stats(self) -> dict[str, Any]:

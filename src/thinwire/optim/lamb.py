@@ -13,7 +13,7 @@ from thinwire.core.decay import Regularizer
 from thinwire.core.trust_ratio import TrustRule, trust_ratio
 from thinwire.optim.base import ParamFacts
 from thinwire.optim.groups import Exclusion
-from thinwire.optim.layerwise import LayerwiseOptimizer, whole_norms
+from thinwire.optim.layerwise import LayerwiseOptimizer, TensorList, whole_norms
 from thinwire.optim.own import check_betas, widened
 from thinwire.optim.two_phase import ParamGrad
 
@@ -21,10 +21,10 @@ __all__ = ["Lamb"]
 
 
 def lamb_(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
+    params: TensorList,
+    grads: TensorList,
+    exp_avgs: TensorList,
+    exp_avg_sqs: TensorList,
     *,
     step: int,
     lr: float,
@@ -62,10 +62,9 @@ def lamb_(
     torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
     torch._foreach_mul_(exp_avg_sqs, beta2)
     torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - beta2)
-    directions = torch._foreach_sqrt(exp_avg_sqs)
-    torch._foreach_add_(directions, eps * root)
-    torch._foreach_reciprocal_(directions)
-    torch._foreach_mul_(directions, exp_avgs)
+    roots = torch._foreach_sqrt(exp_avg_sqs)
+    torch._foreach_add_(roots, eps * root)
+    directions = torch._foreach_div(exp_avgs, roots)
     if weight_decay:
         torch._foreach_add_(directions, params, alpha=weight_decay / factor)
     ratios = trust_ratio(whole_norms(params), whole_norms(directions) * factor, rule)
@@ -151,7 +150,7 @@ class Lamb(LayerwiseOptimizer):
 
     def _update_group(self, group: dict[str, Any], pairs: Sequence[ParamGrad], rate: float) -> None:
         low, high = group["trust_clip"] or (0.0, math.inf)
-        for block in self._blocks(group, pairs):
+        for block in self._blocks(group, pairs, counted=True):
             with widened(block.params) as work:
                 ratios = lamb_(
                     work,

@@ -12,7 +12,7 @@ from thinwire.core.decay import Regularizer
 from thinwire.core.trust_ratio import TrustRule, trust_ratio
 from thinwire.optim.base import ParamFacts
 from thinwire.optim.groups import Exclusion
-from thinwire.optim.layerwise import LayerwiseOptimizer, whole_norms
+from thinwire.optim.layerwise import LayerwiseOptimizer, TensorList, whole_norms
 from thinwire.optim.own import widened
 from thinwire.optim.two_phase import ParamGrad
 
@@ -20,9 +20,9 @@ __all__ = ["Lars"]
 
 
 def lars_(
-    params: list[Tensor],
-    grads: list[Tensor],
-    velocities: list[Tensor] | None,
+    params: TensorList,
+    grads: TensorList,
+    velocities: TensorList | None,
     *,
     lr: float,
     momentum: float,
@@ -47,7 +47,7 @@ def lars_(
     """
     if rule.weight_decay:
         ratios = trust_ratio(whole_norms(params), whole_norms(grads), rule)
-        steps = torch._foreach_add(grads, params, alpha=rule.weight_decay)
+        steps: TensorList = torch._foreach_add(grads, params, alpha=rule.weight_decay)
     else:
         ratios = torch.ones(len(params), dtype=params[0].dtype, device=params[0].device)
         steps = grads
@@ -69,10 +69,11 @@ class Lars(LayerwiseOptimizer):
     """LARS, for training with large batches.
 
     Per tensor: L = lr trust_coefficient ||p|| / (||g|| + weight_decay ||p|| + eps), or lr where weight_decay or one of
-    the norms is 0; d = L (g + weight_decay p); b <- momentum b + d; p <- p - b, with Nesterov p <- p - (d + momentum b).
+    the norms is 0; d = L (g + weight_decay p); b <- momentum b + d; p <- p - b, or p <- p - (d + momentum b) with
+    Nesterov.
 
-    **State** per parameter: `step`, and `momentum_buffer` b where there is momentum, float32 (float64 for float64
-    parameters). The rate is inside b: a change of lr acts on new terms only.
+    **State** per parameter: `momentum_buffer` b, where there is momentum, float32 (float64 for float64 parameters).
+    The rate is inside b: a change of lr acts on new terms only.
     **Communication**: none, but for one small reduction per update where parameters are sharded.
     **Failure**: an error in the arguments of an update comes before anything changes.
 

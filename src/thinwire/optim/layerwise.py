@@ -10,7 +10,9 @@ from thinwire.core.norms import norms
 from thinwire.optim.own import OwnOptimizer
 from thinwire.optim.two_phase import ParamGrad
 
-__all__ = ["Block", "LayerwiseOptimizer", "whole_norms"]
+__all__ = ["Block", "LayerwiseOptimizer", "TensorList", "whole_norms"]
+
+TensorList = list[Tensor] | tuple[Tensor, ...]
 
 _BLOCK_BYTES = 1 << 20
 """Of gradients that are worked on together on a CPU: what stays in its cache from one operation to the next."""
@@ -23,7 +25,7 @@ class Block(NamedTuple):
     grads: list[Tensor]
     weight_decay: float
     step: int
-    """Number of this update for these parameters, from 1."""
+    """Number of this update for these parameters, from 1; 0 where the method does not count."""
 
 
 class LayerwiseOptimizer(OwnOptimizer):
@@ -49,12 +51,12 @@ class LayerwiseOptimizer(OwnOptimizer):
         assert self._ratios is not None, "ratios are remembered inside an update"
         self._ratios.update(zip(params, ratios, strict=True))
 
-    def _blocks(self, group: dict[str, Any], pairs: Sequence[ParamGrad]) -> Iterator[Block]:
+    def _blocks(self, group: dict[str, Any], pairs: Sequence[ParamGrad], *, counted: bool = False) -> Iterator[Block]:
         """The pairs in blocks of one device, type, decay and count; of one tensor each without `foreach`."""
         kinds: dict[tuple[Any, ...], Block] = {}
         for param, grad in pairs:
-            decay, step = self._facts(param).weight_decay, self._counted(param)
-            key = (param.device, param.dtype, type(param.data), decay, step)
+            decay, step = self._facts(param).weight_decay, self._counted(param) if counted else 0
+            key = (param.device, param.dtype, hasattr(param, "full_tensor"), decay, step)
             block = kinds.setdefault(key, Block([], [], decay, step))
             block.params.append(param)
             block.grads.append(grad)
@@ -62,7 +64,7 @@ class LayerwiseOptimizer(OwnOptimizer):
             yield from _cut(block, group["foreach"])
 
 
-def whole_norms(tensors: list[Tensor]) -> Tensor:
+def whole_norms(tensors: TensorList) -> Tensor:
     """The norms of all tensors, stacked; sharded ones count with their whole norm."""
     if any(hasattr(tensor, "full_tensor") for tensor in tensors):
         return torch.stack(norms(tensors))

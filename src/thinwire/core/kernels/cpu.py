@@ -103,7 +103,9 @@ def encode_values(values: Tensor, bits: int, k: int) -> tuple[Tensor, Tensor]:
         if bits <= 4:
             jit_codes.book_fields(part, _FLOAT32_MAX, scales, bits - 1, fields, sent[start:stop])
         else:
-            jit_codes.grid_fields(part, _FLOAT32_MAX, *_grid(scales, bits), bits - 1, fields, sent[start:stop])
+            jit_codes.grid_fields(
+                part, _FLOAT32_MAX, float(scales[0]), float(scales[1]), bits - 1, fields, sent[start:stop]
+            )
         jit_codes.pack_fields(fields, bits, code[scale_bytes + start * bits // 8 :])
 
     in_parts(len(x), work)
@@ -122,8 +124,8 @@ def decode_values(code: Tensor, count: int, bits: int) -> Tensor:
     if bits <= 4:
         in_parts(count, lambda start, stop: jit_codes.decode_book(fields, bits, scales, start, stop, values))
     else:
-        grid = _grid(scales, bits)
-        in_parts(count, lambda start, stop: jit_codes.decode_grid(fields, bits, *grid, start, stop, values))
+        low, high = map(float, scales)
+        in_parts(count, lambda start, stop: jit_codes.decode_grid(fields, bits, low, high, start, stop, values))
     return torch.from_numpy(values)
 
 
@@ -211,11 +213,6 @@ def _scales(x: Array, bits: int, k: int) -> Array:
     elif len(x):
         scales[:] = magnitudes.min(), magnitudes.max()
     return scales.astype(np.float32)
-
-
-def _grid(scales: Array, bits: int) -> tuple[float, float]:
-    low, high = map(float, scales)
-    return low, (high - low) / ((1 << (bits - 1)) - 1)
 
 
 def _array(tensor: Tensor) -> Array:

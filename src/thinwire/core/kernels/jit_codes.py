@@ -158,15 +158,16 @@ def book_fields(values: Array, cap: float, book: Array, sign_shift: int, fields:
 
 @jit
 def grid_fields(
-    values: Array, cap: float, low: float, level_width: float, sign_shift: int, fields: Array, sent: Array
+    values: Array, cap: float, low: float, high: float, sign_shift: int, fields: Array, sent: Array
 ) -> None:
-    """As `book_fields` for the equidistant levels low + j * level_width."""
+    """As `book_fields` for equidistant levels from `low` to `high`."""
     top = np.float64((1 << sign_shift) - 1)
+    level_width = (high - low) / top
     for i in range(len(values)):
         magnitude = min(abs(np.float64(values[i])), cap)
         level = 0.0
-        if level_width > 0:
-            level = float(min(max(np.ceil((magnitude - low) / level_width - 0.5), 0.0), top))
+        if high > low:
+            level = float(min(max(np.ceil((magnitude - low) * top / (high - low) - 0.5), 0.0), top))
         negative = values[i] < 0
         fields[i] = np.int64(level) | (negative << sign_shift)
         decoded = np.float32(level * level_width + low)
@@ -184,9 +185,10 @@ def decode_book(code: Array, bits: int, book: Array, start: int, stop: int, valu
 
 
 @jit
-def decode_grid(code: Array, bits: int, low: float, level_width: float, start: int, stop: int, values: Array) -> None:
-    """Values [start, stop) of the fields in `code` on the levels low + j * level_width."""
+def decode_grid(code: Array, bits: int, low: float, high: float, start: int, stop: int, values: Array) -> None:
+    """Values [start, stop) of the fields in `code` on equidistant levels from `low` to `high`."""
     sign_shift = bits - 1
+    level_width = (high - low) / ((1 << sign_shift) - 1)
     for i in range(start, stop):
         field = field_at(code, i, bits)
         magnitude = np.float32(np.float64(field & ((1 << sign_shift) - 1)) * level_width + low)

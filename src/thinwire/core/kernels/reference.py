@@ -164,15 +164,11 @@ def _nearest_level(magnitudes: Tensor, scales: Tensor, bits: int) -> Tensor:
     if bits <= 4:
         book = scales.double()
         return torch.bucketize(magnitudes, (book[:-1] + book[1:]) / 2)
-    low, level_width = _grid(scales, bits)
-    if level_width == 0:
-        return torch.zeros_like(magnitudes, dtype=torch.int64)
-    return ((magnitudes - low) / level_width - 0.5).ceil().clamp(0, (1 << (bits - 1)) - 1).long()
-
-
-def _grid(scales: Tensor, bits: int) -> tuple[float, float]:
     low, high = scales.double().tolist()
-    return low, (high - low) / ((1 << (bits - 1)) - 1)
+    if low == high:
+        return torch.zeros_like(magnitudes, dtype=torch.int64)
+    top = (1 << (bits - 1)) - 1
+    return ((magnitudes - low) * top / (high - low) - 0.5).ceil().clamp(0, top).long()
 
 
 def _decode_fields(fields: Tensor, scales: Tensor, bits: int) -> Tensor:
@@ -181,8 +177,8 @@ def _decode_fields(fields: Tensor, scales: Tensor, bits: int) -> Tensor:
     if bits <= 4:
         magnitudes = scales[levels]
     else:
-        low, level_width = _grid(scales, bits)
-        magnitudes = (levels.double() * level_width + low).float()
+        low, high = scales.double().tolist()
+        magnitudes = (levels.double() * ((high - low) / ((1 << (bits - 1)) - 1)) + low).float()
     return torch.where(negative, -magnitudes, magnitudes)
 
 

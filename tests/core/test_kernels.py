@@ -1,0 +1,255 @@
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from thinwire.core import kernels
+from thinwire.core.index_code import decode_positions, position_bytes
+from thinwire.core.kernels import cpu, reference, threads
+from thinwire.core.value_code import VALUE_BITS
+from thinwire.errors import PayloadCorrupt
+
+CPU = torch.device("cpu")
+SIZES = [1, 2, 63, 64, 65, 1000, 8191, 8193, 8257, 65_536, 131_071, 131_073, 300_007]
+"""Around a block (64), the smallest room for candidates (8192) and the smallest part for a thread (65536)."""
+
+
+def inputs(kind, numel, dtype):
+    normal = torch.randn(numel, generator=torch.Generator().manual_seed(numel), dtype=torch.float64)
+    return {
+        "random": normal,
+        "tied": (3 * normal).round(),
+        "denormal": normal * 1e-42,
+        "huge": normal * 2e37,
+        "zero": normal * 0,
+        "equal": torch.full_like(normal, -0.7),
+        "ascending": torch.arange(numel, dtype=torch.float64),
+        "descending": torch.arange(numel, 0, -1, dtype=torch.float64),
+        "rare": torch.where(normal > 3, normal, 0.0),
+        "one block": torch.where(torch.arange(numel) // 64 == 7, normal, normal * 1e-6),
+    }[kind].to(dtype)
+
+
+def assert_same_bits(a, b):
+    assert (a.dtype, a.shape) == (b.dtype, b.shape)
+    if a.is_floating_point():
+        kind = torch.int32 if a.dtype == torch.float32 else torch.int64
+        a, b = a.view(kind), b.view(kind)
+    assert torch.equal(a, b)
+
+
+def counts(numel):
+    return sorted({1, max(1, numel // 1000), max(1, numel // 4), max(1, numel - 1), numel})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "kind",
+    ["random", "tied", "denormal", "huge", "zero", "equal", "ascending", "descending", "rare", "one block"],
+)
+def test_the_fast_fold_gives_the_bits_of_the_readable_one(kind, dtype):
+    for numel in SIZES:
+        residual = inputs(kind, numel, dtype)
+        grad, buffer = residual.flip(0), residual.roll(3)
+        for k in counts(numel):
+            assert_same_bits(cpu.top_k(residual, k), reference.top_k(residual, k))
+        for k, (has_buffer, nesterov) in zip(counts(numel), [(1, 0), (1, 1), (0, 0), (1, 0), (1, 1)], strict=False):
+            rule = {"momentum": 0.9, "nesterov": bool(nesterov)}
+            u = buffer if has_buffer else None
+            fast, slow = (body.propose(grad, residual, u, k, **rule) for body in (cpu, reference))
+            assert fast[2] is slow[2] is True
+            assert_same_bits(fast[0], slow[0])
+            assert_same_bits(fast[1], slow[1])
+            ends = []
+            for body in (cpu, reference):
+                v, u = residual.clone(), buffer.clone() if has_buffer else None
+                body.commit_(grad, v, u, fast[0], (fast[1] * 0.7).float(), **rule)
+                ends.append((v, u))
+            assert_same_bits(ends[0][0], ends[1][0])
+            if has_buffer:
+                assert_same_bits(ends[0][1], ends[1][1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", ["random", "tied", "denormal", "huge", "equal", "ascending"])
+@pytest.mark.parametrize("bits", VALUE_BITS)
+def test_the_fast_value_code_gives_the_bits_of_the_readable_one(bits, kind, dtype):
+    for count in (0, 1, 2, 63, 65, 1000, 131_073):
+        values = inputs(kind, count, dtype)
+        k = count + 5
+        fast, slow = (body.encode_values(values, bits, k) for body in (cpu, reference))
+        assert_same_bits(fast[0], slow[0])
+        assert_same_bits(fast[1], slow[1])
+        for body in (cpu, reference):
+            assert_same_bits(body.decode_values(fast[0], count, bits), slow[1])
+
+
+@pytest.mark.parametrize("numel", [1, 64, 1000, 200_003])
+def test_the_fast_position_code_gives_the_bits_of_the_readable_one(numel):
+    generator = torch.Generator().manual_seed(numel)
+    for k in counts(numel):
+        low_bits = (numel // k).bit_length() - 1
+        low_bytes = (k * low_bits + 7) // 8
+        indices = torch.randperm(numel, generator=generator)[:k].sort().values
+        codes = [
+            b.encode_positions(indices, low_bits, low_bytes, position_bytes(numel, k) - low_bytes)
+            for b in (cpu, reference)
+        ]
+        assert_same_bits(*codes)
+        for body in (cpu, reference):
+            decoded, count = body.decode_positions(codes[0], k, low_bits, low_bytes)
+            assert count == k
+            assert_same_bits(decoded, indices)
+
+
+def test_both_bodies_read_the_same_from_random_bytes(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    legal = 0
+    for numel, k in [(1, 1), (7, 3), (100, 3), (100, 100), (1000, 9), (513, 256)] * 50:
+        ones_share = float(torch.rand((), generator=generator))
+        bits = torch.rand(position_bytes(numel, k) * 8, generator=generator) < ones_share
+        code = reference._pack_bits(bits.to(torch.uint8))
+        outcomes = []
+        for choice in ("auto", "reference"):
+            monkeypatch.setenv("THINWIRE_KERNELS", choice)
+            try:
+                outcomes.append(decode_positions(code, numel, k).tolist())
+            except PayloadCorrupt as refusal:
+                outcomes.append(str(refusal))
+        assert outcomes[0] == outcomes[1]
+        legal += isinstance(outcomes[0], list)
+    assert 0 < legal < 300
+
+
+def test_both_bodies_sum_the_same():
+    parts = [inputs("random", 5000, torch.float32).topk(900).indices.sort().values - shift for shift in (0, 1, 0, 7)]
+    parts = [p[p >= 0] for p in parts]
+    values = [inputs("random", p.numel(), torch.float32) for p in parts]
+    for dtype in (torch.float32, torch.float64):
+        for fast, slow in zip(
+            cpu.sum_sparse(parts, values, dtype), reference.sum_sparse(parts, values, dtype), strict=True
+        ):
+            assert_same_bits(fast, slow)
+
+
+def test_the_number_of_threads_changes_nothing():
+    before = torch.get_num_threads()
+    grad, residual, buffer = (inputs(kind, 400_003, torch.float32) for kind in ("random", "tied", "ascending"))
+    try:
+        results = []
+        for count in (1, 2, 3, 5):
+            torch.set_num_threads(count)
+            proposal = cpu.propose(grad, residual, buffer, 100_000, momentum=0.9, nesterov=False)
+            code = cpu.encode_values(proposal[1], 4, 100_000)
+            results.append((*proposal[:2], *code, cpu.decode_values(code[0], 100_000, 4)))
+    finally:
+        torch.set_num_threads(before)
+    for result in results[1:]:
+        for a, b in zip(result, results[0], strict=True):
+            assert_same_bits(a, b)
+
+
+def test_several_threads_may_call_at_once():
+    tensors = [inputs("random", 300_000 + i, torch.float32) for i in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(lambda x: cpu.top_k(x, 500), tensors * 3))
+    for x, result in zip(tensors * 3, results, strict=True):
+        assert torch.equal(result, reference.top_k(x, 500))
+
+
+def test_the_environment_and_a_missing_numba_choose_torch(monkeypatch):
+    monkeypatch.delenv("THINWIRE_KERNELS", raising=False)
+    assert kernels.for_device(CPU) is cpu
+    assert kernels.for_device(torch.device("meta")) is reference
+    monkeypatch.setenv("THINWIRE_KERNELS", "reference")
+    assert kernels.for_device(CPU) is reference
+    monkeypatch.setenv("THINWIRE_KERNELS", "fast")
+    with pytest.raises(ValueError, match="THINWIRE_KERNELS is 'fast'"):
+        kernels.for_device(CPU)
+    monkeypatch.delenv("THINWIRE_KERNELS")
+    monkeypatch.setitem(sys.modules, "numba", None)
+    kernels._numba_kernels.cache_clear()
+    assert kernels.for_device(CPU) is reference
+    monkeypatch.undo()
+    kernels._numba_kernels.cache_clear()
+
+
+def test_without_a_folder_for_its_cache_numba_still_compiles(monkeypatch):
+    import numba
+
+    def refusing(*, cache=False, nogil):
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return compiled(nogil=nogil)
+
+    compiled = numba.njit
+    monkeypatch.setattr(numba, "njit", refusing)
+    assert threads.jit(lambda x: x + 1)(2) == 3
+
+
+def run_python(code, **environment):
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", code],
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def assert_succeeds(process):
+    output, _ = process.communicate(timeout=100)
+    assert process.returncode == 0, output
+
+
+def test_numba_is_not_imported_before_it_is_needed():
+    assert_succeeds(run_python("import sys, thinwire, thinwire.core.message\nassert 'numba' not in sys.modules"))
+
+
+TOP_K = """
+import torch
+from thinwire.core.select import top_k
+x = torch.arange(300_000.).flip(0)
+assert top_k(x, 3).tolist() == [0, 1, 2]
+"""
+
+
+def test_several_processes_may_compile_at_once_into_an_empty_cache(tmp_path):
+    for process in [run_python(TOP_K, NUMBA_CACHE_DIR=str(tmp_path)) for _ in range(4)]:
+        assert_succeeds(process)
+    assert list(tmp_path.rglob("*.nbi"))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_has_threads_of_its_own():
+    child = "import os\nif not os.fork():\n    os._exit(0 if top_k(x, 3).tolist() == [0, 1, 2] else 1)\n"
+    code = f"{TOP_K}\ntorch.set_num_threads(2)\ntop_k(x, 3)\n{child}assert os.waitstatus_to_exitcode(os.wait()[1]) == 0"
+    assert_succeeds(run_python(code))
+
+
+def test_no_byte_is_read_or_written_out_of_bounds_whatever_came(tmp_path):
+    code = """
+import torch
+from thinwire.core.index_code import decode_positions, position_bytes
+from thinwire.core.value_code import decode_values, value_bytes
+from thinwire.errors import PayloadCorrupt
+generator = torch.Generator().manual_seed(0)
+for numel, k in [(1, 1), (7, 3), (100, 3), (100, 100), (1000, 9), (513, 256)] * 60:
+    for fill in (0, 1, None):
+        nbytes = position_bytes(numel, k)
+        code = torch.randint(256, (nbytes,), generator=generator).byte() if fill is None else torch.full((nbytes,), 255 * fill).byte()
+        try:
+            decode_positions(code, numel, k)
+        except PayloadCorrupt:
+            pass
+    for bits in (1, 2, 4, 8, 16, 32):
+        code = torch.randint(256, (value_bytes(k, bits),), generator=generator).byte()
+        try:
+            decode_values(code, k, bits, k)
+        except PayloadCorrupt:
+            pass
+"""
+    assert_succeeds(run_python(code, NUMBA_BOUNDSCHECK="1", NUMBA_CACHE_DIR=str(tmp_path)))

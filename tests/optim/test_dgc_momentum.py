@@ -1,0 +1,579 @@
+"""DGCMomentum as a torch optimizer: arguments, manners, what it refuses, and what happens around a failed exchange."""
+
+import copy
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire as tw
+from tests.ranks import Lost, Pool
+from thinwire.comm import Group
+from thinwire.optim import DGCMomentum
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"sparsity": ()}, ValueError, "sparsity"),
+        ({"sparsity": (1.0,)}, ValueError, r"sparsity\[0\]"),
+        ({"sparsity": (0.9, 1)}, ValueError, r"sparsity\[1\]"),
+        ({"sparsity": (-0.1,)}, ValueError, "-0.1"),
+        ({"sparsity": (NAN,)}, ValueError, "nan"),
+        ({"sparsity": (True,)}, TypeError, "sparsity"),
+        ({"sparsity": 0.9}, TypeError, "sparsity"),
+        ({"rampup_step": 0}, ValueError, "rampup_step"),
+        ({"rampup_step": 1.5}, TypeError, "rampup_step"),
+        ({"rampup_begin_step": -1}, ValueError, "rampup_begin_step"),
+        ({"value_bits": 3}, ValueError, "value_bits"),
+        ({"value_bits": True}, TypeError, "value_bits"),
+        ({"value_bits": 1.0}, TypeError, "value_bits"),
+        ({"momentum": -0.1}, ValueError, "momentum"),
+        ({"momentum": None}, TypeError, "momentum"),
+        ({"momentum": 0.0, "nesterov": True}, ValueError, "nesterov"),
+        ({"nesterov": 1}, TypeError, "nesterov"),
+        ({"local_grad_clip_norm": 0.0}, ValueError, "local_grad_clip_norm"),
+        ({"num_trainers": 0}, ValueError, "num_trainers"),
+        ({"min_numel": 0}, ValueError, "min_numel"),
+        ({"lr": -1.0}, ValueError, "lr"),
+        ({"lr": NAN}, ValueError, "lr"),
+        ({"weight_decay": -1.0}, ValueError, "weight_decay"),
+        ({"grad_clip": tw.ClipByGlobalNorm(1.0)}, TypeError, "ClipByNorm"),
+        ({"grad_clip": tw.ClipByValue(1.0)}, TypeError, "ClipByNorm"),
+        ({"grad_clip": 1.0}, TypeError, "grad_clip"),
+        ({"grad_clip": tw.ClipByNorm(1.0), "local_grad_clip_norm": 1.0}, ValueError, "give one of them"),
+        ({"regularizer": 0.1}, TypeError, "regularizer"),
+    ],
+)
+def test_a_wrong_argument_is_named_at_construction(options: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        DGCMomentum([nn.Parameter(torch.zeros(3))], **{"lr": 0.1, **options})
+
+
+def test_a_process_group_needs_an_initialized_torch_distributed() -> None:
+    p = nn.Parameter(torch.zeros(3))
+    optimizer = DGCMomentum([p], lr=0.1, process_group=object())  # type: ignore[arg-type]
+    p.grad = torch.ones(3)
+    with pytest.raises(ValueError, match="init_process_group"):
+        optimizer.step()
+
+
+def one_param(numel: int = 600, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[nn.Parameter, DGCMomentum]:
+    p = nn.Parameter(torch.linspace(-1, 1, numel).to(dtype))
+    return p, DGCMomentum([("weight", p)], **{"lr": 0.1, "sparsity": (0.9,), "min_numel": 1, **options})
+
+
+def test_the_gradient_stays_as_it_is() -> None:
+    p, optimizer = one_param(weight_decay=0.1, local_grad_clip_norm=0.01, maximize=True)
+    p.grad = torch.randn(600)
+    before = p.grad.clone()
+    optimizer.step()
+    assert torch.equal(p.grad, before)
+
+
+def test_maximize_is_the_negated_gradient() -> None:
+    up, maximizing = one_param(maximize=True)
+    down, minimizing = one_param()
+    for _ in range(4):
+        up.grad = torch.randn(600)
+        down.grad = -up.grad
+        maximizing.step()
+        minimizing.step()
+    assert torch.equal(up, down)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_state_is_at_least_float32_and_stays_so_through_a_state_dict(dtype: torch.dtype) -> None:
+    p, optimizer = one_param(dtype=dtype)
+    p.grad = torch.randn(600).to(dtype)
+    optimizer.step()
+    again, second = one_param(dtype=dtype)
+    second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    for key in ("momentum_buffer", "residual"):
+        assert second.state[again][key].dtype == wide
+        assert torch.equal(second.state[again][key], optimizer.state[p][key])
+    assert p.dtype == dtype
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
+def test_copies_continue_alike(how: Any) -> None:
+    p, optimizer = one_param(lr=tw.schedules.ExponentialDecay(0.1, 0.5, 2))
+    grads = [torch.randn(600) for _ in range(6)]
+    for grad in grads[:3]:
+        p.grad = grad
+        optimizer.step()
+    twin = how(optimizer)
+    q = twin.param_groups[0]["params"][0]
+    for grad in grads[3:]:
+        p.grad, q.grad = grad, grad
+        optimizer.step()
+        twin.step()
+    assert q is not p
+    assert torch.equal(p, q)
+
+
+def test_shapes_of_all_kinds() -> None:
+    params = {
+        "zero size": nn.Parameter(torch.zeros(0, 3)),
+        "0-d": nn.Parameter(torch.tensor(1.0)),
+        "channels last": nn.Parameter(torch.randn(8, 4, 3, 3).to(memory_format=torch.channels_last)),
+        "transposed": nn.Parameter(torch.randn(20, 30).t()),
+        "complex": nn.Parameter(torch.randn(40, dtype=torch.complex64)),
+        "frozen": nn.Parameter(torch.ones(50), requires_grad=False),
+        "unused": nn.Parameter(torch.ones(50)),
+    }
+    optimizer = DGCMomentum(params.items(), lr=0.1, momentum=0.0, sparsity=(0.0,), value_bits=32, min_numel=30)
+    before = {name: p.detach().clone() for name, p in params.items()}
+    for name, p in params.items():
+        if name not in {"frozen", "unused"}:
+            p.grad = torch.randn(p.shape, dtype=p.dtype)
+    optimizer.step()
+    for name, p in params.items():
+        expected = before[name] if p.grad is None else before[name] - 0.1 * p.grad
+        torch.testing.assert_close(p.detach(), expected, msg=name)
+        assert p.detach().stride() == before[name].stride() or p.numel() == 0
+    assert params["unused"] not in optimizer.state
+
+
+def test_a_group_may_stay_dense_and_have_its_own_ramp() -> None:
+    a, b, c = (nn.Parameter(torch.zeros(100)) for _ in range(3))
+    groups = [{"params": [a]}, {"params": [b], "min_numel": 1000}, {"params": [c], "sparsity": (0.5,), "lr": 0.2}]
+    optimizer = DGCMomentum(groups, lr=0.1, sparsity=(0.9,), min_numel=10, value_bits=32)
+    for p in (a, b, c):
+        p.grad = torch.randn(100)
+    optimizer.step()
+    assert [int((p != 0).sum()) for p in (a, b, c)] == [10, 100, 50]
+    assert "residual" not in optimizer.state[b]
+
+
+def test_zeros_are_not_sent_and_nothing_moves() -> None:
+    p, optimizer = one_param()
+    before = p.detach().clone()
+    p.grad = torch.zeros(600)
+    optimizer.step()
+    assert torch.equal(p, before)
+    p.grad[5] = 3.0
+    optimizer.step()
+    assert [int(i) for i in (p != before).nonzero()] == [5]
+
+
+def test_about_two_thousand_times_fewer_bytes() -> None:
+    p, optimizer = one_param(1_000_000, sparsity=(0.999,), min_numel=16384)
+    for _ in range(3):
+        p.grad = torch.randn(1_000_000)
+        optimizer.step()
+    stats = optimizer.stats()
+    assert stats["bytes_dense"] == 3 * 4_000_000
+    assert stats["ratio"] > 2000
+
+
+def only_some_have_a_gradient(rank: int, size: int) -> None:
+    params = [nn.Parameter(torch.zeros(50)) for _ in range(3)]
+    optimizer = DGCMomentum(list(zip("abc", params, strict=True)), lr=0.1, min_numel=10)
+    params[0].grad = torch.ones(50)
+    if rank != 1:
+        params[2].grad = torch.ones(50)
+    optimizer.step()
+
+
+@pytest.mark.fault
+def test_a_gradient_on_some_ranks_only_is_an_error_on_all(ranks: Pool) -> None:
+    answers = ranks.run(only_some_have_a_gradient, size=3, expect_errors=True)
+    assert {(a.type_name, a.text) for a in answers} == {("Mismatch", answers[0].text)}
+    assert "parameter c has a gradient on ranks [0, 2] but none on ranks [1]" in answers[0].text
+
+
+def no_gradient_anywhere(rank: int, size: int) -> bool:
+    p, optimizer = one_param()
+    before = p.detach().clone()
+    optimizer.step()
+    return torch.equal(p, before) and optimizer.stats()["step"] == 1
+
+
+def test_no_gradient_on_any_rank_is_a_step_that_changes_nothing(ranks: Pool) -> None:
+    assert ranks.run(no_gradient_anywhere) == [True, True]
+
+
+def disagreeing(rank: int, size: int, what: str) -> None:
+    names, dtype, numel, options = ["a", "b"], torch.float32, 40, {}
+    params = [nn.Parameter(torch.zeros(numel, dtype=dtype)) for _ in range(2)]
+    if rank == 1:
+        if what == "order":
+            names.reverse()
+        elif what == "shape":
+            params[1] = nn.Parameter(torch.zeros(41))
+        elif what == "dtype":
+            params[1] = nn.Parameter(torch.zeros(40, dtype=torch.float64))
+        elif what == "requires_grad":
+            params[1].requires_grad_(False)
+        elif what == "count":
+            params.append(nn.Parameter(torch.zeros(3)))
+            names.append("c")
+        elif what == "sparsity":
+            options["sparsity"] = (0.5,)
+        elif what == "value_bits":
+            options["value_bits"] = 8
+        elif what == "initial values":
+            params[1] = nn.Parameter(torch.ones(40))
+    optimizer = DGCMomentum(list(zip(names, params, strict=True)), lr=0.1, min_numel=10, **options)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("order", "parameter.0 differs: rank 0 has 'a float32 [40] requires_grad=True', rank 1 has 'b"),
+        ("shape", "'b float32 [41] requires_grad=True'"),
+        ("dtype", "'b float64 [40] requires_grad=True'"),
+        ("requires_grad", "'b float32 [40] requires_grad=False'"),
+        ("count", "parameter.2 differs: rank 0 has nothing, rank 1 has 'c"),
+        ("sparsity", "sparsity differs: rank 0 has '(0.999,)', rank 1 has '(0.5,)'"),
+        ("value_bits", "value_bits differs: rank 0 has 1, rank 1 has 8"),
+        ("initial values", "initial value (CRC-32) of.b differs"),
+    ],
+)
+def test_ranks_that_disagree_are_told_before_anything_moves(ranks: Pool, what: str, text: str) -> None:
+    answers = ranks.run(disagreeing, what, size=2, expect_errors=True)
+    assert {(a.type_name, a.text) for a in answers} == {("Mismatch", answers[0].text)}
+    assert "RuntimeError" in answers[0].bases
+    assert text in answers[0].text
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(20, 30), nn.Linear(30, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x)))
+
+
+def data(rank: int, step: int) -> Tensor:
+    return torch.randn(6, 20, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def dgc(model: nn.Module, **options: Any) -> DGCMomentum:
+    return DGCMomentum(model.named_parameters(), **{"lr": 0.05, "sparsity": (0.9,), "min_numel": 100, **options})
+
+
+def accumulate(rank: int, size: int, attach: bool) -> list[Tensor]:
+    model = Two()
+    optimizer = dgc(model)
+    ddp = DistributedDataParallel(model)
+    if attach:
+        optimizer.attach(ddp)
+    for step in range(5):
+        with ddp.no_sync():
+            ddp(data(rank, 2 * step)).square().mean().backward()
+        if attach:
+            ddp(data(rank, 2 * step + 1)).square().mean().backward()
+        else:
+            with ddp.no_sync():
+                ddp(data(rank, 2 * step + 1)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach() for p in model.parameters()]
+
+
+def test_no_sync_accumulates_local_gradients(ranks: Pool) -> None:
+    attached, stepped = ranks.run(accumulate, True), ranks.run(accumulate, False)
+    for other in (attached[1], *stepped):
+        assert all(torch.equal(a, b) for a, b in zip(attached[0], other, strict=True))
+
+
+def forget_step(rank: int, size: int) -> None:
+    model = Two()
+    optimizer = dgc(model)
+    ddp = DistributedDataParallel(model)
+    optimizer.attach(ddp)
+    for step in range(2):
+        ddp(data(rank, step)).square().mean().backward()
+
+
+@pytest.mark.fault
+def test_a_second_exchange_without_a_step_points_to_no_sync(ranks: Pool) -> None:
+    for answer in ranks.run(forget_step, expect_errors=True):
+        assert "RuntimeError" in answer.bases
+        assert "no_sync" in answer.text
+
+
+def misuse(rank: int, size: int) -> list[str]:
+    model, other = Two(), Two()
+    optimizer, second = dgc(model), dgc(model)
+    ddp = DistributedDataParallel(model)
+    texts = []
+
+    def refused(kind: type[Exception], call: Any) -> None:
+        try:
+            call()
+        except kind as error:
+            texts.append(str(error))
+
+    refused(TypeError, lambda: optimizer.attach(model))  # type: ignore[arg-type]
+    refused(ValueError, lambda: optimizer.attach(DistributedDataParallel(other)))
+    handle = optimizer.attach(ddp)
+    refused(ValueError, lambda: optimizer.attach(ddp))
+    refused(ValueError, lambda: second.attach(ddp))
+    handle.remove()
+    handle.remove()
+    second.attach(ddp)
+    hooked = DistributedDataParallel(other)
+    hooked.register_comm_hook(None, lambda_hook)
+    refused(ValueError, lambda: dgc(other).attach(hooked))
+    return texts
+
+
+def lambda_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def test_attaching_wrongly_is_refused(ranks: Pool) -> None:
+    for texts in ranks.run(misuse):
+        for text, part in zip(
+            texts,
+            ["DistributedDataParallel", "4 of the model's", "attached already", "attached already", "hook already"],
+            strict=True,
+        ):
+            assert part in text
+
+
+def detach_in_the_middle(rank: int, size: int, attached_steps: list[int]) -> list[Tensor]:
+    model = Two()
+    optimizer = dgc(model)
+    ddp = DistributedDataParallel(model)
+    handle = None
+    for step in range(6):
+        if (step in attached_steps) != (handle is not None):
+            if handle is None:
+                handle = optimizer.attach(ddp)
+            else:
+                handle.remove()
+                handle = None
+        net = ddp if attached_steps else model
+        net(data(rank, step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach() for p in model.parameters()]
+
+
+def test_removing_and_attaching_again_keeps_the_numbers(ranks: Pool) -> None:
+    always, sometimes, never = (ranks.run(detach_in_the_middle, steps) for steps in ([*range(6)], [0, 1, 4], []))
+    for other in (always[1], *sometimes, *never):
+        assert all(torch.equal(a, b) for a, b in zip(always[0], other, strict=True))
+
+
+def scaled(rank: int, size: int, attach: bool, use_scaler: bool) -> dict[str, Any]:
+    model = Two()
+    optimizer = dgc(model, value_bits=32)
+    ddp = DistributedDataParallel(model) if attach else model
+    if attach:
+        optimizer.attach(ddp)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3, enabled=use_scaler)
+    for step in range(8):
+        loss = ddp(data(rank, step)).square().mean()
+        if use_scaler and step == 4 and rank == 1:
+            loss = loss * float("inf")
+        if not use_scaler and step == 4:
+            continue  # what the scaler drops
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return {"params": [p.detach() for p in model.parameters()], "stats": optimizer.stats(), "scale": scaler.get_scale()}
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("attach", [False, True])
+def test_grad_scaler_drops_everywhere_or_nowhere(ranks: Pool, attach: bool) -> None:
+    answers = ranks.run(scaled, attach, True)
+    plain = ranks.run(scaled, False, False)
+    for answer in answers:
+        assert answer["stats"]["dropped_steps"] == 1
+        assert answer["stats"]["step"] == 7
+        for a, b, c in zip(answer["params"], answers[0]["params"], plain[0]["params"], strict=True):
+            assert torch.equal(a, b)
+            torch.testing.assert_close(a, c)  # scales are powers of two, the sums inside a matrix product are not
+    assert answers[1]["scale"] < answers[0]["scale"]
+
+
+class Embedder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(50, 8, sparse=True)
+
+    def forward(self, index: Tensor) -> Tensor:
+        return self.table(index).square().mean()
+
+
+def row_sparse(rank: int, size: int, mixed: bool) -> Tensor:
+    model = Embedder()
+    optimizer = dgc(model, momentum=0.0, grad_clip=tw.ClipByNorm(0.01))
+    model(torch.tensor([rank, 3, 3])).backward()
+    if mixed and rank == 1:
+        model.table.weight.grad = model.table.weight.grad.to_dense()
+    optimizer.step()
+    return model.table.weight.detach()
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_row_sparse_gradients_are_exchanged_densely(ranks: Pool, mixed: bool) -> None:
+    model, grads = Embedder(), []
+    for rank in range(2):
+        model.zero_grad()
+        model(torch.tensor([rank, 3, 3])).backward()
+        grads.append(model.table.weight.grad.to_dense())
+    mean = (grads[0] + grads[1]) / 2
+    expected = model.table.weight.detach() - 0.05 * mean * min(1.0, 0.01 / float(mean.norm()))
+    for got in ranks.run(row_sparse, mixed):
+        torch.testing.assert_close(got, expected)
+
+
+class Broken(Group):
+    """A group in which rank 1 damages its third message on the way."""
+
+    messages = 0
+
+    def gather(self, message: Tensor, *, what: str):  # type: ignore[no-untyped-def]
+        if what.startswith("gathering messages"):
+            self.messages += 1
+            if self.messages == 3 and self.rank == 1:
+                message = message.clone()
+                message[-1] ^= 1
+        return super().gather(message, what=what)
+
+
+def damaged_step(rank: int, size: int) -> tuple[str, bool, bool]:
+    from thinwire.optim import dgc_momentum
+
+    dgc_momentum.Group = Broken  # type: ignore[misc]
+    try:
+        p, optimizer = one_param()
+        for step in range(2):
+            p.grad = torch.full((600,), 1.0 + step + rank)
+            optimizer.step()
+        before = copy.deepcopy(optimizer.state_dict()), p.detach().clone()
+        text = ""
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            text = f"{type(error).__name__}: {error}"
+        after = optimizer.state_dict()
+        same_state = all(torch.equal(before[0]["state"][0][k], after["state"][0][k]) for k in after["state"][0])
+        return text, same_state and before[0]["position"] == after["position"], torch.equal(before[1], p)
+    finally:
+        dgc_momentum.Group = Group  # type: ignore[misc]
+
+
+@pytest.mark.fault
+def test_a_damaged_message_is_refused_everywhere_and_nothing_is_applied(ranks: Pool) -> None:
+    for text, same_state, same_parameters in ranks.run(damaged_step):
+        assert text.startswith("PayloadCorrupt: rank 0 refused a message: the message of rank 1")
+        assert same_state
+        assert same_parameters
+
+
+def die_in_backward(rank: int, size: int, path: str) -> None:
+    import os
+
+    model = Two()
+    optimizer = dgc(model)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.0001)
+    optimizer.attach(ddp)
+    for step in range(4):
+        optimizer.zero_grad()
+        if step == 3 and rank == 1:
+            model.a.weight.register_hook(lambda _: os.kill(os.getpid(), 9))  # the last bucket: one is already out
+        before = [p.detach().clone() for p in model.parameters()], copy.deepcopy(optimizer.state_dict())
+        try:
+            ddp(data(rank, step)).square().mean().backward()
+            optimizer.step()
+        except RuntimeError as error:
+            state = optimizer.state_dict()["state"]
+            unchanged = all(torch.equal(a, b) for a, b in zip(before[0], model.parameters(), strict=True)) and all(
+                torch.equal(entry, state[i][k])
+                for i, entries in before[1]["state"].items()
+                for k, entry in entries.items()
+            )
+            raise RuntimeError(f"{type(error).__name__} at step {step}, unchanged={unchanged}") from error
+
+
+@pytest.mark.fault
+def test_a_rank_killed_between_two_buckets_leaves_the_others_unchanged(ranks: Pool, tmp_path: Any) -> None:
+    answers = ranks.run(die_in_backward, str(tmp_path), size=3, expect_errors=True)
+    assert isinstance(answers[1], Lost)
+    for answer in (answers[0], answers[2]):
+        assert answer.text == "PeerLost at step 3, unchanged=True"
+
+
+def other_calls(rank: int, size: int) -> None:
+    p, optimizer = one_param()
+    p.grad = torch.ones(600)
+    optimizer.step()
+    if rank == 0:
+        optimizer.step()
+        optimizer.step()
+    else:
+        optimizer.step()
+        optimizer.add_param_group({"params": [("late", nn.Parameter(torch.ones(3)))]})
+        optimizer.step()
+
+
+@pytest.mark.fault
+def test_ranks_that_make_different_calls_are_told(ranks: Pool) -> None:
+    for answer in ranks.run(other_calls, expect_errors=True, group_timeout_s=8):
+        assert answer.type_name == "Mismatch"
+
+
+def subgroup(rank: int, size: int) -> Tensor | None:
+    process_group = dist.new_group([0, 2])
+    p, optimizer = one_param(process_group=process_group, value_bits=32)
+    if rank == 1:
+        return None
+    p.grad = torch.linspace(0, 1 + rank, 600)
+    optimizer.step()
+    return p.detach()
+
+
+def test_only_the_given_group_exchanges(ranks: Pool) -> None:
+    first, nobody, last = ranks.run(subgroup, size=3)
+    assert nobody is None
+    assert torch.equal(first, last)
+
+
+def test_a_closure_is_called_once_and_its_loss_returned() -> None:
+    p, optimizer = one_param()
+    calls = []
+
+    def closure() -> Tensor:
+        calls.append(1)
+        optimizer.zero_grad()
+        loss = p.square().sum()
+        loss.backward()
+        return loss
+
+    loss = optimizer.step(closure)
+    assert len(calls) == 1
+    assert loss.item() > 0
+
+
+def test_no_warning_without_a_reason() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        p, optimizer = one_param()
+        p.grad = torch.randn(600)
+        optimizer.step()

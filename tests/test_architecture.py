@@ -1,0 +1,74 @@
+"""Arrows point down: which package may import which, and who may speak to other ranks."""
+
+import ast
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import thinwire
+
+ROOT = Path(thinwire.__file__).parent
+BASE = {"errors", "_version", "_validate"}
+MAY_IMPORT = {
+    "errors": set(),
+    "_version": set(),
+    "_validate": set(),
+    "schedules": BASE,
+    "core": BASE,
+    "comm": BASE,
+    "sync": BASE | {"core", "comm"},
+    # DGCMomentum is an optimizer that exchanges gradients itself, hence sync and comm
+    "optim": BASE | {"schedules", "core", "comm", "sync"},
+    "amp": BASE | {"core", "comm", "sync"},
+    "lab": BASE | {"schedules", "optim", "amp"},
+    "cli": BASE | {"lab"},
+    "__main__": {"cli"},
+}
+FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
+
+
+def room(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imported_rooms(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name} imports relatively; write the whole name"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "thinwire" and len(parts) > 1:
+                found.add(parts[1])
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_down(path: Path) -> None:
+    assert imported_rooms(path) - {room(path)} <= MAY_IMPORT[room(path)]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_only_comm_speaks_to_other_ranks(path: Path) -> None:
+    """Types of torch.distributed may be named in signatures; calls belong to comm (lab trains as users do)."""
+    if room(path) in {"comm", "lab"}:
+        return
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    calls = [
+        ast.unparse(node.func)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith(("dist.", "torch.distributed."))
+    ]
+    assert calls == []
+
+
+def test_all_names_what_there_is() -> None:
+    public = {n for n, v in vars(thinwire).items() if not n.startswith("_") and not isinstance(v, ModuleType)}
+    assert public <= set(thinwire.__all__)
+    assert all(hasattr(thinwire, name) for name in thinwire.__all__)
