@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 __all__ = ["main"]
@@ -28,10 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     from thinwire.errors import ThinwireError
     from thinwire.lab.commands import app
 
-    # The default of SIGTERM would leave the work folder behind; as an exception it takes the way of Ctrl-C.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))
     try:
-        app(list(sys.argv[1:] if arguments is None else arguments), exit_on_error=False, print_error=False)
+        with _orderly_termination():
+            app(list(sys.argv[1:] if arguments is None else arguments), exit_on_error=False, print_error=False)
     except (CycloptsError, ValueError) as error:
         _exit(_BAD_INPUT, _one_line(error))
     except (ThinwireError, OSError) as error:
@@ -39,6 +39,16 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except KeyboardInterrupt:
         _exit(_INTERRUPTED, "interrupted; every worker has been ended")
     sys.exit(0)
+
+
+@contextlib.contextmanager
+def _orderly_termination() -> Iterator[None]:
+    # By default SIGTERM ends a process without its finally clauses; as an exception it takes the way of Ctrl-C.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _one_line(error: Exception) -> str:

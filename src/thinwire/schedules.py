@@ -46,8 +46,6 @@ class Schedule:
         [0.0, 0.05, 0.1, 0.1]
     """
 
-    __slots__ = ()
-
     def __call__(self, step: int) -> float:
         """Value at `step`.
 
@@ -103,7 +101,7 @@ class Schedule:
         return [self(i // per_epoch) for i in range(total)]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Constant(Schedule):
     """The same value at every step.
 
@@ -121,7 +119,7 @@ class Constant(Schedule):
         return self.value
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PiecewiseConstant(Schedule):
     """`values[j]` for the first j with step < `milestones[j]`; after the last milestone the last value holds on.
 
@@ -158,7 +156,6 @@ class PiecewiseConstant(Schedule):
 class _Decay(Schedule):
     """Arguments of the three decays that share them, and s/D with or without staircase."""
 
-    __slots__ = ()
     lr: float
     decay_rate: float
     decay_steps: int
@@ -174,7 +171,7 @@ class _Decay(Schedule):
         return step // self.decay_steps if self.staircase else step / self.decay_steps
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ExponentialDecay(_Decay):
     """lr * decay_rate^(s/D), with s/D rounded down when `staircase`.
 
@@ -195,7 +192,7 @@ class ExponentialDecay(_Decay):
         return self.lr * float(self.decay_rate ** self._decays(step))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class NaturalExpDecay(_Decay):
     """lr * exp(-decay_rate * s), with s rounded down to a multiple of D when `staircase`; otherwise D has no effect.
 
@@ -219,7 +216,7 @@ class NaturalExpDecay(_Decay):
         return self.lr * math.exp(-self.decay_rate * s)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class InverseDecay(_Decay):
     """lr / (1 + decay_rate * s/D), with s/D rounded down when `staircase`.
 
@@ -240,7 +237,7 @@ class InverseDecay(_Decay):
         return self.lr / (1 + self.decay_rate * self._decays(step))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CosineDecay(Schedule):
     """Half a cosine from `max_lr` down to `min_lr` over D steps; `min_lr` afterwards.
 
@@ -267,7 +264,7 @@ class CosineDecay(Schedule):
         return self.min_lr + (self.max_lr - self.min_lr) / 2 * (1 + math.cos(phase))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PolynomialDecay(Schedule):
     """(lr - end_lr) * (1 - u/d)^power + end_lr, with d = D and u = min(s, D).
 
@@ -306,7 +303,7 @@ class PolynomialDecay(Schedule):
         return (self.lr - self.end_lr) * float((1 - done / length) ** self.power) + self.end_lr
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class WarmUp(Schedule):
     """lr * min(s, W)/W: a straight line from 0 at step 0 to `lr` at step W, and `lr` from there on.
 
@@ -327,7 +324,7 @@ class WarmUp(Schedule):
         return self.lr * (min(step, self.warmup_steps) / self.warmup_steps)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Table(Schedule):
     """A list that was generated ahead: `values[step]`, and an `IndexError` past its end.
 
@@ -362,7 +359,7 @@ class Table(Schedule):
         return self.values[step]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Then(Schedule):
     """Two schedules, one after the other."""
 

@@ -17,7 +17,7 @@ from thinwire.core.rows import values_of, with_values
 __all__ = ["Clip", "ClipByGlobalNorm", "ClipByNorm", "ClipByValue", "clipped"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ClipByGlobalNorm:
     """Scale all gradients of an optimizer by c / max(G, c), where G is the norm of all of them together.
 
@@ -31,7 +31,7 @@ class ClipByGlobalNorm:
         object.__setattr__(self, "c", check.real("c", self.c, above=0))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ClipByNorm:
     """Scale each gradient whose norm exceeds c to the norm c.
 
@@ -45,7 +45,7 @@ class ClipByNorm:
         object.__setattr__(self, "c", check.real("c", self.c, above=0))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ClipByValue:
     """Limit each entry to [min, max].
 

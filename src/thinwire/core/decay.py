@@ -13,7 +13,7 @@ from thinwire.core.rows import entries_of, values_of, with_values
 __all__ = ["L1Decay", "L2Decay", "Regularizer", "decayed"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class L1Decay:
     """Adds c * sign(p) to the gradient, with sign(0) = 0.
 
@@ -27,7 +27,7 @@ class L1Decay:
         object.__setattr__(self, "c", check.real("c", self.c, at_least=0))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class L2Decay:
     """Adds c * p to the gradient.
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -95,11 +96,11 @@ def pack(layout: Layout, step: int, bucket: int, parts: Sequence[tuple[Tensor, T
     all_sent: list[Tensor] = []
     carried = 0
     for slot, (indices, values) in zip(layout.slots, parts, strict=True):
-        slot_codes, sent = _encoded(slot, layout.value_bits, indices, values)
+        slot_codes, sent, count = _encoded(slot, layout.value_bits, indices, values)
         codes += slot_codes
         all_sent.append(sent)
-        carried += int(values.count_nonzero())
-    payload = torch.cat(codes) if codes else torch.zeros(_CULPRIT.size, dtype=torch.uint8)
+        carried += count
+    payload = codes or [torch.zeros(_CULPRIT.size, dtype=torch.uint8)]
     return _sealed(layout, step, bucket, payload, carried=carried), all_sent
 
 
@@ -123,7 +124,7 @@ def pack_nonfinite(layout: Layout, step: int, bucket: int, culprit: int) -> Tens
     payload = bytearray(layout.nbytes - HEADER_BYTES)
     _CULPRIT.pack_into(payload, 0, culprit)
     as_tensor = torch.frombuffer(payload, dtype=torch.uint8)
-    return _sealed(layout, step, bucket, as_tensor, flags=_FLAG_NONFINITE)
+    return _sealed(layout, step, bucket, [as_tensor], flags=_FLAG_NONFINITE)
 
 
 def unpack(layout: Layout, message: Tensor, *, step: int, bucket: int, source: int) -> Unpacked:
@@ -149,14 +150,14 @@ def unpack(layout: Layout, message: Tensor, *, step: int, bucket: int, source: i
         raise PayloadCorrupt(f"{message_name} was refused and nothing applied: {refusal}") from None
 
 
-def _encoded(slot: Slot, value_bits: int, indices: Tensor, values: Tensor) -> tuple[list[Tensor], Tensor]:
-    """Codes of positions and values, and what is decoded at all of the positions."""
+def _encoded(slot: Slot, value_bits: int, indices: Tensor, values: Tensor) -> tuple[list[Tensor], Tensor, int]:
+    """Codes of positions and values, what is decoded at all of the positions, and how many are carried."""
     if bool(values.all()):
         code, sent = encode_values(values, value_bits, slot.k)
-        return [encode_positions(indices, slot.numel, slot.k), code], sent
+        return [encode_positions(indices, slot.numel, slot.k), code], sent, sent.numel()
     nonzero = values != 0
-    codes, kept_sent = _encoded(slot, value_bits, indices[nonzero], values[nonzero])
-    return codes, torch.zeros_like(values, dtype=torch.float32).masked_scatter_(nonzero, kept_sent)
+    codes, carried_sent, carried = _encoded(slot, value_bits, indices[nonzero], values[nonzero])
+    return codes, torch.zeros_like(values, dtype=torch.float32).masked_scatter_(nonzero, carried_sent), carried
 
 
 def _unpack(layout: Layout, message: Tensor, step: int, bucket: int) -> Unpacked:
@@ -192,15 +193,19 @@ def _expect(what: str, came: object, expected: object) -> None:
         raise PayloadCorrupt(f"{what} {came!r} came, expected {expected!r}")
 
 
-def _sealed(layout: Layout, step: int, bucket: int, payload: Tensor, *, flags: int = 0, carried: int = 0) -> Tensor:
+def _sealed(
+    layout: Layout, step: int, bucket: int, payload: list[Tensor], *, flags: int = 0, carried: int = 0
+) -> Tensor:
+    """The header with its checksum, and the payload."""
     if not 0 <= step < 1 << 64:
         raise ValueError(f"step is {step}; it must be in [0, 2^64)")
     if not 0 <= bucket < 1 << 16:
         raise ValueError(f"bucket is {bucket}; it must be in [0, 65536)")
     fields = (_MAGIC, WIRE_VERSION, flags, bucket, step, layout.digest, carried)
-    checksum = _checksum(_HEADER.pack(*fields, 0)[:-_CRC_BYTES], payload.cpu().numpy().data)
-    header = bytearray(_HEADER.pack(*fields, checksum))
-    return torch.cat((torch.frombuffer(header, dtype=torch.uint8).to(payload.device), payload))
+    raw = np.concatenate([np.zeros(HEADER_BYTES, np.uint8), *(part.cpu().numpy() for part in payload)])
+    checksum = _checksum(_HEADER.pack(*fields, 0)[:-_CRC_BYTES], raw[HEADER_BYTES:].data)
+    _HEADER.pack_into(raw.data, 0, *fields, checksum)
+    return torch.from_numpy(raw).to(payload[0].device)
 
 
 def _checksum(header: bytes | memoryview, payload: memoryview) -> int:

@@ -51,5 +51,4 @@ def trust_ratio(param_norm: Tensor, update_norm: Tensor, rule: TrustRule) -> Ten
         ratio = ratio * rule.coefficient
     if rule.low > 0 or rule.high < math.inf:
         ratio = ratio.clamp(rule.low, rule.high)
-    both = (param_norm > 0) & (update_norm > 0)
-    return torch.where(both, ratio, torch.ones_like(ratio))
+    return torch.where(torch.minimum(param_norm, update_norm) > 0, ratio, 1.0)

@@ -20,6 +20,7 @@ app = App(
     help="Train neural networks over ordinary networks.",
     help_epilogue="Example: thinwire compare --workers 2 --link 100mbit --strategies dense dgc --steps 200",
     help_format="plaintext",
+    suppress_keyboard_interrupt=False,  # the command ends its workers and says so
 )
 
 _EXAMPLES = """Examples:

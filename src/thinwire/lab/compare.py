@@ -22,8 +22,8 @@ from thinwire.lab.text import Corpus, read_folder, read_standard_library
 __all__ = ["compare"]
 
 _MOMENTUM = 0.9
-_EVALUATIONS, _HELD_OUT_SEQUENCES = 20, 128
-_LONGEST_RAMP_STEPS = 100
+_EVALUATIONS, _FEWEST_EVALUATIONS, _HELD_OUT_SEQUENCES = 20, 8, 128
+_LONGEST_RAMP_STEPS, _RAMP_STEPS_BY_CLOCK = 100, 60
 _SHORTEST_TIMEOUT_S = 60.0
 
 
@@ -45,7 +45,6 @@ def compare(settings: Settings, display: Display) -> dict[str, Any]:
     shape = settings.shape
     corpus = read_folder(settings.text) if settings.text else read_standard_library()
     reason = why_unavailable() if settings.link.emulated else None
-    settings.out.mkdir(parents=True, exist_ok=True)
     started_s = time.time()
     runs: list[dict[str, Any]] = []
     failed: dict[str, str] | None = None
@@ -101,7 +100,10 @@ def _place(settings: Settings, reason: str | None) -> Iterator[Network | None]:
 def _work_folder(out: Path) -> Iterator[Path]:
     work = out / ".work"
     shutil.rmtree(work, ignore_errors=True)  # of an earlier run that was killed
-    work.mkdir()
+    try:
+        work.mkdir(parents=True)
+    except OSError as error:
+        raise ValueError(f"out={str(out)!r} cannot be written: {error.strerror}; name another folder") from error
     try:
         yield work
     finally:
@@ -120,6 +122,12 @@ def _write_corpus(corpus: Corpus, work: Path) -> dict[str, Any]:
     }
 
 
+def _evaluations(settings: Settings) -> int:
+    if settings.seconds is None:
+        return min(_EVALUATIONS, settings.steps or 1)
+    return min(_EVALUATIONS, max(_FEWEST_EVALUATIONS, int(settings.seconds / 2)))
+
+
 def _common(settings: Settings, shape: ModelShape, place: Network | None) -> dict[str, Any]:
     dense_bytes = 4 * 12 * shape.layers * shape.width**2
     steps = settings.steps
@@ -133,8 +141,8 @@ def _common(settings: Settings, shape: ModelShape, place: Network | None) -> dic
         "momentum": _MOMENTUM,
         "steps": steps,
         "seconds": settings.seconds,
-        "ramp_steps": _LONGEST_RAMP_STEPS if steps is None else max(1, min(_LONGEST_RAMP_STEPS, steps // 4)),
-        "evaluations": _EVALUATIONS if steps is None else min(_EVALUATIONS, steps),
+        "ramp_steps": _RAMP_STEPS_BY_CLOCK if steps is None else max(1, min(_LONGEST_RAMP_STEPS, steps // 4)),
+        "evaluations": _evaluations(settings),
         "held_out_sequences": _HELD_OUT_SEQUENCES,
         # gloo waits this long for each message; a dense exchange over a slow link is not to be mistaken for a hang
         "timeout_s": _SHORTEST_TIMEOUT_S + 10 * settings.link.seconds(2 * dense_bytes) + 20 * settings.link.latency_s,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from typing import Any
 
 from thinwire.errors import ThinwireError
 from thinwire.lab import enter
+from thinwire.lab.diagnosis import explain, log_tail
 from thinwire.lab.netns import Network
 
 __all__ = ["WorkerError", "run_workers"]
@@ -92,9 +92,9 @@ def _watch(
             failed_s = time.monotonic()
         # The worker that fails first is not always the one whose line is read first: its peers fail a moment later.
         if failed_s is not None and time.monotonic() - failed_s > _GRACE_S:
-            raise WorkerError(_explain(errors, agents, work))
+            raise WorkerError(explain(errors, work))
         if time.monotonic() - last_news_s > timeout_s + 30:
-            raise WorkerError(f"the workers have been silent for {timeout_s + 30:.0f} s\n{_log_tail(work)}".rstrip())
+            raise WorkerError(f"the workers have been silent for {timeout_s + 30:.0f} s\n{log_tail(work)}".rstrip())
         time.sleep(_POLL_S)
 
 
@@ -152,21 +152,3 @@ def _environment(network: Network | None, workers: int) -> dict[str, str]:
 
 def _loopback_name() -> str:
     return "lo" if sys.platform == "linux" else "lo0"
-
-
-def _explain(errors: list[dict[str, Any]], agents: list[subprocess.Popen[bytes]], work: Path) -> str:
-    if errors:
-        first = min(errors, key=lambda error: float(error["unix_s"]))
-        lines = str(first["message"]).strip().splitlines() or [""]
-        return "\n  ".join([f"worker {first['rank']} failed: {first['kind']}: {lines[0]}", *lines[1:6]])
-    codes = ", ".join(f"agent {i}: {agent.poll()}" for i, agent in enumerate(agents) if agent.poll() is not None)
-    return f"a worker ended without a result (exit status of {codes})\n{_log_tail(work)}".rstrip()
-
-
-def _log_tail(work: Path) -> str:
-    lines: list[str] = []
-    for log in sorted(work.glob("agent*.log")):
-        content = log.read_text(encoding="utf-8", errors="replace")
-        found = [line for line in content.splitlines() if re.search(r"Error|error|exitcode|Signal", line)]
-        lines += [f"  {log.stem}: {line.strip()[:200]}" for line in found[-4:]]
-    return "\n".join(lines)

@@ -143,7 +143,7 @@ def _derive(run: dict[str, Any], settings: Settings, target: float, emulated: bo
         "seconds_to_common_loss": seconds_to_loss(points, target),
         "bytes_to_common_loss": seconds_to_loss(points, target, "library_bytes"),
         "library_bytes_counted_by": recipe.counted_by,
-        "ratio_to_dense": dense_bytes / sent if sent else None,
+        "ratio_to_dense": dense_bytes / sent if sent and dense_bytes else None,
         "step_ratio_to_bare": run["median_step_ms"] / run["median_bare_step_ms"],
         "exchange_share": max(0.0, 1 - run["median_bare_step_ms"] / run["median_step_ms"]),
     }
@@ -153,14 +153,15 @@ def _derive(run: dict[str, Any], settings: Settings, target: float, emulated: bo
 
 
 def _headline(settings: Settings, emulated: bool, reason: str | None) -> str:
+    workers = f"{settings.workers} worker{'s' if settings.workers > 1 else ''}"
     if emulated:
         return (
-            f"{settings.workers} workers, each in a network namespace of its own, over an emulated link of "
+            f"{workers}, each in a network namespace of its own, over an emulated link of "
             f"{settings.link} in each direction."
         )
     if reason is None:
-        return f"{settings.workers} workers over this machine's loopback, as asked: no link was emulated."
+        return f"{workers} over this machine's loopback, as asked: no link was emulated."
     return (
-        f"The link of {settings.link} was NOT emulated ({reason}): {settings.workers} workers over this machine's "
+        f"The link of {settings.link} was NOT emulated ({reason}): {workers} over this machine's "
         "loopback; the time that the bytes would have taken on that link is added in a column of its own."
     )

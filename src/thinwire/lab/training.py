@@ -65,6 +65,9 @@ class TrainingRun:
             loss = self.trainer.train_step(*self.batches.next_batch())
             self._count()
             self.diary.write_sometimes("step", step=self.step, progress=pace.progress(self.step), loss=float(loss))
+            if self.step == self.trainer.steady_from_step:
+                self._stop_clock()
+                self._start_clock()
             due, stop = pace.advance(self.step, sum(self.step_s))
             if due or stop:
                 self._evaluate()
@@ -79,17 +82,32 @@ class TrainingRun:
 
     def _start_clock(self) -> None:
         dist.barrier()
-        self.mark_s, self.mark_bytes = time.perf_counter(), kernel_bytes(self.config["interface"])
+        self.mark_bytes = kernel_bytes(self.config["interface"])
+        self.mark_s = time.perf_counter()
+
+    def _stop_clock(self) -> None:
+        # What a step has sent may still lie in the socket; behind it in the same queue, the barrier waits for it.
+        dist.barrier()
+        self._count_kernel_bytes()
 
     def _count(self) -> None:
-        now_s, (sent, received) = time.perf_counter(), kernel_bytes(self.config["interface"])
+        now_s = time.perf_counter()
         self.step_s.append(now_s - self.mark_s)
+        self.mark_s = now_s
         self.library_bytes.append(self.trainer.sent_bytes())
-        self.kernel_sent.append(self.kernel_sent[-1] + sent - self.mark_bytes[0])
-        self.kernel_received.append(self.kernel_received[-1] + received - self.mark_bytes[1])
-        self.mark_s, self.mark_bytes = now_s, (sent, received)
+        self.kernel_sent.append(self.kernel_sent[-1])
+        self.kernel_received.append(self.kernel_received[-1])
+        self._count_kernel_bytes()
+
+    def _count_kernel_bytes(self) -> None:
+        sent, received = kernel_bytes(self.config["interface"])
+        self.kernel_sent[-1] += sent - self.mark_bytes[0]
+        self.kernel_received[-1] += received - self.mark_bytes[1]
+        self.mark_bytes = (sent, received)
 
     def _evaluate(self) -> None:
+        if self.step:
+            self._stop_clock()
         loss = mean_loss(self.trainer.module, self.held_out)
         if not isfinite(loss):
             raise ThinwireError(

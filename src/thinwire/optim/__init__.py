@@ -3,6 +3,11 @@
 from thinwire.core.clip import ClipByGlobalNorm, ClipByNorm, ClipByValue
 from thinwire.core.decay import L1Decay, L2Decay
 from thinwire.optim.dgc_momentum import DGCMomentum
+from thinwire.optim.ftrl import Ftrl
+from thinwire.optim.lamb import Lamb
+from thinwire.optim.lars import Lars
+from thinwire.optim.lazy_adam import LazyAdam
+from thinwire.optim.proximal_adagrad import ProximalAdagrad
 from thinwire.optim.torch_classes import SGD, Adagrad, Adam, AdamW, RMSprop
 
 __all__ = [
@@ -14,7 +19,12 @@ __all__ = [
     "ClipByNorm",
     "ClipByValue",
     "DGCMomentum",
+    "Ftrl",
     "L1Decay",
     "L2Decay",
+    "Lamb",
+    "Lars",
+    "LazyAdam",
+    "ProximalAdagrad",
     "RMSprop",
 ]

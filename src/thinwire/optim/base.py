@@ -154,6 +154,8 @@ class CommonOptimizer(TwoPhase):
         rate = parse_rate("lr of a parameter group", group["lr"]) if own_lr else common.lr
         schedule = rate if isinstance(rate, Schedule) else None
         group["lr"] = rate_at(rate, common.position) if isinstance(rate, Schedule) else rate
+        if schedule is None:
+            self._check_rate(group["lr"], "lr")
         _check_common_values(group)
         self._check_hyperparameters({**self.defaults, **group})
         entries = self._listed(group)
@@ -226,6 +228,8 @@ class CommonOptimizer(TwoPhase):
                 self._show_rates()
         return loss
 
+    # a trace would freeze the counters and rates that change from update to update
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's decorator has no types
     def _run_update(self, rates: list[float]) -> bool:
         return self._update(self._collected(), rates)
 

@@ -32,7 +32,7 @@ def lamb_(
     eps: float,
     weight_decay: float,
     rule: TrustRule,
-) -> Tensor:
+) -> tuple[Tensor, ...]:
     """Changes `params`, `exp_avgs` and `exp_avg_sqs`: one update of tensors that have had equally many.
 
     m <- b1 m + (1 - b1) g, v <- b2 v + (1 - b2) g^2, r = m^/(sqrt(v^) + eps) + wd p with m^ = m/(1 - b1^t) and
@@ -54,7 +54,7 @@ def lamb_(
         rule: Limits of the trust ratio T.
 
     Returns:
-        T of every tensor, shape (len(params),); no host synchronization.
+        T of every tensor, shape () each; no host synchronization.
     """
     beta1, beta2 = betas
     root = math.sqrt(1 - beta2**step)
@@ -62,13 +62,14 @@ def lamb_(
     torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
     torch._foreach_mul_(exp_avg_sqs, beta2)
     torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - beta2)
-    roots = torch._foreach_sqrt(exp_avg_sqs)
-    torch._foreach_add_(roots, eps * root)
-    directions = torch._foreach_div(exp_avgs, roots)
+    directions = torch._foreach_sqrt(exp_avg_sqs)
+    torch._foreach_add_(directions, eps * root)
+    torch._foreach_reciprocal_(directions)  # with the product in one buffer: a second one costs more than the rounding
+    torch._foreach_mul_(directions, exp_avgs)
     if weight_decay:
         torch._foreach_add_(directions, params, alpha=weight_decay / factor)
-    ratios = trust_ratio(whole_norms(params), whole_norms(directions) * factor, rule)
-    torch._foreach_addcmul_(params, directions, list(ratios.unbind()), -lr * factor)
+    ratios = trust_ratio(whole_norms(params), whole_norms(directions) * factor, rule).unbind()
+    torch._foreach_addcmul_(params, directions, ratios, -lr * factor)
     return ratios
 
 
@@ -164,7 +165,7 @@ class Lamb(LayerwiseOptimizer):
                     weight_decay=block.weight_decay,
                     rule=TrustRule(low=low, high=high),
                 )
-            self._remember(block.params, ratios.unbind())
+            self._remember(block.params, ratios)
 
 
 def _check_trust_clip(trust_clip: Any) -> None:

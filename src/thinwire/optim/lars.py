@@ -28,7 +28,7 @@ def lars_(
     momentum: float,
     nesterov: bool,
     rule: TrustRule,
-) -> Tensor:
+) -> tuple[Tensor, ...]:
     """Changes `params` and `velocities`: one update of tensors with one weight decay, which `rule` holds.
 
     L = lr * trust ratio, d = L (g + wd p), b <- momentum b + d, p <- p - b, with Nesterov p <- p - (d + momentum b).
@@ -43,7 +43,7 @@ def lars_(
         rule: Constants of the trust ratio; without weight decay it is 1.
 
     Returns:
-        The trust ratio of every tensor, shape (len(params),); no host synchronization.
+        The trust ratio of every tensor, shape () each; no host synchronization.
     """
     if rule.weight_decay:
         ratios = trust_ratio(whole_norms(params), whole_norms(grads), rule)
@@ -51,10 +51,10 @@ def lars_(
     else:
         ratios = torch.ones(len(params), dtype=params[0].dtype, device=params[0].device)
         steps = grads
-    scales = list((ratios * lr).unbind())
+    scales = (ratios * lr).unbind()
     if velocities is None:
         torch._foreach_addcmul_(params, steps, scales, -1.0)
-        return ratios
+        return ratios.unbind()
     torch._foreach_mul_(velocities, momentum)
     torch._foreach_addcmul_(velocities, steps, scales, 1.0)
     if nesterov:
@@ -62,7 +62,7 @@ def lars_(
         torch._foreach_add_(params, velocities, alpha=-momentum)
     else:
         torch._foreach_sub_(params, velocities)
-    return ratios
+    return ratios.unbind()
 
 
 class Lars(LayerwiseOptimizer):
@@ -162,4 +162,4 @@ class Lars(LayerwiseOptimizer):
                     nesterov=group["nesterov"],
                     rule=rule,
                 )
-            self._remember(block.params, ratios.unbind())
+            self._remember(block.params, ratios)

@@ -14,7 +14,7 @@ __all__ = ["Block", "LayerwiseOptimizer", "TensorList", "whole_norms"]
 
 TensorList = list[Tensor] | tuple[Tensor, ...]
 
-_BLOCK_BYTES = 1 << 20
+_BLOCK_BYTES = 1 << 19
 """Of gradients that are worked on together on a CPU: what stays in its cache from one operation to the next."""
 
 
@@ -66,9 +66,8 @@ class LayerwiseOptimizer(OwnOptimizer):
 
 def whole_norms(tensors: TensorList) -> Tensor:
     """The norms of all tensors, stacked; sharded ones count with their whole norm."""
-    if any(hasattr(tensor, "full_tensor") for tensor in tensors):
-        return torch.stack(norms(tensors))
-    return torch.stack(torch._foreach_norm(tensors))
+    sharded = hasattr(tensors[0], "full_tensor")  # a block is of one kind
+    return torch.stack(norms(tensors) if sharded else torch._foreach_norm(tensors))
 
 
 def _cut(block: Block, foreach: bool | None) -> Iterator[Block]:

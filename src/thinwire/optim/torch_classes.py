@@ -45,7 +45,7 @@ class TorchOptimizer(CommonOptimizer):
         if self._is_plain():
             _unhooked_step(self._torch_class)(self)
             return True
-        return super()._run_update(rates)
+        return bool(super()._run_update(rates))
 
     def _is_plain(self) -> bool:
         """Whether torch's step on what is there does all that was asked for."""

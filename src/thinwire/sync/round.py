@@ -75,7 +75,8 @@ class Round:
         layout = Layout(tuple(Slot(item.numel, item.k) for item in sparse.values()), self._value_bits)
         bad = [place for place, item in enumerate(sparse.values()) if not item.proposal.finite]
         if bad:
-            message = pack_nonfinite(layout, self.step, bucket, bad[0])
+            device = next(iter(sparse.values())).proposal.values.device
+            message = pack_nonfinite(layout, self.step, bucket, bad[0]).to(device)
         else:
             parts = [(item.proposal.indices, item.proposal.values) for item in sparse.values()]
             message, sent = pack(layout, self.step, bucket, parts)

@@ -96,6 +96,7 @@ def encode_values(values: Tensor, bits: int, k: int) -> tuple[Tensor, Tensor]:
         code[: sent.nbytes] = sent.view(np.uint8)
         return torch.from_numpy(code), torch.from_numpy(sent)
     scales, sent = _scales(x, bits, k), np.empty(len(x), np.float32)
+    low, high = float(scales[0]), float(scales[-1])
     code[:scale_bytes] = scales.view(np.uint8)
 
     def work(start: int, stop: int) -> None:
@@ -103,9 +104,7 @@ def encode_values(values: Tensor, bits: int, k: int) -> tuple[Tensor, Tensor]:
         if bits <= 4:
             jit_codes.book_fields(part, _FLOAT32_MAX, scales, bits - 1, fields, sent[start:stop])
         else:
-            jit_codes.grid_fields(
-                part, _FLOAT32_MAX, float(scales[0]), float(scales[1]), bits - 1, fields, sent[start:stop]
-            )
+            jit_codes.grid_fields(part, _FLOAT32_MAX, low, high, bits - 1, fields, sent[start:stop])
         jit_codes.pack_fields(fields, bits, code[scale_bytes + start * bits // 8 :])
 
     in_parts(len(x), work)

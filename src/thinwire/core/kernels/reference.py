@@ -168,7 +168,8 @@ def _nearest_level(magnitudes: Tensor, scales: Tensor, bits: int) -> Tensor:
     if low == high:
         return torch.zeros_like(magnitudes, dtype=torch.int64)
     top = (1 << (bits - 1)) - 1
-    return ((magnitudes - low) * top / (high - low) - 0.5).ceil().clamp(0, top).long()
+    place: Tensor = (magnitudes - low) * top / (high - low)
+    return (place - 0.5).ceil().clamp(0, top).long()
 
 
 def _decode_fields(fields: Tensor, scales: Tensor, bits: int) -> Tensor:

@@ -1,0 +1,186 @@
+"""What it costs to fold a gradient, select, encode and decode: ours against torch, and against the memory's floor.
+
+    python benchmarks/codec.py --out codec.json
+    python benchmarks/codec.py --quick
+
+Contenders take turns within one run and the median counts, so the ratios hold on a machine that others use too.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from thinwire.core.feedback import FoldRule, commit_, propose
+from thinwire.core.kernels import for_device
+from thinwire.core.merge import sum_sparse
+from thinwire.core.message import Layout, Slot, pack, unpack
+from thinwire.core.select import count_sent, top_k
+
+RULE = FoldRule(momentum=0.9)
+SOURCES = 2
+
+
+def with_kernels(choice: str, work: Callable[[], object]) -> Callable[[], object]:
+    def run() -> object:
+        os.environ["THINWIRE_KERNELS"] = choice
+        return work()
+
+    return run
+
+
+def fold_ours(grad: Tensor, k: int, value_bits: int) -> Callable[[], object]:
+    residual, buffer = torch.zeros_like(grad), torch.zeros_like(grad)
+
+    def run() -> None:
+        proposal = propose(grad, residual, buffer, k, RULE)
+        commit_(grad, residual, buffer, proposal.indices, proposal.values, RULE)
+
+    return run
+
+
+def fold_eager(grad: Tensor, k: int) -> Callable[[], object]:
+    """The same bookkeeping as one would write it at first."""
+    residual, buffer = torch.zeros_like(grad), torch.zeros_like(grad)
+
+    def run() -> tuple[Tensor, Tensor]:
+        buffer.mul_(RULE.momentum).add_(grad)
+        residual.add_(buffer)
+        if not torch.isfinite(residual).all():
+            raise RuntimeError("not finite")
+        indices = torch.topk(residual.abs(), k, sorted=False).indices.sort().values
+        values = residual[indices]
+        residual[indices] -= values
+        buffer[indices] = 0
+        return indices, values
+
+    return run
+
+
+def contenders(grad: Tensor, density: float, value_bits: int) -> dict[str, dict[str, Callable[[], object]]]:
+    """Per operation who does it."""
+    k = count_sent(grad.numel(), 1 - density)
+    layout = Layout((Slot(grad.numel(), k),), value_bits)
+    indices = top_k(grad, k)
+    part = (indices, grad[indices])
+    message, _ = pack(layout, 0, 0, [part])
+
+    def decode() -> object:
+        return [unpack(layout, message, step=0, bucket=0, source=s).parts[0] for s in range(SOURCES)]
+
+    operations: dict[str, Callable[[], Callable[[], object]]] = {
+        "fold": lambda: fold_ours(grad, k, value_bits),
+        "select": lambda: lambda: top_k(grad, k),
+        "encode": lambda: lambda: pack(layout, 0, 0, [part]),
+        "decode": lambda: decode,
+        "sum": lambda: lambda: sum_sparse([part] * SOURCES, torch.float32),
+    }
+    table = {
+        name: {"ours": with_kernels("auto", make()), "reference": with_kernels("reference", make())}
+        for name, make in operations.items()
+    }
+    table["fold"]["eager"] = fold_eager(grad, k)
+    table["select"]["eager"] = lambda: torch.topk(grad.abs(), k, sorted=False).indices.sort().values
+    return table
+
+
+def seconds(work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+def medians_ms(works: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Medians of works that take turns: A B C, A B C, ..."""
+    for work in works.values():
+        work()  # compiles and touches the memory
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(repeats):
+        for name, work in works.items():
+            times[name].append(1e3 * seconds(work))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def measure(numel: int, densities: list[float], value_bits: int, repeats: int) -> dict[str, object]:
+    generator = torch.Generator().manual_seed(0)
+    grad = torch.randn(numel, generator=generator)
+    target = torch.zeros_like(grad)
+    memory = {"copy": lambda: target.copy_(grad), "add": lambda: target.add_(grad)}
+    rows = []
+    for density in densities:
+        for operation, works in contenders(grad, density, value_bits).items():
+            times = medians_ms({**works, **memory}, repeats)
+            # copy moves two words an entry and add three; the faster of the two is what the memory can do.
+            word_ms = min(times.pop("copy") / 2, times.pop("add") / 3)
+            rows.append({"density": density, "operation": operation, "floor": 5 * word_ms, **times})
+    return {
+        "numel": numel,
+        "value_bits": value_bits,
+        "sources": SOURCES,
+        "threads": torch.get_num_threads(),
+        "repeats": repeats,
+        "fast_kernels": for_device(torch.device("cpu")).__name__,
+        "torch": torch.__version__,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "bytes_per_second": 4 / (word_ms / 1e3) * numel,
+        "milliseconds": rows,
+    }
+
+
+def printed(result: dict[str, object]) -> str:
+    lines = [
+        f"{result['numel']:,} float32, {result['threads']} threads, {result['value_bits']} bit(s) a value, "
+        f"decode and sum of {SOURCES} sources, medians of {result['repeats']}",
+        "",
+        "| density | operation | ours : floor | ours : fold | reference : ours | eager : ours "
+        "| ours ms | reference ms | eager ms | floor ms |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    fold_ms = 1.0
+    for row in result["milliseconds"]:
+        ours, is_fold = row["ours"], row["operation"] == "fold"
+        fold_ms = ours if is_fold else fold_ms
+        cells = [
+            f"{row['density']:.2%}",
+            row["operation"],
+            f"{ours / row['floor']:.2f}" if is_fold else "",
+            f"{ours / fold_ms:.3f}",
+            f"{row['reference'] / ours:.1f}",
+            f"{row['eager'] / ours:.1f}" if "eager" in row else "",
+            f"{ours:.2f}",
+            f"{row['reference']:.1f}",
+            f"{row['eager']:.1f}" if "eager" in row else "",
+            f"{row['floor']:.1f}" if is_fold else "",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--numel", type=int, default=25_000_000, help="entries of the tensor")
+    parser.add_argument("--densities", type=float, nargs="+", default=[0.001, 0.01, 0.25], help="fractions sent")
+    parser.add_argument("--value-bits", type=int, default=1, help="1, 2, 4, 8, 16 or 32")
+    parser.add_argument("--repeats", type=int, default=9, help="rounds; at least 7 for figures that count")
+    parser.add_argument("--threads", type=int, default=None, help="threads of all contenders; default: torch's own")
+    parser.add_argument("--quick", action="store_true", help="small and short: shows that it runs, measures nothing")
+    parser.add_argument("--out", type=Path, default=None, help="file for the figures as JSON")
+    arguments = parser.parse_args()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    numel, repeats = (200_000, 3) if arguments.quick else (arguments.numel, arguments.repeats)
+    result = measure(numel, arguments.densities, arguments.value_bits, repeats)
+    print(printed(result))
+    if arguments.out:
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

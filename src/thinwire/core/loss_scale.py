@@ -1,0 +1,143 @@
+"""Loss scaling: two configs, and the rule by which the scale follows the overflows.
+
+A loss is multiplied by the scale before the backward pass, so that small gradients survive a narrow type, and the
+gradients are divided by it before anything else sees them. A gradient that is not finite is an overflow.
+
+Sources: Micikevicius et al., 2018, arXiv 1710.03740, section 3.2; MindSpore, train/loss_scale_manager.py (names).
+Differs: a factor of at most 1 is refused; the scale never falls below 1 nor leaves float32.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from thinwire import _validate as check
+from thinwire.core.rows import coalesced, values_of
+from thinwire.errors import NonFinite
+
+__all__ = [
+    "DynamicLossScale",
+    "FixedLossScale",
+    "LossScale",
+    "ScaleState",
+    "any_non_finite",
+    "initial_scale",
+    "next_scale",
+]
+
+_LARGEST = float(torch.finfo(torch.float32).max)
+_MOST_OVERFLOWS_IN_A_ROW = 1000
+
+
+@dataclass(frozen=True)
+class FixedLossScale:
+    """A loss scale that never changes.
+
+    Attributes:
+        loss_scale: Factor of the loss, >= 1.
+        drop_overflow_update: Whether a step whose gradients overflowed is dropped; False applies it unchecked.
+    """
+
+    loss_scale: float = 128.0
+    drop_overflow_update: bool = True
+
+    def __post_init__(self) -> None:
+        scale = check.real("loss_scale", self.loss_scale, at_least=1, at_most=_LARGEST)
+        object.__setattr__(self, "loss_scale", scale)
+        check.boolean("drop_overflow_update", self.drop_overflow_update)
+
+
+@dataclass(frozen=True)
+class DynamicLossScale:
+    """A loss scale that falls at an overflow and grows after a while without one.
+
+    Attributes:
+        init_loss_scale: Factor of the loss at the start, >= 1.
+        scale_factor: What the scale is divided or multiplied by, > 1.
+        scale_window: Good updates in a row after which the scale grows, an int >= 1.
+    """
+
+    init_loss_scale: float = 2.0**24
+    scale_factor: float = 2.0
+    scale_window: int = 2000
+
+    def __post_init__(self) -> None:
+        scale = check.real("init_loss_scale", self.init_loss_scale, at_least=1, at_most=_LARGEST)
+        object.__setattr__(self, "init_loss_scale", scale)
+        object.__setattr__(self, "scale_factor", check.real("scale_factor", self.scale_factor, above=1))
+        object.__setattr__(self, "scale_window", check.integer("scale_window", self.scale_window, at_least=1))
+
+
+LossScale = FixedLossScale | DynamicLossScale
+
+
+@dataclass(frozen=True)
+class ScaleState:
+    """Where the rule stands between two steps."""
+
+    scale: float
+    """Factor of the next loss."""
+    good_updates: int = 0
+    """Updates since the last overflow or change of the scale."""
+    overflows_in_a_row: int = 0
+    """Steps dropped since the last good update."""
+    dropped_steps: int = 0
+    """Steps dropped in all."""
+
+
+def initial_scale(config: LossScale) -> ScaleState:
+    """The state before the first step."""
+    return ScaleState(config.loss_scale if isinstance(config, FixedLossScale) else config.init_loss_scale)
+
+
+def next_scale(config: LossScale, state: ScaleState, *, overflow: bool) -> ScaleState:
+    """The state after a step.
+
+    Overflow: scale <- max(scale/factor, 1) and the count of good updates starts anew. Good update: count + 1; when it
+    reaches the window, scale <- scale * factor, unless float32 cannot hold that, and the count starts anew.
+
+    Args:
+        config: The rule; a fixed scale only counts.
+        state: The state before the step.
+        overflow: Whether the step was dropped for a gradient that is not finite, on any rank.
+
+    Raises:
+        NonFinite: More than 1000 steps in a row have been dropped.
+    """
+    if overflow:
+        return _after_overflow(config, state)
+    if isinstance(config, FixedLossScale):
+        return replace(state, overflows_in_a_row=0)
+    good = state.good_updates + 1
+    if good < config.scale_window:
+        return replace(state, good_updates=good, overflows_in_a_row=0)
+    grown = state.scale * config.scale_factor
+    return replace(state, scale=grown if grown <= _LARGEST else state.scale, good_updates=0, overflows_in_a_row=0)
+
+
+def any_non_finite(grads: Iterable[Tensor]) -> Tensor:
+    """Whether any gradient has an entry that is not finite.
+
+    Args:
+        grads: Dense or sparse, of any devices; read only.
+
+    Returns:
+        Shape (), bool, on the first gradient's device; no host synchronization. False without gradients.
+    """
+    flags = [~values_of(coalesced(grad)).isfinite().all() for grad in grads]
+    if not flags:
+        return torch.tensor(False)
+    return torch.stack([flag.to(flags[0].device) for flag in flags]).any()
+
+
+def _after_overflow(config: LossScale, state: ScaleState) -> ScaleState:
+    in_a_row = state.overflows_in_a_row + 1
+    if in_a_row > _MOST_OVERFLOWS_IN_A_ROW:
+        raise NonFinite(
+            f"{in_a_row} steps in a row were dropped for gradients that are not finite, at a loss scale of {state.scale:g}; "
+            "the model itself produces infinities or NaN: lower the learning rate, or look for the first such value"
+        )
+    scale = state.scale if isinstance(config, FixedLossScale) else max(state.scale / config.scale_factor, 1.0)
+    return ScaleState(scale, 0, in_a_row, state.dropped_steps + 1)

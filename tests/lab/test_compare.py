@@ -1,0 +1,206 @@
+"""Whole comparisons with real workers: what comes out, and what is left when they fail or are killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.lab.spaces import alive, descendants, namespace_of, needs_netns, processes_in, until
+from thinwire.lab import compare as comparison
+from thinwire.lab import netns
+from thinwire.lab.compare import compare
+from thinwire.lab.launch import WorkerError
+from thinwire.lab.progress import Silent
+from thinwire.lab.settings import Settings
+
+
+def settings(out: Path, **changes: Any) -> Settings:
+    typed: dict[str, Any] = {
+        "workers": 2,
+        "link": "100mbit",
+        "latency": "0ms",
+        "strategies": ["dense"],
+        "steps": 12,
+        "seconds": None,
+        "size": "tiny",
+        "text": None,
+        "out": out,
+        "batch": 2,
+        "seed": 0,
+        "lr": None,
+    }
+    return Settings.check(**{**typed, **changes})
+
+
+def command(out: Path, *more: str) -> list[str]:
+    fixed = ["--size", "tiny", "--batch", "2", "--quiet", "--out", str(out)]
+    return [sys.executable, "-m", "thinwire", "compare", *fixed, *more]
+
+
+@needs_netns
+def test_the_command_trains_over_a_shaped_link_and_reports(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    more = ["--link", "100mbit", "--strategies", "dense", "dgc", "--steps", "16"]
+    done = subprocess.run(command(out, *more), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert str(out / "report.html") in done.stdout
+    assert sorted(path.name for path in out.iterdir()) == ["report.html", "results.json"]
+    results = json.loads((out / "results.json").read_text())
+    assert results["link"]["emulated"]
+    dense, dgc = results["strategies"]
+    assert dense["steps"] == dgc["steps"] == 16
+    assert dense["evaluations"][0]["loss"] == dgc["evaluations"][0]["loss"]
+    assert dense["library_bytes_per_step"] == 4 * dense["parameters"]  # 2 (W - 1) / W = 1 for two workers
+    assert 1.0 <= dense["kernel_sent_bytes_per_step"] / dense["library_bytes_per_step"] < 1.25
+    assert dgc["library_bytes_per_step"] < dense["library_bytes_per_step"] / 3
+    assert dgc["kernel_sent_bytes_per_step"] < dense["kernel_sent_bytes_per_step"] / 3
+
+
+@pytest.mark.parametrize("strategy", ["fp16", "powersgd"])
+def test_torchs_own_hooks_run_without_hanging(strategy: str, tmp_path: Path) -> None:
+    results = compare(settings(tmp_path, link="loopback", strategies=[strategy]), Silent())
+    run = results["strategies"][0]
+    assert run["final_loss"] < run["evaluations"][0]["loss"]
+    assert run["library_bytes_per_step"] <= 2 * run["parameters"]
+
+
+def test_without_permission_the_first_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(netns, "new_namespace", refuse)
+    results = compare(settings(tmp_path, link="20mbit", steps=6), Silent())
+    assert "NOT emulated" in results["headline"]
+    assert "Operation not permitted" in results["headline"] or sys.platform != "linux"
+    run = results["strategies"][0]
+    on_the_wire_s = 8 * 4 * run["parameters"] * 6 / 20e6
+    assert run["seconds_on_asked_link"] == pytest.approx(run["seconds"] + on_the_wire_s)
+    assert run["kernel_sent_bytes_per_step"] is None
+
+
+def test_a_budget_of_seconds_is_kept(tmp_path: Path) -> None:
+    results = compare(settings(tmp_path, link="loopback", steps=None, seconds=2.0), Silent())
+    run = results["strategies"][0]
+    assert 2.0 <= run["seconds"] < 2.0 + 60 * run["median_step_ms"] / 1e3 + 5
+    assert run["steps"] == len(run["step_ms"])
+
+
+def test_a_failing_worker_is_named_and_nothing_is_left(tmp_path: Path) -> None:
+    done = subprocess.run(
+        command(tmp_path / "out", "--link", "loopback", "--strategies", "dense", "--lr", "1e30"),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "diverged" in done.stderr
+    assert done.stderr.count("\n") <= 6
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_what_was_measured_before_a_failure_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_one = comparison._run
+
+    def second_fails(name: str, *rest: Any) -> dict[str, Any]:
+        if name == "dgc":
+            raise WorkerError("worker 1 failed: it was a test")
+        return run_one(name, *rest)
+
+    monkeypatch.setattr(comparison, "_run", second_fails)
+    results = compare(settings(tmp_path, link="loopback", strategies=["dense", "dgc"], steps=5), Silent())
+    assert [run["strategy"] for run in results["strategies"]] == ["dense"]
+    assert results["failed"] == {"strategy": "dgc", "error": "worker 1 failed: it was a test"}
+
+
+def workers_below(pid: int) -> list[int]:
+    """The training processes; the agents above them have the same words in their command line, and more."""
+    lines = {child: Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0") for child in descendants(pid)}
+    return [
+        child
+        for child, words in lines.items()
+        if b"thinwire.lab.worker" in words and b"torch.distributed.run" not in words
+    ]
+
+
+class Running:
+    """The command at work, in a namespace each, with all that belongs to it."""
+
+    def __init__(self, out: Path, *more: str) -> None:
+        self.out = out
+        self.process = subprocess.Popen(
+            command(out, "--link", "20mbit", "--strategies", "dense", "--steps", "100000", *more),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        until(lambda: list(out.glob(".work/*/rank0.jsonl")) and "step" in self._diary())
+        self.family = descendants(self.process.pid)
+        mine = namespace_of(os.getpid())
+        self.namespaces = {space for pid in self.family if (space := namespace_of(pid)) not in (mine, None)}
+        assert len(self.namespaces) == 2
+
+    def _diary(self) -> str:
+        return next(self.out.glob(".work/*/rank0.jsonl")).read_text()
+
+    def all_gone(self) -> None:
+        until(lambda: not any(alive(pid) for pid in self.family), 20)
+        assert [processes_in(space) for space in self.namespaces] == [[], []]
+
+    def end(self) -> tuple[int, str]:
+        _, errors = self.process.communicate(timeout=60)
+        return self.process.returncode, errors
+
+
+@needs_netns
+@pytest.mark.parametrize("latency", ["0ms", "1ms"])
+def test_nothing_survives_a_killed_command(latency: str, tmp_path: Path) -> None:
+    running = Running(tmp_path / "out", "--latency", latency)
+    running.process.kill()
+    assert running.end()[0] == -signal.SIGKILL
+    running.all_gone()
+
+
+@needs_netns
+@pytest.mark.parametrize(
+    ("number", "status", "text"),
+    [(signal.SIGINT, 130, "thinwire: interrupted; every worker has been ended\n"), (signal.SIGTERM, 143, "")],
+)
+def test_an_interrupted_command_cleans_up(number: int, status: int, text: str, tmp_path: Path) -> None:
+    running = Running(tmp_path / "out")
+    running.process.send_signal(number)
+    assert running.end() == (status, text)
+    running.all_gone()
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@needs_netns
+@pytest.mark.fault
+def test_a_killed_worker_ends_the_comparison(tmp_path: Path) -> None:
+    running = Running(tmp_path / "out")
+    os.kill(workers_below(running.process.pid)[1], signal.SIGKILL)
+    status, errors = running.end()
+    assert status == 1
+    assert errors == "thinwire: dense: worker 1 was killed by SIGKILL\n"
+    running.all_gone()
+
+
+@pytest.mark.fault
+def test_a_silent_worker_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparison, "_SHORTEST_TIMEOUT_S", 3.0)
+    stopped: list[int] = []
+
+    def stop_one(*_: object) -> None:
+        if not stopped:
+            stopped.append(workers_below(os.getpid())[-1])
+            os.kill(stopped[0], signal.SIGSTOP)
+
+    display = Silent()
+    monkeypatch.setattr(display, "update", stop_one)
+    with pytest.raises(WorkerError, match=r"worker 0 failed: .*\n?.*Timed out"):
+        compare(settings(tmp_path, link="loopback", steps=100_000), display)
+    until(lambda: not alive(stopped[0]), 10)

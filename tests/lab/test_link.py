@@ -1,0 +1,60 @@
+import pytest
+
+from thinwire.lab.link import Link, parse_latency, parse_rate
+from thinwire.lab.spaces import tbf_settings
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [("100mbit", 1e8), ("1.5 gbit", 1.5e9), (" 500KBIT ", 5e5), (".5mbit", 5e5), ("10kbit", 1e4), ("30gbit", 3e10)],
+)
+def test_rates(text: str, rate: float) -> None:
+    assert parse_rate(text) == rate
+
+
+@pytest.mark.parametrize(
+    "text", ["0mbit", "9kbit", "31gbit", "fast", "", "mbit", "100", "-1mbit", "1e3mbit", "5mb", "nan"]
+)
+def test_what_is_no_rate_is_named(text: str) -> None:
+    with pytest.raises(ValueError, match="link=") as error:
+        Link.parse(text)
+    assert repr(text) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("10ms", 0.01), ("0", 0.0), ("0ms", 0.0), ("250us", 2.5e-4), ("1s", 1.0)]
+)
+def test_latencies(text: str, seconds: float) -> None:
+    assert parse_latency(text) == pytest.approx(seconds, rel=1e-12)
+
+
+def test_links_without_a_rate() -> None:
+    assert Link.parse("none") == Link(None)
+    assert Link.parse("loopback") == Link(None, emulated=False)
+    assert Link.parse("none", "5ms").shaped
+    assert not Link.parse("none").shaped
+    assert Link.parse("none").seconds(1e9) == 0
+
+
+def test_a_link_prints_as_it_was_typed() -> None:
+    assert [str(Link.parse(text)) for text in ("100mbit", "1gbit", "64kbit", "none", "loopback")] == [
+        "100mbit",
+        "1gbit",
+        "64kbit",
+        "none",
+        "loopback",
+    ]
+    assert str(Link.parse("20mbit", "10ms")) == "20mbit + 10ms"
+
+
+def test_seconds_are_bits_over_the_rate() -> None:
+    assert Link.parse("100mbit").seconds(12_500_000) == 1.0
+
+
+def test_bursts_are_large_enough_for_the_timer_and_small_against_a_message() -> None:
+    assert tbf_settings(1e9)["burst"] >= 256_000
+    assert tbf_settings(1e9)["rate"] == 125_000_000
+    assert tbf_settings(1e6)["burst"] <= 4_000
+    for rate in (1e4, 1e6, 1e8, 3e10):
+        settings = tbf_settings(rate)
+        assert settings["limit"] >= settings["burst"] + 30_000

@@ -1,0 +1,107 @@
+"""The emulated link carries what it says, and the host's own network is never touched."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.lab.spaces import NETNS, processes_in
+from thinwire.lab.link import Link
+from thinwire.lab.netns import network
+from thinwire.lab.spaces import inside
+
+pytestmark = NETNS
+
+
+@contextmanager
+def connection(link: Link) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Two connected sockets, each in a namespace of its own."""
+    with network(2, link) as net:
+
+        def listen() -> socket.socket:
+            return socket.create_server((net.addresses[0], 5000))
+
+        def connect() -> socket.socket:
+            return socket.create_connection((net.addresses[0], 5000), timeout=20)
+
+        with inside(net.namespace_fds[0], listen) as server, inside(net.namespace_fds[1], connect) as far:
+            near, _ = server.accept()
+            with near:
+                for end in (near, far):
+                    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                yield near, far
+
+
+def seconds_for(source: socket.socket, sink: socket.socket, count: int) -> float:
+    sender = threading.Thread(target=source.sendall, args=(bytes(count),))
+    begin_s = time.monotonic()
+    sender.start()
+    received = 0
+    while received < count:
+        received += len(sink.recv(1 << 20))
+    sender.join()
+    return time.monotonic() - begin_s
+
+
+def test_the_bucket_shapes_both_directions() -> None:
+    count = 4_000_000
+    link = Link.parse("20mbit")
+    with connection(link) as (near, far):
+        for source, sink in ((near, far), (far, near)):
+            assert seconds_for(source, sink, count) >= 0.8 * link.seconds(count)
+
+
+def test_latency_delays_every_message() -> None:
+    with connection(Link.parse("none", "20ms")) as (near, far):
+        begin_s = time.monotonic()
+        for _ in range(5):
+            near.sendall(b"x")
+            assert far.recv(1) == b"x"
+            far.sendall(b"x")
+            assert near.recv(1) == b"x"
+        assert time.monotonic() - begin_s >= 5 * 2 * 0.02
+
+
+def test_a_delayed_link_is_shaped_too_and_loses_nothing() -> None:
+    link = Link.parse("20mbit", "5ms")
+    with connection(link) as (near, far):
+        assert seconds_for(near, far, 2_000_000) >= 0.8 * link.seconds(2_000_000)
+        near.sendall(bytes(range(256)) * 40)
+        received = b""
+        while len(received) < 10_240:
+            received += far.recv(65_536)
+        assert received == bytes(range(256)) * 40
+
+
+def test_more_than_two_workers_reach_each_other() -> None:
+    with network(4, Link.parse("none")) as net:
+        address = (net.addresses[3], 5000)
+        with inside(net.namespace_fds[3], lambda: socket.create_server(address)) as server:
+            for fd, name in zip(net.namespace_fds[:3], net.addresses[:3], strict=True):
+                with inside(fd, lambda: socket.create_connection(address, timeout=5)):
+                    peer, (caller, _) = server.accept()
+                    peer.close()
+                    assert caller == name
+
+
+def interfaces_of_the_host() -> set[str]:
+    return {path.name for path in Path("/sys/class/net").iterdir()}
+
+
+@pytest.mark.parametrize("latency", ["0ms", "1ms"])
+def test_nothing_is_left_and_nothing_was_touched(latency: str) -> None:
+    before = interfaces_of_the_host()
+    routes = Path("/proc/net/route").read_text()
+    namespaces: list[str] = []
+    with pytest.raises(KeyError), network(2, Link.parse("20mbit", latency)) as net:
+        namespaces += [str(Path(f"/proc/self/fd/{fd}").readlink()) for fd in net.namespace_fds]
+        assert interfaces_of_the_host() == before
+        raise KeyError
+    assert interfaces_of_the_host() == before
+    assert Path("/proc/net/route").read_text() == routes
+    assert len(namespaces) == 2
+    assert [processes_in(namespace) for namespace in namespaces] == [[], []]

@@ -1,0 +1,330 @@
+"""What torch expects of an optimizer, as one contract that every class signs."""
+
+import copy
+import gc
+import io
+import pickle
+import warnings
+import weakref
+
+import pytest
+import torch
+
+from tests.optim.cases import ALL, EXTRAS, OURS, Case, give_gradients, model, same, train, values
+from thinwire import optim
+from thinwire.schedules import CosineDecay, WarmUp
+
+
+@pytest.fixture(params=ALL)
+def case(request: pytest.FixtureRequest) -> Case:
+    return ALL[request.param]
+
+
+def test_a_closure_is_called_once_with_gradients_enabled(case: Case) -> None:
+    net = model()
+    optimizer = case(net.named_parameters())
+    before = values(net)
+    calls = []
+
+    def closure() -> torch.Tensor:
+        calls.append(torch.is_grad_enabled())
+        optimizer.zero_grad()
+        loss = net(torch.ones(2, 5)).square().sum()
+        loss.backward()
+        return loss
+
+    with torch.no_grad():
+        loss = optimizer.step(closure)
+    assert calls == [True]
+    assert loss.item() > 0
+    assert not same(before, values(net))
+
+
+@pytest.mark.parametrize("way", ["step", "apply_gradients"])
+def test_step_hooks_run_once_around_the_update(case: Case, way: str) -> None:
+    net = model()
+    optimizer = case(net.named_parameters())
+    seen = []
+    before = values(net)
+    optimizer.register_step_pre_hook(lambda o, args, kwargs: seen.append(("pre", same(before, values(net)))))
+    handle = optimizer.register_step_post_hook(lambda o, args, kwargs: seen.append(("post", same(before, values(net)))))
+    give_gradients(net, 0)
+    for _ in range(2):
+        if way == "step":
+            optimizer.step()
+        else:
+            optimizer.apply_gradients([(p, p.grad) for p in net.parameters()])
+        if len(seen) == 2:
+            assert seen == [("pre", True), ("post", False)]
+            handle.remove()
+    assert [kind for kind, _ in seen] == ["pre", "post", "pre"]
+
+
+def test_hooks_of_torchs_class_do_not_run_twice() -> None:
+    torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)  # makes torch wrap the step of its class
+    net = model()
+    optimizer = optim.SGD(net.named_parameters(), lr=0.1)
+    seen = []
+    optimizer.register_step_pre_hook(lambda o, args, kwargs: seen.append(1))
+    train(net, optimizer, range(3))
+    assert len(seen) == 3
+
+
+def test_a_group_can_be_added_later(case: Case) -> None:
+    first, second = model(), model()
+    optimizer = case(first.named_parameters())
+    train(first, optimizer, range(2))
+    late = [(f"late.{name}", p) for name, p in second.named_parameters()]
+    mine = {"params": late, "lr": 0.003}
+    optimizer.add_param_group(mine)
+    assert set(mine) == {"params", "lr"}, "the user's dictionary stays as it is"
+    before = values(second)
+    train(second, optimizer, range(1))
+    assert not same(before, values(second))
+    assert [g["lr"] for g in optimizer.param_groups][1] == 0.003
+
+
+@pytest.mark.parametrize("extras", [{}, EXTRAS], ids=["plain", "extras"])
+@pytest.mark.parametrize("way", ["state_dict", "deepcopy", "pickle"])
+def test_a_copy_goes_on_bit_for_bit(case: Case, way: str, extras: dict) -> None:
+    net = model()
+    optimizer = case(net.named_parameters(), **{**extras, "lr": CosineDecay(0.001, 0.02, 10)})
+    train(net, optimizer, range(3))
+    if way == "deepcopy":
+        twin_net, twin = copy.deepcopy((net, optimizer))
+    elif way == "pickle":
+        twin_net, twin = pickle.loads(pickle.dumps((net, optimizer)))
+    else:
+        twin_net = model()
+        twin_net.load_state_dict(net.state_dict())
+        twin = case(twin_net.named_parameters(), **{**extras, "lr": CosineDecay(0.001, 0.02, 10)})
+        file = io.BytesIO()
+        torch.save(copy.deepcopy(optimizer.state_dict()), file)
+        file.seek(0)
+        twin.load_state_dict(torch.load(file, weights_only=True))
+    assert twin.position == 3
+    assert twin.get_lr() == optimizer.get_lr()
+    assert same(train(net, optimizer, range(3, 7)), train(twin_net, twin, range(3, 7)))
+    assert set(twin._ordered_params()) == set(twin_net.parameters())
+
+
+def test_maximize_is_minimize_of_the_negative(case: Case) -> None:
+    up, down = model(), model()
+    a = case(up.named_parameters(), maximize=True, **EXTRAS)
+    b = case(down.named_parameters(), **EXTRAS)
+    for seed in range(5):
+        give_gradients(up, seed)
+        give_gradients(down, seed)
+        for p in down.parameters():
+            p.grad = -p.grad
+        a.step()
+        b.step()
+    assert same(values(up), values(down))
+
+
+@pytest.mark.parametrize("extras", [{}, EXTRAS], ids=["plain", "extras"])
+def test_foreach_gives_the_bits_of_the_loop(case: Case, extras: dict) -> None:
+    nets = [model(), model(), model()]
+    runs = [
+        train(net, case(net.named_parameters(), foreach=foreach, **extras), range(6))
+        for net, foreach in zip(nets, (True, False, None), strict=True)
+    ]
+    assert same(runs[0], runs[1])
+    assert same(runs[0], runs[2])
+
+
+def test_a_scheduler_of_torch_can_be_attached(case: Case) -> None:
+    net, twin = model(), model()
+    optimizer = case(net.named_parameters(), lr=0.04)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+    by_hand = case(twin.named_parameters(), lr=0.04)
+    for s in range(6):
+        by_hand.set_lr(0.04 * 0.5 ** (s // 2))
+        train(net, optimizer, range(s, s + 1))
+        train(twin, by_hand, range(s, s + 1))
+        scheduler.step()
+    assert same(values(net), values(twin))
+
+
+@pytest.mark.parametrize("centralize", [False, True])
+@pytest.mark.parametrize("extras", [{}, EXTRAS], ids=["plain", "extras"])
+def test_gradients_are_not_touched(case: Case, extras: dict, centralize: bool) -> None:
+    net = model()
+    optimizer = case([{"params": net.named_parameters(), "grad_centralization": centralize}], maximize=True, **extras)
+    for seed in range(3):
+        give_gradients(net, seed)
+        before = [(p.grad, p.grad.clone(), p.grad._version) for p in net.parameters()]
+        optimizer.step()
+        for p, (grad, copied, version) in zip(net.parameters(), before, strict=True):
+            assert p.grad is grad
+            assert torch.equal(grad, copied)
+            assert grad._version == version
+
+
+@pytest.mark.parametrize("extras", [{}, EXTRAS], ids=["plain", "extras"])
+@pytest.mark.parametrize("name", sorted(ALL.keys() - {"SGD", "Adagrad"}))  # these two take any sparse gradient
+def test_gradients_and_groups_are_restored_after_an_error(name: str, extras: dict) -> None:
+    net = model()
+    optimizer = ALL[name](net.named_parameters(), **extras)
+    give_gradients(net, 0)
+    net[0].weight.grad = net[0].weight.grad.to_sparse()
+    before = values(net)
+    grads, groups = [p.grad for p in net.parameters()], optimizer.param_groups
+    with pytest.raises(RuntimeError, match="sparse"):
+        optimizer.step()
+    assert optimizer.param_groups is groups
+    assert all(p.grad is g for p, g in zip(net.parameters(), grads, strict=True))
+    assert optimizer.position == 0
+    assert same(before, values(net))
+
+
+@pytest.mark.parametrize("extras", [{}, EXTRAS], ids=["plain", "extras"])
+def test_a_parameter_without_gradient_is_left_alone(case: Case, extras: dict) -> None:
+    net = model()
+    optimizer = case(net.named_parameters(), **extras)
+    train(net, optimizer, range(2))
+    kept = {p: copy.deepcopy(optimizer.state.get(p, {})) for p in (net[0].weight, net[2].bias)}
+    before = {p: p.detach().clone() for p in kept}
+    give_gradients(net, 2)
+    net[0].weight.grad = None
+    net[2].bias.requires_grad_(False)  # frozen, with an old gradient still there
+    optimizer.step()
+    for p, state in kept.items():
+        assert torch.equal(p, before[p])
+        now = optimizer.state.get(p, {})
+        assert set(now) == set(state)
+        assert all(torch.equal(torch.as_tensor(now[k]), torch.as_tensor(v)) for k, v in state.items() if v is not None)
+    assert not torch.equal(net[2].weight, model()[2].weight)
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_empty_and_scalar_parameters(case: Case, foreach: bool) -> None:
+    empty, scalar, flat = (torch.nn.Parameter(t) for t in (torch.zeros(0, 3), torch.tensor(2.0), torch.ones(0)))
+    params = [("empty", empty), ("scalar", scalar), ("flat", flat)]
+    optimizer = case(
+        [{"params": params, "grad_centralization": True}], foreach=foreach, grad_clip=optim.ClipByNorm(1.0)
+    )
+    for _ in range(3):
+        for _, p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    assert empty.shape == (0, 3)
+    assert torch.isfinite(scalar)
+    assert scalar.item() < 2
+
+
+@pytest.mark.parametrize("extras", [{}, EXTRAS], ids=["plain", "extras"])
+def test_no_graph_is_kept_alive(case: Case, extras: dict) -> None:
+    net = model()
+    optimizer = case(net.named_parameters(), **extras)
+    inputs = torch.ones(2, 5)
+    hidden = net[0](inputs)
+    node = weakref.ref(hidden)
+    loss = net[2](net[1](hidden)).square().sum()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch warns once in a process, of the cycle that we look for
+        loss.backward(create_graph=True)
+    optimizer.step()
+    assert all(p.grad_fn is None for p in net.parameters())
+    for state in optimizer.state.values():
+        assert all(v.grad_fn is None for v in state.values() if isinstance(v, torch.Tensor))
+    optimizer.zero_grad()
+    del hidden, loss
+    gc.collect()
+    assert node() is None
+
+
+@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_parameters_have_float32_state_and_are_rounded_once(name: str, dtype: torch.dtype) -> None:
+    case = OURS[name]
+    narrow, wide = model(dtype), model()
+    for p, q in zip(narrow.parameters(), wide.parameters(), strict=True):
+        q.data.copy_(p)
+    a, b = case(narrow.named_parameters(), **EXTRAS), case(wide.named_parameters(), **EXTRAS)
+    give_gradients(narrow, 0)
+    for p, q in zip(narrow.parameters(), wide.parameters(), strict=True):
+        q.grad = p.grad.float()
+    a.step()
+    b.step()
+    for p, q in zip(narrow.parameters(), wide.parameters(), strict=True):
+        assert torch.equal(p, q.to(dtype)), "one rounding of the float32 update"
+        assert all(v.dtype == torch.float32 for v in a.state[p].values())
+    c = case(narrow.named_parameters())
+    c.load_state_dict(a.state_dict())
+    for p in narrow.parameters():
+        for key, value in a.state[p].items():
+            assert c.state[p][key].dtype == torch.float32
+            assert torch.equal(c.state[p][key], value)
+
+
+def test_grad_scaler_unscales_and_skips(case: Case) -> None:
+    net, twin = model(), model()
+    optimizer = case(net.named_parameters(), lr=WarmUp(0.1, 4).then(WarmUp(0.1, 1), at=0), **EXTRAS)
+    plain = case(twin.named_parameters(), lr=WarmUp(0.1, 4).then(WarmUp(0.1, 1), at=0), **EXTRAS)
+    if isinstance(optimizer, optim.Ftrl):
+        pytest.skip("its rate may not be 0; the other schedule of this test is covered below")
+    run_scaled(net, twin, optimizer, plain)
+
+
+def test_grad_scaler_with_a_positive_rate(case: Case) -> None:
+    net, twin = model(), model()
+    run_scaled(net, twin, case(net.named_parameters(), **EXTRAS), case(twin.named_parameters(), **EXTRAS))
+
+
+def run_scaled(net: torch.nn.Module, twin: torch.nn.Module, optimizer: object, plain: object) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
+    for seed in range(5):
+        give_gradients(twin, seed)
+        give_gradients(net, seed)
+        for p in net.parameters():
+            p.grad.mul_(scaler.get_scale())
+        scaler.scale(torch.zeros(()))  # a scaler needs to have seen a loss
+        if seed == 2:
+            net[0].weight.grad[0, 0] = float("inf")
+        else:
+            plain.step()
+        scaler.step(optimizer)
+        scaler.update()
+    assert optimizer.position == 4
+    assert same(values(net), values(twin))
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad"])
+def test_grad_scaler_with_fused_kernels(name: str) -> None:
+    net, twin = model(), model()
+    run_scaled(
+        net,
+        twin,
+        ALL[name](net.named_parameters(), fused=True, **EXTRAS),
+        ALL[name](twin.named_parameters(), fused=True, **EXTRAS),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when its compiler is imported
+def test_a_compiled_step_gives_the_same_numbers(case: Case) -> None:
+    compiled_and_plain(case, {})
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", ["SGD", "Lamb"])
+@pytest.mark.parametrize("extras", [{}, EXTRAS], ids=["plain", "extras"])
+def test_a_compiled_step_follows_a_schedule(name: str, extras: dict) -> None:
+    compiled_and_plain(ALL[name], {**extras, "lr": CosineDecay(0.001, 0.1, 4)})
+
+
+def compiled_and_plain(case: Case, kwargs: dict) -> None:
+    net, twin = model(), model()
+    optimizer, plain = case(net.named_parameters(), **kwargs), case(twin.named_parameters(), **kwargs)
+    torch._dynamo.reset()
+    compiled = torch.compile(optimizer.step)
+    for seed in range(3):
+        give_gradients(net, seed)
+        give_gradients(twin, seed)
+        compiled()
+        plain.step()
+    assert optimizer.position == 3
+    for a, b in zip(values(net), values(twin), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)

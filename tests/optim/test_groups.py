@@ -1,0 +1,323 @@
+"""Groups: keys, decay exclusion, centralization, order of the parameters."""
+
+import pytest
+import torch
+
+from tests.optim.cases import ALL, OURS, Case, model, same, train, values
+from thinwire import optim
+
+
+@pytest.fixture(params=ALL)
+def case(request: pytest.FixtureRequest) -> Case:
+    return ALL[request.param]
+
+
+@pytest.mark.parametrize(
+    ("key", "closest"),
+    [
+        ("grad_centralizaiton", "grad_centralization"),
+        ("weight_decy", "weight_decay"),
+        ("regulariser", "regularizer"),
+        ("parms", "params"),
+    ],
+)
+def test_an_unknown_key_is_an_error_with_the_closest_one(case: Case, key: str, closest: str) -> None:
+    with pytest.raises(ValueError, match=rf"'{key}' with value 3.*'{closest}'"):
+        case([{"params": model().named_parameters(), key: 3}])
+
+
+def test_keys_that_torch_uses_are_accepted(case: Case) -> None:
+    net = model()
+    optimizer = case([{"params": net.named_parameters(), "initial_lr": 0.1, "name": "all"}])
+    again = type(optimizer)(optimizer.param_groups, lr=0.1)
+    assert again.param_groups[0]["param_names"] == [name for name, _ in net.named_parameters()]
+
+
+def test_a_key_of_another_method_is_unknown() -> None:
+    with pytest.raises(ValueError, match="momentum"):
+        optim.Lamb([{"params": model().parameters(), "momentum": 0.9}])
+
+
+def test_what_torch_refuses_stays_refused(case: Case) -> None:
+    p = torch.nn.Parameter(torch.ones(2))
+    with pytest.raises(ValueError, match="empty"):
+        case([])
+    with pytest.raises(ValueError, match="more than one"):
+        case([{"params": [p]}, {"params": [p]}])
+    with pytest.raises(ValueError, match="more than once"):
+        case([p, p])
+    with pytest.raises(ValueError, match="non-leaf"):
+        case([p * 2])
+    with pytest.raises(TypeError, match="iterable"):
+        case(p)
+    with pytest.raises(TypeError, match="Tensors"):
+        case(["p"])
+    with pytest.raises(TypeError, match="ordered"):
+        case([{"params": {p}}])
+    with pytest.raises(ValueError, match="names"):
+        case([("p", p), torch.nn.Parameter(torch.ones(1))])
+    with pytest.raises(ValueError, match="'params'"):
+        case([{"lr": 0.1}])
+
+
+@pytest.mark.parametrize("patterns", [("*.bias", "1.*"), ["*.bias", "1.*"], lambda name, p: p.ndim < 2])
+def test_excluded_parameters_have_no_decay(case: Case, patterns: object) -> None:
+    """The same as two groups of which one has weight_decay 0."""
+    net, twin = model(), model()
+    a = case(net.named_parameters(), weight_decay=0.3, exclude_from_weight_decay=patterns)
+    named = list(twin.named_parameters())
+    b = case(
+        [
+            {"params": [(n, p) for n, p in named if p.ndim >= 2]},
+            {"params": [(n, p) for n, p in named if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        weight_decay=0.3,
+    )
+    assert same(train(net, a, range(4)), train(twin, b, range(4)))
+    assert not same(values(net), train(model(), case(model().named_parameters()), range(1)))
+
+
+def test_the_regularizer_still_acts_on_excluded_parameters() -> None:
+    p = torch.nn.Parameter(torch.ones(3))
+    optimizer = optim.SGD(
+        [("p", p)],
+        lr=0.5,
+        weight_decay=0.25,
+        regularizer=optim.L2Decay(0.5),
+        exclude_from_weight_decay=("p",),
+    )
+    p.grad = torch.zeros(3)
+    optimizer.step()
+    assert p.tolist() == [0.75] * 3
+
+
+def test_a_groups_regularizer_replaces_the_constructors() -> None:
+    a, b, c = (torch.nn.Parameter(torch.full((1,), 2.0)) for _ in range(3))
+    optimizer = optim.SGD(
+        [{"params": [a]}, {"params": [b], "regularizer": optim.L1Decay(0.5)}, {"params": [c], "regularizer": None}],
+        lr=1.0,
+        regularizer=optim.L2Decay(0.5),
+    )
+    for p in (a, b, c):
+        p.grad = torch.zeros(1)
+    optimizer.step()
+    assert [p.item() for p in (a, b, c)] == [1.0, 1.5, 2.0]
+
+
+def test_exclusion_errors(case: Case) -> None:
+    net = model()
+    with pytest.raises(ValueError, match=r"no names.*named_parameters"):
+        case(net.parameters(), exclude_from_weight_decay=("*.bias",))
+    with pytest.raises(ValueError, match=r"'\*\.bais' matches no parameter name.*bias"):
+        case(net.named_parameters(), exclude_from_weight_decay=("*.weight", "*.bais"))
+    with pytest.raises(TypeError, match="single pattern"):
+        case(net.named_parameters(), exclude_from_weight_decay="*.bias")
+    with pytest.raises(TypeError, match="pattern"):
+        case(net.named_parameters(), exclude_from_weight_decay=("*.bias", 3))
+    with pytest.raises(TypeError, match="exclude_from_weight_decay"):
+        case(net.named_parameters(), exclude_from_weight_decay=3)
+    with pytest.raises(TypeError, match="True or False"):
+        case(net.named_parameters(), exclude_from_weight_decay=lambda name, p: None)
+    with pytest.raises(ValueError, match="without a name"):
+        case(net.parameters(), exclude_from_weight_decay=lambda name, p: "bias" in name)
+    case(net.parameters(), exclude_from_weight_decay=lambda name, p: p.ndim < 2)
+    case(net.parameters(), exclude_from_weight_decay=())
+
+
+def test_patterns_are_case_sensitive() -> None:
+    with pytest.raises(ValueError, match="matches no"):
+        optim.SGD(model().named_parameters(), exclude_from_weight_decay=("*.BIAS",))
+
+
+def test_the_predicate_is_asked_once_per_parameter_and_again_only_for_new_ones() -> None:
+    asked = []
+
+    def predicate(name: str, p: torch.Tensor) -> bool:
+        asked.append(name)
+        return name.endswith("bias")
+
+    net = model()
+    optimizer = optim.AdamW(net.named_parameters(), weight_decay=0.1, exclude_from_weight_decay=predicate)
+    names = [name for name, _ in net.named_parameters()]
+    assert asked == names
+    late = torch.nn.Parameter(torch.ones(2))
+    optimizer.add_param_group({"params": [("late.bias", late)]})
+    train(net, optimizer, range(2))
+    assert asked == [*names, "late.bias"]
+    late.grad = torch.zeros(2)
+    optimizer.step()
+    assert late.tolist() == [1.0, 1.0], "excluded too"
+
+
+@pytest.mark.parametrize(
+    ("group", "error", "name"),
+    [
+        ({"grad_centralization": 1}, TypeError, "grad_centralization"),
+        ({"weight_decay": -0.1}, ValueError, "weight_decay"),
+        ({"weight_decay": float("nan")}, ValueError, "weight_decay"),
+        ({"weight_decay": "0"}, TypeError, "weight_decay"),
+        ({"regularizer": 0.1}, TypeError, "regularizer"),
+        ({"maximize": 1}, TypeError, "maximize"),
+    ],
+)
+def test_wrong_values_in_a_group_change_nothing(case: Case, group: dict, error: type[Exception], name: str) -> None:
+    optimizer = case(model().named_parameters())
+    with pytest.raises(error, match=name):
+        optimizer.add_param_group({"params": [("late", torch.nn.Parameter(torch.ones(1)))], **group})
+    assert len(optimizer.param_groups) == 1
+    assert len(optimizer._ordered_params()) == 6
+    train(model(), optimizer, range(1))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "name"),
+    [
+        ({"weight_decay": -1.0}, ValueError, "weight_decay"),
+        ({"weight_decay": float("inf")}, ValueError, "weight_decay"),
+        ({"grad_clip": 1.0}, TypeError, "grad_clip"),
+        ({"grad_clip": optim.L1Decay(1.0)}, TypeError, "grad_clip"),
+        ({"regularizer": 0.1}, TypeError, "regularizer"),
+    ],
+)
+def test_wrong_common_arguments(case: Case, kwargs: dict, error: type[Exception], name: str) -> None:
+    with pytest.raises(error, match=name):
+        case(model().named_parameters(), **kwargs)
+
+
+METHODS_ARGUMENTS = [
+    (optim.SGD, {"momentum": float("nan")}, ValueError, "momentum"),
+    (optim.RMSprop, {"alpha": float("nan")}, ValueError, "alpha"),
+    (optim.Lamb, {"betas": 0.9}, TypeError, "betas"),
+    (optim.Lamb, {"betas": (0.9,)}, TypeError, "betas"),
+    (optim.Lamb, {"betas": (0.9, 1.0)}, ValueError, "betas"),
+    (optim.Lamb, {"betas": (True, 0.9)}, TypeError, "betas"),
+    (optim.Lamb, {"eps": 0.0}, ValueError, "eps"),
+    (optim.Lamb, {"trust_clip": 3.0}, TypeError, "trust_clip"),
+    (optim.Lamb, {"trust_clip": (1.0, 0.5)}, ValueError, "trust_clip"),
+    (optim.Lamb, {"trust_clip": (0.0, 0.0)}, ValueError, "trust_clip"),
+    (optim.Lamb, {"trust_clip": (-1.0, 1.0)}, ValueError, "trust_clip"),
+    (optim.Lamb, {"trust_clip": (None, 1.0)}, TypeError, "trust_clip"),
+    (optim.Lars, {"lr": 0.1, "momentum": -0.1}, ValueError, "momentum"),
+    (optim.Lars, {"lr": 0.1, "trust_coefficient": 0}, ValueError, "trust_coefficient"),
+    (optim.Lars, {"lr": 0.1, "eps": -1.0}, ValueError, "eps"),
+    (optim.Lars, {"lr": 0.1, "nesterov": 1}, TypeError, "nesterov"),
+    (optim.Lars, {"lr": 0.1, "nesterov": True, "momentum": 0.0}, ValueError, "momentum"),
+    (optim.LazyAdam, {"betas": (-0.1, 0.9)}, ValueError, "betas"),
+    (optim.LazyAdam, {"eps": 0}, ValueError, "eps"),
+    (optim.Ftrl, {"lr_power": 0.1}, ValueError, "lr_power"),
+    (optim.Ftrl, {"l1": -0.1}, ValueError, "l1"),
+    (optim.Ftrl, {"l2": None}, TypeError, "l2"),
+    (optim.Ftrl, {"initial_accumulator": -0.1}, ValueError, "initial_accumulator"),
+    (optim.ProximalAdagrad, {"l1": float("inf")}, ValueError, "l1"),
+]
+
+
+@pytest.mark.parametrize(("method", "kwargs", "error", "name"), METHODS_ARGUMENTS)
+def test_wrong_arguments_of_the_methods(method: type, kwargs: dict, error: type[Exception], name: str) -> None:
+    with pytest.raises(error, match=name):
+        method(model().parameters(), **kwargs)
+    own = {k: v for k, v in kwargs.items() if k != "lr"}
+    with pytest.raises(error, match=name):
+        method([{"params": model().parameters(), **own}], lr=0.1)
+
+
+def test_a_decay_of_one_or_more_warns_once(case: Case) -> None:
+    with pytest.warns(UserWarning, match="weight_decay") as caught:
+        case(model().named_parameters(), weight_decay=1.5)
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_complex_parameters_are_refused(name: str) -> None:
+    with pytest.raises(TypeError, match="complex"):
+        OURS[name]([torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))])
+
+
+@pytest.mark.parametrize("name", ["Lamb", "Lars"])
+def test_sparse_gradients_are_refused_by_name(name: str) -> None:
+    p = torch.nn.Parameter(torch.ones(3, 2))
+    optimizer = OURS[name]([("table", p)])
+    p.grad = torch.ones(3, 2).to_sparse(1)
+    with pytest.raises(RuntimeError, match="table"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["LazyAdam", "Ftrl", "ProximalAdagrad"])
+def test_a_sparse_gradient_has_to_be_of_rows(name: str) -> None:
+    p = torch.nn.Parameter(torch.ones(3, 2))
+    optimizer = OURS[name]([("table", p)])
+    p.grad = torch.ones(3, 2).to_sparse(2)
+    with pytest.raises(RuntimeError, match=r"table.*sparse_dim 2"):
+        optimizer.step()
+
+
+def test_order_params_fixes_the_order_and_not_the_numbers(case: Case) -> None:
+    net, twin = model(), model()
+    reverse = list(net.named_parameters())[::-1]
+    groups = [{"params": net[0].named_parameters(prefix="0")}, {"params": net[1:].named_parameters(prefix="rest")}]
+    a = case([*groups, {"order_params": reverse}], grad_clip=optim.ClipByGlobalNorm(0.1))
+    b = case(
+        [{"params": twin[0].named_parameters(prefix="0")}, {"params": twin[1:].named_parameters(prefix="rest")}],
+        grad_clip=optim.ClipByGlobalNorm(0.1),
+    )
+    assert a._ordered_params() == [p for _, p in reverse]
+    assert len(a.param_groups) == 2
+    pairs = a.backward(net(torch.ones(1, 5)).sum())
+    assert [p for p, _ in pairs] == [p for _, p in reverse]
+    assert same(train(net, a, range(3)), train(twin, b, range(3)))
+    late = torch.nn.Parameter(torch.ones(1))
+    a.add_param_group({"params": [("late", late)]})
+    assert a._ordered_params()[-1] is late
+
+
+def test_order_params_errors(case: Case) -> None:
+    net = model()
+    params = list(net.parameters())
+    group = {"params": params}
+    with pytest.raises(ValueError, match="misses 1 of 6"):
+        case([group, {"order_params": params[1:]}])
+    with pytest.raises(ValueError, match="none of the parameter groups"):
+        case([group, {"order_params": [*params, torch.nn.Parameter(torch.ones(1))]}])
+    with pytest.raises(ValueError, match="twice"):
+        case([group, {"order_params": [*params, params[0]]}])
+    with pytest.raises(ValueError, match="once"):
+        case([group, {"order_params": params}, {"order_params": params}])
+    with pytest.raises(ValueError, match="alone"):
+        case([group, {"order_params": params, "lr": 0.1}])
+    with pytest.raises(TypeError, match="order_params"):
+        case([group, {"order_params": params[0]}])
+    with pytest.raises(TypeError, match=r"order_params\[0\]"):
+        case([group, {"order_params": ["0.weight"]}])
+    with pytest.raises(ValueError, match="order_params"):
+        case(params).add_param_group({"order_params": params})
+
+
+def test_the_example_with_groups_schedule_and_order() -> None:
+    """Two groups, one with a schedule and centralization, an order, and momentum from the constructor."""
+    from thinwire.schedules import PolynomialDecay
+
+    net = model()
+    conv, other = list(net[0].parameters()), list(net[1:].parameters())
+    optimizer = optim.SGD(
+        [
+            {"params": conv, "lr": 0.01, "weight_decay": 0.01, "grad_centralization": True},
+            {"params": other, "lr": PolynomialDecay(0.1, 0.01, 4, 0.5)},
+            {"order_params": net.parameters()},
+        ],
+        lr=0.1,
+        momentum=0.9,
+        weight_decay=0.0,
+    )
+    train(net, optimizer, range(2))
+    assert [g["lr"] for g in optimizer.param_groups] == [0.01, PolynomialDecay(0.1, 0.01, 4, 0.5)(2)]
+
+
+def test_centralization_is_per_group() -> None:
+    a, b = (torch.nn.Parameter(torch.zeros(2, 3)) for _ in range(2))
+    optimizer = optim.SGD([{"params": [a], "grad_centralization": True}, {"params": [b]}], lr=1.0)
+    give = torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 3.0]])
+    a.grad, b.grad = give, give.clone()
+    optimizer.step()
+    assert a.tolist() == [[1.0, 0.0, -1.0], [1.0, 1.0, -2.0]]
+    assert torch.equal(b, -give)
+    assert same([a.grad, b.grad], [give, give])

@@ -1,0 +1,140 @@
+"""SGD, Adam, AdamW, RMSprop, Adagrad: torch's bits where nothing extra is set, for all that torch's own tests try."""
+
+import copy
+import inspect
+
+import pytest
+import torch
+
+from tests.optim.cases import TORCHS, give_gradients, model, same, train, values
+from thinwire import optim
+
+THEIRS = {name: getattr(torch.optim, name) for name in TORCHS}
+NOTHING = {"grad_clip": optim.ClipByNorm(1e30), "regularizer": optim.L2Decay(0.0)}
+
+
+def data_base() -> list[object]:
+    """(name, keyword arguments) of every configuration that torch tests its own class with on a CPU."""
+    pytest.importorskip("expecttest")
+    from torch.testing._internal.common_optimizers import optim_db
+
+    cases = []
+    for info in optim_db:
+        name = info.optim_cls.__name__
+        if name in TORCHS:
+            for given in info.optim_inputs_func(device=torch.device("cpu")):
+                for foreach in (None, True, False):
+                    cases.append(
+                        pytest.param(name, {**given.kwargs, "foreach": foreach}, id=f"{name}-{given.desc}-{foreach}")
+                    )
+    return cases
+
+
+@pytest.mark.parametrize("route", ["plain", "through the stages"])
+@pytest.mark.parametrize(("name", "kwargs"), data_base())
+def test_torchs_own_configurations_give_torchs_bits_and_state(name: str, kwargs: dict, route: str) -> None:
+    if kwargs.get("foreach") and isinstance(kwargs.get("lr"), torch.Tensor) and not kwargs.get("capturable"):
+        pytest.skip("torch refuses a tensor as rate with foreach")
+    if kwargs.get("capturable"):
+        pytest.skip("torch's capturable needs an accelerator")
+    ours, theirs = model(), model()
+    kwargs = {"lr": 0.01, **kwargs}
+    a = getattr(optim, name)(ours.named_parameters(), **copy.deepcopy(kwargs), **(NOTHING if route != "plain" else {}))
+    plain = {k: float(v) if k == "lr" else v for k, v in kwargs.items()}
+    b = THEIRS[name](theirs.named_parameters(), **plain)
+    assert same(train(ours, a, range(5)), train(theirs, b, range(5)))
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert a.state[p].keys() == b.state[q].keys()
+        for key, value in b.state[q].items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(a.state[p][key], value)
+
+
+def test_torchs_own_bad_arguments_are_refused_with_torchs_error() -> None:
+    pytest.importorskip("expecttest")
+    from torch.testing._internal.common_optimizers import optim_db
+
+    tried = 0
+    for info in optim_db:
+        name = info.optim_cls.__name__
+        if name not in TORCHS:
+            continue
+        for case in info.optim_error_inputs_func(torch.device("cpu"), torch.float32):
+            given = case.optimizer_error_input
+            if (
+                "lr" in given.kwargs
+                and isinstance(given.kwargs["lr"], torch.Tensor)
+                and given.kwargs["lr"].numel() == 1
+            ):
+                continue  # a tensor of one element is read as a number here, whatever else is set
+            if isinstance(given.params, list) and "duplicate parameters" in case.error_regex:
+                continue  # a warning there, an error here
+            with pytest.raises((case.error_type, ValueError, TypeError)):
+                make = getattr(optim, name)(given.params, **given.kwargs)
+                make.step()
+            tried += 1
+    assert tried >= 10
+
+
+@pytest.mark.parametrize("name", TORCHS)
+def test_arguments_are_torchs_and_the_common_part(name: str) -> None:
+    ours, theirs = (inspect.signature(c).parameters for c in (getattr(optim, name), THEIRS[name]))
+    extra = [k for k in ours if k not in theirs]
+    assert extra == ["grad_clip", "regularizer", "exclude_from_weight_decay"]
+    assert [k for k in ours if k in theirs] == list(theirs)
+    assert all(ours[k].default == theirs[k].default and ours[k].kind == theirs[k].kind for k in theirs)
+
+
+@pytest.mark.parametrize("name", TORCHS)
+def test_the_state_goes_back_and_forth(name: str) -> None:
+    ours, theirs = model(), model()
+    a, b = TORCHS[name](ours.parameters()), THEIRS[name](theirs.parameters(), **TORCHS[name].kwargs)
+    train(theirs, b, range(3))
+    ours.load_state_dict(theirs.state_dict())
+    a.load_state_dict(copy.deepcopy(b.state_dict()))
+    assert same(train(ours, a, range(3, 5)), train(theirs, b, range(3, 5)))
+    b.load_state_dict(copy.deepcopy(a.state_dict()))
+    assert same(train(ours, a, range(5, 7)), train(theirs, b, range(5, 7)))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's Adagrad makes sparse tensors without a choice
+def test_sparse_gradients_of_sgd_and_adagrad_as_in_torch() -> None:
+    for name in ("SGD", "Adagrad"):
+        ours, theirs = (torch.nn.Parameter(torch.ones(6, 2)) for _ in range(2))
+        a = getattr(optim, name)([ours], lr=0.1, grad_clip=optim.ClipByGlobalNorm(1.0))
+        b = THEIRS[name]([theirs], lr=0.1)
+        for _ in range(3):
+            grad = torch.sparse_coo_tensor([[1, 1, 4]], torch.ones(3, 2), (6, 2), check_invariants=True)
+            ours.grad = grad
+            whole = grad.coalesce()
+            theirs.grad = whole * (1.0 / whole.values().norm())
+            a.step()
+            b.step()
+            assert ours.grad is grad
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_differentiable_keeps_its_graph_through_the_stages() -> None:
+    start = torch.tensor([3.0, 4.0], requires_grad=True)
+    scale = torch.tensor(2.0, requires_grad=True)
+    p = start.clone()
+    p.retain_grad()
+    optimizer = optim.SGD([p], lr=1.0, differentiable=True, grad_clip=optim.ClipByNorm(100.0))
+    p.grad = start * scale
+    optimizer.step()
+    (d,) = torch.autograd.grad(p.sum(), scale)
+    assert d.item() == -7.0
+
+
+def test_the_fast_and_the_long_way_agree_when_something_is_set() -> None:
+    net, twin = model(), model()
+    a = optim.SGD(net.named_parameters(), lr=0.1, momentum=0.9, weight_decay=0.1, exclude_from_weight_decay=("*.bias",))
+    groups = [
+        {"params": [p for n, p in twin.named_parameters() if "bias" not in n], "weight_decay": 0.1},
+        {"params": [p for n, p in twin.named_parameters() if "bias" in n], "weight_decay": 0.0},
+    ]
+    b = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    assert same(train(net, a, range(4)), train(twin, b, range(4)))
+    give_gradients(net, 0)
+    assert len(a.param_groups) == 1
+    assert not same(values(net), values(model()))
