@@ -101,13 +101,13 @@ def test_a_killed_rank_is_lost_on_the_others(ranks: Pool) -> None:
     for answer in (answers[0], answers[2]):
         assert isinstance(answer, Raised)
         assert answer.type_name == "PeerLost"
-        assert "gathering messages" in answer.text
+        assert "gathering messages: rank 1 closed its connection" in answer.text
 
 
 def stall(rank: int, size: int) -> None:
     group = Group()
     if rank == 1:
-        time.sleep(4)
+        time.sleep(6)
         return
     group.gather_bytes(b"after", what="gathering messages")
 
@@ -116,4 +116,13 @@ def stall(rank: int, size: int) -> None:
 def test_a_late_rank_is_stalled_on_the_others_within_the_time_out(ranks: Pool) -> None:
     answers = ranks.run(stall, size=2, group_timeout_s=2, expect_errors=True)
     assert answers[0].type_name == "PeerStalled"
-    assert "within 2 s" in answers[0].text
+    assert "rank 1 did not take part within 2 s" in answers[0].text
+
+
+@pytest.mark.fault
+def test_a_stopped_rank_is_named_by_all_others(ranks: Pool) -> None:
+    answers = ranks.run(die_or_gather, signal.SIGSTOP, size=3, group_timeout_s=3, timeout_s=15, expect_errors=True)
+    assert answers[1] is None  # it is stopped still; the pool is rebuilt without it
+    for answer in (answers[0], answers[2]):
+        assert answer.type_name == "PeerStalled"
+        assert "rank 1 did not take part within 3 s" in answer.text

@@ -73,6 +73,8 @@ def test_each_kind_of_damage_is_named():
         decode_positions(torch.tensor([0, 0, 0b111], dtype=torch.uint8), 100, 3)
     with pytest.raises(PayloadCorrupt, match="position 127 came, expected less than 100"):
         decode_positions(torch.tensor([31, 0, 0b1000], dtype=torch.uint8), 100, 3)
+    with pytest.raises(PayloadCorrupt, match="position 100 came, expected less than 100"):
+        decode_positions(torch.tensor([4, 0, 0b1000], dtype=torch.uint8), 100, 3)
     with pytest.raises(PayloadCorrupt, match="low bits came for more than the 1 positions"):
         decode_positions(torch.tensor([32, 0, 1], dtype=torch.uint8), 100, 3)
 

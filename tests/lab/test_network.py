@@ -1,5 +1,6 @@
 """The emulated link carries what it says, and the host's own network is never touched."""
 
+import contextlib
 import socket
 import threading
 import time
@@ -53,6 +54,25 @@ def test_the_bucket_shapes_both_directions() -> None:
     with connection(link) as (near, far):
         for source, sink in ((near, far), (far, near)):
             assert seconds_for(source, sink, count) >= 0.8 * link.seconds(count)
+
+
+def test_what_a_worker_receives_is_shaped_too() -> None:
+    """Two senders at the full rate of theirs meet in one receiver, whose link is no faster."""
+    count, link = 1_500_000, Link.parse("20mbit")
+    with network(3, link) as net, contextlib.ExitStack() as stack:
+        address = (net.addresses[0], 5000)
+        server = stack.enter_context(inside(net.namespace_fds[0], lambda: socket.create_server(address)))
+        pairs = []
+        for fd in net.namespace_fds[1:]:
+            far = inside(fd, lambda: socket.create_connection(address, timeout=20))
+            pairs.append((stack.enter_context(far), stack.enter_context(server.accept()[0])))
+        begin_s = time.monotonic()
+        receivers = [threading.Thread(target=seconds_for, args=(far, near, count)) for far, near in pairs]
+        for thread in receivers:
+            thread.start()
+        for thread in receivers:
+            thread.join()
+        assert time.monotonic() - begin_s >= 0.8 * link.seconds(2 * count)
 
 
 def test_latency_delays_every_message() -> None:

@@ -5,13 +5,16 @@ import hashlib
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.comm.failures import explain_failure
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 __all__ = ["DEFAULT_TIMEOUT_S", "Group", "Pending"]
 
@@ -46,6 +49,7 @@ class Group:
         self.bytes_sent = 0
         self.timeout_s = DEFAULT_TIMEOUT_S
         self._private: dist.ProcessGroup | None = None
+        self._store: Store | None = None
         if not (dist.is_available() and dist.is_initialized()):
             if process_group is not None:
                 raise ValueError(
@@ -66,6 +70,7 @@ class Group:
                 timeout=datetime.timedelta(seconds=self.timeout_s),
                 use_local_synchronization=True,
             )
+            self._store = self._private.get_group_store() if hasattr(self._private, "get_group_store") else None
 
     @property
     def device(self) -> torch.device:
@@ -134,7 +139,9 @@ class Group:
         try:
             return call()
         except RuntimeError as error:
-            raise explain_failure(error, what=what, rank=self.rank, size=self.size, timeout_s=self.timeout_s) from error
+            raise explain_failure(
+                error, what=what, rank=self.rank, size=self.size, timeout_s=self.timeout_s, store=self._store
+            ) from error
 
 
 def _timeout_s(group: dist.ProcessGroup) -> float:

@@ -136,8 +136,9 @@ def _after_overflow(config: LossScale, state: ScaleState) -> ScaleState:
     in_a_row = state.overflows_in_a_row + 1
     if in_a_row > _MOST_OVERFLOWS_IN_A_ROW:
         raise NonFinite(
-            f"{in_a_row} steps in a row were dropped for gradients that are not finite, at a loss scale of {state.scale:g}; "
-            "the model itself produces infinities or NaN: lower the learning rate, or look for the first such value"
+            f"{in_a_row} steps in a row were dropped for gradients that are not finite, at a loss scale of "
+            f"{state.scale:g}; the model itself produces infinities or NaN: lower the learning rate, or look for the "
+            "first such value"
         )
     scale = state.scale if isinstance(config, FixedLossScale) else max(state.scale / config.scale_factor, 1.0)
     return ScaleState(scale, 0, in_a_row, state.dropped_steps + 1)

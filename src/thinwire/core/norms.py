@@ -23,14 +23,15 @@ def norm(tensor: Tensor) -> Tensor:
         Shape (), float32 (float64 for double precision), on the tensor's device; no host synchronization.
     """
     values = values_of(tensor)
-    dtype = torch.float32 if values.dtype in _HALVES else None
-    size: Tensor = torch.linalg.vector_norm(values, dtype=dtype)
+    size: Tensor = torch.linalg.vector_norm(values, dtype=torch.float32 if values.dtype in _HALVES else None)
     return size
 
 
 def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     """`norm` of each, with one reduction for all sharded tensors of one mesh and placement."""
     found: list[Tensor] = [norm(tensor) for tensor in tensors]
+    if not any(hasattr(value, "full_tensor") for value in found):
+        return found
     shards: dict[object, list[int]] = {}
     for i, value in enumerate(found):
         if hasattr(value, "full_tensor"):

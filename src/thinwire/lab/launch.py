@@ -52,6 +52,8 @@ def run_workers(
 ) -> Generator[dict[str, Any], None, None]:
     """Runs one strategy and yields rank 0's events as they come; the last one is the result.
 
+    The workers end with the generator, and with the thread that runs it: the kernel kills them when it is gone.
+
     Args:
         config: Written as JSON and read by every worker.
         workers: Number of ranks.

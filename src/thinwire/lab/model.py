@@ -58,10 +58,7 @@ class ByteTransformer(nn.Module):
         for name, p in self.named_parameters():
             if p.ndim == 1:
                 continue
-            spread = 0.02 if "bytes" in name or "positions" in name else 1 / math.sqrt(p.shape[1])
-            if name.endswith(("merge.weight", "narrow.weight")):
-                spread /= math.sqrt(2 * shape.layers)
-            nn.init.normal_(p, std=spread if name != "out.weight" else 0.02)
+            nn.init.normal_(p, std=_spread(name, p.shape[1], shape.layers))
 
     def forward(self, text: Tensor) -> Tensor:
         """Logits of shape (batch, context, 256) for integer bytes of shape (batch, context)."""
@@ -70,3 +67,11 @@ class ByteTransformer(nn.Module):
             x = block(x)
         logits: Tensor = self.out(self.norm(x))
         return logits
+
+
+def _spread(name: str, inputs: int, layers: int) -> float:
+    if name.startswith(("bytes.", "positions.")):
+        return 1.0  # the first norm divides by it, and their gradient with it: small ones learn in leaps under SGD
+    if name == "out.weight":
+        return 0.02
+    return 1 / math.sqrt(inputs * (2 * layers if name.endswith(("merge.weight", "narrow.weight")) else 1))

@@ -23,7 +23,7 @@ from thinwire.schedules import Schedule, rate_at
 __all__ = ["CommonOptimizer", "ParamFacts"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ParamFacts:
     """What holds for one parameter in the update at hand."""
 
@@ -275,15 +275,9 @@ class CommonOptimizer(TwoPhase):
         """Name, group and what its group and the exclusion say about decay, in the update at hand."""
         place = self._common.places[param]
         group = self.param_groups[place.group_index]
-        return ParamFacts(
-            name=place.name,
-            index=place.index,
-            group_index=place.group_index,
-            group=group,
-            weight_decay=0.0 if place.excluded else group["weight_decay"],
-            regularizer=group["regularizer"],
-            grad_centralization=group["grad_centralization"],
-        )
+        decay = 0.0 if place.excluded else group["weight_decay"]
+        regularizer, centralization = group["regularizer"], group["grad_centralization"]
+        return ParamFacts(place.name, place.index, place.group_index, group, decay, regularizer, centralization)
 
     def _coupled_decay(self, facts: ParamFacts) -> float:
         """The weight decay that goes through the gradient; 0 where the method has decay in its own formula."""
@@ -356,6 +350,8 @@ def _check_common_values(values: dict[str, Any]) -> None:
     _check_regularizer(values.get("regularizer"))
     check.boolean("grad_centralization", values.get("grad_centralization", False))
     check.boolean("maximize", values.get("maximize", False))
+    if values.get("foreach") is not None:
+        check.boolean("foreach", values["foreach"])
     if "weight_decay" in values:
         decay = values["weight_decay"] = check.scalar("weight_decay", values["weight_decay"], at_least=0)
         if decay >= 1:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from thinwire import _validate as check
 from thinwire.core.clip import Clip
 from thinwire.core.decay import Regularizer
+from thinwire.core.norms import norms
 from thinwire.core.trust_ratio import TrustRule, trust_ratio
 from thinwire.optim.base import ParamFacts
 from thinwire.optim.groups import Exclusion
@@ -20,56 +22,95 @@ from thinwire.optim.two_phase import ParamGrad
 __all__ = ["Lamb"]
 
 
-def lamb_(
-    params: TensorList,
-    grads: TensorList,
-    exp_avgs: TensorList,
-    exp_avg_sqs: TensorList,
-    *,
-    step: int,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    rule: TrustRule,
-) -> tuple[Tensor, ...]:
-    """Changes `params`, `exp_avgs` and `exp_avg_sqs`: one update of tensors that have had equally many.
+@dataclass(frozen=True, slots=True)
+class LambRule:
+    """The constants of one update."""
+
+    lr: float
+    """Learning rate."""
+    beta1: float
+    """Decay of the first moment, in [0, 1)."""
+    beta2: float
+    """Decay of the second moment, in [0, 1)."""
+    eps: float
+    """Added to the root of the second moment, > 0."""
+    weight_decay: float
+    """wd, >= 0."""
+    step: int
+    """t, from 1."""
+    trust: TrustRule
+    """Limits of the trust ratio."""
+
+    @property
+    def root(self) -> float:
+        """The s of the formula: sqrt(1 - b2^t)."""
+        return math.sqrt(1 - self.beta2**self.step)
+
+    @property
+    def factor(self) -> float:
+        """The c of the formula: s/(1 - b1^t)."""
+        return self.root / (1 - self.beta1**self.step)
+
+
+def lamb_(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, rule: LambRule) -> Tensor:
+    """Changes `param`, `exp_avg` and `exp_avg_sq`: one update of one tensor.
 
     m <- b1 m + (1 - b1) g, v <- b2 v + (1 - b2) g^2, r = m^/(sqrt(v^) + eps) + wd p with m^ = m/(1 - b1^t) and
     v^ = v/(1 - b2^t), p <- p - lr T r with T = ||p||/||r||.
 
     With s = sqrt(1 - b2^t) and c = s/(1 - b1^t) this is r = c q and q = m/(sqrt(v) + s eps) + (wd/c) p: the corrections
-    are scalars, which saves two passes over the memory.
+    are numbers, which saves two passes over the memory.
 
     Args:
-        params: Any shapes, of one type and device.
-        grads: Same shapes, read only.
-        exp_avgs: m.
-        exp_avg_sqs: v.
-        step: t, from 1.
-        lr: Learning rate.
-        betas: b1 and b2, in [0, 1).
-        eps: > 0.
-        weight_decay: wd, >= 0.
-        rule: Limits of the trust ratio T.
+        param: Any shape.
+        grad: Same shape and type, read only.
+        exp_avg: m.
+        exp_avg_sq: v.
+        rule: The constants.
 
     Returns:
-        T of every tensor, shape () each; no host synchronization.
+        T, shape (); no host synchronization.
     """
-    beta1, beta2 = betas
-    root = math.sqrt(1 - beta2**step)
-    factor = root / (1 - beta1**step)
-    torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
-    torch._foreach_mul_(exp_avg_sqs, beta2)
-    torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - beta2)
+    factor = rule.factor
+    exp_avg.lerp_(grad, 1 - rule.beta1)
+    exp_avg_sq.mul_(rule.beta2).addcmul_(grad, grad, value=1 - rule.beta2)
+    # reciprocal and product in one buffer: a second buffer costs more than the second rounding
+    direction = exp_avg_sq.sqrt().add_(rule.eps * rule.root).reciprocal_().mul_(exp_avg)
+    if rule.weight_decay:
+        direction.add_(param, alpha=rule.weight_decay / factor)
+    param_norm, direction_norm = norms([param, direction])
+    ratio = trust_ratio(param_norm, direction_norm * factor, rule.trust)
+    param.addcmul_(direction, ratio, value=-rule.lr * factor)
+    return ratio
+
+
+def lamb_list_(
+    params: TensorList, grads: TensorList, exp_avgs: TensorList, exp_avg_sqs: TensorList, rule: LambRule
+) -> tuple[Tensor, ...]:
+    """Changes `params`, `exp_avgs` and `exp_avg_sqs`: `lamb_` for tensors of one type and device, as list operations.
+
+    Args:
+        params: Any shapes.
+        grads: Same shapes, read only.
+        exp_avgs: m of each.
+        exp_avg_sqs: v of each.
+        rule: The constants.
+
+    Returns:
+        T of each, shape (); no host synchronization.
+    """
+    factor = rule.factor
+    torch._foreach_lerp_(exp_avgs, grads, 1 - rule.beta1)
+    torch._foreach_mul_(exp_avg_sqs, rule.beta2)
+    torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - rule.beta2)
     directions = torch._foreach_sqrt(exp_avg_sqs)
-    torch._foreach_add_(directions, eps * root)
-    torch._foreach_reciprocal_(directions)  # with the product in one buffer: a second one costs more than the rounding
+    torch._foreach_add_(directions, rule.eps * rule.root)
+    torch._foreach_reciprocal_(directions)
     torch._foreach_mul_(directions, exp_avgs)
-    if weight_decay:
-        torch._foreach_add_(directions, params, alpha=weight_decay / factor)
-    ratios = trust_ratio(whole_norms(params), whole_norms(directions) * factor, rule).unbind()
-    torch._foreach_addcmul_(params, directions, ratios, -lr * factor)
+    if rule.weight_decay:
+        torch._foreach_add_(directions, params, alpha=rule.weight_decay / factor)
+    ratios = trust_ratio(whole_norms(params), whole_norms(directions) * factor, rule.trust).unbind()
+    torch._foreach_addcmul_(params, directions, ratios, -rule.lr * factor)
     return ratios
 
 
@@ -96,7 +137,8 @@ class Lamb(LayerwiseOptimizer):
         grad_clip: `ClipByGlobalNorm`, `ClipByNorm` or `ClipByValue`; none is implied.
         regularizer: `L1Decay` or `L2Decay`, through the gradient.
         maximize: Go up instead of down.
-        foreach: Work on lists of tensors (the default), or on one after the other if False; the numbers are the same.
+        foreach: Work on lists of tensors (True), one by one (False), or as is faster on the device (None); the numbers
+            are the same.
 
     Raises:
         TypeError: An argument of the wrong kind; a complex parameter.
@@ -150,22 +192,18 @@ class Lamb(LayerwiseOptimizer):
         return 0.0
 
     def _update_group(self, group: dict[str, Any], pairs: Sequence[ParamGrad], rate: float) -> None:
-        low, high = group["trust_clip"] or (0.0, math.inf)
-        for block in self._blocks(group, pairs, counted=True):
-            with widened(block.params) as work:
-                ratios = lamb_(
-                    work,
-                    block.grads,
-                    [self._buffer(p, "exp_avg") for p in block.params],
-                    [self._buffer(p, "exp_avg_sq") for p in block.params],
-                    step=block.step,
-                    lr=rate,
-                    betas=group["betas"],
-                    eps=group["eps"],
-                    weight_decay=block.weight_decay,
-                    rule=TrustRule(low=low, high=high),
-                )
-            self._remember(block.params, ratios)
+        beta1, beta2 = group["betas"]
+        trust = TrustRule(1.0, 0.0, 0.0, *(group["trust_clip"] or ()))
+        for run in self._runs(group, pairs, counted=True):
+            rule = LambRule(rate, beta1, beta2, group["eps"], run.weight_decay, run.step, trust)
+            exp_avgs = [self._buffer(p, "exp_avg") for p in run.params]
+            exp_avg_sqs = [self._buffer(p, "exp_avg_sq") for p in run.params]
+            with widened(run.params) as work:
+                if len(work) == 1:
+                    ratios: TensorList = [lamb_(work[0], run.grads[0], exp_avgs[0], exp_avg_sqs[0], rule)]
+                else:
+                    ratios = lamb_list_(work, run.grads, exp_avgs, exp_avg_sqs, rule)
+            self._remember(run.params, ratios)
 
 
 def _check_trust_clip(trust_clip: Any) -> None:

@@ -1,6 +1,7 @@
 """LARS: SGD with momentum whose rate is scaled per tensor by the ratio of parameter to gradient."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from thinwire import _validate as check
 from thinwire.core.clip import Clip
 from thinwire.core.decay import Regularizer
+from thinwire.core.norms import norms
 from thinwire.core.trust_ratio import TrustRule, trust_ratio
 from thinwire.optim.base import ParamFacts
 from thinwire.optim.groups import Exclusion
@@ -19,50 +21,84 @@ from thinwire.optim.two_phase import ParamGrad
 __all__ = ["Lars"]
 
 
-def lars_(
-    params: TensorList,
-    grads: TensorList,
-    velocities: TensorList | None,
-    *,
-    lr: float,
-    momentum: float,
-    nesterov: bool,
-    rule: TrustRule,
-) -> tuple[Tensor, ...]:
-    """Changes `params` and `velocities`: one update of tensors with one weight decay, which `rule` holds.
+@dataclass(frozen=True, slots=True)
+class LarsRule:
+    """The constants of one update."""
+
+    lr: float
+    """Learning rate."""
+    momentum: float
+    """>= 0."""
+    nesterov: bool
+    """Look one step ahead."""
+    trust: TrustRule
+    """Constants of the trust ratio, with the weight decay wd; without wd the ratio is 1."""
+
+
+def lars_(param: Tensor, grad: Tensor, velocity: Tensor | None, rule: LarsRule) -> Tensor:
+    """Changes `param` and `velocity`: one update of one tensor.
 
     L = lr * trust ratio, d = L (g + wd p), b <- momentum b + d, p <- p - b, with Nesterov p <- p - (d + momentum b).
 
     Args:
-        params: Any shapes, of one type and device.
-        grads: Same shapes, read only.
-        velocities: b; None without momentum.
-        lr: Learning rate.
-        momentum: >= 0.
-        nesterov: Look one step ahead.
-        rule: Constants of the trust ratio; without weight decay it is 1.
+        param: Any shape.
+        grad: Same shape and type, read only.
+        velocity: b; None without momentum.
+        rule: The constants.
 
     Returns:
-        The trust ratio of every tensor, shape () each; no host synchronization.
+        The trust ratio, shape (); no host synchronization.
     """
-    if rule.weight_decay:
-        ratios = trust_ratio(whole_norms(params), whole_norms(grads), rule)
-        steps: TensorList = torch._foreach_add(grads, params, alpha=rule.weight_decay)
+    ratio, step = _ONE.to(param.device, param.dtype), grad
+    if rule.trust.weight_decay:
+        param_norm, grad_norm = norms([param, grad])
+        ratio = trust_ratio(param_norm, grad_norm, rule.trust)
+        step = grad.add(param, alpha=rule.trust.weight_decay)
+    scale = ratio * rule.lr
+    if velocity is None:
+        param.addcmul_(step, scale, value=-1)
+        return ratio
+    velocity.mul_(rule.momentum).addcmul_(step, scale)
+    if rule.nesterov:
+        param.addcmul_(step, scale, value=-1).add_(velocity, alpha=-rule.momentum)
     else:
-        ratios = torch.ones(len(params), dtype=params[0].dtype, device=params[0].device)
-        steps = grads
-    scales = (ratios * lr).unbind()
+        param.sub_(velocity)
+    return ratio
+
+
+def lars_list_(
+    params: TensorList, grads: TensorList, velocities: TensorList | None, rule: LarsRule
+) -> tuple[Tensor, ...]:
+    """Changes `params` and `velocities`: `lars_` for tensors of one type and device, as list operations.
+
+    Args:
+        params: Any shapes.
+        grads: Same shapes, read only.
+        velocities: b of each; None without momentum.
+        rule: The constants.
+
+    Returns:
+        The trust ratio of each, shape (); no host synchronization.
+    """
+    ratios, steps = _ONE.to(params[0].device, params[0].dtype).expand(len(params)), grads
+    if rule.trust.weight_decay:
+        ratios = trust_ratio(whole_norms(params), whole_norms(grads), rule.trust)
+        steps = torch._foreach_add(grads, params, alpha=rule.trust.weight_decay)
+    scales = (ratios * rule.lr).unbind()
     if velocities is None:
         torch._foreach_addcmul_(params, steps, scales, -1.0)
         return ratios.unbind()
-    torch._foreach_mul_(velocities, momentum)
+    torch._foreach_mul_(velocities, rule.momentum)
     torch._foreach_addcmul_(velocities, steps, scales, 1.0)
-    if nesterov:
+    if rule.nesterov:
         torch._foreach_addcmul_(params, steps, scales, -1.0)
-        torch._foreach_add_(params, velocities, alpha=-momentum)
+        torch._foreach_add_(params, velocities, alpha=-rule.momentum)
     else:
         torch._foreach_sub_(params, velocities)
     return ratios.unbind()
+
+
+_ONE = torch.ones(())
 
 
 class Lars(LayerwiseOptimizer):
@@ -90,7 +126,8 @@ class Lars(LayerwiseOptimizer):
         grad_clip: `ClipByGlobalNorm`, `ClipByNorm` or `ClipByValue`.
         regularizer: `L1Decay` or `L2Decay`, added to g before, on top of weight_decay.
         maximize: Go up instead of down.
-        foreach: Work on lists of tensors (the default), or on one after the other if False; the numbers are the same.
+        foreach: Work on lists of tensors (True), one by one (False), or as is faster on the device (None); the numbers
+            are the same.
 
     Raises:
         TypeError: An argument of the wrong kind; a complex parameter.
@@ -149,17 +186,14 @@ class Lars(LayerwiseOptimizer):
 
     def _update_group(self, group: dict[str, Any], pairs: Sequence[ParamGrad], rate: float) -> None:
         momentum = group["momentum"]
-        for block in self._blocks(group, pairs):
-            rule = TrustRule(group["trust_coefficient"], block.weight_decay, group["eps"])
-            velocities = [self._buffer(p, "momentum_buffer") for p in block.params] if momentum else None
-            with widened(block.params) as work:
-                ratios = lars_(
-                    work,
-                    block.grads,
-                    velocities,
-                    lr=rate,
-                    momentum=momentum,
-                    nesterov=group["nesterov"],
-                    rule=rule,
-                )
-            self._remember(block.params, ratios)
+        for run in self._runs(group, pairs):
+            trust = TrustRule(group["trust_coefficient"], run.weight_decay, group["eps"])
+            rule = LarsRule(rate, momentum, group["nesterov"], trust)
+            velocities = [self._buffer(p, "momentum_buffer") for p in run.params] if momentum else None
+            with widened(run.params) as work:
+                if len(work) == 1:
+                    velocity = velocities[0] if velocities else None
+                    ratios: TensorList = [lars_(work[0], run.grads[0], velocity, rule)]
+                else:
+                    ratios = lars_list_(work, run.grads, velocities, rule)
+            self._remember(run.params, ratios)

@@ -1,4 +1,4 @@
-"""What LARS and LAMB share beside the trust ratio: lists of tensors in blocks, and the ratios to be read."""
+"""What LARS and LAMB share beside the trust ratio: lists of tensors in runs, and the ratios to be read."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -10,16 +10,16 @@ from thinwire.core.norms import norms
 from thinwire.optim.own import OwnOptimizer
 from thinwire.optim.two_phase import ParamGrad
 
-__all__ = ["Block", "LayerwiseOptimizer", "TensorList", "whole_norms"]
+__all__ = ["LayerwiseOptimizer", "Run", "TensorList", "whole_norms"]
 
 TensorList = list[Tensor] | tuple[Tensor, ...]
 
-_BLOCK_BYTES = 1 << 19
+_CACHED_BYTES = 1 << 19
 """Of gradients that are worked on together on a CPU: what stays in its cache from one operation to the next."""
 
 
-class Block(NamedTuple):
-    """Tensors that one sequence of list operations can update together."""
+class Run(NamedTuple):
+    """Tensors that one call can update together."""
 
     params: list[Tensor]
     grads: list[Tensor]
@@ -51,31 +51,38 @@ class LayerwiseOptimizer(OwnOptimizer):
         assert self._ratios is not None, "ratios are remembered inside an update"
         self._ratios.update(zip(params, ratios, strict=True))
 
-    def _blocks(self, group: dict[str, Any], pairs: Sequence[ParamGrad], *, counted: bool = False) -> Iterator[Block]:
-        """The pairs in blocks of one device, type, decay and count; of one tensor each without `foreach`."""
-        kinds: dict[tuple[Any, ...], Block] = {}
+    def _runs(self, group: dict[str, Any], pairs: Sequence[ParamGrad], *, counted: bool = False) -> Iterator[Run]:
+        """The pairs in runs of one device, type, decay and count; of one tensor each where lists do not pay."""
+        kinds: dict[tuple[Any, ...], Run] = {}
         for param, grad in pairs:
             decay, step = self._facts(param).weight_decay, self._counted(param) if counted else 0
+            if not _as_list(group["foreach"], grad):
+                yield Run([param], [grad], decay, step)
+                continue
             key = (param.device, param.dtype, hasattr(param, "full_tensor"), decay, step)
-            block = kinds.setdefault(key, Block([], [], decay, step))
-            block.params.append(param)
-            block.grads.append(grad)
-        for block in kinds.values():
-            yield from _cut(block, group["foreach"])
+            run = kinds.setdefault(key, Run([], [], decay, step))
+            run.params.append(param)
+            run.grads.append(grad)
+        for run in kinds.values():
+            yield from _cut(run)
 
 
 def whole_norms(tensors: TensorList) -> Tensor:
     """The norms of all tensors, stacked; sharded ones count with their whole norm."""
-    sharded = hasattr(tensors[0], "full_tensor")  # a block is of one kind
+    sharded = hasattr(tensors[0], "full_tensor")  # a run is of one kind
     return torch.stack(norms(tensors) if sharded else torch._foreach_norm(tensors))
 
 
-def _cut(block: Block, foreach: bool | None) -> Iterator[Block]:
-    """Blocks small enough for the cache on a CPU; the whole list elsewhere, where every launch costs."""
+def _as_list(foreach: bool | None, grad: Tensor) -> bool:
+    # on a CPU every operation of a list streams all of it through the memory; elsewhere every launch costs
+    return grad.device.type != "cpu" if foreach is None else foreach
+
+
+def _cut(run: Run) -> Iterator[Run]:
+    """Pieces small enough for the cache on a CPU; the whole run elsewhere."""
     start, size = 0, 0
-    for i, grad in enumerate(block.grads):
+    for i, grad in enumerate(run.grads):
         size += grad.numel() * grad.element_size()
-        full = foreach is False or (size >= _BLOCK_BYTES and grad.device.type == "cpu")
-        if full or i == len(block.grads) - 1:
-            yield block._replace(params=block.params[start : i + 1], grads=block.grads[start : i + 1])
+        if i == len(run.grads) - 1 or (size >= _CACHED_BYTES and grad.device.type == "cpu"):
+            yield run._replace(params=run.params[start : i + 1], grads=run.grads[start : i + 1])
             start, size = i + 1, 0

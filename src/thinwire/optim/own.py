@@ -63,8 +63,10 @@ class OwnOptimizer(CommonOptimizer):
 
     def _counted(self, param: Tensor) -> int:
         """Count one more update of `param` and return how many there are; creates the counter."""
-        # on the CPU, where reading it is free; a tensor because torch's tools expect one
-        count: Tensor = self.state[param].setdefault("step", torch.zeros((), dtype=torch.float32))
+        state = self.state[param]
+        if "step" not in state:  # on the CPU, where reading it is free; a tensor because torch's tools expect one
+            state["step"] = torch.zeros((), dtype=torch.float32)
+        count: Tensor = state["step"]
         count += 1
         return int(count.item())
 

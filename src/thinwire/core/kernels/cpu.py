@@ -175,7 +175,7 @@ def _candidates(folding: _Folding, k: int, floor: Any) -> tuple[Array, Array]:
     dtype = folding.residual.dtype
 
     def work(start: int, stop: int) -> tuple[Array, Array]:
-        room = min(stop - start, max(2 * k, _SMALLEST_ROOM) + int(jit_fold.BLOCK)) + 1
+        room = min(stop - start, max(2 * k, _SMALLEST_ROOM) + int(jit_fold.BLOCK))
         indices, values = np.empty(room, np.int64), np.empty(room, dtype)
         count = jit_fold.scan(*folding, start, stop, k, floor, indices, values, _bits(values))
         return indices[:count], values[:count]

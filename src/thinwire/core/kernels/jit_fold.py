@@ -128,7 +128,7 @@ def scan(
     while first < end:
         last = min(first + BLOCK, end)
         if _reaches(grad, residual, buffer, m, mode, first, last, floor):
-            if count + np.int64(last - first) >= len(indices):
+            if count + np.int64(last - first) > len(indices):
                 floor = np.nextafter(keep_largest(indices, values, bits, count, k), values.dtype.type(np.inf))
                 count = k
             for i in range(first, last):

@@ -1,0 +1,57 @@
+"""Parameters sharded over ranks (DTensors): norms, ratios and updates are those of the whole tensors."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.optim.cases import ALL, give_gradients, model
+from tests.ranks import Pool
+from thinwire import optim
+
+
+def train_sharded(rank: int, size: int, name: str, clip: float, foreach: bool | None) -> list[Tensor]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import distribute_tensor
+
+    net = model(torch.float64)
+    mesh = init_device_mesh("cpu", (size,))
+    for layer in net:
+        fully_shard(layer, mesh=mesh)
+    optimizer = ALL[name](
+        [{"params": net.named_parameters(), "grad_centralization": True}],
+        grad_clip=optim.ClipByGlobalNorm(clip),
+        regularizer=optim.L1Decay(0.01),
+        foreach=foreach,
+    )
+    for seed in range(4):
+        whole = model(torch.float64)
+        give_gradients(whole, seed)
+        for p, q in zip(net.parameters(), whole.parameters(), strict=True):
+            p.grad = distribute_tensor(q.grad, p.device_mesh, p.placements)
+        optimizer.step()
+    values = [p.full_tensor().detach() for p in net.parameters()]
+    if name in ("Lamb", "Lars"):
+        values.append(torch.tensor(list(optimizer.trust_ratios().values()), dtype=torch.float64))
+    return values
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("foreach", [None, False])
+@pytest.mark.parametrize("name", ALL)
+def test_sharding_changes_no_number(ranks: Pool, name: str, foreach: bool | None) -> None:
+    net = model(torch.float64)
+    optimizer = ALL[name](
+        [{"params": net.named_parameters(), "grad_centralization": True}],
+        grad_clip=optim.ClipByGlobalNorm(0.7),
+        regularizer=optim.L1Decay(0.01),
+    )
+    for seed in range(4):
+        give_gradients(net, seed)
+        optimizer.step()
+    expected = [p.detach() for p in net.parameters()]
+    if name in ("Lamb", "Lars"):
+        expected.append(torch.tensor(list(optimizer.trust_ratios().values()), dtype=torch.float64))
+    for got in ranks.run(train_sharded, name, 0.7, foreach, size=2):
+        for a, b in zip(got, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
