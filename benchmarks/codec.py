@@ -109,6 +109,7 @@ def medians_ms(works: dict[str, Callable[[], object]], repeats: int) -> dict[str
 
 
 def measure(numel: int, densities: list[float], value_bits: int, repeats: int) -> dict[str, object]:
+    fast_kernels = for_device(torch.device("cpu")).__name__
     generator = torch.Generator().manual_seed(0)
     grad = torch.randn(numel, generator=generator)
     target = torch.zeros_like(grad)
@@ -126,7 +127,7 @@ def measure(numel: int, densities: list[float], value_bits: int, repeats: int) -
         "sources": SOURCES,
         "threads": torch.get_num_threads(),
         "repeats": repeats,
-        "fast_kernels": for_device(torch.device("cpu")).__name__,
+        "fast_kernels": fast_kernels,
         "torch": torch.__version__,
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "bytes_per_second": 4 / (word_ms / 1e3) * numel,

@@ -92,6 +92,14 @@ def test_zeros_are_allowed_where_there_is_more_than_a_sign(bits):
     assert sent.tolist() == [0.0] * 5
 
 
+@pytest.mark.parametrize("bits", VALUE_BITS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_coded_as_its_float32(bits, dtype):
+    values = torch.tensor([1.0, -2.5, 0.125]).to(dtype)
+    for a, b in zip(encode_values(values, bits, 4), encode_values(values.float(), bits, 4), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_one_bit_sends_the_mean_over_all_that_were_selected():
     _, sent = encode_values(torch.tensor([1.0, -3.0]), 1, 8)
     assert sent.tolist() == [0.5, -0.5]

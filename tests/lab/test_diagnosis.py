@@ -23,6 +23,11 @@ def test_a_killed_worker_is_the_cause_and_its_peers_are_not(tmp_path: Path) -> N
     assert explain([error(0, 1.0, "Connection reset by peer")], tmp_path) == "worker 1 was killed by SIGKILL"
 
 
+def test_a_worker_that_aborts_after_its_error_died_of_the_error(tmp_path: Path) -> None:
+    (tmp_path / "agent0.log").write_text(SUMMARY.format(code=-6, signal="SIGABRT"), encoding="utf-8")
+    assert explain([error(1, 1.0, "diverged")], tmp_path) == "worker 1 failed: RuntimeError: diverged"
+
+
 def test_the_first_error_is_told_in_a_few_lines(tmp_path: Path) -> None:
     (tmp_path / "agent0.log").write_text(SUMMARY.format(code=-15, signal="SIGTERM"), encoding="utf-8")
     told = explain([error(0, 2.0, "late"), error(1, 1.0, "\n".join(["cause", *"abcdefgh"]))], tmp_path)

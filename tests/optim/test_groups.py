@@ -5,6 +5,7 @@ import torch
 
 from tests.optim.cases import ALL, OURS, Case, model, same, train, values
 from thinwire import optim
+from thinwire.core.norms import global_norm
 
 
 @pytest.fixture(params=ALL)
@@ -268,6 +269,24 @@ def test_order_params_fixes_the_order_and_not_the_numbers(case: Case) -> None:
     late = torch.nn.Parameter(torch.ones(1))
     a.add_param_group({"params": [("late", late)]})
     assert a._ordered_params()[-1] is late
+
+
+def test_the_order_changes_no_bit_of_the_global_norm() -> None:
+    generator = torch.Generator().manual_seed(0)
+    grads = [torch.randn(7, generator=generator) ** 3 for _ in range(61)]
+    assert global_norm(grads) != global_norm(grads[::-1]), "the sum does depend on the order"
+    runs = []
+    for reverse in (False, True):
+        params = [torch.nn.Parameter(torch.zeros(7)) for _ in grads]
+        order = params[::-1] if reverse else params
+        optimizer = optim.SGD(
+            [{"params": params}, {"order_params": order}], lr=1.0, grad_clip=optim.ClipByGlobalNorm(1.0)
+        )
+        for p, g in zip(params, grads, strict=True):
+            p.grad = g
+        optimizer.step()
+        runs.append(params)
+    assert same(*runs)
 
 
 def test_order_params_errors(case: Case) -> None:

@@ -174,6 +174,31 @@ def test_lars_with_its_ratio_at_one_is_sgd() -> None:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("method", ["Lamb", "Lars"])
+@pytest.mark.parametrize("hyper", [{}, {"weight_decay": 0.0}])
+def test_layouts_that_fused_kernels_do_not_take(method: str, hyper: dict) -> None:
+    """A transposed parameter, a gradient in another layout, and a state that was saved in another layout."""
+    generator = torch.Generator().manual_seed(2)
+    table = torch.randn(4, 6, generator=generator).double()
+    grads = [torch.randn(4, 6, generator=generator).double() for _ in range(UPDATES)]
+    params = [torch.nn.Parameter(table.clone()), torch.nn.Parameter(table.clone().T.contiguous().T)]
+    assert not params[1].is_contiguous()
+    optimizers = [getattr(optim, method)([p], lr=0.02, **hyper) for p in params]
+    for s, grad in enumerate(grads):
+        params[0].grad = grad if s % 2 else grad.T.contiguous().T
+        params[1].grad = grad
+        for optimizer in optimizers:
+            optimizer.step()
+        if s == 20:
+            first, second = (optimizer.state_dict() for optimizer in optimizers)
+            optimizers[0].load_state_dict(second)
+            optimizers[1].load_state_dict(first)
+    options = Options(weight_decay=hyper.get("weight_decay", 0.01 if method == "Lamb" else 5e-4))
+    expected = run(method, {"p": table.numpy()}, [{"p": g.numpy()} for g in grads], [0.02] * UPDATES, options)
+    for p in params:
+        assert_near(p, expected["p"], 1e-9, method)
+
+
 def test_lamb_moves_a_tensor_of_zeros_and_survives_a_zero_update() -> None:
     p = torch.nn.Parameter(torch.zeros(3))
     optimizer = optim.Lamb([p], lr=0.1, weight_decay=0.0)

@@ -130,6 +130,7 @@ def test_apply_gradients_takes_the_users_own_tensors(case: Case) -> None:
         )
     assert same(values(net), values(twin))
     assert a.position == 3
+    assert same(train(net, a, range(3, 5)), train(twin, b, range(3, 5))), "step() goes back to p.grad"
 
 
 def test_parameters_that_are_not_listed_are_not_updated(case: Case) -> None:

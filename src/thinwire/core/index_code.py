@@ -85,10 +85,11 @@ def decode_positions(code: Tensor, numel: int, k: int) -> Tensor:
     nbytes = parts.low_bytes + parts.high_bytes
     if code.numel() != nbytes:
         raise PayloadCorrupt(f"the code of positions has {code.numel()} bytes, expected {nbytes}")
-    indices, count = for_device(code.device).decode_positions(code, k, parts.low_bits, parts.low_bytes)
+    kernels = for_device(code.device)
+    indices, count = kernels.decode_positions(code, k, parts.low_bits, parts.low_bytes)
     if count > k:
         raise PayloadCorrupt(f"{count} positions came, expected at most k = {k}")
-    if count > 1 and bool((indices[1:] <= indices[:-1]).any()):
+    if not kernels.is_ascending(indices):
         raise PayloadCorrupt("the positions are not strictly ascending")
     if count and int(indices[-1]) >= numel:
         raise PayloadCorrupt(f"position {int(indices[-1])} came, expected less than {numel}")

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from thinwire.core.index_code import decode_positions, encode_positions, position_bytes
+from thinwire.core.kernels import for_device
 from thinwire.core.value_code import decode_values, encode_values, value_bytes
 from thinwire.errors import PayloadCorrupt
 
@@ -152,7 +153,7 @@ def unpack(layout: Layout, message: Tensor, *, step: int, bucket: int, source: i
 
 def _encoded(slot: Slot, value_bits: int, indices: Tensor, values: Tensor) -> tuple[list[Tensor], Tensor, int]:
     """Codes of positions and values, what is decoded at all of the positions, and how many are carried."""
-    if bool(values.all()):
+    if for_device(values.device).count_nonzero(values) == values.numel():
         code, sent = encode_values(values, value_bits, slot.k)
         return [encode_positions(indices, slot.numel, slot.k), code], sent, sent.numel()
     nonzero = values != 0

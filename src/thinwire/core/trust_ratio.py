@@ -45,7 +45,7 @@ def trust_ratio(param_norm: Tensor, update_norm: Tensor, rule: TrustRule) -> Ten
     """
     denominator = update_norm + rule.eps if rule.eps else update_norm
     if rule.weight_decay:
-        denominator = denominator + rule.weight_decay * param_norm
+        denominator = torch.add(denominator, param_norm, alpha=rule.weight_decay)
     ratio = param_norm / denominator
     if rule.coefficient != 1:
         ratio = ratio * rule.coefficient

@@ -58,11 +58,12 @@ def encode_values(values: Tensor, bits: int, k: int) -> tuple[Tensor, Tensor]:
     Source: arXiv 1802.04434 (signs with one scale), 1901.09847 (error feedback). Differs: levels from means of parts.
     """
     value_bytes(k, bits)
+    kernels = for_device(values.device)
     if values.numel() > k:
         raise ValueError(f"values has {values.numel()} entries; at most k = {k} fit")
-    if bits == 1 and not bool(values.all()):
+    if bits == 1 and kernels.count_nonzero(values) < values.numel():
         raise ValueError("values holds a 0, which one bit cannot express; leave its position out")
-    return for_device(values.device).encode_values(values, bits, k)
+    return kernels.encode_values(values, bits, k)
 
 
 def decode_values(code: Tensor, count: int, bits: int, k: int) -> Tensor:

@@ -22,7 +22,7 @@ from thinwire.lab.text import Corpus, read_folder, read_standard_library
 __all__ = ["compare"]
 
 _MOMENTUM = 0.9
-_EVALUATIONS, _FEWEST_EVALUATIONS, _HELD_OUT_SEQUENCES = 20, 8, 128
+_EVALUATIONS, _FEWEST_EVALUATIONS, _HELD_OUT_SEQUENCES = 16, 8, 64
 _LONGEST_RAMP_STEPS, _RAMP_STEPS_BY_CLOCK = 100, 60
 _SHORTEST_TIMEOUT_S = 60.0
 

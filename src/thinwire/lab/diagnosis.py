@@ -21,7 +21,10 @@ def explain(errors: Sequence[Mapping[str, Any]], work: Path) -> str:
         errors: The `error` events of all ranks, each with its `rank`.
         work: Folder with the agents' logs.
     """
-    deaths = [f"worker {rank} was killed by {signal}" for rank, signal in _DEATH.findall(_logs(work))]
+    spoke = {str(error["rank"]) for error in errors}  # whoever dies after an error of its own died of that
+    deaths = [
+        f"worker {rank} was killed by {signal}" for rank, signal in _DEATH.findall(_logs(work)) if rank not in spoke
+    ]
     if deaths:
         return "; ".join(deaths)
     if errors:

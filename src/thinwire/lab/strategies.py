@@ -80,11 +80,11 @@ def check_names(names: Iterable[str]) -> tuple[str, ...]:
 
 
 _RING = "formula of the ring all-reduce, 2(W-1)/W times the message"
-register(Recipe("dense", "DDP, every gradient in float32", "thinwire.lab.trainers:Dense", 0.1, _RING))
-register(
-    Recipe("fp16", "DDP with torch's hook, gradients in float16", "thinwire.lab.trainers:HalfPrecision", 0.1, _RING)
-)
-register(Recipe("powersgd", "DDP with torch's PowerSGD hook, rank 2", "thinwire.lab.trainers:PowerSGD", 0.1, _RING))
-register(
-    Recipe("dgc", "deep gradient compression, 0.1 % at one bit", "thinwire.lab.trainers:DGC", 0.1, "optimizer.stats()")
-)
+_OWN = "optimizer.stats()"
+_HERE = "thinwire.lab.trainers"
+# The rates are the best of 0.1, 0.2 and 0.3 for each method (size small, 150 steps, two workers, batch 8, seed 0);
+# fp16 and powersgd follow the same mean gradient as dense and take its rate.
+register(Recipe("dense", "DDP, every gradient in float32", f"{_HERE}:Dense", 0.2, _RING))
+register(Recipe("fp16", "DDP with torch's hook, gradients in float16", f"{_HERE}:HalfPrecision", 0.2, _RING))
+register(Recipe("powersgd", "DDP with torch's PowerSGD hook, rank 2", f"{_HERE}:PowerSGD", 0.2, _RING))
+register(Recipe("dgc", "deep gradient compression, 0.1 % of the entries at one bit", f"{_HERE}:DGC", 0.3, _OWN))

@@ -1,6 +1,5 @@
 """LAMB: Adam's direction with decay, scaled per tensor to the norm of the parameter."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,28 +40,15 @@ class LambRule:
     trust: TrustRule
     """Limits of the trust ratio."""
 
-    @property
-    def root(self) -> float:
-        """The s of the formula: sqrt(1 - b2^t)."""
-        return math.sqrt(1 - self.beta2**self.step)
-
-    @property
-    def factor(self) -> float:
-        """The c of the formula: s/(1 - b1^t)."""
-        return self.root / (1 - self.beta1**self.step)
-
 
 def lamb_(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, rule: LambRule) -> Tensor:
-    """Changes `param`, `exp_avg` and `exp_avg_sq`: one update of one tensor.
+    """Changes `param`, `exp_avg` and `exp_avg_sq`: one update of one tensor, as the paper writes it.
 
     m <- b1 m + (1 - b1) g, v <- b2 v + (1 - b2) g^2, r = m^/(sqrt(v^) + eps) + wd p with m^ = m/(1 - b1^t) and
     v^ = v/(1 - b2^t), p <- p - lr T r with T = ||p||/||r||.
 
-    With s = sqrt(1 - b2^t) and c = s/(1 - b1^t) this is r = c q and q = m/(sqrt(v) + s eps) + (wd/c) p: the corrections
-    are numbers, which saves two passes over the memory.
-
     Args:
-        param: Any shape.
+        param: Any shape and layout.
         grad: Same shape and type, read only.
         exp_avg: m.
         exp_avg_sq: v.
@@ -71,27 +57,27 @@ def lamb_(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, rule
     Returns:
         T, shape (); no host synchronization.
     """
-    factor = rule.factor
-    exp_avg.lerp_(grad, 1 - rule.beta1)
+    exp_avg.mul_(rule.beta1).add_(grad, alpha=1 - rule.beta1)
     exp_avg_sq.mul_(rule.beta2).addcmul_(grad, grad, value=1 - rule.beta2)
-    # reciprocal and product in one buffer: a second buffer costs more than the second rounding
-    direction = exp_avg_sq.sqrt().add_(rule.eps * rule.root).reciprocal_().mul_(exp_avg)
-    if rule.weight_decay:
-        direction.add_(param, alpha=rule.weight_decay / factor)
+    mean = exp_avg / (1 - rule.beta1**rule.step)
+    square = exp_avg_sq / (1 - rule.beta2**rule.step)
+    direction = mean / (square.sqrt() + rule.eps) + rule.weight_decay * param
     param_norm, direction_norm = norms([param, direction])
-    ratio = trust_ratio(param_norm, direction_norm * factor, rule.trust)
-    param.addcmul_(direction, ratio, value=-rule.lr * factor)
+    ratio = trust_ratio(param_norm, direction_norm, rule.trust)
+    param.sub_(rule.lr * ratio * direction)
     return ratio
 
 
 def lamb_list_(
     params: TensorList, grads: TensorList, exp_avgs: TensorList, exp_avg_sqs: TensorList, rule: LambRule
 ) -> tuple[Tensor, ...]:
-    """Changes `params`, `exp_avgs` and `exp_avg_sqs`: `lamb_` for tensors of one type and device, as list operations.
+    """Changes `params`, `exp_avgs` and `exp_avg_sqs`: `lamb_` to rounding, in a third of the passes over the memory.
+
+    The direction r is what Adam makes of wd p with the rate -1, so torch's fused Adam computes it in one pass.
 
     Args:
-        params: Any shapes.
-        grads: Same shapes, read only.
+        params: Contiguous, of one type and device, on a CPU or CUDA.
+        grads: Same shapes, contiguous, read only.
         exp_avgs: m of each.
         exp_avg_sqs: v of each.
         rule: The constants.
@@ -99,18 +85,25 @@ def lamb_list_(
     Returns:
         T of each, shape (); no host synchronization.
     """
-    factor = rule.factor
-    torch._foreach_lerp_(exp_avgs, grads, 1 - rule.beta1)
-    torch._foreach_mul_(exp_avg_sqs, rule.beta2)
-    torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - rule.beta2)
-    directions = torch._foreach_sqrt(exp_avg_sqs)
-    torch._foreach_add_(directions, rule.eps * rule.root)
-    torch._foreach_reciprocal_(directions)
-    torch._foreach_mul_(directions, exp_avgs)
-    if rule.weight_decay:
-        torch._foreach_add_(directions, params, alpha=rule.weight_decay / factor)
-    ratios = trust_ratio(whole_norms(params), whole_norms(directions) * factor, rule.trust).unbind()
-    torch._foreach_addcmul_(params, directions, ratios, -rule.lr * factor)
+    directions = torch._foreach_mul(params, rule.weight_decay)
+    step = torch.full((), rule.step, dtype=torch.float32, device=params[0].device)
+    torch._fused_adam_(
+        directions,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        [],
+        [step] * len(params),
+        lr=-1.0,
+        beta1=rule.beta1,
+        beta2=rule.beta2,
+        weight_decay=0.0,
+        eps=rule.eps,
+        amsgrad=False,
+        maximize=False,
+    )
+    ratios = trust_ratio(whole_norms(params), whole_norms(directions), rule.trust).unbind()
+    torch._foreach_addcmul_(params, directions, ratios, -rule.lr)
     return ratios
 
 
@@ -137,8 +130,7 @@ class Lamb(LayerwiseOptimizer):
         grad_clip: `ClipByGlobalNorm`, `ClipByNorm` or `ClipByValue`; none is implied.
         regularizer: `L1Decay` or `L2Decay`, through the gradient.
         maximize: Go up instead of down.
-        foreach: Work on lists of tensors (True), one by one (False), or as is faster on the device (None); the numbers
-            are the same.
+        foreach: Work on lists of tensors (the default), or on one after the other if False; the numbers are the same.
 
     Raises:
         TypeError: An argument of the wrong kind; a complex parameter.
@@ -199,10 +191,11 @@ class Lamb(LayerwiseOptimizer):
             exp_avgs = [self._buffer(p, "exp_avg") for p in run.params]
             exp_avg_sqs = [self._buffer(p, "exp_avg_sq") for p in run.params]
             with widened(run.params) as work:
-                if len(work) == 1:
-                    ratios: TensorList = [lamb_(work[0], run.grads[0], exp_avgs[0], exp_avg_sqs[0], rule)]
+                if run.contiguous:
+                    ratios: TensorList = lamb_list_(work, run.grads, exp_avgs, exp_avg_sqs, rule)
                 else:
-                    ratios = lamb_list_(work, run.grads, exp_avgs, exp_avg_sqs, rule)
+                    tensors = zip(work, run.grads, exp_avgs, exp_avg_sqs, strict=True)
+                    ratios = [lamb_(*each, rule) for each in tensors]
             self._remember(run.params, ratios)
 
 

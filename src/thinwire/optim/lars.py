@@ -36,12 +36,12 @@ class LarsRule:
 
 
 def lars_(param: Tensor, grad: Tensor, velocity: Tensor | None, rule: LarsRule) -> Tensor:
-    """Changes `param` and `velocity`: one update of one tensor.
+    """Changes `param` and `velocity`: one update of one tensor, as the formula has it.
 
     L = lr * trust ratio, d = L (g + wd p), b <- momentum b + d, p <- p - b, with Nesterov p <- p - (d + momentum b).
 
     Args:
-        param: Any shape.
+        param: Any shape and layout.
         grad: Same shape and type, read only.
         velocity: b; None without momentum.
         rule: The constants.
@@ -49,30 +49,26 @@ def lars_(param: Tensor, grad: Tensor, velocity: Tensor | None, rule: LarsRule) 
     Returns:
         The trust ratio, shape (); no host synchronization.
     """
-    ratio, step = _ONE.to(param.device, param.dtype), grad
+    ratio = torch.ones((), dtype=param.dtype, device=param.device)
     if rule.trust.weight_decay:
         param_norm, grad_norm = norms([param, grad])
         ratio = trust_ratio(param_norm, grad_norm, rule.trust)
-        step = grad.add(param, alpha=rule.trust.weight_decay)
-    scale = ratio * rule.lr
+    step = rule.lr * ratio * (grad + rule.trust.weight_decay * param)
     if velocity is None:
-        param.addcmul_(step, scale, value=-1)
+        param.sub_(step)
         return ratio
-    velocity.mul_(rule.momentum).addcmul_(step, scale)
-    if rule.nesterov:
-        param.addcmul_(step, scale, value=-1).add_(velocity, alpha=-rule.momentum)
-    else:
-        param.sub_(velocity)
+    velocity.mul_(rule.momentum).add_(step)
+    param.sub_(step + rule.momentum * velocity if rule.nesterov else velocity)
     return ratio
 
 
 def lars_list_(
     params: TensorList, grads: TensorList, velocities: TensorList | None, rule: LarsRule
 ) -> tuple[Tensor, ...]:
-    """Changes `params` and `velocities`: `lars_` for tensors of one type and device, as list operations.
+    """Changes `params` and `velocities`: `lars_` to rounding, as list operations that need no further memory.
 
     Args:
-        params: Any shapes.
+        params: Contiguous, of one type and device.
         grads: Same shapes, read only.
         velocities: b of each; None without momentum.
         rule: The constants.
@@ -80,25 +76,27 @@ def lars_list_(
     Returns:
         The trust ratio of each, shape (); no host synchronization.
     """
-    ratios, steps = _ONE.to(params[0].device, params[0].dtype).expand(len(params)), grads
-    if rule.trust.weight_decay:
+    decay = rule.trust.weight_decay
+    if decay:
         ratios = trust_ratio(whole_norms(params), whole_norms(grads), rule.trust)
-        steps = torch._foreach_add(grads, params, alpha=rule.trust.weight_decay)
-    scales = (ratios * rule.lr).unbind()
-    if velocities is None:
-        torch._foreach_addcmul_(params, steps, scales, -1.0)
-        return ratios.unbind()
-    torch._foreach_mul_(velocities, rule.momentum)
-    torch._foreach_addcmul_(velocities, steps, scales, 1.0)
-    if rule.nesterov:
-        torch._foreach_addcmul_(params, steps, scales, -1.0)
-        torch._foreach_add_(params, velocities, alpha=-rule.momentum)
     else:
-        torch._foreach_sub_(params, velocities)
+        ratios = torch.ones(len(params), dtype=params[0].dtype, device=params[0].device)
+    rates = ratios * rule.lr
+    scales = rates.unbind()
+    if velocities is not None:
+        torch._foreach_mul_(velocities, rule.momentum)
+        torch._foreach_addcmul_(velocities, grads, scales, 1.0)
+        if decay:
+            torch._foreach_addcmul_(velocities, params, scales, decay)
+        if not rule.nesterov:
+            torch._foreach_sub_(params, velocities)
+            return ratios.unbind()
+    if decay:
+        torch._foreach_mul_(params, (1 - rates * decay).unbind())
+    torch._foreach_addcmul_(params, grads, scales, -1.0)
+    if velocities is not None:
+        torch._foreach_add_(params, velocities, alpha=-rule.momentum)
     return ratios.unbind()
-
-
-_ONE = torch.ones(())
 
 
 class Lars(LayerwiseOptimizer):
@@ -126,8 +124,7 @@ class Lars(LayerwiseOptimizer):
         grad_clip: `ClipByGlobalNorm`, `ClipByNorm` or `ClipByValue`.
         regularizer: `L1Decay` or `L2Decay`, added to g before, on top of weight_decay.
         maximize: Go up instead of down.
-        foreach: Work on lists of tensors (True), one by one (False), or as is faster on the device (None); the numbers
-            are the same.
+        foreach: Work on lists of tensors (the default), or on one after the other if False; the numbers are the same.
 
     Raises:
         TypeError: An argument of the wrong kind; a complex parameter.
@@ -191,9 +188,9 @@ class Lars(LayerwiseOptimizer):
             rule = LarsRule(rate, momentum, group["nesterov"], trust)
             velocities = [self._buffer(p, "momentum_buffer") for p in run.params] if momentum else None
             with widened(run.params) as work:
-                if len(work) == 1:
-                    velocity = velocities[0] if velocities else None
-                    ratios: TensorList = [lars_(work[0], run.grads[0], velocity, rule)]
+                if run.contiguous:
+                    ratios: TensorList = lars_list_(work, run.grads, velocities, rule)
                 else:
-                    ratios = lars_list_(work, run.grads, velocities, rule)
+                    each = velocities if velocities is not None else [None] * len(work)
+                    ratios = [lars_(p, g, b, rule) for p, g, b in zip(work, run.grads, each, strict=True)]
             self._remember(run.params, ratios)

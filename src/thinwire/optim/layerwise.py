@@ -26,6 +26,8 @@ class Run(NamedTuple):
     weight_decay: float
     step: int
     """Number of this update for these parameters, from 1; 0 where the method does not count."""
+    contiguous: bool
+    """Whether list operations and fused kernels of torch take these tensors."""
 
 
 class LayerwiseOptimizer(OwnOptimizer):
@@ -52,19 +54,17 @@ class LayerwiseOptimizer(OwnOptimizer):
         self._ratios.update(zip(params, ratios, strict=True))
 
     def _runs(self, group: dict[str, Any], pairs: Sequence[ParamGrad], *, counted: bool = False) -> Iterator[Run]:
-        """The pairs in runs of one device, type, decay and count; of one tensor each where lists do not pay."""
+        """The pairs in runs of one device, type, decay and count."""
         kinds: dict[tuple[Any, ...], Run] = {}
         for param, grad in pairs:
             decay, step = self._facts(param).weight_decay, self._counted(param) if counted else 0
-            if not _as_list(group["foreach"], grad):
-                yield Run([param], [grad], decay, step)
-                continue
-            key = (param.device, param.dtype, hasattr(param, "full_tensor"), decay, step)
-            run = kinds.setdefault(key, Run([], [], decay, step))
+            fast = param.device.type in ("cpu", "cuda") and param.is_contiguous() and grad.is_contiguous()
+            key = (param.device, param.dtype, hasattr(param, "full_tensor"), decay, step, fast)
+            run = kinds.setdefault(key, Run([], [], decay, step, fast))
             run.params.append(param)
             run.grads.append(grad)
         for run in kinds.values():
-            yield from _cut(run)
+            yield from _cut(run, group["foreach"])
 
 
 def whole_norms(tensors: TensorList) -> Tensor:
@@ -73,16 +73,12 @@ def whole_norms(tensors: TensorList) -> Tensor:
     return torch.stack(norms(tensors) if sharded else torch._foreach_norm(tensors))
 
 
-def _as_list(foreach: bool | None, grad: Tensor) -> bool:
-    # on a CPU every operation of a list streams all of it through the memory; elsewhere every launch costs
-    return grad.device.type != "cpu" if foreach is None else foreach
-
-
-def _cut(run: Run) -> Iterator[Run]:
-    """Pieces small enough for the cache on a CPU; the whole run elsewhere."""
+def _cut(run: Run, foreach: bool | None) -> Iterator[Run]:
+    """Pieces small enough for the cache on a CPU, single tensors without `foreach`, else the whole run."""
     start, size = 0, 0
     for i, grad in enumerate(run.grads):
         size += grad.numel() * grad.element_size()
-        if i == len(run.grads) - 1 or (size >= _CACHED_BYTES and grad.device.type == "cpu"):
+        full = foreach is False or (size >= _CACHED_BYTES and grad.device.type == "cpu")
+        if full or i == len(run.grads) - 1:
             yield run._replace(params=run.params[start : i + 1], grads=run.grads[start : i + 1])
             start, size = i + 1, 0

@@ -110,4 +110,8 @@ def _hidden(entries: Any) -> Any:
 
 
 def _shown(param: Tensor, kept: _Kept) -> Tensor:
-    return kept.tensor.to(device=param.device, dtype=state_dtype(param))
+    value = kept.tensor.to(device=param.device, dtype=state_dtype(param))
+    if value.shape != param.shape or value.stride() == param.stride() or hasattr(value, "full_tensor"):
+        return value
+    # fused kernels walk parameter and state alike, so both need one layout
+    return torch.empty_like(param, dtype=value.dtype, requires_grad=False).copy_(value)

@@ -37,6 +37,10 @@ class Kernels(Protocol):
         nesterov: bool,
     ) -> None: ...
 
+    def count_nonzero(self, values: Tensor) -> int: ...  # noqa: D102
+
+    def is_ascending(self, indices: Tensor) -> bool: ...  # noqa: D102
+
     def encode_positions(self, indices: Tensor, low_bits: int, low_bytes: int, high_bytes: int) -> Tensor: ...  # noqa: D102
 
     def decode_positions(self, code: Tensor, k: int, low_bits: int, low_bytes: int) -> tuple[Tensor, int]: ...  # noqa: D102

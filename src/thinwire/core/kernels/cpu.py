@@ -13,10 +13,12 @@ from thinwire.core.kernels.threads import in_parts
 
 __all__ = [
     "commit_",
+    "count_nonzero",
     "decode_positions",
     "decode_values",
     "encode_positions",
     "encode_values",
+    "is_ascending",
     "propose",
     "sum_sparse",
     "top_k",
@@ -31,7 +33,7 @@ _SMALLEST_ROOM = 8192  # candidates; below, clearing the histograms costs more t
 
 def top_k(values: Tensor, k: int) -> Tensor:
     """See `thinwire.core.select.top_k`."""
-    x = _array(values if values.dtype in {torch.float32, torch.float64} else values.float())
+    x = _floats(values)
     return _largest(_Folding(x, x, x, x.dtype.type(0), jit_fold.VALUES), k)[0]
 
 
@@ -41,7 +43,7 @@ def propose(
     """See `thinwire.core.feedback.propose`."""
     indices, values = _largest(_folding(grad, residual, momentum_buffer, momentum, nesterov), k)
     # Whatever is not finite counts as larger than all that is, so it is among the k.
-    if not bool(torch.isfinite(values).all()):
+    if not np.isfinite(values.numpy()).all():
         return indices[:0], values[:0], False
     return indices, values, True
 
@@ -63,6 +65,18 @@ def commit_(
     v[at] -= _array(sent).astype(v.dtype, copy=False)
     if momentum_buffer is not None:
         folding.buffer[at] = 0
+
+
+def count_nonzero(values: Tensor) -> int:
+    """See `thinwire.core.kernels.reference.count_nonzero`."""
+    # NumPy, since torch would wake all its threads for a count: dear where several ranks share the cores.
+    return int(np.count_nonzero(_floats(values)))
+
+
+def is_ascending(indices: Tensor) -> bool:
+    """See `thinwire.core.kernels.reference.is_ascending`."""
+    x = _array(indices)
+    return bool((x[1:] > x[:-1]).all())
 
 
 def encode_positions(indices: Tensor, low_bits: int, low_bytes: int, high_bytes: int) -> Tensor:
@@ -88,7 +102,7 @@ def decode_positions(code: Tensor, k: int, low_bits: int, low_bytes: int) -> tup
 
 def encode_values(values: Tensor, bits: int, k: int) -> tuple[Tensor, Tensor]:
     """See `thinwire.core.value_code.encode_values`."""
-    x = _array(values if values.dtype in {torch.float32, torch.float64} else values.float())
+    x = _floats(values)
     scale_bytes = 4 * SCALE_COUNT[bits]
     code = np.zeros(scale_bytes + (k * bits + 7) // 8, np.uint8)
     if bits == 32:
@@ -216,6 +230,11 @@ def _scales(x: Array, bits: int, k: int) -> Array:
 
 def _array(tensor: Tensor) -> Array:
     return tensor.detach().contiguous().numpy()
+
+
+def _floats(values: Tensor) -> Array:
+    """Values in a type that NumPy knows."""
+    return _array(values if values.dtype in {torch.float32, torch.float64} else values.float())
 
 
 def _bits(values: Array) -> Array:

@@ -6,10 +6,12 @@ from torch import Tensor
 __all__ = [
     "SCALE_COUNT",
     "commit_",
+    "count_nonzero",
     "decode_positions",
     "decode_values",
     "encode_positions",
     "encode_values",
+    "is_ascending",
     "propose",
     "sum_sparse",
     "top_k",
@@ -75,6 +77,16 @@ def _folded_residual(
     if nesterov:
         return (momentum_buffer + g).mul_(momentum).add_(residual).add_(g)
     return (momentum_buffer * momentum).add_(g).add_(residual)
+
+
+def count_nonzero(values: Tensor) -> int:
+    """How many values are not zero."""
+    return int(values.count_nonzero())
+
+
+def is_ascending(indices: Tensor) -> bool:
+    """Whether each of the indices is larger than the one before."""
+    return bool((indices[1:] > indices[:-1]).all())
 
 
 def encode_positions(indices: Tensor, low_bits: int, low_bytes: int, high_bytes: int) -> Tensor:
