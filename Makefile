@@ -15,7 +15,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $(INSTALLED)
 
 demo: $(INSTALLED)  ## train dense and compressed over the same slow link, side by side (about three minutes)
-	$(BIN)/thinwire compare --demo --out runs/demo
+	$(BIN)/thinwire compare --workers 2 --link 100mbit --strategies dense fp16 powersgd dgc --size small --seconds 18 --out runs/demo
 
 test: $(INSTALLED)  ## everything that must hold
 	$(BIN)/python -m pytest

@@ -1,8 +1,9 @@
 """Arrows point down: which package may import which, and who may speak to other ranks."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -69,6 +70,14 @@ def test_only_comm_speaks_to_other_ranks(path: Path) -> None:
 
 
 def test_all_names_what_there_is() -> None:
-    public = {n for n, v in vars(thinwire).items() if not n.startswith("_") and not isinstance(v, ModuleType)}
-    assert public <= set(thinwire.__all__)
-    assert all(hasattr(thinwire, name) for name in thinwire.__all__)
+    assert set(thinwire.__all__) == {"__version__", *thinwire._MODULES, *thinwire._HOMES}
+    assert dir(thinwire) == sorted(thinwire.__all__)
+    for name in thinwire.__all__:
+        assert getattr(thinwire, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = thinwire.nothing
+
+
+def test_importing_thinwire_does_not_import_torch() -> None:
+    code = "import sys, thinwire, thinwire.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

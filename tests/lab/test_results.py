@@ -172,6 +172,14 @@ def test_the_report_suits_light_and_dark_and_escapes_what_it_shows() -> None:
     assert re.findall(r"#[0-9a-f]{6}", plots) == []
 
 
+def test_many_strategies_keep_their_colours_apart_from_the_text() -> None:
+    measured = results()
+    measured["strategies"] = measured["strategies"] * 4
+    svg = re.findall(r"<svg.*?</svg>", render(measured), flags=re.DOTALL)[0]
+    for number in range(8):
+        assert 0 < svg.count(f"var(--series-{number})") < svg.count("var(--ink)")
+
+
 def test_the_report_says_first_that_nothing_was_emulated() -> None:
     page = render(results(emulated=False))
     body = page[page.index("<body>") :]

@@ -128,6 +128,11 @@ def test_exclusion_errors(case: Case) -> None:
 def test_patterns_are_case_sensitive() -> None:
     with pytest.raises(ValueError, match="matches no"):
         optim.SGD(model().named_parameters(), exclude_from_weight_decay=("*.BIAS",))
+    upper, lower = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
+    optimizer = optim.SGD([("A", upper), ("a", lower)], lr=1.0, weight_decay=0.5, exclude_from_weight_decay=("A",))
+    upper.grad, lower.grad = torch.zeros(1), torch.zeros(1)
+    optimizer.step()
+    assert (upper.item(), lower.item()) == (1.0, 0.5)
 
 
 def test_the_predicate_is_asked_once_per_parameter_and_again_only_for_new_ones() -> None:

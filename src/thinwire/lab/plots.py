@@ -16,7 +16,7 @@ PALETTE = (
 """Colour of each strategy on a light and on a dark page."""
 
 _INK = "#010203"  # stands for the colour of the page's text; replaced below
-_SERIES = "#0102{:02x}"
+_SERIES = "#0a0b{:02x}"
 _STYLE: dict[Any, Any] = {
     **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK),
     "svg.fonttype": "none",
