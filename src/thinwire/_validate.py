@@ -128,4 +128,5 @@ def _is_unfit_tensor(value: object) -> bool:
 
 def _bounds(at_least: float | None, above: float | None, at_most: float | None, below: float | None) -> str:
     signs = {">=": at_least, ">": above, "<=": at_most, "<": below}
-    return "".join(f" {sign} {bound:g}" for sign, bound in signs.items() if bound is not None).replace(" <", " and <")
+    limits = [f"{sign} {bound:g}" for sign, bound in signs.items() if bound is not None]
+    return f" {' and '.join(limits)}" if limits else ""

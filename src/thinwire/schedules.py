@@ -324,7 +324,7 @@ class WarmUp(Schedule):
         return self.lr * (min(step, self.warmup_steps) / self.warmup_steps)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Table(Schedule):
     """A list that was generated ahead: `values[step]`, and an `IndexError` past its end.
 
@@ -348,6 +348,11 @@ class Table(Schedule):
             raise ValueError("values must not be empty: a table needs one entry for each update")
         numbers = tuple(check.real(f"values[{i}]", v, at_least=0) for i, v in enumerate(values))
         object.__setattr__(self, "values", numbers)
+
+    def __repr__(self) -> str:
+        shown = ", ".join(map(repr, self.values[:3]))
+        more = f", ... {len(self.values)} in all" if len(self.values) > 3 else ""
+        return f"Table(values=({shown}{more}))"
 
     def value_at(self, step: int) -> float:
         """See `Schedule.value_at`."""
@@ -453,4 +458,7 @@ def rate_at(schedule: Schedule, step: int) -> float:
         ValueError: The value is negative or not finite.
         IndexError: `step` is past the end of a table.
     """
-    return check.real(f"the learning rate of {schedule!r} at step {step}", schedule(step), at_least=0)
+    rate = schedule(step)
+    if not 0 <= rate < math.inf:  # a schedule of the user's may have a call of its own
+        raise ValueError(f"the learning rate must be a finite number >= 0, got {rate} at step {step} from {schedule!r}")
+    return float(rate)

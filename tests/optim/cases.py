@@ -34,8 +34,10 @@ OURS = {
     "ProximalAdagrad": Case(optim.ProximalAdagrad, {"lr": 0.1, "l1": 0.01}),
 }
 ALL = {**TORCHS, **OURS}
+# one worker: the compression is at work, the exchange is not
+EVERY = {**ALL, "DGCMomentum": Case(optim.DGCMomentum, {"lr": 0.05, "min_numel": 8, "sparsity": (0.5,)})}
 EXTRAS: dict[str, Any] = {
-    "grad_clip": optim.ClipByGlobalNorm(0.5),
+    "grad_clip": optim.ClipByNorm(0.5),
     "regularizer": optim.L1Decay(0.01),
     "exclude_from_weight_decay": ("*.bias",),
 }

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from tests.optim.cases import ALL, OURS, Case, model, same, train, values
+from tests.optim.cases import EVERY, OURS, Case, model, same, train, values
 from thinwire import optim
 from thinwire.core.norms import global_norm
 
 
-@pytest.fixture(params=ALL)
+@pytest.fixture(params=EVERY)
 def case(request: pytest.FixtureRequest) -> Case:
-    return ALL[request.param]
+    return EVERY[request.param]
 
 
 @pytest.mark.parametrize(
@@ -261,10 +261,10 @@ def test_order_params_fixes_the_order_and_not_the_numbers(case: Case) -> None:
     net, twin = model(), model()
     reverse = list(net.named_parameters())[::-1]
     groups = [{"params": net[0].named_parameters(prefix="0")}, {"params": net[1:].named_parameters(prefix="rest")}]
-    a = case([*groups, {"order_params": reverse}], grad_clip=optim.ClipByGlobalNorm(0.1))
+    a = case([*groups, {"order_params": reverse}], grad_clip=optim.ClipByNorm(0.1))
     b = case(
         [{"params": twin[0].named_parameters(prefix="0")}, {"params": twin[1:].named_parameters(prefix="rest")}],
-        grad_clip=optim.ClipByGlobalNorm(0.1),
+        grad_clip=optim.ClipByNorm(0.1),
     )
     assert a._ordered_params() == [p for _, p in reverse]
     assert len(a.param_groups) == 2

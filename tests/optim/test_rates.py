@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from tests.optim.cases import ALL, OURS, Case, give_gradients, model, same, train, values
+from tests.optim.cases import EVERY, OURS, Case, give_gradients, model, same, train, values
 from thinwire import optim
 from thinwire.schedules import Constant, Schedule, ScheduledLR, Table, WarmUp
 
 
-@pytest.fixture(params=ALL)
+@pytest.fixture(params=EVERY)
 def case(request: pytest.FixtureRequest) -> Case:
-    return ALL[request.param]
+    return EVERY[request.param]
 
 
 def test_a_schedule_is_what_setting_the_rate_by_hand_gives(case: Case) -> None:

@@ -14,7 +14,7 @@ __all__ = ["LayerwiseOptimizer", "Run", "TensorList", "whole_norms"]
 
 TensorList = list[Tensor] | tuple[Tensor, ...]
 
-_CACHED_BYTES = 1 << 19
+_CACHED_BYTES = 1 << 21
 """Of gradients that are worked on together on a CPU: what stays in its cache from one operation to the next."""
 
 

@@ -1,18 +1,15 @@
 """The two phases of a step, gradients and update, as methods of every optimizer; and the rate read and set by hand."""
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from thinwire import _validate as check
+from thinwire.optim.grouped import GroupedOptimizer
 from thinwire.optim.groups import ParamPlace
 from thinwire.schedules import is_scheduled
-
-if TYPE_CHECKING:
-    from thinwire.optim.base import _Common
 
 __all__ = ["ParamGrad", "TwoPhase", "checked_pairs", "selected"]
 
@@ -20,16 +17,11 @@ ParamGrad = tuple[Tensor, Tensor]
 """A parameter and its gradient, of the same shape."""
 
 
-class TwoPhase(torch.optim.Optimizer):
-    """The two-phase methods of `CommonOptimizer`; a part of it that has a file of its own."""
+class TwoPhase(GroupedOptimizer):
+    """The middle part of `CommonOptimizer`: its two-phase methods, and the rate read and set."""
 
-    _common: "_Common"
     _given: list[ParamGrad] | None = None
     """The pairs of the update that `apply_gradients` is making; None where they come from `p.grad`."""
-
-    @abstractmethod
-    def _ordered_params(self) -> list[Tensor]:
-        """All parameters, in the order in which gradients are listed, exchanged and applied."""
 
     def backward(
         self,

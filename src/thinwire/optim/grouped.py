@@ -1,0 +1,205 @@
+"""Parameter groups of an optimizer: how parameters come in, what holds for each, and in which order they stand."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire import _validate as check
+from thinwire.core.clip import Clip, ClipByGlobalNorm, ClipByNorm, ClipByValue
+from thinwire.core.decay import L1Decay, L2Decay, Regularizer
+from thinwire.optim import groups as grouping
+from thinwire.optim.groups import Exclusion, ParamPlace
+from thinwire.optim.rates import parse_rate
+from thinwire.schedules import Schedule, rate_at
+
+__all__ = ["GroupedOptimizer", "ParamFacts"]
+
+
+@dataclass(slots=True)
+class ParamFacts:
+    """What holds for one parameter in the update at hand."""
+
+    name: str | None
+    """Its name, where named parameters were given."""
+    index: int
+    """Position in the order of the groups, from 0."""
+    group_index: int
+    """Which of `param_groups` it belongs to."""
+    group: dict[str, Any]
+    """That group, live: hyper-parameters are read from it at every update."""
+    weight_decay: float
+    """The group's, or 0 where the parameter is excluded."""
+    regularizer: Regularizer | None
+    """The group's."""
+    grad_centralization: bool
+    """The group's."""
+
+
+@dataclass(slots=True)
+class _Common:
+    """What the common part keeps beside torch's attributes; copied and pickled as a whole."""
+
+    lr: float | Schedule
+    grad_clip: Clip | None
+    regularizer: Regularizer | None
+    exclude: Exclusion
+    asked_order: list[Tensor] | None
+    order: list[Tensor] | None = None
+    position: int = 0
+    schedules: list[Schedule | None] = field(default_factory=list)
+    own_lr: list[bool] = field(default_factory=list)
+    places: dict[Tensor, ParamPlace] = field(default_factory=dict)
+
+
+class GroupedOptimizer(torch.optim.Optimizer):
+    """The lowest part of `CommonOptimizer`: construction, groups and the facts about each parameter."""
+
+    _common: _Common
+
+    def _open(
+        self,
+        params: object,
+        lr: object,
+        *,
+        grad_clip: Clip | None = None,
+        regularizer: Regularizer | None = None,
+        exclude_from_weight_decay: object = None,
+    ) -> tuple[Any, float]:
+        """Check the common arguments; returns what torch's constructor takes as `params` and `lr`."""
+        rate = parse_rate("lr", lr)
+        if grad_clip is not None:
+            check.instance("grad_clip", grad_clip, (ClipByGlobalNorm, ClipByNorm, ClipByValue))
+        _check_regularizer(regularizer)
+        exclude = grouping.parse_exclusion(exclude_from_weight_decay)
+        groups, order = grouping.split_order(params)
+        self._common = _Common(rate, grad_clip, regularizer, exclude, order)
+        return groups, rate_at(rate, 0) if isinstance(rate, Schedule) else rate
+
+    def _close(self) -> None:
+        """Check what can be seen only with all groups at hand."""
+        common = self._common
+        _check_common_values(self.defaults)
+        self._check_hyperparameters(self.defaults)
+        grouping.require_matches(common.exclude, (place.name for place in common.places.values()))
+        if common.asked_order is not None:
+            common.order = grouping.ordered(common.asked_order, common.places)
+
+    def _check_hyperparameters(self, values: Mapping[str, Any]) -> None:
+        """Raise TypeError or ValueError for a value that the method does not allow."""
+
+    def _check_param(self, name: str, param: Tensor) -> None:
+        """Raise TypeError for a parameter that the method cannot update."""
+
+    def _check_rate(self, rate: float, where: str) -> None:
+        """Raise ValueError for a rate that the method does not allow."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as in torch; patterns and predicate are asked about the new parameters only.
+
+        Args:
+            param_group: `params` and, where they differ from the constructor's, `lr`, `weight_decay`,
+                `grad_centralization`, `regularizer` and the optimizer's own hyper-parameters. It is not changed.
+
+        Raises:
+            TypeError: A value of the wrong kind.
+            ValueError: An unknown key, a value out of range, a parameter that is already there.
+        """
+        check.instance("param_group", param_group, dict)
+        grouping.check_keys(param_group, self.defaults)
+        if "params" not in param_group:
+            raise ValueError(f"a parameter group must have the key 'params', got {list(param_group)}")
+        common = self._common
+        group = {"regularizer": common.regularizer, "grad_centralization": False, **param_group}
+        own_lr = "lr" in group
+        rate = parse_rate("lr of a parameter group", group["lr"]) if own_lr else common.lr
+        schedule = rate if isinstance(rate, Schedule) else None
+        group["lr"] = rate_at(rate, common.position) if isinstance(rate, Schedule) else rate
+        if schedule is None:
+            self._check_rate(group["lr"], "lr")
+        _check_common_values(group)
+        self._check_hyperparameters({**self.defaults, **group})
+        entries = self._listed(group)
+        flags = grouping.excluded_flags(common.exclude, entries)
+        super().add_param_group(group)
+        self._place(entries, flags)
+        common.schedules.append(schedule)
+        common.own_lr.append(own_lr)
+
+    def _listed(self, group: dict[str, Any]) -> list[tuple[str | None, Tensor]]:
+        """Materialize the group's parameters; wrong kinds of entries are left for torch to refuse."""
+        if isinstance(group["params"], set):
+            return []
+        entries = grouping.named_params(group["params"])
+        group["params"] = [param if name is None else (name, param) for name, param in entries]
+        if not all(isinstance(param, Tensor) for _, param in entries):
+            return []
+        if "param_names" in group and all(name is None for name, _ in entries):
+            entries = [(name, param) for name, (_, param) in zip(group["param_names"], entries, strict=True)]
+        if len({param for _, param in entries}) != len(entries):
+            raise ValueError("some parameters appear more than once in a parameter group; list every parameter once")
+        for i, (name, param) in enumerate(entries):
+            self._check_param(name if name is not None else f"params[{i}]", param)
+        return entries
+
+    def _place(self, entries: Sequence[tuple[str | None, Tensor]], flags: Sequence[bool]) -> None:
+        common = self._common
+        first = len(common.places)
+        for i, ((name, param), excluded) in enumerate(zip(entries, flags, strict=True)):
+            common.places[param] = ParamPlace(first + i, len(self.param_groups) - 1, name, excluded)
+        if common.order is not None:
+            common.order.extend(param for _, param in entries)
+
+    @property
+    def position(self) -> int:
+        """Completed updates, from 0: the step at which schedules are read for the next update."""
+        return self._common.position
+
+    @property
+    def grad_clip(self) -> Clip | None:
+        """The clipping that was asked for at construction."""
+        return self._common.grad_clip
+
+    @property
+    def has_schedule(self) -> bool:
+        """Whether a schedule or a list drives the rate of any group."""
+        return any(schedule is not None for schedule in self._common.schedules)
+
+    def _ordered_params(self) -> list[Tensor]:
+        """All parameters, in the order in which gradients are listed, exchanged and applied."""
+        return list(self._common.places) if self._common.order is None else self._common.order
+
+    def _group_of(self, param: Tensor) -> dict[str, Any]:
+        return self.param_groups[self._common.places[param].group_index]
+
+    def _facts(self, param: Tensor) -> ParamFacts:
+        """Name, group and what its group and the exclusion say about decay, in the update at hand."""
+        place = self._common.places[param]
+        group = self.param_groups[place.group_index]
+        decay = 0.0 if place.excluded else group["weight_decay"]
+        regularizer, centralization = group["regularizer"], group["grad_centralization"]
+        return ParamFacts(place.name, place.index, place.group_index, group, decay, regularizer, centralization)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_common": self._common}
+
+
+def _check_regularizer(regularizer: object) -> None:
+    if regularizer is not None:
+        check.instance("regularizer", regularizer, (L1Decay, L2Decay))
+
+
+def _check_common_values(values: dict[str, Any]) -> None:
+    """Check the common keys of a group or of the defaults; tensors of one element become numbers."""
+    _check_regularizer(values.get("regularizer"))
+    check.boolean("grad_centralization", values.get("grad_centralization", False))
+    check.boolean("maximize", values.get("maximize", False))
+    if values.get("foreach") is not None:
+        check.boolean("foreach", values["foreach"])
+    if "weight_decay" in values:
+        decay = values["weight_decay"] = check.scalar("weight_decay", values["weight_decay"], at_least=0)
+        if decay >= 1:
+            warnings.warn(f"weight_decay is usually below 1, got {decay}", UserWarning, stacklevel=4)
