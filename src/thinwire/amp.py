@@ -1,13 +1,15 @@
 """Loss scale for training in a narrow type."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from thinwire import _validate as check
+from thinwire.comm import Group
 from thinwire.core.loss_scale import (
     DynamicLossScale,
     FixedLossScale,
@@ -27,24 +29,25 @@ class LossScaler:
     A step is `loss = scaler.scaled(loss)`, the backward pass, then `if scaler.unscale_(parameters): optimizer.step()`,
     which adapts the scale too.
 
+    An overflow on one rank drops the step on all, so scales and optimizers never part.
+
     **State**: scale and counters, in `state_dict`.
-    **Communication**: none of its own; `agree` may exchange one flag per step.
-    **Failure**: a dropped step changes the scale and the counters only.
+    **Communication**: one flag per step, 24 bytes a rank where all agree; none with a scale that does not check.
+    **Failure**: a dropped step changes the scale and the counters only. A dead or late rank: see `thinwire.errors`.
 
     Args:
         config: `FixedLossScale` or `DynamicLossScale`.
-        agree: Makes one flag of this rank's, the same on all ranks: True if any rank's is. None: this rank alone.
+        process_group: The ranks that agree; None for all of them. One process alone works too.
 
     Raises:
-        TypeError: Another kind of config, or `agree` cannot be called.
+        TypeError: Another kind of config.
     """
 
-    def __init__(self, config: LossScale, agree: Callable[[bool], bool] | None = None) -> None:
+    def __init__(self, config: LossScale, process_group: dist.ProcessGroup | None = None) -> None:
         check.instance("config", config, (FixedLossScale, DynamicLossScale))
-        if agree is not None and not callable(agree):
-            raise TypeError(f"agree must be a callable (flag) -> flag, got {agree!r}")
         self.config = config
-        self._agree = agree
+        self._process_group = process_group
+        self._group: Group | None = None
         self._state = initial_scale(config)
 
     @property
@@ -108,5 +111,7 @@ class LossScaler:
         self._state = ScaleState(scale=check.real("scale", state_dict["scale"], at_least=1), **counts)
 
     def _overflowed(self, grads: list[Tensor]) -> bool:
-        mine = bool(any_non_finite(grads))
-        return mine if self._agree is None else self._agree(mine)
+        if self._group is None:
+            self._group = Group(self._process_group)
+        mine = b"1" if any_non_finite(grads) else b"0"
+        return b"1" in self._group.gather_bytes(mine, what="agreeing on an overflow of scaled gradients")

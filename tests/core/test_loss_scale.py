@@ -8,7 +8,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.optim.cases import ALL, give_gradients, model, same, values
 from thinwire.amp import DynamicLossScale, FixedLossScale, LossScaler
 from thinwire.core.loss_scale import any_non_finite, initial_scale, next_scale
 from thinwire.errors import NonFinite
@@ -69,7 +68,6 @@ def test_too_many_overflows_in_a_row_are_an_error(config: object) -> None:
         (lambda: DynamicLossScale(8, 2, 0), ValueError, "scale_window"),
         (lambda: DynamicLossScale(8, 2, 2.0), TypeError, "scale_window"),
         (lambda: LossScaler(128.0), TypeError, "config"),
-        (lambda: LossScaler(FixedLossScale(), agree=True), TypeError, "agree"),
     ],
 )
 def test_wrong_arguments(make: object, error: type[Exception], name: str) -> None:
@@ -90,62 +88,3 @@ def test_one_bad_entry_is_found(bad: float) -> None:
     assert any_non_finite([*good, torch.tensor([1.0, bad])])
     sparse = torch.sparse_coo_tensor([[1]], torch.tensor([bad]), (3,), check_invariants=True)
     assert any_non_finite([*good, sparse])
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_a_scaled_step_is_the_plain_step_and_a_dropped_one_changes_nothing(name: str) -> None:
-    net, twin = model(), model()
-    a, b = ALL[name](net.named_parameters()), ALL[name](twin.named_parameters())
-    scaler = LossScaler(DynamicLossScale(8.0, 2.0, 2))
-    scales = []
-    for seed in range(6):
-        give_gradients(net, seed)
-        give_gradients(twin, seed)
-        for p in net.parameters():
-            p.grad.mul_(scaler.scale)
-        if seed == 2:
-            net[1].bias.grad[0] = float("nan")
-        if scaler.unscale_(net.parameters()):
-            a.step()
-            b.step()
-        scales.append(scaler.scale)
-        assert same(values(net), values(twin))
-    assert scales == [8.0, 16.0, 8.0, 8.0, 16.0, 16.0]
-    assert a.position == 5
-    assert scaler.dropped_steps == 1
-
-
-def test_a_fixed_scale_may_look_away() -> None:
-    p = torch.nn.Parameter(torch.ones(2))
-    scaler = LossScaler(FixedLossScale(4.0, drop_overflow_update=False), agree=lambda flag: pytest.fail("not asked"))
-    p.grad = torch.tensor([4.0, math.inf])
-    assert scaler.unscale_([p])
-    assert p.grad.tolist() == [1.0, math.inf]
-    assert scaler.scaled(torch.tensor(2.0)).item() == 8.0
-
-
-def test_an_overflow_on_another_rank_drops_the_step_here() -> None:
-    p = torch.nn.Parameter(torch.ones(2))
-    p.grad = torch.ones(2)
-    scaler = LossScaler(FixedLossScale(4.0), agree=lambda flag: True)
-    assert not scaler.unscale_([p])
-    assert p.grad.tolist() == [1.0, 1.0]
-
-
-def test_the_state_goes_on() -> None:
-    scaler = LossScaler(DynamicLossScale(8.0, 2.0, 3))
-    p = torch.nn.Parameter(torch.ones(1))
-    for value in (1.0, math.nan, 1.0, 1.0):
-        p.grad = torch.full((1,), value)
-        scaler.unscale_([p])
-    twin = LossScaler(DynamicLossScale(8.0, 2.0, 3))
-    twin.load_state_dict(scaler.state_dict())
-    for each in (scaler, twin):
-        p.grad = torch.ones(1)
-        each.unscale_([p])
-    assert scaler.state_dict() == twin.state_dict()
-    assert twin.scale == 8.0
-    with pytest.raises(ValueError, match="keys"):
-        twin.load_state_dict({"scale": 3.0})
-    with pytest.raises(ValueError, match="good_updates"):
-        twin.load_state_dict({**scaler.state_dict(), "good_updates": -1})

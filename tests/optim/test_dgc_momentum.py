@@ -410,6 +410,69 @@ def test_grad_scaler_drops_everywhere_or_nowhere(ranks: Pool, attach: bool) -> N
     assert answers[1]["scale"] < answers[0]["scale"]
 
 
+def tampered(rank: int, size: int, how: str, begin: int) -> bool:
+    model = Two()
+    optimizer = dgc(model, rampup_begin_step=begin)
+    ddp = DistributedDataParallel(model)
+    optimizer.attach(ddp)
+    ddp(data(rank, 0)).square().mean().backward()
+    if how == "clip" and rank == 1:
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    elif how == "scale":
+        tw.amp.LossScaler(tw.FixedLossScale(8.0)).unscale_(model.parameters())
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(RuntimeError, match=r"rank [01]: the gradient of a.weight was changed between backward\(\)"):
+        optimizer.step()
+    return all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)) and not optimizer.state
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("begin", [0, 5])
+@pytest.mark.parametrize("how", ["clip", "scale"])
+def test_a_gradient_changed_after_it_was_sent_is_an_error_everywhere(ranks: Pool, how: str, begin: int) -> None:
+    assert ranks.run(tampered, how, begin) == [True, True]
+
+
+def unscaled_before_step(rank: int, size: int, attach: bool) -> list[Tensor]:
+    model = Two()
+    optimizer = dgc(model, value_bits=32)
+    ddp = DistributedDataParallel(model) if attach else model
+    if attach:
+        optimizer.attach(ddp)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for step in range(4):
+        scaler.scale(ddp(data(rank, step)).square().mean()).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return [p.detach() for p in model.parameters()]
+
+
+def test_grad_scaler_may_unscale_before_the_step(ranks: Pool) -> None:
+    attached, stepped = ranks.run(unscaled_before_step, True), ranks.run(unscaled_before_step, False)
+    for other in (attached[1], *stepped):
+        assert all(torch.equal(a, b) for a, b in zip(attached[0], other, strict=True))
+
+
+def refused_then_tried_again(rank: int, size: int) -> list[str]:
+    p, optimizer = one_param(sparsity=(0.9 - 0.1 * rank,))
+    p.grad = torch.ones(600)
+    texts = []
+    for _ in range(2):
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            texts.append(type(error).__name__)
+    return texts
+
+
+@pytest.mark.fault
+def test_a_refused_handshake_stays_refused(ranks: Pool) -> None:
+    assert ranks.run(refused_then_tried_again) == [["Mismatch"] * 2] * 2
+
+
 class Embedder(nn.Module):
     def __init__(self) -> None:
         super().__init__()

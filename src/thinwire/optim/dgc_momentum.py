@@ -123,6 +123,7 @@ class DGCMomentum(CommonOptimizer):
         self.num_trainers = None if num_trainers is None else check.integer("num_trainers", num_trainers, at_least=1)
         self._process_group = process_group
         self._fresh: dict[Tensor, dict[str, Tensor]] = {}
+        self._samples: dict[int, Tensor] = {}
         defaults = {
             "lr": rate,
             "momentum": momentum,
@@ -184,8 +185,6 @@ class DGCMomentum(CommonOptimizer):
             "dropped_steps": 0 if self._exchange is None else self._exchange.drops.total,
         }
 
-    # What the base class asks for.
-
     def _check_hyperparameters(self, values: Mapping[str, Any]) -> None:
         momentum = check.real("momentum", values["momentum"], at_least=0)
         if check.boolean("nesterov", values["nesterov"]) and momentum == 0:
@@ -204,21 +203,21 @@ class DGCMomentum(CommonOptimizer):
 
     def _update(self, pairs: list[ParamGrad], rates: list[float]) -> bool:
         exchange = self._joined()
-        scaled, overflow = self._scaler()
-        if scaled and exchange.in_flight and self._attached is not None:
+        overflow = self._read_scaler()
+        if overflow is not None and exchange.in_flight and self._attached is not None:
             exchange.discard()  # proposals made before the scale was known are in the wrong unit
             self._attached.deferred = True
         try:
             keys = self._keys()
             grads = {keys[p]: self._unscaled(p, g) for p, g in pairs}
-            done = exchange.exchange(self.position, grads, overflow=overflow)
+            misuse = self._changed_since_backward(grads) if exchange.in_flight else None
+            done = exchange.exchange(self.position, grads, overflow=overflow, misuse=misuse)
             if done is None:
                 return False
             for param, grad in pairs:
                 self._apply(param, grad, done, keys[param], rates[self._facts(param).group_index])
         finally:
-            self._fresh.clear()
-            self._inverse_scale = 1.0
+            self._forget()
         self._dense_bytes += sum(4 * p.numel() for p in self._ordered_params() if p.requires_grad)
         return True
 
@@ -227,9 +226,13 @@ class DGCMomentum(CommonOptimizer):
         self._attached = None
         if self._exchange is not None:
             self._exchange.discard()
-        self._fresh.clear()
+        self._forget()
 
-    # One rank's side.
+    def _forget(self) -> None:
+        """Let go of what belongs to one step."""
+        self._fresh.clear()
+        self._samples.clear()
+        self._inverse_scale = 1.0
 
     def _keys(self) -> dict[Tensor, int]:
         return {p: key for key, p in enumerate(self._ordered_params())}
@@ -237,11 +240,22 @@ class DGCMomentum(CommonOptimizer):
     def _names(self) -> list[str]:
         return [self._facts(p).name or f"parameter {key}" for key, p in enumerate(self._ordered_params())]
 
-    def _scaler(self) -> tuple[bool, bool | None]:
-        """Whether gradients carry a loss scale, and whether a `GradScaler` found an overflow (None: no scaler)."""
+    def _read_scaler(self) -> bool | None:
+        """Whether a `GradScaler` found an overflow (None: no scaler); its scale, where gradients carry it, is kept."""
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         self._inverse_scale = 1.0 if scale is None else 1.0 / float(scale)
-        return scale is not None, None if found is None else bool(found)
+        return None if found is None else bool(found)
+
+    def _changed_since_backward(self, grads: Mapping[int, Tensor]) -> str | None:
+        """What to tell a user who clips or scales `p.grad` after its exchange has begun."""
+        for key, grad in grads.items():
+            if key in self._samples and not _alike(_sample(grad), self._samples[key]):
+                return (
+                    f"the gradient of {self._names()[key]} was changed between backward() and step(), but an attached "
+                    "optimizer has sent it by then: use local_grad_clip_norm or grad_clip to clip and "
+                    "torch.amp.GradScaler to scale, or do not attach"
+                )
+        return None
 
     def _unscaled(self, param: Tensor, grad: Tensor) -> Tensor:
         return grad if self._inverse_scale == 1.0 else grad.to(_wide(param, grad)) * self._inverse_scale
@@ -293,10 +307,11 @@ class DGCMomentum(CommonOptimizer):
             return
         keys = self._keys()
         with torch.no_grad():
-            signed = [-g if self._facts(p).group["maximize"] else g for p, g in zip(params, grads, strict=True)]
-            self._exchange.launch_bucket(
-                self.position, bucket, {keys[p]: g for p, g in zip(params, signed, strict=True)}
-            )
+            signed = {
+                keys[p]: -g if self._facts(p).group["maximize"] else g for p, g in zip(params, grads, strict=True)
+            }
+            self._exchange.launch_bucket(self.position, bucket, signed)
+            self._samples.update({key: _sample(grad) for key, grad in signed.items()})
 
     def _apply(self, param: Tensor, grad: Tensor, done: Round, key: int, rate: float) -> None:
         # what decides here must be common to all ranks: one of them may hold a row-sparse gradient, another a dense one
@@ -331,19 +346,17 @@ class DGCMomentum(CommonOptimizer):
         else:
             param.detach().copy_(param.detach().to(buffer.dtype).add_(update, alpha=-rate))
 
-    # The ranks' side.
-
     def _joined(self) -> GradientExchange:
         """The exchange with the other ranks, after the comparison that must precede it."""
-        names = self._names()
-        if self._exchange is None:
-            group = Group(self._process_group)
-            self._exchange = GradientExchange(group, names, value_bits=self.value_bits, propose=self._propose)
+        names, known = self._names(), self._exchange
+        if known is None or known.names != names:
+            group = Group(self._process_group) if known is None else known.group
             require_agreement(group, self._common_facts(names), what="comparing settings and parameters")
-        elif self._exchange.names != names:
-            self._exchange.names = names
-            require_agreement(self._exchange.group, self._common_facts(names), what="comparing settings and parameters")
-        return self._exchange
+            if known is None:
+                known = GradientExchange(group, names, value_bits=self.value_bits, propose=self._propose)
+            known.names = names
+            self._exchange = known
+        return known
 
     def _common_facts(self, names: Sequence[str]) -> dict[str, Any]:
         """What all ranks must have in common, in the order in which differences are most telling."""
@@ -373,6 +386,7 @@ class DGCMomentum(CommonOptimizer):
         super().__setstate__(state)
         self._process_group = self.__dict__.get("_process_group")
         self._fresh = self.__dict__.get("_fresh", {})
+        self._samples = self.__dict__.get("_samples", {})
 
 
 class Attached:
@@ -394,6 +408,15 @@ class Attached:
 
 def _rule(group: Mapping[str, Any]) -> FoldRule:
     return FoldRule(group["momentum"], group["nesterov"])
+
+
+def _sample(grad: Tensor) -> Tensor:
+    """Some entries, by which a gradient that was changed is recognised."""
+    return grad.reshape(-1)[:: max(1, grad.numel() // 64)].clone()
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def _wide(param: Tensor, grad: Tensor) -> torch.dtype:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from thinwire.comm import Group
-from thinwire.errors import Mismatch, NonFinite, PayloadCorrupt
+from thinwire.errors import Mismatch, NonFinite, PayloadCorrupt, ThinwireError
 
 __all__ = ["ABSENT", "DENSE", "MAX_DROPS_IN_A_ROW", "ROW_SPARSE", "Drops", "Report", "agree_on_step"]
 
@@ -29,6 +29,8 @@ class Report:
     """Whether a loss scaler on this rank found an overflow; None without one."""
     corrupt: str | None = None
     """Why a message that this rank received was refused."""
+    misuse: str | None = None
+    """What the user of this rank did that cannot be gone on with."""
 
 
 def agree_on_step(group: Group, report: Report, names: Sequence[str]) -> list[Report]:
@@ -44,6 +46,7 @@ def agree_on_step(group: Group, report: Report, names: Sequence[str]) -> list[Re
 
     Raises:
         PayloadCorrupt: A rank refused a message.
+        ThinwireError: A rank was misused.
         Mismatch: Ranks are at different steps, or a parameter has a gradient on some of them only.
 
     Communication: `Group.gather_bytes`, 24 bytes a rank when all say the same.
@@ -55,7 +58,7 @@ def agree_on_step(group: Group, report: Report, names: Sequence[str]) -> list[Re
         reports = [report] * group.size
     else:
         reports = [_parse(answer, rank, what) for rank, answer in enumerate(answers)]
-    _refuse_corruption(reports)
+    _refuse_trouble(reports)
     _refuse_different_places(reports, what)
     _refuse_partial_gradients(reports, names, what)
     return reports
@@ -70,8 +73,10 @@ def _parse(answer: bytes, rank: int, what: str) -> Report:
         ) from error
 
 
-def _refuse_corruption(reports: Sequence[Report]) -> None:
+def _refuse_trouble(reports: Sequence[Report]) -> None:
     for rank, report in enumerate(reports):
+        if report.misuse is not None:
+            raise ThinwireError(f"rank {rank}: {report.misuse}. Nothing was applied on any rank")
         if report.corrupt is not None:
             raise PayloadCorrupt(f"rank {rank} refused a message: {report.corrupt}. Nothing was applied on any rank")
 

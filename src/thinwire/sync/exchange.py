@@ -64,16 +64,20 @@ class GradientExchange:
         if flying is not None:
             flying.finish()
 
-    def exchange(self, step: int, grads: Mapping[int, Tensor], *, overflow: bool | None = None) -> Round | None:
+    def exchange(
+        self, step: int, grads: Mapping[int, Tensor], *, overflow: bool | None = None, misuse: str | None = None
+    ) -> Round | None:
         """The checked exchange of this step, or None where all ranks drop it.
 
         Args:
             step: Completed updates, from 0.
             grads: This rank's gradients by key; only names what is there if the buckets were launched before.
             overflow: Whether a loss scaler found an overflow on this rank; None without a scaler.
+            misuse: What makes this rank unable to go on, for the error that all ranks raise.
 
         Raises:
             PayloadCorrupt: A rank refused a message.
+            ThinwireError: A rank was misused.
             Mismatch: Ranks are at different places, or have gradients for different parameters.
             NonFinite: Too many dropped steps in a row.
             PeerLost, PeerStalled: A rank died or does not answer.
@@ -81,10 +85,10 @@ class GradientExchange:
         flying, bad = self._flying, self._non_finite
         self._flying, self._non_finite = None, None
         if flying is not None:
-            self._require_all(flying, grads)
-            return self._settle(flying, Report(step, "attached", non_finite=bad, overflow=overflow))
+            misuse = misuse or self._stray(flying, grads)
+            return self._settle(flying, Report(step, "attached", non_finite=bad, overflow=overflow, misuse=misuse))
         sparse, dense, bad = self._split(grads)
-        report = Report(step, "proposed", self._kinds(grads), bad, overflow)
+        report = Report(step, "proposed", self._kinds(grads), bad, overflow, misuse=misuse)
         reports = agree_on_step(self.group, report, self.names)
         if self.drops.needed(reports, self.names):
             return None
@@ -125,13 +129,14 @@ class GradientExchange:
             kinds[key] = ROW_SPARSE if grad.is_sparse else DENSE
         return "".join(kinds)
 
-    def _require_all(self, flying: Round, grads: Mapping[int, Tensor]) -> None:
+    def _stray(self, flying: Round, grads: Mapping[int, Tensor]) -> str | None:
         for key in grads:
             if key not in flying.keys:
-                raise ThinwireError(
+                return (
                     f"parameter {self.names[key]} has a gradient that did not come from the attached model's backward: "
                     "call step() after every synchronising backward pass of that model, and use no other"
                 )
+        return None
 
 
 def _all_finite(tensor: Tensor) -> bool:
