@@ -1,23 +1,18 @@
 """What it costs to fold a gradient, select, encode and decode: ours against torch, and against the memory's floor.
 
-    python benchmarks/codec.py --out codec.json
-    python benchmarks/codec.py --quick
+    python -m benchmarks.codec --out benchmarks/results/codec.json
+    python -m benchmarks.codec --quick
 
 Contenders take turns within one run and the median counts, so the ratios hold on a machine that others use too.
 """
 
-import argparse
-import json
 import os
-import platform
-import statistics
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from benchmarks.common import parser_for, save, summary, surroundings, turns_ms
 from thinwire.core.feedback import FoldRule, commit_, propose
 from thinwire.core.kernels import for_device
 from thinwire.core.merge import sum_sparse
@@ -91,45 +86,21 @@ def contenders(grad: Tensor, density: float, value_bits: int) -> dict[str, dict[
     return table
 
 
-def seconds(work: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
-
-
-def medians_ms(works: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Medians of works that take turns: A B C, A B C, ..."""
-    for work in works.values():
-        work()  # compiles and touches the memory
-    times: dict[str, list[float]] = {name: [] for name in works}
-    for _ in range(repeats):
-        for name, work in works.items():
-            times[name].append(1e3 * seconds(work))
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
 def measure(numel: int, densities: list[float], value_bits: int, repeats: int) -> dict[str, object]:
     fast_kernels = for_device(torch.device("cpu")).__name__
     generator = torch.Generator().manual_seed(0)
     grad = torch.randn(numel, generator=generator)
-    target = torch.zeros_like(grad)
-    memory = {"copy": lambda: target.copy_(grad), "add": lambda: target.add_(grad)}
     rows = []
     for density in densities:
         for operation, works in contenders(grad, density, value_bits).items():
-            times = medians_ms({**works, **memory}, repeats)
-            # copy moves two words an entry and add three; the faster of the two is what the memory can do.
-            word_ms = min(times.pop("copy") / 2, times.pop("add") / 3)
+            times, word_ms = summary(turns_ms(works, numel, repeats))
             rows.append({"density": density, "operation": operation, "floor": 5 * word_ms, **times})
     return {
         "numel": numel,
         "value_bits": value_bits,
         "sources": SOURCES,
-        "threads": torch.get_num_threads(),
-        "repeats": repeats,
         "fast_kernels": fast_kernels,
-        "torch": torch.__version__,
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        **surroundings(repeats),
         "bytes_per_second": 4 / (word_ms / 1e3) * numel,
         "milliseconds": rows,
     }
@@ -165,22 +136,17 @@ def printed(result: dict[str, object]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_for(__doc__)
     parser.add_argument("--numel", type=int, default=25_000_000, help="entries of the tensor")
     parser.add_argument("--densities", type=float, nargs="+", default=[0.001, 0.01, 0.25], help="fractions sent")
     parser.add_argument("--value-bits", type=int, default=1, help="1, 2, 4, 8, 16 or 32")
-    parser.add_argument("--repeats", type=int, default=9, help="rounds; at least 7 for figures that count")
-    parser.add_argument("--threads", type=int, default=None, help="threads of all contenders; default: torch's own")
-    parser.add_argument("--quick", action="store_true", help="small and short: shows that it runs, measures nothing")
-    parser.add_argument("--out", type=Path, default=None, help="file for the figures as JSON")
     arguments = parser.parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     numel, repeats = (200_000, 3) if arguments.quick else (arguments.numel, arguments.repeats)
     result = measure(numel, arguments.densities, arguments.value_bits, repeats)
     print(printed(result))
-    if arguments.out:
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    save(result, arguments.out)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The seam to the ranks: gathers, sums, agreement, and how failures are named."""
 
+import gc
 import os
 import signal
 import time
@@ -126,3 +127,18 @@ def test_a_stopped_rank_is_named_by_all_others(ranks: Pool) -> None:
     for answer in (answers[0], answers[2]):
         assert answer.type_name == "PeerStalled"
         assert "rank 1 did not take part within 3 s" in answer.text
+
+
+def dropped(rank: int, size: int) -> tuple[int, int]:
+    group = Group()
+    group.gather_bytes(b"", what="test")
+    holder = group._holder
+    before = len(holder)
+    del group
+    gc.collect()
+    return before, len(holder)
+
+
+def test_the_private_group_goes_with_its_owner(ranks: Pool) -> None:
+    """Else its threads outlive the interpreter and abort the process at exit."""
+    assert ranks.run(dropped) == [(1, 0)] * 2

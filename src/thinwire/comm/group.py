@@ -1,8 +1,10 @@
 """The ranks that exchange, as one object that also works alone."""
 
+import contextlib
 import datetime
 import hashlib
 import struct
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -48,7 +50,7 @@ class Group:
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         self.bytes_sent = 0
         self.timeout_s = DEFAULT_TIMEOUT_S
-        self._private: dist.ProcessGroup | None = None
+        self._holder: list[dist.ProcessGroup] = []
         self._store: Store | None = None
         if not (dist.is_available() and dist.is_initialized()):
             if process_group is not None:
@@ -65,12 +67,20 @@ class Group:
             parent = process_group if process_group is not None else dist.group.WORLD
             assert parent is not None
             self.timeout_s = min(_timeout_s(parent), DEFAULT_TIMEOUT_S)
-            self._private = dist.new_group(
+            private = dist.new_group(
                 ranks=dist.get_process_group_ranks(parent),
                 timeout=datetime.timedelta(seconds=self.timeout_s),
                 use_local_synchronization=True,
             )
-            self._store = self._private.get_group_store() if hasattr(self._private, "get_group_store") else None
+            self._store = private.get_group_store() if hasattr(private, "get_group_store") else None
+            self._holder.append(private)
+            # A thread of the backend that lets go of a tensor once the interpreter is finalizing aborts the process;
+            # so the group, and its threads with it, must end before: at exit at the latest.
+            weakref.finalize(self, _release, self._holder)
+
+    @property
+    def _private(self) -> dist.ProcessGroup | None:
+        return self._holder[0] if self._holder else None
 
     @property
     def device(self) -> torch.device:
@@ -142,6 +152,14 @@ class Group:
             raise explain_failure(
                 error, what=what, rank=self.rank, size=self.size, timeout_s=self.timeout_s, store=self._store
             ) from error
+
+
+def _release(holder: list[dist.ProcessGroup]) -> None:
+    """Destroy the private group; letting go of it joins its threads."""
+    if holder and dist.is_initialized():
+        with contextlib.suppress(ValueError, AssertionError):  # it belongs to a world that was destroyed before
+            dist.destroy_process_group(holder[0])
+    holder.clear()
 
 
 def _timeout_s(group: dist.ProcessGroup) -> float:

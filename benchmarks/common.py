@@ -1,0 +1,69 @@
+"""What the benchmarks share: contenders that take turns, the rate of the memory, the command line."""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+Work = Callable[[], object]
+
+
+def seconds(work: Work) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+def turns_ms(works: dict[str, Work], numel: int, repeats: int) -> dict[str, list[float]]:
+    """Times of works that take turns, A B C, A B C, ...; copying and adding `numel` float32 are among them."""
+    source, target = torch.ones(numel), torch.zeros(numel)
+    works = {**works, "copy": lambda: target.copy_(source), "add": lambda: target.add_(source)}
+    for work in works.values():
+        work()  # compiles and touches the memory
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(repeats):
+        for name, work in works.items():
+            times[name].append(1e3 * seconds(work))
+    return times
+
+
+def summary(
+    turns: dict[str, list[float]], statistic: Callable[[list[float]], float] = statistics.median
+) -> tuple[dict[str, float], float]:
+    """The statistic of every work, and the milliseconds in which the memory moves one word of each entry."""
+    times = {name: statistic(values) for name, values in turns.items()}
+    # copy moves two words an entry and add three; the faster of the two is what the memory can do
+    return times, min(times.pop("copy") / 2, times.pop("add") / 3)
+
+
+def surroundings(repeats: int) -> dict[str, object]:
+    """What a reader of the figures has to know beside them."""
+    return {
+        "threads": torch.get_num_threads(),
+        "repeats": repeats,
+        "torch": torch.__version__,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "load_average": round(os.getloadavg()[0], 1),
+    }
+
+
+def parser_for(description: str | None) -> argparse.ArgumentParser:
+    """A command line with the options that every benchmark has."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=9, help="rounds; at least 7 for figures that count")
+    parser.add_argument("--threads", type=int, default=None, help="threads of all contenders; default: torch's own")
+    parser.add_argument("--quick", action="store_true", help="small and short: shows that it runs, measures nothing")
+    parser.add_argument("--out", type=Path, default=None, help="file for the figures as JSON")
+    return parser
+
+
+def save(result: dict[str, object], path: Path | None) -> None:
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,145 @@
+"""What one update of LAMB and LARS costs: ours against the memory's floor, torch's AdamW and other packages.
+
+    python -m benchmarks.optimizers --threads 2 --out benchmarks/results/optimizers.json
+    python -m benchmarks.optimizers --quick
+
+25 M float32 parameters in 160 tensors, once all of one size and once those of a transformer. Contenders take turns
+within one run and the median counts. Others than torch are measured where they are installed.
+"""
+
+import importlib
+import importlib.util
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.common import Work, parser_for, save, summary, surroundings, turns_ms
+from thinwire import optim
+
+FLOOR_WORDS = 10
+"""Per parameter: read p, g, m, v; write m, v; norms; then read and write p."""
+
+Maker = Callable[[list[Tensor]], torch.optim.Optimizer]
+
+
+def equal_shapes(numel: int) -> list[tuple[int, ...]]:
+    return [(numel // 160,)] * 160
+
+
+def transformer_shapes(numel: int) -> list[tuple[int, ...]]:
+    """13 blocks of 12 tensors, and four more: positions, the last norm, an embedding that makes up the sum."""
+    width = int((numel / 168) ** 0.5)
+    block = [(3 * width, width), (3 * width,), (width, width), (width,), (4 * width, width), (4 * width,)]
+    block += [(width, 4 * width), (width,), (width,), (width,), (width,), (width,)]
+    rest = [(256, width), (width,), (width,)]
+    missing = numel - sum(torch.Size(shape).numel() for shape in 13 * block + rest)
+    return [(missing // width, width), *rest, *(13 * block)]
+
+
+def timm_module(name: str) -> types.ModuleType | None:
+    """One file of timm's optimizers; importing the package would need torchvision."""
+    found = importlib.util.find_spec("timm")
+    if found is None or found.origin is None:
+        return None
+    package = types.ModuleType("timm_optim")
+    package.__path__ = [str(Path(found.origin).parent / "optim")]
+    sys.modules.setdefault("timm_optim", package)
+    return importlib.import_module(f"timm_optim.{name}")
+
+
+def lambs() -> Iterator[tuple[str, Maker | None]]:
+    yield "ours", optim.Lamb
+    yield "ours, foreach=False", lambda params: optim.Lamb(params, foreach=False)
+    timm = timm_module("lamb")
+    yield "timm Lamb", timm and (lambda params: timm.Lamb(params, max_grad_norm=None, always_adapt=True))
+    found = importlib.util.find_spec("pytorch_optimizer")
+    other: Any = importlib.import_module("pytorch_optimizer") if found else None
+    yield "pytorch_optimizer Lamb", other and (lambda params: other.Lamb(params, weight_decay=0.01, max_grad_norm=0.0))
+
+
+def larses() -> Iterator[tuple[str, Maker | None]]:
+    yield "ours", lambda params: optim.Lars(params, lr=0.1)
+    yield "ours, foreach=False", lambda params: optim.Lars(params, lr=0.1, foreach=False)
+    timm = timm_module("lars")
+    yield "timm Lars", timm and (lambda params: timm.Lars(params, lr=0.1, momentum=0.9, weight_decay=5e-4))
+
+
+def baselines() -> Iterator[tuple[str, Maker | None]]:
+    yield "torch AdamW, foreach", lambda params: torch.optim.AdamW(params, foreach=True)
+    yield "torch AdamW, fused", lambda params: torch.optim.AdamW(params, fused=True)
+
+
+def step_of(make: Maker, shapes: list[tuple[int, ...]], grads: list[Tensor]) -> Work:
+    generator = torch.Generator().manual_seed(1)
+    params = [torch.nn.Parameter(0.02 * torch.randn(shape, generator=generator)) for shape in shapes]
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad
+    return make(params).step
+
+
+def measure(method: str, layout: str, numel: int, repeats: int) -> dict[str, object]:
+    shapes = {"equal": equal_shapes, "transformer": transformer_shapes}[layout](numel)
+    generator = torch.Generator().manual_seed(0)
+    grads = [0.01 * torch.randn(shape, generator=generator) for shape in shapes]
+    before = torch.stack(torch._foreach_norm(grads))
+    makers = dict([*{"LAMB": lambs, "LARS": larses}[method](), *baselines()])
+    works = {name: step_of(make, shapes, grads) for name, make in makers.items() if make is not None}
+    total = sum(grad.numel() for grad in grads)
+    turns = turns_ms(works, total, repeats)
+    (medians, word_ms), (fastest, _) = summary(turns), summary(turns, min)
+    if not torch.equal(before, torch.stack(torch._foreach_norm(grads))):
+        raise RuntimeError("a contender has changed the gradients, which all of them share; leave it out")
+    return {
+        "method": method,
+        "tensors": f"{len(shapes)}, {layout}",
+        "numel": total,
+        "floor": FLOOR_WORDS * word_ms,
+        "bytes_per_second": 4 * total / (word_ms / 1e3),
+        "milliseconds": {name: medians.get(name) for name in makers},
+        "fastest": {name: fastest.get(name) for name in makers},
+    }
+
+
+def printed(result: dict[str, Any]) -> str:
+    lines = [
+        f"{result['threads']} threads, medians of {result['repeats']}, load {result['load_average']}",
+        "",
+        "| method | tensors | who | time : ours | fastest : ours | time : floor | ms | floor ms |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        lines += [f"| {row['method']} | {row['tensors']} | {who} | {cells(row, who)} |" for who in row["milliseconds"]]
+    return "\n".join(lines)
+
+
+def cells(row: dict[str, Any], who: str) -> str:
+    ms, fastest, floor = row["milliseconds"], row["fastest"], row["floor"]
+    if ms[who] is None:
+        return "not installed" + " | " * 4
+    ratios = [ms[who] / ms["ours"], fastest[who] / fastest["ours"], ms[who] / floor]
+    return " | ".join([*(f"{ratio:.2f}" for ratio in ratios), f"{ms[who]:.1f}", f"{floor:.1f}"])
+
+
+def main() -> None:
+    parser = parser_for(__doc__)
+    parser.add_argument("--numel", type=int, default=25_000_000, help="parameters in all 160 tensors together")
+    arguments = parser.parse_args()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    numel, repeats = (400_000, 3) if arguments.quick else (arguments.numel, arguments.repeats)
+    facts = surroundings(repeats)
+    rows = [
+        measure(method, layout, numel, repeats) for layout in ("equal", "transformer") for method in ("LAMB", "LARS")
+    ]
+    result = {**facts, "rows": rows}
+    print(printed(result))
+    save(result, arguments.out)
+
+
+if __name__ == "__main__":
+    main()
