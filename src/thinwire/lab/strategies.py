@@ -82,9 +82,10 @@ def check_names(names: Iterable[str]) -> tuple[str, ...]:
 _RING = "formula of the ring all-reduce, 2(W-1)/W times the message"
 _OWN = "optimizer.stats()"
 _HERE = "thinwire.lab.trainers"
-# The rates are the best of 0.1, 0.2 and 0.3 for each method (size small, 150 steps, two workers, batch 8, seed 0);
-# fp16 and powersgd follow the same mean gradient as dense and take its rate.
-register(Recipe("dense", "DDP, every gradient in float32", f"{_HERE}:Dense", 0.2, _RING))
-register(Recipe("fp16", "DDP with torch's hook, gradients in float16", f"{_HERE}:HalfPrecision", 0.2, _RING))
-register(Recipe("powersgd", "DDP with torch's PowerSGD hook, rank 2", f"{_HERE}:PowerSGD", 0.2, _RING))
-register(Recipe("dgc", "deep gradient compression, 0.1 % of the entries at one bit", f"{_HERE}:DGC", 0.3, _OWN))
+# The rates are the better of 0.07 and 0.15 for each method, at as many steps as 90 s over 100 Mbit/s allow (dense 70,
+# fp16 130, powersgd and dgc 280; size medium, two workers, batch 8, seed 1). dense takes the smaller one all the same:
+# the larger won by 0.03 nats there, but makes it overshoot where the warm-up is shorter.
+register(Recipe("dense", "DDP, every gradient in float32", f"{_HERE}:Dense", 0.07, _RING))
+register(Recipe("fp16", "DDP with torch's hook, gradients in float16", f"{_HERE}:HalfPrecision", 0.07, _RING))
+register(Recipe("powersgd", "DDP with torch's PowerSGD hook, rank 2", f"{_HERE}:PowerSGD", 0.15, _RING))
+register(Recipe("dgc", "deep gradient compression, 0.1 % of the entries at one bit", f"{_HERE}:DGC", 0.15, _OWN))
