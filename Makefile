@@ -31,6 +31,7 @@ format: $(INSTALLED)  ## mend what lint and format can mend
 
 bench: $(INSTALLED)  ## figures as JSON and a table in benchmarks/results
 	$(BIN)/python -m benchmarks.codec --out benchmarks/results/codec.json
+	$(BIN)/python -m benchmarks.optimizers --threads 2 --repeats 15 --out benchmarks/results/optimizers.json
 
 clean:  ## remove what the other targets made
 	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # not after init_process_group: its default arguments keep the group and its threads alive
 from sklearn.datasets import load_digits
 from torch.nn.functional import cross_entropy
 
