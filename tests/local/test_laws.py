@@ -233,6 +233,15 @@ def test_the_interval_follows_loss_and_rate(ranks: Pool, name: str, begin: int) 
     assert found[1] == found[0]
 
 
+@pytest.mark.parametrize("name", ["falling loss", "rising loss", "loss reaches 0"])
+def test_a_delay_does_not_change_when_ranks_average(ranks: Pool, name: str) -> None:
+    """Where the interval falls below the delay, what is on its way is applied early."""
+    losses, rates = CURVES[name]
+    config = tw.AdaptiveLocalSGD(5, max_k_steps=12, delay=4)
+    found = ranks.run(adapt, losses, rates, config, size=2)
+    assert found == [intervals(losses, rates, init=5, most=12, begin=1)] * 2
+
+
 def keep_books(rank: int, size: int, bits: int) -> float:
     """Largest error of: what the ranks sent in all, plus what they keep, is what they changed in all."""
     model = Bag()

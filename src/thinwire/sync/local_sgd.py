@@ -130,7 +130,7 @@ class LocalUpdates:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if kind is None:
+            if kind is None and self._hooks:
                 self.flush()
         finally:
             self.close()
