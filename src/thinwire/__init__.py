@@ -10,8 +10,11 @@ if TYPE_CHECKING:
     from thinwire.core.clip import ClipByGlobalNorm, ClipByNorm, ClipByValue
     from thinwire.core.decay import L1Decay, L2Decay
     from thinwire.core.loss_scale import DynamicLossScale, FixedLossScale
+    from thinwire.sync.local_config import AdaptiveLocalSGD, LocalSGD, Sparse
+    from thinwire.sync.local_sgd import local_sgd
 
 __all__ = [
+    "AdaptiveLocalSGD",
     "ClipByGlobalNorm",
     "ClipByNorm",
     "ClipByValue",
@@ -19,15 +22,19 @@ __all__ = [
     "FixedLossScale",
     "L1Decay",
     "L2Decay",
+    "LocalSGD",
+    "Sparse",
     "__version__",
     "amp",
     "errors",
+    "local_sgd",
     "optim",
     "schedules",
 ]
 
 _MODULES = {"amp", "errors", "optim", "schedules"}
 _HOMES = {
+    "AdaptiveLocalSGD": "thinwire.sync.local_config",
     "ClipByGlobalNorm": "thinwire.core.clip",
     "ClipByNorm": "thinwire.core.clip",
     "ClipByValue": "thinwire.core.clip",
@@ -35,6 +42,9 @@ _HOMES = {
     "FixedLossScale": "thinwire.core.loss_scale",
     "L1Decay": "thinwire.core.decay",
     "L2Decay": "thinwire.core.decay",
+    "LocalSGD": "thinwire.sync.local_config",
+    "Sparse": "thinwire.sync.local_config",
+    "local_sgd": "thinwire.sync.local_sgd",
 }
 
 

@@ -117,6 +117,16 @@ class Group:
             return Pending(lambda: buffer)
         return self._launched(lambda: dist.all_reduce(buffer, group=self._private, async_op=True), buffer, what)
 
+    def broadcast_(self, buffer: Tensor, *, what: str) -> Pending[Tensor]:
+        """Launch a broadcast that overwrites `buffer` with that of rank 0, whose bytes are counted there."""
+        if self._private is None:
+            return Pending(lambda: buffer)
+        if self.rank == 0:
+            self.bytes_sent += buffer.numel() * buffer.element_size()
+        return self._launched(
+            lambda: dist.broadcast(buffer, group=self._private, group_src=0, async_op=True), buffer, what
+        )
+
     def gather_bytes(self, payload: bytes, *, what: str) -> list[bytes]:
         """Every rank's byte string, of any lengths, in rank order.
 

@@ -74,6 +74,8 @@ class DGCMomentum(CommonOptimizer):
     Source: Lin et al., 2018, arXiv 1712.01887. Differs: exact selection, positions by Elias-Fano, coded values.
     """
 
+    exchanges_gradients = True
+    """For those who average parameters instead, and must not do both."""
     _step_supports_amp_scaling = True
     _exchange: GradientExchange | None = None
     _attached: "Attached | None" = None

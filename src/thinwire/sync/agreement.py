@@ -3,7 +3,7 @@
 import json
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from thinwire.comm import Group
 from thinwire.errors import Mismatch, NonFinite, PayloadCorrupt, ThinwireError
@@ -31,6 +31,12 @@ class Report:
     """Why a message that this rank received was refused."""
     misuse: str | None = None
     """What the user of this rank did that cannot be gone on with."""
+    loss: float | None = None
+    """This rank's mean loss of the step, where an interval follows it."""
+    rate: float | None = None
+    """This rank's learning rate of the step, likewise."""
+    state: list[str] = field(default_factory=list)
+    """Optimizer state that this rank can give to an averaging of parameters."""
 
 
 def agree_on_step(group: Group, report: Report, names: Sequence[str]) -> list[Report]:
@@ -88,7 +94,8 @@ def _refuse_different_places(reports: Sequence[Report], what: str) -> None:
             raise Mismatch(
                 f"{what}: rank 0 is at step {first[0]} ({first[1]}), "
                 f"rank {rank} at step {report.step} ({report.phase}). "
-                "All ranks must call step() equally often, and all or none through an attached DDP model"
+                "All ranks must call step() equally often, leave local updates at the same step, "
+                "and go all or none through an attached DDP model"
             )
 
 

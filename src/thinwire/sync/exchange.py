@@ -10,7 +10,7 @@ from thinwire.errors import PayloadCorrupt, ThinwireError
 from thinwire.sync.agreement import ABSENT, DENSE, ROW_SPARSE, Drops, Report, agree_on_step
 from thinwire.sync.round import Round, SparseGradient
 
-__all__ = ["GradientExchange", "Proposer"]
+__all__ = ["GradientExchange", "Proposer", "all_finite"]
 
 Proposer = Callable[[int, Tensor], SparseGradient | None]
 """From a tensor's key and gradient to what it would send; None where the tensor is exchanged densely."""
@@ -119,7 +119,7 @@ class GradientExchange:
                 dense[key] = grad.to_dense() if grad.is_sparse else grad
             else:
                 sparse[key] = proposed
-            if not (_all_finite(dense[key]) if proposed is None else proposed.proposal.finite):
+            if not (all_finite(dense[key]) if proposed is None else proposed.proposal.finite):
                 bad.append(key)
         return sparse, dense, min(bad, default=None)
 
@@ -139,6 +139,6 @@ class GradientExchange:
         return None
 
 
-def _all_finite(tensor: Tensor) -> bool:
+def all_finite(tensor: Tensor) -> bool:
     """One cheap pass: a sum is finite only if all terms are; a finite tensor whose sum overflows is looked at again."""
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())

@@ -91,7 +91,7 @@ class Round:
             flat = (
                 flat.float()
             )  # a sum of finite halves may pass 65504, which would look like an overflow of every rank
-        pending = self._group.sum_(flat, what=f"averaging dense gradients of step {self.step}, bucket {bucket}")
+        pending = self._group.sum_(flat, what=f"averaging dense tensors of step {self.step}, bucket {bucket}")
         shapes = [grad.shape for grad in dense.values()]
         self._flights.append(_Flight(bucket, list(dense), pending, shapes=shapes))
 

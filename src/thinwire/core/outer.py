@@ -1,0 +1,41 @@
+"""The outer optimizer of local updates: the averaged change of the parameters is its gradient."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+__all__ = ["OuterRule", "outer_step_"]
+
+
+@dataclass(frozen=True, slots=True)
+class OuterRule:
+    """SGD with momentum; the defaults are plain averaging."""
+
+    lr: float = 1.0
+    """Unitless, at least 0; 1 goes all the way to the mean."""
+    momentum: float = 0.0
+    """In [0, 1)."""
+    nesterov: bool = False
+    """Whether to look ahead; needs momentum."""
+
+
+def outer_step_(change: Tensor, buffer: Tensor | None, rule: OuterRule) -> Tensor:
+    """What to take off the anchor; changes `buffer` in place.
+
+    b <- momentum * b + change; step = lr * (change + momentum * b) with Nesterov, else lr * b.
+
+    Args:
+        change: Anchor minus parameters, averaged over the ranks; any shape; read only.
+        buffer: b, same shape and dtype; None where the momentum is 0, which is a buffer that is always `change`.
+        rule: The constants.
+
+    Returns:
+        A tensor like `change`, or `change` itself.
+
+    Source: Douillard et al., 2023, arXiv 2311.08105, algorithm 1.
+    """
+    step = change
+    if buffer is not None:
+        buffer.mul_(rule.momentum).add_(change)
+        step = change.add(buffer, alpha=rule.momentum) if rule.nesterov else buffer
+    return step if rule.lr == 1 else step * rule.lr

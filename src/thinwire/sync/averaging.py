@@ -1,0 +1,147 @@
+"""One averaging of parameters: what is measured, what travels, and what it changes once it is there."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from thinwire.comm import Group
+from thinwire.core.feedback import Proposal
+from thinwire.core.outer import OuterRule, outer_step_
+from thinwire.core.select import count_sent, top_k
+from thinwire.sync.exchange import all_finite
+from thinwire.sync.local_config import Sparse
+from thinwire.sync.round import Round, SparseGradient
+
+__all__ = ["Averaging", "Flight", "real_view", "widened"]
+
+
+def real_view(tensor: Tensor) -> Tensor:
+    """The tensor itself, or a view of a complex one with real and imaginary parts as a last axis."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """The values in which averages are computed: float32, float64 for double precision; real; a copy if it must."""
+    real = real_view(tensor.detach())
+    return real if real.dtype == torch.float64 else real.float()
+
+
+@dataclass(slots=True)
+class Flight:
+    """One averaging between its measurement and its application."""
+
+    step: int
+    """Step after which it was measured."""
+    moved: dict[str, Tensor]
+    """Per parameter what is to be sent: anchor minus parameter, with the kept error under compression."""
+    extras: dict[str, Tensor]
+    """Buffers and optimizer state, averaged plainly."""
+    measured: dict[str, Tensor] | None = None
+    """The parameters as they were, where local steps go on before the result is applied."""
+    round: Round | None = None
+    proposals: dict[str, SparseGradient] = field(default_factory=dict)
+
+    def first_not_finite(self) -> str | None:
+        """The first tensor that must not be given to others."""
+        for kind, tensors in (("parameter", self.moved), ("buffer or state", self.extras)):
+            for name, tensor in tensors.items():
+                if not all_finite(tensor):
+                    return f"{kind} {name}"
+        return None
+
+
+class Averaging:
+    """Anchors, outer momentum and kept errors of all parameters by name, and how an averaging changes them.
+
+    An anchor S is a parameter's value after its last averaging, in float32 or wider, equal on all ranks; outer
+    momentum is equal too; kept errors are this rank's own. Nothing changes before `commit_`.
+    """
+
+    def __init__(
+        self, group: Group, params: Mapping[str, Parameter], *, outer: OuterRule, compression: Sparse | None
+    ) -> None:
+        self._group = group
+        self._params = params
+        self._outer = outer
+        self._compression = compression
+        self._keys = {name: key for key, name in enumerate(params)}
+        self.anchors = {name: widened(p).clone() for name, p in params.items()}
+        self.momentum = {n: torch.zeros_like(a) for n, a in self.anchors.items()} if outer.momentum else {}
+        self.errors = {n: torch.zeros_like(a) for n, a in self.anchors.items()} if compression is not None else {}
+
+    def measure(
+        self, step: int, values: Mapping[str, Tensor], extras: Mapping[str, Tensor], *, keep: bool = False
+    ) -> Flight:
+        """This rank's part of an averaging; `keep` copies what is measured, for a result that is applied later."""
+        moved = {name: self.anchors[name] - widened(value) for name, value in values.items()}
+        if self._compression is not None:
+            for name, change in moved.items():
+                change.add_(self.errors[name], alpha=self._compression.decay)
+        measured = {name: value.detach().clone() for name, value in values.items()} if keep else None
+        wide = {key: widened(value).clone() if keep else widened(value) for key, value in extras.items()}
+        return Flight(step, moved, wide, measured)
+
+    def launch(self, flight: Flight) -> None:
+        """Put it on the wire without waiting: one message under compression, one buffer per dtype of the rest.
+
+        Communication: sum_ per dtype; with compression `gather` of one message for all parameters.
+        """
+        dense = {len(self._keys) + i: value for i, value in enumerate(flight.extras.values())}
+        bits = 32
+        if self._compression is None:
+            dense |= {self._keys[name]: change for name, change in flight.moved.items()}
+        else:
+            bits = self._compression.value_bits
+            flight.proposals = {name: _proposed(e, self._compression.sparsity) for name, e in flight.moved.items()}
+        flight.round = Round(self._group, step=flight.step, value_bits=bits)
+        sparse = {self._keys[name]: proposal for name, proposal in flight.proposals.items()}
+        flight.round.launch(0, sparse, {key: dense[key] for key in sorted(dense)})
+
+    @torch.no_grad()
+    def commit_(self, flight: Flight, extras: Mapping[str, Tensor]) -> None:
+        """Apply a flight whose round has finished: parameters, anchors, momentum, errors and `extras` change.
+
+        p <- S - step, S <- p. Where local steps went on after the measurement: p <- p + (S_new - p_measured).
+        """
+        assert flight.round is not None
+        for name, moved in flight.moved.items():
+            change = self._mean_change(name, moved, flight.round)
+            step = outer_step_(change, self.momentum.get(name), self._outer)
+            self._move(name, moved, step, None if flight.measured is None else flight.measured[name])
+        for i, key in enumerate(flight.extras):
+            mean = flight.round.dense_mean(len(self._keys) + i)
+            real_view(extras[key]).copy_(mean)
+
+    def _mean_change(self, name: str, moved: Tensor, done: Round) -> Tensor:
+        key = self._keys[name]
+        if self._compression is None:
+            return done.dense_mean(key)
+        indices, sent = done.sent(key)
+        kept = moved.clone()
+        kept.view(-1)[indices] -= sent.to(kept.dtype)
+        self.errors[name].copy_(kept)
+        indices, mean = done.sparse_mean(key, moved.dtype)
+        change = torch.zeros_like(moved)
+        change.view(-1)[indices] = mean
+        return change
+
+    def _move(self, name: str, moved: Tensor, step: Tensor, measured: Tensor | None) -> None:
+        param, anchor = self._params[name], self.anchors[name]
+        before = widened(param if measured is None else measured)
+        target = anchor - step
+        if self._group.size == 1:  # S - (S - p) is p but for rounding; alone, averaging must not change a bit
+            target = torch.where(step == moved, before, target)
+        place = real_view(param)
+        target = target.to(place.dtype)
+        anchor.copy_(target)
+        place.copy_(target if measured is None else widened(param) + (anchor - before))
+
+
+def _proposed(folded: Tensor, sparsity: float) -> SparseGradient:
+    flat = folded.reshape(-1)
+    k = count_sent(flat.numel(), sparsity)
+    indices = top_k(flat, k)
+    return SparseGradient(Proposal(indices, flat[indices], finite=True), flat.numel(), k)

@@ -1,0 +1,142 @@
+"""The configs of local updates: how often ranks average, and what they send."""
+
+from dataclasses import KW_ONLY, dataclass
+
+from thinwire import _validate as check
+from thinwire.core.value_code import VALUE_BITS
+
+__all__ = ["AdaptiveLocalSGD", "LocalConfig", "LocalSGD", "Sparse"]
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """Only the largest entries of each parameter's change are sent; what stays behind is kept.
+
+    Attributes:
+        sparsity: Fraction that is **not** sent, in [0, 1).
+        value_bits: What one sent value costs: 1, 2, 4, 8, 16 or 32. The rounding error is kept.
+        decay: What is kept counts this much at the next averaging, in [0, 1]; 1 loses nothing, 0 keeps nothing.
+
+    Raises:
+        TypeError, ValueError: A wrong value.
+
+    Source: SparseLoCo, 2025, arXiv 2508.15706. Differs: selection per tensor instead of per chunk.
+    """
+
+    sparsity: float
+    value_bits: int = 2
+    decay: float = 0.95
+
+    def __post_init__(self) -> None:
+        sparsity = check.real("sparsity, the fraction that is not sent,", self.sparsity, at_least=0, below=1)
+        value_bits = check.integer("value_bits", self.value_bits)
+        check.one_of("value_bits", value_bits, VALUE_BITS)
+        decay = check.real("decay", self.decay, at_least=0, at_most=1)
+        for name, value in (("sparsity", sparsity), ("value_bits", value_bits), ("decay", decay)):
+            object.__setattr__(self, name, value)
+
+
+@dataclass(frozen=True)
+class _Common:
+    """What both forms of local updates share."""
+
+    _: KW_ONLY
+    outer_lr: float = 1.0
+    outer_momentum: float = 0.0
+    outer_nesterov: bool = False
+    compression: Sparse | None = None
+    fragments: int = 1
+    delay: int = 0
+    average_state: bool = False
+
+    def _check(self, interval: str, k_steps: int) -> None:
+        set_ = object.__setattr__
+        set_(self, "outer_lr", check.real("outer_lr", self.outer_lr, at_least=0))
+        set_(self, "outer_momentum", check.real("outer_momentum", self.outer_momentum, at_least=0, below=1))
+        if check.boolean("outer_nesterov", self.outer_nesterov) and self.outer_momentum == 0:
+            raise ValueError("outer_nesterov needs an outer_momentum above 0, got outer_momentum=0")
+        if self.compression is not None:
+            check.instance("compression", self.compression, Sparse, advice="write None or Sparse(sparsity)")
+        set_(self, "fragments", check.integer("fragments", self.fragments, at_least=1))
+        if self.fragments > k_steps:
+            raise ValueError(f"fragments must be at most {interval}={k_steps}, got {self.fragments}: one part a step")
+        set_(self, "delay", check.integer("delay", self.delay, at_least=0))
+        distance = k_steps // self.fragments
+        if self.delay >= distance:
+            raise ValueError(
+                f"delay must be below the {distance} steps between two averagings "
+                f"({interval}={k_steps}, fragments={self.fragments}), got {self.delay}"
+            )
+        check.boolean("average_state", self.average_state)
+
+
+@dataclass(frozen=True)
+class LocalSGD(_Common):
+    """Every rank trains on its own; every `k_steps` steps the parameters are averaged.
+
+    Attributes:
+        k_steps: Local steps between two averagings, >= 1.
+        begin_step: Steps 1 to this one end with an averaging each, >= 0.
+        outer_lr: Rate of the outer SGD, whose gradient is the averaged change, >= 0; 1 is plain averaging.
+        outer_momentum: Its momentum, in [0, 1).
+        outer_nesterov: Whether it looks ahead; needs outer_momentum.
+        compression: `Sparse` to send only the largest entries of the change; None sends all of it.
+        fragments: Parts of the model that take turns, 1 to k_steps; after `begin_step` one part is averaged every
+            k_steps // fragments steps.
+        delay: Local steps that go on while an averaging is on its way, 0 to k_steps // fragments - 1.
+        average_state: Whether the optimizer's floating-point tensors of a parameter's shape are averaged too.
+
+    Raises:
+        TypeError, ValueError: A wrong value.
+
+    Source: arXiv 1808.07217; DiLoCo, arXiv 2311.08105 (outer SGD); arXiv 2501.18512 (fragments, delay).
+    """
+
+    k_steps: int
+    begin_step: int = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "k_steps", check.integer("k_steps", self.k_steps, at_least=1))
+        object.__setattr__(self, "begin_step", check.integer("begin_step", self.begin_step, at_least=0))
+        self._check("k_steps", self.k_steps)
+
+
+@dataclass(frozen=True)
+class AdaptiveLocalSGD(_Common):
+    """`LocalSGD` whose interval follows the loss and the learning rate; needs `observe(loss)` before every step.
+
+    Attributes:
+        init_k_steps: Interval at the start, 1 to max_k_steps.
+        begin_step: Steps 1 to this one end with an averaging each, >= 0.
+        max_k_steps: Largest interval, >= 1.
+        outer_lr: As in `LocalSGD`, and so are the others.
+        outer_momentum: See `LocalSGD`.
+        outer_nesterov: See `LocalSGD`.
+        compression: See `LocalSGD`.
+        fragments: 1 to init_k_steps, else as in `LocalSGD`.
+        delay: 0 to init_k_steps // fragments - 1. Where the interval falls below it, a result is applied early.
+        average_state: See `LocalSGD`.
+
+    Raises:
+        TypeError, ValueError: A wrong value.
+
+    Source: Wang and Joshi, 2018, arXiv 1810.08313.
+    """
+
+    init_k_steps: int
+    begin_step: int = 1
+    max_k_steps: int = 16
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "max_k_steps", check.integer("max_k_steps", self.max_k_steps, at_least=1))
+        object.__setattr__(self, "init_k_steps", check.integer("init_k_steps", self.init_k_steps, at_least=1))
+        object.__setattr__(self, "begin_step", check.integer("begin_step", self.begin_step, at_least=0))
+        if self.init_k_steps > self.max_k_steps:
+            raise ValueError(
+                f"init_k_steps must be at most max_k_steps={self.max_k_steps}, got {self.init_k_steps}: "
+                "lower it or give a larger max_k_steps"
+            )
+        self._check("init_k_steps", self.init_k_steps)
+
+
+LocalConfig = LocalSGD | AdaptiveLocalSGD

@@ -1,0 +1,135 @@
+"""The tensors that local updates concern: which there are, by name, and whether they are still the same."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire import _validate as check
+from thinwire.comm import Group
+
+__all__ = ["LocalModel"]
+
+
+class LocalModel:
+    """A model and its optimizer as they were at construction.
+
+    Raises:
+        TypeError: The model or the optimizer exchanges by itself, or is of another kind.
+        ValueError: The model has nothing to train, or the optimizer trains something else.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        _check_kinds(model, optimizer)
+        self.model = model
+        self.optimizer = optimizer
+        self.params = {n: p for n, p in model.named_parameters() if p.requires_grad and p.numel()}
+        self._layout = dict(_layout(model))
+        self._ids = {name: id(p) for name, p in model.named_parameters()}
+        if not self.params:
+            raise ValueError("model has no parameter with requires_grad=True: there is nothing to average")
+        known = set(map(id, model.parameters()))
+        foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+        if foreign:
+            raise ValueError(
+                f"optimizer holds {len(foreign)} parameters that are not in model, the first of shape "
+                f"{tuple(foreign[0].shape)}: give the optimizer parameters of this model only, or the whole model"
+            )
+
+    @property
+    def numel(self) -> int:
+        """Trainable elements."""
+        return sum(p.numel() for p in self.params.values())
+
+    def facts(self) -> dict[str, Any]:
+        """What all ranks must have in common."""
+        return {"optimizer": type(self.optimizer).__name__, "layout": [f"{n}: {t}" for n, t in self._layout.items()]}
+
+    def difference(self) -> str | None:
+        """What has changed about the model since construction, in words; None if nothing has."""
+        now = dict(_layout(self.model))
+        for name in [*self._layout, *now]:
+            before, after = self._layout.get(name, "not there"), now.get(name, "not there")
+            if before != after:
+                return (
+                    f"the model was changed since local_sgd was set up: {name} was {before} and is {after}. "
+                    "Change a model before local_sgd, or leave the block first and enter it anew"
+                )
+        for name, param in self.model.named_parameters():
+            if self._ids[name] != id(param):
+                return (
+                    f"the model was changed since local_sgd was set up: parameter {name} is another object, which the "
+                    "optimizer does not train. Change a model before the optimizer is made"
+                )
+        return None
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Floating-point buffers by name, as they are now."""
+        return {f"buffer {name}": b for name, b in self.model.named_buffers() if _averaged(b)}
+
+    def state(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """The optimizer's floating-point tensors of a parameter's shape, by parameter and key; no step counters."""
+        return {
+            f"state {name} {key}": value
+            for name in names
+            for key, value in sorted(self.optimizer.state.get(self.params[name], {}).items())
+            if isinstance(value, Tensor)
+            and key != "step"
+            and value.shape == self.params[name].shape
+            and (value.is_floating_point() or value.is_complex())
+        }
+
+    @torch.no_grad()
+    def copy_from_first(self, group: Group) -> None:
+        """Overwrite parameters, frozen ones too, and floating-point buffers with those of rank 0.
+
+        Communication: one broadcast per device.
+        """
+        tensors = [*self.model.parameters(), *self.buffers().values()]
+        for device in dict.fromkeys(tensor.device for tensor in tensors):
+            here = [tensor for tensor in tensors if tensor.device == device and tensor.numel()]
+            flat = torch.cat([tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in here])
+            group.broadcast_(flat, what="copying the model of rank 0").wait()
+            at = 0
+            for tensor in here:
+                nbytes = tensor.numel() * tensor.element_size()
+                # a copy, since a view of another type needs an aligned start
+                tensor.copy_(flat[at : at + nbytes].clone().view(tensor.dtype).view(tensor.shape))
+                at += nbytes
+
+
+def _check_kinds(model: object, optimizer: object) -> None:
+    check.instance("model", model, nn.Module)
+    assert isinstance(model, nn.Module)
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise TypeError(
+            "model is wrapped in DistributedDataParallel, which averages gradients in every step: give local_sgd the "
+            "model itself (ddp.module), made without the wrapper"
+        )
+    sharded = [name for name, p in model.named_parameters() if hasattr(p, "full_tensor")]
+    if sharded:
+        raise TypeError(f"parameter {sharded[0]} is sharded over ranks; local_sgd needs a whole model on every rank")
+    check.instance("optimizer", optimizer, torch.optim.Optimizer)
+    if getattr(optimizer, "exchanges_gradients", False):
+        raise TypeError(
+            f"optimizer is {type(optimizer).__name__}, which exchanges gradients in every step: use a local one such "
+            "as thinwire.optim.SGD, and compression=Sparse(...) to send less"
+        )
+
+
+def _layout(model: nn.Module) -> Iterator[tuple[str, str]]:
+    for name, p in model.named_parameters():
+        yield f"parameter {name}", f"{_looks(p)}, {'trainable' if p.requires_grad else 'frozen'}"
+    for name, b in model.named_buffers():
+        if _averaged(b):
+            yield f"buffer {name}", _looks(b)
+
+
+def _looks(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _averaged(buffer: Tensor) -> bool:
+    return buffer.is_floating_point() and buffer.numel() > 0

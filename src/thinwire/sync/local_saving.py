@@ -1,0 +1,87 @@
+"""The state of local updates as plain values and tensors, and back."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from thinwire.sync.averaging import Averaging
+from thinwire.sync.local_model import LocalModel
+
+if TYPE_CHECKING:
+    from thinwire.sync.local_sgd import LocalUpdates
+
+__all__ = ["load", "saved"]
+
+_COUNTERS = ("step", "last", "whole", "turn", "averagings")
+_PACE = ("k_steps", "first_loss", "first_rate")
+
+
+def saved(sync: "LocalUpdates", averaging: Averaging, tensors: LocalModel) -> dict[str, Any]:
+    """Everything that a later step depends on, copied."""
+    flight = sync.pending
+    return {
+        **{key: getattr(sync, key) for key in _COUNTERS},
+        **{key: getattr(sync.pace, key) for key in _PACE},
+        "bytes_sent": sync.stats()["bytes_sent"],
+        "anchors": _copied(averaging.anchors),
+        "outer_momentum": _copied(averaging.momentum),
+        "errors": _copied(averaging.errors),
+        "pending": None
+        if flight is None
+        else {"step": flight.step, "measured": _copied(flight.measured or {}), "extras": _copied(flight.extras)},
+        "local": _copied(_local(tensors)) if sync.step > sync.whole else None,
+    }
+
+
+@torch.no_grad()
+def load(state: Mapping[str, Any], sync: "LocalUpdates", averaging: Averaging, tensors: LocalModel) -> None:
+    """Put everything back; all is checked before anything changes."""
+    places = {"anchors": averaging.anchors, "outer_momentum": averaging.momentum, "errors": averaging.errors}
+    wanted = {*_COUNTERS, *_PACE, *places, "bytes_sent", "pending", "local"}
+    if wanted != state.keys():
+        raise ValueError(
+            f"state is not one of local_sgd: missing {sorted(wanted - state.keys())}, "
+            f"unknown {sorted(state.keys() - wanted)}"
+        )
+    if state["local"] is not None:
+        places["local"] = _local(tensors)
+    for kind, current in places.items():
+        _require_fit(kind, state[kind], current)
+    pending = state["pending"]
+    if pending is not None:
+        known = {name: tensors.params[name] for name in pending["measured"] if name in tensors.params}
+        _require_fit("pending", pending["measured"], known)
+    for kind, current in places.items():
+        for name, tensor in current.items():
+            tensor.copy_(state[kind][name])
+    for key in _COUNTERS:
+        setattr(sync, key, state[key])
+    for key in _PACE:
+        setattr(sync.pace, key, state[key])
+    sync.synced = False
+    sync.restore_bytes(state["bytes_sent"])
+    sync.pending = None
+    if pending is not None:  # it travels again when its time has come
+        devices = {name: p.device for name, p in tensors.params.items()}
+        measured = {name: value.to(devices[name]) for name, value in pending["measured"].items()}
+        sync.pending = averaging.measure(pending["step"], measured, pending["extras"], keep=True)
+
+
+def _local(tensors: LocalModel) -> dict[str, Tensor]:
+    return {**tensors.params, **tensors.buffers()}
+
+
+def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def _require_fit(kind: str, came: Mapping[str, Tensor], current: Mapping[str, Tensor]) -> None:
+    for name in {**came, **current}:
+        before, now = (tuple(t[name].shape) if name in t else "nothing" for t in (came, current))
+        if before != now:
+            raise ValueError(
+                f"state does not fit: {kind}, {name} has shape {before} in it and {now} here. Load a state of the same "
+                "model and the same config"
+            )

@@ -1,0 +1,121 @@
+"""When local updates average: the interval in force, and what an adaptive one follows."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thinwire.core.interval import adapted_interval
+from thinwire.errors import ThinwireError
+from thinwire.sync.agreement import Report
+from thinwire.sync.local_config import AdaptiveLocalSGD, LocalConfig
+
+__all__ = ["Pace"]
+
+
+class Pace:
+    """The interval, the losses observed since the last step, and the loss and rate at the start."""
+
+    def __init__(self, config: LocalConfig, optimizer: torch.optim.Optimizer) -> None:
+        self._adaptive = config if isinstance(config, AdaptiveLocalSGD) else None
+        self._optimizer = optimizer
+        self._observed: list[float | Tensor] = []
+        self._rate = 0.0
+        self._dropped = False
+        self.k_steps = config.init_k_steps if isinstance(config, AdaptiveLocalSGD) else config.k_steps
+        self.first_loss: float | None = None
+        self.first_rate: float | None = None
+        if self._adaptive is not None and "lr" not in optimizer.param_groups[0]:
+            raise ValueError(
+                "AdaptiveLocalSGD needs an optimizer whose first group has a learning rate `lr`; use LocalSGD"
+            )
+
+    @property
+    def lacks_start(self) -> bool:
+        """Whether an adaptive interval still waits for its first loss at a positive rate."""
+        return self._adaptive is not None and self.first_loss is None
+
+    def observe(self, loss: float | Tensor) -> None:
+        """See `LocalUpdates.observe`."""
+        if isinstance(loss, Tensor):
+            if loss.numel() != 1:
+                raise ValueError(f"loss must be a number or a tensor of one element, got shape {tuple(loss.shape)}")
+            if loss.dtype == torch.bool or loss.is_complex():
+                raise TypeError(f"loss must be a real number, got a tensor of type {loss.dtype}")
+            loss = loss.detach()
+        elif isinstance(loss, bool) or not isinstance(loss, (int, float, np.floating)):
+            raise TypeError(f"loss must be a number or a tensor of one element, got {loss!r}")
+        if self._adaptive is not None:
+            self._observed.append(loss)
+
+    def before_step(self, step: int, *, dropped: bool = False) -> None:
+        """Note the rate that the update will use.
+
+        Raises:
+            RuntimeError: No loss was observed, and the interval follows it.
+        """
+        self._dropped = dropped
+        if self._adaptive is None:
+            return
+        if not self._observed and not dropped:
+            raise RuntimeError(
+                f"step {step} has no loss: AdaptiveLocalSGD needs sync.observe(loss) before every optimizer.step()"
+            )
+        get_lr = getattr(self._optimizer, "get_lr", None)
+        self._rate = float(get_lr() if callable(get_lr) else self._optimizer.param_groups[0]["lr"])
+
+    def report(self) -> tuple[float | None, float | None]:
+        """This rank's loss and rate of the step, for the others; None where there is none."""
+        if self._adaptive is None:
+            return None, None
+        if not self._observed:
+            return None, self._rate
+        loss = sum(float(one) for one in self._observed) / len(self._observed)
+        return None if self._dropped and not math.isfinite(loss) else loss, self._rate
+
+    def forget(self) -> None:
+        """The step is over."""
+        self._observed.clear()
+
+    def read(self, reports: Sequence[Report], step: int, *, adapt: bool = False) -> int:
+        """The interval that follows from all ranks' losses and rank 0's rate; the first ones are remembered.
+
+        Args:
+            reports: The same on every rank, so that the result is too.
+            step: For errors.
+            adapt: Whether the interval may change.
+
+        Raises:
+            ThinwireError: The mean loss is not finite or negative, or the rate is not a rate.
+        """
+        if self._adaptive is None:
+            return self.k_steps
+        losses = [report.loss for report in reports if report.loss is not None]
+        rate = reports[0].rate
+        assert rate is not None
+        if not (math.isfinite(rate) and rate >= 0):
+            raise ThinwireError(f"the learning rate of step {step} is {rate} on rank 0: it must be finite and >= 0")
+        if not losses:
+            return self.k_steps
+        loss = sum(losses) / len(losses)
+        if not (math.isfinite(loss) and loss >= 0):
+            raise ThinwireError(
+                f"the mean loss of step {step} over the ranks is {loss} (by rank: {[r.loss for r in reports]}): "
+                "AdaptiveLocalSGD needs a finite loss >= 0. Nothing was averaged on any rank"
+            )
+        if rate == 0:
+            return self.k_steps
+        if self.first_loss is None or self.first_rate is None:
+            self.first_loss, self.first_rate = loss, rate
+        if not adapt:
+            return self.k_steps
+        return adapted_interval(
+            self._adaptive.init_k_steps,
+            self._adaptive.max_k_steps,
+            loss=loss,
+            first_loss=self.first_loss,
+            rate=rate,
+            first_rate=self.first_rate,
+        )

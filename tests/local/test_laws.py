@@ -1,0 +1,298 @@
+"""Laws of local updates over real ranks, against a simulation in one process that shares no code."""
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import thinwire as tw
+from tests.ranks import Pool
+from tests.reference.local_training import Simulation, intervals
+
+SHAPES = {"a": (6, 5), "b": (7,), "c": (3, 4), "d": ()}
+
+
+class Bag(nn.Module):
+    """Parameters by name, and nothing to compute."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]] = SHAPES, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        for name, value in start_values(shapes).items():
+            self.register_parameter(name, nn.Parameter(value.to(dtype)))
+
+
+def start_values(shapes: dict[str, tuple[int, ...]] = SHAPES) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
+
+
+def noise(step: int, rank: int, name: str) -> Tensor:
+    seed = 10_000 * step + 100 * rank + list(SHAPES).index(name)
+    return torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def gradient(step: int, rank: int, name: str, p: np.ndarray) -> np.ndarray:
+    """Of a bowl that is not quite the same for every rank and step."""
+    return 0.3 * p + noise(step, rank, name).numpy()
+
+
+def set_gradients(model: nn.Module, step: int, rank: int) -> None:
+    for name, p in model.named_parameters():
+        p.grad = (0.3 * p.detach().double() + noise(step, rank, name)).to(p.dtype)
+
+
+def values(model: nn.Module) -> dict[str, np.ndarray]:
+    return {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
+
+
+def digest(model: nn.Module) -> str:
+    tensors = [*model.parameters(), *(b for b in model.buffers() if b.is_floating_point())]
+    return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()
+
+
+def follow(rank: int, size: int, config: Any, steps: int, momentum: float) -> list[Any]:
+    model = Bag()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+    found = []
+    with tw.local_sgd(model, optimizer, config) as sync:
+        for step in range(1, steps + 1):
+            set_gradients(model, step, rank)
+            optimizer.step()
+            found.append((sync.synced, values(model)))
+        assert (sync.step, sync.k_steps) == (steps, config.k_steps)
+    return [*found, (None, values(model))]
+
+
+CASES: dict[str, tuple[tw.LocalSGD, dict[str, Any]]] = {
+    "plain": (tw.LocalSGD(4), {"k": 4}),
+    "begin 0": (tw.LocalSGD(3, begin_step=0), {"k": 3, "begin": 0}),
+    "begin 6": (tw.LocalSGD(5, begin_step=6), {"k": 5, "begin": 6}),
+    "every step": (tw.LocalSGD(1), {"k": 1}),
+    "outer rate": (tw.LocalSGD(4, outer_lr=0.7), {"k": 4, "outer": (0.7, 0.0, False)}),
+    "outer momentum": (tw.LocalSGD(4, outer_lr=0.6, outer_momentum=0.5), {"k": 4, "outer": (0.6, 0.5, False)}),
+    "outer nesterov": (
+        tw.LocalSGD(4, begin_step=0, outer_lr=0.7, outer_momentum=0.9, outer_nesterov=True),
+        {"k": 4, "begin": 0, "outer": (0.7, 0.9, True)},
+    ),
+    "fragments": (tw.LocalSGD(6, fragments=3), {"k": 6, "parts": [["a"], ["b"], ["c", "d"]]}),
+    "delay": (tw.LocalSGD(5, delay=3), {"k": 5, "delay": 3}),
+    "fragments, delay and nesterov": (
+        tw.LocalSGD(7, fragments=2, delay=2, outer_lr=0.8, outer_momentum=0.6, outer_nesterov=True),
+        {"k": 7, "parts": [["a"], ["b", "c", "d"]], "delay": 2, "outer": (0.8, 0.6, True)},
+    ),
+    "sparse": (
+        tw.LocalSGD(4, compression=tw.Sparse(0.75, value_bits=32, decay=0.9)),
+        {"k": 4, "sparsity": 0.75, "decay": 0.9},
+    ),
+    "sparse, forgetting": (
+        tw.LocalSGD(4, begin_step=2, compression=tw.Sparse(0.9, value_bits=32, decay=0.0)),
+        {"k": 4, "begin": 2, "sparsity": 0.9, "decay": 0.0},
+    ),
+    "all at once": (
+        tw.LocalSGD(6, fragments=2, delay=1, outer_momentum=0.5, compression=tw.Sparse(0.8, value_bits=32, decay=1.0)),
+        {
+            "k": 6,
+            "parts": [["a"], ["b", "c", "d"]],
+            "delay": 1,
+            "outer": (1.0, 0.5, False),
+            "sparsity": 0.8,
+            "decay": 1.0,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("size", [1, 3])
+def test_training_is_that_of_the_simulation(ranks: Pool, case: str, size: int) -> None:
+    """1e-11: float64 sums in another order, and under compression float32 on the wire, rounded alike by both."""
+    config, settings = CASES[case]
+    steps = 33
+    found = ranks.run(follow, config, steps, 0.9, size=size)
+    start = {name: value.numpy() for name, value in start_values().items()}
+    oracle = Simulation(start, size, lr=0.1, momentum=0.9, **settings)
+    for step in range(steps):
+        averaged = oracle.advance(gradient)
+        for rank in range(size):
+            synced, params = found[rank][step]
+            assert synced == averaged, step
+            for name, p in params.items():
+                np.testing.assert_allclose(p, oracle.ranks[rank].p[name], rtol=1e-11, atol=1e-11)
+    oracle.finish()
+    for rank in range(size):
+        for name, p in found[rank][-1][1].items():
+            if settings.get("outer", (1.0, 0.0, False)) == (1.0, 0.0, False) and "sparsity" not in settings:
+                np.testing.assert_allclose(p, oracle.ranks[rank].p[name], rtol=1e-11, atol=1e-11)
+            np.testing.assert_array_equal(p, found[0][-1][1][name])
+
+
+def synchronous(rank: int, size: int, momentum: float, nesterov: bool) -> float:
+    """The largest difference to SGD on the mean gradient, with interval 1, over 50 steps."""
+    options = {"lr": 0.1, "momentum": momentum, "nesterov": nesterov, "weight_decay": 0.01}
+    local, single = Bag(), Bag()
+    ours = torch.optim.SGD(local.parameters(), **options)  # type: ignore[arg-type]
+    theirs = torch.optim.SGD(single.parameters(), **options)  # type: ignore[arg-type]
+    worst = 0.0
+    with tw.local_sgd(local, ours, tw.LocalSGD(1)):
+        for step in range(1, 51):
+            set_gradients(local, step, rank)
+            ours.step()
+            for name, p in single.named_parameters():
+                p.grad = 0.3 * p.detach() + sum(noise(step, r, name) for r in range(size)) / size
+            theirs.step()
+            for p, q in zip(local.parameters(), single.parameters(), strict=True):
+                worst = max(worst, float((p.detach() - q.detach()).abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
+def test_interval_1_with_sgd_is_synchronous_sgd(ranks: Pool, momentum: float, nesterov: bool) -> None:
+    assert max(ranks.run(synchronous, momentum, nesterov, size=4)) < 1e-12
+
+
+def net() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 9), nn.BatchNorm1d(9), nn.Tanh(), nn.Linear(9, 1))
+
+
+def many_steps(rank: int, size: int, config: Any, steps: int) -> list[tuple[bool, str]]:
+    model = net()
+    optimizer = tw.optim.Adam(model.named_parameters(), lr=0.01)
+    torch.manual_seed(100 + rank)
+    found = []
+    with tw.local_sgd(model, optimizer, config) as sync:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = (model(torch.randn(8, 5)) - rank).square().mean()
+            loss.backward()
+            sync.observe(loss)
+            optimizer.step()
+            found.append((sync.synced, digest(model)))
+    return [*found, (True, digest(model))]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        tw.LocalSGD(7),
+        tw.LocalSGD(6, outer_lr=0.7, outer_momentum=0.9, outer_nesterov=True),
+        tw.LocalSGD(5, compression=tw.Sparse(0.9)),
+        tw.AdaptiveLocalSGD(4, begin_step=3, average_state=True),
+    ],
+    ids=["plain", "outer", "sparse", "adaptive"],
+)
+def test_ranks_are_bit_identical_after_every_averaging_and_only_then(ranks: Pool, config: Any) -> None:
+    steps = 500 if config == tw.LocalSGD(7) else 150
+    found = ranks.run(many_steps, config, steps, size=4)
+    for step, views in enumerate(zip(*found, strict=True)):
+        flags, digests = zip(*views, strict=True)
+        assert len(set(flags)) == 1
+        assert len(set(digests)) == (1 if flags[0] else 4), step
+
+
+def adapt(rank: int, size: int, curve: list[float], rates: list[float], config: Any) -> tuple[list[int], list[int]]:
+    model = Bag()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    ks, averaged = [], []
+    with tw.local_sgd(model, optimizer, config) as sync:
+        for step, (loss, rate) in enumerate(zip(curve, rates, strict=True), start=1):
+            optimizer.param_groups[0]["lr"] = rate if rank == 0 else rate + 5  # rank 0's is the one that counts
+            set_gradients(model, step, rank)
+            spread = loss * (rank - (size - 1) / 2) / 2  # other losses on every rank, with the mean of the curve
+            sync.observe(loss + spread - loss / 4)
+            sync.observe(torch.tensor(loss + spread + loss / 4, dtype=torch.float64))
+            optimizer.step()
+            ks.append(sync.k_steps)
+            if sync.synced:
+                averaged.append(step)
+    return ks, averaged
+
+
+LENGTH = 120
+CURVES = {
+    "falling loss": ([2.0**-8 + 4 * 0.97**i for i in range(LENGTH)], [0.125] * LENGTH),
+    "falling rate": ([1.5] * LENGTH, [0.1 * 0.96**i for i in range(LENGTH)]),
+    "rising loss": ([1.0 + 0.07 * i for i in range(LENGTH)], [0.1] * LENGTH),
+    "rate from 0": ([3 * 0.98**i for i in range(LENGTH)], [0.01 * max(0, i - 5) for i in range(LENGTH)]),
+    "loss reaches 0": ([max(0.0, 1 - 0.02 * i) for i in range(LENGTH)], [0.1] * LENGTH),
+    "loss begins at 0": ([0.0, 0.0, 1.0] * 40, [0.1] * LENGTH),
+    "rate falls to 0": ([1.0] * LENGTH, [max(0.0, 0.1 - 0.002 * i) for i in range(LENGTH)]),
+}
+
+
+@pytest.mark.parametrize("name", CURVES)
+@pytest.mark.parametrize("begin", [0, 1, 4])
+def test_the_interval_follows_loss_and_rate(ranks: Pool, name: str, begin: int) -> None:
+    losses, rates = CURVES[name]
+    config = tw.AdaptiveLocalSGD(5, begin_step=begin, max_k_steps=12)
+    found = ranks.run(adapt, losses, rates, config, size=2)
+    assert found[0] == intervals(losses, rates, init=5, most=12, begin=begin)
+    assert found[1] == found[0]
+
+
+@pytest.mark.parametrize("name", ["falling loss", "rising loss", "loss reaches 0"])
+def test_a_delay_does_not_change_when_ranks_average(ranks: Pool, name: str) -> None:
+    """Where the interval falls below the delay, what is on its way is applied early."""
+    losses, rates = CURVES[name]
+    config = tw.AdaptiveLocalSGD(5, max_k_steps=12, delay=4)
+    found = ranks.run(adapt, losses, rates, config, size=2)
+    assert found == [intervals(losses, rates, init=5, most=12, begin=1)] * 2
+
+
+def keep_books(rank: int, size: int, bits: int) -> float:
+    """Largest error of: what the ranks sent in all, plus what they keep, is what they changed in all."""
+    model = Bag()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = tw.LocalSGD(2, begin_step=0, compression=tw.Sparse(0.9, value_bits=bits, decay=1.0))
+    changed = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with tw.local_sgd(model, optimizer, config) as sync:
+        for step in range(1, 401):
+            set_gradients(model, step, rank)
+            for name, p in model.named_parameters():
+                assert p.grad is not None
+                changed[name] += 0.1 * p.grad
+            optimizer.step()
+        errors = sync.state_dict()["errors"]
+        worst = 0.0
+        for name, p in model.named_parameters():
+            sums = torch.stack([changed[name], errors[name]])
+            if size > 1:
+                torch.distributed.all_reduce(sums)
+            sent = (start[name] - p.detach()) * size
+            worst = max(worst, float((sent + sums[1] - sums[0]).abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("bits", [1, 2, 32])
+@pytest.mark.parametrize("size", [1, 2])
+def test_nothing_is_lost_over_200_rounds(ranks: Pool, bits: int, size: int) -> None:
+    """float64 sums of a few hundred terms of size 1."""
+    assert max(ranks.run(keep_books, bits, size=size)) < 1e-10
+
+
+def sum_of_parts(rank: int, size: int) -> list[Tensor]:
+    """Per parameter: what this rank measured, sent and kept in one averaging; alone, sent is S - p afterwards."""
+    model = Bag(dtype=torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = tw.LocalSGD(1, begin_step=0, compression=tw.Sparse(0.8, value_bits=2))
+    found = []
+    with tw.local_sgd(model, optimizer, config) as sync:
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        set_gradients(model, 1, rank)
+        change = {name: 0.1 * p.grad for name, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+        kept = sync.state_dict()["errors"]
+        for name, p in model.named_parameters():
+            sent = before[name] - p.detach()
+            assert int((sent != 0).sum()) <= max(1, round(0.2 * p.numel()))
+            found.append(sent + kept[name] - change[name])
+    return found
+
+
+def test_what_is_sent_and_what_is_kept_sum_to_the_change() -> None:
+    """1e-6: float32 differences of values of size 1."""
+    assert max(float(one.abs().max()) for one in sum_of_parts(0, 1)) < 1e-6

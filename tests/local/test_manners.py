@@ -1,0 +1,431 @@
+"""What local updates leave alone, what they refuse, and how they fail: on all ranks, with nothing applied."""
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire as tw
+from tests.local.test_laws import Bag, digest, net, set_gradients, values
+from tests.ranks import Lost, Pool, Raised
+
+
+def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1, **options)
+
+
+def one_step(model: nn.Module, optimizer: Any, step: int = 1, rank: int = 0) -> None:
+    set_gradients(model, step, rank)
+    optimizer.step()
+
+
+def test_alone_plain_averaging_does_not_change_a_bit() -> None:
+    for config in (tw.LocalSGD(3), tw.LocalSGD(4, fragments=2, delay=1), tw.AdaptiveLocalSGD(2)):
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+            local, plain = Bag(dtype=dtype), Bag(dtype=dtype)
+            ours, theirs = sgd(local, momentum=0.9), sgd(plain, momentum=0.9)
+            with tw.local_sgd(local, ours, config) as sync:
+                for step in range(1, 20):
+                    sync.observe(1.0)
+                    one_step(local, ours, step)
+                    one_step(plain, theirs, step)
+            assert digest_of_all(local) == digest_of_all(plain)
+
+
+def digest_of_all(model: nn.Module) -> list[bytes]:
+    return [p.detach().view(-1).view(torch.uint8).numpy().tobytes() for p in model.parameters()]
+
+
+def test_gradients_are_untouched_and_hooks_come_off() -> None:
+    model = Bag()
+    optimizer = sgd(model)
+    for leave_by_error in (False, True):
+        try:
+            with tw.local_sgd(model, optimizer, tw.LocalSGD(2)) as sync:
+                set_gradients(model, 1, 0)
+                grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+                optimizer.step()
+                assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), grads, strict=True))
+                assert sync.synced
+                if leave_by_error:
+                    raise KeyError("from the loop")
+        except KeyError:
+            assert leave_by_error
+        assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
+        one_step(model, optimizer, 2)
+        assert sync.step == 1
+
+
+def buffers_and_start(rank: int, size: int) -> dict[str, Any]:
+    model = net()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(rank)
+    model[0].bias.requires_grad_(False)
+    norm = model[1]
+    norm.running_mean.fill_(5.0 + rank)  # type: ignore[operator,union-attr]
+    optimizer = sgd(model)
+    found: dict[str, Any] = {}
+    with tw.local_sgd(model, optimizer, tw.LocalSGD(10)) as sync:
+        found["start"] = digest(model)
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p) if p.requires_grad else None
+        norm.running_mean.fill_(1.0 + rank)  # type: ignore[operator,union-attr]
+        norm.num_batches_tracked.fill_(7 + rank)  # type: ignore[operator,union-attr]
+        optimizer.step()
+        assert sync.synced
+        found["mean"] = norm.running_mean.tolist()  # type: ignore[operator,union-attr]
+        found["count"] = int(norm.num_batches_tracked)  # type: ignore[arg-type]
+    return found
+
+
+def test_all_start_from_rank_0_and_floating_point_buffers_are_averaged(ranks: Pool) -> None:
+    a, b = ranks.run(buffers_and_start, size=2)
+    assert a["start"] == b["start"]
+    assert a["mean"] == b["mean"] == [1.5] * 9
+    assert (a["count"], b["count"]) == (7, 8)
+
+
+def partly_unused(rank: int, size: int, average_state: bool) -> tuple[Any, Any, bool]:
+    model = Bag(dtype=torch.float32)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    start = values(model)
+    with tw.local_sgd(model, optimizer, tw.LocalSGD(3, average_state=average_state)):
+        for step in range(1, 8):
+            set_gradients(model, step, rank)
+            if rank == 1:
+                model.b.grad = None  # type: ignore[union-attr,assignment]
+            model.c.grad = None  # type: ignore[union-attr,assignment]
+            optimizer.step()
+    same_c = bool((values(model)["c"] == start["c"]).all())
+    moments = {
+        name: optimizer.state[p]["exp_avg"].tolist() for name, p in model.named_parameters() if p in optimizer.state
+    }
+    return values(model), moments, same_c
+
+
+@pytest.mark.parametrize("average_state", [False, True])
+def test_ranks_without_a_gradient_take_part(ranks: Pool, average_state: bool) -> None:
+    (p, m, same), (q, n, _) = ranks.run(partly_unused, average_state, size=2)
+    assert all((p[name] == q[name]).all() for name in p)
+    assert same, "a parameter that nobody moved stays as it was"
+    assert set(m) - set(n) == {"b"}
+    assert (m["a"] == n["a"]) is average_state
+
+
+def halves(rank: int, size: int) -> tuple[Any, list[str]]:
+    model = Bag(dtype=torch.bfloat16)
+    optimizer = sgd(model)
+    with tw.local_sgd(model, optimizer, tw.LocalSGD(2, outer_momentum=0.5, compression=tw.Sparse(0.5))) as sync:
+        for step in range(1, 6):
+            one_step(model, optimizer, step, rank)
+        state = sync.state_dict()
+    tensors = [t for kind in ("anchors", "outer_momentum", "errors") for t in state[kind].values()]
+    return [p.tolist() for p in model.parameters()], sorted({str(t.dtype) for t in tensors})
+
+
+def test_state_of_narrow_parameters_is_float32(ranks: Pool) -> None:
+    a, b = ranks.run(halves, size=2)
+    assert a == b
+    assert a[1] == ["torch.float32"]
+
+
+def test_bytes_are_counted() -> None:
+    shapes = {"w": (100, 100)}
+    for config, least in ((tw.LocalSGD(10, begin_step=0), 9.9), (tw.LocalSGD(10, 0, compression=tw.Sparse(0.99)), 300)):
+        model = Bag(shapes, dtype=torch.float32)
+        optimizer = sgd(model)
+        with tw.local_sgd(model, optimizer, config) as sync:
+            model.w.grad = torch.randn(100, 100)  # type: ignore[assignment]
+            for _ in range(100):
+                optimizer.step()
+            stats = sync.stats()
+        assert stats["bytes_dense"] == 100 * 40_000
+        assert stats["averagings"] == 10
+        assert stats["ratio"] == stats["bytes_dense"] / stats["bytes_sent"] > least
+
+
+def skipping(rank: int, size: int) -> tuple[list[bool], list[int], str]:
+    model = Bag()
+    optimizer = sgd(model)
+    synced, ks = [], []
+    with tw.local_sgd(model, optimizer, tw.AdaptiveLocalSGD(3, begin_step=0)) as sync:
+        for step in range(1, 13):
+            dropped = rank == 1 and step in {1, 3, 4}
+            sync.observe(float("inf") if dropped else 2.0)
+            if dropped:
+                sync.skip_step()
+            else:
+                one_step(model, optimizer, step, rank)
+            synced.append(sync.synced)
+            ks.append(sync.k_steps)
+    return synced, ks, digest(model)
+
+
+def test_a_dropped_step_counts_and_its_loss_does_not(ranks: Pool) -> None:
+    a, b = ranks.run(skipping, size=2)
+    assert a == b
+    assert a[0] == [step % 3 == 0 for step in range(1, 13)]
+    assert a[1] == [3] * 12
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "text"),
+    [
+        (lambda: tw.LocalSGD(0), ValueError, "k_steps must be an integer >= 1, got 0"),
+        (lambda: tw.LocalSGD(True), TypeError, "k_steps"),
+        (lambda: tw.LocalSGD(2.0), TypeError, "k_steps"),  # type: ignore[arg-type]
+        (lambda: tw.LocalSGD(4, begin_step=-1), ValueError, "begin_step"),
+        (lambda: tw.LocalSGD(4, outer_lr=-0.1), ValueError, "outer_lr"),
+        (lambda: tw.LocalSGD(4, outer_lr=float("nan")), ValueError, "outer_lr"),
+        (lambda: tw.LocalSGD(4, outer_momentum=1.0), ValueError, "outer_momentum"),
+        (lambda: tw.LocalSGD(4, outer_nesterov=True), ValueError, "outer_nesterov needs"),
+        (lambda: tw.LocalSGD(4, outer_nesterov=1, outer_momentum=0.9), TypeError, "outer_nesterov"),  # type: ignore[arg-type]
+        (lambda: tw.LocalSGD(4, compression=0.9), TypeError, "compression must be Sparse"),  # type: ignore[arg-type]
+        (lambda: tw.LocalSGD(4, fragments=5), ValueError, "fragments must be at most k_steps=4, got 5"),
+        (lambda: tw.LocalSGD(4, fragments=0), ValueError, "fragments"),
+        (lambda: tw.LocalSGD(4, delay=4), ValueError, "delay must be below the 4 steps"),
+        (lambda: tw.LocalSGD(4, fragments=2, delay=2), ValueError, "delay must be below the 2 steps"),
+        (lambda: tw.LocalSGD(4, average_state=1), TypeError, "average_state"),  # type: ignore[arg-type]
+        (lambda: tw.AdaptiveLocalSGD(0), ValueError, "init_k_steps"),
+        (lambda: tw.AdaptiveLocalSGD(17), ValueError, "init_k_steps must be at most max_k_steps=16, got 17"),
+        (lambda: tw.AdaptiveLocalSGD(1, max_k_steps=0), ValueError, "max_k_steps"),
+        (lambda: tw.AdaptiveLocalSGD(3, fragments=4), ValueError, "at most init_k_steps=3"),
+        (lambda: tw.Sparse(1.0), ValueError, "sparsity"),
+        (lambda: tw.Sparse(0.9, value_bits=3), ValueError, "value_bits"),
+        (lambda: tw.Sparse(0.9, decay=1.1), ValueError, "decay"),
+    ],
+)
+def test_configs_refuse(make: Callable[[], Any], kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        make()
+
+
+def test_wrong_models_and_optimizers_are_refused() -> None:
+    model, other = net(), net()
+    optimizer = sgd(model)
+    for arguments, kind, text in [
+        ((model, optimizer, 16), TypeError, "config must be LocalSGD or AdaptiveLocalSGD"),
+        ((optimizer, optimizer, tw.LocalSGD(2)), TypeError, "model must be Module"),
+        ((model, model, tw.LocalSGD(2)), TypeError, "optimizer must be Optimizer"),
+        ((model, tw.optim.DGCMomentum(model.parameters(), lr=0.1), tw.LocalSGD(2)), TypeError, "DGCMomentum.*SGD"),
+        ((model, sgd(other), tw.LocalSGD(2)), ValueError, "not in model"),
+        ((model, optimizer, tw.LocalSGD(20, fragments=20)), ValueError, "fragments is 20"),
+        ((net().requires_grad_(False), optimizer, tw.LocalSGD(2)), ValueError, "nothing to average"),
+    ]:
+        with pytest.raises(kind, match=text):
+            tw.local_sgd(*arguments)  # type: ignore[arg-type]
+
+
+def wrapped(rank: int, size: int) -> None:
+    ddp = DistributedDataParallel(net())
+    tw.local_sgd(ddp, sgd(ddp), tw.LocalSGD(2))
+
+
+def test_a_ddp_model_is_refused(ranks: Pool) -> None:
+    for answer in ranks.run(wrapped, size=2, expect_errors=True):
+        assert isinstance(answer, Raised) and answer.type_name == "TypeError" and "ddp.module" in answer.text
+
+
+def test_two_cannot_be_nested_on_one_model() -> None:
+    model = net()
+    with tw.local_sgd(model, sgd(model), tw.LocalSGD(2)) as sync:
+        with pytest.raises(RuntimeError, match="cannot be nested"), tw.local_sgd(model, sgd(model), tw.LocalSGD(2)):
+            pass
+        with (
+            pytest.raises(RuntimeError, match="cannot be nested"),
+            tw.local_sgd(model[0], sgd(model[0]), tw.LocalSGD(2)),
+        ):
+            pass
+    with pytest.raises(RuntimeError, match="entered before"), sync:
+        pass
+    with tw.local_sgd(model, sgd(model), tw.LocalSGD(2)):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind"), [("1", TypeError), (None, TypeError), (True, TypeError), (torch.zeros(2), ValueError)]
+)
+def test_observe_refuses(loss: Any, kind: type[Exception]) -> None:
+    model = Bag()
+    with tw.local_sgd(model, sgd(model), tw.AdaptiveLocalSGD(2)) as sync, pytest.raises(kind, match="loss must be"):
+        sync.observe(loss)
+
+
+def test_a_step_without_a_loss_is_refused_before_the_update() -> None:
+    model = Bag()
+    optimizer = sgd(model)
+    with tw.local_sgd(model, optimizer, tw.AdaptiveLocalSGD(2)) as sync:
+        sync.observe(1.0)
+        one_step(model, optimizer)
+        before = digest(model)
+        with pytest.raises(RuntimeError, match="step 2 has no loss"):
+            optimizer.step()
+        assert (digest(model), sync.step) == (before, 1)
+
+
+def fail(rank: int, size: int, way: str) -> str:
+    """Step 1 averages, then rank 1 goes wrong in its own way."""
+    model = Bag()
+    if way == "other order" and rank == 1:
+        model = Bag(dict(reversed({name: tuple(p.shape) for name, p in model.named_parameters()}.items())))
+    config = tw.LocalSGD(2 + rank) if way == "other settings" else tw.LocalSGD(2)
+    if way in {"infinite loss", "negative loss"}:
+        config = tw.AdaptiveLocalSGD(2)  # type: ignore[assignment]
+    optimizer = sgd(model)
+    before = ""
+    try:
+        with tw.local_sgd(model, optimizer, config) as sync:
+            for step in range(1, 6):
+                if rank == 1 and step == 3:
+                    spoil(model, way)
+                if way == "leaves early" and rank == 1 and step == 3:
+                    break
+                sync.observe({"infinite loss": float("inf"), "negative loss": -9.0}.get(way, 1.0) if rank else 1.0)
+                for name, p in model.named_parameters():
+                    p.grad = torch.ones_like(p) if name != "new" else None
+                optimizer.step()
+                before = "synced" if sync.synced else "local"
+    except RuntimeError as error:
+        return f"{type(error).__name__} after {before}: {error}"
+    return "no error"
+
+
+def spoil(model: nn.Module, way: str) -> None:
+    if way == "not finite":
+        with torch.no_grad():
+            model.c[1, 2] = float("nan")  # type: ignore[operator]
+    elif way == "removed":
+        del model.b
+    elif way == "added":
+        model.new = nn.Parameter(torch.zeros(2))
+    elif way == "frozen":
+        model.a.requires_grad_(False)  # type: ignore[operator]
+    elif way == "replaced":
+        model.a = nn.Parameter(model.a.detach().clone())  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("way", "text"),
+    [
+        ("other order", "layout.0 differs: rank 0 has 'parameter a: float64 [6, 5], trainable', rank 1 has"),
+        ("other settings", "settings.k_steps differs: rank 0 has 2, rank 1 has 3"),
+        ("not finite", "rank 1: parameter c is not finite at the averaging of step 3"),
+        ("removed", "rank 1: the model was changed since local_sgd was set up: parameter b was"),
+        ("added", "rank 1: the model was changed since local_sgd was set up: parameter new was not there"),
+        ("frozen", "parameter a was float64 [6, 5], trainable and is float64 [6, 5], frozen"),
+        ("replaced", "parameter a is another object"),
+        ("infinite loss", "the mean loss of step 1 over the ranks is inf"),
+        ("negative loss", "the mean loss of step 1 over the ranks is -4.0"),
+        ("leaves early", "rank 0 is at step 3 (averaging part 0), rank 1 at step 2 (flushing)"),
+    ],
+)
+def test_what_goes_wrong_on_one_rank_is_the_same_error_on_all(ranks: Pool, way: str, text: str) -> None:
+    answers = ranks.run(fail, way, size=3 if way == "not finite" else 2)
+    assert all(text in answer for answer in answers), answers
+    # where ranks are at different steps, each names its own as the occasion
+    assert len({answer.replace("agreeing on step 2:", "agreeing on step 3:") for answer in answers}) == 1
+
+
+def not_finite(rank: int, size: int) -> bool:
+    model = Bag()
+    optimizer = sgd(model)
+    with pytest.raises(RuntimeError, match="parameter b is not finite"), tw.local_sgd(model, optimizer, tw.LocalSGD(2)):
+        one_step(model, optimizer, 1, rank)
+        one_step(model, optimizer, 2, rank)
+        if rank == 0:
+            with torch.no_grad():
+                model.b[0] = float("inf")  # type: ignore[operator]
+        local = [p.detach().clone() for p in model.parameters()]
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+    return all(torch.equal(p, q) for p, q in zip(model.parameters(), local, strict=True))
+
+
+def test_nothing_is_applied_where_a_rank_is_not_finite(ranks: Pool) -> None:
+    assert ranks.run(not_finite, size=2) == [True, True]
+
+
+def corrupted(rank: int, size: int) -> tuple[str, bool, str]:
+    """Rank 1 receives one wrong byte in the first averaging that is sent sparsely and applied later."""
+    model = Bag()
+    optimizer = sgd(model)
+    config = tw.LocalSGD(3, begin_step=0, delay=1, outer_momentum=0.5, compression=tw.Sparse(0.5))
+    with tw.local_sgd(model, optimizer, config) as sync:
+        for step in range(1, 4):
+            one_step(model, optimizer, step, rank)
+        before = sync.state_dict()
+        flight = sync.pending
+        assert flight is not None and flight.round is not None
+        pending = flight.round._flights[0].pending
+        finish = pending._finish
+
+        def damage() -> Any:
+            rows = finish()
+            if rank == 1:
+                rows[0, -1] ^= 1
+            return rows
+
+        pending._finish = damage
+        set_gradients(model, 4, rank)
+        local = [p.detach() - 0.1 * p.grad for p in model.parameters() if p.grad is not None]
+        text = ""
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            text = f"{type(error).__name__}: {error}"
+        same = all(torch.allclose(p, q, rtol=0, atol=1e-15) for p, q in zip(model.parameters(), local, strict=True))
+        after = sync.state_dict()
+        for kind in ("anchors", "outer_momentum", "errors"):
+            same = same and all(torch.equal(before[kind][name], after[kind][name]) for name in before[kind])
+        sync.close()
+        return text, same, "left by close()"
+
+
+def test_a_damaged_message_is_refused_by_all_and_nothing_applied(ranks: Pool) -> None:
+    a, b = ranks.run(corrupted, size=2)
+    assert a == b
+    assert a[0].startswith("PayloadCorrupt: rank 1 refused a message") and "rank 0" in a[0]
+    assert a[1]
+
+
+def die(rank: int, size: int) -> None:
+    model = Bag()
+    optimizer = sgd(model)
+    with tw.local_sgd(model, optimizer, tw.LocalSGD(2)):
+        for step in range(1, 10):
+            if rank == 1 and step == 4:
+                os.kill(os.getpid(), signal.SIGKILL)
+            one_step(model, optimizer, step, rank)
+
+
+@pytest.mark.fault
+def test_a_killed_rank_is_lost_to_the_others(ranks: Pool) -> None:
+    a, b, c = ranks.run(die, size=3, expect_errors=True)
+    assert isinstance(b, Lost)
+    for answer in (a, c):
+        assert isinstance(answer, Raised) and answer.type_name == "PeerLost" and "rank 1" in answer.text, answer
+
+
+def subgroup(rank: int, size: int) -> str:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    model = net()
+    with tw.local_sgd(model, sgd(model), tw.LocalSGD(4), process_group=pairs[rank // 2]):
+        for p in model.parameters():
+            p.grad = torch.full_like(p, rank)
+        torch.manual_seed(rank)
+        with torch.no_grad():
+            model[0].weight.add_(torch.randn(9, 5))  # type: ignore[operator]
+    # leaving without a step averages nothing
+    return digest(model)
+
+
+def test_leaving_without_a_step_averages_nothing(ranks: Pool) -> None:
+    assert len(set(ranks.run(subgroup, size=4))) == 4

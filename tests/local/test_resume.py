@@ -1,0 +1,100 @@
+"""A run that is stopped between two averagings and resumed goes on bit for bit."""
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import thinwire as tw
+from tests.local.test_laws import digest, net
+from tests.ranks import Pool
+
+CONFIGS = {
+    "plain": tw.LocalSGD(6),
+    "outer": tw.LocalSGD(5, outer_lr=0.7, outer_momentum=0.9, outer_nesterov=True),
+    "sparse": tw.LocalSGD(5, compression=tw.Sparse(0.9)),
+    "adaptive": tw.AdaptiveLocalSGD(4, begin_step=0),
+    "fragments and delay": tw.LocalSGD(8, fragments=2, delay=3, outer_momentum=0.5, compression=tw.Sparse(0.8)),
+    "delay and state": tw.LocalSGD(6, delay=4, average_state=True),
+}
+
+
+def steps_of(model: nn.Module, optimizer: Any, sync: Any, rank: int, first: int, last: int) -> list[Any]:
+    found = []
+    for step in range(first, last):
+        optimizer.zero_grad()
+        batch = torch.randn(8, 5, generator=torch.Generator().manual_seed(100 * step + rank))
+        loss = (model(batch) - rank).square().mean()
+        loss.backward()
+        sync.observe(loss)
+        optimizer.step()
+        found.append((digest(model), sync.k_steps, sync.synced, sync.step))
+    return found
+
+
+def resume(rank: int, size: int, config: Any, stop: int) -> tuple[list[Any], list[Any], dict[str, Any], dict[str, Any]]:
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    with tw.local_sgd(model, optimizer, config) as sync:
+        steps_of(model, optimizer, sync, rank, 0, stop)
+        file = io.BytesIO()
+        torch.save([model.state_dict(), optimizer.state_dict(), sync.state_dict()], file)
+        straight = steps_of(model, optimizer, sync, rank, stop, 40)
+        stats = sync.stats()
+    straight.append(digest(model))
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    with tw.local_sgd(model, optimizer, config) as sync:  # copies rank 0's parameters, which the state puts right
+        sync.load_state_dict(saved[2])
+        resumed = steps_of(model, optimizer, sync, rank, stop, 40)
+        stats_again = sync.stats()
+    resumed.append(digest(model))
+    return straight, resumed, stats, stats_again
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("stop", [9, 16])
+def test_resuming_is_bit_exact(ranks: Pool, name: str, stop: int) -> None:
+    for straight, resumed, stats, stats_again in ranks.run(resume, CONFIGS[name], stop, size=2):
+        assert resumed == straight
+        if "delay" not in name:  # what was on its way travels twice
+            assert stats_again == stats
+
+
+def open_one(config: Any = CONFIGS["plain"]) -> Any:
+    model = net()
+    return tw.local_sgd(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
+
+
+def test_a_state_is_loaded_inside_the_block() -> None:
+    with open_one() as sync:
+        state = sync.state_dict()
+    with pytest.raises(RuntimeError, match="inside `with"):
+        sync.load_state_dict(state)
+    with pytest.raises(RuntimeError, match="inside `with"):
+        open_one().load_state_dict(state)
+
+
+def test_a_state_that_does_not_fit_changes_nothing() -> None:
+    with open_one(CONFIGS["sparse"]) as other:
+        foreign = other.state_dict()
+    with open_one() as sync:
+        good = sync.state_dict()
+        bad_shape = {**good, "anchors": {**good["anchors"], "0.weight": torch.zeros(2)}}
+        for state, text in [
+            (foreign, "errors, 0.weight has shape"),
+            ({**good, "more": 1}, "unknown .'more'"),
+            ({}, "missing"),
+            (bad_shape, r"anchors, 0.weight has shape \(2,\) in it and \(9, 5\) here"),
+        ]:
+            with pytest.raises(ValueError, match=text):
+                sync.load_state_dict(state)
+        again = sync.state_dict()
+        assert again["step"] == 0
+        assert all(torch.equal(good["anchors"][n], again["anchors"][n]) for n in good["anchors"])
