@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from tests.ranks import Lost, Pool, Raised
 from thinwire.comm import Group, require_agreement
+from thinwire.comm import group as group_module
 
 
 def gather_bytes(rank: int, size: int, payloads: list[bytes]) -> tuple[list[bytes], int]:
@@ -129,16 +130,19 @@ def test_a_stopped_rank_is_named_by_all_others(ranks: Pool) -> None:
         assert "rank 1 did not take part within 3 s" in answer.text
 
 
-def dropped(rank: int, size: int) -> tuple[int, int]:
-    group = Group()
-    group.gather_bytes(b"", what="test")
-    holder = group._holder
-    before = len(holder)
-    del group
+def shared_then_released(rank: int, size: int) -> tuple[bool, int]:
+    first, second = Group(), Group()
+    first.gather_bytes(b"", what="test")
+    del first
     gc.collect()
-    return before, len(holder)
+    second.gather_bytes(b"", what="test")
+    third = Group()
+    third.gather_bytes(b"", what="test")
+    same = second._holder is third._holder
+    group_module._release_all()
+    return same, len(third._holder)
 
 
-def test_the_private_group_goes_with_its_owner(ranks: Pool) -> None:
-    """Else its threads outlive the interpreter and abort the process at exit."""
-    assert ranks.run(dropped) == [(1, 0)] * 2
+def test_groups_over_the_same_ranks_share_one_that_is_released_at_exit(ranks: Pool) -> None:
+    """Else its threads outlive the interpreter, and abort the process at exit."""
+    assert ranks.run(shared_then_released) == [(True, 0)] * 2

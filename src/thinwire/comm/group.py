@@ -1,5 +1,6 @@
 """The ranks that exchange, as one object that also works alone."""
 
+import atexit
 import contextlib
 import datetime
 import hashlib
@@ -39,11 +40,11 @@ class Pending(Generic[_T]):
 class Group:
     """The ranks that exchange with each other; one process without a process group is a group of one.
 
-    A private process group is made for the library's traffic, so that collectives of the user cannot interleave with
-    it, with an explicit time-out (the smaller of the given group's own and 120 s).
+    A private process group carries the library's traffic, one for each group of the user, so that collectives of the
+    user cannot interleave with it; its time-out is the smaller of the given group's own and 120 s.
 
-    Communication: making it is collective over its ranks. `bytes_sent` counts every byte given to an exchange, on one
-    rank too.
+    Communication: making the first one over given ranks is collective over them. `bytes_sent` counts every byte given
+    to an exchange, on one rank too.
     Failure: a dead or stopped rank is `PeerLost` or `PeerStalled` on the others, within the time-out.
     """
 
@@ -67,16 +68,9 @@ class Group:
             parent = process_group if process_group is not None else dist.group.WORLD
             assert parent is not None
             self.timeout_s = min(_timeout_s(parent), DEFAULT_TIMEOUT_S)
-            private = dist.new_group(
-                ranks=dist.get_process_group_ranks(parent),
-                timeout=datetime.timedelta(seconds=self.timeout_s),
-                use_local_synchronization=True,
-            )
+            self._holder = _private_group(parent, self.timeout_s)
+            private = self._holder[0]
             self._store = private.get_group_store() if hasattr(private, "get_group_store") else None
-            self._holder.append(private)
-            # A thread of the backend that lets go of a tensor once the interpreter is finalizing aborts the process;
-            # so the group, and its threads with it, must end before: at exit at the latest.
-            weakref.finalize(self, _release, self._holder)
 
     @property
     def _private(self) -> dist.ProcessGroup | None:
@@ -164,12 +158,32 @@ class Group:
             ) from error
 
 
-def _release(holder: list[dist.ProcessGroup]) -> None:
-    """Destroy the private group; letting go of it joins its threads."""
-    if holder and dist.is_initialized():
-        with contextlib.suppress(ValueError, AssertionError):  # it belongs to a world that was destroyed before
-            dist.destroy_process_group(holder[0])
-    holder.clear()
+_shared: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[dist.ProcessGroup]]" = weakref.WeakKeyDictionary()
+
+
+def _private_group(parent: dist.ProcessGroup, timeout_s: float) -> list[dist.ProcessGroup]:
+    """The library's own group over the ranks of `parent`, made once for each, in a list that is emptied at exit."""
+    if parent not in _shared:
+        private = dist.new_group(
+            ranks=dist.get_process_group_ranks(parent),
+            timeout=datetime.timedelta(seconds=timeout_s),
+            use_local_synchronization=True,
+        )
+        _shared[parent] = [private]
+    return _shared[parent]
+
+
+@atexit.register
+def _release_all() -> None:
+    """Let go of the private groups, which joins their threads.
+
+    A thread of the backend that lets go of a tensor once the interpreter is finalizing aborts the process.
+    """
+    for holder in list(_shared.values()):
+        if holder and dist.is_initialized():
+            with contextlib.suppress(ValueError, AssertionError):  # it belongs to a world that was destroyed before
+                dist.destroy_process_group(holder[0])
+        holder.clear()
 
 
 def _timeout_s(group: dist.ProcessGroup) -> float:
