@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.comm.failures import explain_failure
+from thinwire.errors import ThinwireError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -73,13 +74,15 @@ class Group:
             self._store = private.get_group_store() if hasattr(private, "get_group_store") else None
 
     @property
-    def _private(self) -> dist.ProcessGroup | None:
-        return self._holder[0] if self._holder else None
+    def _private(self) -> dist.ProcessGroup:
+        if not self._holder:  # never go on alone, nor over the user's own group
+            raise ThinwireError("the library's process group has been released: nothing can be exchanged at exit")
+        return self._holder[0]
 
     @property
     def device(self) -> torch.device:
         """Where small control tensors must lie for this group's backend."""
-        if self._private is not None and dist.get_backend(self._private) == "nccl":
+        if self.size > 1 and dist.get_backend(self._private) == "nccl":
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
@@ -94,7 +97,7 @@ class Group:
             Pending uint8 tensor of shape (size, B), row r from rank r.
         """
         self.bytes_sent += message.numel()
-        if self._private is None:
+        if self.size == 1:
             return Pending(lambda: message.unsqueeze(0))
         out = message.new_empty(self.size * message.numel())
         launch = (
@@ -107,13 +110,13 @@ class Group:
     def sum_(self, buffer: Tensor, *, what: str) -> Pending[Tensor]:
         """Launch an all-reduce that overwrites `buffer` with its sum over the ranks, bit-identical on all of them."""
         self.bytes_sent += buffer.numel() * buffer.element_size()
-        if self._private is None:
+        if self.size == 1:
             return Pending(lambda: buffer)
         return self._launched(lambda: dist.all_reduce(buffer, group=self._private, async_op=True), buffer, what)
 
     def broadcast_(self, buffer: Tensor, *, what: str) -> Pending[Tensor]:
         """Launch a broadcast that overwrites `buffer` with that of rank 0, whose bytes are counted there."""
-        if self._private is None:
+        if self.size == 1:
             return Pending(lambda: buffer)
         if self.rank == 0:
             self.bytes_sent += buffer.numel() * buffer.element_size()

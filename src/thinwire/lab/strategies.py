@@ -84,7 +84,7 @@ _OWN = "optimizer.stats()"
 _HERE = "thinwire.lab.trainers"
 # The rates are the better of 0.07 and 0.15 for each method, at as many steps as 90 s over 100 Mbit/s allow (dense 70,
 # fp16 130, powersgd and dgc 280; size medium, two workers, batch 8, seed 1). dense takes the smaller one all the same:
-# the larger won by 0.03 nats there, but makes it overshoot where the warm-up is shorter.
+# the larger won by 0.03 nats there, but 0.2 overshoots where the warm-up is short.
 register(Recipe("dense", "DDP, every gradient in float32", f"{_HERE}:Dense", 0.07, _RING))
 register(Recipe("fp16", "DDP with torch's hook, gradients in float16", f"{_HERE}:HalfPrecision", 0.07, _RING))
 register(Recipe("powersgd", "DDP with torch's PowerSGD hook, rank 2", f"{_HERE}:PowerSGD", 0.15, _RING))

@@ -88,9 +88,8 @@ class Round:
     def _launch_dense(self, bucket: int, dense: Mapping[int, Tensor]) -> None:
         flat = torch.cat([grad.reshape(-1) for grad in dense.values()])
         if flat.dtype == torch.float16:
-            flat = (
-                flat.float()
-            )  # a sum of finite halves may pass 65504, which would look like an overflow of every rank
+            # a sum of finite halves may pass 65504, which would look like an overflow of every rank
+            flat = flat.float()
         pending = self._group.sum_(flat, what=f"averaging dense tensors of step {self.step}, bucket {bucket}")
         shapes = [grad.shape for grad in dense.values()]
         self._flights.append(_Flight(bucket, list(dense), pending, shapes=shapes))
