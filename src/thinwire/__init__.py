@@ -10,20 +10,35 @@ if TYPE_CHECKING:
     from thinwire.core.clip import ClipByGlobalNorm, ClipByNorm, ClipByValue
     from thinwire.core.decay import L1Decay, L2Decay
     from thinwire.core.loss_scale import DynamicLossScale, FixedLossScale
+    from thinwire.errors import StrategyError
+    from thinwire.optim.config import LAMB, LARS
+    from thinwire.pipeline.config import Pipeline
+    from thinwire.step.config import AMP, GradientMerge, Recompute
+    from thinwire.strategy.distributed_strategy import DistributedStrategy
+    from thinwire.sync.dgc_config import DGC
     from thinwire.sync.local_config import AdaptiveLocalSGD, LocalSGD, Sparse
     from thinwire.sync.local_sgd import local_sgd
 
 __all__ = [
+    "AMP",
+    "DGC",
+    "LAMB",
+    "LARS",
     "AdaptiveLocalSGD",
     "ClipByGlobalNorm",
     "ClipByNorm",
     "ClipByValue",
+    "DistributedStrategy",
     "DynamicLossScale",
     "FixedLossScale",
+    "GradientMerge",
     "L1Decay",
     "L2Decay",
     "LocalSGD",
+    "Pipeline",
+    "Recompute",
     "Sparse",
+    "StrategyError",
     "__version__",
     "amp",
     "errors",
@@ -34,16 +49,25 @@ __all__ = [
 
 _MODULES = {"amp", "errors", "optim", "schedules"}
 _HOMES = {
+    "AMP": "thinwire.step.config",
     "AdaptiveLocalSGD": "thinwire.sync.local_config",
     "ClipByGlobalNorm": "thinwire.core.clip",
     "ClipByNorm": "thinwire.core.clip",
     "ClipByValue": "thinwire.core.clip",
+    "DGC": "thinwire.sync.dgc_config",
+    "DistributedStrategy": "thinwire.strategy.distributed_strategy",
     "DynamicLossScale": "thinwire.core.loss_scale",
     "FixedLossScale": "thinwire.core.loss_scale",
+    "GradientMerge": "thinwire.step.config",
     "L1Decay": "thinwire.core.decay",
     "L2Decay": "thinwire.core.decay",
+    "LAMB": "thinwire.optim.config",
+    "LARS": "thinwire.optim.config",
     "LocalSGD": "thinwire.sync.local_config",
+    "Pipeline": "thinwire.pipeline.config",
+    "Recompute": "thinwire.step.config",
     "Sparse": "thinwire.sync.local_config",
+    "StrategyError": "thinwire.errors",
     "local_sgd": "thinwire.sync.local_sgd",
 }
 

@@ -1,14 +1,18 @@
 """The errors that thinwire raises at run time, one family, every one of them a `RuntimeError`.
 
-Wrong arguments are `TypeError` and `ValueError` as everywhere in Python; this file is for what goes wrong later.
+Wrong arguments are `TypeError` and `ValueError` as everywhere in Python. The one exception here is `StrategyError`, a
+`ValueError` for a strategy that cannot be; all others are for what goes wrong later.
 """
 
 __all__ = [
+    "CheckpointCorrupt",
+    "CheckpointError",
     "Mismatch",
     "NonFinite",
     "PayloadCorrupt",
     "PeerLost",
     "PeerStalled",
+    "StrategyError",
     "ThinwireError",
 ]
 
@@ -35,3 +39,15 @@ class PayloadCorrupt(ThinwireError):
 
 class NonFinite(ThinwireError):
     """Too many steps in a row were dropped because of gradients that are not finite."""
+
+
+class CheckpointError(ThinwireError):
+    """A checkpoint cannot be written, or there is none that can be loaded. Raised on every rank, with the cause."""
+
+
+class CheckpointCorrupt(CheckpointError):
+    """A file of a checkpoint is damaged, missing or of another checkpoint; names the file."""
+
+
+class StrategyError(ValueError):
+    """Parts of a strategy do not go together, or not with this model, optimizer or number of ranks; lists all of it."""

@@ -1,0 +1,68 @@
+"""The configs by which a strategy replaces an optimizer by LARS or LAMB."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from thinwire import _validate as check
+
+__all__ = ["LAMB", "LARS"]
+
+
+@dataclass(frozen=True)
+class LARS:
+    """`thinwire.optim.Lars` in the place of an SGD, whose rate, momentum, clipping and groups are taken over.
+
+    Attributes:
+        lars_coeff: The trust coefficient, > 0.
+        lars_weight_decay: Weight decay, >= 0.
+        epsilon: Added to the denominator of the trust ratio, >= 0.
+        exclude_from_weight_decay: Glob patterns over parameter names.
+
+    Raises:
+        TypeError, ValueError: A wrong value.
+
+    Source: You et al., 2017, arXiv 1708.03888.
+    """
+
+    lars_coeff: float = 0.001
+    lars_weight_decay: float = 0.0005
+    epsilon: float = 0.0
+    exclude_from_weight_decay: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lars_coeff", check.real("lars_coeff", self.lars_coeff, above=0))
+        decay = check.real("lars_weight_decay", self.lars_weight_decay, at_least=0)
+        object.__setattr__(self, "lars_weight_decay", decay)
+        object.__setattr__(self, "epsilon", check.real("epsilon", self.epsilon, at_least=0))
+        object.__setattr__(self, "exclude_from_weight_decay", _patterns(self.exclude_from_weight_decay))
+
+
+@dataclass(frozen=True)
+class LAMB:
+    """`thinwire.optim.Lamb` in the place of an Adam, whose rate, betas, clipping and groups are taken over.
+
+    Attributes:
+        lamb_weight_decay: Weight decay, >= 0.
+        exclude_from_weight_decay: Glob patterns over parameter names.
+
+    Raises:
+        TypeError, ValueError: A wrong value.
+
+    Source: You et al., 2020, arXiv 1904.00962.
+    """
+
+    lamb_weight_decay: float = 0.01
+    exclude_from_weight_decay: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        decay = check.real("lamb_weight_decay", self.lamb_weight_decay, at_least=0)
+        object.__setattr__(self, "lamb_weight_decay", decay)
+        object.__setattr__(self, "exclude_from_weight_decay", _patterns(self.exclude_from_weight_decay))
+
+
+def _patterns(patterns: Any) -> tuple[str, ...]:
+    advice = 'write a single pattern as ("*.bias",)'
+    check.instance("exclude_from_weight_decay", patterns, (tuple, list), advice=advice)
+    for i, pattern in enumerate(patterns):
+        check.instance(f"exclude_from_weight_decay[{i}]", pattern, str)
+    return tuple(patterns)

@@ -1,0 +1,1 @@
+"""Stages of a model on different ranks, over torch.distributed.pipelining."""

@@ -1,0 +1,1 @@
+"""What wraps one training step: gradient merge, recompute, autocast."""

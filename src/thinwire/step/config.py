@@ -1,0 +1,79 @@
+"""The configs of what wraps a training step."""
+
+from dataclasses import dataclass
+
+from thinwire import _validate as check
+from thinwire.core.loss_scale import DynamicLossScale, FixedLossScale, LossScale
+
+__all__ = ["AMP", "GradientMerge", "Recompute"]
+
+
+@dataclass(frozen=True)
+class AMP:
+    """The forward pass in a narrow type, by torch's autocast; parameters and optimizer state stay as they are.
+
+    Attributes:
+        dtype: "bfloat16" or "float16".
+        loss_scale: `FixedLossScale` or `DynamicLossScale`; None scales nothing and looks for no overflow of its own,
+            which "float16" can hardly do without.
+
+    Raises:
+        TypeError, ValueError: A wrong value.
+
+    Source: Micikevicius et al., 2018, arXiv 1710.03740.
+    """
+
+    dtype: str = "bfloat16"
+    loss_scale: LossScale | None = None
+
+    def __post_init__(self) -> None:
+        check.instance("dtype", self.dtype, str, advice='write "bfloat16" or "float16"')
+        check.one_of("dtype", self.dtype, ("bfloat16", "float16"))
+        if self.loss_scale is not None:
+            check.instance("loss_scale", self.loss_scale, (FixedLossScale, DynamicLossScale))
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Matched modules keep only their inputs; their forward pass is repeated in the backward pass.
+
+    Attributes:
+        checkpoints: Glob patterns over the names of `model.named_modules()`, at least one. Where one match contains
+            another, the outer one counts.
+
+    Raises:
+        TypeError: No list or tuple of strings.
+        ValueError: It is empty.
+
+    Source: Chen et al., 2016, arXiv 1604.06174.
+    """
+
+    checkpoints: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        check.instance("checkpoints", self.checkpoints, (tuple, list), advice='write a single pattern as ("blocks.*",)')
+        if not self.checkpoints:
+            raise ValueError("checkpoints is empty: name the modules to recompute, or leave recompute out")
+        for i, pattern in enumerate(self.checkpoints):
+            check.instance(f"checkpoints[{i}]", pattern, str, advice="patterns are over module names")
+        object.__setattr__(self, "checkpoints", tuple(self.checkpoints))
+
+
+@dataclass(frozen=True)
+class GradientMerge:
+    """One update from the gradients of several backward passes, which exchange nothing but the last.
+
+    Attributes:
+        k_steps: Microsteps (backward passes) for one update, >= 1; 1 is the same as none.
+        avg: Whether the merged gradient is their mean; False: their sum.
+
+    Raises:
+        TypeError, ValueError: A wrong value.
+    """
+
+    k_steps: int
+    avg: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "k_steps", check.integer("k_steps", self.k_steps, at_least=1))
+        check.boolean("avg", self.avg)

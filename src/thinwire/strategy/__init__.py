@@ -1,0 +1,1 @@
+"""The one place that knows all methods: a strategy, its rules, and the engine that it prepares."""
