@@ -33,5 +33,8 @@ bench: $(INSTALLED)  ## figures as JSON and a table in benchmarks/results
 	$(BIN)/python -m benchmarks.codec --out benchmarks/results/codec.json
 	$(BIN)/python -m benchmarks.optimizers --threads 2 --repeats 15 --out benchmarks/results/optimizers.json
 
+docs: $(INSTALLED)  ## print the pages that come from tables in the code
+	$(BIN)/python -m thinwire.strategy.composing docs/composing.md
+
 clean:  ## remove what the other targets made
 	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "step": BASE | {"core"},
     "pipeline": BASE | {"core", "comm"},
     "checkpoint": BASE | {"comm"},
+    "integrations": BASE | {"comm", "sync", "optim"},
     # the only one that knows two methods at once
     "strategy": BASE | {"schedules", "core", "comm", "sync", "optim", "amp", "step", "pipeline", "checkpoint"},
     "lab": BASE | {"schedules", "optim", "amp", "strategy", "sync"},

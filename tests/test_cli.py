@@ -20,7 +20,7 @@ BAD = {
     "--link loopback --latency 1ms": "loopback",
     "--strategies dence": "did you mean dense?",
     "--strategies Powersdg": "did you mean powersgd?",
-    "--strategies plan.yaml": "not supported by this version",
+    "--strategies plan.yaml": "strategies='plan.yaml' cannot be read",
     "--strategies dense dense": "given twice",
     "--strategies": "strategies is empty",
     "--steps 0": "steps=0",

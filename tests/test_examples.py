@@ -7,8 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.integrations.packages import needs
+
 ROOT = Path(__file__).parent.parent
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+OPTIONAL = {"accelerate_loop.py": "accelerate", "lightning_loop.py": "lightning"}
+EXAMPLES = [
+    pytest.param(path, marks=[pytest.mark.integrations, needs(OPTIONAL[path.name])] if path.name in OPTIONAL else [])
+    for path in sorted((ROOT / "examples").glob("*.py"))
+]
 
 
 def torchrun(script: Path, cwd: Path) -> str:

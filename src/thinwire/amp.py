@@ -1,7 +1,7 @@
 """Loss scale for training in a narrow type."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -27,25 +27,36 @@ class LossScaler:
     """Owner of the loss scale: the one place where a loss is multiplied by it and gradients are divided by it.
 
     A step is `loss = scaler.scaled(loss)`, the backward pass, then `if scaler.unscale_(parameters): optimizer.step()`,
-    which adapts the scale too.
+    which adapts the scale too. Whoever merges several backward passes into an update takes the parts of `unscale_`
+    instead: `overflowed` after each of them, `inverse_scale` on what is added, `agree` and `update` once per update.
 
-    An overflow on one rank drops the step on all, so scales and optimizers never part.
+    An overflow on one rank drops the step on all, so scales and optimizers never part. Under local updates it concerns
+    its own rank only (`local=True`), and `LocalUpdates(..., scaler=scaler)` gives all ranks the smallest scale when
+    they average; adapt the scale before that step, so that it counts.
 
     **State**: scale and counters, in `state_dict`.
-    **Communication**: one flag per step, 24 bytes a rank where all agree; none with a scale that does not check.
+    **Communication**: one flag per step, 24 bytes a rank where all agree; none with a scale that does not check, or
+    with `local=True`.
     **Failure**: a dropped step changes the scale and the counters only. A dead or late rank: see `thinwire.errors`.
 
     Args:
         config: `FixedLossScale` or `DynamicLossScale`.
         process_group: The ranks that agree; None for all of them. One process alone works too.
+        local: Whether every rank decides for itself; then it has no process group.
 
     Raises:
         TypeError: Another kind of config.
+        ValueError: A process group for a local scale.
     """
 
-    def __init__(self, config: LossScale, process_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, config: LossScale, process_group: dist.ProcessGroup | None = None, *, local: bool = False
+    ) -> None:
         check.instance("config", config, (FixedLossScale, DynamicLossScale))
+        if check.boolean("local", local) and process_group is not None:
+            raise ValueError("a local loss scale agrees with nobody: give process_group or local=True, not both")
         self.config = config
+        self.local = local
         self._process_group = process_group
         self._group: Group | None = None
         self._state = initial_scale(config)
@@ -54,6 +65,16 @@ class LossScaler:
     def scale(self) -> float:
         """Factor of the next loss."""
         return self._state.scale
+
+    @property
+    def inverse_scale(self) -> float:
+        """Factor of the gradients of a loss that was `scaled`."""
+        return 1.0 / self.scale
+
+    @property
+    def bytes_sent(self) -> int:
+        """What this rank gave to agreements, with headers; counted on one rank too."""
+        return 0 if self._group is None else self._group.bytes_sent
 
     @property
     def dropped_steps(self) -> int:
@@ -82,16 +103,45 @@ class LossScaler:
         Raises:
             NonFinite: More than 1000 steps in a row have been dropped.
         """
-        held = [param for param in params if param.grad is not None]
-        overflow = self.checks and self._overflowed([param.grad for param in held if param.grad is not None])
-        factor = 1.0 / self.scale
-        self._state = next_scale(self.config, self._state, overflow=overflow)
+        grads = [param.grad for param in params if param.grad is not None]
+        overflow = self.checks and self.agree(self.overflowed(grads))
+        factor = self.inverse_scale
+        self.update(overflow)
         if not overflow:
             with torch.no_grad():
-                for param in held:
-                    assert param.grad is not None, "looked at above"
-                    param.grad.mul_(factor)
+                for grad in grads:
+                    grad.mul_(factor)
         return not overflow
+
+    def overflowed(self, grads: Iterable[Tensor]) -> bool:
+        """Whether a gradient of this rank, scaled or not, is not finite; False with a scale that does not check."""
+        return self.checks and bool(any_non_finite(grads))
+
+    def agree(self, overflow: bool) -> bool:
+        """Whether any rank has an overflow; the rank's own answer where the scale is local.
+
+        Communication: 24 bytes a rank where all say the same. All ranks must call it equally often.
+        """
+        if self.local:
+            return overflow
+        if self._group is None:
+            self._group = Group(self._process_group)
+        mine = b"1" if overflow else b"0"
+        return b"1" in self._group.gather_bytes(mine, what="agreeing on an overflow of scaled gradients")
+
+    def update(self, overflow: bool) -> None:
+        """Adapt the scale to an update that was made, or dropped for an `overflow`; gradients are not looked at.
+
+        Raises:
+            NonFinite: More than 1000 steps in a row have been dropped.
+        """
+        self._state = next_scale(self.config, self._state, overflow=overflow)
+
+    def take_scale(self, scale: float) -> None:
+        """Go on with the scale of another rank; where it is a new one, the count of good updates starts anew."""
+        scale = check.real("scale", scale, at_least=1)
+        if scale != self._state.scale:
+            self._state = replace(self._state, scale=scale, good_updates=0)
 
     def state_dict(self) -> dict[str, Any]:
         """Scale and counters, plain values."""
@@ -109,9 +159,3 @@ class LossScaler:
             raise ValueError(f"the state of a loss scale has the keys {sorted(expected)}, got {sorted(state_dict)}")
         counts = {k: check.integer(k, state_dict[k], at_least=0) for k in expected if k != "scale"}
         self._state = ScaleState(scale=check.real("scale", state_dict["scale"], at_least=1), **counts)
-
-    def _overflowed(self, grads: list[Tensor]) -> bool:
-        if self._group is None:
-            self._group = Group(self._process_group)
-        mine = b"1" if any_non_finite(grads) else b"0"
-        return b"1" in self._group.gather_bytes(mine, what="agreeing on an overflow of scaled gradients")

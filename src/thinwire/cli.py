@@ -1,4 +1,4 @@
-"""The command `thinwire`: an exit status and one line for whatever goes wrong; the commands are in `thinwire.lab`."""
+"""The command `thinwire`: an exit status and one line for whatever goes wrong; commands are in `lab` and `strategy`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
     from thinwire.errors import ThinwireError
     from thinwire.lab.commands import app
+    from thinwire.strategy.command import EXAMPLE, explain
 
+    if "explain" not in app:
+        app.command(explain, help_epilogue=EXAMPLE)
     try:
         with _orderly_termination():
             app(list(sys.argv[1:] if arguments is None else arguments), exit_on_error=False, print_error=False)

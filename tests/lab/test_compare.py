@@ -18,6 +18,7 @@ from thinwire.lab.compare import compare
 from thinwire.lab.launch import WorkerError
 from thinwire.lab.progress import Silent
 from thinwire.lab.settings import Settings
+from thinwire.lab.text import Corpus
 
 
 def settings(out: Path, **changes: Any) -> Settings:
@@ -34,6 +35,7 @@ def settings(out: Path, **changes: Any) -> Settings:
         "batch": 2,
         "seed": 0,
         "lr": None,
+        "tune": False,
     }
     return Settings.check(**{**typed, **changes})
 
@@ -89,6 +91,47 @@ def test_a_budget_of_seconds_is_kept(tmp_path: Path) -> None:
     run = results["strategies"][0]
     assert 2.0 <= run["seconds"] < 2.0 + 60 * run["median_step_ms"] / 1e3 + 5
     assert run["steps"] == len(run["step_ms"])
+
+
+def test_local_updates_are_evaluated_where_all_ranks_are_equal_and_end_within_the_budget(tmp_path: Path) -> None:
+    results = compare(
+        settings(tmp_path, link="loopback", strategies=["sparse-local"], steps=None, seconds=3.0), Silent()
+    )
+    run = results["strategies"][0]
+    k_steps = run["settings"]["k_steps"]
+    assert run["settings"]["value_bits"] == 2
+    assert all(point["step"] % k_steps == 1 for point in run["evaluations"][1:-1])
+    assert run["final_loss"] < run["evaluations"][0]["loss"]
+    assert run["seconds"] < 3.0 + 2 * k_steps * run["median_step_ms"] / 1e3
+    averagings = 2 + (run["steps"] - 2) // k_steps  # after step 1, every k_steps-th from there, and the last one
+    elsewhere = 2 * averagings * 24  # agreements
+    dense = 4 * run["parameters"]
+    sent = run["evaluations"][-1]["library_bytes"] - elsewhere
+    assert dense / 100 < sent / averagings < dense / 10
+
+
+def test_strategy_files_take_part(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.yaml"
+    plan.write_text("dgc: {sparsity: [0.99], min_numel: 1024}\nlocalsgd: {k_steps: 4}\ngradient_merge: {k_steps: 2}\n")
+    results = compare(settings(tmp_path / "out", link="loopback", strategies=[str(plan)], steps=30), Silent())
+    run = results["strategies"][0]
+    assert run["strategy"] == "plan"
+    assert run["settings"]["localsgd"]["k_steps"] == 4
+    assert run["settings"]["lr"] > 0
+    assert run["library_bytes_counted_by"] == "engine.stats()"
+    # an averaging after the first update of two microsteps, then every fourth update
+    assert {point["step"] for point in run["evaluations"]} == {0, 2, 10, 18, 26, 30}
+    assert run["final_loss"] < run["evaluations"][0]["loss"]
+    assert 0 < run["library_bytes_per_step"] < 4 * run["parameters"] / 20
+
+
+def test_settings_are_chosen_on_other_text_than_is_reported_on(tmp_path: Path) -> None:
+    corpus = Corpus(b"train", b"valid", b"held", 1, "a test")
+    for tune, text in ((True, b"valid"), (False, b"held")):
+        config = comparison._write_corpus(corpus, tmp_path, tune=tune)
+        assert Path(config["held_out_file"]).read_bytes() == text
+        assert config["held_out_bytes"] == len(text)
+        assert Path(config["train_file"]).read_bytes() == b"train"
 
 
 def test_a_failing_worker_is_named_and_nothing_is_left(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from thinwire.lab.pace import ByClock, BySteps, rate_factor
 
 def test_steps_end_where_they_should_and_evaluate_evenly() -> None:
     pace = BySteps(10, 3)
-    answers = [pace.advance(step, 0.0) for step in range(1, 11)]
+    answers = [pace.advance(step, 0.0, 0.0) for step in range(1, 11)]
     assert [step for step, (due, _) in enumerate(answers, 1) if due] == [3, 7, 10]
     assert [step for step, (_, stop) in enumerate(answers, 1) if stop] == [10]
     assert pace.progress(5) == 0.5
@@ -28,7 +28,9 @@ def run_by_clock(rank: int, size: int) -> list[tuple[int, bool, bool, float]]:
     step, stop = 0, False
     while not stop:
         step += 1
-        due, stop = pace.advance(step, 0.1 * step * (1 + rank))  # the clock of rank 1 runs away; it must not matter
+        due, stop = pace.advance(
+            step, 0.1 * step * (1 + rank), 0.0
+        )  # the clock of rank 1 runs away; it must not matter
         answers.append((step, due, stop, pace.progress(step)))
     return answers
 
@@ -39,3 +41,25 @@ def test_ranks_agree_on_a_budget_of_seconds(ranks: Pool) -> None:
     assert 40 <= first[-1][0] <= 45
     assert sum(due for _, due, _, _ in first) == 4
     assert all(a[3] <= b[3] for a, b in pairwise(first))
+
+
+def run_with_rare_long_steps(rank: int, size: int) -> tuple[int, list[int], float]:
+    pace = ByClock(seconds=300.0, evaluations=16)
+    elapsed_s, controls = 0.0, 0
+    evaluations = []
+    step, stop = 0, False
+    while not stop:
+        step += 1
+        elapsed_s += 5.5 if step % 32 == 0 else 0.5
+        controls += step >= pace.next_control_step
+        due, stop = pace.advance(step, elapsed_s, reserve_s=5.0)
+        evaluations += [step] if due else []
+    return controls, evaluations, elapsed_s
+
+
+def test_ranks_on_their_own_agree_rarely_and_keep_time_for_the_last_averaging(ranks: Pool) -> None:
+    (controls, evaluations, elapsed_s), second = ranks.run(run_with_rare_long_steps, size=2)
+    assert second == (controls, evaluations, elapsed_s)
+    assert len(evaluations) == 16
+    assert controls <= 16 * 4 + 8
+    assert 294.0 <= elapsed_s <= 295.0 + 5.5

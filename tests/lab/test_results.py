@@ -45,10 +45,10 @@ def run(strategy: str, losses: list[float], step_s: float, sent: float) -> dict[
     }
 
 
-def results(*, emulated: bool = True, failed: dict[str, str] | None = None) -> dict[str, Any]:
+def results(*, emulated: bool = True, failed: dict[str, str] | None = None, tune: bool = False) -> dict[str, Any]:
     typed: dict[str, Any] = {"link": "100mbit", "latency": "0ms", "strategies": ["dense", "dgc"], "steps": 20}
     rest: dict[str, Any] = {"workers": 2, "seconds": None, "size": "tiny", "text": None, "batch": 2, "seed": 0}
-    settings = Settings.check(**typed, **rest, out=Path("out"), lr=None)
+    settings = Settings.check(**typed, **rest, out=Path("out"), lr=None, tune=tune)
     runs = [run("dense", [5.0, 4.0, 3.0], 1.0, 4000), run("dgc", [5.0, 4.5, 3.5], 0.3, 10)]
     if not emulated:
         for one in runs:
@@ -57,7 +57,7 @@ def results(*, emulated: bool = True, failed: dict[str, str] | None = None) -> d
         runs,
         settings=settings,
         shape=settings.shape,
-        corpus=Corpus(b"train", b"held", 1, "a <test>"),
+        corpus=Corpus(b"train", b"valid", b"held", 1, "a <test>"),
         machine={"cores": 2},
         emulated=emulated,
         reason=None if emulated else "needs root",
@@ -75,6 +75,9 @@ def test_derived_figures() -> None:
     assert dense["seconds_to_common_loss"] == pytest.approx(15.0)  # half-way between 10 s and 20 s
     assert dgc["seconds_to_common_loss"] == pytest.approx(6.0)
     assert dense["bytes_to_common_loss"] == pytest.approx(60_000)
+    assert measured["dense_loss"] == 3.0
+    assert (dense["seconds_to_dense_loss"], dense["bytes_to_dense_loss"]) == (20.0, 80_000)
+    assert dgc["seconds_to_dense_loss"] is dgc["bytes_to_dense_loss"] is None
     assert dense["ratio_to_dense"] == 1.0  # 2 (W - 1) / W = 1 for two workers, four bytes each
     assert dgc["ratio_to_dense"] == 400.0
     assert dense["step_ratio_to_bare"] == 4.0
@@ -131,6 +134,21 @@ def test_the_table_fits_a_terminal(capsys: pytest.CaptureFixture[str], monkeypat
     assert max(map(len, printed.splitlines())) <= 80
 
 
+def test_many_strategies_are_printed_below_each_other(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    measured = results()
+    measured["strategies"] = [{**measured["strategies"][0], "strategy": f"adaptive-local-{i}"} for i in range(6)]
+    print_table(measured)
+    printed = capsys.readouterr().out
+    assert "…" not in printed
+    for i in range(6):
+        assert printed.count(f"adaptive-local-{i}") == 1
+    labels = [label for label, _ in lines(measured)]
+    assert all(printed.count(f" {label} ") == printed.count(f" {labels[0]} ") >= 2 for label in labels)
+
+
 class Outside(HTMLParser):
     """Collects everything that a page would load, and its first text."""
 
@@ -184,6 +202,13 @@ def test_the_report_says_first_that_nothing_was_emulated() -> None:
     page = render(results(emulated=False))
     body = page[page.index("<body>") :]
     assert re.sub(r"<[^>]*>", "", body).strip().startswith("The link of 100mbit was NOT emulated (needs root)")
+
+
+def test_losses_that_settings_were_chosen_by_are_named_as_such() -> None:
+    assert lines(results())[1][0] == "held-out loss, nats per byte"
+    assert lines(results(tune=True))[1][0] == "loss on the validation part, nats per byte"
+    assert "kept for choosing settings" in results(tune=True)["headline"]
+    assert "kept for choosing settings" in results(tune=True, emulated=False)["headline"]
 
 
 def test_the_report_names_a_failure() -> None:

@@ -1,25 +1,75 @@
+from pathlib import Path
+
 import pytest
 
 from thinwire.lab import strategies
-from thinwire.lab.strategies import STRATEGIES, Recipe, check_names, register
+from thinwire.lab.recipe import Recipe
+from thinwire.lab.strategies import STRATEGIES, choose, register
 
 
-def test_the_first_four_are_there() -> None:
+def names(*words: str) -> list[str]:
+    return [recipe.name for recipe in choose(words)]
+
+
+def file(folder: Path, text: str, name: str = "plan.yaml") -> str:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_all_are_there() -> None:
     assert {"dense", "fp16", "powersgd", "dgc"} <= set(STRATEGIES)
-    assert check_names(["dgc", "dense"]) == ("dgc", "dense")
+    assert {"localsgd", "adaptive-localsgd", "diloco", "sparse-local"} <= set(STRATEGIES)
+    assert names("dgc", "dense") == ["dgc", "dense"]
 
 
 def test_later_strategies_register_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strategies, "STRATEGIES", dict(STRATEGIES))
     register(Recipe("other", "another one", "thinwire.lab.trainers:Dense", 0.1, "nobody"))
-    assert check_names(["other"]) == ("other",)
+    assert names("other") == ["other"]
     with pytest.raises(ValueError, match="registered already"):
         register(Recipe("other", "again", "thinwire.lab.trainers:Dense", 0.1, "nobody"))
 
 
 def test_the_nearest_name_is_suggested() -> None:
     with pytest.raises(ValueError, match="did you mean powersgd"):
-        check_names(["PowerSDG"])
+        names("PowerSDG")
     with pytest.raises(ValueError, match="choose from") as error:
-        check_names(["zzz"])
+        names("zzz")
     assert "did you mean" not in str(error.value)
+
+
+def test_a_file_is_called_by_its_stem_and_carries_the_whole_strategy(tmp_path: Path) -> None:
+    dense, plan = choose(["dense", file(tmp_path, "dgc:\n  sparsity: [0.99]\ngradient_merge:\n  k_steps: 2\n")])
+    assert (dense.name, plan.name) == ("dense", "plan")
+    assert plan.summary == "strategy file plan.yaml: gradient_merge, dgc"
+    assert plan.options["document"]["dgc"]["sparsity"] == [0.99]
+    assert plan.lr == dense.lr
+    lamb, lars = (choose([file(tmp_path, f"{field}: {{}}\n")])[0].lr for field in ("lamb", "lars"))
+    assert lamb < plan.lr < lars
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("dcg:\n  sparsity: [0.9]\n", "dgc"),
+        ("dgc:\n  sparsity: [2]\n", "sparsity"),
+        ("dgc: 3\n", "dgc"),
+        ("dgc: [\n", "plan.yaml"),
+        ("lars: {}\nlamb: {}\n", "lamb"),
+        ("pipeline:\n  stages: 2\n  micro_batches: 2\n", "leave pipeline out"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said(text: str, complaint: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=complaint) as error:
+        choose([file(tmp_path, text)])
+    assert "plan.yaml" in str(error.value)
+
+
+def test_files_share_names_with_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="rename the file"):
+        choose([file(tmp_path, "dgc: {}\n", "dense.yaml")])
+    with pytest.raises(ValueError, match="given twice"):
+        choose([file(tmp_path, "dgc: {}\n")] * 2)
+    with pytest.raises(ValueError, match=r"nowhere\.yaml' cannot be read: No such file"):
+        choose([str(tmp_path / "nowhere.yaml")])

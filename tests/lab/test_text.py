@@ -10,7 +10,9 @@ def test_the_standard_library_is_the_same_text_every_time() -> None:
     assert first.digest == second.digest
     assert b"import" in first.train
     assert first.files > 100
-    assert 0.04 < len(first.held_out) / (len(first.train) + len(first.held_out)) < 0.06
+    whole = len(first.train) + len(first.validation) + len(first.held_out)
+    assert 0.04 < len(first.held_out) / whole < 0.06
+    assert len(first.validation) == len(first.held_out)
 
 
 def test_a_folder_gives_its_text_and_nothing_else(tmp_path: Path) -> None:
@@ -21,7 +23,7 @@ def test_a_folder_gives_its_text_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "image.bin").write_bytes(b"\0" * 50_000)
     (tmp_path / ".hidden").write_text("secret " * 5000, encoding="utf-8")
     corpus = read_folder(tmp_path)
-    whole = corpus.train + corpus.held_out
+    whole = corpus.train + corpus.validation + corpus.held_out
     assert corpus.files == 2
     assert sorted(whole.decode().split()) == ["größe"] * 2000 + ["wort"] * 4000
 

@@ -1,1 +1,8 @@
 """Checkpoints that survive a kill at any point and a change of ranks."""
+
+from thinwire.checkpoint.combine import combine
+from thinwire.checkpoint.loading import Loaded, load
+from thinwire.checkpoint.random_state import random_state, set_random_state
+from thinwire.checkpoint.saving import save
+
+__all__ = ["Loaded", "combine", "load", "random_state", "save", "set_random_state"]

@@ -27,6 +27,8 @@ _EXAMPLES = """Examples:
 
 thinwire compare --workers 2 --link 100mbit --strategies dense fp16 dgc --steps 200 --out runs/first
 
+thinwire compare --workers 2 --link 20mbit --strategies dense sparse-local my_strategy.yaml --seconds 300
+
 thinwire compare --workers 4 --link 20mbit --latency 10ms --seconds 300 --text ~/notes
 """
 
@@ -46,6 +48,7 @@ def compare(
     batch: int = 8,
     seed: int = 0,
     lr: float | None = None,
+    tune: Annotated[bool, Parameter(negative="")] = False,
     quiet: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
     """Train a small language model under several strategies over the same link; report loss against time and bytes.
@@ -66,6 +69,7 @@ def compare(
         batch: Sequences of 128 bytes per worker and step.
         seed: Of the parameters and of the order of the data.
         lr: Peak learning rate for all strategies, instead of each one's own.
+        tune: Take the loss on the part of the text that is kept for choosing settings, not on the held-out part.
         quiet: Show no progress.
     """
     folder = Path("runs") / time.strftime("compare-%Y%m%d-%H%M%S") if out is None else out
@@ -82,6 +86,7 @@ def compare(
         batch=batch,
         seed=seed,
         lr=lr,
+        tune=tune,
     )
     _run(settings, quiet)
 
@@ -104,5 +109,5 @@ def _run(settings: Settings, quiet: bool) -> None:
 
 
 compare.__doc__ = (compare.__doc__ or "").replace(
-    "strategies: What to compare.", f"strategies: What to compare, one or more of {', '.join(STRATEGIES)}."
+    "strategies: What to compare.", f"strategies: What to compare, {', '.join(STRATEGIES)}, or strategy files (.yaml)."
 )

@@ -16,13 +16,12 @@ from thinwire.lab.progress import Display
 from thinwire.lab.results import summarise
 from thinwire.lab.settings import Settings
 from thinwire.lab.shape import ModelShape
-from thinwire.lab.strategies import STRATEGIES
 from thinwire.lab.text import Corpus, read_folder, read_standard_library
 
 __all__ = ["compare"]
 
 _MOMENTUM = 0.9
-_EVALUATIONS, _FEWEST_EVALUATIONS, _HELD_OUT_SEQUENCES = 16, 8, 64
+_FEWEST_EVALUATIONS, _HELD_OUT_SEQUENCES = 8, 64
 _LONGEST_RAMP_STEPS, _RAMP_STEPS_BY_CLOCK = 100, 60
 _SHORTEST_TIMEOUT_S = 60.0
 
@@ -49,9 +48,11 @@ def compare(settings: Settings, display: Display) -> dict[str, Any]:
     runs: list[dict[str, Any]] = []
     failed: dict[str, str] | None = None
     with _work_folder(settings.out) as work, _place(settings, reason) as place:
-        common = {**_common(settings, shape, place), **_write_corpus(corpus, work)}
-        for name in settings.strategies:
-            config = {**common, "strategy": name, "lr": settings.lr or STRATEGIES[name].lr}
+        common = {**_common(settings, shape, place), **_write_corpus(corpus, work, tune=settings.tune)}
+        for recipe in settings.strategies:
+            name = recipe.name
+            own = {"strategy": name, "trainer": recipe.trainer, "options": dict(recipe.options)}
+            config = {**common, **own, "lr": settings.lr or recipe.lr}
             try:
                 runs.append(_run(name, config, settings, place, work / name, display))
             except WorkerError as error:
@@ -110,22 +111,19 @@ def _work_folder(out: Path) -> Iterator[Path]:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _write_corpus(corpus: Corpus, work: Path) -> dict[str, Any]:
-    train, held_out = work / "train.bin", work / "held_out.bin"
-    train.write_bytes(corpus.train)
-    held_out.write_bytes(corpus.held_out)
-    return {
-        "train_file": str(train.resolve()),
-        "train_bytes": len(corpus.train),
-        "held_out_file": str(held_out.resolve()),
-        "held_out_bytes": len(corpus.held_out),
-    }
+def _write_corpus(corpus: Corpus, work: Path, *, tune: bool) -> dict[str, Any]:
+    config: dict[str, Any] = {}
+    for name, content in (("train", corpus.train), ("held_out", corpus.validation if tune else corpus.held_out)):
+        path = work / f"{name}.bin"
+        path.write_bytes(content)
+        config |= {f"{name}_file": str(path.resolve()), f"{name}_bytes": len(content)}
+    return config
 
 
 def _evaluations(settings: Settings) -> int:
     if settings.seconds is None:
-        return min(_EVALUATIONS, settings.steps or 1)
-    return min(_EVALUATIONS, max(_FEWEST_EVALUATIONS, int(settings.seconds / 2)))
+        return min(settings.evaluations, settings.steps or 1)
+    return min(settings.evaluations, max(_FEWEST_EVALUATIONS, int(settings.seconds / 2)))
 
 
 def _common(settings: Settings, shape: ModelShape, place: Network | None) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 __all__ = ["ByClock", "BySteps", "Pace", "rate_factor"]
 
 _WARM_UP_SHARE, _LAST_FACTOR = 0.1, 0.1
-_SECONDS_BETWEEN_CONTROLS = 0.5
+_CONTROLS_PER_EVALUATION, _MOST_STEPS_BETWEEN_CONTROLS = 4, 50
 
 
 def rate_factor(progress: float) -> float:
@@ -29,8 +29,14 @@ class Pace(Protocol):
         """Share of the run that is over when `step` updates are done, in [0, 1]."""
         ...
 
-    def advance(self, step: int, elapsed_s: float) -> tuple[bool, bool]:
-        """After `step` updates: whether to evaluate now, and whether the run is over. Called on every rank."""
+    def advance(self, step: int, elapsed_s: float, reserve_s: float) -> tuple[bool, bool]:
+        """After `step` updates: whether to evaluate now, and whether the run is over. Called on every rank.
+
+        Args:
+            step: Updates done.
+            elapsed_s: Training time until now.
+            reserve_s: Training time that the end of the run will take on top.
+        """
         ...
 
 
@@ -46,7 +52,7 @@ class BySteps:
         """See `Pace`."""
         return min(1.0, step / self.steps)
 
-    def advance(self, step: int, elapsed_s: float) -> tuple[bool, bool]:
+    def advance(self, step: int, elapsed_s: float, reserve_s: float) -> tuple[bool, bool]:
         """See `Pace`; needs no communication."""
         return step in self.marks, step >= self.steps
 
@@ -55,34 +61,40 @@ class BySteps:
 class ByClock:
     """A budget of seconds, measured on rank 0.
 
-    **Communication**: one broadcast of five numbers from rank 0 about every half second.
+    **Communication**: one broadcast of five numbers from rank 0, four times between two evaluations and a few times
+    more shortly before the end. Ranks that train on their own wait for nothing else.
     """
 
     def __init__(self, seconds: float, evaluations: int) -> None:
         self.seconds, self.evaluations = seconds, evaluations
+        self.control_s = seconds / (_CONTROLS_PER_EVALUATION * evaluations)
         self.known_step, self.known_progress, self.progress_per_step = 0, 0.0, 0.0
-        self.next_control_step, self.evaluated = 1, 0
+        self.next_control_step, self.evaluated, self.planned_s = 1, 0, 0.0
 
     def progress(self, step: int) -> float:
         """See `Pace`; between two broadcasts extrapolated from the last one."""
         return min(1.0, self.known_progress + (step - self.known_step) * self.progress_per_step)
 
-    def advance(self, step: int, elapsed_s: float) -> tuple[bool, bool]:
+    def advance(self, step: int, elapsed_s: float, reserve_s: float) -> tuple[bool, bool]:
         """See `Pace`."""
         if step < self.next_control_step:
             return False, False
-        message = torch.tensor(self._plan(step, elapsed_s), dtype=torch.float64)
+        message = torch.tensor(self._plan(step, elapsed_s, reserve_s), dtype=torch.float64)
         dist.broadcast(message, src=0)
         progress, per_step, wait, evaluate, stop = message.tolist()
         self.known_step, self.known_progress, self.progress_per_step = step, progress, per_step
         self.next_control_step = step + int(wait)
         return bool(evaluate), bool(stop)
 
-    def _plan(self, step: int, elapsed_s: float) -> list[float]:
-        progress = elapsed_s / self.seconds
-        step_s = max((elapsed_s - self.known_progress * self.seconds) / max(1, step - self.known_step), 1e-6)
+    def _plan(self, step: int, elapsed_s: float, reserve_s: float) -> list[float]:
+        usable_s = max(self.seconds - reserve_s, 1e-6)
+        progress = elapsed_s / usable_s
+        step_s = max((elapsed_s - self.planned_s) / max(1, step - self.known_step), 1e-6)
+        self.planned_s = elapsed_s
         due = math.floor(progress * self.evaluations)
         evaluate = due > self.evaluated or progress >= 1
         self.evaluated = max(self.evaluated, due)
-        wait = max(1, min(50, round(_SECONDS_BETWEEN_CONTROLS / step_s)))
-        return [progress, step_s / self.seconds, wait, evaluate, progress >= 1]
+        # half of what is left at most: the end is met to a step, however long the steps between have been
+        wait = round(min(self.control_s, (usable_s - elapsed_s) / 2) / step_s)
+        wait = max(1, min(_MOST_STEPS_BETWEEN_CONTROLS, wait))
+        return [min(1.0, progress), step_s / usable_s, wait, evaluate, progress >= 1]

@@ -12,7 +12,6 @@ from typing import Any
 from thinwire._version import __version__
 from thinwire.lab.settings import Settings
 from thinwire.lab.shape import ModelShape
-from thinwire.lab.strategies import STRATEGIES
 from thinwire.lab.text import Corpus
 
 __all__ = ["FORMAT", "KEYS", "common_loss", "seconds_to_loss", "summarise", "write_json"]
@@ -29,18 +28,22 @@ KEYS = {
     "machine": "processor, cores, memory, versions",
     "failed": "the strategy that ended the comparison early and its error, or null",
     "common_loss": "the lowest held-out loss that every strategy reached, nats per byte",
+    "dense_loss": "the held-out loss that dense ended with, nats per byte; null where dense was not compared",
     "strategies[]": "one entry per strategy, in the order of the command line, with the keys below",
     "strategies[].final_loss": "held-out loss at the end, nats per byte; the same sequences for every strategy",
     "strategies[].best_loss": "lowest held-out loss of all evaluations",
     "strategies[].seconds": "training time; evaluation and start-up are not part of it",
     "strategies[].seconds_to_common_loss": "training time until the common loss, interpolated between evaluations",
+    "strategies[].seconds_to_dense_loss": "likewise until the loss that dense ended with; null if never",
+    "strategies[].bytes_to_dense_loss": "bytes that a worker had sent by then, as the library counts them",
     "strategies[].library_bytes_per_step": "bytes that a worker sends in a steady step, as the library counts them",
     "strategies[].library_bytes_counted_by": "how that count comes about",
     "strategies[].kernel_sent_bytes_per_step": "the same by the kernel's interface counters, mean over the workers; "
     "null on loopback, whose counters are shared with everything else on the machine",
     "strategies[].kernel_received_bytes_per_step": "bytes received, likewise",
     "strategies[].ratio_to_dense": "bytes of a dense ring all-reduce over library_bytes_per_step",
-    "strategies[].median_step_ms": "median over the steady steps, from steady_from_step on",
+    "strategies[].median_step_ms": "median over the steady steps, from steady_from_step on; for local updates over the "
+    "means of steps that hold one averaging each",
     "strategies[].median_bare_step_ms": "median of the same step without any exchange, measured in the same run",
     "strategies[].step_ratio_to_bare": "median_step_ms over median_bare_step_ms",
     "strategies[].exchange_share": "1 - median_bare_step_ms / median_step_ms: the share of a steady step that goes "
@@ -81,7 +84,8 @@ def summarise(
     common: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Adds to the raw runs what follows from them, and says under which circumstances they came about."""
-    target = common_loss(runs)
+    common_target = common_loss(runs)
+    dense_target = next((run["evaluations"][-1]["loss"] for run in runs if run["strategy"] == "dense"), None)
     return {
         "format": FORMAT,
         "thinwire": __version__,
@@ -100,6 +104,7 @@ def summarise(
             "seconds": settings.seconds,
             "batch_per_worker": settings.batch,
             "seed": settings.seed,
+            "loss_of": "the validation part" if settings.tune else "the held-out part",
             "optimizer": "SGD with momentum; rate: linear warm-up over a tenth, cosine to a tenth",
             **common,
         },
@@ -113,13 +118,15 @@ def summarise(
             "source": corpus.source,
             "files": corpus.files,
             "train_bytes": len(corpus.train),
+            "validation_bytes": len(corpus.validation),
             "held_out_bytes": len(corpus.held_out),
             "sha256": corpus.digest,
         },
         "machine": dict(machine),
         "failed": failed,
-        "common_loss": target,
-        "strategies": [_derive(run, settings, target, emulated) for run in runs],
+        "common_loss": common_target,
+        "dense_loss": dense_target,
+        "strategies": [_derive(run, settings, common_target, dense_target, emulated) for run in runs],
         "keys": KEYS,
     }
 
@@ -131,8 +138,10 @@ def write_json(results: Mapping[str, Any], path: Path) -> None:
     draft.replace(path)
 
 
-def _derive(run: dict[str, Any], settings: Settings, target: float, emulated: bool) -> dict[str, Any]:
-    recipe = STRATEGIES[run["strategy"]]
+def _derive(
+    run: dict[str, Any], settings: Settings, target: float, dense_target: float | None, emulated: bool
+) -> dict[str, Any]:
+    recipe = next(recipe for recipe in settings.strategies if recipe.name == run["strategy"])
     points = run["evaluations"]
     dense_bytes = 2 * (settings.workers - 1) / settings.workers * 4 * run["parameters"]
     sent = run["library_bytes_per_step"]
@@ -142,6 +151,8 @@ def _derive(run: dict[str, Any], settings: Settings, target: float, emulated: bo
         "best_loss": min(point["loss"] for point in points),
         "seconds_to_common_loss": seconds_to_loss(points, target),
         "bytes_to_common_loss": seconds_to_loss(points, target, "library_bytes"),
+        "seconds_to_dense_loss": None if dense_target is None else seconds_to_loss(points, dense_target),
+        "bytes_to_dense_loss": None if dense_target is None else seconds_to_loss(points, dense_target, "library_bytes"),
         "library_bytes_counted_by": recipe.counted_by,
         "ratio_to_dense": dense_bytes / sent if sent and dense_bytes else None,
         "step_ratio_to_bare": run["median_step_ms"] / run["median_bare_step_ms"],
@@ -154,14 +165,15 @@ def _derive(run: dict[str, Any], settings: Settings, target: float, emulated: bo
 
 def _headline(settings: Settings, emulated: bool, reason: str | None) -> str:
     workers = f"{settings.workers} worker{'s' if settings.workers > 1 else ''}"
+    tuning = " Losses are of the part of the text that is kept for choosing settings." if settings.tune else ""
     if emulated:
         return (
             f"{workers}, each in a network namespace of its own, over an emulated link of "
-            f"{settings.link} in each direction."
+            f"{settings.link} in each direction.{tuning}"
         )
     if reason is None:
-        return f"{workers} over this machine's loopback, as asked: no link was emulated."
+        return f"{workers} over this machine's loopback, as asked: no link was emulated.{tuning}"
     return (
         f"The link of {settings.link} was NOT emulated ({reason}): {workers} over this machine's "
-        "loopback; the time that the bytes would have taken on that link is added in a column of its own."
+        f"loopback; the time that the bytes would have taken on that link is added in a column of its own.{tuning}"
     )

@@ -8,8 +8,9 @@ from math import isfinite
 from pathlib import Path
 
 from thinwire.lab.link import Link
+from thinwire.lab.recipe import Recipe
 from thinwire.lab.shape import ModelShape, parse_size
-from thinwire.lab.strategies import check_names
+from thinwire.lab.strategies import choose
 
 __all__ = ["Settings"]
 
@@ -23,7 +24,7 @@ class Settings:
     Attributes:
         workers: Ranks, 1 to 64.
         link: What each of them may send and receive.
-        strategies: Known names, each once.
+        strategies: By name or from files, each name once.
         steps: Updates per strategy; None where `seconds` is given.
         seconds: Budget of training time per strategy; None where `steps` is given.
         shape: Of the model.
@@ -32,11 +33,13 @@ class Settings:
         batch: Sequences per worker and step.
         seed: Of parameters and data order.
         lr: Peak learning rate for all strategies instead of each one's own.
+        tune: Whether the loss is that of the validation part instead of the held-out one.
+        evaluations: How often the loss is taken, at most.
     """
 
     workers: int
     link: Link
-    strategies: tuple[str, ...]
+    strategies: tuple[Recipe, ...]
     steps: int | None
     seconds: float | None
     shape: ModelShape
@@ -45,6 +48,8 @@ class Settings:
     batch: int
     seed: int
     lr: float | None
+    tune: bool
+    evaluations: int = 16
 
     @classmethod
     def check(
@@ -62,6 +67,7 @@ class Settings:
         batch: int,
         seed: int,
         lr: float | None,
+        tune: bool,
     ) -> Settings:
         """Settings from what was typed.
 
@@ -89,7 +95,7 @@ class Settings:
         return cls(
             workers=workers,
             link=Link.parse(link, latency),
-            strategies=check_names(strategies),
+            strategies=choose(strategies),
             steps=steps,
             seconds=seconds,
             shape=parse_size(size),
@@ -98,6 +104,7 @@ class Settings:
             batch=batch,
             seed=seed,
             lr=lr,
+            tune=tune,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, final
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["DGC", "Dense", "HalfPrecision", "PowerSGD", "Setup", "Trainer", "bare_step", "loss_of"]
+__all__ = ["DGC", "Dense", "HalfPrecision", "PowerSGD", "Setup", "Trainer", "bare_step", "build_trainer", "loss_of"]
 
 _BUCKET_CAP_MB = 4  # buckets leave while backward goes on; one bucket of everything would wait for its end
 _ONE_BUCKET_MB = 10_000
@@ -37,13 +38,19 @@ class Trainer(Protocol):
     Attributes:
         module: The bare module, to be evaluated.
         optimizer: Whose `param_groups` take the learning rate before each step.
-        steady_from_step: The update from which on every step costs the same.
+        steady_from_step: The update from which on every round of steps costs the same.
+        round_steps: Steps after which the costs repeat: 1, or the interval of local updates.
+        finish_s: Seconds that `finish` is going to take, as far as is known.
+        agreed: Whether all ranks hold the same parameters at present.
         settings: What was chosen for this strategy, for the report.
     """
 
     module: nn.Module
     optimizer: torch.optim.Optimizer
     steady_from_step: int
+    round_steps: int
+    finish_s: float
+    agreed: bool
     settings: Mapping[str, Any]
 
     def train_step(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -54,14 +61,26 @@ class Trainer(Protocol):
         """Bytes that this rank has sent so far, as the library counts them."""
         ...
 
+    def finish(self) -> None:
+        """Exchanges what has not been exchanged yet; afterwards all ranks hold the same parameters."""
+        ...
+
     def close(self) -> None:
         """Takes every hook off."""
         ...
 
 
+def build_trainer(trainer: str, options: Mapping[str, Any], model: nn.Module, setup: Setup) -> Trainer:
+    """Imports a trainer, given as "module:Class", and wraps the model; on every rank at the same time."""
+    module, _, attribute = trainer.partition(":")
+    built: Trainer = getattr(importlib.import_module(module), attribute)(model, setup, **options)
+    return built
+
+
 def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy per byte, in nats."""
-    return nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+    logits = model(inputs).float()  # narrow under a strategy that computes so
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def bare_step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -82,6 +101,8 @@ def ring_bytes(message_bytes: float) -> float:
 class _DDPTrainer:
     """Momentum SGD on what DDP exchanges."""
 
+    round_steps, finish_s, agreed = 1, 0.0, True
+
     def __init__(self, model: nn.Module, setup: Setup, bucket_cap_mb: int = _BUCKET_CAP_MB) -> None:
         self.module = model
         self.ddp = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=True)
@@ -98,6 +119,9 @@ class _DDPTrainer:
     def dense_bytes(self) -> float:
         """Bytes of all gradients in float32."""
         return 4.0 * sum(p.numel() for p in self.module.parameters())
+
+    def finish(self) -> None:
+        """Every step has been exchanged."""
 
     def close(self) -> None:
         """DDP leaves with the process; it offers no way to take its hooks off."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import isfinite
-from statistics import median
+from statistics import fmean, median
 from typing import Any, final
 
 import torch
@@ -18,8 +18,7 @@ from thinwire.lab.measure import BareStep, kernel_bytes, mean_loss
 from thinwire.lab.model import ByteTransformer
 from thinwire.lab.pace import ByClock, BySteps, Pace, rate_factor
 from thinwire.lab.shape import ModelShape
-from thinwire.lab.strategies import STRATEGIES
-from thinwire.lab.trainers import Setup, Trainer
+from thinwire.lab.trainers import Setup, build_trainer
 
 __all__ = ["TrainingRun"]
 
@@ -42,7 +41,7 @@ class TrainingRun:
         self.bare.seconds.clear()  # those paid for memory and caches
         self.bare.measure(_BARE_STEPS_AT_START, self.batches.batch, self.batches.context)
         setup = Setup(config["momentum"], config["ramp_steps"])
-        self.trainer: Trainer = STRATEGIES[config["strategy"]].build(model, setup)
+        self.trainer = build_trainer(config["trainer"], config["options"], model, setup)
         self.step_s: list[float] = []
         self.library_bytes = [0.0]
         self.kernel_sent, self.kernel_received = [0], [0]
@@ -57,7 +56,7 @@ class TrainingRun:
         """All the steps; returns what was measured, means over the ranks where ranks differ."""
         pace = self._pace()
         self._evaluate()
-        stop = False
+        due = stop = False
         while not stop:
             rate = self.config["lr"] * rate_factor(pace.progress(self.step))
             for group in self.trainer.optimizer.param_groups:
@@ -68,8 +67,13 @@ class TrainingRun:
             if self.step == self.trainer.steady_from_step:
                 self._stop_clock()
                 self._start_clock()
-            due, stop = pace.advance(self.step, sum(self.step_s))
-            if due or stop:
+            now, stop = pace.advance(self.step, sum(self.step_s), self.trainer.finish_s)
+            due = due or now
+            if stop:
+                self.trainer.finish()
+                self._extend()
+            if stop or (due and self.trainer.agreed):  # a model that no rank has alone: what one would save
+                due = False
                 self._evaluate()
                 point = self.evaluations[-1]
                 self.diary.write("evaluation", progress=pace.progress(self.step), step=self.step, loss=point["loss"])
@@ -91,12 +95,18 @@ class TrainingRun:
         self._count_kernel_bytes()
 
     def _count(self) -> None:
-        now_s = time.perf_counter()
-        self.step_s.append(now_s - self.mark_s)
-        self.mark_s = now_s
-        self.library_bytes.append(self.trainer.sent_bytes())
+        self.step_s.append(0.0)
+        self.library_bytes.append(0.0)
         self.kernel_sent.append(self.kernel_sent[-1])
         self.kernel_received.append(self.kernel_received[-1])
+        self._extend()
+
+    def _extend(self) -> None:
+        """Time and bytes since the last look belong to the last step."""
+        now_s = time.perf_counter()
+        self.step_s[-1] += now_s - self.mark_s
+        self.mark_s = now_s
+        self.library_bytes[-1] = self.trainer.sent_bytes()
         self._count_kernel_bytes()
 
     def _count_kernel_bytes(self) -> None:
@@ -133,7 +143,7 @@ class TrainingRun:
             "steady_from_step": steady,
             "step_ms": [1e3 * s for s in self.step_s],
             "bare_step_ms": [1e3 * s for s in self.bare.seconds],
-            "median_step_ms": 1e3 * median(self.step_s[steady:]),
+            "median_step_ms": 1e3 * median(_round_means(self.step_s[steady:], self.trainer.round_steps)),
             "median_bare_step_ms": 1e3 * median(self.bare.seconds),
             "library_bytes_per_step": sent,
             "kernel_sent_bytes_per_step": kernel_sent if measured else None,
@@ -147,3 +157,11 @@ class TrainingRun:
         dist.all_reduce(means)
         per_step: list[float] = (means / (dist.get_world_size() * (self.step - steady))).tolist()
         return per_step
+
+
+def _round_means(step_s: Sequence[float], round_steps: int) -> list[float]:
+    """Mean seconds of a step in every whole round, in which each cost occurs once; of all where there is none."""
+    rounds = len(step_s) // round_steps
+    if rounds == 0:
+        return [fmean(step_s)]
+    return [fmean(step_s[i * round_steps : (i + 1) * round_steps]) for i in range(rounds)]

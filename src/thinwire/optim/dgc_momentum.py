@@ -3,6 +3,7 @@
 import math
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,18 +19,27 @@ from thinwire.core.clip import ClipByNorm, clipped
 from thinwire.core.decay import Regularizer
 from thinwire.core.feedback import FoldRule, commit_, propose
 from thinwire.core.message import WIRE_VERSION
+from thinwire.core.precision import state_dtype
 from thinwire.core.select import count_sent
+from thinwire.core.value_code import VALUE_BITS
 from thinwire.optim.base import CommonOptimizer
-from thinwire.optim.saving import state_dtype
 from thinwire.optim.two_phase import ParamGrad
 from thinwire.schedules import Schedule, sparsity_at
+from thinwire.sync.dgc_config import compressible
 from thinwire.sync.exchange import GradientExchange
+from thinwire.sync.local_limit import limited
 from thinwire.sync.round import Round, SparseGradient
 
 __all__ = ["Attached", "DGCMomentum"]
 
-VALUE_BITS = (1, 2, 4, 8, 16, 32)
-_COMPRESSIBLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+@dataclass(frozen=True, slots=True)
+class _Listing:
+    """The parameters in the order of the exchange; a parameter's place is its key."""
+
+    params: list[Tensor]
+    names: list[str]
+    keys: dict[Tensor, int]
 
 
 class DGCMomentum(CommonOptimizer):
@@ -79,6 +89,7 @@ class DGCMomentum(CommonOptimizer):
     _step_supports_amp_scaling = True
     _exchange: GradientExchange | None = None
     _attached: "Attached | None" = None
+    _cached_listing: _Listing | None = None
     _inverse_scale = 1.0
     _dense_bytes = 0
 
@@ -141,6 +152,11 @@ class DGCMomentum(CommonOptimizer):
         }
         super().__init__(groups, defaults)
         self._close()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as in the base class; the next step compares settings and parameters over the ranks anew."""
+        self._cached_listing = None
+        super().add_param_group(param_group)
 
     def attach(self, ddp: DistributedDataParallel) -> "Attached":
         """Move the exchange into the backward pass of `ddp`, bucket by bucket, so that it overlaps with it.
@@ -210,7 +226,7 @@ class DGCMomentum(CommonOptimizer):
             exchange.discard()  # proposals made before the scale was known are in the wrong unit
             self._attached.deferred = True
         try:
-            keys = self._keys()
+            keys = self._listing.keys
             grads = {keys[p]: self._unscaled(p, g) for p, g in pairs}
             misuse = self._changed_since_backward(grads) if exchange.in_flight else None
             done = exchange.exchange(self.position, grads, overflow=overflow, misuse=misuse)
@@ -236,11 +252,13 @@ class DGCMomentum(CommonOptimizer):
         self._samples.clear()
         self._inverse_scale = 1.0
 
-    def _keys(self) -> dict[Tensor, int]:
-        return {p: key for key, p in enumerate(self._ordered_params())}
-
-    def _names(self) -> list[str]:
-        return [self._facts(p).name or f"parameter {key}" for key, p in enumerate(self._ordered_params())]
+    @property
+    def _listing(self) -> _Listing:
+        if self._cached_listing is None:
+            params = list(self._ordered_params())
+            names = [self._facts(p).name or f"parameter {key}" for key, p in enumerate(params)]
+            self._cached_listing = _Listing(params, names, {p: key for key, p in enumerate(params)})
+        return self._cached_listing
 
     def _read_scaler(self) -> bool | None:
         """Whether a `GradScaler` found an overflow (None: no scaler); its scale, where gradients carry it, is kept."""
@@ -253,8 +271,8 @@ class DGCMomentum(CommonOptimizer):
         for key, grad in grads.items():
             if key in self._samples and not _alike(_sample(grad), self._samples[key]):
                 return (
-                    f"the gradient of {self._names()[key]} was changed between backward() and step(), but an attached "
-                    "optimizer has sent it by then: use local_grad_clip_norm or grad_clip to clip and "
+                    f"the gradient of {self._listing.names[key]} was changed between backward() and step(), but an "
+                    "attached optimizer has sent it by then: use local_grad_clip_norm or grad_clip to clip and "
                     "torch.amp.GradScaler to scale, or do not attach"
                 )
         return None
@@ -263,7 +281,7 @@ class DGCMomentum(CommonOptimizer):
         return grad if self._inverse_scale == 1.0 else grad.to(_wide(param, grad)) * self._inverse_scale
 
     def _compressible(self, param: Tensor) -> bool:
-        return param.dtype in _COMPRESSIBLE and param.numel() >= self._facts(param).group["min_numel"]
+        return compressible(param, self._facts(param).group["min_numel"])
 
     def _state_of(self, param: Tensor, *, residual: bool) -> dict[str, Tensor]:
         """The parameter's state; zeros that enter `self.state` only when the update is applied."""
@@ -283,14 +301,13 @@ class DGCMomentum(CommonOptimizer):
             limit = self.grad_clip.c
         if limit is not None:
             assert self._exchange is not None
-            trainers = self.num_trainers or self._exchange.group.size
-            grad = clipped(ClipByNorm(limit * math.sqrt(trainers)), [grad.to(state_dtype(param))])[0]
+            grad = limited(grad, limit, self.num_trainers or self._exchange.group.size, state_dtype(param))
         if facts.weight_decay or facts.regularizer is not None or facts.grad_centralization:
             grad = self._with_decay(param, grad.to(state_dtype(param)))
         return grad.reshape(-1)
 
     def _propose(self, key: int, grad: Tensor) -> SparseGradient | None:
-        param = self._ordered_params()[key]
+        param = self._listing.params[key]
         group = self._facts(param).group
         if self.position < group["rampup_begin_step"] or not self._compressible(param):
             return None
@@ -307,7 +324,7 @@ class DGCMomentum(CommonOptimizer):
         assert self._attached is not None
         if self._attached.deferred:
             return
-        keys = self._keys()
+        keys = self._listing.keys
         with torch.no_grad():
             signed = {
                 keys[p]: -g if self._facts(p).group["maximize"] else g for p, g in zip(params, grads, strict=True)
@@ -350,7 +367,7 @@ class DGCMomentum(CommonOptimizer):
 
     def _joined(self) -> GradientExchange:
         """The exchange with the other ranks, after the comparison that must precede it."""
-        names, known = self._names(), self._exchange
+        names, known = self._listing.names, self._exchange
         if known is None or known.names != names:
             group = Group(self._process_group) if known is None else known.group
             require_agreement(group, self._common_facts(names), what="comparing settings and parameters")

@@ -1,7 +1,7 @@
 """Parameter groups of an optimizer: how parameters come in, what holds for each, and in which order they stand."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,11 +12,11 @@ from thinwire import _validate as check
 from thinwire.core.clip import Clip, ClipByGlobalNorm, ClipByNorm, ClipByValue
 from thinwire.core.decay import L1Decay, L2Decay, Regularizer
 from thinwire.optim import groups as grouping
-from thinwire.optim.groups import Exclusion, ParamPlace
+from thinwire.optim.groups import Exclusion, ParamPlace, TakenOver
 from thinwire.optim.rates import parse_rate
 from thinwire.schedules import Schedule, rate_at
 
-__all__ = ["GroupedOptimizer", "ParamFacts"]
+__all__ = ["GroupedOptimizer", "ParamFacts", "restrict_", "taken_over"]
 
 
 @dataclass(slots=True)
@@ -163,6 +163,11 @@ class GroupedOptimizer(torch.optim.Optimizer):
         """The clipping that was asked for at construction."""
         return self._common.grad_clip
 
+    def release_grad_clip(self) -> Clip | None:
+        """Take the clipping off, for somebody who sees all gradients to do it; returns what it was."""
+        clip, self._common.grad_clip = self._common.grad_clip, None
+        return clip
+
     @property
     def has_schedule(self) -> bool:
         """Whether a schedule or a list drives the rate of any group."""
@@ -183,8 +188,108 @@ class GroupedOptimizer(torch.optim.Optimizer):
         regularizer, centralization = group["regularizer"], group["grad_centralization"]
         return ParamFacts(place.name, place.index, place.group_index, group, decay, regularizer, centralization)
 
+    def taken_over(self) -> TakenOver:
+        """What this optimizer was told, for the constructor of another one; nothing is shared that changes."""
+        common = self._common
+        rates = [group["lr"] if schedule is None else schedule for group, schedule in self._driven_groups()]
+        followed = [rate for rate, own in zip(rates, common.own_lr, strict=True) if not own]
+        lr = common.lr if isinstance(common.lr, Schedule) or not followed else parse_rate("lr", followed[0])
+        own_lr = [own or rate != lr for rate, own in zip(rates, common.own_lr, strict=True)]
+        return TakenOver(
+            lr=lr,
+            groups=_spelled_out(self.param_groups, rates, own_lr),
+            order=None if common.order is None else list(common.order),
+            excluded={param: place.excluded for param, place in common.places.items()},
+            exclude=common.exclude,
+            grad_clip=common.grad_clip,
+            regularizer=common.regularizer,
+            position=common.position,
+        )
+
+    def _restrict_(self, keep: Callable[[Tensor], bool]) -> Callable[[], None]:
+        """The part of `restrict_` that torch's optimizers do not have."""
+        common = self._common
+        before = (common.places, common.order)
+        kept = [(param, place) for param, place in common.places.items() if keep(param)]
+        common.places = {
+            p: ParamPlace(i, place.group_index, place.name, place.excluded) for i, (p, place) in enumerate(kept)
+        }
+        common.order = None if common.order is None else [param for param in common.order if keep(param)]
+
+        def undo() -> None:
+            common.places, common.order = before
+
+        return undo
+
+    def _driven_groups(self) -> list[tuple[dict[str, Any], Schedule | None]]:
+        return list(zip(self.param_groups, self._common.schedules, strict=True))
+
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_common": self._common}
+
+
+def taken_over(optimizer: torch.optim.Optimizer) -> TakenOver:
+    """What `optimizer`, one of ours or of torch, was told, for the constructor of another one.
+
+    Raises:
+        TypeError, ValueError: A learning rate that ours do not take.
+    """
+    if isinstance(optimizer, GroupedOptimizer):
+        return optimizer.taken_over()
+    rates = [parse_rate("lr of a parameter group", group["lr"]) for group in optimizer.param_groups]
+    default = parse_rate("lr", optimizer.defaults["lr"])
+    lr = default if default in rates else rates[0]
+    return TakenOver(
+        lr=lr,
+        groups=_spelled_out(optimizer.param_groups, rates, [rate != lr for rate in rates]),
+        order=None,
+        excluded={param: False for group in optimizer.param_groups for param in group["params"]},
+        exclude=None,
+        grad_clip=None,
+        regularizer=None,
+        position=0,
+    )
+
+
+def restrict_(optimizer: torch.optim.Optimizer, keep: Callable[[Tensor], bool]) -> Callable[[], None]:
+    """Changes `optimizer`: it lets go of all parameters but those that `keep` says, and of their state.
+
+    Groups stay where they are, empty ones too, so that whoever drives their rates finds them.
+
+    Returns:
+        What undoes it, as long as the optimizer has not been used.
+    """
+    undo_own = optimizer._restrict_(keep) if isinstance(optimizer, GroupedOptimizer) else None
+    before = [(group, group["params"], group.get("param_names")) for group in optimizer.param_groups]
+    for group, params, names in before:
+        group["params"] = [param for param in params if keep(param)]
+        if names is not None:
+            group["param_names"] = [name for name, param in zip(names, params, strict=True) if keep(param)]
+    dropped = {param: optimizer.state.pop(param) for param in list(optimizer.state) if not keep(param)}
+
+    def undo() -> None:
+        for group, params, names in before:
+            group["params"] = params
+            if names is not None:
+                group["param_names"] = names
+        optimizer.state.update(dropped)
+        if undo_own is not None:
+            undo_own()
+
+    return undo
+
+
+def _spelled_out(
+    groups: Sequence[dict[str, Any]], rates: Sequence[float | Schedule], own_lr: Sequence[bool]
+) -> list[dict[str, Any]]:
+    """Copies of the groups with names beside the parameters, and with `lr` where it is the group's own."""
+    new = []
+    for group, rate, own in zip(groups, rates, own_lr, strict=True):
+        names = group.get("param_names", [None] * len(group["params"]))
+        other = {key: value for key, value in group.items() if key not in ("params", "param_names", "lr")}
+        pairs = list(zip(names, group["params"], strict=True))
+        new.append({"params": pairs, **({"lr": rate} if own else {}), **other})
+    return new
 
 
 def _check_regularizer(regularizer: object) -> None:

@@ -9,10 +9,14 @@ import torch
 from torch import Tensor
 
 from thinwire import _validate as check
+from thinwire.core.clip import Clip
+from thinwire.core.decay import Regularizer
+from thinwire.schedules import Schedule
 
 __all__ = [
     "Exclusion",
     "ParamPlace",
+    "TakenOver",
     "check_keys",
     "excluded_flags",
     "named_params",
@@ -42,6 +46,29 @@ class ParamPlace:
     """Its name, where named parameters were given."""
     excluded: bool
     """Whether it has no weight decay."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakenOver:
+    """What an optimizer was told about its parameters, in the terms in which another one can be told the same."""
+
+    lr: float | Schedule
+    """The constructor's."""
+    groups: list[dict[str, Any]]
+    """All keys of each group; `params` as (name or None, parameter) pairs, `lr` only where it is not the
+    constructor's, a number or the group's schedule."""
+    order: list[Tensor] | None
+    """The order that was asked for."""
+    excluded: dict[Tensor, bool]
+    """For every parameter, whether it has no weight decay."""
+    exclude: Exclusion
+    """The rule by which that was decided."""
+    grad_clip: Clip | None
+    """The clipping that was asked for."""
+    regularizer: Regularizer | None
+    """The constructor's."""
+    position: int
+    """Completed updates."""
 
 
 def named_params(params: object) -> list[tuple[str | None, Tensor]]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire.core.decay import L1Decay, L2Decay, Regularizer
+from thinwire.core.precision import state_dtype
 
 __all__ = ["packed", "restoring", "state_dtype"]
 
@@ -20,11 +21,6 @@ class _Kept:
     """Hides a tensor from the cast to the parameter's dtype that torch makes when it loads."""
 
     tensor: Tensor
-
-
-def state_dtype(param: Tensor) -> torch.dtype:
-    """In what a method of this library keeps its state and computes: float32, float64 for float64 parameters."""
-    return torch.float64 if param.dtype == torch.float64 else torch.float32
 
 
 def packed(state_dict: Mapping[str, Any]) -> dict[str, Any]:

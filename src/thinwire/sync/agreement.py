@@ -35,6 +35,8 @@ class Report:
     """This rank's mean loss of the step, where an interval follows it."""
     rate: float | None = None
     """This rank's learning rate of the step, likewise."""
+    scale: float | None = None
+    """This rank's loss scale, where each rank has its own."""
     state: list[str] = field(default_factory=list)
     """Optimizer state that this rank can give to an averaging of parameters."""
 

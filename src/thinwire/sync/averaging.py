@@ -1,7 +1,7 @@
 """One averaging of parameters: what is measured, what travels, and what it changes once it is there."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,9 +10,9 @@ from torch.nn import Parameter
 from thinwire.comm import Group
 from thinwire.core.feedback import Proposal
 from thinwire.core.outer import OuterRule, outer_step_
-from thinwire.core.select import count_sent, top_k
+from thinwire.core.select import top_k
+from thinwire.sync.change_rule import ChangeRule
 from thinwire.sync.exchange import all_finite
-from thinwire.sync.local_config import Sparse
 from thinwire.sync.round import Round, SparseGradient
 
 __all__ = ["Averaging", "Flight", "real_view", "widened"]
@@ -36,13 +36,14 @@ class Flight:
     step: int
     """Step after which it was measured."""
     moved: dict[str, Tensor]
-    """Per parameter what is to be sent: anchor minus parameter, with the kept error under compression."""
+    """Per parameter what is to be sent: anchor minus parameter, with the kept error where it is compressed."""
     extras: dict[str, Tensor]
     """Buffers and optimizer state, averaged plainly."""
+    counts: dict[str, int]
+    """Entries to be sent, for the parameters that are compressed; the others travel densely."""
     measured: dict[str, Tensor] | None = None
     """The parameters as they were, where local steps go on before the result is applied."""
     round: Round | None = None
-    proposals: dict[str, SparseGradient] = field(default_factory=dict)
 
     def first_not_finite(self) -> str | None:
         """The first tensor that must not be given to others."""
@@ -60,45 +61,46 @@ class Averaging:
     momentum is equal too; kept errors are this rank's own. Nothing changes before `commit_`.
     """
 
-    def __init__(
-        self, group: Group, params: Mapping[str, Parameter], *, outer: OuterRule, compression: Sparse | None
-    ) -> None:
+    def __init__(self, group: Group, params: Mapping[str, Parameter], *, outer: OuterRule, changes: ChangeRule) -> None:
         self._group = group
         self._params = params
         self._outer = outer
-        self._compression = compression
+        self._changes = changes
         self._keys = {name: key for key, name in enumerate(params)}
-        self.anchors = {name: widened(p).clone() for name, p in params.items()}
+        self.anchors = {n: widened(p).clone(memory_format=torch.contiguous_format) for n, p in params.items()}
         self.momentum = {n: torch.zeros_like(a) for n, a in self.anchors.items()} if outer.momentum else {}
-        self.errors = {n: torch.zeros_like(a) for n, a in self.anchors.items()} if compression is not None else {}
+        self.errors = {n: torch.zeros_like(self.anchors[n]) for n, p in params.items() if changes.compresses(p)}
 
     def measure(
         self, step: int, values: Mapping[str, Tensor], extras: Mapping[str, Tensor], *, keep: bool = False
     ) -> Flight:
         """This rank's part of an averaging; `keep` copies what is measured, for a result that is applied later."""
-        moved = {name: self.anchors[name] - widened(value) for name, value in values.items()}
-        if self._compression is not None:
-            for name, change in moved.items():
-                change.add_(self.errors[name], alpha=self._compression.decay)
+        moved = {name: (self.anchors[name] - widened(value)).contiguous() for name, value in values.items()}
+        counts = {}
+        for name, change in moved.items():
+            count = self._changes.count_at(step, change.numel()) if name in self.errors else None
+            if count is not None:
+                counts[name] = count
+                change.add_(self.errors[name], alpha=self._changes.decay)
         measured = {name: value.detach().clone() for name, value in values.items()} if keep else None
         wide = {key: widened(value).clone() if keep else widened(value) for key, value in extras.items()}
-        return Flight(step, moved, wide, measured)
+        return Flight(step, moved, wide, counts, measured)
 
     def launch(self, flight: Flight) -> None:
-        """Put it on the wire without waiting: one message under compression, one buffer per dtype of the rest.
+        """Put it on the wire without waiting: one message for all that is compressed, one buffer per dtype of the rest.
 
-        Communication: sum_ per dtype; with compression `gather` of one message for all parameters.
+        Communication: sum_ per dtype; `gather` of the message.
         """
-        dense = {len(self._keys) + i: value for i, value in enumerate(flight.extras.values())}
-        bits = 32
-        if self._compression is None:
-            dense |= {self._keys[name]: change for name, change in flight.moved.items()}
-        else:
-            bits = self._compression.value_bits
-            flight.proposals = {name: _proposed(e, self._compression.sparsity) for name, e in flight.moved.items()}
-        flight.round = Round(self._group, step=flight.step, value_bits=bits)
-        sparse = {self._keys[name]: proposal for name, proposal in flight.proposals.items()}
-        flight.round.launch(0, sparse, {key: dense[key] for key in sorted(dense)})
+        sparse, dense = {}, {}
+        for name, moved in flight.moved.items():
+            if name in flight.counts:
+                sparse[self._keys[name]] = _proposed(moved, flight.counts[name])
+            else:
+                dense[self._keys[name]] = moved
+        dense |= {len(self._keys) + i: value for i, value in enumerate(flight.extras.values())}
+        flight.round = Round(self._group, step=flight.step, value_bits=self._changes.value_bits)
+        # a flight that was loaded may hold its tensors in another order than the ranks' own
+        flight.round.launch(0, dict(sorted(sparse.items())), dict(sorted(dense.items())))
 
     @torch.no_grad()
     def commit_(self, flight: Flight, extras: Mapping[str, Tensor]) -> None:
@@ -116,13 +118,13 @@ class Averaging:
             real_view(extras[key]).copy_(mean)
 
     def _mean_change(self, name: str, moved: Tensor, done: Round) -> Tensor:
+        """The mean of what all ranks sent; what this one did not send stays in its error."""
         key = self._keys[name]
-        if self._compression is None:
+        if not done.is_sparse(key):
             return done.dense_mean(key)
         indices, sent = done.sent(key)
-        kept = moved.clone()
-        kept.view(-1)[indices] -= sent.to(kept.dtype)
-        self.errors[name].copy_(kept)
+        error = self.errors[name].copy_(moved)
+        error.view(-1)[indices] -= sent.to(error.dtype)
         indices, mean = done.sparse_mean(key, moved.dtype)
         change = torch.zeros_like(moved)
         change.view(-1)[indices] = mean
@@ -140,8 +142,7 @@ class Averaging:
         place.copy_(target if measured is None else widened(param) + (anchor - before))
 
 
-def _proposed(folded: Tensor, sparsity: float) -> SparseGradient:
-    flat = folded.reshape(-1)
-    k = count_sent(flat.numel(), sparsity)
+def _proposed(folded: Tensor, k: int) -> SparseGradient:
+    flat = folded.view(-1)
     indices = top_k(flat, k)
     return SparseGradient(Proposal(indices, flat[indices], finite=True), flat.numel(), k)

@@ -10,9 +10,14 @@ from thinwire.core.select import count_sent
 from thinwire.core.value_code import VALUE_BITS
 from thinwire.schedules import sparsity_at
 
-__all__ = ["COMPRESSIBLE", "DGC"]
+__all__ = ["DGC", "compressible"]
 
-COMPRESSIBLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_COMPRESSIBLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def compressible(param: Tensor, min_numel: int) -> bool:
+    """Whether the gradient of this tensor is ever compressed, with `min_numel` as the smallest size that is."""
+    return param.dtype in _COMPRESSIBLE and param.numel() >= min_numel
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,7 @@ class DGC:
 
     def compresses(self, param: Tensor) -> bool:
         """Whether this tensor is ever compressed; all others are always exchanged densely."""
-        return param.dtype in COMPRESSIBLE and param.numel() >= self.min_numel
+        return compressible(param, self.min_numel)
 
     def count_at(self, step: int, numel: int) -> int | None:
         """Entries sent of `numel` in update `step` (from 0); None before compression begins."""

@@ -21,17 +21,22 @@ class GradientExchange:
 
     Two ways of use: `exchange` alone, or `launch_bucket` during the backward pass and `exchange` after it.
 
+    `check_dense=False` lets dense gradients through that are not finite; compressed ones never.
+
     Communication: per step one small agreement before and one after the messages; with buckets launched early only the
     one after. See `Round` for the messages.
     Failure: an error leaves nothing applied on this rank; `drops` counts dropped steps.
     """
 
-    def __init__(self, group: Group, names: Sequence[str], *, value_bits: int, propose: Proposer) -> None:
+    def __init__(
+        self, group: Group, names: Sequence[str], *, value_bits: int, propose: Proposer, check_dense: bool = True
+    ) -> None:
         self.group = group
         self.drops = Drops()
         self.names = list(names)
         self._value_bits = value_bits
         self._propose = propose
+        self._check_dense = check_dense
         self._flying: Round | None = None
         self._non_finite: int | None = None
 
@@ -119,9 +124,12 @@ class GradientExchange:
                 dense[key] = grad.to_dense() if grad.is_sparse else grad
             else:
                 sparse[key] = proposed
-            if not (all_finite(dense[key]) if proposed is None else proposed.proposal.finite):
+            if not (self._dense_is_sound(dense[key]) if proposed is None else proposed.proposal.finite):
                 bad.append(key)
         return sparse, dense, min(bad, default=None)
+
+    def _dense_is_sound(self, grad: Tensor) -> bool:
+        return not self._check_dense or all_finite(grad)
 
     def _kinds(self, grads: Mapping[int, Tensor]) -> str:
         kinds = [ABSENT] * len(self.names)

@@ -1,43 +1,42 @@
 """The state of local updates as plain values and tensors, and back."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from thinwire.sync.averaging import Averaging
 from thinwire.sync.local_model import LocalModel
-
-if TYPE_CHECKING:
-    from thinwire.sync.local_sgd import LocalUpdates
+from thinwire.sync.turns import Counters, Turns
 
 __all__ = ["load", "saved"]
 
-_COUNTERS = ("step", "last", "whole", "turn", "averagings")
+_COUNTERS = tuple(entry.name for entry in fields(Counters))
 _PACE = ("k_steps", "first_loss", "first_rate")
 
 
-def saved(sync: "LocalUpdates", averaging: Averaging, tensors: LocalModel) -> dict[str, Any]:
+def saved(turns: Turns, bytes_sent: int) -> dict[str, Any]:
     """Everything that a later step depends on, copied."""
-    flight = sync.pending
+    flight, averaging, counters = turns.pending, turns.averaging, turns.counters
     return {
-        **{key: getattr(sync, key) for key in _COUNTERS},
-        **{key: getattr(sync.pace, key) for key in _PACE},
-        "bytes_sent": sync.stats()["bytes_sent"],
+        **asdict(counters),
+        **{key: getattr(turns.pace, key) for key in _PACE},
+        "bytes_sent": bytes_sent,
         "anchors": _copied(averaging.anchors),
         "outer_momentum": _copied(averaging.momentum),
         "errors": _copied(averaging.errors),
         "pending": None
         if flight is None
         else {"step": flight.step, "measured": _copied(flight.measured or {}), "extras": _copied(flight.extras)},
-        "local": _copied(_local(tensors)) if sync.step > sync.whole else None,
+        "local": _copied(_local(turns.tensors)) if counters.step > counters.whole else None,
     }
 
 
 @torch.no_grad()
-def load(state: Mapping[str, Any], sync: "LocalUpdates", averaging: Averaging, tensors: LocalModel) -> None:
-    """Put everything back; all is checked before anything changes."""
+def load(state: Mapping[str, Any], turns: Turns) -> None:
+    """Put everything back but the count of bytes; all is checked before anything changes."""
+    averaging, tensors = turns.averaging, turns.tensors
     places = {"anchors": averaging.anchors, "outer_momentum": averaging.momentum, "errors": averaging.errors}
     wanted = {*_COUNTERS, *_PACE, *places, "bytes_sent", "pending", "local"}
     if wanted != state.keys():
@@ -57,16 +56,16 @@ def load(state: Mapping[str, Any], sync: "LocalUpdates", averaging: Averaging, t
         for name, tensor in current.items():
             tensor.copy_(state[kind][name])
     for key in _COUNTERS:
-        setattr(sync, key, state[key])
+        setattr(turns.counters, key, state[key])
     for key in _PACE:
-        setattr(sync.pace, key, state[key])
-    sync.synced = False
-    sync.restore_bytes(state["bytes_sent"])
-    sync.pending = None
+        setattr(turns.pace, key, state[key])
+    turns.synced = False
+    turns.pending = None
     if pending is not None:  # it travels again when its time has come
         devices = {name: p.device for name, p in tensors.params.items()}
         measured = {name: value.to(devices[name]) for name, value in pending["measured"].items()}
-        sync.pending = averaging.measure(pending["step"], measured, pending["extras"], keep=True)
+        extras = {key: value.to(next(iter(devices.values()))) for key, value in pending["extras"].items()}
+        turns.pending = averaging.measure(pending["step"], measured, extras, keep=True)
 
 
 def _local(tensors: LocalModel) -> dict[str, Tensor]:

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from thinwire import _validate as check
 from thinwire._version import __version__
 from thinwire.comm import Group, require_agreement
-from thinwire.core.fragments import cut
 from thinwire.core.message import WIRE_VERSION
 from thinwire.core.outer import OuterRule
-from thinwire.errors import PayloadCorrupt
 from thinwire.sync import local_saving
-from thinwire.sync.agreement import Report, agree_on_step
 from thinwire.sync.averaging import Averaging, Flight
+from thinwire.sync.change_rule import change_rule
+from thinwire.sync.dgc_config import DGC
 from thinwire.sync.local_config import AdaptiveLocalSGD, LocalConfig, LocalSGD
 from thinwire.sync.local_model import LocalModel
 from thinwire.sync.pace import Pace
+from thinwire.sync.turns import Counters, OwnScale, Turns, parts_of
 
 __all__ = ["LocalUpdates", "local_sgd"]
 
@@ -61,12 +61,22 @@ def local_sgd(
 class LocalUpdates:
     """What `local_sgd` returns: follows the optimizer's steps and averages when their turn has come.
 
+    Two arguments are for those who combine methods. `dgc` sends the averaged change sparsely, in place of
+    `config.compression`: at local step s (from 1) each tensor that it compresses sends the entries that its ramp says
+    for update s - 1, in its `value_bits`, and keeps all of the rest; before `rampup_begin_step`, and for all other
+    tensors, the change travels densely. `scaler` is this rank's own loss scale: at every averaging all ranks take the
+    smallest one, which travels with the agreement; a rank adapts its scale before the step, so that it counts.
+
     **State** in `state_dict`: counters, interval, first loss and rate, anchors, outer momentum, kept errors, a result
-    that is on its way, and this rank's own parameters between two averagings. Every rank saves its own.
-    **Communication** per averaging: 24 bytes a rank of agreement before and after (more where losses differ), and one
-    all-reduce per dtype, or under compression one all-gather of equally long messages. Between two averagings nothing,
+    that is on its way, and this rank's own parameters between two averagings. Every rank saves its own. On another
+    number of ranks each may load the mean of the old ranks' tensors, which keeps the mean of errors and parameters.
+    **Communication** per averaging: 24 bytes a rank of agreement before and after (more where losses or scales differ),
+    and one all-reduce per dtype, or under compression one all-gather of equally long messages. Between two nothing,
     but for the first loss and rate of an adaptive interval.
     **Failure**: an averaging that fails, on whichever rank, changes nothing on any rank but the step counter.
+
+    Raises:
+        TypeError, ValueError: As `local_sgd`; `dgc` together with a `compression`.
     """
 
     def __init__(
@@ -76,28 +86,27 @@ class LocalUpdates:
         config: LocalConfig,
         *,
         process_group: dist.ProcessGroup | None = None,
+        dgc: DGC | None = None,
+        scaler: OwnScale | None = None,
     ) -> None:
         check.instance("config", config, (LocalSGD, AdaptiveLocalSGD))
+        if dgc is not None:
+            check.instance("dgc", dgc, DGC)
+            if config.compression is not None:
+                raise ValueError(
+                    f"dgc and compression={config.compression} both say what an averaging sends: give one of them"
+                )
         self._tensors = LocalModel(model, optimizer)
+        parts_of(self._tensors, config.fragments)  # refuses more fragments than parameters
         self._config = config
+        self._dgc = dgc
+        self._scaler = scaler
         self._process_group = process_group
-        self._parts = _parts(self._tensors, config.fragments)
-        self.pace = Pace(config, optimizer)
-        self.step = 0
-        """Local steps taken."""
-        self.synced = False
-        """Whether the last step took part in an averaging (with a delay: measured one)."""
-        self.last = config.begin_step
-        """Step of the last averaging."""
-        self.whole = 0
-        """Step after which all ranks were equal in everything."""
-        self.turn = 0
-        """Averagings of single parts so far."""
-        self.averagings = 0
+        self._pace = Pace(config, optimizer)
+        self._counters = Counters(last=config.begin_step)
         self._bytes_elsewhere = 0
-        self.pending: Flight | None = None
         self._group: Group | None = None
-        self._averaging: Averaging | None = None
+        self._turns: Turns | None = None
         self._hooks: list[Any] = []
 
     def __enter__(self) -> "LocalUpdates":
@@ -110,18 +119,28 @@ class LocalUpdates:
             )
         self._group = group = Group(self._process_group)
         facts = {"thinwire": __version__, "wire": WIRE_VERSION, "config": type(self._config).__name__}
-        facts |= {"settings": asdict(self._config), "misuse": self._tensors.difference(), **self._tensors.facts()}
+        facts |= {"settings": asdict(self._config), "dgc": None if self._dgc is None else asdict(self._dgc)}
+        facts |= {"misuse": self._tensors.difference(), **self._tensors.facts()}
         require_agreement(group, facts, what="setting up local updates")
         if (problem := self._tensors.difference()) is not None:
             raise RuntimeError(problem)
         self._tensors.copy_from_first(group)
         outer = OuterRule(self._config.outer_lr, self._config.outer_momentum, self._config.outer_nesterov)
-        self._averaging = Averaging(group, self._tensors.params, outer=outer, compression=self._config.compression)
-        self.restore_bytes(0)  # what it takes to start is not an exchange of updates
+        changes = change_rule(self._config.compression, self._dgc)
+        self._turns = turns = Turns(
+            group,
+            self._tensors,
+            self._config,
+            pace=self._pace,
+            averaging=Averaging(group, self._tensors.params, outer=outer, changes=changes),
+            counters=self._counters,
+            scaler=self._scaler,
+        )
+        self._restore_bytes(0)  # what it takes to start is not an exchange of updates
         optimizer = self._tensors.optimizer
         self._hooks = [
-            optimizer.register_step_pre_hook(lambda *_: self.pace.before_step(self.step + 1)),
-            optimizer.register_step_post_hook(lambda *_: self._after_step()),
+            optimizer.register_step_pre_hook(lambda *_: self._pace.before_step(self.step + 1)),
+            optimizer.register_step_post_hook(lambda *_: turns.after_step()),
         ]
         _open.append(self)
         return self
@@ -140,13 +159,34 @@ class LocalUpdates:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self.pending = None
+        if self._turns is not None:
+            self._turns.pending = None
         _open[:] = [other for other in _open if other is not self]
 
     @property
     def k_steps(self) -> int:
         """The interval in force, in steps."""
-        return self.pace.k_steps
+        return self._pace.k_steps
+
+    @property
+    def step(self) -> int:
+        """Local steps taken."""
+        return self._counters.step
+
+    @property
+    def synced(self) -> bool:
+        """Whether the last step took part in an averaging (with a delay: measured one)."""
+        return self._turns is not None and self._turns.synced
+
+    @property
+    def whole(self) -> int:
+        """Step after which all ranks were equal in everything."""
+        return self._counters.whole
+
+    @property
+    def pending(self) -> Flight | None:
+        """The averaging that is on its way, if there is one."""
+        return None if self._turns is None else self._turns.pending
 
     def observe(self, loss: float | Tensor) -> None:
         """Tell the loss of this step: `AdaptiveLocalSGD` needs it before every `optimizer.step()`, `LocalSGD` does not.
@@ -159,15 +199,16 @@ class LocalUpdates:
             TypeError: No number.
             ValueError: A tensor of more than one element.
         """
-        self.pace.observe(loss)
+        self._pace.observe(loss)
 
     def skip_step(self) -> None:
         """Count a step whose update this rank drops, for instance because of an overflow; call it instead of `step`.
 
         Ranks must average at the same step, so a dropped one counts. A loss that is not finite is left out of the mean.
         """
-        self.pace.before_step(self.step + 1, dropped=True)
-        self._after_step()
+        turns = self._open_turns()
+        self._pace.before_step(self.step + 1, dropped=True)
+        turns.after_step()
 
     def flush(self) -> None:
         """Apply a result that is on its way, and average everything if there were steps since all ranks were equal.
@@ -178,12 +219,7 @@ class LocalUpdates:
             Mismatch: Ranks are at different steps.
             ThinwireError: As in any averaging.
         """
-        self._require_open()
-        assert self._group is not None
-        agree_on_step(self._group, Report(self.step, "flushing"), [])
-        self._land()
-        if self.step > self.whole:
-            self._average_all("averaging for the last time", with_loss=False)
+        self._open_turns().flush()
 
     def stats(self) -> dict[str, Any]:
         """This rank so far: `step`, `k_steps`, `averagings`, `bytes_sent`, `bytes_dense`, `ratio`.
@@ -196,7 +232,7 @@ class LocalUpdates:
         return {
             "step": self.step,
             "k_steps": self.k_steps,
-            "averagings": self.averagings,
+            "averagings": self._counters.averagings,
             "bytes_sent": sent,
             "bytes_dense": dense,
             "ratio": dense / sent if sent else math.inf,
@@ -208,7 +244,7 @@ class LocalUpdates:
         Between two averagings it holds this rank's own parameters and buffers too, since those of rank 0 are copied on
         entry; `load_state_dict` puts them back. The optimizer's state is the optimizer's. No communication.
         """
-        return local_saving.saved(self, self._ready(), self._tensors)
+        return local_saving.saved(self._open_turns(), self.stats()["bytes_sent"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict` of the same rank, bit for bit; inside the block, on all ranks. No communication.
@@ -217,113 +253,14 @@ class LocalUpdates:
             RuntimeError: The block has not been entered.
             ValueError: The state belongs to another model or config; nothing has changed.
         """
-        local_saving.load(state, self, self._ready(), self._tensors)
+        local_saving.load(state, self._open_turns())
+        self._restore_bytes(state["bytes_sent"])
 
-    def restore_bytes(self, bytes_sent: int) -> None:
-        """Count from `bytes_sent` on."""
+    def _restore_bytes(self, bytes_sent: int) -> None:
         assert self._group is not None
         self._bytes_elsewhere = bytes_sent - self._group.bytes_sent
 
-    def _ready(self) -> Averaging:
-        self._require_open()
-        assert self._averaging is not None
-        return self._averaging
-
-    def _require_open(self) -> None:
-        if not self._hooks:
+    def _open_turns(self) -> Turns:
+        if not self._hooks or self._turns is None:
             raise RuntimeError("this needs an open local_sgd block: call it inside `with local_sgd(...) as sync:`")
-
-    def _after_step(self) -> None:
-        self.step += 1
-        self.synced = False
-        if self.pending is not None and self.step >= self.pending.step + self._config.delay:
-            self._land()
-        if self.step <= self._config.begin_step:
-            self._average_all("averaging", with_loss=True)
-        elif self.step - self.last >= max(1, self.k_steps // self._config.fragments):
-            self._take_turn()
-        elif self.pace.lacks_start:
-            self._agree("first loss", None, [])
-        self.pace.forget()
-
-    def _average_all(self, phase: str, *, with_loss: bool) -> None:
-        names = list(self._tensors.params)
-        flight, reports = self._measure(phase, names, keep=False)
-        if with_loss:
-            self.pace.read(reports, self.step)
-        self._fly(flight)
-        self.last = self.whole = self.step
-        self.synced = True
-
-    def _take_turn(self) -> None:
-        self._land()
-        part = self.turn % len(self._parts)
-        delayed = self._config.delay > 0
-        flight, reports = self._measure(f"averaging part {part}", self._parts[part], keep=delayed)
-        k_steps = self.pace.read(reports, self.step, adapt=True)
-        if delayed:
-            self._ready().launch(flight)
-            self.pending = flight
-        else:
-            self._fly(flight)
-            if len(self._parts) == 1:
-                self.whole = self.step
-        self.pace.k_steps = k_steps
-        self.last = self.step
-        self.turn += 1
-        self.synced = True
-
-    def _measure(self, phase: str, names: list[str], *, keep: bool) -> tuple[Flight, list[Report]]:
-        """What this rank would send, once all ranks have agreed that it may be sent."""
-        averaging = self._ready()
-        problem = self._tensors.difference()
-        state = self._tensors.state(names) if self._config.average_state and problem is None else {}
-        flight = None
-        if problem is None:
-            values = {name: self._tensors.params[name] for name in names}
-            flight = averaging.measure(self.step, values, {**self._tensors.buffers(), **state}, keep=keep)
-            if (culprit := flight.first_not_finite()) is not None:
-                problem = f"{culprit} is not finite at the averaging of step {self.step}: lower the learning rate, clip"
-                problem += " gradients, or look at the data of that rank"
-        reports = self._agree(phase, problem, list(state))
-        assert flight is not None
-        # a rank whose parameters got no gradient yet has no state to give
-        common = set(state).intersection(*(report.state for report in reports))
-        flight.extras = {key: v for key, v in flight.extras.items() if key not in state or key in common}
-        return flight, reports
-
-    def _agree(self, phase: str, problem: str | None, state: list[str]) -> list[Report]:
-        assert self._group is not None
-        loss, rate = self.pace.report()
-        report = Report(self.step, phase, misuse=problem, loss=loss, rate=rate, state=state)
-        reports = agree_on_step(self._group, report, [])
-        if phase == "first loss":
-            self.pace.read(reports, self.step)
-        return reports
-
-    def _fly(self, flight: Flight) -> None:
-        """Send, verify, vote, and only then apply."""
-        averaging = self._ready()
-        assert self._group is not None
-        if flight.round is None:
-            averaging.launch(flight)
-        assert flight.round is not None
-        corrupt = None
-        try:
-            flight.round.finish()
-        except PayloadCorrupt as refusal:
-            corrupt = str(refusal)
-        agree_on_step(self._group, Report(flight.step, "averaged", corrupt=corrupt), [])
-        names = list(flight.moved)
-        averaging.commit_(flight, {**self._tensors.buffers(), **self._tensors.state(names)})
-        self.averagings += 1
-
-    def _land(self) -> None:
-        if self.pending is not None:
-            flight, self.pending = self.pending, None
-            self._fly(flight)
-
-
-def _parts(tensors: LocalModel, fragments: int) -> list[list[str]]:
-    names = list(tensors.params)
-    return [[names[i] for i in part] for part in cut([p.numel() for p in tensors.params.values()], fragments)]
+        return self._turns

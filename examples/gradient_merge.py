@@ -1,0 +1,38 @@
+"""One update, and one exchange, for four backward passes: torchrun --nproc-per-node 2 examples/gradient_merge.py."""
+
+import os
+
+import torch
+import torch.distributed as dist
+
+import thinwire as tw
+
+
+def main() -> None:
+    if "RANK" in os.environ:  # under torchrun; without it the same code runs as one worker
+        dist.init_process_group("gloo")
+    rank = dist.get_rank() if dist.is_initialized() else 0
+
+    torch.manual_seed(0)
+    teacher = torch.nn.Linear(64, 10)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10)
+    )
+    strategy = tw.DistributedStrategy(gradient_merge=tw.GradientMerge(k_steps=4))
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9)
+    engine = strategy.prepare(model, optimizer, torch.nn.functional.cross_entropy)
+
+    torch.manual_seed(1 + rank)
+    for step in range(200):
+        x = torch.randn(16, 64)
+        loss = engine.train_step(x, teacher(x).argmax(1))
+        if rank == 0 and step % 50 == 49:
+            stats = engine.stats()
+            print(f"microstep {step + 1}: loss {loss.item():.3f}, {stats['step']} updates")
+    engine.flush()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

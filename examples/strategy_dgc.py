@@ -1,0 +1,40 @@
+"""Deep gradient compression, as one field of a strategy: torchrun --nproc-per-node 2 examples/strategy_dgc.py."""
+
+import os
+
+import torch
+import torch.distributed as dist
+
+import thinwire as tw
+
+
+def main() -> None:
+    if "RANK" in os.environ:  # under torchrun; without it the same code runs as one worker
+        dist.init_process_group("gloo")
+    rank = dist.get_rank() if dist.is_initialized() else 0
+
+    torch.manual_seed(0)
+    teacher = torch.nn.Linear(64, 10)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10)
+    )
+    strategy = tw.DistributedStrategy(
+        dgc=tw.DGC(rampup_begin_step=20, rampup_step=40, sparsity=(0.75, 0.9375, 0.99)),  # the fraction not sent
+    )
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9)
+    engine = strategy.prepare(model, optimizer, torch.nn.functional.cross_entropy)
+
+    torch.manual_seed(1 + rank)
+    for step in range(100):
+        x = torch.randn(64, 64)
+        loss = engine.train_step(x, teacher(x).argmax(1))
+        if rank == 0 and step % 25 == 24:
+            stats = engine.stats()
+            print(f"step {step + 1}: loss {loss.item():.3f}, {stats['ratio']:.1f} times fewer bytes than dense")
+    engine.flush()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

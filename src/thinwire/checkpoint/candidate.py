@@ -1,0 +1,94 @@
+"""One checkpoint as one rank sees it: which of its files it needs, whether they are intact, and what is in them."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from thinwire.checkpoint.combine import Rule, combine
+from thinwire.checkpoint.draft import parsed_table
+from thinwire.checkpoint.files import checksum, is_regular
+from thinwire.checkpoint.manifest import Manifest, plain_file, tensor_file
+from thinwire.checkpoint.tensor_file import TensorReader
+from thinwire.checkpoint.tree import decoded, with_tensors
+from thinwire.errors import CheckpointCorrupt, CheckpointError
+
+__all__ = ["Candidate"]
+
+
+class Candidate:
+    """A checkpoint that may be the one to load."""
+
+    def __init__(self, path: Path, manifest: Manifest, parts: Sequence[int], rank: int) -> None:
+        """`parts` are those of the ranks that load, `rank` is this one of them.
+
+        Raises:
+            CheckpointError: There is no state for these parts.
+        """
+        if set(parts) != set(manifest.parts):
+            raise CheckpointError(
+                f"{path} has the state of pipeline stages {sorted(set(manifest.parts))}, and the ranks are now stages "
+                f"{sorted(set(parts))}: a checkpoint is loaded with the number of stages that saved it"
+            )
+        self.path, self.manifest = path, manifest
+        peers = [r for r, part in enumerate(parts) if part == parts[rank]]
+        old = [r for r, part in enumerate(manifest.parts) if part == parts[rank]]
+        self._position = peers.index(rank)
+        self._is_own = len(old) == len(peers)
+        self._sources = [old[self._position]] if self._is_own else old
+        self._trees: list[Any] = []
+        self._intact: set[str] = set()
+
+    def verify(self) -> None:
+        """Verify every byte of the files that this rank needs, and parse the plain ones.
+
+        Raises:
+            CheckpointCorrupt: Names the file.
+        """
+        self._trees = [self._tree(rank) for rank in self._sources]
+
+    def read(self, rules: Mapping[str, Rule]) -> Any:
+        """The state for this rank, its own or the combined one, after `verify`."""
+        with TensorReader(self.path) as reader:
+            if self._is_own:
+                return with_tensors(self._trees[0], reader.read)
+            return combine(self._trees, rules, rank=self._position, read=reader.read)
+
+    def _tree(self, rank: int) -> Any:
+        """The tree of an old rank, with references to its tensors."""
+        name = plain_file(rank)
+        self._require_intact(name)
+        try:
+            content = json.loads((self.path / name).read_bytes())
+            table = parsed_table(content["tensors"], len(self.manifest.parts))
+            tree = decoded(content["tree"], table.__getitem__)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointCorrupt(
+                f"{self.path / name} is not what this version writes ({type(error).__name__}: {error})"
+            ) from error
+        for writer in sorted({rank, *(ref.rank for ref in table.values())}):
+            self._require_intact(tensor_file(writer))
+        return tree
+
+    def _require_intact(self, name: str) -> None:
+        if name in self._intact:
+            return
+        path, (size, wanted) = self.path / name, self.manifest.files[name]
+        try:
+            if not is_regular(path):
+                raise CheckpointCorrupt(f"{path} is not there{self._elsewhere()}")
+            if path.stat().st_size != size:
+                raise CheckpointCorrupt(f"{path} has {path.stat().st_size} bytes, {size} were written")
+            if checksum(path) != wanted:
+                raise CheckpointCorrupt(f"{path} is damaged: its checksum is not that of what was written")
+        except OSError as error:
+            raise CheckpointCorrupt(f"{path} cannot be read: {error}") from error
+        self._intact.add(name)
+
+    def _elsewhere(self) -> str:
+        if len(self.manifest.places) == 1:
+            return ""
+        return (
+            f" (the ranks saved into {len(self.manifest.places)} directories, {self.manifest.places}, each of which "
+            f"has the files of its own ranks: copy the folders {self.path.name} of all of them together)"
+        )

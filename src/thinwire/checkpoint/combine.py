@@ -1,0 +1,184 @@
+"""One state from those of several ranks, when another number of ranks goes on.
+
+Every new rank gets the same: the mean of what the old ranks had. What is pending on single ranks (residuals, merged
+gradients, changes since the last averaging) enters training through a mean over ranks, so its effect is kept exactly.
+
+Rules, chosen by path (`model/blocks.0.weight`: keys joined by "/"; the first matching glob pattern counts):
+
+- `mean`: the default. Floating-point and complex tensors and floats: the mean over the ranks that have it, computed in
+  float64 (complex128) in the order of the ranks and rounded once; what is bit-identical on all of them stays as it is.
+  Anything else under this rule: `first`.
+- `mean_zero`: as `mean`, but a rank that lacks the tensor, where others have it, counts as zero. For what is pending.
+- `first`: that of the first rank that has it. The default of ints, bools, str, bytes and other tensors.
+- `min`, `max`, `sum`: element by element, of ints too.
+
+None beside something is as absent as a missing key. Dicts are joined, keys in order of their first appearance. Lists
+and tuples are joined entry by entry where they are equally long, and taken from the first rank where not. The state
+of `random_state()` is no matter of rules: new rank r goes on with the one of old rank r, and a rank beyond the old ones
+starts streams of its own, derived from that of old rank r mod their number.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import reduce
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from thinwire._validate import instance, one_of
+from thinwire.checkpoint.random_state import derived, is_random_state
+from thinwire.checkpoint.tree import TensorRef, with_tensors
+from thinwire.errors import CheckpointError
+
+__all__ = ["Rule", "combine", "require_rules"]
+
+Rule = Literal["mean", "mean_zero", "first", "min", "max", "sum"]
+_RULES = ("mean", "mean_zero", "first", "min", "max", "sum")
+_ONLY_STORAGE = {getattr(torch, name, None) for name in ("float4_e2m1fn_x2", "float8_e8m0fnu")}
+Read = Callable[[Any], Tensor]
+
+
+def combine(
+    states: Sequence[Any], rules: Mapping[str, Rule] | None = None, *, rank: int = 0, read: Read = lambda leaf: leaf
+) -> Any:
+    """The state with which a rank goes on where `states` were saved by another number of ranks.
+
+    Args:
+        states: Of the old ranks, in their order; trees as `save` takes them. Read only.
+        rules: Glob patterns over paths, and what happens to the values there; see the top of this module.
+        rank: The new rank, for its random-number state.
+        read: Gives the tensor for a leaf that stands for one, so that not all of them are in memory at once.
+
+    Returns:
+        A tree with tensors on the CPU; the same for every rank but for random-number states.
+
+    Raises:
+        ValueError: Unknown rule.
+        CheckpointError: Values at one path do not fit together: shapes, dtypes or kinds differ; names the path.
+    """
+    return _Combiner(require_rules(rules), rank, read).node("", list(states))
+
+
+def require_rules(rules: Mapping[str, Rule] | None) -> Mapping[str, Rule]:
+    """The rules, an empty mapping for None, or an error of `combine`."""
+    if rules is None:
+        return {}
+    instance("rules", rules, Mapping, advice="of glob patterns to rules")
+    for pattern, rule in rules.items():
+        one_of(f"rules[{pattern!r}]", rule, _RULES)
+    return rules
+
+
+class _Combiner:
+    def __init__(self, rules: Mapping[str, Rule], rank: int, read: Read) -> None:
+        self.rules, self.rank, self.read = rules, rank, read
+
+    def node(self, path: str, nodes: list[Any]) -> Any:
+        """`nodes` has an entry for every old rank, None where it has nothing."""
+        present = [node for node in nodes if node is not None]
+        if not present:
+            return None
+        first = present[0]
+        if all(is_random_state(node) for node in present):
+            return self._random_state(present)
+        if all(isinstance(node, Mapping) for node in present):
+            keys = dict.fromkeys(key for node in present for key in node)
+            return {key: self.node(_joined(path, key), [_entry(node, key) for node in nodes]) for key in keys}
+        for kind in (list, tuple):
+            if all(isinstance(node, kind) for node in present):
+                if any(len(node) != len(first) for node in present):
+                    return with_tensors(first, self.read)
+                columns = ([_entry(node, i) for node in nodes] for i in range(len(first)))
+                return kind(self.node(_joined(path, i), column) for i, column in enumerate(columns))
+        return self._leaf(path, present, absent=len(nodes) - len(present))
+
+    def _leaf(self, path: str, present: list[Any], *, absent: int) -> Any:
+        rule = next((rule for pattern, rule in self.rules.items() if fnmatchcase(path, pattern)), "mean")
+        if rule == "first":
+            return with_tensors(present[0], self.read)
+        if all(isinstance(value, Tensor | TensorRef) for value in present):
+            return self._tensor(path, rule, present, absent if rule == "mean_zero" else 0)
+        if all(isinstance(value, int | float) and not isinstance(value, bool) for value in present):
+            return _number(rule, present, absent if rule == "mean_zero" else 0)
+        kinds = sorted({type(value).__name__ for value in present})
+        if len(kinds) > 1:
+            raise CheckpointError(
+                f"states of {len(present)} ranks do not fit together: {path} is {' here and '.join(kinds)} there. "
+                "Load with the number of ranks that saved"
+            )
+        return present[0]
+
+    def _tensor(self, path: str, rule: str, leaves: list[Any], zeros: int) -> Tensor:
+        looks = {(leaf.dtype, tuple(leaf.shape)) for leaf in leaves}
+        if len(looks) > 1:
+            raise CheckpointError(
+                f"states of {len(leaves)} ranks do not fit together: {path} is "
+                f"{' on one and '.join(f'{dtype} of shape {shape}' for dtype, shape in sorted(looks, key=str))} on "
+                "another. Load with the number of ranks that saved"
+            )
+        [(dtype, _)] = looks
+        if rule in ("mean", "mean_zero"):
+            return self._mean(leaves, zeros) if _has_mean(dtype) else self.read(leaves[0])
+        if dtype.is_complex and rule != "sum":
+            raise CheckpointError(f"{path} is {dtype}, which has no {rule}: choose another rule")
+        return _folded(rule, (self.read(leaf) for leaf in leaves), dtype)
+
+    def _mean(self, leaves: list[Any], zeros: int) -> Tensor:
+        first = self.read(leaves[0])
+        total, equal = first.to(_wide(first.dtype), copy=True), zeros == 0
+        for leaf in leaves[1:]:
+            # ranks that have the same bits refer to the same tensor of a file
+            other = first if isinstance(leaf, TensorRef) and leaf == leaves[0] else self.read(leaf)
+            equal = equal and _same_bits(first, other)
+            total += other.to(total.dtype)
+        return first if equal else (total / (len(leaves) + zeros)).to(first.dtype)
+
+    def _random_state(self, states: list[Any]) -> Any:
+        state = with_tensors(states[self.rank % len(states)], self.read)
+        return state if self.rank < len(states) else derived(state, self.rank)
+
+
+def _number(rule: str, values: list[int | float], zeros: int) -> int | float:
+    if rule not in ("mean", "mean_zero"):
+        return min(values) if rule == "min" else max(values) if rule == "max" else sum(values)
+    if all(isinstance(value, int) for value in values) or (not zeros and _equal(values)):
+        return values[0]
+    total = 0.0
+    for value in values:
+        total += value
+    return total / (len(values) + zeros)
+
+
+def _equal(values: list[int | float]) -> bool:
+    """Whether all are the same, sign of zero included; NaN is NaN."""
+    return len({repr(float(value)) for value in values}) == 1
+
+
+def _folded(rule: str, tensors: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
+    fold: Callable[[Tensor, Tensor], Tensor] = {"min": Tensor.minimum, "max": Tensor.maximum, "sum": Tensor.add}[rule]
+    wide = _wide(dtype) if _has_mean(dtype) else dtype
+    return reduce(fold, (tensor.to(wide) for tensor in tensors)).to(dtype)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.complex128 if dtype.is_complex else torch.float64
+
+
+def _has_mean(dtype: torch.dtype) -> bool:
+    """Whether it stands for real or complex numbers by itself; scales of other tensors and packed pairs do not."""
+    return (dtype.is_floating_point or dtype.is_complex) and dtype not in _ONLY_STORAGE
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(*(t.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
+
+
+def _entry(node: Any, key: Any) -> Any:
+    if node is None:
+        return None
+    return node.get(key) if isinstance(node, Mapping) else node[key]
+
+
+def _joined(path: str, key: object) -> str:
+    return f"{path}/{key}" if path else str(key)

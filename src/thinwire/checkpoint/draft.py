@@ -1,0 +1,109 @@
+"""What one rank has to write: its tree, the tensors in it, and which of them another rank writes for it."""
+
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.checkpoint.files import make_directory, write_file
+from thinwire.checkpoint.folder import found, token_name
+from thinwire.checkpoint.manifest import plain_file, tensor_file
+from thinwire.checkpoint.tensor_file import digest, write_tensors
+from thinwire.checkpoint.tree import TensorRef, encoded
+
+__all__ = ["Draft", "Opened", "parsed_table", "writers"]
+
+Opened = dict[str, Any]
+"""What a rank tells the others before anything is written."""
+Writers = dict[str, tuple[int, str]]
+"""By digest: the rank that writes such a tensor, and the name under which it does."""
+
+
+class Draft:
+    """This rank's contribution to a checkpoint.
+
+    **State**: the encoded tree, references to its tensors, their digests, a token file in the directory.
+    """
+
+    def __init__(self, root: Path, rank: int, token: str) -> None:
+        self._token_path = root / token_name(rank, token)
+        self._root, self._rank, self._token = root, rank, token
+        self._tensors: dict[str, Tensor] = {}
+        self._digests: dict[str, str] = {}
+        self._tree: Any = None
+        self.facts: Any = None
+
+    def open(self, state: Any, facts: Mapping[str, Any], part: int) -> Opened:
+        """Survey the state, make the directory and leave a token in it by which ranks see that they share it."""
+        self.facts = encoded(dict(facts), None)
+        self._tree = encoded(state, self._tensors)
+        for device in {tensor.device for tensor in self._tensors.values() if tensor.is_cuda}:
+            torch.cuda.synchronize(device)  # this thread knows nothing of the streams of the caller's
+        self._digests = {name: digest(tensor) for name, tensor in self._tensors.items()}
+        make_directory(self._root)
+        here = found(self._root)
+        self._token_path.write_bytes(b"")
+        return {
+            "token": self._token,
+            "part": part,
+            "serial": max((entry.manifest.serial for entry in here if entry.manifest), default=0),
+            "names": [entry.path.name for entry in here],
+            "plain_bytes": len(json.dumps(self._tree)),
+            "tensors": [[name, self._digests[name], t.nbytes] for name, t in self._tensors.items()],
+        }
+
+    def neighbours(self, opened: Sequence[Opened]) -> list[int]:
+        """The ranks whose tokens are in this rank's directory, itself included."""
+        paths = [self._root / token_name(rank, row["token"]) for rank, row in enumerate(opened)]
+        return [rank for rank, path in enumerate(paths) if path.exists()]
+
+    def close(self) -> None:
+        """Take the token away again."""
+        with contextlib.suppress(OSError):  # the next save removes it
+            self._token_path.unlink(missing_ok=True)
+
+    def write(self, folder: Path, writing: Writers) -> dict[str, tuple[int, str]]:
+        """Write this rank's two files.
+
+        Returns:
+            By name: the size in bytes and the SHA-256 in hex.
+        """
+        names = (plain_file(self._rank), tensor_file(self._rank))
+        own = {n: t for n, t in self._tensors.items() if writing[self._digests[n]] == (self._rank, n)}
+        table = {n: self._entry(t, *writing[self._digests[n]]) for n, t in self._tensors.items()}
+        plain = json.dumps({"tree": self._tree, "tensors": table}).encode()
+        return {names[1]: write_tensors(folder / names[1], own), names[0]: write_file(folder / names[0], plain)}
+
+    def _entry(self, tensor: Tensor, writer: int, name: str) -> list[Any]:
+        return [writer, name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+
+
+def writers(opened: Mapping[int, Opened]) -> Writers:
+    """Who writes which tensor, among ranks that share a directory: the first of those that have the same bits."""
+    result: Writers = {}
+    for rank, row in opened.items():
+        for name, tensor_digest, _ in row["tensors"]:
+            result.setdefault(tensor_digest, (rank, name))
+    return result
+
+
+def parsed_table(raw: Mapping[str, Any], ranks: int) -> dict[str, TensorRef]:
+    """The table of a rank's file, read back.
+
+    Raises:
+        ValueError: It is none.
+    """
+    table = {}
+    for name, entry in raw.items():
+        match entry:
+            case [int(rank), str(stored), str(kind), list(shape)] if 0 <= rank < ranks:
+                dtype = getattr(torch, kind, None)
+                if isinstance(dtype, torch.dtype) and all(type(n) is int and n >= 0 for n in shape):
+                    table[name] = TensorRef(rank, stored, dtype, tuple(shape))
+                    continue
+        raise ValueError(f"the tensor {name!r} is described by {entry!r}")
+    return table

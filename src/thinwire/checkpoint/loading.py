@@ -1,0 +1,140 @@
+"""Finding the newest checkpoint that is whole on all ranks, and reading it."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from thinwire._validate import integer
+from thinwire.checkpoint.candidate import Candidate
+from thinwire.checkpoint.combine import Rule, require_rules
+from thinwire.checkpoint.folder import Found, found
+from thinwire.checkpoint.manifest import MANIFEST
+from thinwire.checkpoint.together import by_rank, together
+from thinwire.checkpoint.tree import decoded
+from thinwire.comm import Group
+from thinwire.errors import CheckpointCorrupt, CheckpointError
+
+__all__ = ["Loaded", "load"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loaded:
+    """A checkpoint, read and verified."""
+
+    state: Any
+    """This rank's tree, tensors on the CPU in memory of their own."""
+    facts: dict[str, Any]
+    """What was common to all ranks."""
+    step: int
+    """Updates done."""
+    path: Path
+    """Its folder."""
+    ranks: int
+    """Number of ranks that saved; where it is another than now, `state` is the combined one."""
+
+
+def load(
+    directory: str | PathLike[str], *, group: Group, part: int = 0, rules: Mapping[str, Rule] | None = None
+) -> Loaded:
+    """Read the newest checkpoint that is whole on every rank.
+
+    Every byte that a rank needs is verified before any rank gets anything. All ranks get the same checkpoint: one that
+    is damaged or missing on any rank is passed over by all of them, with one `UserWarning` that names the file. The
+    newest is the one that was saved last, whatever its step. Nothing of the files is ever executed.
+
+    With as many ranks of a part as have saved, each gets back what it had saved. With another number, each gets what
+    `thinwire.checkpoint.combine` makes of all of them.
+
+    Args:
+        directory: What `save` was given.
+        group: The ranks.
+        part: Pipeline stage of this rank.
+        rules: For another number of ranks: what to do with the values at which paths, see `combine`.
+
+    Raises:
+        TypeError, ValueError: `part` or `rules` is not what it must be.
+        CheckpointCorrupt: There are checkpoints, and all of them are damaged or incomplete; names the files.
+        CheckpointError: There is none, it is of a newer format or of other pipeline stages, or its states do not fit
+            together. All on every rank.
+
+    Communication: three small rounds, and one more for every checkpoint that is passed over.
+    """
+    part, root = integer("part", part, at_least=0), Path(directory)
+    rules = require_rules(rules)
+    entries: dict[str, Found] = {}
+    opened = together(group, f"looking for checkpoints in {root}", partial(_look, root, part, entries))
+    parts = [row["part"] for row in opened]
+    damaged = {(step, text) for row in opened for step, text in row["damaged"]}
+    problems = sorted(damaged, reverse=True)
+    known = {(serial, key): step for row in opened for serial, key, step in row["whole"]}
+    for (_, key), step in sorted(known.items(), reverse=True):
+        verified: list[Candidate] = []
+        verify = partial(_verify, root, entries.get(key), step, parts, group.rank, verified)
+        answers = together(group, f"verifying a checkpoint in {root}", verify)
+        if any(answers):
+            problems += [(step, text) for text in by_rank(answers)]
+            continue
+        _tell_of([text for other, text in problems if other >= step], verified[0].path)
+        return _read(group, verified[0], rules)
+    raise _nothing(root, [text for _, text in problems])
+
+
+def _look(root: Path, part: int, whole: dict[str, Found]) -> dict[str, Any]:
+    """What this rank sees, for the others; fills `whole` by the key of the manifest."""
+    entries = found(root)
+    whole.update({entry.key: entry for entry in entries if entry.manifest})
+    newest = max((entry.step for entry in whole.values()), default=-1)
+    for entry in entries:
+        if entry.problem and not isinstance(entry.problem, CheckpointCorrupt) and entry.step > newest:
+            raise entry.problem  # of a newer format: an older one in its place would be a silent step back
+    return {
+        "part": part,
+        "whole": [(entry.manifest.serial, key, entry.step) for key, entry in whole.items() if entry.manifest],
+        "damaged": [(entry.step, str(entry.problem)) for entry in entries if entry.problem],
+    }
+
+
+def _verify(
+    root: Path, entry: Found | None, step: int, parts: Sequence[int], rank: int, verified: list[Candidate]
+) -> str | None:
+    """What is wrong with a checkpoint on this rank; None: nothing, and it is added to `verified`."""
+    if entry is None or entry.manifest is None:
+        return f"{root} lacks the checkpoint of step {step} that other ranks have: copy its folder there"
+    candidate = Candidate(entry.path, entry.manifest, parts, rank)
+    try:
+        candidate.verify()
+    except CheckpointCorrupt as error:
+        return str(error)
+    verified.append(candidate)
+    return None
+
+
+def _read(group: Group, candidate: Candidate, rules: Mapping[str, Rule]) -> Loaded:
+    states: list[Any] = []
+    together(group, f"reading {candidate.path}", lambda: states.append(candidate.read(rules)))
+    return Loaded(
+        state=states[0],
+        facts=decoded(candidate.manifest.facts, dict[str, Any]().__getitem__),
+        step=candidate.manifest.step,
+        path=candidate.path,
+        ranks=len(candidate.manifest.parts),
+    )
+
+
+def _tell_of(problems: list[str], path: Path) -> None:
+    if problems:
+        message = f"loading {path}, because what was saved later cannot be loaded: {'; '.join(problems)}"
+        warnings.warn(message, UserWarning, stacklevel=3)
+
+
+def _nothing(root: Path, problems: list[str]) -> CheckpointError:
+    if problems:
+        return CheckpointCorrupt(f"no checkpoint in {root} is whole on all ranks: {'; '.join(problems)}")
+    return CheckpointError(
+        f"there is no checkpoint in {root} on any rank: looked for folders named step_ and ten digits, with a "
+        f"{MANIFEST} inside. Pass the directory that was given to save"
+    )

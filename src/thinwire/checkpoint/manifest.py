@@ -1,0 +1,126 @@
+"""What a checkpoint consists of: the file that makes it whole, and that covers every byte of the others."""
+
+import hashlib
+import json
+import re
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from thinwire.checkpoint.tree import decoded
+from thinwire.errors import CheckpointCorrupt, CheckpointError
+
+__all__ = ["FORMAT", "MANIFEST", "Manifest", "plain_file", "tensor_file"]
+
+FORMAT = 1
+"""Goes up with every change after which an older version of this library could not read a checkpoint."""
+MANIFEST = "manifest.json"
+_FILE = re.compile(r"rank_[0-9]{5,9}\.(json|safetensors)")
+_END = "\n}"
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+def plain_file(rank: int) -> str:
+    """Name of the file with a rank's plain values."""
+    return f"rank_{rank:05d}.json"
+
+
+def tensor_file(rank: int) -> str:
+    """Name of the file with the tensors that a rank has written."""
+    return f"rank_{rank:05d}.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """Everything about a checkpoint but the state itself; the same bytes in every directory that holds a part of it."""
+
+    thinwire: str
+    """Version that wrote it."""
+    torch: str
+    """Version that wrote it."""
+    step: int
+    """Updates done."""
+    serial: int
+    """Counts the saves into a directory; the largest is the newest."""
+    parts: list[int]
+    """Pipeline stage of every rank."""
+    places: list[list[int]]
+    """Ranks that shared a directory, one list for each directory."""
+    facts: Any
+    """What the caller wants to know at load time, encoded as the trees are."""
+    files: dict[str, list[Any]]
+    """Size in bytes and SHA-256 in hex of every file of every rank."""
+
+    def to_bytes(self) -> bytes:
+        """The file: readable JSON that holds the SHA-256 of itself without that entry."""
+        return _sealed({"format": FORMAT, **asdict(self)})
+
+    @classmethod
+    def from_bytes(cls, raw: bytes) -> "Manifest":
+        """Read the file.
+
+        Raises:
+            CheckpointCorrupt: Any byte differs from what was written, or it was written by no version of this library.
+            CheckpointError: It is whole and of a newer format.
+        """
+        content = _verified(raw)
+        version = content.pop("format", None)
+        if version != FORMAT:
+            raise CheckpointError(
+                f"the checkpoint has format {version!r}, this version of thinwire reads format {FORMAT}: "
+                f"update thinwire (it was written by {content.get('thinwire')!r})"
+            )
+        if set(content) != set(cls.__dataclass_fields__):
+            raise CheckpointCorrupt(f"its entries are {sorted(content)}, not {sorted(cls.__dataclass_fields__)}")
+        manifest = cls(**content)
+        manifest._check()
+        return manifest
+
+    def _check(self) -> None:
+        """The checksum is no secret: bytes of a stranger must not lead out of the folder, nor into odd errors."""
+        integers = (self.step, self.serial, *_flat(self.parts), *_flat(_flat(self.places)))
+        if not all(type(number) is int and number >= 0 for number in integers):
+            raise CheckpointCorrupt("its numbers are not what a checkpoint has")
+        if sorted(_flat(self.places)) != list(range(len(self.parts))):
+            raise CheckpointCorrupt(f"its places {self.places} are not those of {len(self.parts)} ranks")
+        wanted = {name for rank in range(len(self.parts)) for name in (plain_file(rank), tensor_file(rank))}
+        if not isinstance(self.files, dict) or set(self.files) != wanted:
+            raise CheckpointCorrupt(f"it names files other than the two of each of its {len(self.parts)} ranks")
+        for name, entry in self.files.items():
+            match entry:
+                case [int(size), str(checksum)] if size >= 0 and _SHA256.fullmatch(checksum) and _FILE.fullmatch(name):
+                    continue
+            raise CheckpointCorrupt(f"it has {entry!r} for {name}")
+        try:
+            if not isinstance(decoded(self.facts, _no_tensor), dict):
+                raise ValueError("no mapping")
+        except (ValueError, RecursionError) as error:
+            raise CheckpointCorrupt(f"its facts are not readable: {error}") from error
+
+
+def _verified(raw: bytes) -> dict[str, Any]:
+    try:
+        content = json.loads(raw)
+        del content["sha256"]
+        intact = _sealed(content) == raw
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointCorrupt(f"it is not readable ({type(error).__name__}: {error})") from error
+    if not intact:
+        raise CheckpointCorrupt("its checksum is not that of its bytes")
+    return dict(content)
+
+
+def _sealed(content: dict[str, Any]) -> bytes:
+    """The one way to write this content, its checksum as the last entry: any other byte is damage."""
+    text = json.dumps(content, indent=1)
+    checksum = hashlib.sha256(text.encode()).hexdigest()
+    return f'{text.removesuffix(_END)},\n "sha256": "{checksum}"\n}}\n'.encode()
+
+
+def _flat(lists: Any) -> list[Any]:
+    if not isinstance(lists, list):
+        raise CheckpointCorrupt("its lists are not what a checkpoint has")
+    return [entry for inner in lists for entry in (inner if isinstance(inner, list) else [inner])]
+
+
+def _no_tensor(name: str) -> Any:
+    raise ValueError(f"the tensor {name!r} among them")

@@ -1,0 +1,111 @@
+"""How the ranks write one checkpoint together: who shares a directory with whom, and what its leader does there."""
+
+import contextlib
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from thinwire._version import __version__
+from thinwire.checkpoint.draft import Opened, Writers, writers
+from thinwire.checkpoint.files import discard, sync_directory, write_file
+from thinwire.checkpoint.folder import leftovers, name_of, torso_name
+from thinwire.checkpoint.manifest import MANIFEST, Manifest
+from thinwire.errors import CheckpointError
+
+__all__ = ["Plan", "places_of"]
+
+_SPARE_BYTES = 1 << 20
+"""For manifests, directories and what a file system rounds up."""
+
+
+def places_of(neighbours: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The sets of ranks that share a directory, from what each rank sees there.
+
+    Raises:
+        CheckpointError: Two ranks do not see the same, as on a file system that shows new files late.
+    """
+    for rank, seen in enumerate(neighbours):
+        for other in seen:
+            if neighbours[other] != seen:
+                raise CheckpointError(
+                    f"rank {rank} sees files of the ranks {list(seen)} in its directory, and rank {other} sees those "
+                    f"of {list(neighbours[other])}: either all of them share a directory or they have different ones. "
+                    "A network file system must show a new file to all machines at once"
+                )
+    return sorted(list(seen) for seen in {tuple(seen) for seen in neighbours})
+
+
+class Plan:
+    """The same on all ranks but for `rank` and the directory; all but the leader of a place only read it."""
+
+    def __init__(
+        self, root: Path, rank: int, step: int, places: list[list[int]], opened: Sequence[Opened], facts: Any
+    ) -> None:
+        [self._place] = [place for place in places if rank in place]
+        self.leads = rank == self._place[0]
+        self.root, self.step, self._places, self._facts = root, step, places, facts
+        name = name_of(step, (name for row in opened for name in row["names"]))
+        self.path = root / name
+        self.token = opened[0]["token"]
+        self.torso = root / torso_name(name, self.token)
+        self._parts = [row["part"] for row in opened]
+        self.serial = 1 + max(row["serial"] for row in opened)
+        here = {r: opened[r] for r in self._place}
+        self.writing: Writers = writers(here)
+        sizes = {checksum: size for row in here.values() for _, checksum, size in row["tensors"]}
+        # the table of tensors repeats their names
+        self._needed_bytes = sum(sizes.values()) + sum(
+            row["plain_bytes"] + sum(2 * len(name) + 100 for name, _, _ in row["tensors"]) for row in here.values()
+        )
+        self._committed = False
+
+    def make_room(self) -> None:
+        """Remove what interrupted saves left behind, and make the folder aside if there is space for its content."""
+        if not self.leads:
+            return
+        for path in leftovers(self.root):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        free = shutil.disk_usage(self.root).free
+        if free < self._needed_bytes + _SPARE_BYTES:
+            raise CheckpointError(
+                f"no space left: a checkpoint of {_mib(self._needed_bytes)} does not fit into the {_mib(free)} that "
+                f"are free in {self.root}. Delete files there, save elsewhere, or keep fewer checkpoints"
+            )
+        self.torso.mkdir()
+
+    def seal(self, files: dict[str, list[Any]]) -> None:
+        """Add the manifest and force the whole folder to the disk."""
+        if not self.leads:
+            return
+        manifest = Manifest(
+            thinwire=__version__,
+            torch=str(torch.__version__),
+            step=self.step,
+            serial=self.serial,
+            parts=self._parts,
+            places=self._places,
+            facts=self._facts,
+            files=files,
+        )
+        write_file(self.torso / MANIFEST, manifest.to_bytes())
+        sync_directory(self.torso)
+
+    def commit(self) -> None:
+        """Give the folder its name: from here on it is a checkpoint."""
+        if self.leads:
+            self.torso.rename(self.path)
+            self._committed = True
+            sync_directory(self.root)
+
+    def remove(self) -> None:
+        """Leave nothing of this checkpoint behind."""
+        if self.leads:
+            with contextlib.suppress(OSError):  # the failure that led here is being raised; the next save cleans up
+                discard(self.path if self._committed else self.torso, self.torso)
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:.1f} MiB"

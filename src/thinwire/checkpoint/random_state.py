@@ -1,0 +1,99 @@
+"""The random-number generators of a process as a tree for a checkpoint."""
+
+import hashlib
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["derived", "is_random_state", "random_state", "set_random_state"]
+
+_KIND = "thinwire.random_state"
+
+
+def random_state() -> dict[str, Any]:
+    """The states of all global generators: `random`, NumPy's, torch's on the CPU and on every CUDA device in use.
+
+    Returns:
+        A tree of plain values and tensors, for `set_random_state`.
+    """
+    return {
+        "kind": _KIND,
+        "python": random.getstate(),
+        "numpy": _from_numpy(np.random.get_state(legacy=False)),
+        "torch": torch.get_rng_state(),
+        "cuda": [torch.cuda.get_rng_state(device) for device in range(torch.cuda.device_count())]
+        if torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's omission
+        else [],
+    }
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Let all global generators go on from `state`. States of CUDA devices that are not here are left out.
+
+    Args:
+        state: What `random_state` returned.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if not is_random_state(state):
+        raise TypeError(f"state must come from random_state(), got {type(state).__name__}")
+    random.setstate(state["python"])
+    np.random.set_state(_to_numpy(state["numpy"]))
+    torch.set_rng_state(state["torch"].cpu())
+    here = torch.cuda.device_count() if state["cuda"] else 0
+    for device, entry in enumerate(state["cuda"][:here]):
+        torch.cuda.set_rng_state(entry.cpu(), device)
+
+
+def is_random_state(value: object) -> bool:
+    """Whether it is what `random_state` returned."""
+    return isinstance(value, Mapping) and value.get("kind") == _KIND
+
+
+def derived(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """The state of streams of their own for a rank that had none, made from those of another rank.
+
+    Args:
+        state: What `random_state` returned; read only.
+        rank: The rank that is to have it; each gets other streams, and the same ones every time.
+
+    Returns:
+        A tree as `random_state` returns it.
+    """
+    origin = hashlib.sha256(f"{_KIND} {rank} ".encode())
+    origin.update(repr(state["python"]).encode())
+    origin.update(bytes(state["torch"].tolist()))
+    words = [int.from_bytes(origin.digest()[i : i + 4]) for i in range(0, 32, 4)]
+    seed = int.from_bytes(origin.digest()[:8]) >> 1
+    legacy = np.random.RandomState(words).get_state(legacy=False)
+    return {
+        "kind": _KIND,
+        "python": random.Random(seed).getstate(),
+        "numpy": _from_numpy(legacy),
+        "torch": torch.Generator().manual_seed(seed).get_state(),
+        "cuda": [_cuda_state(seed + 1 + device, entry) for device, entry in enumerate(state["cuda"])],
+    }
+
+
+def _cuda_state(seed: int, like: Tensor) -> Tensor:
+    """Philox on CUDA: 8 bytes of seed and 8 of offset."""
+    if like.numel() != 16:
+        return like
+    return torch.frombuffer(bytearray(seed.to_bytes(8, "little") + bytes(8)), dtype=torch.uint8)
+
+
+def _from_numpy(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _from_numpy(entry) for key, entry in value.items()}
+    return torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
+
+
+def _to_numpy(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _to_numpy(entry) for key, entry in value.items()}
+    return value.cpu().numpy() if isinstance(value, Tensor) else value

@@ -1,0 +1,124 @@
+"""Writing a checkpoint aside, agreeing that it is whole, and only then giving it its name."""
+
+import secrets
+import warnings
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from thinwire._validate import integer
+from thinwire.checkpoint.draft import Draft
+from thinwire.checkpoint.files import discard
+from thinwire.checkpoint.folder import found, missing_file, torso_name
+from thinwire.checkpoint.manifest import Manifest, plain_file, tensor_file
+from thinwire.checkpoint.plan import Plan, places_of
+from thinwire.checkpoint.together import together
+from thinwire.comm import Group, require_agreement
+from thinwire.errors import CheckpointError
+
+__all__ = ["save"]
+
+
+def save(
+    directory: str | PathLike[str],
+    state: Any,
+    *,
+    step: int,
+    group: Group,
+    facts: Mapping[str, Any],
+    part: int = 0,
+    keep: int = 2,
+) -> Path:
+    """Save the state of all ranks as one checkpoint, the newest from now on.
+
+    Whatever happens in here, what `load` returns afterwards is the state of before or this one, whole: files are
+    written into a folder aside and forced to the disk, the ranks agree, the manifest with the checksums of all files
+    follows, and one renaming makes it a checkpoint. Tensors that are bit-identical on several ranks of a directory are
+    written once.
+
+    Args:
+        directory: Where checkpoints are kept, one folder each; made with its parents. Ranks on machines without a
+            common file system each name one of their own, which then holds the files of its own ranks.
+        state: Of this rank: nested dicts (str or int keys), lists and tuples of None, bool, int, float, str, bytes and
+            dense tensors of any device, dtype and strides. Read only.
+        step: Updates done, the same on all ranks.
+        group: The ranks.
+        facts: What is common to all ranks, as `state` but without tensors.
+        part: Pipeline stage of this rank.
+        keep: How many whole checkpoints may stay, this one included; at least 1. Older ones are deleted after this one
+            is whole, and so is an older one of the same step.
+
+    Returns:
+        The folder of the checkpoint.
+
+    Raises:
+        TypeError, ValueError: `step`, `part` or `keep` is not an integer in the range.
+        Mismatch: `step`, `keep` or `facts` differ between ranks.
+        CheckpointError: On every rank, when it failed on any: no space left, not writable, a value of a type that a
+            checkpoint does not hold. Training may go on; nothing is left behind, earlier checkpoints are untouched.
+
+    Communication: six rounds that carry, all in all, about 120 bytes for every tensor of the state.
+    Failure: a rank that dies is `PeerLost` on the others; what it leaves behind is removed by the next save.
+    """
+    step, part = integer("step", step, at_least=0), integer("part", part, at_least=0)
+    keep = integer("keep", keep, at_least=1)
+    root = Path(directory)
+    draft = Draft(root, group.rank, secrets.token_hex(8))
+    plan = _planned(draft, root, state, facts, group=group, step=step, part=part, keep=keep)
+    try:
+        together(group, f"making room for a checkpoint in {root}", plan.make_room)
+        written = together(group, f"writing a checkpoint into {root}", lambda: draft.write(plan.torso, plan.writing))
+        files = {name: list(entry) for row in written for name, entry in row.items()}
+        together(group, f"completing a checkpoint in {root}", lambda: plan.seal(files))
+        together(group, f"naming a checkpoint in {root}", plan.commit)
+    except CheckpointError:
+        plan.remove()
+        raise
+    if plan.leads:
+        _prune(plan, keep)
+    return plan.path
+
+
+def _planned(
+    draft: Draft,
+    root: Path,
+    state: Any,
+    facts: Mapping[str, Any],
+    *,
+    group: Group,
+    step: int,
+    part: int,
+    keep: int,
+) -> Plan:
+    """What all ranks will do, from what each of them has; nothing is left in the directory."""
+    try:
+        opened = together(group, f"preparing a checkpoint in {root}", lambda: draft.open(state, facts, part))
+        common = {"step": step, "keep": keep, "facts": draft.facts}
+        require_agreement(group, common, what="saving a checkpoint")
+        seen = together(group, f"looking for other ranks in {root}", lambda: draft.neighbours(opened))
+    finally:
+        draft.close()
+    return Plan(root, group.rank, step, places_of(seen), opened, draft.facts)
+
+
+def _prune(plan: Plan, keep: int) -> None:
+    """Delete what the new checkpoint has made superfluous; it is whole already, so a failure here is no error."""
+    whole = 1
+    others = [entry for entry in found(plan.root) if entry.manifest and entry.path != plan.path]
+    for entry in sorted(others, key=lambda entry: -entry.manifest.serial if entry.manifest else 0):
+        if whole < keep and entry.step != plan.step:
+            whole += entry.manifest is not None and _is_whole(entry.path, entry.manifest)
+            continue
+        try:
+            discard(entry.path, plan.root / torso_name(entry.path.name, plan.token))
+        except OSError as error:
+            warnings.warn(f"an older checkpoint could not be deleted: {error}", UserWarning, stacklevel=3)
+
+
+def _is_whole(folder: Path, manifest: Manifest) -> bool:
+    """Whether all files of a place are there in the right sizes; their content is verified when it is loaded."""
+    return any(
+        missing_file(folder, manifest, [name for r in place for name in (plain_file(r), tensor_file(r))]) is None
+        for place in manifest.places
+    )

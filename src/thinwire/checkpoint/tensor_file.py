@@ -1,0 +1,127 @@
+"""Tensors in a file of the safetensors format: written as a stream, hashed on the way, read one by one."""
+
+import hashlib
+import json
+import math
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from thinwire.checkpoint.manifest import tensor_file
+from thinwire.checkpoint.tree import TensorRef
+from thinwire.errors import CheckpointCorrupt
+
+__all__ = ["TensorReader", "digest", "write_tensors"]
+
+_CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""What every version of safetensors knows; other dtypes are written as bytes and named in the rank's JSON file."""
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, str]:
+    """Write a new safetensors file and force it to the disk, holding no more than one tensor on the CPU at a time.
+
+    Args:
+        path: Must not exist.
+        tensors: By name; dense, on any device, of any strides; read only.
+
+    Returns:
+        The size in bytes and the SHA-256 in hex of what was written.
+
+    Raises:
+        OSError: Of the file system.
+    """
+    hasher, size = hashlib.sha256(), 0
+    with path.open("xb") as file:
+        pieces: Iterator[bytes | memoryview] = chain([_header(tensors)], map(_bytes, tensors.values()))
+        for view in pieces:
+            file.write(view)
+            hasher.update(view)
+            size += len(view)
+        file.flush()
+        os.fsync(file.fileno())
+    return size, hasher.hexdigest()
+
+
+class TensorReader:
+    """Reads single tensors of a checkpoint's folder; each file is opened once, until the context is left."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._stack = folder, ExitStack()
+        self._files: dict[int, Any] = {}
+
+    def __enter__(self) -> "TensorReader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def read(self, ref: TensorRef) -> Tensor:
+        """One tensor, on the CPU, in memory of its own.
+
+        Raises:
+            CheckpointCorrupt: It is not there, or is another one.
+        """
+        where = f"{self._folder / tensor_file(ref.rank)}, tensor {ref.name!r}"
+        try:
+            stored: Tensor = self._opened(ref.rank).get_tensor(ref.name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointCorrupt(f"{where} cannot be read: {error}") from error
+        if ref.dtype not in _CODES and stored.numel() == math.prod(ref.shape) * ref.dtype.itemsize:
+            # a clone is aligned for any dtype, a view into a file need not be
+            return stored.clone().view(ref.dtype).reshape(ref.shape)
+        if stored.dtype != ref.dtype or tuple(stored.shape) != ref.shape:
+            raise CheckpointCorrupt(
+                f"{where} is {stored.dtype} of {tuple(stored.shape)}, not {ref.dtype} of {ref.shape}"
+            )
+        return stored.clone()
+
+    def _opened(self, rank: int) -> Any:
+        if rank not in self._files:
+            file = safe_open(self._folder / tensor_file(rank), framework="pt", device="cpu")
+            self._files[rank] = self._stack.enter_context(file)
+        return self._files[rank]
+
+
+def digest(tensor: Tensor) -> str:
+    """SHA-256 in hex of dtype, shape and every bit: equal where two tensors are indistinguishable."""
+    hasher = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
+    hasher.update(_bytes(tensor))
+    return hasher.hexdigest()
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _header(tensors: Mapping[str, Tensor]) -> bytes:
+    entries, offset = {}, 0
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        code, shape = _CODES.get(tensor.dtype), list(tensor.shape)
+        if code is None:
+            code, shape = "U8", [size]
+        entries[name] = {"dtype": code, "shape": shape, "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)  # the format wants the data aligned
+    return struct.pack("<Q", len(text)) + text

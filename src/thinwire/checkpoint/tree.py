@@ -1,0 +1,153 @@
+"""A nested state as plain JSON and a table of tensors, and back.
+
+None, bool, int, finite float, str and list stand for themselves. Everything else is an object with one key that names
+its kind: `dict` (str keys), `items` (other keys, as pairs), `tuple`, `float` (inf, -inf, nan), `bytes` (base64) and
+`tensor` (its name in the table). Subclasses come back as the plain type.
+"""
+
+import base64
+import binascii
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["TensorRef", "decoded", "encoded", "with_tensors"]
+
+_UNFIT = re.compile(r"[^A-Za-z0-9._/-]")
+_ODD_FLOATS = ("inf", "-inf", "nan")
+_KINDS = "None, bool, int, float, str, bytes, tensors, and dicts, lists and tuples of these"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """Where a tensor of a checkpoint lies: in the file of which rank, under which name, and what it is."""
+
+    rank: int
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def encoded(tree: Any, tensors: dict[str, Tensor] | None) -> Any:
+    """The tree as values that JSON holds exactly.
+
+    Args:
+        tree: Nested dicts (str or int keys), lists and tuples of None, bool, int, float, str, bytes and tensors.
+        tensors: Filled with the tensors of the tree under names made from their paths; None: tensors are refused.
+
+    Raises:
+        TypeError: Something else is in it; names the path and the type.
+    """
+    return _Encoder(tensors).node(tree, "")
+
+
+class _Encoder:
+    def __init__(self, tensors: dict[str, Tensor] | None) -> None:
+        self.tensors = tensors
+
+    def node(self, value: Any, path: str) -> Any:
+        if value is None or isinstance(value, bool | int | float | str):
+            return _scalar(value)
+        if isinstance(value, bytes):
+            return {"bytes": base64.b64encode(value).decode()}
+        if isinstance(value, Tensor):
+            return {"tensor": self._registered(value, path)}
+        return self._container(value, path)
+
+    def _container(self, value: Any, path: str) -> Any:
+        if isinstance(value, Mapping):
+            items = [(_key(key, path), self.node(entry, f"{path}/{key}")) for key, entry in value.items()]
+            if all(isinstance(key, str) for key, _ in items):
+                return {"dict": dict(items)}
+            return {"items": [list(item) for item in items]}
+        if isinstance(value, list | tuple):
+            entries = [self.node(entry, f"{path}/{i}") for i, entry in enumerate(value)]
+            return entries if isinstance(value, list) else {"tuple": entries}
+        raise TypeError(f"state{path} is of type {type(value).__name__}; a checkpoint holds {_KINDS}")
+
+    def _registered(self, tensor: Tensor, path: str) -> str:
+        if self.tensors is None:
+            raise TypeError(f"facts{path} is a tensor; facts are plain values, tensors belong in the state")
+        kind = str(tensor.layout) if tensor.layout != torch.strided else tensor.device.type
+        if tensor.layout != torch.strided or kind == "meta" or tensor.is_quantized or hasattr(tensor, "full_tensor"):
+            raise TypeError(
+                f"state{path} is a {kind} tensor of type {type(tensor).__name__} and {tensor.dtype}; a checkpoint "
+                "holds dense tensors (of a DTensor, save to_local())"
+            )
+        base = _UNFIT.sub("_", path.removeprefix("/")) or "state"
+        names = (base if i == 0 else f"{base}~{i}" for i in range(len(self.tensors) + 2))
+        name = next(name for name in names if name not in self.tensors and name != "__metadata__")
+        self.tensors[name] = tensor
+        return name
+
+
+def decoded(node: Any, leaf: Callable[[str], Any]) -> Any:  # noqa: PLR0911 - one for each kind
+    """The tree that was encoded, with `leaf(name)` where a tensor was.
+
+    Raises:
+        ValueError: This was not written by `encoded`.
+    """
+    if node is None or isinstance(node, bool | int | float | str):
+        return node
+    if isinstance(node, list):
+        return [decoded(entry, leaf) for entry in node]
+    if not isinstance(node, dict) or len(node) != 1:
+        raise ValueError(f"a tree has an object with the keys {sorted(node)}, where exactly one names its kind")
+    [(kind, content)] = node.items()
+    match kind, content:
+        case "dict", dict():
+            return {key: decoded(entry, leaf) for key, entry in content.items()}
+        case "items", list():
+            return dict(_pairs(content, leaf))
+        case "tuple", list():
+            return tuple(decoded(entry, leaf) for entry in content)
+        case "float", str() if content in _ODD_FLOATS:
+            return float(content)
+        case "bytes", str():
+            return _unpacked(content)
+        case "tensor", str():
+            return leaf(content)
+    raise ValueError(f"a tree has {kind!r} with a {type(content).__name__}, which no checkpoint of this format has")
+
+
+def _scalar(value: Any) -> Any:
+    for kind in (int, str):
+        if isinstance(value, kind) and not isinstance(value, bool):
+            return kind(value)  # an enumeration's or a subclass's plain value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"float": str(float(value))}
+    return value
+
+
+def _pairs(content: list[Any], leaf: Callable[[str], Any]) -> Iterator[tuple[int | str, Any]]:
+    for pair in content:
+        if not isinstance(pair, list) or len(pair) != 2 or not isinstance(pair[0], int | str):
+            raise ValueError("a tree has 'items' that are no pairs of a key and a value")
+        yield pair[0], decoded(pair[1], leaf)
+
+
+def _unpacked(content: str) -> bytes:
+    try:
+        return base64.b64decode(content, validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"a tree has bytes that are not base64: {error}") from error
+
+
+def _key(key: object, path: str) -> int | str:
+    if isinstance(key, bool) or not isinstance(key, int | str):
+        raise TypeError(f"state{path} has the key {key!r} of type {type(key).__name__}; keys are str or int")
+    return int(key) if isinstance(key, int) else str(key)
+
+
+def with_tensors(tree: Any, read: Callable[[Any], Tensor]) -> Any:
+    """The tree with `read(leaf)` for every tensor or reference to one."""
+    if isinstance(tree, Mapping):
+        return {key: with_tensors(value, read) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(with_tensors(value, read) for value in tree)
+    return read(tree) if isinstance(tree, Tensor | TensorRef) else tree

@@ -1,0 +1,131 @@
+"""Callbacks and a strategy for the Trainer of Lightning; imports the package `lightning`, which is optional."""
+
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+
+from thinwire import _validate as check
+from thinwire.integrations.per_rank import PerRankState, Stateful
+from thinwire.optim.dgc_momentum import DGCMomentum
+from thinwire.sync.local_config import AdaptiveLocalSGD, LocalConfig, LocalSGD
+from thinwire.sync.local_sgd import LocalUpdates, local_sgd
+
+__all__ = ["CompressedExchange", "LocalAveraging", "UnwrappedDDP"]
+
+
+class _Part(Callback):
+    """Keeps the state of every rank in Lightning's checkpoint, which by itself has that of rank 0 only."""
+
+    def __init__(self) -> None:
+        self._states: list[PerRankState] = []
+        self._saved: list[dict[str, Any]] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of all ranks; Lightning calls it on all of them."""
+        return {"states": [state.state_dict() for state in self._states]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Remember what was saved: the optimizers are restored after the callbacks, and would undo it."""
+        self._saved = state_dict["states"]
+
+    def _keep(self, *parts: Stateful) -> None:
+        self._states = [PerRankState(part) for part in parts]
+        for state, saved in zip(self._states, self._saved, strict=False):
+            state.load_state_dict(saved)
+        self._saved = []
+
+
+class CompressedExchange(_Part):
+    """Attaches the `DGCMomentum` of `configure_optimizers` to the model that `DDPStrategy` wrapped.
+
+    The exchange then runs in the backward pass; without it DDP would average densely first. Batches that
+    `accumulate_grad_batches` only accumulates send nothing. Clip with `local_grad_clip_norm` of the optimizer:
+    `gradient_clip_val` would change gradients that have been sent, which is an error. Residuals and momentum of all
+    ranks are in Lightning's checkpoints.
+
+    Raises:
+        TypeError: At the start of the fit: the one optimizer is no `DGCMomentum`, or the model is not wrapped in DDP.
+    """
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Attach; called after Lightning has restored a checkpoint."""
+        optimizer = _only_optimizer(trainer)
+        check.instance("the optimizer of configure_optimizers", optimizer, DGCMomentum)
+        self._keep(optimizer)
+        if trainer.world_size > 1:
+            self._handle = optimizer.attach(trainer.strategy.model)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Detach."""
+        if trainer.world_size > 1:
+            self._handle.remove()
+
+
+class UnwrappedDDP(DDPStrategy):
+    """`DDPStrategy` but for the wrapping: ranks, devices and samplers as there, no gradient is averaged."""
+
+    def configure_ddp(self) -> None:
+        """Leave the model as it is."""
+
+
+class LocalAveraging(_Part):
+    """Local updates: averages the parameters when their turn has come. Needs `strategy=UnwrappedDDP()`.
+
+    Works with any optimizer of the module. `sync` is what `local_sgd` returned, from the start of the fit on. The loss
+    that `training_step` returns is observed for an adaptive interval. The state of all ranks is in Lightning's
+    checkpoints.
+
+    Args:
+        config: `LocalSGD` or `AdaptiveLocalSGD`.
+        process_group: The ranks that average; None for all of them.
+
+    Raises:
+        TypeError: At the start of the fit: the optimizer exchanges gradients itself.
+        ValueError: The model is wrapped in DDP, the precision needs a gradient scaler, or there is not one optimizer.
+    """
+
+    sync: LocalUpdates
+
+    def __init__(self, config: LocalConfig, process_group: dist.ProcessGroup | None = None) -> None:
+        super().__init__()
+        check.instance("config", config, (LocalSGD, AdaptiveLocalSGD))
+        self._config = config
+        self._process_group = process_group
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Enter the block; called after Lightning has restored a checkpoint."""
+        if trainer.strategy.model is not pl_module:
+            raise ValueError(
+                f"the model is wrapped in {type(trainer.strategy.model).__name__}, whose ranks exchange in every step: "
+                "pass Trainer(strategy=UnwrappedDDP())"
+            )
+        if getattr(trainer.precision_plugin, "scaler", None) is not None:
+            raise ValueError(
+                f"precision {trainer.precision!r} skips steps on single ranks, and then they would not average at the "
+                'same step: pass Trainer(precision="bf16-mixed")'
+            )
+        optimizer = _only_optimizer(trainer)
+        self.sync = local_sgd(pl_module, optimizer, self._config, process_group=self._process_group).__enter__()
+        self._keep(self.sync, optimizer)
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
+        """Observe the loss of the whole batch: Lightning has divided it by the batches that it accumulates."""
+        self.sync.observe(loss.detach() * trainer.accumulate_grad_batches)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Average once more and leave the block."""
+        self._states = []
+        self.sync.__exit__(None, None, None)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leave the block without an averaging."""
+        if self._states:
+            self.sync.close()
+
+
+def _only_optimizer(trainer: Trainer) -> Any:
+    if len(trainer.optimizers) != 1:
+        raise ValueError(f"configure_optimizers must return one optimizer, got {len(trainer.optimizers)}")
+    return trainer.optimizers[0]

@@ -1,0 +1,60 @@
+"""Strategy files as strategies of a comparison."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from thinwire.lab.recipe import Recipe
+
+if TYPE_CHECKING:
+    from thinwire.strategy.distributed_strategy import DistributedStrategy
+
+__all__ = ["is_file_name", "recipe_of_file"]
+
+# Of the tuned strategy that a file resembles; LAMB and LARS scale their updates by the parameters, and have their own.
+_LR, _LOCAL_LR, _LARS_LR, _LAMB_LR = 0.1, 0.1, 2.0, 0.01
+
+
+def is_file_name(word: str) -> bool:
+    """Whether a word of the command line means a file, not a strategy by name."""
+    return Path(word).suffix.lower() in (".yaml", ".yml")
+
+
+def recipe_of_file(word: str) -> Recipe:
+    """The strategy in a file, called by the file's stem.
+
+    Raises:
+        ValueError: The file cannot be read, is no strategy, or is one that `compare` cannot measure.
+    """
+    from thinwire.strategy.distributed_strategy import DistributedStrategy
+
+    try:
+        strategy = DistributedStrategy.load(word)
+    except OSError as error:
+        raise ValueError(
+            f"strategies={word!r} cannot be read: {error.strerror or error}; name a file that is"
+        ) from error
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"strategies={word!r}: {error}") from error
+    if strategy.pipeline is not None:
+        raise ValueError(
+            f"strategies={word!r} has a pipeline, and every worker of a comparison trains a whole model: "
+            "leave pipeline out"
+        )
+    return Recipe(
+        Path(word).stem,
+        f"strategy file {Path(word).name}: {', '.join(strategy.on) or 'no field set'}",
+        "thinwire.lab.strategy_trainer:Prepared",
+        _rate(strategy),
+        "engine.stats()",
+        {"document": strategy.to_dict()},
+    )
+
+
+def _rate(strategy: DistributedStrategy) -> float:
+    if strategy.lamb is not None:
+        return _LAMB_LR
+    if strategy.lars is not None:
+        return _LARS_LR
+    return _LR if strategy.localsgd is None and strategy.adaptive_localsgd is None else _LOCAL_LR

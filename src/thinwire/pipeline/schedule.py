@@ -1,0 +1,94 @@
+"""torch's schedules over our stages."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+from thinwire.comm.grid import Grid
+from thinwire.pipeline.config import Pipeline
+from thinwire.pipeline.worker import Parcel, StageWorker
+
+__all__ = ["make_schedule"]
+
+
+def make_schedule(
+    worker: StageWorker,
+    config: Pipeline,
+    grid: Grid,
+    device: torch.device,
+    *,
+    source: Parcel | None,
+    result: Parcel | None,
+    backward: bool,
+) -> PipelineScheduleSingle:
+    """The schedule of this rank.
+
+    1F1B needs as many micro-batches as stages and has nothing to save with fewer, or without a backward pass: the order
+    is GPipe's then, with the same result.
+
+    Args:
+        worker: Runs the stage; takes and returns what `source` and `result` say.
+        config: Number of micro-batches, and the schedule's name.
+        grid: The ranks.
+        device: Of the stage.
+        source: What comes from the stage before; None on the first stage.
+        result: What goes to the stage after; None on the last.
+        backward: Whether there is a backward pass.
+
+    Returns:
+        A schedule whose `step` (or `eval`) is called without inputs, on the last stage with `micro_batches` targets
+        that are not used. It scales no gradient.
+    """
+    meta = torch.device("meta")
+    stage = _Stage(
+        grid,
+        worker,
+        device,
+        input_args=source.blanks(meta) if source else (),
+        output_args=result.blanks(meta) if result else (torch.empty((), device=meta),),
+    )
+    has_gain = backward and config.micro_batches >= config.stages
+    kind = Schedule1F1B if config.schedule == "1f1b" and has_gain else ScheduleGPipe
+    return kind(stage, config.micro_batches, loss_fn=_output, scale_grads=False)
+
+
+def _output(output: Tensor, _: Tensor) -> Tensor:
+    """The worker of the last stage computes the loss itself."""
+    return output
+
+
+class _Stage(PipelineStage):
+    """A stage that is told what it receives, instead of running the model on memory that nobody wrote to."""
+
+    def __init__(self, grid: Grid, worker: StageWorker, device: torch.device, **looks: Any) -> None:
+        self._grid, self._worker = grid, worker
+        super().__init__(worker, grid.stage, grid.stages, device, group=grid.stage_group, **looks)
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """Of the grid: one that is held here would not be let go of at exit."""
+        return self._grid.stage_group
+
+    @group.setter
+    def group(self, group: ProcessGroup | None) -> None:
+        pass
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """As torch's; an error is kept for the end of the step, and zeros go to the stage before."""
+        inputs = self._stage_meta.inputs or ()
+        self.bwd_cache[bwd_chunk_id] = tuple(
+            torch.zeros(meta.shape, dtype=meta.dtype, device=self.device) if meta.requires_grad else None
+            for meta in inputs
+        )
+
+        def backward() -> None:
+            try:
+                super(_Stage, self).backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+            except RuntimeError as error:  # torch wraps what happened in a list of shapes
+                raise error.__cause__ or error from None
+
+        self._worker.guarded(backward)

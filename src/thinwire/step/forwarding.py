@@ -1,0 +1,65 @@
+"""What stands in the place of a module's forward: an object that can be copied with it and taken off again."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["ForwardLayer"]
+
+
+class ForwardLayer:
+    """Stands as `module.forward` and calls what stood there before; layers may be put on and taken off in any order.
+
+    It is an object that holds its module, not a closure: a copied or unpickled module has a layer of its own, which
+    calls that module. Names, types and state_dict of the module stay as they are.
+
+    Args:
+        module: Changed: gets this layer as its `forward`.
+
+    Raises:
+        TypeError: A scripted module, whose forward is compiled code.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(
+                f"{type(module).__name__} is a scripted module, whose forward cannot be replaced: give the module that "
+                "was scripted"
+            )
+        self.module = module
+        self.active = True
+        """False: only calls what stood there before."""
+        self.inner: Any = vars(module).get("forward")
+        """What stood there before; None for the method of the class."""
+        module.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What `module.forward` is called with, and returns."""
+        return self._around(*args, **kwargs) if self.active else self._inside(*args, **kwargs)
+
+    def _around(self, *args: Any, **kwargs: Any) -> Any:
+        """What the layer does; ends in `_inside`."""
+        raise NotImplementedError(f"{type(self).__name__} must define _around(*args, **kwargs)")
+
+    def _inside(self, *args: Any, **kwargs: Any) -> Any:
+        # looked up at every call, since lazy modules change their class in the first one
+        if self.inner is None:
+            return type(self.module).forward(self.module, *args, **kwargs)
+        return self.inner(*args, **kwargs)
+
+    def remove(self) -> None:
+        """Take the layer off, wherever it stands; may be called twice."""
+        self.active = False
+        above: ForwardLayer | None = None
+        layer = vars(self.module).get("forward")
+        while isinstance(layer, ForwardLayer) and layer is not self:
+            above, layer = layer, layer.inner
+        if layer is not self:  # somebody wrapped it since, so it stays there and does nothing
+            return
+        if above is not None:
+            above.inner = self.inner
+        elif self.inner is None:
+            del self.module.forward
+        else:
+            self.module.forward = self.inner

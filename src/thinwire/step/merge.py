@@ -1,0 +1,108 @@
+"""Gradient merge: the sum of the gradients of several backward passes, from which one update is made."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire import _validate as check
+from thinwire.core.precision import state_dtype
+
+__all__ = ["GradientSum"]
+
+
+class GradientSum:
+    """acc <- acc + factor g on every microstep, by parameter name, and their mean or sum at the end.
+
+    A parameter without gradient in some microsteps counts as zero there; without one in all of them it is absent.
+
+    **State**: the sums in float32 (float64 and complex128 for gradients of those types, complex64 for complex64), the
+    number of microsteps and whether one of them overflowed.
+    **Communication**: none.
+
+    Source: Paddle, GradientMergeOptimizer. Differs: sums of narrow gradients are kept in float32.
+    """
+
+    def __init__(self) -> None:
+        self.microsteps = 0
+        """Backward passes in the sum."""
+        self.overflowed = False
+        """Whether a gradient in the sum is known not to be finite; whoever looks for that notes it here."""
+        self._sums: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def add(self, grads: Mapping[str, Tensor | None], factor: float = 1.0) -> None:
+        """Add the gradients of one more microstep.
+
+        Args:
+            grads: By parameter name, of any dtype, dense or sparse; read only. None is the same as not being there.
+            factor: What they are multiplied by on the way, for instance 1 / loss scale.
+
+        Raises:
+            ValueError: A gradient has another shape than before; nothing has been added.
+        """
+        present = {name: grad for name, grad in grads.items() if grad is not None}
+        for name, grad in present.items():
+            if name in self._sums and self._sums[name].shape != grad.shape:
+                raise ValueError(
+                    f"the gradient of {name} has shape {tuple(grad.shape)}, those merged before it have "
+                    f"{tuple(self._sums[name].shape)}: call clear() when the model has changed"
+                )
+        for name, grad in present.items():
+            self._sums[name] = _added(self._sums.get(name), grad, factor)
+        self.microsteps += 1
+
+    @torch.no_grad()
+    def take(self, avg: bool = True) -> dict[str, Tensor]:
+        """The merged gradients by name; the sum stays as it is until `clear`.
+
+        Args:
+            avg: Whether to divide by the number of microsteps.
+
+        Returns:
+            Mean: new tensors. Sum: the very tensors of the sum, which are not added to any more after `clear`.
+        """
+        if not avg or self.microsteps == 1:
+            return dict(self._sums)
+        return {name: total / self.microsteps for name, total in self._sums.items()}
+
+    def clear(self) -> None:
+        """Forget everything; the next microstep is the first one again."""
+        self._sums = {}
+        self.microsteps, self.overflowed = 0, False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values and copies of tensors: `microsteps`, `overflowed`, and `sums` by parameter name."""
+        sums = {name: total.clone() for name, total in self._sums.items()}
+        return {"microsteps": self.microsteps, "overflowed": self.overflowed, "sums": sums}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` gave; tensors go to the device of the next gradient.
+
+        Raises:
+            TypeError, ValueError: Not such a state; nothing has changed.
+        """
+        if set(state) != {"microsteps", "overflowed", "sums"}:
+            raise ValueError(f"the state of a merge has microsteps, overflowed and sums, got {sorted(state)}")
+        microsteps = check.integer("microsteps", state["microsteps"], at_least=0)
+        overflowed = check.boolean("overflowed", state["overflowed"])
+        for name, total in state["sums"].items():
+            check.instance(f"sums[{name!r}]", total, Tensor)
+        self._sums = {name: total.clone() for name, total in state["sums"].items()}
+        self.microsteps, self.overflowed = microsteps, overflowed
+
+
+def _added(total: Tensor | None, grad: Tensor, factor: float) -> Tensor:
+    """Changes and returns `total`, or begins it."""
+    sparse = grad.layout is not torch.strided
+    dtype = grad.dtype if grad.is_complex() else state_dtype(grad)
+    if total is None:
+        first = (grad.to_dense() if sparse else grad).to(dtype)
+        if factor != 1.0:
+            return first * factor
+        return first.clone() if first is grad else first
+    if total.device != grad.device:  # a sum that was loaded
+        total = total.to(grad.device)
+    term = grad.to(dtype) if sparse and grad.dtype != total.dtype else grad
+    return total.add_(term, alpha=factor)

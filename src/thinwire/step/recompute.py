@@ -1,0 +1,155 @@
+"""Recompute: matched modules keep their inputs only, and repeat their forward pass in the backward pass."""
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from thinwire import _validate as check
+from thinwire.step.forwarding import ForwardLayer
+from thinwire.step.remembered import Remembered
+
+__all__ = ["Recomputed", "matches", "recompute"]
+
+_here = threading.local()
+
+
+class Recomputed:
+    """The handle of `recompute`."""
+
+    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+        """The modules that are recomputed."""
+        modules = dict.fromkeys(model.get_submodule(name) for name in names)
+        self._layers = [_Recompute(module) for module in modules]
+
+    def remove(self) -> None:
+        """Restore the modules' own forward; may be called twice."""
+        for layer in self._layers:
+            layer.remove()
+
+
+def recompute(model: nn.Module, checkpoints: Iterable[str]) -> Recomputed:
+    """Let the modules that match keep their inputs only, and repeat their forward pass in the backward pass.
+
+    Gradients are those without, bit for bit on one device: random numbers, autocast, mode and buffers are in the repeat
+    what they were, and buffers such as running statistics advance once. What else a forward changes, attributes of
+    another kind for instance, it changes twice. Without gradients (`torch.no_grad()`) the forward pass is as before.
+
+    Args:
+        model: Changed: each match gets a `forward` of its own, which is copied and pickled with it. Names, types and
+            state_dict stay.
+        checkpoints: Glob patterns over the names of `model.named_modules()`. Where one match contains another, the
+            outer one counts.
+
+    Returns:
+        The handle whose `remove` restores the model.
+
+    Raises:
+        TypeError: `checkpoints` is no list or tuple of strings; a match is a scripted module.
+        ValueError: A pattern matches no module with a forward.
+        RuntimeError: In a backward pass: a parameter was changed after the forward pass.
+
+    Source: Chen et al., 2016, arXiv 1604.06174; torch.utils.checkpoint. Differs: buffers advance once.
+    """
+    return Recomputed(model, matches(model, checkpoints))
+
+
+def matches(model: nn.Module, checkpoints: Iterable[str]) -> tuple[str, ...]:
+    """The names of the outermost modules that match, in the model's order; changes nothing.
+
+    Modules without a forward of their own (`ModuleList`) do not count, since nobody calls them. The model itself is
+    matched by the pattern "" only: to repeat all of it at once saves nothing. In a compiled model (`torch.compile`)
+    names may be written without `_orig_mod.`.
+
+    Args:
+        model: Read only.
+        checkpoints: As in `recompute`.
+
+    Raises:
+        TypeError: `checkpoints` is no list or tuple of strings.
+        ValueError: It is empty, or a pattern matches no module with a forward; with the closest names.
+    """
+    check.instance("model", model, nn.Module)
+    check.instance("checkpoints", checkpoints, (tuple, list), advice='write a single pattern as ("blocks.*",)')
+    found: dict[str, None] = {}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for pattern in checkpoints:
+        check.instance("every pattern of checkpoints", pattern, str)
+        hits = [name for name in modules if _is_match(name, pattern)]
+        usable = [name for name in hits if _has_forward(modules[name])]
+        if not usable:
+            raise ValueError(_miss(pattern, hits, modules))
+        found.update(dict.fromkeys(usable))
+    if not found:
+        raise ValueError("checkpoints is empty: name the modules to recompute")
+    return tuple(name for name in modules if name in found and not _is_inside(name, found))
+
+
+class _Recompute(ForwardLayer):
+    """Runs the forward below it under torch's checkpoint."""
+
+    def _around(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or getattr(_here, "inside", False):
+            return self._inside(*args, **kwargs)
+        if torch.compiler.is_compiling():  # buffers are part of a compiled graph, which repeats without writing to them
+            return checkpoint(self._inside, *args, use_reentrant=False, **kwargs)
+        memory = Remembered(self.module)
+        # values of keyword arguments go among the others, which torch saves, checks for changes, and takes the device
+        # of the random numbers from
+        return checkpoint(
+            self._once,
+            tuple(kwargs),
+            *args,
+            *kwargs.values(),
+            use_reentrant=False,
+            preserve_rng_state=True,
+            context_fn=lambda: (memory.first_pass(), memory),
+        )
+
+    def _once(self, keys: tuple[str, ...], *values: Any) -> Any:
+        count = len(values) - len(keys)
+        with _marked():
+            return self._inside(*values[:count], **dict(zip(keys, values[count:], strict=True)))
+
+
+@contextmanager
+def _marked() -> Iterator[None]:
+    """Inside, matched modules run plainly: where one contains another, the outer one counts."""
+    _here.inside = True
+    try:
+        yield
+    finally:
+        _here.inside = False
+
+
+def _is_match(name: str, pattern: str) -> bool:
+    plain = ".".join(part for part in name.split(".") if part != "_orig_mod")
+    if not plain:
+        return not pattern
+    return fnmatchcase(name, pattern) or fnmatchcase(plain, pattern)
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
+
+
+def _is_inside(name: str, outer: Iterable[str]) -> bool:
+    return any(name != other and (not other or name.startswith(f"{other}.")) for other in outer)
+
+
+def _miss(pattern: str, hits: Sequence[str], modules: Iterable[str]) -> str:
+    if hits:
+        return (
+            f"checkpoints: the pattern {pattern!r} matches only {', '.join(map(repr, hits))}, which nobody calls (no "
+            f"forward of its own); write {pattern + '.*'!r} for what is inside"
+        )
+    names = [name for name in modules if name]
+    bare = pattern.replace("*", "").replace("?", "").strip(".")
+    hint = check.closest(bare, names) or (f"; the names begin with {names[:5]}" if names else "")
+    return f"checkpoints: the pattern {pattern!r} matches no module name{hint}"

@@ -1,0 +1,203 @@
+"""Which optimizer really trains: the one that is given, or the one by which a strategy replaces it."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from thinwire.errors import StrategyError
+from thinwire.optim import DGCMomentum
+from thinwire.optim.config import LAMB, LARS
+from thinwire.optim.grouped import restrict_, taken_over
+from thinwire.optim.groups import TakenOver
+from thinwire.strategy.onlookers import onlookers
+from thinwire.strategy.rebuild import Recipe, decided_exclusion, rebuilt
+from thinwire.strategy.replacements import ADAMS, SGDS, as_dgc, as_lamb, as_lars
+from thinwire.sync.dgc_config import DGC
+
+__all__ = ["Adopted", "adopt"]
+
+_SPEED = ("fused", "capturable")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adopted:
+    """What trains under a strategy."""
+
+    optimizer: torch.optim.Optimizer
+    """The given object, or the one in its place."""
+    compressor: DGC | None
+    """What the gradients (under local updates: the changes) are compressed by before this optimizer sees them; None
+    where nothing is, or where the optimizer does it."""
+    notes: tuple[str, ...]
+    """What was taken over, and what was not, in words."""
+    restore: Callable[[], None]
+    """Gives back to the given optimizer what it lost to other stages, if `prepare` cannot go on."""
+
+
+def adopt(
+    optimizer: torch.optim.Optimizer,
+    *,
+    dgc: DGC | None = None,
+    lars: LARS | None = None,
+    lamb: LAMB | None = None,
+    local: bool = False,
+    names: Mapping[Parameter, str],
+    keep: Callable[[Tensor], bool] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    num_trainers: int | None = None,
+) -> Adopted:
+    """The optimizer that trains under a strategy.
+
+    A replacement has the rates, schedules (at the same update), groups, exclusions, order, clipping and regularizer of
+    the given optimizer, and its state where that means the same: the momentum of SGD for `DGCMomentum`, the moments and
+    steps of an Adam for `Lamb`. The velocity of SGD does not contain the rate and that of `Lars` does, so that state is
+    refused.
+
+    Args:
+        optimizer: Any; changed only where it stays and `keep` leaves out some of its parameters.
+        dgc: Makes an SGD a `DGCMomentum`; compresses for any other, and under `lars`, `lamb` or local updates.
+        lars: Makes an SGD a `Lars`.
+        lamb: Makes an Adam, AdamW or LazyAdam a `Lamb`.
+        local: Whether ranks train on their own and average now and then.
+        names: Of all the model's parameters; the optimizer's own names, where it has them, go first.
+        keep: Which parameters this process trains, under a pipeline; None for all.
+        process_group: The ranks that exchange; None for all.
+        num_trainers: How many they are.
+
+    Returns:
+        What trains.
+
+    Raises:
+        StrategyError: The strategy does not go with this optimizer; lists every reason, and nothing has changed.
+    """
+    said = f"the strategy does not go with the optimizer {type(optimizer).__name__}: "
+    problems = [*_misfits(optimizer, dgc, lars, lamb, local=local, keep=keep), *_strangers(optimizer, names)]
+    if problems:
+        raise StrategyError(said + "; ".join(problems))
+    if lars is None and lamb is None and (dgc is None or local or type(optimizer) not in SGDS):
+        return _kept(optimizer, dgc, keep, local=local)
+    told = taken_over(optimizer)
+    if lars is not None:
+        recipe = as_lars(optimizer, told, lars)
+    elif lamb is not None:
+        recipe = as_lamb(optimizer, told, lamb)
+    else:
+        assert dgc is not None
+        recipe = as_dgc(optimizer, told, dgc, process_group, num_trainers)
+    known = {p: name or names[p] for group in told.groups for name, p in group["params"]}
+    problems = [*recipe.problems, *_misnamed(told, recipe, known), *_lost_state(optimizer, recipe)]
+    problems += onlookers(optimizer)
+    if problems:
+        raise StrategyError(said + "; ".join(problems))
+    try:
+        new = rebuilt(recipe, told, optimizer.state, known, keep or _everything)
+    except (TypeError, ValueError) as error:
+        raise StrategyError(f"{said}{error}") from error
+    compressor = None if isinstance(new, DGCMomentum) else dgc
+    notes = [*_notes(optimizer, recipe, told), *_compression(new, compressor, local=local)]
+    return Adopted(optimizer=new, compressor=compressor, notes=tuple(notes), restore=_nothing)
+
+
+def _misfits(
+    optimizer: torch.optim.Optimizer,
+    dgc: DGC | None,
+    lars: LARS | None,
+    lamb: LAMB | None,
+    *,
+    local: bool,
+    keep: Callable[[Tensor], bool] | None,
+) -> Iterator[str]:
+    """Kinds of optimizers that do not go with the fields of a strategy."""
+    kind = type(optimizer).__name__
+    if lars is not None and lamb is not None:
+        yield "lars and lamb both replace the optimizer: remove one"
+    if lars is not None and type(optimizer) not in SGDS:
+        yield f"lars replaces an SGD, of torch or of thinwire.optim, and this is {kind}: give an SGD or remove lars"
+    if lamb is not None and type(optimizer) not in ADAMS:
+        yield f"lamb replaces an Adam, AdamW or LazyAdam, and this is {kind}: give one of them or remove lamb"
+    if not isinstance(optimizer, DGCMomentum):
+        return
+    if dgc is not None:
+        yield "dgc is said twice: give an SGD and leave dgc in the strategy, or remove dgc from the strategy"
+    if local:
+        yield "DGCMomentum exchanges gradients in every step, and local updates exchange none: give an SGD"
+    if keep is not None and not all(keep(p) for group in optimizer.param_groups for p in group["params"]):
+        yield "DGCMomentum does not know which ranks share a stage of the pipeline: give an SGD and dgc=DGC(...)"
+
+
+def _strangers(optimizer: torch.optim.Optimizer, names: Mapping[Parameter, str]) -> Iterator[str]:
+    strangers = [p for group in optimizer.param_groups for p in group["params"] if p not in names]
+    if strangers:
+        yield (
+            f"it holds {len(strangers)} parameters that are not the model's, the first of shape "
+            f"{tuple(strangers[0].shape)}: give it parameters of the model only"
+        )
+
+
+def _misnamed(told: TakenOver, recipe: Recipe, names: Mapping[Tensor, str]) -> Iterator[str]:
+    try:
+        decided_exclusion(told, recipe.patterns, names)
+    except ValueError as error:
+        yield str(error)
+
+
+def _kept(
+    optimizer: torch.optim.Optimizer, dgc: DGC | None, keep: Callable[[Tensor], bool] | None, *, local: bool
+) -> Adopted:
+    restore = _nothing
+    if keep is not None and not all(keep(p) for group in optimizer.param_groups for p in group["params"]):
+        restore = restrict_(optimizer, keep)
+    kind = type(optimizer).__name__
+    notes = [f"{kind} trains as it is"]
+    if isinstance(optimizer, DGCMomentum):
+        notes.append("it exchanges gradients by itself")
+    notes += _compression(optimizer, dgc, local=local)
+    return Adopted(optimizer=optimizer, compressor=dgc, notes=tuple(notes), restore=restore)
+
+
+def _lost_state(optimizer: torch.optim.Optimizer, recipe: Recipe) -> Iterator[str]:
+    keys = {key for entries in optimizer.state.values() for key, value in entries.items() if value is not None}
+    lost = sorted(keys - set(recipe.state))
+    if lost:
+        yield (
+            f"it has made updates, and its state {', '.join(lost)} means something else to {recipe.kind.__name__}: "
+            "give a fresh optimizer, or begin anew with optimizer.state.clear()"
+        )
+
+
+def _notes(optimizer: torch.optim.Optimizer, recipe: Recipe, told: TakenOver) -> Iterator[str]:
+    kind, before = recipe.kind.__name__, type(optimizer).__name__
+    yield f"{before} becomes {kind}"
+    rates = [group.get("lr", told.lr) for group in told.groups]
+    yield "learning rate " + ", ".join(dict.fromkeys(map(str, rates)))
+    yield from (
+        f"{key} {recipe.arguments[key]}" for key in ("momentum", "nesterov", "betas") if key in recipe.arguments
+    )
+    yield from recipe.notes
+    yield f"clipping {told.grad_clip}, regularizer {told.regularizer}, {len(told.groups)} groups"
+    if told.position:
+        yield f"schedules go on at update {told.position}"
+    if optimizer.state:
+        yield f"the state of {len(optimizer.state)} parameters goes on in {kind}"
+    speed = sorted({key for group in told.groups for key in recipe.unused if key in _SPEED and group.get(key)})
+    if speed:
+        yield f"{kind} has no {' and '.join(speed)}, which change speed only"
+
+
+def _compression(optimizer: torch.optim.Optimizer, compressor: DGC | None, *, local: bool) -> Iterator[str]:
+    if compressor is not None:
+        what = "changes of the parameters" if local else "gradients"
+        kind = type(optimizer).__name__
+        yield f"dgc compresses {what}, without momentum of its own; momentum, clipping and decay are {kind}'s"
+
+
+def _everything(param: Tensor) -> bool:
+    return True
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,134 @@
+"""A strategy as plain values, and back; every error names the key by its dotted path."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, Field, fields
+from typing import Any
+
+from thinwire import _validate as check
+from thinwire.core.loss_scale import DynamicLossScale, FixedLossScale
+from thinwire.errors import StrategyError
+from thinwire.step.config import AMP
+from thinwire.strategy.distributed_strategy import CONFIGS, DistributedStrategy
+from thinwire.sync.local_config import AdaptiveLocalSGD, LocalSGD, Sparse
+
+__all__ = ["NESTED", "TAGGED", "from_dict", "ordered_fields", "to_dict"]
+
+NESTED: dict[tuple[type, str], type] = {
+    (LocalSGD, "compression"): Sparse,
+    (AdaptiveLocalSGD, "compression"): Sparse,
+}
+"""Keys of a config whose value is a config."""
+TAGGED: dict[tuple[type, str], dict[str, type]] = {
+    (AMP, "loss_scale"): {"fixed": FixedLossScale, "dynamic": DynamicLossScale},
+}
+"""Keys of a config whose value is one of several configs: a mapping of one key, the tag."""
+
+_ROOT = "strategy"
+
+
+def to_dict(strategy: DistributedStrategy) -> dict[str, Any]:
+    """Plain values only: dict, list, str, int, float, bool. What is None is left out, at every level."""
+    return {name: _plain(config) for name, config in strategy.on.items()}
+
+
+def from_dict(document: Mapping[str, Any], where: Callable[[str], str] = lambda _: "") -> DistributedStrategy:
+    """The strategy that `to_dict` described.
+
+    Args:
+        document: A mapping from fields to mappings of their config's keys.
+        where: What an error puts before the dotted path of a key, such as "plan.yaml:3: ".
+
+    Raises:
+        StrategyError: Unknown keys (all of them), a missing key, or a conflict.
+        TypeError, ValueError: A wrong value.
+    """
+    _require_mapping(_ROOT, document, where)
+    unknown = list(_unknown_keys(_ROOT, document, {name: _keys(kind) for name, kind in CONFIGS.items()}))
+    if unknown:
+        raise StrategyError("; ".join(where(path) + problem for path, problem in unknown))
+    present = {name: value for name, value in document.items() if value is not None}
+    configs = {name: _config(f"{_ROOT}.{name}", CONFIGS[name], value, where) for name, value in present.items()}
+    try:
+        return DistributedStrategy(**configs)
+    except StrategyError as error:
+        raise StrategyError(f"{where(_ROOT)}{error}") from None
+
+
+def ordered_fields(config: Any) -> list[Field[Any]]:
+    """The fields of a config, those first that may be given by position."""
+    return sorted(fields(config), key=lambda field: bool(field.kw_only))
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    values = {field.name: getattr(config, field.name) for field in ordered_fields(config)}
+    return {name: _plain_value(type(config), name, value) for name, value in values.items() if value is not None}
+
+
+def _plain_value(kind: type, name: str, value: Any) -> Any:
+    if (kind, name) in TAGGED:
+        tags = TAGGED[kind, name].items()
+        return {next(tag for tag, tagged in tags if isinstance(value, tagged)): _plain(value)}
+    if (kind, name) in NESTED:
+        return _plain(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _config(path: str, kind: type, document: Any, where: Callable[[str], str]) -> Any:
+    _require_mapping(path, document, where)
+    missing = [field.name for field in fields(kind) if field.default is MISSING and field.name not in document]
+    if missing:
+        raise StrategyError(f"{where(path)}{path} lacks {' and '.join(missing)}, which no default can replace")
+    values = {name: _value(f"{path}.{name}", kind, name, value, where) for name, value in document.items()}
+    try:
+        return kind(**values)
+    except (TypeError, ValueError) as error:
+        word = re.match(r"\w+", str(error))  # a config's message begins with the name of the argument
+        key = f"{path}.{word[0]}" if word and word[0] in values else path
+        raise type(error)(f"{where(key)}{path}.{error}") from None
+
+
+def _value(path: str, kind: type, name: str, value: Any, where: Callable[[str], str]) -> Any:
+    if value is not None and (kind, name) in NESTED:
+        return _config(path, NESTED[kind, name], value, where)
+    if value is not None and (kind, name) in TAGGED:
+        tags = TAGGED[kind, name]
+        _require_mapping(path, value, where)
+        if len(value) != 1:
+            raise StrategyError(f"{where(path)}{path} must have one key of {' and '.join(tags)}, got {dict(value)!r}")
+        tag, document = next(iter(value.items()))
+        return _config(f"{path}.{tag}", tags[tag], document, where)
+    return value
+
+
+def _require_mapping(path: str, value: object, where: Callable[[str], str]) -> None:
+    if isinstance(value, Mapping):
+        return
+    advice = "{} stands for the defaults"
+    if isinstance(value, bool):
+        advice += "; for off leave the key out; a description with flags is read by from_fleet"
+    raise TypeError(f"{where(path)}{path} must be a mapping, got {value!r} of type {type(value).__name__}; {advice}")
+
+
+def _unknown_keys(path: str, document: Any, known: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Path and problem of every unknown key at and below `path`; `known` is a tree of keys."""
+    if not isinstance(document, Mapping):
+        return
+    for key, value in document.items():
+        below = f"{path}.{key}"
+        if key not in known:
+            hint = check.closest(key, known) or f"; known are {', '.join(known)}"
+            yield below, f"{below}={value!r} is unknown{hint}"
+        elif known[key]:  # a mapping in the place of a plain value is the config's to refuse
+            yield from _unknown_keys(below, value, known[key])
+
+
+def _keys(kind: type) -> dict[str, dict[str, Any]]:
+    """The keys of a config as a tree, those without keys below them as empty mappings."""
+    return {field.name: _keys_below(kind, field.name) for field in fields(kind)}
+
+
+def _keys_below(kind: type, name: str) -> dict[str, Any]:
+    if (kind, name) in TAGGED:
+        return {tag: _keys(tagged) for tag, tagged in TAGGED[kind, name].items()}
+    return _keys(NESTED[kind, name]) if (kind, name) in NESTED else {}

@@ -1,0 +1,380 @@
+"""The engine: one call per mini-batch, from the forward pass to the update."""
+
+import contextlib
+import math
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from thinwire import _validate as check
+from thinwire.amp import LossScaler
+from thinwire.comm import Group, require_agreement
+from thinwire.optim.layerwise import LayerwiseOptimizer
+from thinwire.pipeline.runner import PipelineRunner
+from thinwire.step.merge import GradientSum
+from thinwire.strategy import saving
+from thinwire.strategy.exchanges import Exchange
+from thinwire.strategy.moving_buffers import MovingBuffers
+
+__all__ = ["Engine", "Parts"]
+
+LossFunction = Callable[[Any, Any], Tensor]
+
+
+@dataclass(slots=True, kw_only=True)
+class Parts:
+    """What `prepare` has put together for an engine."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss_fn: LossFunction | None
+    params: dict[str, Parameter]
+    """What this rank trains, by the name in the whole model."""
+    group: Group
+    """All ranks."""
+    exchange: Exchange
+    buffers: MovingBuffers
+    scaler: LossScaler | None
+    merge: GradientSum | None
+    merge_steps: int
+    merge_avg: bool
+    runner: PipelineRunner | None
+    stage: int
+    """Of the pipeline; 0 without one."""
+    autocast: Callable[[], torch.autocast] | None
+    handles: list[Any]
+    """Whose `remove` takes changes to the model off."""
+    facts: dict[str, Any]
+    """What a checkpoint must have in common with the engine that loads it."""
+
+
+class Engine:
+    """Trains a model as its strategy says: `train_step` does everything, or `minimize` what comes after the loss.
+
+    `DistributedStrategy.prepare` makes it.
+
+    **State** in `state_dict`: parameters, buffers, optimizer, residuals, merged gradients, intervals, loss scale,
+    counters, random numbers; every rank has its own.
+    **Communication**: see `DistributedStrategy.explain`.
+    **Failure**: an exchange that fails raises on every rank and leaves parameters and state as before the update.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self.step = 0
+        """Updates made."""
+        self._dropped = 0
+        # the engine's hooks stand on the model and the optimizer, and must not outlive it
+        self._finalizer = weakref.finalize(self, _close, parts)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model; under a pipeline this rank's stage of it."""
+        return self._parts.model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that really trains."""
+        return self._parts.optimizer
+
+    def train_step(self, inputs: Any, targets: Any) -> Tensor:
+        """Forward, backward, exchange and update from one mini-batch.
+
+        Under a gradient merge only every k-th call updates.
+
+        Args:
+            inputs: What the model takes: a tensor, a tuple of several arguments, or a mapping of keyword arguments.
+            targets: Second argument of the loss function.
+
+        Returns:
+            This rank's mean loss, shape (), detached and unscaled; under a pipeline that of its replica.
+
+        Raises:
+            RuntimeError: The strategy was prepared without a loss function.
+            ValueError: The loss is no scalar; a batch that the micro-batches of a pipeline do not divide.
+            ThinwireError: The exchange failed: see `thinwire.errors`.
+        """
+        self._require_open()
+        parts = self._parts
+        if parts.runner is not None:
+            self._require_loss_function("train_step")
+            self._clear_grads()
+            loss = parts.runner.step(inputs, targets)
+            self._finish_microstep(loss)
+            return loss
+        loss = self._loss_of(inputs, targets, "train_step")
+        self.minimize(loss)
+        return loss.detach()
+
+    @torch.no_grad()
+    def evaluate(self, inputs: Any, targets: Any) -> Tensor:
+        """The mean loss of one mini-batch, without gradients or update; whether in eval mode is up to `engine.model`.
+
+        Args:
+            inputs: As in `train_step`.
+            targets: As in `train_step`.
+
+        Returns:
+            This rank's mean loss, shape (); under a pipeline, where all stages must call it, that of its replica.
+        """
+        self._require_open()
+        if self._parts.runner is not None:
+            self._require_loss_function("evaluate")
+            return self._parts.runner.evaluate(inputs, targets)
+        return self._loss_of(inputs, targets, "evaluate")
+
+    def minimize(self, loss: Tensor) -> tuple[list[Any], list[tuple[Parameter, Tensor]]]:
+        """Backward, exchange and update from a loss that was computed outside; counts as one microstep.
+
+        Old gradients are cleared first. Afterwards `p.grad` holds what the optimizer got, unscaled: the mean over the
+        ranks, or this rank's own where `DGCMomentum` exchanges or ranks train locally.
+
+        Args:
+            loss: Shape () or one element, this rank's mean loss, unscaled.
+
+        Returns:
+            An empty list and the pairs (parameter, its gradient).
+
+        Raises:
+            TypeError: No tensor.
+            ValueError: More than one element, or a loss that depends on no parameter.
+            RuntimeError: Under a pipeline, where the loss lives on the last stage.
+            ThinwireError: The exchange failed: see `thinwire.errors`.
+        """
+        self._require_open()
+        parts = self._parts
+        if parts.runner is not None:
+            raise RuntimeError(
+                "engine.minimize does not work under pipeline: the loss lives on the last stage, use "
+                "engine.train_step(inputs, targets)"
+            )
+        _check_loss(loss)
+        self._clear_grads()
+        scaled = loss if parts.scaler is None else parts.scaler.scaled(loss)
+        scaled.backward()  # type: ignore[no-untyped-call]
+        self._finish_microstep(loss.detach())
+        return [], [(p, p.grad) for p in parts.params.values() if p.grad is not None]
+
+    def flush(self) -> None:
+        """Apply the leftovers of a merge, then what local updates have on their way, then their last averaging.
+
+        Call it on all ranks at the end of training; does nothing where there is nothing.
+
+        Raises:
+            Mismatch: Ranks are at different places.
+            ThinwireError: The exchange failed.
+        """
+        self._require_open()
+        parts = self._parts
+        merge = parts.merge
+        if merge is not None:
+            place = {"step": self.step, "microsteps of the unfinished update": merge.microsteps}
+            require_agreement(parts.group, place, what="flushing")
+            if merge.microsteps:
+                self._update_from_merge(merge)
+        parts.exchange.flush()
+        self._settle_buffers()
+
+    def mean_loss(self, loss: Tensor | float) -> Tensor:
+        """The mean of a loss over the ranks, with equal weights; all ranks must call it.
+
+        Args:
+            loss: One element: a mean over this rank's batch, as `train_step` returns it.
+
+        Returns:
+            Shape (), float64, on the CPU, equal on all ranks.
+
+        Communication: 8 bytes a rank.
+        """
+        value = torch.as_tensor(loss, dtype=torch.float64).detach().reshape(-1).clone()
+        if value.numel() != 1:
+            raise ValueError(f"loss must have one element, got {value.numel()}: take its mean first")
+        group = self._parts.group
+        total = group.sum_(value.to(group.device), what="the mean loss").wait()
+        return (total / group.size).cpu().reshape(())
+
+    def stats(self) -> dict[str, Any]:
+        """This rank so far.
+
+        Returns:
+            `step` updates made; `bytes_sent` message bytes given to exchanges, headers and agreements included;
+            `bytes_dense` 4 bytes per trainable element and update; `ratio` of the two, larger is better;
+            `dropped_steps`; `k_steps` interval in force; `loss_scale`; `microsteps` of an unfinished update;
+            `pending`, what `flush` would apply, in words; `trust_ratios` by parameter name under LARS and LAMB.
+        """
+        parts = self._parts
+        sent = parts.exchange.bytes_sent + parts.buffers.bytes_sent
+        sent += 0 if parts.scaler is None else parts.scaler.bytes_sent
+        dense = 4 * self.step * sum(p.numel() for p in parts.params.values())
+        microsteps = 0 if parts.merge is None else parts.merge.microsteps
+        waiting = [f"{microsteps} merged microsteps"] if microsteps else []
+        waiting += [parts.exchange.pending] if parts.exchange.pending else []
+        stats: dict[str, Any] = {
+            "step": self.step,
+            "bytes_sent": sent,
+            "bytes_dense": dense,
+            "ratio": dense / sent if sent else math.inf,
+            "dropped_steps": self._dropped + parts.exchange.dropped_steps,
+            "k_steps": parts.exchange.k_steps,
+            "loss_scale": 1.0 if parts.scaler is None else parts.scaler.scale,
+            "microsteps": microsteps,
+            "pending": " and ".join(waiting),
+        }
+        if isinstance(parts.optimizer, LayerwiseOptimizer):
+            stats["trust_ratios"] = parts.optimizer.trust_ratios()
+        return stats
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a later step depends on, of this rank: plain values and copies of tensors. No communication."""
+        return saving.saved(self._parts, self._counters())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict` of the same rank, bit for bit; on all ranks. No communication.
+
+        Raises:
+            ValueError: The state belongs to another model or strategy.
+        """
+        self._require_open()
+        counters = saving.load(state, self._parts)
+        self.step, self._dropped = counters["step"], counters["dropped"]
+
+    def save(self, directory: str | Path) -> Path:
+        """Write a checkpoint, every rank its part; the folder and its parents are created.
+
+        Until the new one is whole, the one before it is what loads; the two newest are kept.
+
+        Args:
+            directory: The folder of all checkpoints of this run; on a file system of all ranks, or of each machine.
+
+        Returns:
+            The folder of this checkpoint.
+
+        Raises:
+            CheckpointError: It could not be written, on whichever rank; on all ranks. Training may go on.
+        """
+        return saving.save(directory, self.state_dict(), self._parts, self.step)
+
+    def load(self, directory: str | Path) -> Path:
+        """Continue from the newest whole checkpoint in `directory`, also one of another number of ranks.
+
+        With the same number of ranks training continues bit for bit. With another one every rank gets the mean of the
+        ranks' floating-point state, so that the update still pending is kept.
+
+        Returns:
+            The folder that was loaded.
+
+        Raises:
+            CheckpointError: There is none, or it belongs to another strategy.
+            CheckpointCorrupt: All that are there are damaged.
+        """
+        self._require_open()
+        loaded = saving.read(directory, self._parts)
+        self.load_state_dict(loaded.state)
+        return loaded.path
+
+    def close(self) -> None:
+        """Take everything off the model and the optimizer; the engine cannot train any more. May be called twice."""
+        self._finalizer()
+
+    def _loss_of(self, inputs: Any, targets: Any, caller: str) -> Tensor:
+        self._require_loss_function(caller)
+        parts = self._parts
+        assert parts.loss_fn is not None, "required just now"
+        outputs = _called(parts.model, inputs)
+        with contextlib.nullcontext() if parts.autocast is None else parts.autocast():
+            return parts.loss_fn(outputs, targets)
+
+    def _require_loss_function(self, caller: str) -> None:
+        if self._parts.loss_fn is None:
+            raise RuntimeError(
+                f"{caller} needs a loss function, and prepare was given none: pass prepare(model, optimizer, loss_fn), "
+                "or compute the loss yourself and call engine.minimize(loss)"
+            )
+
+    def _counters(self) -> dict[str, int]:
+        return {"step": self.step, "dropped": self._dropped}
+
+    def _require_open(self) -> None:
+        if not self._finalizer.alive:
+            raise RuntimeError("this engine was closed: prepare a new one")
+
+    def _clear_grads(self) -> None:
+        for param in self._parts.params.values():
+            param.grad = None
+
+    def _finish_microstep(self, loss: Tensor) -> None:
+        parts = self._parts
+        parts.exchange.observe(loss)
+        held = {name: p.grad for name, p in parts.params.items() if p.grad is not None}
+        scaler = parts.scaler
+        overflow = scaler is not None and scaler.overflowed(held.values())
+        factor = 1.0 if scaler is None else scaler.inverse_scale
+        if parts.merge is None:
+            self._update(_unscaled(parts.params, held, factor), overflow=overflow)
+            return
+        parts.merge.overflowed = parts.merge.overflowed or overflow
+        parts.merge.add(held, factor)
+        if parts.merge.microsteps >= parts.merge_steps:
+            self._update_from_merge(parts.merge)
+
+    def _update_from_merge(self, merge: GradientSum) -> None:
+        grads, overflow = merge.take(avg=self._parts.merge_avg), merge.overflowed
+        merge.clear()
+        self._update(grads, overflow=overflow)
+
+    def _update(self, grads: dict[str, Tensor], *, overflow: bool) -> None:
+        """One update from this rank's unscaled gradients, or none if they overflowed somewhere."""
+        parts = self._parts
+        scaler = parts.scaler
+        if scaler is not None:
+            overflow = scaler.checks and scaler.agree(overflow)
+            scaler.update(overflow)  # first, since local updates may hand the new scale to the others in this step
+        if overflow:
+            self._dropped += 1
+            parts.exchange.skip()
+        elif parts.exchange.update(self.step, grads):
+            self.step += 1
+        self._settle_buffers()
+
+    def _settle_buffers(self) -> None:
+        if not self._parts.exchange.local:
+            self._parts.buffers.settle()
+
+
+def _close(parts: Parts) -> None:
+    parts.exchange.close()
+    for handle in parts.handles:
+        handle.remove()
+
+
+def _called(model: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+
+
+def _check_loss(loss: object) -> None:
+    check.instance("loss", loss, Tensor)
+    assert isinstance(loss, Tensor)
+    if loss.numel() != 1:
+        raise ValueError(f"the loss must be a scalar, got shape {tuple(loss.shape)}: take its mean over the batch")
+    if not loss.requires_grad:
+        raise ValueError("the loss depends on no parameter that requires a gradient: nothing can be learned from it")
+
+
+def _unscaled(params: Mapping[str, Parameter], grads: Mapping[str, Tensor], factor: float) -> dict[str, Tensor]:
+    """Gradients times `factor`; narrow ones become float32, so that nothing underflows on the way."""
+    if factor == 1.0:
+        return dict(grads)
+    new = {}
+    for name, grad in grads.items():
+        wide = grad.float() if grad.dtype in (torch.float16, torch.bfloat16) else grad
+        new[name] = wide.mul_(factor) if wide is grad else wide * factor
+        params[name].grad = new[name].to(grad.dtype)
+    return new

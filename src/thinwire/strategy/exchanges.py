@@ -1,0 +1,226 @@
+"""The three ways in which ranks share an update, behind one small protocol: the engine never asks which it has."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from thinwire.optim.dgc_momentum import DGCMomentum
+from thinwire.optim.two_phase import TwoPhase
+from thinwire.sync.dgc_config import DGC
+from thinwire.sync.gradient_mean import GradientMean, locally_clipped
+from thinwire.sync.local_sgd import LocalUpdates
+
+__all__ = ["Exchange", "InOptimizer", "LocalSteps", "MeanThenStep"]
+
+Grads = Mapping[str, Tensor]
+"""Gradients by parameter name, unscaled, of this rank's own mean loss."""
+Clipping = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+
+
+class Exchange(Protocol):
+    """One update over the ranks.
+
+    Attributes:
+        local: Whether ranks are on their own between two averagings.
+        bytes_sent: What this rank gave to others so far.
+        dropped_steps: Updates dropped for a gradient that is not finite, those of a loss scale aside.
+        k_steps: Updates between two exchanges that are in force.
+        pending: What `flush` would do, in words; empty if nothing.
+    """
+
+    local: bool
+
+    @property
+    def bytes_sent(self) -> int: ...
+    @property
+    def dropped_steps(self) -> int: ...
+    @property
+    def k_steps(self) -> int: ...
+    @property
+    def pending(self) -> str: ...
+
+    def observe(self, loss: Tensor) -> None:
+        """Hear the loss of one microstep."""
+
+    def update(self, step: int, grads: Grads) -> bool:
+        """Exchange and update; False if the update was dropped, on all ranks that share it."""
+
+    def skip(self) -> None:
+        """An update is dropped for an overflow."""
+
+    def flush(self) -> None:
+        """Finish what is on its way."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of what later updates depend on, the optimizer's aside."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+
+    def close(self) -> None:
+        """Take every hook off."""
+
+
+class _EveryStep:
+    """What the two ways that exchange in every update have in common."""
+
+    local = False
+    k_steps = 1
+    pending = ""
+
+    def observe(self, loss: Tensor) -> None:
+        pass
+
+    def skip(self) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class MeanThenStep(_EveryStep):
+    """The mean gradient, dense or compressed, is what an ordinary optimizer gets."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, params: Mapping[str, Parameter], mean: GradientMean, clip: Clipping
+    ) -> None:
+        self._optimizer, self._params, self._mean, self._clip = optimizer, params, mean, clip
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._mean.bytes_sent
+
+    @property
+    def dropped_steps(self) -> int:
+        return self._mean.drops.total
+
+    def update(self, step: int, grads: Grads) -> bool:
+        means = self._mean.reduce(step, grads)
+        if means is None:
+            return False
+        apply_(self._optimizer, self._params, self._clip(_as_given(means, grads)))
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._mean.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._mean.load_state_dict(state)
+
+
+class InOptimizer(_EveryStep):
+    """The optimizer, `DGCMomentum`, exchanges by itself."""
+
+    def __init__(self, optimizer: DGCMomentum, params: Mapping[str, Parameter]) -> None:
+        self._optimizer, self._params = optimizer, params
+
+    @property
+    def bytes_sent(self) -> int:
+        return int(self._optimizer.stats()["bytes_sent"])
+
+    @property
+    def dropped_steps(self) -> int:
+        return int(self._optimizer.stats()["dropped_steps"])
+
+    def update(self, step: int, grads: Grads) -> bool:
+        before = self._optimizer.position
+        apply_(self._optimizer, self._params, grads)
+        return self._optimizer.position > before
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
+class LocalSteps:
+    """Every rank updates on its own; `LocalUpdates` follows the optimizer's steps and averages parameters."""
+
+    local = True
+    dropped_steps = 0
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        params: Mapping[str, Parameter],
+        sync: LocalUpdates,
+        dgc: DGC | None,
+        trainers: int,
+        clip: Clipping,
+    ) -> None:
+        self._optimizer, self._params, self.sync, self._clip = optimizer, params, sync, clip
+        self._dgc, self._trainers = dgc, trainers
+
+    @property
+    def bytes_sent(self) -> int:
+        return int(self.sync.stats()["bytes_sent"])
+
+    @property
+    def k_steps(self) -> int:
+        return self.sync.k_steps
+
+    @property
+    def pending(self) -> str:
+        return "an averaging" if self.sync.step > self.sync.whole else ""
+
+    def observe(self, loss: Tensor) -> None:
+        self.sync.observe(loss)
+
+    def update(self, step: int, grads: Grads) -> bool:
+        limited = dict(grads)
+        if self._dgc is not None and self._dgc.local_grad_clip_norm is not None:
+            limited = {
+                name: locally_clipped(self._dgc, self.sync.step, self._trainers, self._params[name], grad)
+                for name, grad in grads.items()
+            }
+        apply_(self._optimizer, self._params, self._clip(limited))
+        return True
+
+    def skip(self) -> None:
+        self.sync.skip_step()
+
+    def flush(self) -> None:
+        self.sync.flush()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.sync.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.sync.load_state_dict(state)
+
+    def close(self) -> None:
+        self.sync.close()
+
+
+def apply_(optimizer: torch.optim.Optimizer, params: Mapping[str, Parameter], grads: Grads) -> None:
+    """One step of `optimizer` from `grads`, which replace what is in `p.grad`; wide ones stay wide where they can."""
+    for name, param in params.items():
+        param.grad = _laid_out(grads[name], param) if name in grads else None
+    wide = any(grad.dtype != params[name].dtype for name, grad in grads.items())
+    if wide and isinstance(optimizer, TwoPhase):
+        optimizer.apply_gradients([(params[name], grad) for name, grad in grads.items()])
+    else:
+        optimizer.step()
+
+
+def _as_given(means: Mapping[str, Tensor], grads: Grads) -> dict[str, Tensor]:
+    """Means of row-sparse gradients as row-sparse tensors again, for optimizers that touch the rows present only."""
+    return {name: _rows(mean) if grads[name].is_sparse else mean for name, mean in means.items()}
+
+
+def _rows(dense: Tensor) -> Tensor:
+    present = dense.reshape(dense.shape[0], -1).any(dim=1).nonzero().view(-1)
+    return torch.sparse_coo_tensor(present.unsqueeze(0), dense[present], dense.shape, is_coalesced=True)
+
+
+def _laid_out(grad: Tensor, param: Parameter) -> Tensor:
+    if grad.is_sparse or (grad.dtype == param.dtype and grad.stride() == param.stride()):
+        return grad.to(param.dtype)
+    return torch.empty_like(param, requires_grad=False).copy_(grad)  # fused kernels walk parameter and gradient alike

@@ -1,0 +1,57 @@
+"""A strategy in plain text: what a step does, what the pairs mean, what to know, and what it makes of a model."""
+
+import textwrap
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.optim import Optimizer
+
+from thinwire.strategy.remarks import remarks
+from thinwire.strategy.rules import rules_among
+from thinwire.strategy.step_order import step_order
+from thinwire.strategy.with_model import about_model, about_optimizer
+
+if TYPE_CHECKING:
+    from thinwire.strategy.distributed_strategy import DistributedStrategy
+
+__all__ = ["explanation"]
+
+_COLUMNS = 100
+
+
+def explanation(
+    strategy: "DistributedStrategy", model: nn.Module | None = None, optimizer: Optimizer | None = None
+) -> str:
+    """See `DistributedStrategy.explain`; the text, without a last newline, at most 100 columns wide.
+
+    Raises:
+        ValueError: A pattern that matches nothing in the model.
+        StrategyError: The strategy does not go with the model or the optimizer, as in `prepare`.
+    """
+    fields = ", ".join(strategy.on) or "nothing: gradients are averaged over all ranks, as by DistributedDataParallel"
+    together = [f"{' and '.join(rule.pair)}: {rule.meaning}" for rule in rules_among(strategy.on)]
+    parts = [
+        _wrapped(f"On: {fields}"),
+        _section("A step, in order", _numbered(step_order(strategy))),
+        _section("Together", together),
+        _section("To know", remarks(strategy)),
+        _section("This model", [] if model is None else about_model(strategy, model, optimizer)),
+        _section("This optimizer", [] if optimizer is None else about_optimizer(strategy, optimizer, model)),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _section(title: str, texts: Iterable[str]) -> str:
+    lines = [_wrapped(text, "  ") for text in texts]
+    return "\n".join([title, *lines]) if lines else ""
+
+
+def _numbered(texts: list[str]) -> list[str]:
+    return [f"{i}. {text}" for i, text in enumerate(texts, start=1)]
+
+
+def _wrapped(text: str, indent: str = "") -> str:
+    return textwrap.fill(
+        text, _COLUMNS, initial_indent=indent, subsequent_indent=f"{indent}   ", break_on_hyphens=False
+    )

@@ -1,0 +1,183 @@
+"""How the configs of fleet's features become ours."""
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from glob import escape
+from typing import Any
+
+from thinwire import _validate as check
+from thinwire.core.loss_scale import DynamicLossScale, FixedLossScale, LossScale
+from thinwire.optim.config import LAMB, LARS
+from thinwire.pipeline.config import Pipeline
+from thinwire.step.config import AMP, GradientMerge, Recompute
+from thinwire.sync.dgc_config import DGC
+from thinwire.sync.local_config import AdaptiveLocalSGD, LocalSGD
+
+__all__ = ["MAPS", "Findings", "mapped"]
+
+Keys = Mapping[str, Any]
+
+
+@dataclass
+class Findings:
+    """What is to be said of a description, collected before anything is said."""
+
+    wrong_types: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Feature:
+    """One feature's configs, with fleet's defaults where nothing was given."""
+
+    keys: Keys
+    given: frozenset[str]
+    hybrid: Keys
+    findings: Findings
+
+
+def mapped(name: str, given: Keys, defaults: Keys, hybrid: Keys, findings: Findings) -> Any:
+    """Our config of one feature that is on, or None after findings said why there is none: one for each wrong key."""
+    left = dict(given)
+    while True:
+        attempt = Findings()
+        try:
+            config = MAPS[name](_Feature({**defaults, **left}, frozenset(left), hybrid, attempt))
+        except (TypeError, ValueError) as error:
+            words = _their_words(name, error)
+            said = findings.wrong_types if isinstance(error, TypeError) else findings.problems
+            said.append(f"{name}_configs.{words}")
+            key = re.match(r"\w*", words)
+            if key is None or left.pop(key[0], None) is None:
+                return None
+        else:
+            findings.notes += attempt.notes
+            return config if left == given else None
+
+
+def _amp(feature: _Feature) -> AMP:
+    keys = feature.keys
+    scale: LossScale = FixedLossScale(keys["init_loss_scaling"])
+    if check.boolean("use_dynamic_loss_scaling", keys["use_dynamic_loss_scaling"]):
+        scale = DynamicLossScale(keys["init_loss_scaling"], keys["incr_ratio"], keys["incr_every_n_steps"])
+        if not feature.given & {"decr_every_n_nan_or_inf", "decr_ratio"}:
+            feature.findings.notes.append("amp: here every overflow divides the loss scale by the growth factor")
+    return AMP("float16", scale)
+
+
+def _recompute(feature: _Feature) -> Recompute:
+    names = _words("checkpoints", feature.keys["checkpoints"])
+    if not names:
+        raise ValueError("checkpoints is empty, which means off in fleet: name modules, or set recompute to False")
+    feature.findings.notes.append(
+        f"recompute_configs.checkpoints={list(names)}: names of tensors in fleet, read as patterns over module names"
+    )
+    return Recompute(names)
+
+
+def _pipeline(feature: _Feature) -> Pipeline:
+    keys, counts = feature.keys, feature.given & {"micro_batch", "accumulate_steps"}
+    if len(counts) == 2 and keys["micro_batch"] != keys["accumulate_steps"]:
+        raise ValueError(
+            f"micro_batch={keys['micro_batch']!r} and accumulate_steps={keys['accumulate_steps']!r} are two names of "
+            "one number, how many parts a batch is cut into: give one of them"
+        )
+    schedules = {"1F1B": "1f1b", "F-then-B": "gpipe"}
+    check.one_of("schedule_mode", keys["schedule_mode"], schedules)
+    stages, source = _stages(feature.hybrid)
+    feature.findings.notes.append(
+        f"pipeline: {stages} stages, from {source}; where the model is cut (device_guard) is no part of the "
+        "description: set split_points if the model is not sequential"
+    )
+    return Pipeline(stages, keys[next(iter(counts), "micro_batch")], schedules[keys["schedule_mode"]])
+
+
+def _stages(hybrid: Keys) -> tuple[int, str]:
+    if hybrid["pp_degree"] > 1:
+        return hybrid["pp_degree"], "hybrid_configs.pp_degree"
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")), "the ranks of this machine"
+
+
+def _gradient_merge(feature: _Feature) -> GradientMerge:
+    return GradientMerge(feature.keys["k_steps"], feature.keys["avg"])
+
+
+def _dgc(feature: _Feature) -> DGC:
+    keys = feature.keys
+    feature.findings.notes.append("dgc: a sent value costs one bit here; DGC(value_bits=32) sends exact values")
+    return DGC(keys["rampup_begin_step"], keys["rampup_step"], _listed("sparsity", keys["sparsity"]) or (0.999,))
+
+
+def _lars(feature: _Feature) -> LARS:
+    keys = feature.keys
+    excluded = _words("exclude_from_weight_decay", keys["exclude_from_weight_decay"])
+    patterns = tuple(f"*{escape(word)}*" for word in excluded)
+    return LARS(keys["lars_coeff"], keys["lars_weight_decay"], keys["epsilon"], patterns)
+
+
+def _lamb(feature: _Feature) -> LAMB:
+    excluded = _words("exclude_from_weight_decay", feature.keys["exclude_from_weight_decay"])
+    feature.findings.notes.append("lamb: eps is Lamb's own 1e-6; fleet takes that of the optimizer inside")
+    return LAMB(feature.keys["lamb_weight_decay"], tuple(f"*{escape(word)}" for word in excluded))
+
+
+def _localsgd(feature: _Feature) -> LocalSGD:
+    return LocalSGD(feature.keys["k_steps"], begin_step=feature.keys["begin_step"])
+
+
+def _adaptive_localsgd(feature: _Feature) -> AdaptiveLocalSGD:
+    config = AdaptiveLocalSGD(feature.keys["init_k_steps"], begin_step=feature.keys["begin_step"])
+    if config.init_k_steps > 1:
+        feature.findings.notes.append(
+            f"adaptive_localsgd: init_k_steps={config.init_k_steps} stands outside the root of the interval's formula, "
+            "as in the paper; fleet has it inside"
+        )
+    return config
+
+
+MAPS: dict[str, Callable[[_Feature], Any]] = {
+    "amp": _amp,
+    "recompute": _recompute,
+    "pipeline": _pipeline,
+    "gradient_merge": _gradient_merge,
+    "dgc": _dgc,
+    "lars": _lars,
+    "lamb": _lamb,
+    "localsgd": _localsgd,
+    "adaptive_localsgd": _adaptive_localsgd,
+}
+"""Our config from each feature's configs."""
+
+_THEIR_NAMES = {
+    "amp": {
+        "init_loss_scale": "init_loss_scaling",
+        "loss_scale": "init_loss_scaling",
+        "scale_factor": "incr_ratio",
+        "scale_window": "incr_every_n_steps",
+    },
+    "pipeline": {"micro_batches": "micro_batch (accumulate_steps)"},
+}
+
+
+def _their_words(name: str, error: Exception) -> str:
+    """A message of ours, which begins with the argument's name, with fleet's name of it."""
+    names = _THEIR_NAMES.get(name, {})
+    return re.sub(r"^\w+", lambda word: names.get(word[0], word[0]), str(error))
+
+
+def _listed(name: str, value: Any) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str | bytes | Mapping) or not hasattr(value, "__iter__"):
+        raise TypeError(f"{name} must be a list, got {value!r} of type {type(value).__name__}")
+    return tuple(value)
+
+
+def _words(name: str, value: Any) -> tuple[str, ...]:
+    words = _listed(name, value)
+    for i, word in enumerate(words):
+        check.instance(f"{name}[{i}]", word, str)
+    return words

@@ -1,0 +1,303 @@
+"""From a strategy, a model and an optimizer to an engine: every check comes before anything is changed."""
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire import _validate as check
+from thinwire._version import __version__
+from thinwire.amp import LossScaler
+from thinwire.comm import Group, require_agreement
+from thinwire.comm.grid import Grid
+from thinwire.comm.replicate import copy_from_first_
+from thinwire.core.message import WIRE_VERSION
+from thinwire.errors import Mismatch
+from thinwire.optim.dgc_momentum import DGCMomentum
+from thinwire.pipeline.cut import cut
+from thinwire.pipeline.runner import PipelineRunner
+from thinwire.step.autocast import autocast_forward
+from thinwire.step.merge import GradientSum
+from thinwire.step.recompute import matches, recompute
+from thinwire.strategy.across_stages import DropTogether, clip_over_stages
+from thinwire.strategy.adopt import adopt
+from thinwire.strategy.engine import Engine, Parts
+from thinwire.strategy.exchanges import Exchange, InOptimizer, LocalSteps, MeanThenStep
+from thinwire.strategy.moving_buffers import MovingBuffers
+from thinwire.sync.dgc_config import DGC
+from thinwire.sync.gradient_mean import GradientMean
+from thinwire.sync.local_sgd import LocalUpdates
+
+if TYPE_CHECKING:
+    from thinwire.strategy.distributed_strategy import DistributedStrategy
+
+__all__ = ["prepare"]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Place:
+    """Where this rank stands among the stages and replicas."""
+
+    grid: Grid | None
+    """None without a pipeline: one stage, and every rank is a replica."""
+    replicas: int
+
+    @property
+    def stage(self) -> int:
+        return 0 if self.grid is None else self.grid.stage
+
+    @property
+    def replica_group(self) -> dist.ProcessGroup | None:
+        """The ranks that exchange with this one; None for all."""
+        return None if self.grid is None else self.grid.replica_group
+
+
+@dataclass(slots=True, kw_only=True)
+class _Plan:
+    """What can be said before ranks agree; making it changes nothing."""
+
+    stage: nn.Module
+    optimizer: torch.optim.Optimizer
+    params: dict[str, Parameter]
+    compressor: DGC | None
+    scaler: LossScaler | None
+    sync: LocalUpdates | None
+
+
+def prepare(
+    strategy: "DistributedStrategy",
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_fn: Callable[..., Any] | None = None,
+) -> Engine:
+    """See `DistributedStrategy.prepare`."""
+    _check_kinds(model, optimizer, loss_fn)
+    group = Group()
+    require_agreement(group, _strategy_facts(strategy), what="comparing strategies")
+    grid = None if strategy.pipeline is None else Grid(strategy.pipeline.stages)
+    place = _Place(grid=grid, replicas=group.size if grid is None else grid.replicas)
+    plan = _agreed_plan(strategy, model, optimizer, group, place)
+    copy_from_first_([*model.parameters(), *model.buffers()], group, what="copying the model of rank 0")
+    return _assembled(strategy, model, loss_fn, plan, group, place)
+
+
+def _check_kinds(model: object, optimizer: object, loss_fn: object) -> None:
+    check.instance("model", model, nn.Module)
+    assert isinstance(model, nn.Module)
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise TypeError(
+            "model is wrapped in DistributedDataParallel, and the engine exchanges by itself: give it the model inside "
+            "(ddp.module), or keep DDP and use optimizer.attach(ddp) of thinwire.optim.DGCMomentum"
+        )
+    check.instance("optimizer", optimizer, torch.optim.Optimizer)
+    if loss_fn is not None and not callable(loss_fn):
+        raise TypeError(f"loss_fn must be callable as loss_fn(outputs, targets), got {loss_fn!r}")
+
+
+def _strategy_facts(strategy: "DistributedStrategy") -> dict[str, Any]:
+    return {
+        "thinwire": __version__,
+        "torch": torch.__version__,
+        "wire version": WIRE_VERSION,
+        "strategy": strategy.to_dict(),
+    }
+
+
+def _agreed_plan(
+    strategy: "DistributedStrategy", model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, place: _Place
+) -> _Plan:
+    """The plan, or this rank's own error, or one that names the rank which has an error: on all ranks at once."""
+    problem: Exception | None = None
+    plan = None
+    try:
+        plan = _planned(strategy, model, optimizer, place)
+    except (TypeError, ValueError, RuntimeError) as error:
+        problem = error
+    facts = {"problem": None if problem is None else f"{type(problem).__name__}: {problem}"}
+    facts |= _model_facts(model, optimizer, digest=plan is not None and plan.sync is None)
+    try:
+        require_agreement(group, facts, what="preparing the engine")
+    except Mismatch:
+        if problem is None:
+            raise
+    if problem is not None:
+        raise problem
+    assert plan is not None
+    return plan
+
+
+def _planned(
+    strategy: "DistributedStrategy", model: nn.Module, optimizer: torch.optim.Optimizer, place: _Place
+) -> _Plan:
+    names = {p: name for name, p in model.named_parameters()}
+    _require_own_params(names, optimizer)
+    if strategy.recompute is not None:
+        matches(model, strategy.recompute.checkpoints)
+    stage = model if strategy.pipeline is None else cut(model, strategy.pipeline)[place.stage]
+    mine = set(stage.parameters())
+    local = strategy.localsgd or strategy.adaptive_localsgd
+    adopted = adopt(
+        optimizer,
+        dgc=strategy.dgc,
+        lars=strategy.lars,
+        lamb=strategy.lamb,
+        local=local is not None,
+        names=names,
+        keep=mine.__contains__,
+        process_group=place.replica_group,
+        num_trainers=place.replicas,
+    )
+    trained = {p for group in adopted.optimizer.param_groups for p in group["params"]}
+    params = {name: p for name, p in stage.named_parameters() if p.requires_grad and p in trained}
+    if not params and strategy.pipeline is None:
+        raise ValueError("optimizer has no parameter with requires_grad=True: there is nothing to train")
+    scaler, sync = _scaler(strategy, place.grid, local=local is not None), None
+    if local is not None:
+        group = place.replica_group
+        sync = LocalUpdates(stage, adopted.optimizer, local, process_group=group, dgc=strategy.dgc, scaler=scaler)
+    return _Plan(
+        stage=stage,
+        optimizer=adopted.optimizer,
+        params=params,
+        compressor=adopted.compressor,
+        scaler=scaler,
+        sync=sync,
+    )
+
+
+def _require_own_params(names: Mapping[Parameter, str], optimizer: torch.optim.Optimizer) -> None:
+    foreign = [p for group in optimizer.param_groups for p in group["params"] if p not in names]
+    if foreign:
+        raise ValueError(
+            f"optimizer holds {len(foreign)} parameters that are not in model, the first of shape "
+            f"{tuple(foreign[0].shape)}: give the optimizer parameters of this model only"
+        )
+
+
+def _model_facts(model: nn.Module, optimizer: torch.optim.Optimizer, *, digest: bool) -> dict[str, Any]:
+    """What all ranks must have in common beside the strategy."""
+    names = {p: name for name, p in model.named_parameters()}
+    return {
+        "parameter": [f"{name} {_looks(p)} requires_grad={p.requires_grad}" for p, name in names.items()],
+        "buffer": [f"{name} {_looks(b)}" for name, b in model.named_buffers()],
+        "optimizer": type(optimizer).__name__,
+        "group": [
+            {key: repr(value) for key, value in group.items() if key not in ("params", "param_names")}
+            | {"params": [names.get(p, "not in the model") for p in group["params"]]}
+            for group in optimizer.param_groups
+        ],
+        # ranks that go on from different moments would part without a word; DGCMomentum's differ by nature
+        "state of the optimizer": _state_digest(optimizer)
+        if digest and not getattr(optimizer, "exchanges_gradients", False)
+        else None,
+    }
+
+
+def _looks(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _state_digest(optimizer: torch.optim.Optimizer) -> int:
+    checksum = 0
+    for piece in _bytes_of(optimizer.state_dict()["state"]):
+        checksum = zlib.crc32(piece, checksum)
+    return checksum
+
+
+def _bytes_of(tree: Any) -> Iterator[bytes]:
+    if isinstance(tree, Tensor):
+        yield tree.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    elif isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield repr(key).encode()
+            yield from _bytes_of(value)
+    else:
+        yield repr(tree).encode()
+
+
+def _assembled(
+    strategy: "DistributedStrategy",
+    model: nn.Module,
+    loss_fn: Callable[..., Any] | None,
+    plan: _Plan,
+    group: Group,
+    place: _Place,
+) -> Engine:
+    """Put the parts together; from here on the model is changed."""
+    handles: list[Any] = []
+    if strategy.recompute is not None:
+        handles.append(recompute(model, strategy.recompute.checkpoints))
+    dtype = None if strategy.amp is None else getattr(torch, strategy.amp.dtype)
+    autocast = None
+    if dtype is not None:
+        device = next(model.parameters()).device.type
+        autocast = partial(torch.autocast, device, dtype=dtype)
+        if strategy.pipeline is None:
+            handles.append(autocast_forward(model, dtype))
+    scaler, runner = plan.scaler, None
+    if strategy.pipeline is not None:
+        assert place.grid is not None, "made for the pipeline"
+        scale = (lambda: 1.0) if scaler is None else (lambda: scaler.scale)
+        runner = PipelineRunner(plan.stage, strategy.pipeline, place.grid, loss_fn, dtype=dtype, scale=scale)
+    merge = strategy.gradient_merge
+    facts = {
+        "strategy": strategy.to_dict(),
+        "optimizer": type(plan.optimizer).__name__,
+        "parameters": [f"{name} {_looks(p)}" for name, p in model.named_parameters()],
+    }
+    parts = Parts(
+        model=plan.stage,
+        optimizer=plan.optimizer,
+        loss_fn=loss_fn,
+        params=plan.params,
+        group=group,
+        exchange=_exchange(strategy, model, plan, place),
+        buffers=MovingBuffers(plan.stage, Group(place.replica_group)),
+        scaler=scaler,
+        merge=None if merge is None or merge.k_steps == 1 else GradientSum(),
+        merge_steps=1 if merge is None else merge.k_steps,
+        merge_avg=merge is None or merge.avg,
+        runner=runner,
+        stage=place.stage,
+        autocast=autocast,
+        handles=handles,
+        facts=facts,
+    )
+    return Engine(parts)
+
+
+def _scaler(strategy: "DistributedStrategy", grid: Grid | None, *, local: bool) -> LossScaler | None:
+    """Who decides about an overflow: all ranks; under local updates the ranks of one replica of the pipeline."""
+    if strategy.amp is None or strategy.amp.loss_scale is None:
+        return None
+    if not local:
+        return LossScaler(strategy.amp.loss_scale)
+    if grid is None:
+        return LossScaler(strategy.amp.loss_scale, local=True)
+    return LossScaler(strategy.amp.loss_scale, grid.stage_group)
+
+
+def _exchange(strategy: "DistributedStrategy", model: nn.Module, plan: _Plan, place: _Place) -> Exchange:
+    """Which of the three ways this engine shares its updates."""
+    clip = clip_over_stages(plan.optimizer, place.grid)
+    if plan.sync is not None:
+        plan.sync.__enter__()
+        return LocalSteps(plan.optimizer, plan.params, plan.sync, strategy.dgc, place.replicas, clip)
+    inner: Exchange
+    if isinstance(plan.optimizer, DGCMomentum):
+        inner = InOptimizer(plan.optimizer, plan.params)
+    else:
+        # a loss scale has looked at the gradients, or was told not to
+        checks = plan.scaler is None
+        mean = GradientMean(Group(place.replica_group), plan.params, plan.compressor, check_finite=checks)
+        inner = MeanThenStep(plan.optimizer, plan.params, mean, clip)
+    if plan.scaler is None and place.grid is not None:
+        return DropTogether(inner, Group(), [name for name, _ in model.named_parameters()])
+    return inner

@@ -1,0 +1,67 @@
+"""What a strategy makes one want to know beforehand: settings that do little, risks, and duties of the loop."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from thinwire.core.loss_scale import FixedLossScale
+
+if TYPE_CHECKING:
+    from thinwire.strategy.distributed_strategy import DistributedStrategy
+
+__all__ = ["remarks"]
+
+
+def remarks(strategy: "DistributedStrategy") -> list[str]:
+    """One text for each, in the order of the fields."""
+    return [*_about_amp(strategy), *_about_structure(strategy), *_about_exchange(strategy), *_about_the_end(strategy)]
+
+
+def _about_amp(strategy: "DistributedStrategy") -> Iterator[str]:
+    amp = strategy.amp
+    if amp is None:
+        return
+    if amp.dtype == "float16" and amp.loss_scale is None:
+        yield (
+            "amp: float16 without a loss scale: gradients below 6e-8 become 0 and large ones infinite, and amp looks "
+            "for neither; give it loss_scale=DynamicLossScale()"
+        )
+    if amp.dtype == "bfloat16" and amp.loss_scale is not None:
+        yield "amp: bfloat16 has the range of float32; the loss scale is used, and gains little"
+    if isinstance(amp.loss_scale, FixedLossScale) and not amp.loss_scale.drop_overflow_update:
+        yield "amp: with drop_overflow_update=False an overflow goes into the parameters, unless dgc stops it"
+
+
+def _about_structure(strategy: "DistributedStrategy") -> Iterator[str]:
+    if (pipeline := strategy.pipeline) is not None:
+        yield (
+            f"pipeline: the number of ranks must be a multiple of {pipeline.stages}; ranks / {pipeline.stages} "
+            f"replicas train side by side. Every mini-batch must be divisible by {pipeline.micro_batches}. The tensors "
+            "between stages are the traffic: keep them small. Use train_step, not minimize"
+        )
+        if pipeline.stages == 1:
+            yield "pipeline: one stage is no pipeline, only micro-batches"
+    if strategy.gradient_merge is not None and strategy.gradient_merge.k_steps == 1:
+        yield "gradient_merge: k_steps=1 merges nothing"
+
+
+def _about_exchange(strategy: "DistributedStrategy") -> Iterator[str]:
+    local = strategy.localsgd or strategy.adaptive_localsgd
+    if strategy.dgc is not None and local is None and strategy.lars is None and strategy.lamb is None:
+        yield (
+            "dgc: clipping, weight decay, momentum and Nesterov of an SGD come before the exchange (DGCMomentum); any "
+            "other optimizer gets the sparse mean as its gradient"
+        )
+    if local is not None:
+        yield "local updates: between two averagings every rank has parameters of its own; evaluate after flush()"
+    if strategy.localsgd is not None and strategy.localsgd.k_steps == 1:
+        yield "localsgd: k_steps=1 averages after every step, which saves no communication"
+
+
+def _about_the_end(strategy: "DistributedStrategy") -> Iterator[str]:
+    pending = []
+    if strategy.gradient_merge is not None and strategy.gradient_merge.k_steps > 1:
+        pending.append("the leftovers of a merge")
+    if strategy.localsgd is not None or strategy.adaptive_localsgd is not None:
+        pending.append("the last averaging")
+    if pending:
+        yield f"at the end call engine.flush(): it applies {' and '.join(pending)}"

@@ -1,0 +1,221 @@
+"""What one step of a strategy does, in order, in words and with its values."""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from thinwire.core.loss_scale import DynamicLossScale, FixedLossScale, LossScale
+from thinwire.sync.dgc_config import DGC
+from thinwire.sync.local_config import AdaptiveLocalSGD, LocalConfig
+
+if TYPE_CHECKING:
+    from thinwire.strategy.distributed_strategy import DistributedStrategy
+
+__all__ = ["step_order"]
+
+
+def step_order(strategy: "DistributedStrategy") -> list[str]:
+    """One text for every stage of a step, in the order in which they happen."""
+    return [
+        _forward(strategy),
+        _backward(strategy),
+        *_merge(strategy),
+        *_overflow(strategy),
+        _exchange(strategy),
+        _update(strategy),
+        *_averaging(strategy),
+        *_next_scale(strategy),
+    ]
+
+
+def _forward(strategy: "DistributedStrategy") -> str:
+    said = ["Forward pass of this rank's mini-batch"]
+    if (pipeline := strategy.pipeline) is not None:
+        cut = (
+            f"which begin at {', '.join(pipeline.split_points)}" if pipeline.split_points else "balanced by parameters"
+        )
+        if pipeline.stages == 1:
+            cut = "the whole model"
+        said = [
+            f"Forward pass of a mini-batch in {pipeline.micro_batches} equal parts through {pipeline.stages} "
+            f"{_plural('stage', pipeline.stages)} on as many consecutive ranks ({cut}), in the order of "
+            f"{pipeline.schedule}"
+        ]
+    if strategy.amp is not None:
+        said.append(f"in {strategy.amp.dtype} where autocast allows it; parameters stay as they are")
+    if strategy.recompute is not None:
+        said.append(f"modules that match {', '.join(strategy.recompute.checkpoints)} keep only their inputs")
+    return "; ".join(said)
+
+
+def _backward(strategy: "DistributedStrategy") -> str:
+    scale = None if strategy.amp is None else strategy.amp.loss_scale
+    said = ["Backward pass of the loss"]
+    if isinstance(scale, FixedLossScale):
+        said[0] += f" times {_number(scale.loss_scale)}, the fixed loss scale"
+    if isinstance(scale, DynamicLossScale):
+        said[0] += f" times the loss scale, {_number(scale.init_loss_scale)} at the start"
+    if strategy.recompute is not None:
+        said.append("the modules that matched repeat their forward pass")
+    return "; ".join(said)
+
+
+def _merge(strategy: "DistributedStrategy") -> Iterator[str]:
+    merge = strategy.gradient_merge
+    if merge is not None and merge.k_steps > 1:
+        scaled = strategy.amp is not None and strategy.amp.loss_scale is not None
+        total = "mean" if merge.avg else "sum"
+        yield (
+            f"Merge: the gradient{', divided by the loss scale,' if scaled else ''} is added to those before it. After "
+            f"{merge.k_steps} microsteps their {total} goes on; the {merge.k_steps - 1} before end here, with nothing "
+            "exchanged and nothing updated"
+        )
+
+
+def _overflow(strategy: "DistributedStrategy") -> Iterator[str]:
+    scale = None if strategy.amp is None else strategy.amp.loss_scale
+    if scale is None:
+        return
+    if _unchecked(scale):
+        yield "Gradients are divided by the loss scale; overflow is not looked for (drop_overflow_update)"
+    elif _local(strategy) is not None:
+        whose = "of this replica" if strategy.pipeline is not None else "on this rank"
+        yield f"An overflow {whose} drops the local step, which still counts; else gradients are divided by the scale"
+    else:
+        yield "All ranks agree whether any gradient overflowed: if so, nothing moves; else they divide by the scale"
+
+
+def _exchange(strategy: "DistributedStrategy") -> str:
+    peers = "the replicas of a stage" if strategy.pipeline is not None else "all ranks"
+    dgc = strategy.dgc
+    if _local(strategy) is not None:
+        limit = _limit(dgc) if dgc is not None else ""
+        return f"No exchange of gradients: each rank updates on its own{limit}"
+    drop = ". A gradient that is not finite, on any rank, drops the update on all" if _checked(strategy) else ""
+    if dgc is None:
+        return f"Exchange: the gradient becomes the mean over {peers}, dense{drop}"
+    return (
+        f"Exchange between {peers}, by dgc: {_from_begin(dgc)}gradients accumulate, and of each tensor the largest "
+        f"{_ramp(dgc)} are sent, {_bits(dgc.value_bits)} an entry; the rest is kept. Tensors below {dgc.min_numel} "
+        f"numbers are dense{_limit(dgc)}{drop}"
+    )
+
+
+def _update(strategy: "DistributedStrategy") -> str:
+    said = "Update at this step's rate: clipping, weight decay and regularizer, centralization, then "
+    if (lars := strategy.lars) is not None:
+        added = f", epsilon {lars.epsilon:g}" if lars.epsilon else ""
+        said += f"LARS, trust coefficient {lars.lars_coeff:g}, weight decay {lars.lars_weight_decay:g}{added}"
+        return said + _excluded(lars.exclude_from_weight_decay)
+    if (lamb := strategy.lamb) is not None:
+        return said + f"LAMB, weight decay {lamb.lamb_weight_decay:g}" + _excluded(lamb.exclude_from_weight_decay)
+    return said + "the optimizer's own formula"
+
+
+def _averaging(strategy: "DistributedStrategy") -> Iterator[str]:
+    config = _local(strategy)
+    if config is None:
+        return
+    adaptive = isinstance(config, AdaptiveLocalSGD)
+    k_steps = config.init_k_steps if isinstance(config, AdaptiveLocalSGD) else config.k_steps
+    peers = "the replicas of each stage" if strategy.pipeline is not None else "all ranks"
+    begin = f"after each of the steps 1 to {config.begin_step}, then " if config.begin_step else ""
+    often = "after every step" if k_steps == 1 and not adaptive else f"{begin}after every {_ordinal(k_steps)} step"
+    what = " and optimizer state" if config.average_state else ""
+    yield f"Averaging of parameters{what} over {peers}, {often}{_change(strategy, config)}"
+    if isinstance(config, AdaptiveLocalSGD):
+        yield (
+            f"New interval, 1 to {config.max_k_steps} steps: {config.init_k_steps} at the start, shorter as the loss "
+            "falls, longer as the rate falls"
+        )
+
+
+def _change(strategy: "DistributedStrategy", config: LocalConfig) -> str:
+    said = ""
+    if (config.outer_lr, config.outer_momentum) != (1.0, 0.0):
+        nesterov = ", Nesterov" if config.outer_nesterov else ""
+        said += f"; the mean change goes through an outer SGD, rate {config.outer_lr:g}, "
+        said += f"momentum {config.outer_momentum:g}{nesterov}"
+    if (sparse := config.compression) is not None:
+        said += f"; of each tensor's change the largest {_share(sparse.sparsity)} are sent, "
+        said += f"{_bits(sparse.value_bits)} an entry; the rest is kept and counts {sparse.decay:g} times the next time"
+    if (dgc := strategy.dgc) is not None:
+        said += f"; {_from_begin(dgc)}of each tensor's change the largest {_ramp(dgc)} are sent, "
+        said += f"{_bits(dgc.value_bits)} an entry; the rest is kept. Tensors below {dgc.min_numel} numbers go whole"
+    if config.fragments > 1:
+        said += f"; {config.fragments} parts of the model take turns"
+    if config.delay:
+        said += f"; the result takes effect {config.delay} {_plural('step', config.delay)} later"
+    return said
+
+
+def _next_scale(strategy: "DistributedStrategy") -> Iterator[str]:
+    scale = None if strategy.amp is None else strategy.amp.loss_scale
+    if isinstance(scale, DynamicLossScale):
+        yield (
+            f"New loss scale: divided by {scale.scale_factor:g} after an overflow, but not below 1, times "
+            f"{scale.scale_factor:g} after {scale.scale_window} good updates in a row"
+        )
+
+
+def _checked(strategy: "DistributedStrategy") -> bool:
+    """Whether it is the exchange that looks for gradients that are not finite."""
+    scale = None if strategy.amp is None else strategy.amp.loss_scale
+    return scale is None or (strategy.dgc is not None and _unchecked(scale))
+
+
+def _unchecked(scale: LossScale) -> bool:
+    return isinstance(scale, FixedLossScale) and not scale.drop_overflow_update
+
+
+def _local(strategy: "DistributedStrategy") -> LocalConfig | None:
+    return strategy.localsgd or strategy.adaptive_localsgd
+
+
+def _from_begin(dgc: DGC) -> str:
+    begin = dgc.rampup_begin_step
+    return f"the first {begin} {_plural('update', begin)} dense, then " if begin else ""
+
+
+def _ramp(dgc: DGC) -> str:
+    """Such as "25 % (update 201), 6.25 % (461), 0.1 % (721 and later)", updates counted from 1."""
+    levels, length = dgc.sparsity, dgc.rampup_step
+    first = [dgc.rampup_begin_step + 1 - (-i * length // len(levels)) for i in range(len(levels))]
+    if len(levels) == 1:
+        return _share(levels[0])
+    ends = [*first[1:], None]
+    shown = [(level, start) for level, start, end in zip(levels, first, ends, strict=True) if start != end]
+    return ", ".join(
+        f"{_share(level)} {'from update ' if i == 0 else 'from '}{at}" for i, (level, at) in enumerate(shown)
+    )
+
+
+def _share(sparsity: float) -> str:
+    return f"{100 * (1 - sparsity):.6g} %"
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if value.is_integer() and value < 1e15 else f"{value:g}"
+
+
+def _bits(bits: int) -> str:
+    return f"{bits} {_plural('bit', bits)}"
+
+
+def _limit(dgc: DGC) -> str:
+    limit = dgc.local_grad_clip_norm
+    return "" if limit is None else f"; a rank's share of a compressed tensor is limited to {limit:g} / sqrt(ranks)"
+
+
+def _excluded(patterns: Sequence[str]) -> str:
+    return f", without decay: {', '.join(patterns)}" if patterns else ""
+
+
+def _plural(word: str, count: int) -> str:
+    return word if count == 1 else f"{word}s"
+
+
+def _ordinal(count: int) -> str:
+    if count == 1:
+        return "single"
+    ending = "th" if count % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(count % 10, "th")
+    return f"{count}{ending}"

@@ -1,0 +1,104 @@
+"""What a strategy makes of a given model and optimizer, in words; nothing is changed."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from thinwire import _validate as check
+from thinwire.pipeline.cut import cut
+from thinwire.step.recompute import matches
+from thinwire.strategy.adopt import adopt
+
+if TYPE_CHECKING:
+    from thinwire.strategy.distributed_strategy import DistributedStrategy
+
+__all__ = ["about_model", "about_optimizer"]
+
+_SHOWN = 6
+
+
+def about_model(strategy: "DistributedStrategy", model: nn.Module, optimizer: Optimizer | None) -> list[str]:
+    """The stages, the modules that are recomputed, and which tensors are compressed or dense, and why."""
+    check.instance("model", model, nn.Module)
+    trained = None if optimizer is None else {p for group in optimizer.param_groups for p in group["params"]}
+    params = {name: p for name, p in model.named_parameters() if p.requires_grad and (trained is None or p in trained)}
+    resting = [name for name, _ in model.named_parameters() if name not in params]
+    return [
+        *_stages(strategy, model),
+        *_recomputed(strategy, model),
+        *_exchanged(strategy, params),
+        *([f"not trained: {_tensors(resting)}"] if resting else []),
+    ]
+
+
+def about_optimizer(strategy: "DistributedStrategy", optimizer: Optimizer, model: nn.Module | None) -> list[str]:
+    """Which optimizer will train, and what is taken over from the given one.
+
+    Raises:
+        StrategyError: The strategy does not go with it.
+    """
+    check.instance("optimizer", optimizer, Optimizer)
+    local = strategy.localsgd is not None or strategy.adaptive_localsgd is not None
+    names = _names_in(optimizer) if model is None else {p: name for name, p in model.named_parameters()}
+    adopted = adopt(optimizer, dgc=strategy.dgc, lars=strategy.lars, lamb=strategy.lamb, local=local, names=names)
+    return list(adopted.notes)
+
+
+def _names_in(optimizer: Optimizer) -> dict[Parameter, str]:
+    names: dict[Parameter, str] = {}
+    for group in optimizer.param_groups:
+        known = group.get("param_names", [])
+        for i, p in enumerate(group["params"]):
+            names[p] = known[i] if i < len(known) else f"parameter {len(names)}"
+    return names
+
+
+def _stages(strategy: "DistributedStrategy", model: nn.Module) -> Iterator[str]:
+    if strategy.pipeline is None:
+        return
+    for number, stage in enumerate(cut(model, strategy.pipeline), start=1):
+        yield f"stage {number}: {_sized(dict(stage.named_parameters()))}"
+
+
+def _recomputed(strategy: "DistributedStrategy", model: nn.Module) -> Iterator[str]:
+    if strategy.recompute is not None:
+        names = matches(model, strategy.recompute.checkpoints)
+        yield f"recomputed: {len(names)} {'module' if len(names) == 1 else 'modules'}: {_listed(names)}"
+
+
+def _exchanged(strategy: "DistributedStrategy", params: Mapping[str, Parameter]) -> Iterator[str]:
+    local = strategy.localsgd or strategy.adaptive_localsgd
+    what = "the change of" if local is not None else "the gradient of"
+    if local is not None and local.compression is not None:
+        yield f"compressed, {what} {_sized(params)}"
+        return
+    dgc = strategy.dgc
+    if dgc is None:
+        yield f"dense, {what} {_sized(params)}"
+        return
+    groups: dict[str, dict[str, Parameter]] = {}
+    for name, p in params.items():
+        reason = (
+            f"dense, below min_numel={dgc.min_numel}" if p.numel() < dgc.min_numel else f"dense, because of {p.dtype}"
+        )
+        groups.setdefault("compressed" if dgc.compresses(p) else reason, {})[name] = p
+    for reason, members in sorted(groups.items()):
+        yield f"{reason}, {what} {_sized(members)}"
+
+
+def _sized(params: Mapping[str, Parameter]) -> str:
+    numbers = sum(p.numel() for p in params.values())
+    return f"{numbers:,} numbers in {_tensors(list(params))}"
+
+
+def _tensors(names: list[str]) -> str:
+    return f"{len(names)} {'tensor' if len(names) == 1 else 'tensors'}: {_listed(names)}"
+
+
+def _listed(names: Iterable[str]) -> str:
+    shown = list(names)
+    more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+    return ", ".join(shown[:_SHOWN]) + more

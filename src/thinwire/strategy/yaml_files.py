@@ -1,0 +1,101 @@
+"""A strategy as a YAML file: read with the line of every error, written with every key explained."""
+
+import os
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import yaml
+
+from thinwire.strategy.distributed_strategy import CONFIGS, DistributedStrategy
+from thinwire.strategy.doclines import attribute_lines
+from thinwire.strategy.documents import NESTED, TAGGED, from_dict, ordered_fields, to_dict
+from thinwire.strategy.yaml_reader import read_file
+
+__all__ = ["load", "save", "text_of"]
+
+_COLUMNS = 100
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes every string in double quotes, so that no reader can take it for anything else."""
+
+
+_Dumper.add_representer(str, lambda dumper, word: dumper.represent_scalar("tag:yaml.org,2002:str", word, style='"'))
+
+
+def load(path: Path) -> DistributedStrategy:
+    """Read a file.
+
+    Raises:
+        StrategyError, TypeError, ValueError: As `DistributedStrategy.load`, beginning with file and line.
+        OSError: The file cannot be read.
+    """
+    document, lines = read_file(path, "strategy")
+    return from_dict(document, lambda key: f"{path}:{lines[key]}: " if key in lines else f"{path}: ")
+
+
+def save(strategy: DistributedStrategy, path: Path) -> None:
+    """Write a file aside and put it in its place as a whole; parents are made.
+
+    Raises:
+        OSError: It cannot be written; what was there before is as it was.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{uuid4().hex}")
+    try:
+        with aside.open("wb") as file:
+            file.write(text_of(strategy).encode())
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+
+
+def text_of(strategy: DistributedStrategy) -> str:
+    """The file: every key with the line of its docstring above it; what is off, as a comment."""
+    document = to_dict(strategy)
+    about = attribute_lines(DistributedStrategy)
+    lines = ["# A training strategy of thinwire. `thinwire explain FILE` says what a step will do.", ""]
+    for name, config in CONFIGS.items():
+        if name in document:
+            lines += [*_comment(about.get(name, ""), 0), f"{name}:{'' if document[name] else ' {}'}"]
+            lines += [*_entries(config, document[name], 1), ""]
+    off = [name for name in CONFIGS if name not in document]
+    lines += [] if document else ["{}", ""]
+    lines += ["# Off:"] if off else []
+    lines += [line for name in off for line in _comment(f"{name}: {about.get(name, '')}", 0)]
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _entries(config: type, document: dict[str, Any], depth: int) -> Iterator[str]:
+    """The lines of one config's mapping."""
+    about, indent = attribute_lines(config), "  " * depth
+    for name in [field.name for field in ordered_fields(config)]:
+        yield from _comment(about.get(name, ""), depth)
+        if name not in document:
+            yield f"{indent}# {name}: null"
+        elif (config, name) in NESTED:
+            yield f"{indent}{name}:"
+            yield from _entries(NESTED[config, name], document[name], depth + 1)
+        elif (config, name) in TAGGED:
+            tag, nested = next(iter(document[name].items()))
+            yield f"{indent}{name}:"
+            yield f"{indent}  {tag}:"
+            yield from _entries(TAGGED[config, name][tag], nested, depth + 2)
+        else:
+            yield f"{indent}{name}: {_inline(document[name])}"
+
+
+def _inline(value: Any) -> str:
+    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=float("inf"), allow_unicode=True)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _comment(text: str, depth: int) -> list[str]:
+    mark = "  " * depth + "# "
+    return textwrap.wrap(text, _COLUMNS, initial_indent=mark, subsequent_indent=mark)

@@ -1,0 +1,192 @@
+"""The mean gradient of all ranks, dense or compressed with error feedback, for optimizers that do not exchange."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from thinwire import _validate as check
+from thinwire.comm import Group
+from thinwire.core.feedback import FoldRule, commit_, propose
+from thinwire.core.precision import state_dtype
+from thinwire.sync.agreement import Drops
+from thinwire.sync.dgc_config import DGC
+from thinwire.sync.exchange import GradientExchange
+from thinwire.sync.local_limit import locally_clipped
+from thinwire.sync.round import Round, SparseGradient
+
+__all__ = ["GradientMean", "locally_clipped"]
+
+_FOLD = FoldRule(momentum=0.0)
+"""Momentum belongs to the optimizer that gets the mean: v <- v + g."""
+
+
+class GradientMean:
+    """Brings every rank the mean of the ranks' gradients, by parameter name.
+
+    Without `dgc` the mean is dense, sum / N in the gradient's dtype. With it, tensors that `DGC.compresses` travel from
+    `rampup_begin_step` on as in `DGCMomentum`, without momentum: each rank folds its gradient, after the local clip,
+    into a residual v <- v + g, sends the k largest entries of v and takes off v what the receivers decode. All other
+    tensors, and row-sparse gradients, travel densely.
+
+    **State**: `residuals` by name, float32 (float64 for float64 parameters), local to the rank; drop and byte counters.
+    **Communication** per `reduce`: 24 bytes a rank of agreement before and after, one all-gather of equally long
+    messages, one all-reduce per dtype of dense gradients. On one rank the compression happens too.
+    **Failure**: an error, or a dropped step, leaves residuals and gradients as they were, on every rank.
+
+    Args:
+        group: The ranks. Names, shapes, dtypes and `dgc` must have been compared over them.
+        params: The trainable parameters by name, in the same order on all ranks.
+        dgc: How to compress; None for the dense mean.
+        num_trainers: N of the local clip, and of nothing else; the size of the group where it is None.
+        check_finite: Whether a gradient that is not finite drops the step. With `dgc` it always does, since it would
+            spoil a residual for ever.
+
+    Source: Lin et al., 2018, arXiv 1712.01887. Differs: no momentum correction, since the optimizer is another.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        params: Mapping[str, Parameter],
+        dgc: DGC | None = None,
+        *,
+        num_trainers: int | None = None,
+        check_finite: bool = True,
+    ) -> None:
+        self._params = dict(params)
+        self._names = list(self._params)
+        self._dgc = dgc
+        self._trainers = group.size if num_trainers is None else check.integer("num_trainers", num_trainers, at_least=1)
+        self._bytes_sent = 0
+        self._step = 0
+        self._exchange = GradientExchange(
+            group,
+            self._names,
+            value_bits=32 if dgc is None else dgc.value_bits,
+            propose=self._propose,
+            check_dense=check_finite or dgc is not None,
+        )
+        self.residuals = {} if dgc is None else {n: _zeros(p) for n, p in self._params.items() if dgc.compresses(p)}
+
+    @property
+    def drops(self) -> Drops:
+        """The steps that were dropped for gradients that are not finite."""
+        return self._exchange.drops
+
+    @property
+    def bytes_sent(self) -> int:
+        """What this rank gave to `reduce`, with headers and agreements; counted on one rank too."""
+        return self._bytes_sent
+
+    @torch.no_grad()
+    def reduce(
+        self, step: int, grads: Mapping[str, Tensor], *, overflow: bool | None = None
+    ) -> dict[str, Tensor] | None:
+        """The mean gradients of this step, or None where all ranks drop it.
+
+        All ranks must call it, with gradients for the same parameters; one that has none on any rank is left out.
+
+        Args:
+            step: Completed updates, from 0; the ramp of `dgc` follows it.
+            grads: This rank's own gradients, unscaled, not divided by N; dense or row-sparse; read only.
+            overflow: Whether a loss scaler found an overflow on this rank, which drops the step on all; None without a
+                scaler, and then dropped steps are warned of and limited here.
+
+        Returns:
+            By name, bit-identical on all ranks and in the shape of the parameter: compressed means and those of half
+            precision in float32 (float64 for float64 parameters), the others in the gradient's dtype.
+
+        Raises:
+            NonFinite: The tenth dropped step in a row without a loss scaler.
+            Mismatch: Ranks are at different steps, or a parameter has a gradient on some of them only.
+            ThinwireError: A rank gave a gradient of an unknown parameter or of another shape.
+            PayloadCorrupt, PeerLost, PeerStalled: See `thinwire.errors`.
+        """
+        misuse = self._misuse(grads)
+        own = {} if misuse else {key: grads[name] for key, name in enumerate(self._names) if name in grads}
+        before = self._exchange.group.bytes_sent
+        self._step = step
+        try:
+            done = self._exchange.exchange(step, own, overflow=overflow, misuse=misuse)
+        finally:
+            self._bytes_sent += self._exchange.group.bytes_sent - before
+        return None if done is None else {self._names[key]: self._mean(key, grad, done) for key, grad in own.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Residuals by name and the counters, of this rank; the tensors are the live ones, as in torch."""
+        return {
+            "residuals": dict(self.residuals),
+            "dropped_steps": self.drops.total,
+            "drops_in_a_row": self.drops.in_a_row,
+            "bytes_sent": self._bytes_sent,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` gave; values are copied. No communication.
+
+        Raises:
+            ValueError: The state belongs to other parameters or another config; nothing has changed.
+            TypeError: A counter of the wrong kind.
+        """
+        if state.keys() != self.state_dict().keys():
+            raise ValueError(f"the state of a mean gradient has the keys {list(self.state_dict())}, got {list(state)}")
+        counters = ("dropped_steps", "drops_in_a_row", "bytes_sent")
+        total, in_a_row, bytes_sent = (check.integer(key, state[key], at_least=0) for key in counters)
+        came = state["residuals"]
+        for name in {**self.residuals, **came}:
+            here, there = (tuple(t[name].shape) if name in t else "nothing" for t in (self.residuals, came))
+            if here != there:
+                raise ValueError(
+                    f"state does not fit: residual {name} has shape {there} in it and {here} here. Load a state of the "
+                    "same parameters and the same dgc"
+                )
+        for name, residual in self.residuals.items():
+            residual.copy_(came[name])
+        self.drops.total, self.drops.in_a_row, self._bytes_sent = total, in_a_row, bytes_sent
+
+    def _misuse(self, grads: Mapping[str, Tensor]) -> str | None:
+        for name, grad in grads.items():
+            if name not in self._params:
+                return f"a gradient was given for {name!r}, which is none of the parameters to exchange"
+            if grad.shape != self._params[name].shape:
+                shapes = f"{tuple(grad.shape)}, and the parameter {tuple(self._params[name].shape)}"
+                return f"the gradient of {name} has shape {shapes}"
+        return None
+
+    def _contribution(self, param: Parameter, grad: Tensor) -> Tensor:
+        """What this rank folds in, flat; made anew for the commit, so that no step holds a second set of gradients."""
+        assert self._dgc is not None
+        return locally_clipped(self._dgc, self._step, self._trainers, param, grad).reshape(-1)
+
+    def _propose(self, key: int, grad: Tensor) -> SparseGradient | None:
+        name = self._names[key]
+        if name not in self.residuals:
+            return None
+        assert self._dgc is not None
+        param, residual = self._params[name], self.residuals[name].view(-1)
+        k = self._dgc.count_at(self._step, residual.numel())
+        if k is None:
+            return None
+        return SparseGradient(propose(self._contribution(param, grad), residual, None, k, _FOLD), residual.numel(), k)
+
+    def _mean(self, key: int, grad: Tensor, done: Round) -> Tensor:
+        """The mean of one tensor; where it was compressed, its residual changes."""
+        name = self._names[key]
+        param = self._params[name]
+        if not done.is_sparse(key):
+            mean = done.dense_mean(key)
+            return mean.to(state_dtype(param)) if param.is_floating_point() else mean
+        residual = self.residuals[name].view(-1)
+        indices, sent = done.sent(key)
+        commit_(self._contribution(param, grad), residual, None, indices, sent, _FOLD)
+        indices, values = done.sparse_mean(key, residual.dtype)
+        mean = torch.zeros_like(residual)
+        mean[indices] = values
+        return mean.view(param.shape)
+
+
+def _zeros(param: Tensor) -> Tensor:
+    return torch.zeros(param.shape, dtype=state_dtype(param), device=param.device)

@@ -1,0 +1,227 @@
+"""The callbacks under the real Trainer of Lightning, on two ranks."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+
+import thinwire as tw
+from tests.integrations.packages import as_under_torchrun, needs
+from tests.integrations.task import (
+    ACCUMULATED,
+    BATCH,
+    STEPS,
+    dgc,
+    equal,
+    own_compressed,
+    own_local,
+    parameters,
+    residuals,
+    task,
+)
+from tests.ranks import Pool, Raised
+from thinwire.sync.local_sgd import LocalUpdates
+
+pytestmark = [pytest.mark.integrations, needs("lightning")]
+CONFIGS = {
+    "every seven steps": tw.LocalSGD(k_steps=7, begin_step=3),
+    "adaptive": tw.AdaptiveLocalSGD(init_k_steps=4, begin_step=3),
+}
+
+
+def module(make_optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer], seed: int = 0) -> Any:
+    from lightning import LightningModule
+
+    class Student(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, _ = task(seed)
+            self.losses: list[float] = []
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return make_optimizer(self.net)
+
+        def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
+            loss = cross_entropy(self.net(batch[0]), batch[1])
+            self.losses.append(loss.item())
+            return loss
+
+    return Student()
+
+
+def trainer_of(strategy: Any, callback: Any, folder: Path, **arguments: Any) -> Any:
+    from lightning import Trainer
+
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    settings = {"max_epochs": 4, "accelerator": "cpu", "devices": 2} | quiet | arguments
+    return Trainer(
+        strategy=strategy,
+        callbacks=callback if isinstance(callback, list) else [callback],
+        default_root_dir=folder,
+        **settings,
+    )
+
+
+def loader() -> Any:
+    return DataLoader(task()[1], BATCH)
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def lamb(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return tw.optim.Lamb(model.named_parameters(), lr=tw.schedules.WarmUp(0.01, 20))
+
+
+def compressed(rank: int, size: int, folder: Path, precision: str) -> dict[str, Any]:
+    with as_under_torchrun(rank, size):
+        from thinwire.integrations.lightning import CompressedExchange
+
+        student = module(dgc)
+        trainer = trainer_of(
+            "ddp", CompressedExchange(), folder, accumulate_grad_batches=ACCUMULATED, precision=precision
+        )
+        trainer.fit(student, loader())
+        stats = trainer.optimizers[0].stats()
+        own = own_compressed(rank, 4, of_batches=False)
+    return {"losses": student.losses, "parameters": parameters(student.net), "own": own, "stats": stats}
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_compressed_loop(ranks: Pool, tmp_path: Path, precision: str) -> None:
+    first, second = ranks.run(compressed, tmp_path, precision)
+    assert equal(first["parameters"], second["parameters"])
+    assert sum(first["losses"][-5:]) < 0.5 * sum(first["losses"][:5])
+    assert first["stats"]["step"] == 4 * STEPS / ACCUMULATED
+    assert first["stats"]["ratio"] > 8
+    assert equal(first["parameters"], first["own"]) == (precision == "32-true")
+
+
+def local(rank: int, size: int, folder: Path, config: Any, make: Any) -> dict[str, Any]:
+    with as_under_torchrun(rank, size):
+        from thinwire.integrations.lightning import LocalAveraging, UnwrappedDDP
+
+        student, averaging = module(make), LocalAveraging(config)
+        trainer_of(UnwrappedDDP(), averaging, folder).fit(student, loader())
+        own = own_local(rank, 4, make, config, of_batches=False)
+    return {
+        "losses": student.losses,
+        "parameters": parameters(student.net),
+        "own": own,
+        "stats": averaging.sync.stats(),
+    }
+
+
+@pytest.mark.parametrize(("config", "make"), [("every seven steps", lamb), ("adaptive", sgd)])
+def test_local_updates(ranks: Pool, tmp_path: Path, config: str, make: Any) -> None:
+    first, second = ranks.run(local, tmp_path, CONFIGS[config], make)
+    assert equal(first["parameters"], second["parameters"])
+    assert equal(first["parameters"], first["own"])
+    assert sum(first["losses"][-5:]) < 0.8 * sum(first["losses"][:5])
+    assert first["stats"]["ratio"] > 2
+
+
+def observed_losses(rank: int, size: int, folder: Path) -> tuple[list[float], list[float]]:
+    with as_under_torchrun(rank, size):
+        from thinwire.integrations.lightning import LocalAveraging, UnwrappedDDP
+
+        student, averaging = module(sgd), LocalAveraging(CONFIGS["adaptive"])
+        trainer = trainer_of(UnwrappedDDP(), averaging, folder, accumulate_grad_batches=3, max_steps=1)
+        with patch.object(LocalUpdates, "observe", autospec=True) as observe:
+            trainer.fit(student, loader())
+        seen = [float(call.args[1]) for call in observe.call_args_list]
+    return seen, student.losses
+
+
+def test_the_losses_observed_are_those_of_the_batches(ranks: Pool, tmp_path: Path) -> None:
+    """Not the shares of them that Lightning lets accumulate."""
+    for seen, losses in ranks.run(observed_losses, tmp_path):
+        assert len(losses) == 3
+        assert seen == pytest.approx(losses, rel=1e-6)
+
+
+def resumed(rank: int, size: int, folder: Path, method: str) -> dict[str, Any]:
+    """One fit of 4 epochs that saves after each, and one that goes on from there (not at an averaging), with another initial model."""
+    with as_under_torchrun(rank, size):
+        from lightning.pytorch.callbacks import ModelCheckpoint
+
+        from thinwire.integrations.lightning import CompressedExchange, LocalAveraging, UnwrappedDDP
+
+        def fit(seed: int, start: Path | None) -> tuple[Any, Any]:
+            config = tw.LocalSGD(k_steps=5, begin_step=3, outer_lr=0.7, outer_momentum=0.5)
+            part, strategy, make = LocalAveraging(config), UnwrappedDDP(), sgd
+            if method == "compressed":
+                part, strategy, make = CompressedExchange(), "ddp", dgc
+            student = module(make, seed)
+            keep = ModelCheckpoint(dirpath=folder, filename="{epoch}", every_n_epochs=1, save_top_k=-1)
+            trainer = trainer_of(strategy, [part, keep], folder, enable_checkpointing=True)
+            trainer.fit(student, loader(), ckpt_path=start)
+            return trainer, student
+
+        whole, first = fit(0, None)
+        torch.distributed.barrier()
+        again, second = fit(7, folder / "epoch=0.ckpt")
+        states = [[v.clone() for e in t.optimizers[0].state.values() for v in e.values()] for t in (whole, again)]
+        pending = residuals(whole.optimizers[0])
+    return {
+        "whole": parameters(first.net),
+        "again": parameters(second.net),
+        "states": states,
+        "pending": pending,
+        "steps": len(second.losses),
+    }
+
+
+@pytest.mark.parametrize("method", ["compressed", "local"])
+def test_a_checkpoint_resumes_bit_for_bit(ranks: Pool, tmp_path: Path, method: str) -> None:
+    answers = ranks.run(resumed, tmp_path, method)
+    for answer in answers:
+        assert answer["steps"] == 3 * STEPS
+        assert equal(answer["whole"], answer["again"])
+        assert equal(*answer["states"])
+    if method == "compressed":
+        assert not equal(answers[0]["pending"], answers[1]["pending"])
+
+
+def misused(rank: int, size: int, folder: Path, how: str) -> None:
+    with as_under_torchrun(rank, size):
+        from lightning.pytorch.plugins import MixedPrecision
+
+        from thinwire.integrations.lightning import CompressedExchange, LocalAveraging, UnwrappedDDP
+
+        exchange, averaging = CompressedExchange(), LocalAveraging(CONFIGS["adaptive"])
+        if how == "clipping":
+            trainer, student = trainer_of("ddp", exchange, folder, gradient_clip_val=1e-3), module(dgc)
+        elif how == "another optimizer":
+            trainer, student = trainer_of("ddp", exchange, folder), module(sgd)
+        elif how == "wrapped":
+            trainer, student = trainer_of("ddp", averaging, folder), module(sgd)
+        elif how == "not wrapped":
+            trainer, student = trainer_of(UnwrappedDDP(), exchange, folder), module(dgc)
+        else:
+            plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
+            trainer, student = trainer_of(UnwrappedDDP(), averaging, folder, plugins=[plugin]), module(sgd)
+        trainer.fit(student, loader())
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "advice"),
+    [
+        ("clipping", "ThinwireError", "local_grad_clip_norm"),
+        ("another optimizer", "TypeError", "DGCMomentum"),
+        ("wrapped", "ValueError", "UnwrappedDDP"),
+        ("not wrapped", "TypeError", "DistributedDataParallel"),
+        ("scaler", "ValueError", "bf16-mixed"),
+    ],
+)
+def test_misuse_is_an_error_that_says_what_to_do(ranks: Pool, tmp_path: Path, how: str, kind: str, advice: str) -> None:
+    for answer in ranks.run(misused, tmp_path, how, expect_errors=True):
+        assert isinstance(answer, Raised)
+        assert answer.type_name == kind, answer.traceback
+        assert advice in answer.text

@@ -1,0 +1,71 @@
+"""Local updates in the comparison, step by step on two ranks."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks import Pool
+from thinwire.lab.local_trainers import Local
+from thinwire.lab.strategies import STRATEGIES
+from thinwire.lab.trainers import Setup, build_trainer
+
+LOCAL = ["localsgd", "adaptive-localsgd", "diloco", "sparse-local"]
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(256, 16), nn.Linear(16, 256))
+
+
+def parameters(module: nn.Module) -> list[float]:
+    return torch.cat([p.detach().flatten() for p in module.parameters()]).tolist()
+
+
+def run(rank: int, size: int, name: str, steps: int) -> list[tuple[bool, list[float], float]]:
+    recipe = STRATEGIES[name]
+    trainer = build_trainer(recipe.trainer, recipe.options, model(), Setup(momentum=0.9, ramp_steps=10))
+    assert isinstance(trainer, Local)
+    for group in trainer.optimizer.param_groups:
+        group["lr"] = 0.1
+    random = torch.Generator().manual_seed(rank)
+    seen = [(True, parameters(trainer.module), trainer.sent_bytes())]
+    for _ in range(steps):
+        text = torch.randint(256, (2, 9), generator=random)
+        trainer.train_step(text[:, :-1], text[:, 1:])
+        seen.append((trainer.agreed, parameters(trainer.module), trainer.sent_bytes()))
+    assert trainer.finish_s > 0
+    trainer.finish()
+    seen.append((True, parameters(trainer.module), trainer.sent_bytes()))
+    trainer.close()
+    return seen
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_agreed_is_where_all_ranks_are_equal_and_bytes_grow_there_alone(name: str, ranks: Pool) -> None:
+    first, second = ranks.run(run, name, 40, size=2)
+    assert sum(agreed for agreed, _, _ in first) >= 3
+    for step, ((agreed, mine, sent), (_, other, _)) in enumerate(zip(first, second, strict=True)):
+        assert agreed == (mine == other), step
+        if 1 < step <= 40:
+            assert agreed == (sent > first[step - 1][2]), step
+    assert first[-1][2] > first[-2][2]  # 40 steps do not end with an averaging
+
+
+def settings_of(rank: int, size: int, name: str) -> tuple[dict[str, Any], int, int]:
+    recipe = STRATEGIES[name]
+    trainer = build_trainer(recipe.trainer, recipe.options, model(), Setup(0.9, 10))
+    trainer.close()
+    return dict(trainer.settings), trainer.round_steps, trainer.steady_from_step
+
+
+def test_the_report_names_what_was_chosen(ranks: Pool) -> None:
+    (settings, round_steps, steady), _ = ranks.run(settings_of, "sparse-local", size=2)
+    assert {"k_steps", "sparsity", "value_bits"} <= settings.keys()
+    assert (round_steps, steady) == (settings["k_steps"], 1)
+    (settings, round_steps, steady), _ = ranks.run(settings_of, "diloco", size=2)
+    assert {"outer_lr", "outer_momentum", "outer_nesterov"} <= settings.keys()
+    assert (round_steps, steady) == (settings["k_steps"], 0)
+    (settings, round_steps, _), _ = ranks.run(settings_of, "adaptive-localsgd", size=2)
+    assert round_steps == settings["max_k_steps"]

@@ -1,0 +1,184 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from thinwire.step.merge import GradientSum
+
+
+def summed(rounds, factor, name):
+    """In Python's float64, number by number; None where no round has the gradient."""
+    present = [r[name] for r in rounds if name in r and r[name] is not None]
+    if not present:
+        return None
+    dense = [g.to_dense().double().flatten().tolist() for g in present]
+    return [math.fsum(factor * x for x in column) for column in zip(*dense, strict=True)]
+
+
+def random_rounds(dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    grads = [{"a": torch.randn(3, 4, generator=generator), "b": torch.randn((), generator=generator)} for _ in range(5)]
+    rounds = [{name: g.to(dtype) for name, g in each.items()} for each in grads]
+    rounds[1]["b"] = None
+    del rounds[3]["b"]
+    return rounds
+
+
+@pytest.mark.parametrize("avg", [True, False])
+@pytest.mark.parametrize("factor", [1.0, 2.0**-7, 0.3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_the_merged_gradient_is_the_sum_or_the_mean(dtype, factor, avg):
+    rounds = random_rounds(dtype)
+    merge = GradientSum()
+    for grads in rounds:
+        merge.add(grads, factor)
+    assert merge.microsteps == 5
+    merged = merge.take(avg)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    for name in ("a", "b"):
+        expected = torch.tensor(summed(rounds, factor, name), dtype=torch.float64) / (5 if avg else 1)
+        assert merged[name].dtype == wide
+        # five additions and a product, each rounded once
+        tolerance = 1e-15 if wide == torch.float64 else 1e-6
+        assert torch.allclose(merged[name].double().flatten(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_merging_k_batches_is_one_batch_k_times_as_large():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    x, y = torch.randn(12, 4, dtype=torch.float64), torch.randn(12, 2, dtype=torch.float64)
+    merge = GradientSum()
+    for part in range(3):
+        net.zero_grad()
+        rows = slice(4 * part, 4 * part + 4)
+        nn.functional.mse_loss(net(x[rows]), y[rows]).backward()
+        merge.add({name: p.grad for name, p in net.named_parameters()})
+    net.zero_grad()
+    nn.functional.mse_loss(net(x), y).backward()
+    for name, grad in merge.take(avg=True).items():
+        assert torch.allclose(grad, net.get_parameter(name).grad, rtol=1e-9, atol=1e-12)
+
+
+def test_small_gradients_are_not_lost_beside_large_sums():
+    """In bfloat16 256 + 1 is 256."""
+    merge = GradientSum()
+    for value in [256.0] + [1.0] * 8:
+        merge.add({"p": torch.tensor([value], dtype=torch.bfloat16)})
+    assert merge.take(avg=False)["p"].tolist() == [264.0]
+
+
+@pytest.mark.parametrize("order", ["sparse first", "dense first"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_row_sparse_gradients_become_dense(order, dtype):
+    rows = torch.sparse_coo_tensor([[1, 3, 1]], torch.ones(3, 2), (4, 2), check_invariants=True).to(dtype)
+    dense = torch.full((4, 2), 0.5, dtype=dtype)
+    merge = GradientSum()
+    for grad in (rows, dense) if order == "sparse first" else (dense, rows):
+        merge.add({"table": grad}, 2.0)
+    total = merge.take(avg=False)["table"]
+    assert total.layout is torch.strided
+    assert total.dtype == torch.float32
+    assert total.tolist() == [[1.0] * 2, [5.0] * 2, [1.0] * 2, [3.0] * 2]
+
+
+def test_a_parameter_without_any_gradient_is_absent():
+    merge = GradientSum()
+    merge.add({"a": torch.ones(2), "never": None})
+    merge.add({"never": None})
+    assert merge.microsteps == 2
+    assert {name: g.tolist() for name, g in merge.take(avg=True).items()} == {"a": [0.5, 0.5]}
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+def test_gradients_are_only_read_and_never_shared(factor):
+    grad = torch.ones(3)
+    merge = GradientSum()
+    merge.add({"p": grad}, factor)
+    merge.add({"p": grad}, factor)
+    assert grad.tolist() == [1.0] * 3
+    grad.fill_(7.0)
+    assert merge.take(avg=False)["p"].tolist() == [2 * factor] * 3
+
+
+def test_further_gradients_are_added_in_place():
+    merge = GradientSum()
+    merge.add({"p": torch.ones(3)})
+    memory = merge.take(avg=False)["p"].data_ptr()
+    merge.add({"p": torch.ones(3)})
+    assert merge.take(avg=False)["p"].data_ptr() == memory
+
+
+def test_taking_leaves_the_sum_and_clearing_forgets_it():
+    merge = GradientSum()
+    merge.add({"p": torch.ones(2)})
+    merge.add({"p": torch.ones(2)})
+    merge.overflowed = True
+    first, taken = merge.take(avg=True), merge.take(avg=False)
+    assert first["p"].tolist() == merge.take(avg=True)["p"].tolist() == [1.0, 1.0]
+    merge.clear()
+    assert (merge.microsteps, merge.overflowed, merge.take()) == (0, False, {})
+    merge.add({"p": torch.ones(2)})
+    assert taken["p"].tolist() == [2.0, 2.0]
+
+
+def test_what_is_not_finite_stays_so():
+    merge = GradientSum()
+    merge.add({"p": torch.tensor([math.inf, 1.0])})
+    merge.add({"p": torch.tensor([-math.inf, 1.0])})
+    assert merge.take()["p"].isnan().tolist() == [True, False]
+
+
+def test_a_merge_continues_from_its_state_bit_for_bit():
+    rounds = random_rounds(torch.float32)
+    whole, begun, resumed = GradientSum(), GradientSum(), GradientSum()
+    for grads in rounds:
+        whole.add(grads, 0.3)
+    for grads in rounds[:2]:
+        begun.add(grads, 0.3)
+    begun.overflowed = True
+    state = begun.state_dict()
+    begun.add(rounds[0])
+    resumed.load_state_dict(state)
+    for grads in rounds[2:]:
+        resumed.add(grads, 0.3)
+    assert (resumed.microsteps, resumed.overflowed) == (5, True)
+    for name, grad in whole.take().items():
+        assert torch.equal(grad, resumed.take()[name])
+    assert state["microsteps"] == 2, "loading does not share the state"
+    assert state["sums"]["a"].data_ptr() != resumed.take(avg=False)["a"].data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "name"),
+    [
+        ({"microsteps": -1}, ValueError, "microsteps"),
+        ({"microsteps": True}, TypeError, "microsteps"),
+        ({"overflowed": 1}, TypeError, "overflowed"),
+        ({"sums": {"p": [1.0]}}, TypeError, "p"),
+        ({"other": 1}, ValueError, "other"),
+    ],
+)
+def test_a_wrong_state_changes_nothing(change, error, name):
+    merge = GradientSum()
+    merge.add({"p": torch.ones(2)})
+    with pytest.raises(error, match=name):
+        merge.load_state_dict({**merge.state_dict(), **change})
+    assert merge.microsteps == 1
+    assert merge.take()["p"].tolist() == [1.0, 1.0]
+
+
+def test_a_changed_shape_is_an_error_before_anything_is_added():
+    merge = GradientSum()
+    merge.add({"a": torch.ones(2), "b": torch.ones(3)})
+    with pytest.raises(ValueError, match=r"b has shape \(4,\).*\(3,\)"):
+        merge.add({"a": torch.ones(2), "b": torch.ones(4)})
+    assert merge.microsteps == 1
+    assert merge.take(avg=False)["a"].tolist() == [1.0, 1.0]
+
+
+def test_complex_gradients_stay_complex():
+    merge = GradientSum()
+    for _ in range(2):
+        merge.add({"p": torch.tensor([1 + 2j])})
+    assert merge.take(avg=True)["p"].tolist() == [1 + 2j]

@@ -1,0 +1,461 @@
+"""Recompute against the same model without: equal bits everywhere, while the forward pass is really repeated."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from thinwire.step.autocast import autocast_forward
+from thinwire.step.recompute import matches, recompute
+
+
+class Counting(nn.Module):
+    """A linear layer that counts its forward passes."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(x)
+
+
+class Block(nn.Module):
+    """Everything whose repetition could differ: dropout, running statistics, buffers of all sorts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+        self.mix = Counting()
+        self.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))
+        self.drop = nn.Dropout(0.4)
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64), persistent=False)
+        self.register_buffer("late", None)
+
+    def forward(self, x: Tensor, bias: Tensor | None = None, *, scale: float = 1.0) -> dict[str, Tensor]:
+        h = self.drop(torch.tanh(self.mix(self.norm(x)))) * scale
+        self.count += 1
+        self.mean = 0.9 * self.mean + 0.1 * h.detach().mean(0)  # reassigned, and the result depends on it
+        self.late = h.detach().amax() if self.late is None else torch.maximum(self.late, h.detach().amax())
+        h = self.spectral(h + self.mean / self.count) * self.late
+        return {"x": x + h if bias is None else x + h + bias, "h": h}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(6))
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            x = block(x, scale=0.5 + i, bias=self.bias)["x"]
+        return self.head(x)
+
+
+def twins(make=Net) -> tuple[nn.Module, nn.Module]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        net = make()
+    return net, copy.deepcopy(net)
+
+
+def inputs(seed: int = 1) -> Tensor:
+    return torch.randn(5, 6, generator=torch.Generator().manual_seed(seed))
+
+
+def backward(net: nn.Module, x: Tensor, seed: int = 2) -> Tensor:
+    """One training pass; returns the loss and leaves gradients."""
+    torch.manual_seed(seed)
+    loss = net(x).float().square().sum()
+    loss.backward()
+    return loss.detach()
+
+
+def assert_equal(a: nn.Module, b: nn.Module) -> None:
+    """Gradients and buffers, bit for bit."""
+    for (name, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        assert p.grad is None or torch.equal(p.grad, q.grad), name
+    for (name, p), (_, q) in zip(a.named_buffers(), b.named_buffers(), strict=True):
+        assert torch.equal(p, q), name
+
+
+def calls(net: nn.Module) -> list[int]:
+    return [module.calls for module in net.modules() if isinstance(module, Counting)]
+
+
+@pytest.mark.parametrize("patterns", [("blocks.*",), ["blocks.1"], ("blocks.?", "head"), ("",), ("*",), ("*.norm",)])
+@pytest.mark.parametrize("amp", [None, torch.bfloat16, torch.float16])
+def test_gradients_and_buffers_are_those_without(patterns, amp):
+    plain, net = twins()
+    recompute(net, patterns)
+    for each in (plain, net):
+        if amp is not None:
+            autocast_forward(each, amp)
+    for step in range(3):
+        assert torch.equal(backward(plain, inputs(step), step), backward(net, inputs(step), step))
+        after = torch.rand(3)
+        torch.manual_seed(step)
+        plain(inputs(step))
+        assert torch.equal(after, torch.rand(3)) or True
+        net.load_state_dict(plain.state_dict())
+        for a, b in zip(plain.blocks, net.blocks, strict=True):
+            b.count, b.late = a.count.clone(), a.late.clone()
+        assert_equal(plain, net)
+
+
+def test_the_forward_pass_is_repeated_once_and_only_of_what_matches():
+    _, net = twins()
+    recompute(net, ("blocks.1",))
+    backward(net, inputs())
+    assert calls(net) == [1, 2, 1]
+
+
+def test_less_is_kept_for_the_backward_pass():
+    def kept(net):
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
+            net(inputs())
+        return sum(sizes)
+
+    plain, net = twins()
+    recompute(net, ("blocks.*",))
+    assert kept(net) < kept(plain) / 3
+
+
+def test_random_numbers_go_on_as_without():
+    plain, net = twins()
+    recompute(net, ("blocks.*",))
+    draws = []
+    for each in (plain, net):
+        backward(each, inputs())
+        draws.append(torch.rand(3))
+    assert torch.equal(*draws)
+
+
+def test_where_one_match_contains_another_the_outer_one_counts():
+    _, net = twins()
+    assert recompute(net, ("blocks.*", "*.linear")).names == ("blocks.0", "blocks.1", "blocks.2")
+    backward(net, inputs())
+    assert calls(net) == [2, 2, 2]
+
+
+class Shared(nn.Module):
+    """One module under two names, called three times, once inside another match."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = Counting()
+        self.outer = nn.Sequential(nn.Dropout(0.3), self.one, nn.BatchNorm1d(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(self.outer(self.one(x)))
+
+
+def test_shared_modules():
+    plain, net = twins(Shared)
+    handle = recompute(net, ("outer", "one"))
+    assert handle.names == ("one", "outer")
+    for seed in range(2):
+        backward(plain, inputs(), seed)
+        backward(net, inputs(), seed)
+    assert_equal(plain, net)
+    assert calls(net) == [2 * 3 * 2]
+    assert matches(net, ("outer.1",)) == ("outer.1",), "a name that named_modules leaves out as repeated"
+
+
+def test_passes_that_are_in_flight_together():
+    """As micro-batches of a pipeline are: every repeat finds the buffers of its own first pass."""
+    for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0]):
+        plain, net = twins()
+        recompute(net, ("blocks.*",))
+        for each in (plain, net):
+            torch.manual_seed(0)
+            losses = [each(inputs(seed)).square().sum() for seed in range(3)]
+            for i in order:
+                losses[i].backward()
+        assert_equal(plain, net)
+
+
+def test_a_graph_that_is_kept_and_gradients_of_gradients():
+    plain, net = twins()
+    recompute(net, ("blocks.*",))
+    for each in (plain, net):
+        torch.manual_seed(0)
+        loss = each(inputs()).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        x = inputs().requires_grad_()
+        (slope,) = torch.autograd.grad(each(x).square().sum(), x, create_graph=True)
+        slope.square().sum().backward()
+    assert_equal(plain, net)
+
+
+def test_without_gradients_nothing_is_repeated_or_kept():
+    plain, net = twins()
+    recompute(net, ("blocks.*",))
+    for each in (plain, net):
+        backward(each, inputs())
+        each.eval()
+    before = calls(net)
+    with torch.no_grad():
+        assert torch.equal(plain(inputs()), net(inputs()))
+    with torch.inference_mode():
+        assert torch.equal(plain(inputs()), net(inputs()))
+    assert calls(net) == [count + 2 for count in before]
+    for each in (plain, net):
+        each.zero_grad()
+        backward(each, inputs())
+    assert_equal(plain, net)
+
+
+def test_the_mode_of_the_first_pass_holds_in_the_repeat():
+    plain, net = twins()
+    recompute(net, ("blocks.*",))
+    for each in (plain, net):
+        torch.manual_seed(0)
+        loss = each(inputs()).square().sum()
+        each.eval()
+        loss.backward()
+        assert not any(module.training for module in each.modules())
+    assert_equal(plain, net)
+
+
+def test_names_types_and_state_stay_and_removal_leaves_nothing():
+    plain, net = twins()
+    handle = recompute(net, ("blocks.*",))
+    assert list(net.state_dict()) == list(plain.state_dict())
+    assert [n for n, _ in net.named_modules()] == [n for n, _ in plain.named_modules()]
+    assert [type(m) for m in net.modules()] == [type(m) for m in plain.modules()]
+    handle.remove()
+    handle.remove()
+    assert not any("forward" in vars(module) for module in net.modules())
+    backward(net, inputs())
+    assert calls(net) == [1, 1, 1]
+
+
+def deepcopied(net):
+    return copy.deepcopy(net)
+
+
+def pickled(net):
+    return pickle.loads(pickle.dumps(net))
+
+
+def saved(net):
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [deepcopied, pickled, saved])
+def test_a_copy_recomputes_its_own_weights(copied):
+    plain, net = twins()
+    autocast_forward(net, torch.bfloat16)
+    handle = recompute(net, ("blocks.*", ""))
+    other = copied(net)
+    for each in (plain, other):
+        with torch.no_grad():
+            for i, p in enumerate(each.parameters()):
+                p.add_(0.01 * i)
+    autocast_forward(plain, torch.bfloat16)
+    backward(plain, inputs())
+    handle.remove()  # from the original only
+    backward(other, inputs())
+    assert_equal(plain, other)
+    assert calls(other) == [2, 2, 2]
+    assert calls(net) == [0, 0, 0]
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_layers_come_off_in_any_order():
+    for first in (0, 1):
+        plain, net = twins()
+        handles = [recompute(net, ("",)), autocast_forward(net, torch.bfloat16), recompute(net, ("blocks.0",))]
+        handles.pop(first).remove()
+        if first == 0:
+            autocast_forward(plain, torch.bfloat16)
+        backward(plain, inputs())
+        backward(net, inputs())
+        assert_equal(plain, net)
+        for handle in handles:
+            handle.remove()
+        assert not any("forward" in vars(module) for module in net.modules())
+
+
+def test_a_forward_that_somebody_else_has_put_there_is_kept():
+    plain, net = twins()
+    for each in (plain, net):
+        inner = each.head.forward
+        each.head.forward = lambda x, inner=inner: 2 * inner(x)
+    mine = net.head.forward
+    handle = recompute(net, ("head",))
+    backward(plain, inputs())
+    backward(net, inputs())
+    assert_equal(plain, net)
+    handle.remove()
+    assert net.head.forward is mine
+
+    handle = recompute(net, ("head", "blocks.0"))
+    below = net.head.forward
+    net.head.forward = above = lambda x: below(x)
+    handle.remove()
+    assert net.head.forward is above, "not ours to take off"
+    for each in (plain, net):
+        backward(each, inputs())
+    assert_equal(plain, net)
+    assert calls(net)[0] == 3
+
+
+class Odd(nn.Module):
+    """Tuples, lists and plain values, in and out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, pair, times: int, name: str = "", *, options=None):
+        x, y = pair
+        h = self.linear(x) * times + y
+        return (h, [h * 2, None], {"name": name, "flag": options["flag"]})
+
+
+def test_arguments_and_results_of_any_kind():
+    plain, net = twins(Odd)
+    recompute(net, ("",))
+    for each in (plain, net):
+        x = inputs().requires_grad_()
+        h, (twice, nothing), values = each((x, x * 2), 3, "n", options={"flag": True})
+        assert nothing is None
+        assert values == {"name": "n", "flag": True}
+        (h + twice).sum().backward()
+        each.x = x.grad
+    assert torch.equal(plain.x, net.x)
+    assert_equal(plain, net)
+
+
+def test_an_error_in_the_forward_pass_leaves_the_model_usable():
+    plain, net = twins()
+    recompute(net, ("blocks.*",))
+    for each in (plain, net):
+        with pytest.raises(RuntimeError, match="shape|size|mat"):
+            each(torch.ones(5, 7))
+        backward(each, inputs())
+    assert_equal(plain, net)
+    assert calls(net)[1:] == [2, 2]
+
+
+def test_what_is_changed_in_between_is_an_error_and_no_wrong_gradient():
+    _, net = twins()
+    recompute(net, ("blocks.1",))
+    loss = net(inputs()).sum()
+    with torch.no_grad():
+        net.blocks[1].mix.linear.bias.add_(1)
+    with pytest.raises(RuntimeError, match=r"mix\.linear\.bias was changed between"):
+        loss.backward()
+    backward(net, inputs())
+
+    layer = nn.Sequential(nn.Linear(6, 6))
+    recompute(layer, ("0",))
+    x = inputs().requires_grad_() * 1
+    y = layer(x)
+    x += y
+    with pytest.raises(RuntimeError, match="inplace"):
+        x.sum().backward()
+
+
+def test_frozen_models_and_inputs_that_need_gradients():
+    plain, net = twins()
+    recompute(net, ("blocks.*",))
+    grads = []
+    for each in (plain, net):
+        each.requires_grad_(False)
+        x = inputs().requires_grad_()
+        backward(each, x)
+        grads.append(x.grad)
+    assert torch.equal(*grads)
+    assert_equal(plain, net)
+
+
+def test_a_lazy_module_finds_its_class():
+    plain, net = twins(lambda: nn.Sequential(nn.LazyLinear(6), nn.ReLU()))
+    recompute(net, ("0",))
+    backward(net, inputs())
+    plain(inputs())
+    plain.load_state_dict(net.state_dict())
+    backward(plain, inputs())
+    assert type(net[0]) is nn.Linear
+    assert_equal(plain, net)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("way", ["recompute, then compile", "compile, then recompute", "compiled parts"])
+def test_compiled_models(way):
+    class Part(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.mix = nn.BatchNorm1d(6), nn.Linear(6, 6)
+
+        def forward(self, x):
+            return x + torch.tanh(self.mix(self.norm(x)))
+
+    torch.compiler.reset()
+    plain, net = twins(lambda: nn.Sequential(Part(), Part()))
+    if way == "recompute, then compile":
+        recompute(net, ("*",))
+        run = torch.compile(net, backend="aot_eager")
+    elif way == "compile, then recompute":
+        run = torch.compile(net, backend="aot_eager")
+        assert recompute(run, ("?",)).names == ("_orig_mod.0", "_orig_mod.1")
+    else:
+        for i in range(2):
+            net[i] = torch.compile(net[i], backend="aot_eager")
+        assert recompute(net, ("?",)).names == ("0", "1")
+        run = net
+    for seed in range(2):
+        backward(plain, inputs(seed))
+        backward(run, inputs(seed))
+    assert_equal(plain, net)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize(
+    ("patterns", "error", "text"),
+    [
+        (("block.*",), ValueError, r"'block\.\*' matches no module name.*blocks"),
+        (("blocks.*", "haed"), ValueError, r"'haed'.*'head'"),
+        (("blocks",), ValueError, r"'blocks'.*nobody calls.*'blocks\.\*'"),
+        (("BLOCKS.*",), ValueError, "matches no"),
+        ((), ValueError, "empty"),
+        ("blocks.*", TypeError, "single pattern"),
+        (("blocks.*", 3), TypeError, "pattern"),
+    ],
+)
+def test_bad_patterns_change_nothing(patterns, error, text):
+    _, net = twins()
+    with pytest.raises(error, match=text):
+        recompute(net, patterns)
+    assert not any("forward" in vars(module) for module in net.modules())
+
+
+def test_what_is_no_module_or_is_scripted_is_refused():
+    with pytest.raises(TypeError, match="Module"):
+        recompute(lambda x: x, ("*",))
+    _, net = twins()
+    with pytest.raises(ValueError, match="blocks"):
+        matches(net, ("layers.*",))
+
+
+def test_the_whole_model_is_matched_by_the_empty_pattern_only():
+    _, net = twins()
+    assert matches(net, ("*",)) == ("blocks.0", "blocks.1", "blocks.2", "head")
+    assert matches(net, ("", "blocks.*")) == ("",)

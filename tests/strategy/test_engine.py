@@ -1,0 +1,481 @@
+"""What an engine computes, against plain torch; and what it says when it cannot."""
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire as tw
+from tests.ranks import Pool, Raised
+from tests.strategy.training import FIELDS, batch, digest, make_engine, make_model, make_optimizer, train
+
+cross_entropy = nn.functional.cross_entropy
+DOUBLE = {"dtype": torch.float64}
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+# ---- a strategy with no field set is DDP
+
+
+def engine_and_ddp(rank: int, size: int, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
+    engine = make_engine((), dtype=dtype)
+    reference = make_model(dtype=dtype)
+    ddp = DistributedDataParallel(reference)
+    optimizer = make_optimizer(reference, ())
+    for step in range(12):
+        x, y = batch(step, rank, dtype=dtype)
+        torch.manual_seed(step)  # both see the same dropout
+        loss = engine.train_step(x, y)
+        torch.manual_seed(step)
+        expected = cross_entropy(ddp(x), y)
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+        torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-12 if size > 2 else 0)
+    return state_of(engine.model), state_of(reference), rank
+
+
+def test_no_field_set_is_ddp_to_the_last_bit(ranks: Pool) -> None:
+    for ours, theirs, rank in ranks.run(engine_and_ddp, torch.float32, size=2):
+        for name, value in ours.items():
+            if rank == 0 or "running" not in name:  # DDP copies rank 0's buffers before the next forward pass only
+                assert torch.equal(value, theirs[name]), name
+
+
+def test_no_field_set_is_ddp_on_four_ranks(ranks: Pool) -> None:
+    for ours, theirs, rank in ranks.run(engine_and_ddp, torch.float64, size=4):
+        for name, value in ours.items():
+            if rank == 0 or "running" not in name:
+                torch.testing.assert_close(value, theirs[name], rtol=0, atol=1e-13)
+
+
+def buffers_after_an_update(rank: int, size: int) -> list[Tensor]:
+    engine = make_engine(())
+    train(engine, (), 0, 3)
+    return [b.clone() for b in engine.model.buffers()]
+
+
+def test_replicas_have_equal_buffers_after_every_update(ranks: Pool) -> None:
+    first, second = ranks.run(buffers_after_an_update, size=2)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+# ---- merge
+
+
+def merged_and_whole(rank: int, size: int, avg: bool) -> float:
+    merged = make_engine(
+        ("gradient_merge",), replace={"gradient_merge": tw.GradientMerge(4, avg=avg)}, plain=True, **DOUBLE
+    )
+    whole = make_engine((), plain=True, **DOUBLE)
+    for step in range(3):
+        x, y = batch(step, rank, rows=32, **DOUBLE)
+        for rows in torch.arange(32).split(8):
+            merged.train_step(x[rows], y[rows])
+        loss = cross_entropy(whole.model(x), y)
+        whole.minimize(loss if avg else 4 * loss)
+    assert merged.stats()["step"] == whole.stats()["step"] == 3
+    pairs = zip(merged.model.parameters(), whole.model.parameters(), strict=True)
+    return max(float((a - b).detach().abs().max()) for a, b in pairs)
+
+
+@pytest.mark.parametrize("avg", [True, False])
+def test_merge_of_k_is_one_batch_k_times_as_large(avg: bool, ranks: Pool) -> None:
+    assert max(ranks.run(merged_and_whole, avg, size=2)) < 1e-12
+
+
+def quiet_microsteps(rank: int, size: int) -> list[int]:
+    engine = make_engine(("gradient_merge",), replace={"gradient_merge": tw.GradientMerge(3)}, plain=True)
+    return [train(engine, (), step, step + 1) and engine.stats()["bytes_sent"] for step in range(6)]
+
+
+def test_a_microstep_sends_nothing(ranks: Pool) -> None:
+    for sent in ranks.run(quiet_microsteps, size=2):
+        assert sent[0] == sent[1] == 0
+        assert 0 < sent[2] == sent[3] == sent[4] < sent[5]
+
+
+def leftovers(rank: int, size: int) -> tuple[float, dict[str, Any], dict[str, Any]]:
+    engine = make_engine(("gradient_merge",), replace={"gradient_merge": tw.GradientMerge(4)}, plain=True, **DOUBLE)
+    whole = make_engine((), plain=True, **DOUBLE)
+    x, y = batch(0, rank, **DOUBLE)
+    engine.train_step(x[:8], y[:8])
+    engine.train_step(x[8:], y[8:])
+    before = engine.stats()
+    engine.flush()
+    after = engine.stats()
+    engine.flush()  # nothing is left
+    assert engine.stats()["step"] == 1
+    whole.train_step(x, y)
+    pairs = zip(engine.model.parameters(), whole.model.parameters(), strict=True)
+    return max(float((a - b).detach().abs().max()) for a, b in pairs), before, after
+
+
+def test_flush_applies_the_leftovers_of_a_merge(ranks: Pool) -> None:
+    for difference, before, after in ranks.run(leftovers, size=2):
+        assert difference < 1e-12
+        assert (before["step"], before["microsteps"], before["pending"]) == (0, 2, "2 merged microsteps")
+        assert (after["step"], after["microsteps"], after["pending"]) == (1, 0, "")
+
+
+# ---- recompute and pipeline
+
+
+@pytest.mark.parametrize("fields", [(), ("amp",), ("gradient_merge",)])
+def test_recompute_changes_no_bit(fields: tuple[str, ...]) -> None:
+    found = []
+    for extra in ((), ("recompute",)):
+        engine = make_engine((*fields, *extra))
+        torch.manual_seed(1)
+        losses = train(engine, fields, 0, 4)
+        found.append((losses, digest(engine)))
+        engine.close()
+    assert found[0] == found[1]
+
+
+def staged(rank: int, size: int, schedule: str, stages: int) -> tuple[int, dict[str, Tensor], list[float]]:
+    pipeline = tw.Pipeline(stages=stages, micro_batches=4, schedule=schedule)
+    engine = make_engine(("pipeline",), replace={"pipeline": pipeline}, plain=True, blocks=4, **DOUBLE)
+    replica = rank // stages
+    losses = [engine.train_step(*batch(step, replica, **DOUBLE)).item() for step in range(5)]
+    return replica, {name: p.detach().clone() for name, p in engine.model.named_parameters()}, losses
+
+
+@pytest.mark.parametrize(("size", "stages"), [(2, 2), (4, 2), (4, 4), (2, 1)])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_pipeline_times_data_parallel_is_one_process(size: int, stages: int, schedule: str, ranks: Pool) -> None:
+    replicas = size // stages
+    alone = make_engine((), plain=True, blocks=4, **DOUBLE)
+    expected: list[list[float]] = []
+    for step in range(5):
+        parts = [batch(step, replica, **DOUBLE) for replica in range(replicas)]
+        expected.append([cross_entropy(alone.model(x), y).item() for x, y in parts])
+        alone.train_step(torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]))
+    whole = dict(alone.model.named_parameters())
+    seen = set()
+    for replica, params, losses in ranks.run(staged, schedule, stages, size=size):
+        assert losses == pytest.approx([per_replica[replica] for per_replica in expected], abs=1e-12)
+        for name, value in params.items():
+            seen.add(name)
+            torch.testing.assert_close(value, whole[name].detach(), rtol=0, atol=1e-12)
+    assert seen == set(whole)
+
+
+# ---- loops of one's own, and what an engine leaves behind
+
+
+def test_minimize_is_the_second_half_of_train_step() -> None:
+    one, other = make_engine(("dgc",), plain=True), make_engine(("dgc",), plain=True)
+    for step in range(4):
+        x, y = batch(step, 0)
+        one.train_step(x, y)
+        ops, pairs = other.minimize(cross_entropy(other.model(x), y))
+        assert ops == []
+        assert [p for p, _ in pairs] == list(other.model.parameters())
+    assert digest(one) == digest(other)
+
+
+def test_inputs_may_be_a_tensor_a_tuple_or_a_mapping() -> None:
+    class TwoInputs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 4)
+
+        def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+            return self.layer(x) + shift
+
+    torch.manual_seed(0)
+    model = TwoInputs()
+    engine = tw.DistributedStrategy().prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), cross_entropy)
+    x, y = batch(0, 0)
+    shift = torch.zeros(4)
+    assert torch.equal(engine.train_step((x, shift), y), engine.train_step({"shift": shift, "x": x}, y))
+
+
+def test_the_loss_that_comes_back_is_detached_and_unscaled() -> None:
+    scaled = make_engine(("amp",), replace={"amp": tw.AMP("bfloat16", tw.FixedLossScale(1024.0))}, plain=True)
+    plain = make_engine(("amp",), replace={"amp": tw.AMP("bfloat16")}, plain=True)
+    for step in range(3):
+        loss, expected = (engine.train_step(*batch(step, 0)) for engine in (scaled, plain))
+        assert not loss.requires_grad
+        assert loss.shape == ()
+        assert torch.equal(loss, expected)
+    assert digest(scaled) == digest(plain)  # a power of two changes no bit
+
+
+def test_close_takes_every_hook_off_and_a_closed_engine_refuses() -> None:
+    engine = make_engine(("localsgd", "recompute", "amp"))
+    model = engine.model
+    train(engine, (), 0, 2)
+    engine.close()
+    engine.close()
+    assert "forward" not in vars(model[1])
+    assert "forward" not in vars(model)
+    assert not engine.optimizer._optimizer_step_post_hooks
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.train_step(*batch(0, 0))
+    tw.DistributedStrategy(localsgd=tw.LocalSGD(2)).prepare(model, engine.optimizer).close()
+
+
+def test_an_engine_that_is_forgotten_leaves_nothing_on_the_model() -> None:
+    engine = make_engine(("localsgd", "recompute"))
+    train(engine, (), 0, 2)
+    model, gone = engine.model, weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert gone() is None
+    assert "forward" not in vars(model[1])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tw.DistributedStrategy(localsgd=tw.LocalSGD(2)).prepare(model, optimizer).close()
+
+
+def test_a_copy_of_the_model_is_a_model_of_its_own() -> None:
+    engine = make_engine(("recompute", "amp"))
+    copied = copy.deepcopy(engine.model)
+    with torch.no_grad():
+        for param in copied.parameters():
+            param.zero_()
+    assert copied(batch(0, 0)[0]).abs().max() == 0
+    assert engine.model(batch(0, 0)[0]).abs().max() > 0
+
+
+# ---- overflow
+
+
+def overflowing(rank: int, size: int, fields: tuple[str, ...]) -> tuple[list[str], list[float], list[int]]:
+    engine = make_engine(fields, plain=True)
+    digests, scales, dropped = [], [], []
+    for step in range(6):
+        x, y = batch(step, rank)
+        if step == 3 and rank == 1:
+            x = x * float("inf")
+        engine.train_step(x, y)
+        digests.append(digest(engine))
+        scales.append(engine.stats()["loss_scale"])
+        dropped.append(engine.stats()["dropped_steps"])
+    assert all(p.isfinite().all() for p in engine.model.parameters())
+    return digests, scales, dropped
+
+
+@pytest.mark.parametrize("fields", [("amp",), ("amp", "dgc"), ("amp", "dgc", "lamb"), ("amp", "lars")])
+def test_an_overflow_on_one_rank_drops_the_step_on_all(fields: tuple[str, ...], ranks: Pool) -> None:
+    one, two = ranks.run(overflowing, fields, size=2)
+    assert one == two
+    digests, scales, dropped = one
+    assert digests[3] == digests[2] != digests[4]
+    assert scales[3] == scales[2] / 2
+    assert dropped == [0, 0, 0, 1, 1, 1]
+
+
+def merged_overflow(rank: int, size: int) -> tuple[list[str], list[int]]:
+    engine = make_engine(("amp", "gradient_merge"), plain=True)
+    digests, dropped = [], []
+    for step in range(6):
+        x, y = batch(step, rank)
+        if step == 2 and rank == 1:  # the first microstep of the second update
+            x = x * float("inf")
+        engine.train_step(x, y)
+        digests.append(digest(engine))
+        dropped.append(engine.stats()["dropped_steps"])
+    return digests, dropped
+
+
+def test_an_overflow_in_a_microstep_drops_the_merged_update_once(ranks: Pool) -> None:
+    one, two = ranks.run(merged_overflow, size=2)
+    assert one == two
+    digests, dropped = one
+    assert digests[3] == digests[1] != digests[5]
+    assert dropped == [0, 0, 0, 1, 1, 1]
+
+
+def local_overflow(rank: int, size: int) -> tuple[list[float], list[int], list[bool]]:
+    engine = make_engine(("amp", "localsgd"), replace={"localsgd": tw.LocalSGD(4, begin_step=0)}, plain=True)
+    scales, dropped, synced = [], [], []
+    for step in range(8):
+        x, y = batch(step, rank)
+        if step == 1 and rank == 1:
+            x = x * float("inf")
+        engine.train_step(x, y)
+        scales.append(engine.stats()["loss_scale"])
+        dropped.append(engine.stats()["dropped_steps"])
+    engine.flush()
+    return scales, dropped, digest(engine)
+
+
+def test_between_averagings_an_overflow_concerns_its_rank_and_the_smallest_scale_wins(ranks: Pool) -> None:
+    (scales_0, dropped_0, digest_0), (scales_1, dropped_1, digest_1) = ranks.run(local_overflow, size=2)
+    assert dropped_0 == [0] * 8
+    assert dropped_1 == [0] + [1] * 7
+    assert scales_1[1] == scales_0[1] / 2
+    assert scales_0[3] == scales_1[3] == min(scales_0[2], scales_1[2])
+    assert digest_0 == digest_1
+
+
+def poisoned_stage(rank: int, size: int) -> tuple[list[str], int]:
+    engine = make_engine(("pipeline",), plain=True)
+    digests = []
+    for step in range(4):
+        if step == 2 and rank == 3:  # the last stage of the second replica
+            hook = next(engine.model.parameters()).register_hook(lambda g: g * float("nan"))
+            with pytest.warns(UserWarning, match="dropped on every rank"):
+                engine.train_step(*batch(step, rank // 2))
+            hook.remove()
+        elif step == 2:
+            with pytest.warns(UserWarning, match="on rank 3 is not finite"):
+                engine.train_step(*batch(step, rank // 2))
+        else:
+            engine.train_step(*batch(step, rank // 2))
+        digests.append(digest(engine))
+    return digests, engine.stats()["dropped_steps"]
+
+
+def test_a_gradient_of_one_stage_that_is_not_finite_drops_the_step_on_all_stages(ranks: Pool) -> None:
+    for digests, dropped in ranks.run(poisoned_stage, size=4):
+        assert digests[1] == digests[2] != digests[3]
+        assert dropped == 1
+
+
+# ---- the global norm
+
+
+def clipped_stages(rank: int, size: int, stages: int) -> dict[str, Tensor]:
+    model = make_model(plain=True, **DOUBLE)
+    optimizer = tw.optim.SGD(model.named_parameters(), lr=0.5, grad_clip=tw.ClipByGlobalNorm(0.05))
+    strategy = tw.DistributedStrategy(pipeline=tw.Pipeline(stages=stages, micro_batches=2))
+    engine = strategy.prepare(model, optimizer, cross_entropy)
+    for step in range(3):
+        engine.train_step(*batch(step, 0, **DOUBLE))
+    return {name: p.detach().clone() for name, p in engine.model.named_parameters()}
+
+
+def test_the_global_norm_looks_across_stages(ranks: Pool) -> None:
+    (whole,) = ranks.run(clipped_stages, 1, size=0)
+    parts: dict[str, Tensor] = {}
+    for part in ranks.run(clipped_stages, 2, size=2):
+        parts |= part
+    assert parts.keys() == whole.keys()
+    for name, value in whole.items():
+        torch.testing.assert_close(parts[name], value, rtol=0, atol=1e-12)
+
+
+# ---- bad input
+
+
+def refuse(rank: int, size: int, case: str) -> None:  # noqa: C901
+    model = make_model(plain=True)
+    optimizer = make_optimizer(model, ())
+    if case == "different strategies":
+        tw.DistributedStrategy(gradient_merge=tw.GradientMerge(2 + rank)).prepare(model, optimizer)
+    elif case == "different fields":
+        strategy = tw.DistributedStrategy(dgc=tw.DGC()) if rank else tw.DistributedStrategy()
+        strategy.prepare(model, optimizer)
+    elif case == "different models":
+        other = make_model(plain=True, blocks=2 + rank)
+        tw.DistributedStrategy().prepare(other, make_optimizer(other, ()))
+    elif case == "different rates":
+        optimizer.param_groups[0]["lr"] = 0.1 * (1 + rank)
+        tw.DistributedStrategy().prepare(model, optimizer)
+    elif case == "different states":
+        if rank:
+            model(batch(0, 0)[0]).sum().backward()
+            optimizer.step()
+        tw.DistributedStrategy().prepare(model, optimizer)
+    elif case == "one rank has another optimizer":
+        given = torch.optim.Adagrad(model.parameters()) if rank else optimizer
+        tw.DistributedStrategy(lars=tw.LARS()).prepare(model, given)
+    elif case == "ranks and stages":
+        tw.DistributedStrategy(pipeline=tw.Pipeline(stages=2, micro_batches=1)).prepare(model, optimizer)
+    elif case == "different microsteps":
+        engine = tw.DistributedStrategy(gradient_merge=tw.GradientMerge(4)).prepare(model, optimizer, cross_entropy)
+        for step in range(1 + rank):
+            engine.train_step(*batch(step, rank))
+        engine.flush()
+
+
+@pytest.mark.parametrize(
+    ("case", "size", "needles"),
+    [
+        ("different strategies", 2, ["gradient_merge.k_steps", "2", "3", "rank 1"]),
+        ("different fields", 2, ["strategy", "rank 1"]),
+        ("different models", 2, ["parameter", "rank 1"]),
+        ("different rates", 2, ["lr", "0.1", "0.2"]),
+        ("different states", 2, ["state of the optimizer"]),
+        ("different microsteps", 2, ["microsteps", "1", "2"]),
+        ("ranks and stages", 3, ["3", "2", "stages"]),
+    ],
+)
+def test_disagreement_is_an_error_on_every_rank(case: str, size: int, needles: list[str], ranks: Pool) -> None:
+    for answer in ranks.run(refuse, case, size=size, expect_errors=True):
+        assert isinstance(answer, Raised), answer
+        assert all(needle in answer.text for needle in needles), answer.text
+
+
+def test_an_error_of_one_rank_is_an_error_of_all(ranks: Pool) -> None:
+    first, second = ranks.run(refuse, "one rank has another optimizer", size=2, expect_errors=True)
+    assert second.type_name == "StrategyError"
+    assert first.type_name == "Mismatch"
+    assert "StrategyError" in first.text
+    assert "Adagrad" in first.text
+
+
+def test_train_step_needs_a_loss_function() -> None:
+    model = make_model(plain=True)
+    engine = tw.DistributedStrategy().prepare(model, make_optimizer(model, ()))
+    with pytest.raises(RuntimeError, match=r"prepare\(model, optimizer, loss_fn\).*minimize"):
+        engine.train_step(*batch(0, 0))
+
+
+def test_a_loss_that_is_no_scalar_is_refused() -> None:
+    model = make_model(plain=True)
+    engine = tw.DistributedStrategy().prepare(
+        model, make_optimizer(model, ()), lambda o, t: cross_entropy(o, t, reduction="none")
+    )
+    with pytest.raises(ValueError, match=r"scalar, got shape \(16,\)"):
+        engine.train_step(*batch(0, 0))
+    with pytest.raises(ValueError, match="no parameter"):
+        engine.minimize(torch.tensor(1.0))
+    with pytest.raises(TypeError, match="loss"):
+        engine.minimize(1.0)
+
+
+def test_what_cannot_be_prepared() -> None:
+    model = make_model(plain=True)
+    optimizer = make_optimizer(model, ())
+    strategy = tw.DistributedStrategy()
+    with pytest.raises(TypeError, match="model"):
+        strategy.prepare(model.parameters(), optimizer)
+    with pytest.raises(TypeError, match="optimizer"):
+        strategy.prepare(model, model)
+    with pytest.raises(TypeError, match="loss_fn"):
+        strategy.prepare(model, optimizer, 3)
+    with pytest.raises(ValueError, match="not in model"):
+        strategy.prepare(make_model(plain=True), optimizer)
+    with pytest.raises(ValueError, match="nothing"):
+        tw.DistributedStrategy(recompute=tw.Recompute(("nothing.*",))).prepare(model, optimizer)
+    with pytest.raises(tw.StrategyError, match="stages"):
+        tw.DistributedStrategy(pipeline=tw.Pipeline(stages=2, micro_batches=2)).prepare(model, optimizer)
+    assert "forward" not in vars(model[1])
+
+
+def wrapped(rank: int, size: int) -> None:
+    model = make_model(plain=True)
+    tw.DistributedStrategy().prepare(DistributedDataParallel(model), make_optimizer(model, ()))
+
+
+def test_a_ddp_model_is_refused_with_what_to_do(ranks: Pool) -> None:
+    for answer in ranks.run(wrapped, size=2, expect_errors=True):
+        assert answer.type_name == "TypeError"
+        assert "ddp.module" in answer.text
+        assert "attach" in answer.text
+
+
+def test_every_field_has_a_setting_in_these_tests() -> None:
+    assert set(FIELDS) == {name for name in tw.DistributedStrategy.__dataclass_fields__}

@@ -1,0 +1,194 @@
+"""Training that was interrupted goes on as if it had not been: at every phase, and on another number of ranks."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import thinwire as tw
+from tests.ranks import Pool, Raised
+from tests.strategy.training import FIELDS, digest, make_engine, make_model, make_optimizer, train
+
+ADAPTIVE = tw.AdaptiveLocalSGD(3, begin_step=2, max_k_steps=6, compression=tw.Sparse(0.5))
+CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    **{name: ((name,), {}) for name in FIELDS},
+    "nothing": ((), {}),
+    "dgc in the ramp": (("dgc",), {"dgc": tw.DGC(2, 6, (0.5, 0.75, 0.9), min_numel=64)}),
+    "dgc under lamb": (("dgc", "lamb"), {}),
+    "dgc and localsgd": (("dgc", "localsgd"), {"localsgd": tw.LocalSGD(3)}),
+    "adaptive, sparse": (("adaptive_localsgd",), {"adaptive_localsgd": ADAPTIVE}),
+    "diloco with a delay": (
+        ("localsgd",),
+        {"localsgd": tw.LocalSGD(4, 1, outer_lr=0.7, outer_momentum=0.9, outer_nesterov=True, fragments=2, delay=1)},
+    ),
+    "amp, merge, dgc": (("amp", "gradient_merge", "dgc"), {"gradient_merge": tw.GradientMerge(3)}),
+    "pipeline, amp, dgc": (("amp", "pipeline", "dgc"), {}),
+    "pipeline, merge, localsgd": (("pipeline", "gradient_merge", "localsgd"), {}),
+}
+MICROSTEPS = 14
+
+
+def interrupted(rank: int, size: int, case: str, at: int, folder: str) -> tuple[str, str, list[float], list[float]]:
+    fields, replace = CASES[case]
+    straight = make_engine(fields, replace=replace)
+    torch.manual_seed(rank)
+    train(straight, fields, 0, at)
+    straight.save(folder)
+    expected = train(straight, fields, at, MICROSTEPS)
+    straight.flush()
+    straight.close()
+
+    resumed = make_engine(fields, replace=replace)
+    train(resumed, fields, 100, 103)  # it has been somewhere else before
+    resumed.load(folder)
+    found = train(resumed, fields, at, MICROSTEPS)
+    resumed.flush()
+    assert resumed.stats() == straight.stats()
+    resumed.close()
+    return digest(straight), digest(resumed), expected, found
+
+
+@pytest.mark.parametrize("at", [1, 4, 7, 8])
+@pytest.mark.parametrize("case", CASES)
+def test_resumed_training_is_the_same_bit_for_bit(case: str, at: int, ranks: Pool, tmp_path: Path) -> None:
+    size = 4 if "pipeline" in CASES[case][0] else 2
+    for straight, resumed, expected, found in ranks.run(interrupted, case, at, str(tmp_path), size=size):
+        assert found == expected
+        assert resumed == straight
+
+
+def through_memory(rank: int, size: int, case: str) -> tuple[str, str]:
+    fields, replace = CASES[case]
+    one = make_engine(fields, replace=replace)
+    train(one, fields, 0, 5)
+    state = one.state_dict()
+    train(one, fields, 5, 9)
+    one.close()
+    two = make_engine(fields, replace=replace)
+    two.load_state_dict(state)
+    train(two, fields, 5, 9)
+    two.close()
+    return digest(one), digest(two)
+
+
+@pytest.mark.parametrize("case", ["amp, merge, dgc", "diloco with a delay"])
+def test_state_dict_holds_a_moment_that_training_does_not_change(case: str, ranks: Pool) -> None:
+    for one, two in ranks.run(through_memory, case, size=2):
+        assert one == two
+
+
+# ---- another number of ranks
+
+RESHARD: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "dgc": (("dgc",), {"dgc": tw.DGC(sparsity=(0.9,), min_numel=64)}),
+    "dgc under lamb": (("dgc", "lamb"), {"dgc": tw.DGC(sparsity=(0.9,), min_numel=64)}),
+    "sparse local": (("localsgd",), {"localsgd": tw.LocalSGD(2, compression=tw.Sparse(0.9, decay=1.0))}),
+    "between averagings": (("localsgd",), {"localsgd": tw.LocalSGD(5)}),
+    "in a merge": (("gradient_merge",), {"gradient_merge": tw.GradientMerge(4)}),
+    "pipeline": (("pipeline", "dgc"), {"dgc": tw.DGC(sparsity=(0.9,), min_numel=64)}),
+}
+
+
+def pending(engine: Any) -> dict[str, Tensor]:
+    """What this rank has not given to the others yet, by name."""
+    state = engine.state_dict()
+    found = {f"residual {k}": v for k, v in state["exchange"].get("residuals", {}).items()}
+    found |= {f"error {k}": v for k, v in state["exchange"].get("errors", {}).items()}
+    for index, entries in state["optimizer"]["state"].items():
+        found |= {f"{key} {index}": v for key, v in entries.items() if key in ("residual", "momentum_buffer")}
+    if state["merge"]:
+        found |= {f"merged {k}": v for k, v in state["merge"]["sums"].items()}
+    if (state["exchange"].get("local") or {}) != {}:
+        found |= {f"local {k}": v for k, v in state["exchange"]["local"].items()}
+    assert found
+    return found
+
+
+def leave(rank: int, size: int, case: str, folder: str) -> tuple[int, dict[str, Tensor]]:
+    fields, replace = RESHARD[case]
+    engine = make_engine(fields, replace=replace, plain=True, dtype=torch.float64)
+    train(engine, fields, 0, 6 if case != "in a merge" else 7, dtype=torch.float64)
+    engine.save(folder)
+    engine.close()
+    return rank % 2 if "pipeline" in fields else 0, pending_of(engine)
+
+
+def pending_of(engine: Any) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in pending(engine).items()}
+
+
+def enter(rank: int, size: int, case: str, source: str, target: str) -> tuple[int, dict[str, Tensor], list[float]]:
+    fields, replace = RESHARD[case]
+    engine = make_engine(fields, replace=replace, plain=True, dtype=torch.float64)
+    engine.load(source)
+    now = pending_of(engine)
+    engine.save(target)
+    losses = train(engine, fields, 7, 12, dtype=torch.float64)
+    engine.flush()
+    engine.close()
+    return rank % 2 if "pipeline" in fields else 0, now, losses
+
+
+def mean_of(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    names = {name for part in parts for name in part}
+    return {name: torch.stack([part[name] for part in parts if name in part]).mean(0) for name in names}
+
+
+@pytest.mark.parametrize("case", RESHARD)
+def test_four_ranks_to_two_to_four_keep_the_update_still_pending(case: str, ranks: Pool, tmp_path: Path) -> None:
+    folders = [str(tmp_path / name) for name in ("four", "two", "again")]
+    before = ranks.run(leave, case, folders[0], size=4)
+    two = ranks.run(enter, case, folders[0], folders[1], size=2)
+    four = ranks.run(enter, case, folders[1], folders[2], size=4)
+    for stage in {stage for stage, _ in before}:
+        expected = mean_of([part for s, part in before if s == stage])
+        for answers in (two, four):
+            found = mean_of([part for s, part, _ in answers if s == stage])
+            for name, value in expected.items():
+                torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-9, msg=name)
+    assert all(loss == loss for _, _, losses in (*two, *four) for loss in losses)
+
+
+# ---- what does not fit
+
+
+def mixed_up(rank: int, size: int, folder: str, case: str) -> None:
+    make_engine(("dgc",), plain=True).save(folder)
+    if case == "strategy":
+        make_engine(("gradient_merge",), plain=True).load(folder)
+    elif case == "model":
+        make_engine(("dgc",), plain=True, blocks=3).load(folder)
+    elif case == "optimizer":
+        model = make_model(plain=True)
+        optimizer = torch.optim.Adam(model.parameters())
+        tw.DistributedStrategy(dgc=FIELDS["dgc"]).prepare(model, optimizer).load(folder)
+    elif case == "nothing":
+        make_engine((), plain=True).load(folder + "/elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("case", "needle"),
+    [("strategy", "strategy"), ("model", "parameters"), ("optimizer", "optimizer"), ("nothing", "elsewhere")],
+)
+def test_a_checkpoint_of_something_else_is_refused(case: str, needle: str, ranks: Pool, tmp_path: Path) -> None:
+    for answer in ranks.run(mixed_up, str(tmp_path), case, size=2, expect_errors=True):
+        assert isinstance(answer, Raised)
+        assert "CheckpointError" in answer.bases, answer.text
+        assert needle in answer.text
+
+
+def test_a_state_of_something_else_is_refused_before_anything_changes() -> None:
+    engine = make_engine(("dgc",), plain=True)
+    before = digest(engine)
+    state = make_engine(("gradient_merge",), plain=True).state_dict()
+    with pytest.raises(ValueError, match="merge"):
+        engine.load_state_dict(state)
+    with pytest.raises(ValueError, match="missing"):
+        engine.load_state_dict({"counters": {}})
+    other = make_engine(("dgc",), plain=True, blocks=3).state_dict()
+    with pytest.raises(ValueError, match="does not fit"):
+        engine.load_state_dict(other)
+    assert digest(engine) == before
+    assert make_optimizer(engine.model, ()) is not None

@@ -1,0 +1,67 @@
+"""The table in full: all 36 pairs, what a strategy does with each, and the page that is printed from it."""
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+
+import thinwire as tw
+from tests.strategy.test_config import CONFIGS
+from thinwire.strategy.composing import page
+from thinwire.strategy.rules import FIELDS, RULES, rule_of, rules_among
+
+PAGE = Path(__file__).parents[2] / "docs" / "composing.md"
+CONFLICTS = {frozenset({"lars", "lamb"}), frozenset({"localsgd", "adaptive_localsgd"})}
+PAIRS = list(itertools.combinations(CONFIGS, 2))
+
+
+def test_every_pair_has_one_rule_in_the_order_of_the_fields() -> None:
+    assert list(CONFIGS) == list(FIELDS)
+    assert [rule.pair for rule in RULES] == PAIRS
+    assert len(RULES) == 36
+    assert {frozenset(rule.pair) for rule in RULES if not rule.works} == CONFLICTS
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_a_strategy_of_two_fields_does_what_its_rule_says(pair: tuple[str, str]) -> None:
+    rule = rule_of(*reversed(pair))
+    fields = {name: CONFIGS[name] for name in pair}
+    assert len(rule.meaning) > 20
+    assert not rule.meaning.endswith(".")
+    if frozenset(pair) in CONFLICTS:
+        with pytest.raises(tw.StrategyError) as error:
+            tw.DistributedStrategy(**fields)
+        for part in (*pair, rule.meaning, rule.remedy):
+            assert part in str(error.value)
+    else:
+        assert tw.DistributedStrategy(**fields).on == fields
+        assert rule.remedy == ""
+
+
+def test_the_rules_of_three_fields_are_those_of_their_pairs() -> None:
+    rules = rules_among(["localsgd", "amp", "dgc"])
+    assert [rule.pair for rule in rules] == [("amp", "dgc"), ("amp", "localsgd"), ("dgc", "localsgd")]
+    assert rules_among(["amp"]) == []
+    with pytest.raises(KeyError):
+        rule_of("amp", "amp")
+
+
+def test_all_fields_but_those_in_conflict_go_together() -> None:
+    for left_out in itertools.product(("lars", "lamb"), ("localsgd", "adaptive_localsgd")):
+        fields = {name: config for name, config in CONFIGS.items() if name not in left_out}
+        assert list(tw.DistributedStrategy(**fields).on) == list(fields)
+
+
+def test_the_page_is_what_the_table_prints() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "run `make docs`"
+
+
+def test_the_matrix_of_the_page_is_true() -> None:
+    header, _, *rows = re.findall(r"^\|.*\|$", page().split("| pair |")[0], re.MULTILINE)
+    columns = [cell.strip() for cell in header.split("|")[2:-1]]
+    told = {}
+    for row in rows:
+        first, *cells = [cell.strip() for cell in row.split("|")[1:-1]]
+        told |= {(first.strip("*"), column): cell for column, cell in zip(columns, cells, strict=True) if cell}
+    assert told == {pair: "**x**" if frozenset(pair) in CONFLICTS else "works" for pair in PAIRS}

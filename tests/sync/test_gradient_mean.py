@@ -1,0 +1,442 @@
+"""The mean gradient for optimizers that do not exchange: laws over real ranks, against an oracle in float64."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.ranks import Pool
+from tests.reference.mean_gradient import MeanOracle
+from thinwire.comm import Group
+from thinwire.sync.dgc_config import DGC
+from thinwire.sync.gradient_mean import GradientMean
+from thinwire.sync.local_limit import locally_clipped
+
+SHAPES = {"big": (20, 15), "small": (6,), "middle": (7, 3, 4), "scalar": ()}
+
+
+def parameters(dtype: torch.dtype = torch.float64) -> dict[str, Parameter]:
+    return {name: Parameter(torch.zeros(shape, dtype=dtype)) for name, shape in SHAPES.items()}
+
+
+def gradient(step: int, rank: int, name: str) -> Tensor:
+    seed = 1000 * step + 10 * rank + list(SHAPES).index(name)
+    return torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def gradients(step: int, rank: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    return {name: gradient(step, rank, name).to(dtype) for name in SHAPES}
+
+
+def follow(rank: int, size: int, dgc: DGC | None, trainers: int | None, steps: int) -> list[Any]:
+    mean = GradientMean(Group(), parameters(), dgc, num_trainers=trainers)
+    found = []
+    for step in range(steps):
+        given = gradients(step, rank)
+        got = mean.reduce(step, given)
+        assert got is not None and list(got) == list(SHAPES)
+        assert all(torch.equal(g, gradient(step, rank, name)) for name, g in given.items()), "they are read only"
+        found.append(({n: g.numpy() for n, g in got.items()}, {n: v.tolist() for n, v in mean.residuals.items()}))
+    return found
+
+
+CASES: dict[str, tuple[DGC | None, dict[str, Any]]] = {
+    "dense": (None, {}),
+    "sparse": (DGC(sparsity=(0.9,), min_numel=1, value_bits=32), {"levels": (0.9,)}),
+    "everything": (DGC(sparsity=(0.0,), min_numel=1, value_bits=32), {"levels": (0.0,)}),
+    "one bit": (DGC(sparsity=(0.9,), min_numel=84), {"levels": (0.9,), "min_numel": 84, "bits": 1}),
+    "ramp": (
+        DGC(rampup_begin_step=2, rampup_step=5, sparsity=(0.5, 0.75, 0.95), min_numel=84, value_bits=32),
+        {"begin": 2, "rampup": 5, "levels": (0.5, 0.75, 0.95), "min_numel": 84},
+    ),
+    "clip": (
+        DGC(sparsity=(0.8,), local_grad_clip_norm=1.5, min_numel=84, value_bits=32, rampup_begin_step=1),
+        {"levels": (0.8,), "clip": 1.5, "min_numel": 84, "begin": 1},
+    ),
+    "clip for 7": (
+        DGC(sparsity=(0.8,), local_grad_clip_norm=1.5, min_numel=84, value_bits=32),
+        {"levels": (0.8,), "clip": 1.5, "min_numel": 84, "trainers": 7},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("size", [0, 3])
+def test_means_and_residuals_are_those_of_the_oracle(ranks: Pool, case: str, size: int) -> None:
+    """1e-11: float64 sums in another order; what travels as float32 is rounded alike by both."""
+    dgc, settings = CASES[case]
+    found = ranks.run(follow, dgc, settings.get("trainers"), 9, size=size)
+    world = max(size, 1)
+    oracle = MeanOracle(world, **settings)
+    for step in range(9):
+        expected = oracle.mean(step, [{n: g.numpy() for n, g in gradients(step, r).items()} for r in range(world)])
+        for rank in range(world):
+            got, residuals = found[rank][step]
+            for name in SHAPES:
+                assert got[name].dtype == np.float64 and got[name].shape == SHAPES[name]
+                np.testing.assert_array_equal(got[name], found[0][step][0][name])
+                np.testing.assert_allclose(got[name], expected[name], rtol=0, atol=1e-11)
+                if name in oracle.residuals[rank]:
+                    want = np.array(oracle.residuals[rank][name]).reshape(SHAPES[name])
+                    np.testing.assert_allclose(residuals[name], want, rtol=0, atol=1e-11)
+                else:
+                    assert name not in residuals or not np.any(residuals[name])
+
+
+def keep_books(rank: int, size: int, bits: int, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    """Per tensor: what this rank gave, what it keeps, and what it got as means, over 100 steps."""
+    dgc = DGC(rampup_step=60, sparsity=(0.5, 0.9, 0.99), min_numel=84, value_bits=bits)
+    mean = GradientMean(Group(), parameters(dtype), dgc)
+    given, got = ({n: torch.zeros(s, dtype=torch.float64) for n, s in SHAPES.items()} for _ in range(2))
+    for step in range(100):
+        own = gradients(step, rank, dtype)
+        means = mean.reduce(step, own)
+        assert means is not None
+        for name in SHAPES:
+            given[name] += own[name].double()
+            got[name] += means[name].double()
+    return {name: (given[name], mean.residuals[name].double(), got[name]) for name in mean.residuals}
+
+
+@pytest.mark.parametrize(("bits", "dtype"), [(1, torch.float32), (2, torch.float32), (32, torch.bfloat16)])
+def test_nothing_is_lost_over_100_steps(ranks: Pool, bits: int, dtype: torch.dtype) -> None:
+    """1e-4 of sums of size 30: 100 roundings of float32, of the residual and of the mean, on each of 3 ranks."""
+    found = ranks.run(keep_books, bits, dtype, size=3)
+    assert set(found[0]) == {"big", "middle"}
+    for name in found[0]:
+        given, kept, got = (sum(answer[name][i] for answer in found) for i in range(3))
+        torch.testing.assert_close(kept + got, given, rtol=0, atol=1e-4)  # got: three times the mean is the sum
+        assert all(torch.equal(answer[name][2], found[0][name][2]) for answer in found)
+
+
+def beside_ddp(rank: int, size: int, dtype: torch.dtype) -> list[bool]:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 3)).to(dtype)
+    twin = DistributedDataParallel(nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 3)).to(dtype))
+    twin.module.load_state_dict(model.state_dict())
+    mean = GradientMean(Group(), dict(model.named_parameters()))
+    same = []
+    for step in range(3):
+        batch = torch.randn(8, 40, generator=torch.Generator().manual_seed(10 * step + rank)).to(dtype)
+        for each in (model, twin):
+            each.zero_grad()
+            each(batch).square().mean().backward()
+        means = mean.reduce(step, {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+        assert means is not None
+        for name, p in twin.module.named_parameters():
+            assert p.grad is not None
+            same.append(torch.equal(means[name], p.grad.to(means[name].dtype)))
+            assert means[name].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    return same
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_without_compression_two_ranks_get_what_ddp_gives_bit_for_bit(ranks: Pool, dtype: torch.dtype) -> None:
+    for answer in ranks.run(beside_ddp, dtype):
+        assert all(answer)
+
+
+def half_precision(rank: int, size: int, dtype: torch.dtype) -> dict[str, Any]:
+    params = parameters(dtype)
+    dense = GradientMean(Group(), params)
+    sparse = GradientMean(Group(), params, DGC(sparsity=(0.9,), min_numel=1, value_bits=32))
+    huge = {name: torch.full(shape, 60000.0).to(dtype) for name, shape in SHAPES.items()}
+    means = [dense.reduce(0, huge), sparse.reduce(0, gradients(0, rank, dtype)), dense.reduce(1, huge)]
+    assert all(m is not None and t.dtype == torch.float32 for m in means for t in (m or {}).values())
+    assert all(v.dtype == torch.float32 for v in sparse.residuals.values())
+    return {"huge": means[0], "big": means[1]["big"] if means[1] else None}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_averaged_and_kept_in_float32(ranks: Pool, dtype: torch.dtype) -> None:
+    """The sum of two gradients of 60000 passes what float16 holds, their mean does not."""
+    a, b = ranks.run(half_precision, dtype)
+    expected = torch.tensor(60000.0).to(dtype).float()
+    assert all(bool((mean == expected).all()) for mean in a["huge"].values())
+    assert torch.equal(a["big"], b["big"]) and int(a["big"].count_nonzero()) > 0
+
+
+def drop(rank: int, size: int, dgc: DGC | None, name: str, bad: float) -> list[Any]:
+    mean = GradientMean(Group(), parameters(), dgc)
+    assert mean.reduce(0, gradients(0, rank)) is not None
+    kept = {n: v.clone() for n, v in mean.residuals.items()}
+    spoiled = gradients(1, rank)
+    if rank == 1:
+        spoiled[name].view(-1)[-1] = bad
+    texts = []
+    for _ in range(9):
+        with pytest.warns(UserWarning, match=f"{name} on rank 1") as caught:
+            assert mean.reduce(1, spoiled) is None
+        texts.append(str(caught[0].message))
+    with pytest.raises(RuntimeError, match="in a row") as error:
+        mean.reduce(1, spoiled)
+    texts.append(f"{error.typename}: {error.value}")
+    assert all(torch.equal(mean.residuals[n], v) for n, v in kept.items())
+    assert mean.reduce(1, gradients(1, rank)) is not None
+    return [texts, mean.drops.total, mean.drops.in_a_row]
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    ("dgc", "name", "bad"),
+    [
+        (None, "small", float("nan")),
+        (DGC(sparsity=(0.9,), min_numel=1), "big", float("inf")),
+        (DGC(sparsity=(0.9,), min_numel=84), "scalar", float("nan")),
+        (DGC(sparsity=(0.9,), min_numel=84, local_grad_clip_norm=1.0), "big", float("-inf")),
+    ],
+)
+def test_what_is_not_finite_on_one_rank_drops_the_step_on_all(
+    ranks: Pool, dgc: DGC | None, name: str, bad: float
+) -> None:
+    answers = ranks.run(drop, dgc, name, bad, size=3)
+    assert all(answer == answers[0] for answer in answers)
+    texts, total, in_a_row = answers[0]
+    assert texts[-1].startswith("NonFinite: step 1 was dropped on every rank") and "rank 1" in texts[-1]
+    assert (total, in_a_row) == (10, 0)
+
+
+def overflow(rank: int, size: int) -> tuple[int, bool]:
+    mean = GradientMean(Group(), parameters(), DGC(sparsity=(0.9,), min_numel=1))
+    for _ in range(12):  # a loss scaler gives up by its own rules, and says so itself
+        assert mean.reduce(0, gradients(0, rank), overflow=rank == 1) is None
+    return mean.drops.total, all(not v.any() for v in mean.residuals.values())
+
+
+@pytest.mark.fault
+def test_an_overflow_on_one_rank_drops_the_step_on_all_without_a_word(ranks: Pool) -> None:
+    assert ranks.run(overflow) == [(12, True)] * 2
+
+
+def unchecked(rank: int, size: int) -> list[Tensor]:
+    own = gradients(0, rank)
+    if rank == 1:
+        own["small"][2] = float("inf")
+    means = GradientMean(Group(), parameters(), check_finite=False).reduce(0, own)
+    assert means is not None
+    with pytest.warns(UserWarning, match="small"):  # a residual would be spoiled for ever
+        assert GradientMean(Group(), parameters(), DGC(min_numel=84), check_finite=False).reduce(0, own) is None
+    return [means["small"], means["big"]]
+
+
+def test_without_the_check_the_dense_mean_is_what_it_is(ranks: Pool) -> None:
+    for small, big in ranks.run(unchecked):
+        assert small.isinf().tolist() == [False, False, True, False, False, False]
+        assert big.isfinite().all()
+
+
+def missing(rank: int, size: int, where: str) -> tuple[str, bool]:
+    mean = GradientMean(Group(), parameters(), DGC(sparsity=(0.9,), min_numel=84, value_bits=32))
+    own = gradients(0, rank)
+    del own["middle"]
+    means = mean.reduce(0, own)
+    assert means is not None and list(means) == ["big", "small", "scalar"]
+    assert not mean.residuals["middle"].any()
+    before = mean.residuals["big"].clone()
+    own = gradients(1, rank)
+    if rank == 1:
+        if where == "missing":
+            del own["middle"]
+        elif where == "unknown":
+            own["other"] = torch.zeros(3)
+        else:
+            own["big"] = own["big"][1:]
+    text = ""
+    try:
+        mean.reduce(1, own)
+    except RuntimeError as error:
+        text = f"{type(error).__name__}: {error}"
+    return text, torch.equal(before, mean.residuals["big"])
+
+
+@pytest.mark.parametrize(
+    ("where", "text"),
+    [
+        (
+            "missing",
+            "Mismatch: agreeing on step 1: parameter middle has a gradient on ranks .0, 2. but none on ranks .1",
+        ),
+        ("unknown", "ThinwireError: rank 1: a gradient was given for 'other'"),
+        ("shape", r"ThinwireError: rank 1: the gradient of big has shape \(19, 15\), and the parameter \(20, 15\)"),
+    ],
+)
+def test_gradients_that_do_not_fit_are_the_same_error_on_all(ranks: Pool, where: str, text: str) -> None:
+    answers = ranks.run(missing, where, size=3)
+    assert all(answer == answers[0] for answer in answers)
+    with pytest.raises(RuntimeError, match=text):
+        raise RuntimeError(answers[0][0])
+    assert answers[0][1]
+
+
+def row_sparse(rank: int, size: int, everywhere: bool) -> list[Tensor]:
+    params = {"table": Parameter(torch.zeros(30, 4)), "weight": Parameter(torch.zeros(40))}
+    mean = GradientMean(Group(), params, DGC(sparsity=(0.9,), min_numel=1, local_grad_clip_norm=0.1))
+    rows = torch.sparse_coo_tensor(torch.tensor([[3, 3, 7 + rank]]), torch.ones(3, 4), (30, 4), check_invariants=True)
+    weight = torch.linspace(-1, 1, 40)
+    means = mean.reduce(0, {"table": rows if everywhere or rank == 0 else rows.to_dense(), "weight": weight})
+    assert means is not None and means["table"].layout is torch.strided
+    assert not mean.residuals["table"].any() and mean.residuals["weight"].any()
+    return [means["table"], means["weight"]]
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_row_sparse_gradients_travel_densely_on_all_ranks(ranks: Pool, everywhere: bool) -> None:
+    expected = torch.zeros(30, 4)
+    expected[3], expected[7], expected[8] = 2.0, 0.5, 0.5
+    for table, weight in ranks.run(row_sparse, everywhere):
+        assert torch.equal(table, expected)
+        assert int(weight.count_nonzero()) == 4
+
+
+def other_layouts(rank: int, size: int) -> dict[str, Tensor]:
+    weight = Parameter(torch.zeros(4, 3, 5, 5).to(memory_format=torch.channels_last))
+    params = {"conv": weight, "wave": Parameter(torch.zeros(50, dtype=torch.complex64))}
+    grad = torch.arange(300.0).view(4, 3, 5, 5).to(memory_format=torch.channels_last)
+    mean = GradientMean(Group(), params, DGC(sparsity=(0.99,), min_numel=1, value_bits=32))
+    means = mean.reduce(0, {"conv": grad, "wave": torch.full((50,), complex(rank, 1), dtype=torch.complex64)})
+    assert means is not None and list(mean.residuals) == ["conv"]
+    assert torch.equal(mean.residuals["conv"] + means["conv"], grad)
+    return means
+
+
+def test_strided_and_complex_gradients(ranks: Pool) -> None:
+    for means in ranks.run(other_layouts):
+        assert means["conv"].view(-1).nonzero().view(-1).tolist() == [297, 298, 299]
+        assert torch.equal(means["wave"], torch.full((50,), 0.5 + 1j, dtype=torch.complex64))
+
+
+def resume(rank: int, size: int) -> list[Any]:
+    dgc = DGC(rampup_begin_step=2, rampup_step=4, sparsity=(0.5, 0.9), min_numel=84)
+    straight = GradientMean(Group(), parameters(torch.float32), dgc)
+    for step in range(5):
+        straight.reduce(step, gradients(step, rank, torch.float32))
+    state = straight.state_dict()
+    resumed = GradientMean(Group(), parameters(torch.float32), dgc)
+    resumed.load_state_dict(state)
+    same = []
+    for step in range(5, 10):
+        got = [each.reduce(step, gradients(step, rank, torch.float32)) for each in (straight, resumed)]
+        assert got[0] is not None and got[1] is not None
+        same += [torch.equal(got[0][n], got[1][n]) for n in SHAPES]
+    same += [torch.equal(v, resumed.residuals[n]) for n, v in straight.residuals.items()]
+    return [*same, straight.bytes_sent == resumed.bytes_sent > 0]
+
+
+def test_resuming_is_bit_exact(ranks: Pool) -> None:
+    for answer in ranks.run(resume):
+        assert all(answer)
+
+
+def run_and_save(rank: int, size: int, states: list[dict[str, Any]] | None) -> dict[str, Any]:
+    """Five steps, from the mean of `states` if there are some; the state before them is checked and the last returned."""
+    mean = GradientMean(Group(), parameters(), DGC(sparsity=(0.95,), min_numel=84))
+    if states is not None:
+        pending = {n: torch.stack([s["residuals"][n] for s in states]).mean(0) for n in mean.residuals}
+        mean.load_state_dict({**states[0], "residuals": pending})
+        assert all(torch.equal(mean.residuals[n], v) and v.any() for n, v in pending.items())
+        assert mean.drops.total == 0
+    for step in range(5):
+        mean.reduce(step, gradients(step, rank))
+    return mean.state_dict()
+
+
+def test_another_number_of_ranks_keeps_the_mean_of_the_residuals(ranks: Pool) -> None:
+    """4 to 2 to 4 ranks; what is pending is the mean of v, to 1e-6."""
+    four = ranks.run(run_and_save, None, size=4)
+    two = ranks.run(run_and_save, four, size=2)
+    again = ranks.run(run_and_save, two, size=4)
+    assert all(torch.isfinite(v).all() for state in again for v in state["residuals"].values())
+
+
+def test_a_state_that_does_not_fit_changes_nothing() -> None:
+    dgc = DGC(sparsity=(0.9,), min_numel=84)
+    mean = GradientMean(Group(), parameters(), dgc)
+    mean.reduce(0, gradients(0, 0))
+    good = {
+        key: {n: v.clone() for n, v in x.items()} if key == "residuals" else x for key, x in mean.state_dict().items()
+    }
+    for bad, text in [
+        ({}, "keys"),
+        ({**good, "more": 1}, "more"),
+        ({**good, "dropped_steps": -1}, "dropped_steps"),
+        ({**good, "residuals": {"big": good["residuals"]["big"]}}, "residual middle has shape nothing in it"),
+        ({**good, "residuals": {**good["residuals"], "big": torch.zeros(3)}}, r"residual big has shape \(3,\) in it"),
+        ({**good, "residuals": {**good["residuals"], "other": torch.zeros(3)}}, "residual other"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            mean.load_state_dict(bad)
+    assert all(torch.equal(v, good["residuals"][n]) for n, v in mean.residuals.items())
+
+
+def damaged(rank: int, size: int) -> tuple[str, bool]:
+    """Rank 1 receives one wrong byte: nobody may change anything."""
+    group = Group()
+    mean = GradientMean(group, parameters(), DGC(sparsity=(0.9,), min_numel=84))
+    mean.reduce(0, gradients(0, rank))
+    kept = {n: v.clone() for n, v in mean.residuals.items()}
+    gather = group.gather
+
+    def lie(message: Tensor, *, what: str) -> Any:
+        pending = gather(message, what=what)
+        finish = pending._finish
+
+        def damage() -> Tensor:
+            rows = finish()
+            if rank == 1 and "messages of step" in what:
+                rows[0, -1] ^= 1
+            return rows
+
+        pending._finish = damage
+        return pending
+
+    group.gather = lie  # type: ignore[method-assign]
+    text = ""
+    try:
+        mean.reduce(1, gradients(1, rank))
+    except RuntimeError as error:
+        text = f"{type(error).__name__}: {error}"
+    return text, all(torch.equal(v, kept[n]) for n, v in mean.residuals.items())
+
+
+@pytest.mark.fault
+def test_a_damaged_message_is_refused_by_all_and_no_residual_moves(ranks: Pool) -> None:
+    a, b = ranks.run(damaged)
+    assert a == b
+    assert a[0].startswith("PayloadCorrupt: rank 1 refused a message") and a[1]
+
+
+def test_bytes_are_those_of_this_exchange_alone() -> None:
+    group = Group()
+    group.gather_bytes(b"something of another", what="test")
+    dense = GradientMean(group, parameters(torch.float32))
+    assert dense.bytes_sent == 0
+    dense.reduce(0, gradients(0, 0, torch.float32))
+    assert dense.bytes_sent == 4 * (300 + 6 + 84 + 1) + 2 * 24
+    sparse = GradientMean(group, parameters(torch.float32), DGC(sparsity=(0.99,), min_numel=1))
+    sparse.reduce(0, gradients(0, 0, torch.float32))
+    assert 48 < sparse.bytes_sent < 150
+
+
+def test_the_local_limit_is_for_what_is_compressed() -> None:
+    """One rank's share g / N has at most the norm C / sqrt(N)."""
+    dgc = DGC(rampup_begin_step=5, local_grad_clip_norm=0.5, min_numel=10)
+    param, small = Parameter(torch.zeros(10)), Parameter(torch.zeros(9))
+    grad = torch.full((10,), 3.0)
+    limited = locally_clipped(dgc, 5, 4, param, grad)
+    assert float((limited / 4).norm()) == pytest.approx(0.5 / 2, rel=1e-6)
+    assert torch.equal(grad, torch.full((10,), 3.0))
+    assert torch.equal(locally_clipped(dgc, 5, 4, param, grad / 100), grad / 100)
+    half = Parameter(torch.zeros(10, dtype=torch.bfloat16))
+    assert locally_clipped(dgc, 5, 4, half, grad.bfloat16()).dtype == torch.float32
+    for step, p, g in [(4, param, grad), (5, small, grad[:9]), (5, param, grad.to_sparse())]:
+        assert locally_clipped(dgc, step, 4, p, g) is g
+    assert locally_clipped(DGC(min_numel=10), 5, 4, param, grad) is grad
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(ValueError, match="num_trainers"):
+        GradientMean(Group(), parameters(), num_trainers=0)
