@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 import thinwire as tw
 from tests.integrations.packages import as_under_torchrun, needs
@@ -67,8 +67,9 @@ def trainer_of(strategy: Any, callback: Any, folder: Path, **arguments: Any) -> 
     )
 
 
-def loader() -> Any:
-    return DataLoader(task()[1], BATCH)
+def loader(rank: int) -> Any:
+    data = task()[1]  # a sampler of one's own, since Lightning's would shuffle
+    return DataLoader(data, BATCH, sampler=DistributedSampler(data, 2, rank, shuffle=False))
 
 
 def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -87,7 +88,7 @@ def compressed(rank: int, size: int, folder: Path, precision: str) -> dict[str, 
         trainer = trainer_of(
             "ddp", CompressedExchange(), folder, accumulate_grad_batches=ACCUMULATED, precision=precision
         )
-        trainer.fit(student, loader())
+        trainer.fit(student, loader(rank))
         stats = trainer.optimizers[0].stats()
         own = own_compressed(rank, 4, of_batches=False)
     return {"losses": student.losses, "parameters": parameters(student.net), "own": own, "stats": stats}
@@ -108,7 +109,7 @@ def local(rank: int, size: int, folder: Path, config: Any, make: Any) -> dict[st
         from thinwire.integrations.lightning import LocalAveraging, UnwrappedDDP
 
         student, averaging = module(make), LocalAveraging(config)
-        trainer_of(UnwrappedDDP(), averaging, folder).fit(student, loader())
+        trainer_of(UnwrappedDDP(), averaging, folder).fit(student, loader(rank))
         own = own_local(rank, 4, make, config, of_batches=False)
     return {
         "losses": student.losses,
@@ -133,9 +134,10 @@ def observed_losses(rank: int, size: int, folder: Path) -> tuple[list[float], li
 
         student, averaging = module(sgd), LocalAveraging(CONFIGS["adaptive"])
         trainer = trainer_of(UnwrappedDDP(), averaging, folder, accumulate_grad_batches=3, max_steps=1)
-        with patch.object(LocalUpdates, "observe", autospec=True) as observe:
-            trainer.fit(student, loader())
-        seen = [float(call.args[1]) for call in observe.call_args_list]
+        observe = LocalUpdates.observe
+        with patch.object(LocalUpdates, "observe", autospec=True, side_effect=observe) as spy:
+            trainer.fit(student, loader(rank))
+        seen = [float(call.args[1]) for call in spy.call_args_list]
     return seen, student.losses
 
 
@@ -147,7 +149,7 @@ def test_the_losses_observed_are_those_of_the_batches(ranks: Pool, tmp_path: Pat
 
 
 def resumed(rank: int, size: int, folder: Path, method: str) -> dict[str, Any]:
-    """One fit of 4 epochs that saves after each, and one that goes on from there (not at an averaging), with another initial model."""
+    """A fit of 4 epochs, and one that goes on after the first (not at an averaging) with another initial model."""
     with as_under_torchrun(rank, size):
         from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -207,7 +209,7 @@ def misused(rank: int, size: int, folder: Path, how: str) -> None:
         else:
             plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
             trainer, student = trainer_of(UnwrappedDDP(), averaging, folder, plugins=[plugin]), module(sgd)
-        trainer.fit(student, loader())
+        trainer.fit(student, loader(rank))
 
 
 @pytest.mark.parametrize(

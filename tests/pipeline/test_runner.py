@@ -144,7 +144,8 @@ def normed() -> nn.Sequential:
 
 
 def in_place() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 3))
+    relus = [nn.ReLU(inplace=True) for _ in range(2)]
+    return nn.Sequential(nn.Linear(6, 8), relus[0], nn.Linear(8, 8), relus[1], nn.Linear(8, 3))
 
 
 def frozen_front() -> nn.Sequential:
@@ -157,7 +158,7 @@ def frozen_front() -> nn.Sequential:
 CASES: dict[str, tuple[Callable[[], nn.Sequential], tuple[str, ...]]] = {
     "a dict and a tuple between stages": (language, ("1", "2")),
     "batch norm, dropout, strides": (normed, ("4", "7")),
-    "a stage that begins in place": (in_place, ("1", "2")),
+    "a stage that begins in place": (in_place, ("1", "3")),
     "a first stage without gradients": (frozen_front, ("2", "6")),
 }
 
@@ -209,3 +210,280 @@ def test_models_of_all_kinds_train_as_in_one_process(ranks: Pool, case: str, sch
             torch.testing.assert_close(answer[kind], {name: alone[kind][name] for name in answer[kind]})
     for kind in ("gradients", "buffers"):
         assert {name for answer in answers for name in answer[kind]} == set(alone[kind])
+
+
+def train_autocast(rank: int, size: int) -> tuple[Tensor, dict[str, Tensor], list[str]]:
+    stage, runner = prepared(mlp().float(), Pipeline(2, 2), dtype=torch.bfloat16, loss_fn=seen_loss)
+    seen.clear()
+    inputs, targets = batch()
+    return runner.step(inputs.float(), targets), gradients(stage), list(seen)
+
+
+seen: list[str] = []
+
+
+def seen_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    seen.append(str(outputs.dtype))
+    return nn.functional.cross_entropy(outputs, targets)
+
+
+def test_autocast_covers_every_stage_and_the_loss(ranks: Pool) -> None:
+    answers = ranks.run(train_autocast)
+    model = mlp().float()
+    inputs, targets = batch()
+    losses = []
+    for x, y in zip(inputs.float().chunk(2), targets.chunk(2), strict=True):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            losses.append(nn.functional.cross_entropy(model(x), y))
+        (losses[-1] / 2).backward()
+    assert [types for _, _, types in answers] == [[], ["torch.bfloat16"] * 2]
+    for loss, grads, _ in answers:
+        assert loss.dtype == torch.float32
+        assert torch.equal(loss, sum(losses).detach() / 2)
+        for name, grad in grads.items():
+            assert torch.equal(grad, gradients(model)[name]), name
+
+
+def state_after(rank: int, size: int) -> tuple[dict[str, Tensor], Tensor]:
+    stage, runner = prepared(made("batch norm, dropout, strides"), Pipeline(2, 4, split_points=("4",)))
+    torch.manual_seed(5)
+    inputs, targets = mini_batches("batch norm, dropout, strides")[0]
+    runner.step(inputs, targets)
+    return buffers(stage), torch.get_rng_state()
+
+
+def test_buffers_and_random_numbers_advance_once_per_micro_batch(ranks: Pool) -> None:
+    """The stages learn the shapes of what they receive without a trace."""
+    (_, first), (advanced, second) = ranks.run(state_after)
+    assert int(advanced["5.num_batches_tracked"]) == 4
+    torch.manual_seed(5)
+    assert torch.equal(first, torch.get_rng_state())
+    for _ in range(4):
+        nn.functional.dropout(torch.ones(4, 8), 0.3)
+    assert torch.equal(second, torch.get_rng_state())
+
+
+def evaluated(rank: int, size: int) -> tuple[list[Tensor], int, Tensor]:
+    stage, runner = prepared(made("batch norm, dropout, strides"), Pipeline(2, 4, split_points=("4",)))
+    inputs, targets = mini_batches("batch norm, dropout, strides")[0]
+    runner.step(inputs, targets)
+    stage.zero_grad()
+    stage.eval()
+    losses = [runner.evaluate(inputs, targets)]
+    count = len(gradients(stage))
+    stage.train()
+    return losses, count, runner.step(inputs, targets)
+
+
+def test_evaluation_is_the_forward_pass_in_the_mode_of_the_modules(ranks: Pool) -> None:
+    answers = ranks.run(evaluated)
+    model = made("batch norm, dropout, strides")
+    inputs, targets = mini_batches("batch norm, dropout, strides")[0]
+    for x in inputs.chunk(4):
+        model(x)
+    loss = nn.functional.cross_entropy(model.eval()(inputs), targets).detach()
+    for losses, count, _ in answers:
+        torch.testing.assert_close(losses, [loss])
+        assert count == 0
+    assert answers[0][2] == answers[1][2]
+
+
+def unfreezing(rank: int, size: int) -> dict[str, Tensor]:
+    stage, runner = prepared(frozen_front(), Pipeline(2, 2, split_points=("2",)))
+    inputs, targets = batch()
+    runner.step(inputs.float(), targets)
+    stage.requires_grad_(True)
+    stage.zero_grad()
+    runner.step(inputs.float(), targets)
+    return gradients(stage)
+
+
+def test_what_is_unfrozen_trains_from_then_on(ranks: Pool) -> None:
+    model = mlp().float()
+    inputs, targets = batch()
+    nn.functional.cross_entropy(model(inputs.float()), targets).backward()
+    answers = ranks.run(unfreezing)
+    torch.testing.assert_close(answers[0] | answers[1], gradients(model))
+
+
+class Shared(nn.Module):
+    """Takes several arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3).double()
+
+    def forward(self, x: Tensor, factor: Tensor) -> Tensor:
+        return self.linear(x * factor)
+
+
+def forms_of_inputs(rank: int, size: int) -> list[Tensor]:
+    _, runner = prepared(Shared(), Pipeline(1, 2), loss_fn=lambda out, t: (out - t["y"][0]).square().mean())
+    x, y = torch.ones(4, 6, dtype=torch.float64), torch.zeros(4, 3, dtype=torch.float64)
+    factor = torch.tensor(2.0)
+    targets = {"y": [y]}
+    return [
+        runner.step((x, factor), targets),
+        runner.step({"factor": factor, "x": x}, targets),
+        runner.evaluate((x, factor), targets),
+    ]
+
+
+def test_inputs_and_targets_may_be_nested(ranks: Pool) -> None:
+    (losses,) = ranks.run(forms_of_inputs, size=0)
+    assert losses[0] == losses[1] == losses[2] > 0
+
+
+def attempt(rank: int, size: int, trouble: str) -> tuple[str, str, Tensor]:
+    """What goes wrong, then the same pipeline once more without it."""
+    model = mlp()
+    if trouble == "forward":
+        model[2].register_forward_pre_hook(Trip())
+    if trouble == "backward":
+        model[4].register_full_backward_hook(Trip())
+    wrong = {"loss of two": 2, "no tensor": 3, "integer": 4, "detached": 5}.get(trouble, 0)
+    troubles = [wrong]
+
+    def loss_fn(outputs: Tensor, targets: Tensor) -> Any:
+        loss = nn.functional.cross_entropy(outputs, targets)
+        return {0: loss, 2: outputs[:2, 0], 3: 1.0, 4: loss.long(), 5: loss.detach()}[troubles[0]]
+
+    stage, runner = prepared(model, Pipeline(2, 4, split_points=("4",)), loss_fn=loss_fn)
+    inputs, targets = batch()
+    if trouble == "indivisible":
+        inputs, targets = batch(7)
+    if trouble == "no batch":
+        inputs = torch.tensor(1.0)
+    if trouble == "other targets" and rank == 1:
+        targets = batch(seed=9)[1]
+    if trouble == "no gradients":
+        torch.set_grad_enabled(False)
+    try:
+        runner.step(inputs, targets)
+    except (RuntimeError, ValueError, TypeError) as error:
+        kind, text = type(error).__name__, str(error)
+    else:
+        kind, text = "nothing", ""
+    finally:
+        torch.set_grad_enabled(True)
+    troubles[0] = 0
+    Trip.armed = False
+    stage.zero_grad()
+    loss = runner.step(*batch())
+    Trip.armed = True
+    return kind, text, loss
+
+
+class Trip:
+    """A hook that fails in the third micro-batch."""
+
+    armed = True
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, *_: Any) -> None:
+        self.calls += 1
+        if self.armed and self.calls == 3:
+            raise KeyError("tripped")
+
+
+@pytest.mark.parametrize(
+    ("trouble", "kinds", "texts"),
+    [
+        ("indivisible", ("ValueError",) * 2, ["a mini-batch of 7 cannot be cut into micro_batches=4"] * 2),
+        ("no batch", ("ValueError",) * 2, ["inputs must be tensors with one first dimension"] * 2),
+        ("no gradients", ("RuntimeError",) * 2, ["use evaluate instead"] * 2),
+        ("other targets", ("Mismatch",) * 2, ["content of targets of the mini-batch: stage 1 has"] * 2),
+        (
+            "forward",
+            ("KeyError", "ThinwireError"),
+            ["tripped", "stage 1 of 2 failed in this step: KeyError: 'tripped'"],
+        ),
+        ("backward", ("ThinwireError", "KeyError"), ["stage 2 of 2 failed in this step: KeyError", "tripped"]),
+        ("loss of two", ("ValueError",) * 2, ["stage 2 of 2", "must return one element, got shape (2,)"]),
+        ("no tensor", ("TypeError",) * 2, ["stage 2 of 2", "must return a tensor of one element, got float"]),
+        ("integer", ("TypeError",) * 2, ["stage 2 of 2", "floating-point loss, got torch.int64"]),
+        ("detached", ("ValueError",) * 2, ["stage 2 of 2", "depends on no parameter"]),
+    ],
+)
+def test_an_error_of_one_stage_is_one_of_all_and_the_pipeline_goes_on(
+    ranks: Pool, trouble: str, kinds: tuple[str, ...], texts: list[str]
+) -> None:
+    answers = ranks.run(attempt, trouble, group_timeout_s=60)
+    assert tuple(kind for kind, _, _ in answers) == kinds
+    for (_, text, loss), expected in zip(answers, texts, strict=True):
+        assert expected in text
+        inputs, targets = batch()
+        torch.testing.assert_close(loss, nn.functional.cross_entropy(mlp()(inputs), targets), **TIGHT)
+
+
+class Unsteady(nn.Module):
+    """Returns less in every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x[self.calls :] * self.weight
+
+
+def change_shapes(rank: int, size: int) -> None:
+    _, runner = prepared(nn.Sequential(Unsteady(), nn.Linear(6, 3)).double(), Pipeline(2, 2, "gpipe", ("1",)))
+    runner.step(*batch())
+
+
+def return_an_object(rank: int, size: int) -> None:
+    _, runner = prepared(
+        nn.Sequential(nn.Linear(6, 6), Odd(), nn.Linear(6, 3)).double(), Pipeline(2, 2, "gpipe", ("2",))
+    )
+    runner.step(*batch())
+
+
+class Odd(nn.Module):
+    def forward(self, x: Tensor) -> set[Tensor]:
+        return {x}
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "text"),
+    [
+        (change_shapes, "ValueError", "must look the same for all micro-batches"),
+        (return_an_object, "TypeError", "has a part of type set, which cannot travel between stages"),
+    ],
+)
+def test_what_cannot_travel_is_refused(ranks: Pool, function: Callable[..., None], kind: str, text: str) -> None:
+    for answer in ranks.run(function, expect_errors=True):
+        assert answer.type_name == kind
+        assert text in answer.text
+
+
+def lose_a_stage(rank: int, size: int, how: int) -> None:
+    model = mlp()
+    _, runner = prepared(model, Pipeline(3, 3, split_points=("2", "4")))
+    runner.step(*batch(6))
+    if rank == 1:
+        model[2].register_forward_hook(lambda *_: os.kill(os.getpid(), how))
+    start = time.monotonic()
+    try:
+        runner.step(*batch(6))
+    finally:
+        if rank != 1:
+            assert time.monotonic() - start < 12
+            with pytest.raises(RuntimeError):
+                runner.step(*batch(6))
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(("how", "kinds"), [(signal.SIGKILL, {"PeerLost"}), (signal.SIGSTOP, {"PeerStalled"})])
+def test_the_others_raise_when_a_stage_is_gone(ranks: Pool, how: int, kinds: set[str]) -> None:
+    answers = ranks.run(lose_a_stage, how, size=3, group_timeout_s=5, timeout_s=40, expect_errors=True)
+    assert not isinstance(answers[1], Raised)
+    assert isinstance(answers[1], Lost) == (how == signal.SIGKILL)
+    for answer in (answers[0], answers[2]):
+        assert isinstance(answer, Raised)
+        assert answer.type_name in kinds, answer.traceback
+        assert "rank 1" in answer.text

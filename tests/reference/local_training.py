@@ -42,14 +42,14 @@ class Simulation:
     """`size` ranks with SGD and momentum; every tensor is a NumPy array by name."""
 
     def __init__(self, start, size, *, k, begin=1, lr=0.1, momentum=0.0, outer=(1.0, 0.0, False), parts=None, delay=0,
-                 sparsity=None, decay=1.0):  # fmt: skip
+                 sparsity=None, decay=1.0, ramp=None):  # fmt: skip
         self.names = list(start)
         self.ranks = [Rank({n: v.copy() for n, v in start.items()}) for _ in range(size)]
         self.anchor = {n: v.copy() for n, v in start.items()}
         self.buffer = {n: np.zeros_like(v) for n, v in start.items()}
         self.k, self.begin, self.lr, self.momentum, self.outer = k, begin, lr, momentum, outer
         self.parts = parts or [self.names]
-        self.delay, self.sparsity, self.decay = delay, sparsity, decay
+        self.delay, self.sparsity, self.decay, self.ramp = delay, sparsity, decay, ramp
         self.step, self.last, self.turn, self.waiting = 0, begin, 0, None
         self.sent = {n: np.zeros_like(v) for n, v in start.items()}
 
@@ -85,23 +85,24 @@ class Simulation:
         self.average(self.names)
 
     def land(self):
-        _, measured = self.waiting
+        at, measured = self.waiting
         self.waiting = None
         for name in measured[0]:
-            new = self.new_anchor(name, [m[name] for m in measured])
+            new = self.new_anchor(name, [m[name] for m in measured], at)
             for rank, m in zip(self.ranks, measured, strict=True):
                 rank.p[name] = rank.p[name] + (new - m[name])
 
     def average(self, names):
         for name in names:
-            new = self.new_anchor(name, [rank.p[name] for rank in self.ranks])
+            new = self.new_anchor(name, [rank.p[name] for rank in self.ranks], self.step)
             for rank in self.ranks:
                 rank.p[name] = new.copy()
 
-    def new_anchor(self, name, values):
+    def new_anchor(self, name, values, at):
         changes = [self.anchor[name] - v for v in values]
-        if self.sparsity is not None:
-            changes = [self.compressed(rank, name, c) for rank, c in zip(self.ranks, changes, strict=True)]
+        sparsity = self.sparsity_at(at, values[0].size)
+        if sparsity is not None:
+            changes = [self.compressed(rank, name, c, sparsity) for rank, c in zip(self.ranks, changes, strict=True)]
         mean = sum(changes) / len(changes)
         rate, momentum, nesterov = self.outer
         self.buffer[name] = momentum * self.buffer[name] + mean
@@ -109,10 +110,20 @@ class Simulation:
         self.anchor[name] = self.anchor[name] - rate * step
         return self.anchor[name]
 
-    def compressed(self, rank, name, change):
+    def sparsity_at(self, step, size):
+        """After local step `step`; a ramp is (begin, length, levels, smallest size) in completed updates."""
+        if self.ramp is None:
+            return self.sparsity
+        begin, length, levels, smallest = self.ramp
+        updates = step - 1
+        if updates < begin or size < smallest:
+            return None
+        return levels[min(len(levels) - 1, (updates - begin) * len(levels) // length)]
+
+    def compressed(self, rank, name, change, sparsity):
         e = self.decay * rank.error.get(name, np.zeros_like(change)) + change
         flat = e.reshape(-1)
-        count = max(1, round(flat.size * (1 - self.sparsity)))
+        count = max(1, round(flat.size * (1 - sparsity)))
         order = sorted(range(flat.size), key=lambda i: (-abs(flat[i]), i))
         q = np.zeros_like(flat)
         for i in order[:count]:

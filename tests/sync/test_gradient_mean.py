@@ -76,12 +76,12 @@ def test_means_and_residuals_are_those_of_the_oracle(ranks: Pool, case: str, siz
         expected = oracle.mean(step, [{n: g.numpy() for n, g in gradients(step, r).items()} for r in range(world)])
         for rank in range(world):
             got, residuals = found[rank][step]
-            for name in SHAPES:
-                assert got[name].dtype == np.float64 and got[name].shape == SHAPES[name]
+            for name, shape in SHAPES.items():
+                assert got[name].dtype == np.float64 and got[name].shape == shape
                 np.testing.assert_array_equal(got[name], found[0][step][0][name])
                 np.testing.assert_allclose(got[name], expected[name], rtol=0, atol=1e-11)
                 if name in oracle.residuals[rank]:
-                    want = np.array(oracle.residuals[rank][name]).reshape(SHAPES[name])
+                    want = np.array(oracle.residuals[rank][name]).reshape(shape)
                     np.testing.assert_allclose(residuals[name], want, rtol=0, atol=1e-11)
                 else:
                     assert name not in residuals or not np.any(residuals[name])
@@ -332,7 +332,7 @@ def test_resuming_is_bit_exact(ranks: Pool) -> None:
 
 
 def run_and_save(rank: int, size: int, states: list[dict[str, Any]] | None) -> dict[str, Any]:
-    """Five steps, from the mean of `states` if there are some; the state before them is checked and the last returned."""
+    """The state after five steps, which go on from the mean of `states` if there are some."""
     mean = GradientMean(Group(), parameters(), DGC(sparsity=(0.95,), min_numel=84))
     if states is not None:
         pending = {n: torch.stack([s["residuals"][n] for s in states]).mean(0) for n in mean.residuals}

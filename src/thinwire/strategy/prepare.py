@@ -19,7 +19,7 @@ from thinwire.comm import Group, require_agreement
 from thinwire.comm.grid import Grid
 from thinwire.comm.replicate import copy_from_first_
 from thinwire.core.message import WIRE_VERSION
-from thinwire.errors import Mismatch
+from thinwire.errors import ThinwireError
 from thinwire.optim.dgc_momentum import DGCMomentum
 from thinwire.pipeline.cut import cut
 from thinwire.pipeline.runner import PipelineRunner
@@ -61,7 +61,7 @@ class _Place:
 
 @dataclass(slots=True, kw_only=True)
 class _Plan:
-    """What can be said before ranks agree; making it changes nothing."""
+    """What can be said before ranks agree; until then everything can be undone."""
 
     stage: nn.Module
     optimizer: torch.optim.Optimizer
@@ -69,6 +69,8 @@ class _Plan:
     compressor: DGC | None
     scaler: LossScaler | None
     sync: LocalUpdates | None
+    restore: Callable[[], None]
+    """Undoes what making it did to the given optimizer, which holds all stages of a pipeline until then."""
 
 
 def prepare(
@@ -114,17 +116,20 @@ def _agreed_plan(
     strategy: "DistributedStrategy", model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, place: _Place
 ) -> _Plan:
     """The plan, or this rank's own error, or one that names the rank which has an error: on all ranks at once."""
+    local = strategy.localsgd is not None or strategy.adaptive_localsgd is not None
+    facts = _model_facts(model, optimizer, digest=not local)
     problem: Exception | None = None
     plan = None
     try:
         plan = _planned(strategy, model, optimizer, place)
     except (TypeError, ValueError, RuntimeError) as error:
         problem = error
-    facts = {"problem": None if problem is None else f"{type(problem).__name__}: {problem}"}
-    facts |= _model_facts(model, optimizer, digest=plan is not None and plan.sync is None)
+    told = None if problem is None else f"{type(problem).__name__}: {problem}"
     try:
-        require_agreement(group, facts, what="preparing the engine")
-    except Mismatch:
+        require_agreement(group, {"problem": told, **facts}, what="preparing the engine")
+    except ThinwireError:
+        if plan is not None:
+            plan.restore()
         if problem is None:
             raise
     if problem is not None:
@@ -169,6 +174,7 @@ def _planned(
         compressor=adopted.compressor,
         scaler=scaler,
         sync=sync,
+        restore=adopted.restore,
     )
 
 

@@ -1,0 +1,179 @@
+"""Local updates beside other methods: the sparsity of gradient compression, and a loss scale for every rank."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import thinwire as tw
+from tests.local.test_laws import Bag, gradient, set_gradients, start_values, values
+from tests.ranks import Pool
+from tests.reference.local_training import Simulation
+from thinwire.amp import LossScaler
+from thinwire.sync.local_sgd import LocalUpdates
+
+
+def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1, **options)
+
+
+RAMP = tw.DGC(rampup_begin_step=7, rampup_step=9, sparsity=(0.5, 0.8, 0.9), min_numel=12, value_bits=32)
+CASES: dict[str, tuple[tw.LocalSGD, tw.DGC, dict[str, Any]]] = {
+    "from the start": (
+        tw.LocalSGD(3),
+        tw.DGC(sparsity=(0.8,), min_numel=1, value_bits=32),
+        {"k": 3, "ramp": (0, 1, (0.8,), 1)},
+    ),
+    "ramp": (tw.LocalSGD(2, begin_step=4), RAMP, {"k": 2, "begin": 4, "ramp": (7, 9, (0.5, 0.8, 0.9), 12)}),
+    "every step": (tw.LocalSGD(1), RAMP, {"k": 1, "ramp": (7, 9, (0.5, 0.8, 0.9), 12)}),
+    "outer, fragments and delay": (
+        tw.LocalSGD(6, fragments=2, delay=2, outer_lr=0.8, outer_momentum=0.5, outer_nesterov=True),
+        RAMP,
+        {
+            "k": 6,
+            "parts": [["a"], ["b", "c", "d"]],
+            "delay": 2,
+            "outer": (0.8, 0.5, True),
+            "ramp": (7, 9, (0.5, 0.8, 0.9), 12),
+        },
+    ),
+}
+
+
+def follow(rank: int, size: int, config: Any, dgc: tw.DGC, steps: int) -> list[Any]:
+    model = Bag()
+    optimizer = sgd(model, momentum=0.9)
+    found = []
+    with LocalUpdates(model, optimizer, config, dgc=dgc) as sync:
+        for step in range(1, steps + 1):
+            set_gradients(model, step, rank)
+            optimizer.step()
+            errors = {name: e.numpy() for name, e in sync.state_dict()["errors"].items()}
+            found.append((sync.synced, values(model), errors))
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_change_travels_by_the_ramp_of_gradient_compression(ranks: Pool, case: str, size: int) -> None:
+    """1e-11: float64 sums in another order; what travels as float32 is rounded alike by both."""
+    config, dgc, settings = CASES[case]
+    found = ranks.run(follow, config, dgc, 26, size=size)
+    oracle = Simulation({n: v.numpy() for n, v in start_values().items()}, size, lr=0.1, momentum=0.9, **settings)
+    for step in range(26):
+        averaged = oracle.advance(gradient)
+        for rank in range(size):
+            synced, params, errors = found[rank][step]
+            assert synced == averaged, step
+            assert set(errors) == {name for name, p in params.items() if p.size >= dgc.min_numel}
+            for name, p in params.items():
+                np.testing.assert_allclose(p, oracle.ranks[rank].p[name], rtol=1e-11, atol=1e-11)
+                kept = oracle.ranks[rank].error.get(name, np.zeros_like(p))
+                np.testing.assert_allclose(errors.get(name, np.zeros_like(p)), kept, rtol=1e-11, atol=1e-11)
+    assert any(e.any() for e in found[0][-1][2].values())
+
+
+def few_bytes(rank: int, size: int) -> tuple[int, int]:
+    model = nn.Linear(200, 100)
+    torch.manual_seed(rank)
+    with LocalUpdates(model, sgd(model), tw.LocalSGD(1), dgc=tw.DGC(rampup_begin_step=2, min_numel=1000)) as sync:
+        sent = []
+        for _ in range(4):
+            for p in model.parameters():
+                p.grad = torch.randn_like(p)
+            before = sync.stats()["bytes_sent"]
+            model.zero_grad if sync.step > 9 else None
+            sync._tensors.optimizer.step()
+            sent.append(sync.stats()["bytes_sent"] - before)
+    return sent[1], sent[2]
+
+
+def test_the_bytes_are_those_of_the_ramp() -> None:
+    """20100 values of 4 bytes; then 20 of 20000 at one bit and about 12 for the place, and 100 values of 4 bytes."""
+    dense, sparse = few_bytes(0, 1)
+    assert dense == 4 * 20100 + 2 * 24
+    assert 448 < sparse < 448 + 32 + 60
+
+
+def differing(rank: int, size: int) -> str:
+    model = Bag()
+    try:
+        with LocalUpdates(model, sgd(model), tw.LocalSGD(2), dgc=tw.DGC(value_bits=1 + rank)):
+            pass
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_compare_what_they_send(ranks: Pool) -> None:
+    for text in ranks.run(differing):
+        assert "dgc.value_bits differs: rank 0 has 1, rank 1 has 2" in text
+
+
+def test_two_compressions_are_refused() -> None:
+    model = Bag()
+    with pytest.raises(ValueError, match="give one of them"):
+        LocalUpdates(model, sgd(model), tw.LocalSGD(2, compression=tw.Sparse(0.9)), dgc=tw.DGC())
+    with pytest.raises(TypeError, match="dgc must be DGC"):
+        LocalUpdates(model, sgd(model), tw.LocalSGD(2), dgc=tw.Sparse(0.9))  # type: ignore[arg-type]
+
+
+def other_layouts(rank: int, size: int) -> tuple[list[bytes], float]:
+    """A convolution in channels_last, sent sparsely."""
+    torch.manual_seed(0)
+    model = nn.Conv2d(3, 4, 5).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    before = model.weight.detach().clone()
+    with tw.local_sgd(model, sgd(model), tw.LocalSGD(1, compression=tw.Sparse(0.9, value_bits=32, decay=1.0))) as sync:
+        model.weight.grad = torch.arange(300.0).view(4, 3, 5, 5).to(memory_format=torch.channels_last)
+        model.bias.grad = torch.zeros_like(model.bias)  # type: ignore[union-attr]
+        grad = model.weight.grad.clone()
+        sync._tensors.optimizer.step()
+        kept = sync.state_dict()["errors"]["weight"]
+    lost = float((before - 0.1 * grad - (model.weight.detach() - kept)).abs().max())
+    return [p.detach().contiguous().numpy().tobytes() for p in model.parameters()], lost
+
+
+def test_a_model_in_another_memory_format(ranks: Pool) -> None:
+    (a, lost), (b, _) = ranks.run(other_layouts)
+    assert a == b
+    assert lost < 1e-5, "float32 differences of changes up to 30"
+
+
+def train_scaled(rank: int, size: int, delay: int) -> list[tuple[bool, float, float]]:
+    """Rank 1 overflows in steps 3 and 5, rank 2 in step 6; the window makes scales grow again."""
+    model = Bag()
+    optimizer = sgd(model)
+    scaler = LossScaler(tw.DynamicLossScale(64.0, 2.0, 3), local=True)
+    found = []
+    with LocalUpdates(model, optimizer, tw.LocalSGD(4, begin_step=0, delay=delay), scaler=scaler) as sync:
+        for step in range(1, 11):
+            set_gradients(model, step, rank)
+            for p in model.parameters():
+                assert p.grad is not None
+                p.grad.mul_(scaler.scale)
+            if (rank, step) in {(1, 3), (1, 5), (2, 6)}:
+                model.b.grad[0] = float("inf")  # type: ignore[union-attr,index]
+            before = values(model)
+            if scaler.unscale_(model.parameters()):
+                optimizer.step()
+            else:
+                sync.skip_step()
+                assert sync.synced or all((values(model)[name] == p).all() for name, p in before.items())
+            assert sync.step == step
+            found.append((sync.synced, scaler.scale, float(scaler.dropped_steps)))
+    return [*found, (True, scaler.scale, 0.0)]
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_all_ranks_take_the_smallest_scale_when_they_average(ranks: Pool, delay: int) -> None:
+    a, b, c = ranks.run(train_scaled, delay, size=3)
+    # the window of 3 good updates lets a scale grow; a rank that takes another's scale begins to count anew
+    assert [scale for _, scale, _ in a] == [64, 64, 128, 32, 32, 32, 64, 32, 32, 32, 32]
+    assert [scale for _, scale, _ in b] == [64, 64, 32, 32, 16, 16, 16, 32, 32, 32, 32]
+    assert [scale for _, scale, _ in c][:5] == [64, 64, 128, 32, 32]
+    for step in (4, 8):
+        assert {found[step - 1][:2] for found in (a, b, c)} == {(True, a[step - 1][1])}
+    assert a[-1][1] == b[-1][1] == c[-1][1]
+    assert [found[-2][2] for found in (a, b, c)] == [0, 2, 1]
