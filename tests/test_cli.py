@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import thinwire as tw
 from thinwire import cli
 
 BAD = {
@@ -96,3 +97,62 @@ def test_missing_packages_are_named_with_the_way_to_get_them(
         cli.main(["compare"])
     assert stop.value.code == 1
     assert capsys.readouterr().err == "thinwire: the command line needs no_such_package: pip install 'thinwire[cli]'\n"
+
+
+BAD_FILES = {
+    "": "1: the file is empty",
+    "dgc: {sparsty: [0.9]}": "did you mean 'sparsity'?",
+    "dgc: {}\nlars: 3": "2: strategy.lars must be a mapping, got 3",
+    "lars: {}\nlamb: {}": "remove lars or lamb",
+    "amp: {dtype: float8}": "'float8'",
+}
+
+
+@pytest.mark.parametrize("text", BAD_FILES)
+def test_a_bad_strategy_file_is_one_line(text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text(text, encoding="utf-8")
+    for options in ([], ["--quiet"]):
+        line = fails(capsys, "explain", str(path), *options)
+        assert line.startswith(f"thinwire: {path}:")
+        assert BAD_FILES[text] in line
+
+
+def test_a_strategy_file_that_cannot_be_read_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "gone.yaml: No such file" in fails(capsys, "explain", str(tmp_path / "gone.yaml"))
+    assert "directory" in fails(capsys, "explain", str(tmp_path))
+    assert "FILE" in fails(capsys, "explain")
+    assert "--loud" in fails(capsys, "explain", "--loud", str(tmp_path))
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_explain_prints_what_the_strategy_explains(quiet: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(__file__).parent.parent / "examples" / "strategies" / "slow_network.yaml"
+    expected = "" if quiet else f"{tw.DistributedStrategy.load(path).explain()}\n"
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["explain", str(path), *(["--quiet"] if quiet else [])])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == expected
+
+
+def test_help_on_explain_has_an_example_that_works(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["explain", "--help"])
+    assert stop.value.code == 0
+    printed = capsys.readouterr().out
+    assert "thinwire explain examples/strategies/slow_network.yaml" in printed
+    assert "--quiet" in printed
+
+
+def test_a_broken_file_is_answered_before_torch_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "plan.yaml").write_text("dgc:\n", encoding="utf-8")
+    code = f"""
+import sys
+from thinwire import cli
+try:
+    cli.main(["explain", {str(tmp_path / "plan.yaml")!r}])
+except SystemExit as stop:
+    sys.exit(stop.code if "torch" not in sys.modules else 99)
+"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 2

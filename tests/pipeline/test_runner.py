@@ -360,7 +360,7 @@ def attempt(rank: int, size: int, trouble: str) -> tuple[str, str, Tensor]:
         torch.set_grad_enabled(False)
     try:
         runner.step(inputs, targets)
-    except (RuntimeError, ValueError, TypeError) as error:
+    except Exception as error:
         kind, text = type(error).__name__, str(error)
     else:
         kind, text = "nothing", ""
@@ -410,7 +410,7 @@ class Trip:
 def test_an_error_of_one_stage_is_one_of_all_and_the_pipeline_goes_on(
     ranks: Pool, trouble: str, kinds: tuple[str, ...], texts: list[str]
 ) -> None:
-    answers = ranks.run(attempt, trouble, group_timeout_s=60)
+    answers = ranks.run(attempt, trouble)
     assert tuple(kind for kind, _, _ in answers) == kinds
     for (_, text, loss), expected in zip(answers, texts, strict=True):
         assert expected in text
@@ -432,7 +432,8 @@ class Unsteady(nn.Module):
 
 
 def change_shapes(rank: int, size: int) -> None:
-    _, runner = prepared(nn.Sequential(Unsteady(), nn.Linear(6, 3)).double(), Pipeline(2, 2, "gpipe", ("1",)))
+    model = nn.Sequential(Unsteady(), nn.Linear(6, 3)).double()
+    _, runner = prepared(model, Pipeline(2, 2, "gpipe", ("1",)), loss_fn=lambda outputs, _: outputs.mean())
     runner.step(*batch())
 
 
@@ -480,6 +481,7 @@ def lose_a_stage(rank: int, size: int, how: int) -> None:
 @pytest.mark.fault
 @pytest.mark.parametrize(("how", "kinds"), [(signal.SIGKILL, {"PeerLost"}), (signal.SIGSTOP, {"PeerStalled"})])
 def test_the_others_raise_when_a_stage_is_gone(ranks: Pool, how: int, kinds: set[str]) -> None:
+    ranks.run(train_case, "a stage that begins in place", "1f1b", size=3)  # starts what the short time-out is not for
     answers = ranks.run(lose_a_stage, how, size=3, group_timeout_s=5, timeout_s=40, expect_errors=True)
     assert not isinstance(answers[1], Raised)
     assert isinstance(answers[1], Lost) == (how == signal.SIGKILL)

@@ -98,7 +98,7 @@ def is_plain(value: object) -> bool:
     return type(value) in (str, int, float, bool)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(strategies())
 def test_there_and_back(strategy: tw.DistributedStrategy) -> None:
     document = strategy.to_dict()
@@ -112,7 +112,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("strategies")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(strategy=strategies())
 def test_there_and_back_through_a_file(folder: Path, strategy: tw.DistributedStrategy) -> None:
     path = folder / "strategy.yaml"

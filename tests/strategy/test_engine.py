@@ -296,9 +296,9 @@ def test_an_overflow_in_a_microstep_drops_the_merged_update_once(ranks: Pool) ->
     assert dropped == [0, 0, 0, 1, 1, 1]
 
 
-def local_overflow(rank: int, size: int) -> tuple[list[float], list[int], list[bool]]:
+def local_overflow(rank: int, size: int) -> tuple[list[float], list[int], str]:
     engine = make_engine(("amp", "localsgd"), replace={"localsgd": tw.LocalSGD(4, begin_step=0)}, plain=True)
-    scales, dropped, synced = [], [], []
+    scales, dropped = [], []
     for step in range(8):
         x, y = batch(step, rank)
         if step == 1 and rank == 1:
@@ -369,7 +369,7 @@ def test_the_global_norm_looks_across_stages(ranks: Pool) -> None:
 # ---- bad input
 
 
-def refuse(rank: int, size: int, case: str) -> None:  # noqa: C901
+def refuse(rank: int, size: int, case: str) -> None:
     model = make_model(plain=True)
     optimizer = make_optimizer(model, ())
     if case == "different strategies":
@@ -478,4 +478,4 @@ def test_a_ddp_model_is_refused_with_what_to_do(ranks: Pool) -> None:
 
 
 def test_every_field_has_a_setting_in_these_tests() -> None:
-    assert set(FIELDS) == {name for name in tw.DistributedStrategy.__dataclass_fields__}
+    assert set(FIELDS) == set(tw.DistributedStrategy.__dataclass_fields__)

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from thinwire._validate import instance, one_of
+from thinwire.checkpoint.bits import bits
 from thinwire.checkpoint.random_state import derived, is_random_state
 from thinwire.checkpoint.tree import TensorRef, with_tensors
 from thinwire.errors import CheckpointError
@@ -130,7 +131,7 @@ class _Combiner:
         for leaf in leaves[1:]:
             # ranks that have the same bits refer to the same tensor of a file
             other = first if isinstance(leaf, TensorRef) and leaf == leaves[0] else self.read(leaf)
-            equal = equal and _same_bits(first, other)
+            equal = equal and torch.equal(bits(first), bits(other))
             total += other.to(total.dtype)
         return first if equal else (total / (len(leaves) + zeros)).to(first.dtype)
 
@@ -168,10 +169,6 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def _has_mean(dtype: torch.dtype) -> bool:
     """Whether it stands for real or complex numbers by itself; scales of other tensors and packed pairs do not."""
     return (dtype.is_floating_point or dtype.is_complex) and dtype not in _ONLY_STORAGE
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(*(t.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
 
 
 def _entry(node: Any, key: Any) -> Any:

@@ -15,7 +15,6 @@ FORMAT = 1
 """Goes up with every change after which an older version of this library could not read a checkpoint."""
 MANIFEST = "manifest.json"
 _FILE = re.compile(r"rank_[0-9]{5,9}\.(json|safetensors)")
-_END = "\n}"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -111,9 +110,9 @@ def _verified(raw: bytes) -> dict[str, Any]:
 
 def _sealed(content: dict[str, Any]) -> bytes:
     """The one way to write this content, its checksum as the last entry: any other byte is damage."""
-    text = json.dumps(content, indent=1)
-    checksum = hashlib.sha256(text.encode()).hexdigest()
-    return f'{text.removesuffix(_END)},\n "sha256": "{checksum}"\n}}\n'.encode()
+    lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(value)}" for name, value in content.items())
+    checksum = hashlib.sha256(lines.encode()).hexdigest()
+    return f'{{\n{lines},\n "sha256": "{checksum}"\n}}\n'.encode()
 
 
 def _flat(lists: Any) -> list[Any]:

@@ -67,7 +67,7 @@ class Plan:
         if not self.leads:
             return
         for path in leftovers(self.root):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         free = shutil.disk_usage(self.root).free
         if free < self._needed_bytes + _SPARE_BYTES:
             raise CheckpointError(

@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from thinwire.checkpoint.bits import bits
 from thinwire.checkpoint.manifest import tensor_file
 from thinwire.checkpoint.tree import TensorRef
 from thinwire.errors import CheckpointCorrupt
@@ -109,8 +110,7 @@ def digest(tensor: Tensor) -> str:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy().data
+    return bits(tensor).numpy().data
 
 
 def _header(tensors: Mapping[str, Tensor]) -> bytes:

@@ -69,7 +69,8 @@ class Engine:
         self._parts = parts
         self.step = 0
         """Updates made."""
-        self._dropped = 0
+        self._dropped_before = 0
+        self._bytes_before = 0
         # the engine's hooks stand on the model and the optimizer, and must not outlive it
         self._finalizer = weakref.finalize(self, _close, parts)
 
@@ -209,8 +210,7 @@ class Engine:
             `pending`, what `flush` would apply, in words; `trust_ratios` by parameter name under LARS and LAMB.
         """
         parts = self._parts
-        sent = parts.exchange.bytes_sent + parts.buffers.bytes_sent
-        sent += 0 if parts.scaler is None else parts.scaler.bytes_sent
+        sent = self._bytes_sent()
         dense = 4 * self.step * sum(p.numel() for p in parts.params.values())
         microsteps = 0 if parts.merge is None else parts.merge.microsteps
         waiting = [f"{microsteps} merged microsteps"] if microsteps else []
@@ -220,7 +220,7 @@ class Engine:
             "bytes_sent": sent,
             "bytes_dense": dense,
             "ratio": dense / sent if sent else math.inf,
-            "dropped_steps": self._dropped + parts.exchange.dropped_steps,
+            "dropped_steps": self._dropped_steps(),
             "k_steps": parts.exchange.k_steps,
             "loss_scale": 1.0 if parts.scaler is None else parts.scaler.scale,
             "microsteps": microsteps,
@@ -242,7 +242,9 @@ class Engine:
         """
         self._require_open()
         counters = saving.load(state, self._parts)
-        self.step, self._dropped = counters["step"], counters["dropped"]
+        self.step = counters["step"]
+        self._dropped_before += counters["dropped_steps"] - self._dropped_steps()
+        self._bytes_before += counters["bytes_sent"] - self._bytes_sent()
 
     def save(self, directory: str | Path) -> Path:
         """Write a checkpoint, every rank its part; the folder and its parents are created.
@@ -298,7 +300,15 @@ class Engine:
             )
 
     def _counters(self) -> dict[str, int]:
-        return {"step": self.step, "dropped": self._dropped}
+        return {"step": self.step, "dropped_steps": self._dropped_steps(), "bytes_sent": self._bytes_sent()}
+
+    def _bytes_sent(self) -> int:
+        parts = self._parts
+        agreements = 0 if parts.scaler is None else parts.scaler.bytes_sent
+        return self._bytes_before + parts.exchange.bytes_sent + parts.buffers.bytes_sent + agreements
+
+    def _dropped_steps(self) -> int:
+        return self._dropped_before + self._parts.exchange.dropped_steps
 
     def _require_open(self) -> None:
         if not self._finalizer.alive:
@@ -336,7 +346,7 @@ class Engine:
             overflow = scaler.checks and scaler.agree(overflow)
             scaler.update(overflow)  # first, since local updates may hand the new scale to the others in this step
         if overflow:
-            self._dropped += 1
+            self._dropped_before += 1
             parts.exchange.skip()
         elif parts.exchange.update(self.step, grads):
             self.step += 1

@@ -2,11 +2,13 @@
 
 import textwrap
 from collections.abc import Iterable
+from types import NoneType
 from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.optim import Optimizer
 
+from thinwire import _validate as check
 from thinwire.strategy.remarks import remarks
 from thinwire.strategy.rules import rules_among
 from thinwire.strategy.step_order import step_order
@@ -26,9 +28,12 @@ def explanation(
     """See `DistributedStrategy.explain`; the text, without a last newline, at most 100 columns wide.
 
     Raises:
+        TypeError: No module or no optimizer.
         ValueError: A pattern that matches nothing in the model.
         StrategyError: The strategy does not go with the model or the optimizer, as in `prepare`.
     """
+    check.instance("model", model, (nn.Module, NoneType))
+    check.instance("optimizer", optimizer, (Optimizer, NoneType))
     fields = ", ".join(strategy.on) or "nothing: gradients are averaged over all ranks, as by DistributedDataParallel"
     together = [f"{' and '.join(rule.pair)}: {rule.meaning}" for rule in rules_among(strategy.on)]
     parts = [

@@ -27,7 +27,7 @@ from thinwire.step.autocast import autocast_forward
 from thinwire.step.merge import GradientSum
 from thinwire.step.recompute import matches, recompute
 from thinwire.strategy.across_stages import DropTogether, clip_over_stages
-from thinwire.strategy.adopt import adopt
+from thinwire.strategy.adopt import Adopted, adopt
 from thinwire.strategy.engine import Engine, Parts
 from thinwire.strategy.exchanges import Exchange, InOptimizer, LocalSteps, MeanThenStep
 from thinwire.strategy.moving_buffers import MovingBuffers
@@ -116,8 +116,7 @@ def _agreed_plan(
     strategy: "DistributedStrategy", model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, place: _Place
 ) -> _Plan:
     """The plan, or this rank's own error, or one that names the rank which has an error: on all ranks at once."""
-    local = strategy.localsgd is not None or strategy.adaptive_localsgd is not None
-    facts = _model_facts(model, optimizer, digest=not local)
+    facts = _model_facts(model, optimizer, digest=not _is_local(strategy))
     problem: Exception | None = None
     plan = None
     try:
@@ -147,35 +146,47 @@ def _planned(
         matches(model, strategy.recompute.checkpoints)
     stage = model if strategy.pipeline is None else cut(model, strategy.pipeline)[place.stage]
     mine = set(stage.parameters())
-    local = strategy.localsgd or strategy.adaptive_localsgd
     adopted = adopt(
         optimizer,
         dgc=strategy.dgc,
         lars=strategy.lars,
         lamb=strategy.lamb,
-        local=local is not None,
+        local=_is_local(strategy),
         names=names,
         keep=mine.__contains__,
         process_group=place.replica_group,
         num_trainers=place.replicas,
     )
-    trained = {p for group in adopted.optimizer.param_groups for p in group["params"]}
+    try:
+        return _planned_for(adopted, strategy, stage, place)
+    except (TypeError, ValueError, RuntimeError):
+        adopted.restore()
+        raise
+
+
+def _planned_for(adopted: Adopted, strategy: "DistributedStrategy", stage: nn.Module, place: _Place) -> _Plan:
+    optimizer, local = adopted.optimizer, strategy.localsgd or strategy.adaptive_localsgd
+    trained = {p for group in optimizer.param_groups for p in group["params"]}
     params = {name: p for name, p in stage.named_parameters() if p.requires_grad and p in trained}
     if not params and strategy.pipeline is None:
         raise ValueError("optimizer has no parameter with requires_grad=True: there is nothing to train")
     scaler, sync = _scaler(strategy, place.grid, local=local is not None), None
     if local is not None:
         group = place.replica_group
-        sync = LocalUpdates(stage, adopted.optimizer, local, process_group=group, dgc=strategy.dgc, scaler=scaler)
+        sync = LocalUpdates(stage, optimizer, local, process_group=group, dgc=strategy.dgc, scaler=scaler)
     return _Plan(
         stage=stage,
-        optimizer=adopted.optimizer,
+        optimizer=optimizer,
         params=params,
         compressor=adopted.compressor,
         scaler=scaler,
         sync=sync,
         restore=adopted.restore,
     )
+
+
+def _is_local(strategy: "DistributedStrategy") -> bool:
+    return strategy.localsgd is not None or strategy.adaptive_localsgd is not None
 
 
 def _require_own_params(names: Mapping[Parameter, str], optimizer: torch.optim.Optimizer) -> None:

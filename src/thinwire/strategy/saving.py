@@ -42,7 +42,8 @@ def load(state: Mapping[str, Any], parts: "Parts") -> dict[str, int]:
             f"state is not one of an engine: missing {sorted(wanted - state.keys())}, "
             f"unknown {sorted(state.keys() - wanted)}"
         )
-    counters = {key: check.integer(key, state["counters"].get(key), at_least=0) for key in ("step", "dropped")}
+    kinds = ("step", "dropped_steps", "bytes_sent")
+    counters = {key: check.integer(key, state["counters"].get(key), at_least=0) for key in kinds}
     _require_same("loss_scale", state["loss_scale"], parts.scaler)
     _require_same("merge", state["merge"], parts.merge)
     parameters, buffers = _parameters(parts), dict(parts.model.named_buffers())

@@ -7,7 +7,6 @@ from torch import nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from thinwire import _validate as check
 from thinwire.pipeline.cut import cut
 from thinwire.step.recompute import matches
 from thinwire.strategy.adopt import adopt
@@ -22,7 +21,6 @@ _SHOWN = 6
 
 def about_model(strategy: "DistributedStrategy", model: nn.Module, optimizer: Optimizer | None) -> list[str]:
     """The stages, the modules that are recomputed, and which tensors are compressed or dense, and why."""
-    check.instance("model", model, nn.Module)
     trained = None if optimizer is None else {p for group in optimizer.param_groups for p in group["params"]}
     params = {name: p for name, p in model.named_parameters() if p.requires_grad and (trained is None or p in trained)}
     resting = [name for name, _ in model.named_parameters() if name not in params]
@@ -40,7 +38,6 @@ def about_optimizer(strategy: "DistributedStrategy", optimizer: Optimizer, model
     Raises:
         StrategyError: The strategy does not go with it.
     """
-    check.instance("optimizer", optimizer, Optimizer)
     local = strategy.localsgd is not None or strategy.adaptive_localsgd is not None
     names = _names_in(optimizer) if model is None else {p: name for name, p in model.named_parameters()}
     adopted = adopt(optimizer, dgc=strategy.dgc, lars=strategy.lars, lamb=strategy.lamb, local=local, names=names)

@@ -1,0 +1,209 @@
+"""The rule for another number of ranks, against NumPy and plain loops."""
+
+import math
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.checkpoint.states import same
+from thinwire.checkpoint import combine, random_state, set_random_state
+from thinwire.checkpoint.combine import Rule
+from thinwire.errors import CheckpointError
+
+
+def some(seed: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn])
+@pytest.mark.parametrize("count", [2, 3, 4, 7])
+def test_the_mean_is_taken_in_float64_and_rounded_once(dtype: torch.dtype, count: int) -> None:
+    values = [some(seed, dtype, 50) for seed in range(count)]
+    total = np.zeros(50)
+    for value in values:
+        total += value.to(torch.float64).numpy()
+    expected = torch.from_numpy(total / count).to(dtype)
+    assert same(combine([{"a": value} for value in values])["a"], expected)
+
+
+def test_complex_numbers_have_a_mean_too() -> None:
+    values = [torch.complex(some(seed, torch.float32, 9), some(seed + 9, torch.float32, 9)) for seed in range(3)]
+    expected = torch.from_numpy(np.mean([value.numpy().astype(np.complex128) for value in values], axis=0))
+    torch.testing.assert_close(combine(values), expected.to(torch.complex64), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("count", range(1, 8))
+def test_what_is_equal_on_all_ranks_stays_bit_for_bit(count: int) -> None:
+    odd = torch.tensor([0x7F800001, 0x7FC12345, -0x80000000, 1], dtype=torch.int32).view(torch.float32)
+    states = [{"a": torch.full((3,), 0.1, dtype=torch.float64), "nan": odd.clone(), "x": 0.1} for _ in range(count)]
+    assert same(combine(states), states[0])
+    nothing = [{"x": math.nan, "y": -0.0, "z": math.inf, "e": torch.empty(0)} for _ in range(count)]
+    assert same(combine(nothing), nothing[0])
+
+
+def test_kinds_and_their_defaults() -> None:
+    a = {
+        "i": 1,
+        "b": True,
+        "s": "x",
+        "y": b"1",
+        "f": 1.0,
+        "n": None,
+        "t": torch.tensor([1, 2]),
+        "m": torch.tensor(True),
+    }
+    b = {"i": 2, "b": False, "s": "z", "y": b"2", "f": 2.0, "n": 3, "t": torch.tensor([5, 6]), "m": torch.tensor(False)}
+    assert same(combine([a, b]), {**a, "f": 1.5, "n": 3})
+
+
+@pytest.mark.parametrize(
+    ("rule", "number", "integer", "tensor"),
+    [
+        ("mean", 3.0, 1, [2.0, 3.0]),
+        ("first", 1.0, 1, [1.0, 5.0]),
+        ("min", 1.0, 1, [1.0, 1.0]),
+        ("max", 5.0, 3, [3.0, 5.0]),
+        ("sum", 6.0, 4, [4.0, 6.0]),
+    ],
+)
+def test_rules(rule: Rule, number: float, integer: int, tensor: list[float]) -> None:
+    a, b = (
+        {"p": {"f": 1.0, "i": 1, "t": torch.tensor([1.0, 5.0])}},
+        {"p": {"f": 5.0, "i": 3, "t": torch.tensor([3.0, 1.0])}},
+    )
+    came = combine([a, b], {"p/*": rule})["p"]
+    assert (came["f"], came["i"], came["t"].tolist()) == (number, integer, tensor)
+
+
+def test_the_first_pattern_that_matches_counts() -> None:
+    states = [{"loss_scale": {"scale": 8.0}, "x": {"scale": 8.0}}, {"loss_scale": {"scale": 4.0}, "x": {"scale": 4.0}}]
+    came = combine(states, {"loss_scale/*": "min", "*/scale": "max"})
+    assert came == {"loss_scale": {"scale": 4.0}, "x": {"scale": 8.0}}
+
+
+def test_integer_tensors_by_rule() -> None:
+    states = [torch.tensor([1, 9], dtype=torch.int64), torch.tensor([5, 2**62], dtype=torch.int64)]
+    assert combine(states, {"": "sum"}).tolist() == [6, 2**62 + 9]
+    assert combine(states, {"": "max"}).tolist() == [5, 2**62]
+
+
+def test_what_only_some_ranks_have() -> None:
+    one, three = torch.tensor([1.0]), torch.tensor([3.0])
+    states = [{"moment": {}, "pending": {}}, {"moment": {"w": one}, "pending": {"w": one}}, {"moment": {"w": three}}]
+    came = combine(states, {"pending/*": "mean_zero"})
+    assert same(came, {"moment": {"w": torch.tensor([2.0])}, "pending": {"w": torch.tensor([1 / 3])}})
+    assert same(combine([{"a": None}, {"a": one}]), {"a": one})
+    assert same(combine([{"a": None}, {"a": one}], {"a": "mean_zero"}), {"a": one / 2})
+    assert combine([{"x": {"f": 3.0}}, {}], {"x/f": "mean_zero"}) == {"x": {"f": 1.5}}
+
+
+def test_sequences() -> None:
+    assert combine([[1.0, (2.0, "a")], [3.0, (4.0, "b")]]) == [2.0, (3.0, "a")]
+    assert combine([{"a": [1.0]}, {"a": [2.0, 3.0]}]) == {"a": [1.0]}
+
+
+def test_the_mean_of_the_pending_update_is_kept() -> None:
+    """Old ranks with residuals r: every new rank gets mean(r), so the mean over new ranks is mean(r)."""
+    states = [{"residual": some(seed, torch.float32, 100)} for seed in range(4)]
+    twice = combine([combine(states, rank=rank) for rank in range(2)])["residual"]
+    expected = np.mean([state["residual"].numpy().astype(np.float64) for state in states], axis=0)
+    np.testing.assert_allclose(twice.numpy(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_nothing_given_is_changed() -> None:
+    states = [{"a": torch.ones(2)}, {"a": torch.zeros(2)}]
+    came = combine(states)
+    came["a"].add_(7)
+    assert states[0]["a"].tolist() == [1, 1] and states[1]["a"].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("states", "text"),
+    [
+        ([{"a": {"w": torch.ones(2)}}, {"a": {"w": torch.ones(3)}}], "a/w is torch.float32 of shape (2,) on one and"),
+        (
+            [{"a": torch.ones(2)}, {"a": torch.ones(2).half()}],
+            "a is torch.float16 of shape (2,) on one and torch.float32",
+        ),
+        ([{"a": torch.ones(2)}, {"a": 1.0}], "a is Tensor here and float there"),
+        ([{"a": {}}, {"a": []}], "a is dict here and list there"),
+        ([{"a": 1}, {"a": "1"}], "a is int here and str there"),
+    ],
+)
+def test_what_does_not_fit_together_is_named(states: list[Any], text: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        combine(states)
+    assert text in str(caught.value) and "Load with the number of ranks that saved" in str(caught.value)
+
+
+def test_rules_are_checked() -> None:
+    with pytest.raises(ValueError, match=r"rules\['a'\] must be one of .*did you mean 'mean'"):
+        combine([1], {"a": "meen"})  # type: ignore[dict-item]
+    with pytest.raises(TypeError, match="rules must be Mapping"):
+        combine([1], "mean")  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match="a is torch.complex64, which has no min"):
+        combine([{"a": torch.ones(1, dtype=torch.complex64)}] * 2, {"a": "min"})
+
+
+def draws() -> list[float]:
+    """A few numbers of every generator."""
+    return [
+        random.random(),
+        random.gauss(),
+        float(np.random.rand()),
+        float(np.random.randn()),
+        *torch.randn(3).tolist(),
+    ]
+
+
+@pytest.fixture(autouse=True)
+def same_numbers_afterwards() -> Any:
+    state = random_state()
+    yield
+    set_random_state(state)
+
+
+def test_random_numbers_go_on_where_they_were() -> None:
+    random.gauss(), np.random.randn()  # each keeps a second number for the next call
+    state = random_state()
+    expected = draws()
+    draws()
+    set_random_state(state)
+    assert draws() == expected
+
+
+def test_numpys_other_generators_are_kept_too() -> None:
+    before = np.random.get_bit_generator()
+    try:
+        np.random.set_bit_generator(np.random.PCG64(3))
+        state = random_state()
+        expected = draws()
+        set_random_state(state)
+        assert draws() == expected
+    finally:
+        np.random.set_bit_generator(before)
+
+
+def test_old_ranks_go_on_with_their_own_numbers_and_new_ones_get_others() -> None:
+    states, expected = [], []
+    for seed in range(2):
+        random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
+        states.append({"random": random_state()})
+        expected.append(draws())
+    came = []
+    for rank in range(6):
+        set_random_state(combine(states, rank=rank)["random"])
+        came.append(draws())
+    assert came[:2] == expected
+    for numbers in zip(*came, strict=True):
+        assert len(set(numbers)) == 6
+    set_random_state(combine(states, rank=5)["random"])
+    assert draws() == came[5]
+
+
+def test_a_strange_random_state_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"state must come from random_state\(\), got dict"):
+        set_random_state({})

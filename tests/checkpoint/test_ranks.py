@@ -1,0 +1,305 @@
+"""Several ranks, in one directory or in several: what one does wrong all hear of, and all load the same."""
+
+import os
+import shutil
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoint.states import rank_state, same
+from tests.ranks import Pool, Raised
+from thinwire.checkpoint import load, plan, save
+from thinwire.checkpoint.together import together
+from thinwire.comm import Group
+
+
+def home(root: str, rank: int, machines: int) -> Path:
+    """The directory of a rank where ranks are dealt out to machines in order."""
+    return Path(root, f"machine{rank % machines}")
+
+
+def save_and_load(rank: int, size: int, root: str, machines: int) -> list[str]:
+    group, directory = Group(), home(root, rank, machines)
+    for step in (1, 2, 3):
+        save(directory, rank_state(rank, step), step=step, group=group, facts={"step": step})
+    loaded = load(directory, group=group)
+    assert (loaded.step, loaded.ranks, loaded.facts) == (3, size, {"step": 3})
+    assert same(loaded.state, rank_state(rank, 3))
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*"))
+
+
+def test_ranks_share_a_directory(ranks: Pool, tmp_path: Path) -> None:
+    files = ranks.run(save_and_load, str(tmp_path), 1, size=3)[0]
+    names = ["manifest.json", *(f"rank_0000{r}.{kind}" for r in range(3) for kind in ("json", "safetensors"))]
+    folders = ["step_0000000002", "step_0000000003"]
+    assert files == sorted([*folders, *(f"{folder}/{name}" for folder in folders for name in names)])
+
+
+def test_what_is_the_same_on_all_ranks_is_written_once(ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(save_and_load, str(tmp_path), 1, size=3)
+    sizes = [(tmp_path / f"machine0/step_0000000003/rank_0000{r}.safetensors").stat().st_size for r in range(3)]
+    assert sizes[1] == sizes[2] < sizes[0]
+
+
+def test_machines_without_a_common_file_system(ranks: Pool, tmp_path: Path) -> None:
+    first, second, third = ranks.run(save_and_load, str(tmp_path), 2, size=3)
+    assert first == third != second
+    assert [name for name in second if "rank_" in name and "3/" in name] == [
+        "step_0000000003/rank_00001.json",
+        "step_0000000003/rank_00001.safetensors",
+    ]
+    manifests = {path.read_bytes() for path in tmp_path.glob("machine*/step_0000000003/manifest.json")}
+    assert len(manifests) == 1
+
+
+def load_here(rank: int, size: int, root: str, machines: int) -> tuple[int, Any, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loaded = load(home(root, rank, machines), group=Group())
+    return loaded.step, loaded.state, [str(w.message) for w in caught if w.category is UserWarning]
+
+
+def test_another_number_of_ranks_needs_the_files_of_all_machines(ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(save_and_load, str(tmp_path), 2, size=2)
+    for size in (1, 3):
+        for answer in ranks.run(load_here, str(tmp_path), 1, size=size, expect_errors=True):
+            assert isinstance(answer, Raised) and answer.type_name == "CheckpointCorrupt"
+            assert "step_0000000003/rank_00001.json is not there" in answer.text
+            assert "copy the folders step_0000000003 of all of them together" in answer.text
+    shutil.copytree(tmp_path / "machine1", tmp_path / "machine0", dirs_exist_ok=True)
+    for step, state, told in ranks.run(load_here, str(tmp_path), 1, size=3):
+        assert (step, told) == (3, [])
+        assert state["residual"]["weight"].unique().tolist() == [153.0]
+
+
+def test_ranks_that_moved_to_other_machines_are_told(ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(save_and_load, str(tmp_path), 2, size=2)
+    (tmp_path / "machine0").rename(tmp_path / "x")
+    (tmp_path / "machine1").rename(tmp_path / "machine0")
+    (tmp_path / "x").rename(tmp_path / "machine1")
+    texts = {answer.text for answer in ranks.run(load_here, str(tmp_path), 2, expect_errors=True)}
+    assert len(texts) == 1
+    assert "rank 0: " in (text := texts.pop()) and "rank 1: " in text and "rank_00000.json is not there" in text
+
+
+def test_damage_on_one_machine_sends_all_ranks_back(ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(save_and_load, str(tmp_path), 2, size=2)
+    file = tmp_path / "machine1/step_0000000003/rank_00001.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    answers = ranks.run(load_here, str(tmp_path), 2, size=2)
+    assert [step for step, _, _ in answers] == [2, 2]
+    assert all(same(state, rank_state(rank, 2)) for rank, (_, state, _) in enumerate(answers))
+    for _, _, told in answers:
+        assert len(told) == 1 and f"rank 1: {file} is damaged" in told[0]
+
+
+def test_a_checkpoint_that_only_one_machine_has_is_no_checkpoint(ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(save_and_load, str(tmp_path), 2, size=2)
+    shutil.rmtree(tmp_path / "machine1/step_0000000003")
+    answers = ranks.run(load_here, str(tmp_path), 2, size=2)
+    assert [step for step, _, _ in answers] == [2, 2]
+    assert "rank 1: " in answers[0][2][0] and "lacks the checkpoint of step 3" in answers[0][2][0]
+
+
+def go_on_after_a_step_back(rank: int, size: int, root: str) -> tuple[int, list[str]]:
+    group, directory = Group(), home(root, rank, 2)
+    step = load(directory, group=group).step
+    save(directory, rank_state(rank, 2.5), step=step, group=group, facts={}, keep=1)
+    loaded = load(directory, group=group)
+    assert same(loaded.state, rank_state(rank, 2.5))
+    return loaded.step, sorted(path.name for path in directory.iterdir())
+
+
+def test_a_step_back_does_not_meet_what_was_left_ahead(ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(save_and_load, str(tmp_path), 2, size=2)
+    shutil.rmtree(tmp_path / "machine1/step_0000000003")
+    with warnings.catch_warnings():
+        answers = ranks.run(quietly, "go_on_after_a_step_back", str(tmp_path), size=2)
+    assert answers == [(2, ["step_0000000002_2"])] * 2
+
+
+def quietly(rank: int, size: int, name: str, *args: Any) -> Any:
+    warnings.simplefilter("ignore", UserWarning)
+    return globals()[name](rank, size, *args)
+
+
+def save_with_parts(rank: int, size: int, root: str, parts: list[int]) -> None:
+    save(root, rank_state(rank, 1), step=1, group=Group(), facts={}, part=parts[rank])
+
+
+def load_with_parts(rank: int, size: int, root: str, parts: list[int]) -> Any:
+    return load(root, group=Group(), part=parts[rank]).state
+
+
+def test_every_stage_gets_its_own_state_wherever_it_sits_now(ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(save_with_parts, str(tmp_path), [0, 0, 1, 1], size=4)
+    came = ranks.run(load_with_parts, str(tmp_path), [1, 0, 1, 0], size=4)
+    assert all(same(state, rank_state(rank, 1)) for state, rank in zip(came, [2, 0, 3, 1], strict=True))
+    fewer = ranks.run(load_with_parts, str(tmp_path), [0, 1], size=2)
+    assert [state["residual"]["weight"].unique().tolist() for state in fewer] == [[151.0], [351.0]]
+
+
+@pytest.mark.parametrize("parts", [[0, 0], [0, 1, 2], [1, 2]])
+def test_another_number_of_stages_is_an_error(ranks: Pool, tmp_path: Path, parts: list[int]) -> None:
+    ranks.run(save_with_parts, str(tmp_path), [0, 1], size=2)
+    for answer in ranks.run(load_with_parts, str(tmp_path), parts, size=len(parts), expect_errors=True):
+        assert answer.type_name == "CheckpointError"
+        assert "has the state of pipeline stages [0, 1], and the ranks are now stages" in answer.text
+
+
+def disagree(rank: int, size: int, root: str, what: str) -> None:
+    common = {"step": 1, "keep": 2, "facts": {"a": 1}}
+    other = {"step": 2, "keep": 3, "facts": {"a": 2}}
+    save(root, {}, group=Group(), **{**common, **({what: other[what]} if rank == 1 else {})})
+
+
+@pytest.mark.parametrize("what", ["step", "keep", "facts"])
+def test_ranks_must_agree(ranks: Pool, tmp_path: Path, what: str) -> None:
+    answers = ranks.run(disagree, str(tmp_path), what, size=2, expect_errors=True)
+    assert {(a.type_name, a.text) for a in answers} == {("Mismatch", answers[0].text)}
+    assert f"saving a checkpoint: {what}" in answers[0].text
+    assert list(tmp_path.iterdir()) == []
+
+
+def fail(path: Any, *args: Any) -> Any:
+    raise PermissionError(13, "Permission denied", str(path))
+
+
+def fail_then_save(rank: int, size: int, root: str, victim: int, where: str) -> list[str]:
+    """A save that cannot be, on one rank only, and one after it that can."""
+    group, directory = Group(), home(root, rank, 2)
+    save(directory, rank_state(rank, 1), step=1, group=group, facts={})
+    state, undo = rank_state(rank, 2), lambda: None
+    if rank == victim:
+        state, undo = BROKEN[where](state, directory)
+    try:
+        save(directory, state, step=2, group=group, facts={})
+        text = "no error"
+    except RuntimeError as error:
+        text = f"{type(error).__name__}: {error}"
+    undo()
+    left = sorted(path.name for path in directory.iterdir())
+    assert same(load(directory, group=group).state, rank_state(rank, 1))
+    save(directory, rank_state(rank, 3), step=3, group=group, facts={})
+    assert same(load(directory, group=group).state, rank_state(rank, 3))
+    return [text, *left]
+
+
+def patched(owner: Any, name: str, replacement: Callable[..., Any]) -> Callable[[], None]:
+    original = getattr(owner, name)
+    setattr(owner, name, replacement)
+    return lambda: setattr(owner, name, original)
+
+
+def broken_type(state: Any, directory: Path) -> Any:
+    return {**state, "odd": object()}, lambda: None
+
+
+def broken_sync(state: Any, directory: Path) -> Any:
+    return state, patched(os, "fsync", fail)
+
+
+def broken_rename(state: Any, directory: Path) -> Any:
+    return state, patched(Path, "rename", fail)
+
+
+def broken_directory(state: Any, directory: Path) -> Any:
+    directory.rename(directory.with_name("moved"))
+    directory.write_text("a file where the directory was")
+
+    def undo() -> None:
+        directory.unlink()
+        directory.with_name("moved").rename(directory)
+
+    return state, undo
+
+
+def broken_space(state: Any, directory: Path) -> Any:
+    return state, patched(plan.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 5))  # type: ignore[attr-defined]
+
+
+BROKEN = {
+    "type": broken_type,
+    "sync": broken_sync,
+    "rename": broken_rename,
+    "directory": broken_directory,
+    "space": broken_space,
+}
+CAUSES = {
+    "type": "TypeError: state/odd is of type object",
+    "sync": "PermissionError: [Errno 13] Permission denied",
+    "rename": "PermissionError: [Errno 13] Permission denied",
+    "directory": "FileExistsError",
+    "space": "does not fit into the 0.0 MiB that are free in",
+}
+
+
+@pytest.mark.parametrize("where", BROKEN)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_failure_on_one_rank_is_an_error_on_all_and_training_goes_on(
+    ranks: Pool, tmp_path: Path, victim: int, where: str
+) -> None:
+    answers = ranks.run(fail_then_save, str(tmp_path), victim, where, size=3)
+    assert len({text for text, *_ in answers}) == 1
+    assert f"failed on rank {victim}: {CAUSES[where]}" in answers[0][0] or (
+        where == "space" and f"failed on rank {victim}: no space left: a checkpoint of" in answers[0][0]
+    )
+    assert all(left == ["step_0000000001"] for _, *left in answers)
+
+
+def slow(rank: int, size: int) -> list[int]:
+    def work() -> int:
+        time.sleep(2.5 if rank == 0 else 0)
+        return rank
+
+    return together(Group(), "working", work)
+
+
+def test_a_slow_disk_is_no_lost_rank(ranks: Pool) -> None:
+    """The work takes longer than the time-out of the group."""
+    assert ranks.run(slow, size=2, group_timeout_s=1) == [[0, 1]] * 2
+
+
+def late_files(rank: int, size: int, root: str) -> None:
+    if rank == 1:  # a network file system that shows rank 1 nothing of the others
+        patched(Path, "exists", lambda path: "rank_00001" in path.name)
+    save(root, {}, step=1, group=Group(), facts={})
+
+
+def test_ranks_that_see_different_things_in_one_directory_are_told(ranks: Pool, tmp_path: Path) -> None:
+    answers = ranks.run(late_files, str(tmp_path), size=2, expect_errors=True)
+    ranks.close()
+    for answer in answers:
+        assert answer.type_name == "CheckpointError"
+        assert "rank 0 sees files of the ranks [0, 1] in its directory, and rank 1 sees those of [1]" in answer.text
+
+
+def save_random(rank: int, size: int, root: str) -> list[float]:
+    state = {"residual": residual(rank), "equal": torch.full((5,), 0.1), "name": f"rank {rank}"}
+    save(root, state, step=1, group=Group(), facts={})
+    return residual(rank).tolist()
+
+
+def residual(rank: int) -> torch.Tensor:
+    return torch.randn(1000, generator=torch.Generator().manual_seed(rank)) * 10.0**rank
+
+
+def load_and_save_again(rank: int, size: int, root: str, step: int) -> tuple[list[float], list[float], str]:
+    group = Group()
+    state = load(root, group=group).state
+    save(root, state, step=step, group=group, facts={})
+    return state["residual"].tolist(), state["equal"].tolist(), state["name"]
+
+
+def test_four_to_two_to_four_ranks_keeps_the_mean(ranks: Pool, tmp_path: Path) -> None:
+    before = torch.tensor(ranks.run(save_random, str(tmp_path), size=4), dtype=torch.float64).mean(0)
+    for size, step in ((2, 2), (4, 3)):
+        answers = ranks.run(load_and_save_again, str(tmp_path), step, size=size)
+        after = torch.tensor([answer[0] for answer in answers], dtype=torch.float64).mean(0)
+        torch.testing.assert_close(after, before, rtol=1e-6, atol=1e-6)
+        assert all(answer[1:] == (torch.full((5,), 0.1).tolist(), "rank 0") for answer in answers)
