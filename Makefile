@@ -4,9 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test check format bench docs clean
+# a venv of its own, because `make test` must pass without what this one adds
+EXTRA_VENV := .venv-integrations
+
+.PHONY: help demo test test-integrations check format bench docs clean
 help:  ## list the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -19,6 +22,15 @@ demo: $(INSTALLED)  ## train dense and compressed over the same slow link, side 
 
 test: $(INSTALLED)  ## everything that must hold
 	$(BIN)/python -m pytest
+
+$(EXTRA_VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(EXTRA_VENV)
+	$(EXTRA_VENV)/bin/python -m pip install --quiet -c constraints.txt torch numpy
+	$(EXTRA_VENV)/bin/python -m pip install --quiet -c constraints.txt -e '.[integrations]'
+	touch $@
+
+test-integrations: $(EXTRA_VENV)/.installed  ## the loops of Accelerate and Lightning, with the real packages
+	THINWIRE_INTEGRATIONS=required $(EXTRA_VENV)/bin/python -m pytest -m integrations tests/integrations tests/test_examples.py
 
 check: $(INSTALLED)  ## lint, format and types
 	$(BIN)/ruff check .
@@ -37,4 +49,4 @@ docs: $(INSTALLED)  ## print the pages that come from tables in the code
 	$(BIN)/python -m thinwire.strategy.composing docs/composing.md
 
 clean:  ## remove what the other targets made
-	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(EXTRA_VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -21,7 +21,7 @@ def main() -> None:
     model.add_module("blocks", torch.nn.Sequential(*blocks))
     model.add_module("last", torch.nn.Linear(256, 10))
     strategy = tw.DistributedStrategy(recompute=tw.Recompute(checkpoints=("blocks.*",)))
-    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.Adam(model.named_parameters(), lr=1e-3)
     engine = strategy.prepare(model, optimizer, torch.nn.functional.cross_entropy)
 
     torch.manual_seed(1 + rank)

@@ -19,7 +19,7 @@ def main() -> None:
         torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10)
     )
     strategy = tw.DistributedStrategy(
-        dgc=tw.DGC(rampup_begin_step=20, rampup_step=40, sparsity=(0.75, 0.9375, 0.99)),  # the fraction not sent
+        dgc=tw.DGC(rampup_begin_step=5, rampup_step=20, sparsity=(0.75, 0.9375, 0.99)),  # the fraction not sent
     )
     optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9)
     engine = strategy.prepare(model, optimizer, torch.nn.functional.cross_entropy)

@@ -111,3 +111,64 @@ def test_endless_overflow_is_an_error_on_every_rank(ranks: Pool) -> None:
     for done, grad in ranks.run(endless_overflow):
         assert done == 1000
         assert grad[0] == 1.0
+
+
+def test_the_parts_of_a_step_are_the_whole_of_it() -> None:
+    """Note overflow per microstep, agree and adapt once per update: the same scales as `unscale_` finds."""
+    whole, parts = (LossScaler(DynamicLossScale(8.0, 2.0, 2)) for _ in range(2))
+    for seed in range(6):
+        grads = [torch.full((3,), float(seed + 1)), torch.tensor([[1.0, math.inf if seed == 3 else 2.0]])]
+        before = [grad.clone() for grad in grads]
+        overflow = parts.overflowed(grads[:1]) or parts.overflowed(grads[1:])
+        scaled = [grad * parts.inverse_scale for grad in grads]
+        parts.update(parts.agree(overflow))
+        assert all(torch.equal(grad, old) for grad, old in zip(grads, before, strict=True))
+        held = [torch.nn.Parameter(torch.zeros_like(grad)) for grad in grads]
+        for p, grad in zip(held, grads, strict=True):
+            p.grad = grad
+        assert whole.unscale_(held) == (not overflow) == (seed != 3)
+        assert whole.state_dict() == parts.state_dict()
+        if not overflow:
+            assert all(torch.equal(p.grad, g) for p, g in zip(held, scaled, strict=True) if p.grad is not None)
+    assert not LossScaler(FixedLossScale(2.0, drop_overflow_update=False)).overflowed([torch.tensor(math.nan)])
+
+
+def local_scales(rank: int, size: int) -> tuple[list[bool], list[float], int]:
+    scaler = LossScaler(DynamicLossScale(64.0, 2.0, 2), local=True)
+    p = torch.nn.Parameter(torch.ones(1))
+    made = []
+    for step in range(4 + rank):  # no rank waits for another
+        p.grad = torch.full((1,), math.inf if rank == 1 and step == 2 else 1.0)
+        made.append(scaler.unscale_([p]))
+    return made, [scaler.scale], scaler.bytes_sent
+
+
+def test_a_local_scale_talks_to_nobody(ranks: Pool) -> None:
+    assert ranks.run(local_scales) == [([True] * 4, [256.0], 0), ([True, True, False, True, True], [128.0], 0)]
+    with pytest.raises(ValueError, match="not both"):
+        LossScaler(FixedLossScale(), process_group=object(), local=True)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="local"):
+        LossScaler(FixedLossScale(), local=1)  # type: ignore[arg-type]
+
+
+def test_taking_another_scale_begins_the_count_anew() -> None:
+    scaler = LossScaler(DynamicLossScale(64.0, 2.0, 3))
+    for _ in range(2):
+        scaler.update(False)
+    scaler.take_scale(64.0)
+    assert scaler.state_dict()["good_updates"] == 2
+    scaler.take_scale(16.0)
+    assert (scaler.scale, scaler.state_dict()["good_updates"]) == (16.0, 0)
+    for bad in (0.5, math.nan):
+        with pytest.raises(ValueError, match="scale"):
+            scaler.take_scale(bad)
+
+
+def agreed_bytes(rank: int, size: int) -> tuple[bool, int]:
+    scaler = LossScaler(FixedLossScale(2.0))
+    return scaler.agree(rank == 1), scaler.bytes_sent
+
+
+def test_an_agreement_is_counted_in_bytes(ranks: Pool) -> None:
+    """24 bytes to compare, and a byte more where the answers differ."""
+    assert ranks.run(agreed_bytes) == [(True, 25), (True, 25)]

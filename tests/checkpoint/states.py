@@ -11,7 +11,7 @@ __all__ = ["bits", "rank_state", "same"]
 def bits(tensor: Tensor) -> bytes:
     """Every bit of a tensor, element by element in order."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return bytes(plain.reshape(-1).view(torch.uint8).tolist())
+    return bytes(plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).tolist())
 
 
 def same(a: Any, b: Any) -> bool:
@@ -29,6 +29,7 @@ def same(a: Any, b: Any) -> bool:
 
 def rank_state(rank: int, value: float) -> dict[str, Any]:
     """A small state: parameters equal on all ranks, a residual that is not, counters."""
+    value = float(value)
     return {
         "model": {"weight": torch.full((3, 4), value), "bias": torch.full((4,), -value, dtype=torch.bfloat16)},
         "residual": {"weight": torch.full((3, 4), value + 100 * (rank + 1))},

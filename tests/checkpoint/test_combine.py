@@ -144,7 +144,7 @@ def test_rules_are_checked() -> None:
         combine([1], {"a": "meen"})  # type: ignore[dict-item]
     with pytest.raises(TypeError, match="rules must be Mapping"):
         combine([1], "mean")  # type: ignore[arg-type]
-    with pytest.raises(CheckpointError, match="a is torch.complex64, which has no min"):
+    with pytest.raises(CheckpointError, match=r"a is torch\.complex64, which has no min"):
         combine([{"a": torch.ones(1, dtype=torch.complex64)}] * 2, {"a": "min"})
 
 

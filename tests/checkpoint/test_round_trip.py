@@ -154,7 +154,7 @@ def test_any_reader_of_safetensors_can_read_the_tensors(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_checkpoint_cannot_hold_is_named(tmp_path: Path, state: Any, text: str) -> None:
-    with pytest.raises(CheckpointError, match=r"preparing a checkpoint in .* failed on rank 0: TypeError: ") as caught:
+    with pytest.raises(CheckpointError, match=r"preparing a checkpoint failed on rank 0: TypeError: ") as caught:
         save(tmp_path, state, step=1, group=Group(), facts={})
     assert text in str(caught.value)
     assert list(tmp_path.iterdir()) == []

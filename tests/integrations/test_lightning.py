@@ -163,7 +163,7 @@ def resumed(rank: int, size: int, folder: Path, method: str) -> dict[str, Any]:
             student = module(make, seed)
             keep = ModelCheckpoint(dirpath=folder, filename="{epoch}", every_n_epochs=1, save_top_k=-1)
             trainer = trainer_of(strategy, [part, keep], folder, enable_checkpointing=True)
-            trainer.fit(student, loader(), ckpt_path=start)
+            trainer.fit(student, loader(rank), ckpt_path=start)
             return trainer, student
 
         whole, first = fit(0, None)

@@ -1,5 +1,6 @@
 """The states of all ranks in one: everybody gets the own back, other numbers of ranks the mean."""
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -42,7 +43,7 @@ def there_and_back(rank: int, size: int) -> dict[str, Any]:
     again, _ = task()
     again.load_state_dict(model.state_dict())
     second = dgc(again)
-    PerRankState(second).load_state_dict(saved)
+    PerRankState(second).load_state_dict(deepcopy(saved))  # torch keeps the very tensors that it loads
     mine = residuals(optimizer)
     both = (residuals(second), second.position)
     steps(model, optimizer, rank, 3)
@@ -105,19 +106,20 @@ def test_an_error_of_one_rank_is_an_error_of_all(ranks: Pool) -> None:
 
 
 def local_updates(rank: int, size: int) -> tuple[bool, int]:
-    def train(saved: list[dict[str, Any]] | None, count: int) -> tuple[torch.nn.Module, list[dict[str, Any]]]:
+    def train(saved: list[dict[str, Any]] | None, *counts: int) -> tuple[torch.nn.Module, list[dict[str, Any]]]:
         model, _ = task()
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         with tw.local_sgd(model, optimizer, tw.LocalSGD(k_steps=5, begin_step=1)) as sync:
             parts = [PerRankState(sync), PerRankState(optimizer)]
             for part, state in zip(parts, saved or [], strict=False):
-                part.load_state_dict(state)
-            steps(model, optimizer, rank, count)
-            kept = [part.state_dict() for part in parts]
+                part.load_state_dict(deepcopy(state))
+            for count in counts:
+                kept = deepcopy([part.state_dict() for part in parts])
+                steps(model, optimizer, rank, count)
         return model, kept
 
-    halfway = train(None, 3)[1]
-    first, second = train(halfway, 4)[0], train(halfway, 4)[0]
+    first, halfway = train(None, 3, 4)
+    second, _ = train(halfway, 4)
     return equal(parameters(first), parameters(second)), halfway[0]["ranks"][0]["step"]
 
 

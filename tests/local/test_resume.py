@@ -10,6 +10,7 @@ from torch import nn
 import thinwire as tw
 from tests.local.test_laws import digest, net
 from tests.ranks import Pool
+from thinwire.sync.local_sgd import LocalUpdates
 
 CONFIGS = {
     "plain": tw.LocalSGD(6),
@@ -65,6 +66,59 @@ def test_resuming_is_bit_exact(ranks: Pool, name: str, stop: int) -> None:
         assert resumed == straight
         if "delay" not in name:  # what was on its way travels twice
             assert stats_again == stats
+
+
+def mean_of(states: list[Any]) -> Any:
+    """The mean of the ranks' floating-point tensors, in any nesting; the rest is the first rank's."""
+    first = states[0]
+    if isinstance(first, dict):
+        return {key: mean_of([state[key] for state in states]) for key in first}
+    if isinstance(first, torch.Tensor) and first.is_floating_point():
+        return torch.stack(states).double().mean(0).to(first.dtype)
+    return first
+
+
+def some_steps(rank: int, size: int, config: Any, mean: Any, dgc: Any) -> dict[str, Any]:
+    """From `mean` on, if there is one, some steps; the state after them, and what became of `mean`."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with LocalUpdates(model, optimizer, config, dgc=dgc) as sync:
+        if mean is not None:
+            sync.load_state_dict(mean)
+            loaded = sync.state_dict()
+            assert {key: type(value) for key, value in loaded.items()} == {k: type(v) for k, v in mean.items()}
+            for kind in ("anchors", "errors", "outer_momentum", "local"):
+                for name, value in (mean[kind] or {}).items():
+                    assert torch.equal(loaded[kind][name], value), (kind, name)
+            if mean["pending"] is not None:
+                for name, value in mean["pending"]["measured"].items():
+                    assert torch.equal(loaded["pending"]["measured"][name], value)
+        steps_of(model, optimizer, sync, rank, sync.step, sync.step + 13)
+        state = sync.state_dict()
+        while not sync.synced:
+            steps_of(model, optimizer, sync, rank, sync.step, sync.step + 1)
+        assert config.delay or config.fragments > 1 or sync.whole == sync.step
+        sync.close()
+    return {**state, "after": digest(model)}
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, "dgc"])
+def test_another_number_of_ranks_goes_on_from_the_mean(ranks: Pool, name: str) -> None:
+    """4 to 2 to 4 ranks: the mean of errors, parameters and what is on its way; ranks agree at the next averaging."""
+    config = tw.LocalSGD(6) if name == "dgc" else CONFIGS[name]
+    dgc = tw.DGC(sparsity=(0.9,), min_numel=9) if name == "dgc" else None
+    mean = None
+    for size in (4, 2, 4):
+        states = ranks.run(some_steps, config, mean, dgc, size=size)
+        if not config.delay and config.fragments == 1:
+            assert len({state.pop("after") for state in states}) == 1
+        for state in states:
+            state.pop("after", None)
+        mean = mean_of(states)
+        for key, error in mean["errors"].items():
+            average = sum(state["errors"][key].double() for state in states) / size
+            torch.testing.assert_close(error.double(), average, rtol=0, atol=1e-6)
+        assert not mean["errors"] or any(error.any() for error in mean["errors"].values())
 
 
 def open_one(config: Any = CONFIGS["plain"]) -> Any:

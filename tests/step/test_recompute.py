@@ -320,7 +320,7 @@ def test_a_forward_that_somebody_else_has_put_there_is_kept():
 
     handle = recompute(net, ("head", "blocks.0"))
     below = net.head.forward
-    net.head.forward = above = lambda x: below(x)
+    net.head.forward = above = lambda x: below(x) * 1
     handle.remove()
     assert net.head.forward is above, "not ours to take off"
     for each in (plain, net):
@@ -472,3 +472,24 @@ def test_the_whole_model_is_matched_by_the_empty_pattern_only():
     _, net = twins()
     assert matches(net, ("*",)) == ("blocks.0", "blocks.1", "blocks.2", "head")
     assert matches(net, ("", "blocks.*")) == ("",)
+
+
+def test_of_a_match_that_is_cut_in_two_each_stage_recomputes_its_part():
+    def make():
+        return nn.Sequential(Counting(), nn.Sequential(Counting(), nn.Dropout(0.5), Counting()), Counting())
+
+    plain, net = twins(make)
+    stages = [nn.Sequential(net[0], net[1][:1]), nn.Sequential()]
+    stages[1].add_module("1", net[1][1:])
+    stages[1].add_module("2", net[2])
+    handles = [recompute(net, ("1", "2"), stage=stage) for stage in stages]
+    assert [handle.names for handle in handles] == [("1",), ("1", "2")]
+    backward(plain, inputs())
+    backward(nn.Sequential(*stages), inputs())
+    assert_equal(plain, net)
+    assert calls(net) == [1, 2, 2, 2]
+    for handle in handles:
+        handle.remove()
+    assert not any("forward" in vars(module) for stage in stages for module in stage.modules())
+    with pytest.raises(ValueError, match="layers"):
+        recompute(net, ("layers",), stage=stages[0])

@@ -69,7 +69,7 @@ def test_the_parts_come_in_the_order_of_a_step(capsys: pytest.CaptureFixture[str
         "8 bits an entry",
         "below 1024 numbers are dense",
         "limited to 2.5 / sqrt(ranks)",
-        "LAMB, weight decay 0.03, without decay: *.bias",
+        "LAMB in the place of the given Adam: weight decay 0.03, without decay: *.bias",
         "New loss scale: divided by 4 after an overflow, but not below 1, times 4 after 77 good updates",
     ]
     places = [text.index(part) for part in parts]
@@ -146,6 +146,12 @@ def test_with_a_model_dense_tensors_have_a_reason(capsys: pytest.CaptureFixture[
     assert "not trained: 1 tensor: 3.bias" in text
     model = nn.Sequential(nn.Linear(8, 8, dtype=torch.complex64))
     assert "dense, because of torch.complex64" in text_of(capsys, model, dgc=tw.DGC(min_numel=1))
+    rows = nn.Sequential(nn.Embedding(100, 8, sparse=True))
+    assert "dense, because its rows are sparse already, the gradient of 800" in text_of(
+        capsys, rows, dgc=tw.DGC(min_numel=9)
+    )
+    local = text_of(capsys, rows, dgc=tw.DGC(min_numel=9), localsgd=tw.LocalSGD(2))
+    assert "compressed, the change of 800 numbers" in local
     assert "dense, the gradient of 72 numbers in 2 tensors" in text_of(capsys, model)
     compressed = tw.LocalSGD(2, compression=tw.Sparse(0.5))
     assert "compressed, the change of 72 numbers" in text_of(capsys, model, localsgd=compressed)

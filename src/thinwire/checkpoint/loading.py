@@ -66,7 +66,7 @@ def load(
     part, root = integer("part", part, at_least=0), Path(directory)
     rules = require_rules(rules)
     entries: dict[str, Found] = {}
-    opened = together(group, f"looking for checkpoints in {root}", partial(_look, root, part, entries))
+    opened = together(group, "looking for checkpoints", partial(_look, root, part, entries))
     parts = [row["part"] for row in opened]
     damaged = {(step, text) for row in opened for step, text in row["damaged"]}
     problems = sorted(damaged, reverse=True)
@@ -74,13 +74,13 @@ def load(
     for (_, key), step in sorted(known.items(), reverse=True):
         verified: list[Candidate] = []
         verify = partial(_verify, root, entries.get(key), step, parts, group.rank, verified)
-        answers = together(group, f"verifying a checkpoint in {root}", verify)
+        answers = together(group, "verifying a checkpoint", verify)
         if any(answers):
             problems += [(step, text) for text in by_rank(answers)]
             continue
         _tell_of([text for other, text in problems if other >= step], verified[0].path)
         return _read(group, verified[0], rules)
-    raise _nothing(root, [text for _, text in problems])
+    raise _nothing(sorted({row["root"] for row in opened}), [text for _, text in problems])
 
 
 def _look(root: Path, part: int, whole: dict[str, Found]) -> dict[str, Any]:
@@ -93,6 +93,7 @@ def _look(root: Path, part: int, whole: dict[str, Found]) -> dict[str, Any]:
             raise entry.problem  # of a newer format: an older one in its place would be a silent step back
     return {
         "part": part,
+        "root": str(root),
         "whole": [(entry.manifest.serial, key, entry.step) for key, entry in whole.items() if entry.manifest],
         "damaged": [(entry.step, str(entry.problem)) for entry in entries if entry.problem],
     }
@@ -115,7 +116,7 @@ def _verify(
 
 def _read(group: Group, candidate: Candidate, rules: Mapping[str, Rule]) -> Loaded:
     states: list[Any] = []
-    together(group, f"reading {candidate.path}", lambda: states.append(candidate.read(rules)))
+    together(group, "reading a checkpoint", lambda: states.append(candidate.read(rules)))
     return Loaded(
         state=states[0],
         facts=decoded(candidate.manifest.facts, dict[str, Any]().__getitem__),
@@ -131,10 +132,10 @@ def _tell_of(problems: list[str], path: Path) -> None:
         warnings.warn(message, UserWarning, stacklevel=3)
 
 
-def _nothing(root: Path, problems: list[str]) -> CheckpointError:
+def _nothing(roots: list[str], problems: list[str]) -> CheckpointError:
     if problems:
-        return CheckpointCorrupt(f"no checkpoint in {root} is whole on all ranks: {'; '.join(problems)}")
+        return CheckpointCorrupt(f"no checkpoint is whole on all ranks: {'; '.join(problems)}")
     return CheckpointError(
-        f"there is no checkpoint in {root} on any rank: looked for folders named step_ and ten digits, with a "
+        f"there is no checkpoint in {' nor in '.join(roots)}: looked for folders named step_ and ten digits, with a "
         f"{MANIFEST} inside. Pass the directory that was given to save"
     )

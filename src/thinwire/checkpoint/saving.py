@@ -61,17 +61,17 @@ def save(
     Communication: six rounds that carry, all in all, about 120 bytes for every tensor of the state.
     Failure: a rank that dies is `PeerLost` on the others; what it leaves behind is removed by the next save.
     """
-    step, part = integer("step", step, at_least=0), integer("part", part, at_least=0)
+    step, part = integer("step", step, at_least=0, at_most=10**18 - 1), integer("part", part, at_least=0)
     keep = integer("keep", keep, at_least=1)
     root = Path(directory)
     draft = Draft(root, group.rank, secrets.token_hex(8))
     plan = _planned(draft, root, state, facts, group=group, step=step, part=part, keep=keep)
     try:
-        together(group, f"making room for a checkpoint in {root}", plan.make_room)
-        written = together(group, f"writing a checkpoint into {root}", lambda: draft.write(plan.torso, plan.writing))
+        together(group, "making room for a checkpoint", plan.make_room)
+        written = together(group, "writing a checkpoint", lambda: draft.write(plan.torso, plan.writing))
         files = {name: list(entry) for row in written for name, entry in row.items()}
-        together(group, f"completing a checkpoint in {root}", lambda: plan.seal(files))
-        together(group, f"naming a checkpoint in {root}", plan.commit)
+        together(group, "completing a checkpoint", lambda: plan.seal(files))
+        together(group, "naming a checkpoint", plan.commit)
     except CheckpointError:
         plan.remove()
         raise
@@ -93,10 +93,10 @@ def _planned(
 ) -> Plan:
     """What all ranks will do, from what each of them has; nothing is left in the directory."""
     try:
-        opened = together(group, f"preparing a checkpoint in {root}", lambda: draft.open(state, facts, part))
+        opened = together(group, "preparing a checkpoint", lambda: draft.open(state, facts, part))
         common = {"step": step, "keep": keep, "facts": draft.facts}
         require_agreement(group, common, what="saving a checkpoint")
-        seen = together(group, f"looking for other ranks in {root}", lambda: draft.neighbours(opened))
+        seen = together(group, "looking for the other ranks of a directory", lambda: draft.neighbours(opened))
     finally:
         draft.close()
     return Plan(root, group.rank, step, places_of(seen), opened, draft.facts)

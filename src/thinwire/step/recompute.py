@@ -34,7 +34,7 @@ class Recomputed:
             layer.remove()
 
 
-def recompute(model: nn.Module, checkpoints: Iterable[str]) -> Recomputed:
+def recompute(model: nn.Module, checkpoints: Iterable[str], *, stage: nn.Module | None = None) -> Recomputed:
     """Let the modules that match keep their inputs only, and repeat their forward pass in the backward pass.
 
     Gradients are those without, bit for bit on one device: random numbers, autocast, mode and buffers are in the repeat
@@ -46,6 +46,8 @@ def recompute(model: nn.Module, checkpoints: Iterable[str]) -> Recomputed:
             state_dict stay.
         checkpoints: Glob patterns over the names of `model.named_modules()`. Where one match contains another, the
             outer one counts.
+        stage: The part of the model that runs here, with the names of the model, under a pipeline: patterns are
+            matched in the whole model, and of a match that is cut in two each stage recomputes its part.
 
     Returns:
         The handle whose `remove` restores the model.
@@ -57,7 +59,11 @@ def recompute(model: nn.Module, checkpoints: Iterable[str]) -> Recomputed:
 
     Source: Chen et al., 2016, arXiv 1604.06174; torch.utils.checkpoint. Differs: buffers advance once.
     """
-    return Recomputed(model, matches(model, checkpoints))
+    names = matches(model, checkpoints)
+    if stage is None:
+        return Recomputed(model, names)
+    present = {name for name, _ in stage.named_modules(remove_duplicate=False)}
+    return Recomputed(stage, [name for name in names if name in present])
 
 
 def matches(model: nn.Module, checkpoints: Iterable[str]) -> tuple[str, ...]:

@@ -45,6 +45,8 @@ def _schedulers(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def _living(optimizer: torch.optim.Optimizer) -> list[LRScheduler]:
+    holders = gc.get_referrers(optimizer)
+    # an object that was asked for its attributes keeps them in a dictionary, which then is the holder
+    holders += gc.get_referrers(*(holder for holder in holders if type(holder) is dict))
     # type() and not isinstance, which would ask proxies of others for their class
-    kinds = [thing for thing in gc.get_objects() if issubclass(type(thing), LRScheduler)]
-    return [scheduler for scheduler in kinds if getattr(scheduler, "optimizer", None) is optimizer]
+    return [holder for holder in holders if issubclass(type(holder), LRScheduler)]

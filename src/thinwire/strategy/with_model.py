@@ -1,15 +1,16 @@
 """What a strategy makes of a given model and optimizer, in words; nothing is changed."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from thinwire.pipeline.cut import cut
 from thinwire.step.recompute import matches
 from thinwire.strategy.adopt import adopt
+from thinwire.sync.dgc_config import DGC
 
 if TYPE_CHECKING:
     from thinwire.strategy.distributed_strategy import DistributedStrategy
@@ -27,7 +28,7 @@ def about_model(strategy: "DistributedStrategy", model: nn.Module, optimizer: Op
     return [
         *_stages(strategy, model),
         *_recomputed(strategy, model),
-        *_exchanged(strategy, params),
+        *_exchanged(strategy, model, params),
         *([f"not trained: {_tensors(resting)}"] if resting else []),
     ]
 
@@ -66,7 +67,7 @@ def _recomputed(strategy: "DistributedStrategy", model: nn.Module) -> Iterator[s
         yield f"recomputed: {len(names)} {'module' if len(names) == 1 else 'modules'}: {_listed(names)}"
 
 
-def _exchanged(strategy: "DistributedStrategy", params: Mapping[str, Parameter]) -> Iterator[str]:
+def _exchanged(strategy: "DistributedStrategy", model: nn.Module, params: Mapping[str, Parameter]) -> Iterator[str]:
     local = strategy.localsgd or strategy.adaptive_localsgd
     what = "the change of" if local is not None else "the gradient of"
     if local is not None and local.compression is not None:
@@ -76,14 +77,24 @@ def _exchanged(strategy: "DistributedStrategy", params: Mapping[str, Parameter])
     if dgc is None:
         yield f"dense, {what} {_sized(params)}"
         return
+    row_sparse = set() if local is not None else _row_sparse(model)
     groups: dict[str, dict[str, Parameter]] = {}
     for name, p in params.items():
-        reason = (
-            f"dense, below min_numel={dgc.min_numel}" if p.numel() < dgc.min_numel else f"dense, because of {p.dtype}"
-        )
-        groups.setdefault("compressed" if dgc.compresses(p) else reason, {})[name] = p
-    for reason, members in sorted(groups.items()):
-        yield f"{reason}, {what} {_sized(members)}"
+        groups.setdefault(_way(p, dgc, row_sparse), {})[name] = p
+    for way, members in sorted(groups.items()):
+        yield f"{way}, {what} {_sized(members)}"
+
+
+def _way(param: Parameter, dgc: DGC, row_sparse: Collection[Tensor]) -> str:
+    if param.numel() < dgc.min_numel:
+        return f"dense, below min_numel={dgc.min_numel}"
+    if not dgc.compresses(param):
+        return f"dense, because of {param.dtype}"
+    return "dense, because its rows are sparse already" if param in row_sparse else "compressed"
+
+
+def _row_sparse(model: nn.Module) -> set[Tensor]:
+    return {m.weight for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse}
 
 
 def _sized(params: Mapping[str, Parameter]) -> str:

@@ -12,7 +12,7 @@ from thinwire.core.feedback import Proposal
 from thinwire.core.outer import OuterRule, outer_step_
 from thinwire.core.select import top_k
 from thinwire.sync.change_rule import ChangeRule
-from thinwire.sync.exchange import all_finite
+from thinwire.sync.exchange import not_finite
 from thinwire.sync.round import Round, SparseGradient
 
 __all__ = ["Averaging", "Flight", "real_view", "widened"]
@@ -48,9 +48,8 @@ class Flight:
     def first_not_finite(self) -> str | None:
         """The first tensor that must not be given to others."""
         for kind, tensors in (("parameter", self.moved), ("buffer or state", self.extras)):
-            for name, tensor in tensors.items():
-                if not all_finite(tensor):
-                    return f"{kind} {name}"
+            for name in not_finite(tensors):
+                return f"{kind} {name}"
         return None
 
 

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from thinwire.comm import Group
@@ -10,7 +12,9 @@ from thinwire.errors import PayloadCorrupt, ThinwireError
 from thinwire.sync.agreement import ABSENT, DENSE, ROW_SPARSE, Drops, Report, agree_on_step
 from thinwire.sync.round import Round, SparseGradient
 
-__all__ = ["GradientExchange", "Proposer", "all_finite"]
+__all__ = ["GradientExchange", "Proposer", "all_finite", "not_finite"]
+
+_Key = TypeVar("_Key", int, str)
 
 Proposer = Callable[[int, Tensor], SparseGradient | None]
 """From a tensor's key and gradient to what it would send; None where the tensor is exchanged densely."""
@@ -117,19 +121,16 @@ class GradientExchange:
     def _split(self, grads: Mapping[int, Tensor]) -> tuple[dict[int, SparseGradient], dict[int, Tensor], int | None]:
         sparse: dict[int, SparseGradient] = {}
         dense: dict[int, Tensor] = {}
-        bad: list[int] = []
         for key, grad in grads.items():
             proposed = None if grad.is_sparse else self._propose(key, grad)
             if proposed is None:
                 dense[key] = grad.to_dense() if grad.is_sparse else grad
             else:
                 sparse[key] = proposed
-            if not (self._dense_is_sound(dense[key]) if proposed is None else proposed.proposal.finite):
-                bad.append(key)
+        bad = [key for key, item in sparse.items() if not item.proposal.finite]
+        if self._check_dense:
+            bad += not_finite(dense)
         return sparse, dense, min(bad, default=None)
-
-    def _dense_is_sound(self, grad: Tensor) -> bool:
-        return not self._check_dense or all_finite(grad)
 
     def _kinds(self, grads: Mapping[int, Tensor]) -> str:
         kinds = [ABSENT] * len(self.names)
@@ -150,3 +151,11 @@ class GradientExchange:
 def all_finite(tensor: Tensor) -> bool:
     """One cheap pass: a sum is finite only if all terms are; a finite tensor whose sum overflows is looked at again."""
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
+
+
+def not_finite(tensors: Mapping[_Key, Tensor]) -> list[_Key]:
+    """The keys of dense tensors that are not `all_finite`; one host synchronization where all of them are."""
+    flags = [tensor.sum().isfinite() for tensor in tensors.values()]
+    if not flags or bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all()):
+        return []
+    return [key for key, tensor in tensors.items() if not all_finite(tensor)]

@@ -71,8 +71,8 @@ class LocalUpdates:
     that is on its way, and this rank's own parameters between two averagings. Every rank saves its own. On another
     number of ranks each may load the mean of the old ranks' tensors, which keeps the mean of errors and parameters.
     **Communication** per averaging: 24 bytes a rank of agreement before and after (more where losses or scales differ),
-    and one all-reduce per dtype, or under compression one all-gather of equally long messages. Between two nothing,
-    but for the first loss and rate of an adaptive interval.
+    one all-reduce per dtype, and for what is compressed one all-gather of equally long messages. Between two averagings
+    nothing, but for the first loss and rate of an adaptive interval.
     **Failure**: an averaging that fails, on whichever rank, changes nothing on any rank but the step counter.
 
     Raises:

@@ -1,0 +1,80 @@
+"""Ranks of pipelines side by side: who is with whom."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import Pool
+from thinwire import StrategyError
+from thinwire.comm import Group
+from thinwire.comm import grid as grid_module
+from thinwire.comm.grid import Grid
+from thinwire.errors import ThinwireError
+
+
+def neighbours(
+    rank: int, size: int, stages: int
+) -> tuple[tuple[int, int, int, int], list[int], list[int], list[bytes]]:
+    grid = Grid(stages)
+    members = [dist.get_process_group_ranks(group) for group in (grid.stage_group, grid.replica_group)]
+    told = grid.peers.gather_bytes(bytes([rank]), what="test")
+    assert Group(grid.replica_group).size == grid.replicas
+    return (grid.stages, grid.replicas, grid.stage, grid.replica), members[0], members[1], told
+
+
+@pytest.mark.parametrize(("size", "stages"), [(4, 2), (4, 1), (4, 4), (3, 1)])
+def test_stages_of_a_replica_are_consecutive_ranks(ranks: Pool, size: int, stages: int) -> None:
+    for rank, (facts, pipeline, replicas, told) in enumerate(ranks.run(neighbours, stages, size=size)):
+        stage, replica = rank % stages, rank // stages
+        assert facts == (stages, size // stages, stage, replica)
+        assert pipeline == [other for other in range(size) if other // stages == replica]
+        assert replicas == [other for other in range(size) if other % stages == stage]
+        assert told == [bytes([other]) for other in pipeline]
+
+
+def test_one_process_is_a_grid_of_one() -> None:
+    grid = Grid(1)
+    assert (grid.stages, grid.replicas, grid.stage, grid.replica) == (1, 1, 0, 0)
+    assert grid.stage_group is None and grid.replica_group is None
+    assert grid.peers.size == 1
+    with pytest.raises(StrategyError, match="a pipeline of 2 stages needs a multiple of 2 ranks, there are 1"):
+        Grid(2)
+
+
+def uneven(rank: int, size: int) -> None:
+    Grid(2)
+
+
+def test_ranks_must_be_a_multiple_of_the_stages(ranks: Pool) -> None:
+    for answer in ranks.run(uneven, size=3, expect_errors=True):
+        assert answer.type_name == "StrategyError"
+        assert "2 stages needs a multiple of 2 ranks, there are 3: start 2 or 4 ranks" in answer.text
+
+
+def made_twice_then_released(rank: int, size: int) -> str:
+    first, second = Grid(2), Grid(2)
+    assert first.stage_group is second.stage_group
+    assert Grid(1).stage_group is not first.stage_group
+    dist.all_reduce(torch.ones(1), group=first.stage_group)
+    grid_module._release_groups()
+    with pytest.raises(ThinwireError, match="released") as caught:
+        _ = second.stage_group
+    with pytest.raises(ThinwireError, match="released"):
+        second.peers.gather_bytes(b"", what="test")
+    return str(caught.value)
+
+
+def test_groups_are_made_once_and_released_at_exit(ranks: Pool) -> None:
+    assert len(set(ranks.run(made_twice_then_released))) == 1
+
+
+def two_worlds(rank: int, size: int) -> int:
+    old = Grid(2)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert Grid(1).stage_group is not old.stage_group
+    return Grid(1).peers.size
+
+
+def test_a_new_world_gets_new_groups(ranks: Pool) -> None:
+    assert ranks.run(two_worlds) == [1, 1]

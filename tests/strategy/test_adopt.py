@@ -1,0 +1,558 @@
+"""The optimizer that trains is told what the given one was, or prepare says what it cannot take over."""
+
+import copy
+import gc
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from thinwire import DGC, LAMB, LARS, ClipByGlobalNorm, ClipByNorm, L1Decay, L2Decay, StrategyError, optim
+from thinwire.schedules import CosineDecay, PiecewiseConstant, ScheduledLR
+from thinwire.strategy.adopt import adopt
+
+DENSE = DGC(min_numel=10**6)
+"""Compresses nothing here, so that DGCMomentum on one rank is plain SGD."""
+
+
+def network(dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 2)).to(dtype)
+
+
+def adopted(net, optimizer, **strategy):
+    return adopt(optimizer, names={p: name for name, p in net.named_parameters()}, **strategy)
+
+
+def give_gradients(net, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for p in net.parameters():
+        p.grad = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype)
+
+
+def steps(net, optimizer, seeds):
+    for seed in seeds:
+        give_gradients(net, seed)
+        optimizer.step()
+
+
+def assert_same(a, b, **tolerance):
+    for (name, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
+        assert torch.allclose(p, q, **(tolerance or {"rtol": 1e-12, "atol": 1e-14})), name
+
+
+def refused(net, optimizer, **strategy) -> str:
+    with pytest.raises(StrategyError) as caught:
+        adopted(net, optimizer, **strategy)
+    return str(caught.value)
+
+
+SGDS = pytest.mark.parametrize("sgd", [torch.optim.SGD, optim.SGD], ids=["torch", "ours"])
+ADAMS = pytest.mark.parametrize(
+    "adam",
+    [torch.optim.Adam, torch.optim.AdamW, optim.Adam, optim.AdamW, optim.LazyAdam],
+    ids=["Adam", "AdamW", "our Adam", "our AdamW", "LazyAdam"],
+)
+
+
+@SGDS
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["float", "tensor"])
+def test_dgc_makes_an_sgd_dgc_momentum_that_trains_as_it_would_have(sgd, lr):
+    net, twin = network(), network()
+    kwargs = {"momentum": 0.8, "nesterov": True, "weight_decay": 0.02, "maximize": True}
+
+    def groups(model):
+        other = {"params": model[2].parameters(), "lr": 0.03, "weight_decay": 0.5, "momentum": 0.5, "foreach": False}
+        return [{"params": model[:2].parameters()}, other]
+
+    given = sgd(groups(twin), lr=lr, **kwargs)
+    ours = adopted(net, sgd(groups(net), lr=lr, **kwargs), dgc=DENSE, num_trainers=3)
+    new = ours.optimizer
+    assert type(new) is optim.DGCMomentum
+    assert ours.compressor is None
+    assert new.num_trainers == 3
+    assert new.param_groups[0]["param_names"] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert new.get_lr() == float(lr)
+    steps(net, new, range(4))
+    steps(twin, given, range(4))
+    assert_same(net, twin)
+
+
+def test_dgc_settings_arrive():
+    net = network()
+    dgc = DGC(
+        rampup_begin_step=3, rampup_step=7, sparsity=(0.5, 0.9), local_grad_clip_norm=2.0, min_numel=5, value_bits=8
+    )
+    new = adopted(net, torch.optim.SGD(net.parameters(), lr=0.1), dgc=dgc).optimizer
+    assert new.value_bits == 8
+    for key in ("rampup_begin_step", "rampup_step", "sparsity", "local_grad_clip_norm", "min_numel"):
+        assert new.param_groups[0][key] == getattr(dgc, key)
+
+
+def full(model):
+    """Everything that an SGD of ours can be told."""
+    named = [(f"net.{name}", p) for name, p in model.named_parameters()]
+    return optim.SGD(
+        [
+            {"params": named[:2], "lr": CosineDecay(0.0, 0.2, 10), "regularizer": L1Decay(0.1), "name": "first"},
+            {"params": named[2:4], "lr": [0.3, 0.2, 0.1, 0.05, 0.02, 0.01]},
+            {"params": named[4:], "weight_decay": 0.7, "grad_centralization": True},
+            {"order_params": named[::-1]},
+        ],
+        lr=PiecewiseConstant([2, 4], [0.1, 0.05, 0.02]),
+        momentum=0.9,
+        weight_decay=0.1,
+        grad_clip=ClipByNorm(0.5),
+        regularizer=L2Decay(0.2),
+        exclude_from_weight_decay=("*.bias",),
+    )
+
+
+def test_schedules_groups_exclusions_order_and_clipping_are_taken_over():
+    net, twin = network(), network()
+    given = full(twin)
+    new = adopted(net, full(net), dgc=DENSE).optimizer
+    assert new.grad_clip == ClipByNorm(0.5)
+    assert new.param_groups[0]["name"] == "first"
+    assert new.param_groups[0]["param_names"] == ["net.0.weight", "net.0.bias"], "its own names go first"
+    assert new._ordered_params() == list(net.parameters())[::-1]
+    for _ in range(5):
+        assert [g["lr"] for g in new.param_groups] == [g["lr"] for g in given.param_groups]
+        steps(net, new, [new.position])
+        steps(twin, given, [given.position])
+    assert_same(net, twin)
+    later = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    for optimizer in (new, given):
+        optimizer.add_param_group({"params": [("later.bias", later)]})
+        assert optimizer._facts(later).weight_decay == 0.0, "the rules hold for what comes later"
+        assert optimizer._facts(later).regularizer == L2Decay(0.2)
+        assert optimizer.get_lr() == given.get_lr()
+
+
+@SGDS
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_momentum_goes_on(sgd, dtype):
+    net, twin = network(dtype), network(dtype)
+    ours, theirs = (sgd(n.parameters(), lr=0.1, momentum=0.9) for n in (net, twin))
+    steps(net, ours, range(2))
+    steps(twin, theirs, range(2))
+    new = adopted(net, ours, dgc=DENSE).optimizer
+    assert all(
+        state["momentum_buffer"].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        for state in new.state.values()
+    )
+    steps(net, new, range(2, 4))
+    steps(twin, theirs, range(2, 4))
+    if dtype == torch.float64:
+        assert_same(net, twin)
+    else:  # momentum of bfloat16 against float32: the last bit of bfloat16 per step
+        assert_same(net, twin, rtol=0.05, atol=0.02)
+    if sgd is optim.SGD:
+        assert new.position == 4
+
+
+def test_a_schedule_goes_on_at_the_same_update():
+    net, twin = network(), network()
+    given = [optim.SGD(n.parameters(), lr=CosineDecay(0.0, 0.2, 6), momentum=0.9) for n in (net, twin)]
+    steps(net, given[0], range(2))
+    steps(twin, given[1], range(4))
+    new = adopted(net, given[0], dgc=DENSE).optimizer
+    assert new.get_lr() == CosineDecay(0.0, 0.2, 6)(2)
+    steps(net, new, range(2, 4))
+    assert_same(net, twin)
+
+
+def test_a_rate_that_was_typed_over_is_the_rate():
+    net = network()
+    given = optim.SGD([{"params": net[0].parameters()}, {"params": net[2].parameters(), "lr": 0.5}], lr=0.1)
+    given.param_groups[0]["lr"] = 0.07
+    new = adopted(net, given, dgc=DENSE).optimizer
+    assert [g["lr"] for g in new.param_groups] == [0.07, 0.5]
+    new.set_lr(0.01)
+    assert [g["lr"] for g in new.param_groups] == [0.01, 0.5], "which group follows the constructor stays"
+
+
+@SGDS
+def test_what_dgc_cannot_take_over_is_said_at_once(sgd):
+    net = network()
+    optimizer = sgd([{"params": net.parameters(), "dampening": 0.1}], lr=0.1, momentum=0.9, differentiable=True)
+    said = refused(net, optimizer, dgc=DGC())
+    assert "dampening" in said
+    assert "0.1" in said
+    assert "differentiable" in said
+
+
+@pytest.mark.parametrize(
+    ("clip", "dgc", "text"),
+    [
+        (ClipByGlobalNorm(1.0), DGC(), r"ClipByGlobalNorm\(c=1.0\)"),
+        (ClipByNorm(1.0), DGC(local_grad_clip_norm=2.0), r"local_grad_clip_norm=2.0"),
+    ],
+)
+def test_clipping_that_dgc_cannot_do(clip, dgc, text):
+    net = network()
+    with pytest.raises(StrategyError, match=text):
+        adopted(net, optim.SGD(net.parameters(), lr=0.1, grad_clip=clip), dgc=dgc)
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adam, optim.Ftrl, torch.optim.RMSprop, optim.Lars])
+def test_dgc_compresses_for_any_other_optimizer_which_stays(make):
+    net = network()
+    optimizer = make(net.parameters(), lr=0.1)
+    result = adopted(net, optimizer, dgc=DGC())
+    assert result.optimizer is optimizer
+    assert result.compressor == DGC()
+    assert "dgc" in " ".join(result.notes)
+
+
+def test_under_local_updates_an_sgd_stays_with_dampening_and_all():
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
+    result = adopted(net, optimizer, dgc=DGC(), local=True)
+    assert result.optimizer is optimizer
+    assert result.compressor == DGC()
+
+
+def test_without_a_replacement_nothing_is_asked():
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    result = adopted(net, optimizer)
+    assert result.optimizer is optimizer
+    assert result.compressor is None
+    assert scheduler.optimizer is optimizer
+
+
+def test_dgc_momentum_is_said_once():
+    net = network()
+    given = optim.DGCMomentum(net.parameters(), lr=0.1)
+    assert adopted(net, given).optimizer is given
+    assert "twice" in refused(net, given, dgc=DGC())
+    assert "local" in refused(net, given, local=True)
+    everything = refused(net, given, dgc=DGC(), lars=LARS(), lamb=LAMB(), local=True)
+    assert all(word in everything for word in ("twice", "lars replaces", "lamb replaces", "both replace", "local"))
+
+
+@SGDS
+def test_lars_replaces_an_sgd(sgd):
+    net, twin = network(), network()
+    optimizer = sgd(net.parameters(), lr=2.0, momentum=0.8, nesterov=True, maximize=True)
+    config = LARS(lars_coeff=0.02, lars_weight_decay=0.03, epsilon=0.1, exclude_from_weight_decay=("*.bias", "1.*"))
+    result = adopted(net, optimizer, lars=config, dgc=DGC())
+    assert type(result.optimizer) is optim.Lars
+    assert result.compressor == DGC(), "the compressor stands before it"
+    same = optim.Lars(
+        twin.named_parameters(),
+        lr=2.0,
+        momentum=0.8,
+        nesterov=True,
+        maximize=True,
+        trust_coefficient=0.02,
+        weight_decay=0.03,
+        eps=0.1,
+        exclude_from_weight_decay=("*.bias", "1.*"),
+    )
+    steps(net, result.optimizer, range(3))
+    steps(twin, same, range(3))
+    assert_same(net, twin)
+
+
+@ADAMS
+def test_lamb_replaces_an_adam_with_its_moments(adam):
+    net, twin = network(), network()
+    decay = {"weight_decay": 0.0}
+    given = adam(net.parameters(), lr=0.05, betas=(0.8, 0.9), eps=1e-3, **decay)
+    steps(net, given, range(2))
+    twin.load_state_dict(net.state_dict())
+    config = LAMB(lamb_weight_decay=0.03, exclude_from_weight_decay=("*.bias",))
+    result = adopted(net, given, lamb=config)
+    same = optim.Lamb(
+        twin.named_parameters(),
+        lr=0.05,
+        betas=(0.8, 0.9),
+        weight_decay=0.03,
+        exclude_from_weight_decay=("*.bias",),
+    )
+    # moments by hand, from the same gradients
+    for i, p in enumerate(twin.parameters()):
+        m, v = torch.zeros_like(p), torch.zeros_like(p)
+        for seed in range(2):
+            give_gradients(twin, seed)
+            g = list(twin.parameters())[i].grad
+            m, v = 0.8 * m + 0.2 * g, 0.9 * v + 0.1 * g * g
+        same.state[p] = {"step": torch.tensor(2.0), "exp_avg": m.detach(), "exp_avg_sq": v.detach()}
+    assert result.optimizer.param_groups[0]["eps"] == 1e-6
+    assert "1e-06" in " ".join(result.notes)
+    steps(net, result.optimizer, range(2, 5))
+    steps(twin, same, range(2, 5))
+    assert_same(net, twin, rtol=1e-9, atol=1e-12)
+
+
+def test_betas_that_are_tensors_become_numbers():
+    net = network()
+    betas = (torch.tensor(0.5), torch.tensor(0.75))
+    given = torch.optim.Adam(net.parameters(), lr=torch.tensor(0.01), betas=betas, capturable=True)
+    result = adopted(net, given, lamb=LAMB())
+    assert result.optimizer.param_groups[0]["betas"] == (0.5, 0.75)
+    assert "capturable" in " ".join(result.notes)
+
+
+@SGDS
+def test_lars_has_no_use_for_the_velocity_of_an_sgd(sgd):
+    net = network()
+    optimizer = sgd(net.parameters(), lr=0.1, momentum=0.9)
+    steps(net, optimizer, range(1))
+    assert "momentum_buffer" in refused(net, optimizer, lars=LARS())
+    optimizer.state.clear()
+    adopted(net, optimizer, lars=LARS())
+    without = sgd(net.parameters(), lr=0.1)
+    steps(net, without, range(1))
+    adopted(net, without, lars=LARS())
+
+
+def test_amsgrad_is_refused_in_any_group():
+    net = network()
+    optimizer = torch.optim.Adam(
+        [{"params": net[0].parameters()}, {"params": net[2].parameters(), "amsgrad": True}], lr=0.1
+    )
+    steps(net, optimizer, range(1))
+    said = refused(net, optimizer, lamb=LAMB())
+    assert "amsgrad=False" in said
+    assert "max_exp_avg_sq" in said
+
+
+@pytest.mark.parametrize(
+    ("make", "strategy", "text"),
+    [
+        (torch.optim.Adam, {"lars": LARS()}, "lars replaces an SGD.*Adam"),
+        (torch.optim.SGD, {"lamb": LAMB()}, "lamb replaces an Adam.*SGD"),
+        (optim.Lars, {"lars": LARS()}, "lars replaces an SGD.*Lars"),
+        (optim.Lamb, {"lamb": LAMB()}, "lamb replaces an Adam.*Lamb"),
+        (torch.optim.NAdam, {"lamb": LAMB()}, "lamb replaces.*NAdam"),
+        (torch.optim.SGD, {"lars": LARS(), "lamb": LAMB()}, "both replace"),
+    ],
+)
+def test_other_optimizers_are_refused(make, strategy, text):
+    net = network()
+    with pytest.raises(StrategyError, match=text):
+        adopted(net, make(net.parameters(), lr=0.1), **strategy)
+
+
+def test_a_subclass_of_the_users_is_another_optimizer():
+    class Mine(torch.optim.SGD):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    net = network()
+    assert "Mine" in refused(net, Mine(net.parameters(), lr=0.1), lars=LARS())
+    assert type(adopted(net, Mine(net.parameters(), lr=0.1), dgc=DGC()).optimizer) is Mine
+
+
+@pytest.mark.parametrize(
+    ("make", "own", "config", "works"),
+    [
+        (torch.optim.SGD, 0.0, LARS(lars_weight_decay=0.1), True),
+        (torch.optim.SGD, 0.1, LARS(lars_weight_decay=0.1), True),
+        (torch.optim.SGD, 0.2, LARS(lars_weight_decay=0.1), False),
+        (optim.SGD, 0.01, LARS(), False),
+        (torch.optim.AdamW, 0.01, LAMB(lamb_weight_decay=0.5), True),
+        (torch.optim.AdamW, 0.0, LAMB(lamb_weight_decay=0.5), True),
+        (torch.optim.AdamW, 0.1, LAMB(lamb_weight_decay=0.5), False),
+        (torch.optim.Adam, 0.01, LAMB(lamb_weight_decay=0.5), False),
+        (optim.LazyAdam, 0.5, LAMB(lamb_weight_decay=0.5), True),
+    ],
+)
+def test_nothing_decays_twice(make, own, config, works):
+    net = network()
+    optimizer = make(net.parameters(), lr=0.1, weight_decay=own)
+    field = type(config).__name__.lower()
+    decay = getattr(config, f"{field}_weight_decay")
+    if works:
+        assert adopted(net, optimizer, **{field: config}).optimizer.param_groups[0]["weight_decay"] == decay
+    else:
+        said = refused(net, optimizer, **{field: config})
+        assert f"weight_decay={own}" in said
+        assert f"{field}_weight_decay={decay}" in said
+
+
+@pytest.mark.parametrize("adamw", [torch.optim.AdamW, optim.AdamW])
+def test_a_group_with_a_decay_of_its_own_keeps_it(adamw):
+    net = network()
+    groups = [
+        {"params": net[0].parameters()},
+        {"params": net[1].parameters(), "weight_decay": 0.0},
+        {"params": net[2].parameters(), "weight_decay": 0.2},
+    ]
+    result = adopted(net, adamw(groups, lr=0.1), lamb=LAMB(lamb_weight_decay=0.3))
+    assert [g["weight_decay"] for g in result.optimizer.param_groups] == [0.3, 0.0, 0.2]
+    assert "[1, 2]" in " ".join(result.notes)
+
+
+def test_exclusions_of_both_add_up_and_need_no_names_in_the_optimizer():
+    net = network()
+    optimizer = optim.SGD(net.parameters(), lr=0.1, exclude_from_weight_decay=lambda name, p: p.shape == (6, 4))
+    new = adopted(net, optimizer, lars=LARS(exclude_from_weight_decay=("*.bias",))).optimizer
+    decays = {name: new._facts(p).weight_decay for name, p in net.named_parameters()}
+    assert decays == {
+        "0.weight": 0,
+        "0.bias": 0,
+        "1.weight": 0.0005,
+        "1.bias": 0,
+        "2.weight": 0.0005,
+        "2.bias": 0,
+    }
+
+
+def test_a_pattern_that_matches_nothing_is_said_with_the_rest():
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
+    said = refused(net, optimizer, lars=LARS(exclude_from_weight_decay=("*.bais",)))
+    assert "'*.bais' matches no parameter name" in said
+    assert "bias" in said
+    assert "dampening" in said
+
+
+def test_parameters_of_somebody_else_are_refused():
+    net = network()
+    optimizer = torch.optim.SGD([*net.parameters(), nn.Parameter(torch.ones(3, 7))], lr=0.1)
+    assert "(3, 7)" in refused(net, optimizer)
+
+
+def test_keys_of_the_users_own_stay_in_the_groups():
+    net = network()
+    groups = [{"params": net.parameters(), "tag": "mine", "name": "all", "initial_lr": 0.4}]
+    group = adopted(net, torch.optim.SGD(groups, lr=0.1), dgc=DGC()).optimizer.param_groups[0]
+    assert (group["tag"], group["name"], group["initial_lr"]) == ("mine", "all", 0.4)
+
+
+def test_complex_parameters_are_refused_by_lars_in_words():
+    net = nn.Linear(2, 2, dtype=torch.complex64)
+    assert "complex" in refused(net, torch.optim.SGD(net.parameters(), lr=0.1), lars=LARS())
+
+
+def test_the_new_optimizer_can_be_copied_and_saved():
+    net = network()
+    new = adopted(net, full(net), dgc=DENSE).optimizer
+    steps(net, new, range(2))
+    other, again = copy.deepcopy((net, new))
+    steps(net, new, range(2, 4))
+    steps(other, again, range(2, 4))
+    assert_same(net, other)
+    third, loaded = pickle.loads(pickle.dumps((other, again)))
+    steps(net, new, range(4, 6))
+    steps(third, loaded, range(4, 6))
+    assert_same(net, third)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda o: torch.optim.lr_scheduler.StepLR(o, 1),
+        torch.optim.lr_scheduler.ReduceLROnPlateau,
+        lambda o: ScheduledLR(o, CosineDecay(0.0, 0.1, 5)),
+    ],
+    ids=["StepLR", "ReduceLROnPlateau", "ScheduledLR"],
+)
+def test_a_scheduler_that_would_drive_the_wrong_object_is_found(make):
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scheduler = make(optimizer)
+    said = refused(net, optimizer, dgc=DGC())
+    scheduler.state_dict()
+    assert said == refused(net, optimizer, dgc=DGC())
+    assert type(scheduler).__name__ in said
+    assert "engine.optimizer" in said
+    del scheduler
+    gc.collect()
+    assert adopted(net, optimizer, dgc=DGC()).optimizer.get_lr() == 0.1, "one that is gone does no harm"
+
+
+def test_a_scheduler_of_another_optimizer_is_no_matter():
+    net = network()
+    scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(net.parameters(), lr=0.1), 1)
+    adopted(net, torch.optim.SGD(net.parameters(), lr=0.1), dgc=DGC())
+    assert scheduler.last_epoch == 0
+
+
+def test_hooks_and_a_replaced_step_are_found():
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    handle = optimizer.register_step_post_hook(lambda *_: None)
+    assert "1 hooks" in refused(net, optimizer, dgc=DGC())
+    handle.remove()
+    adopted(net, optimizer, dgc=DGC())
+    optimizer.step = lambda closure=None: None
+    assert "optimizer.step" in refused(net, optimizer, dgc=DGC())
+
+
+@pytest.mark.parametrize("strategy", [{"dgc": DENSE}, {"lars": LARS(exclude_from_weight_decay=("0.bias", "2.*"))}])
+def test_a_stage_trains_its_own_parameters_as_the_whole_would_have(strategy):
+    whole = network()
+    staged = network()
+    told = {"weight_decay": 0.0}
+
+    def make(net):
+        groups = [
+            {"params": net[0].parameters(), "lr": 0.3},
+            {"params": net[1].parameters(), "lr": CosineDecay(0.0, 0.2, 9)},
+            {"params": net[2].parameters()},
+            {"order_params": list(net.parameters())[::-1]},
+        ]
+        return optim.SGD(groups, lr=0.1, momentum=0.9, exclude_from_weight_decay=lambda name, p: p.ndim > 9, **told)
+
+    stages = [set(staged[:1].parameters()), set(staged[1:].parameters())]
+    parts = [adopted(staged, make(staged), keep=stage.__contains__, **strategy).optimizer for stage in stages]
+    assert [[len(g["params"]) for g in part.param_groups] for part in parts] == [[2, 0, 0], [0, 2, 2]]
+    assert [g["lr"] for g in parts[0].param_groups] == [g["lr"] for g in parts[1].param_groups] == [0.3, 0.2, 0.1]
+    for seed in range(3):
+        give_gradients(staged, seed)
+        for part in parts:
+            part.step()
+    steps(whole, adopted(whole, make(whole), **strategy).optimizer, range(3))
+    assert_same(whole, staged)
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adam, optim.Adam], ids=["torch", "ours"])
+def test_an_optimizer_that_stays_lets_go_of_other_stages_and_can_take_them_back(make):
+    net, twin = network(), network()
+    optimizer, other = (make(list(n.named_parameters()), lr=0.1) for n in (net, twin))
+    steps(net, optimizer, range(1))
+    steps(twin, other, range(1))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    result = adopted(net, optimizer, keep=set(net[1:].parameters()).__contains__)
+    assert result.optimizer is optimizer
+    assert len(optimizer.param_groups[0]["params"]) == len(optimizer.param_groups[0]["param_names"]) == 4
+    assert len(optimizer.state) == 4
+    before = net[0].weight.clone()
+    steps(net, optimizer, range(1, 2))
+    scheduler.step()
+    assert torch.equal(net[0].weight, before)
+    assert optimizer.param_groups[0]["lr"] == 0.05
+
+    net.load_state_dict(twin.state_dict())
+    optimizer = make(list(net.named_parameters()), lr=0.1)
+    optimizer.load_state_dict(copy.deepcopy(other.state_dict()))
+    adopted(net, optimizer, keep=set(net[1:].parameters()).__contains__).restore()
+    steps(net, optimizer, range(1, 3))
+    steps(twin, other, range(1, 3))
+    assert_same(net, twin)
+
+
+def test_dgc_momentum_does_not_know_stages():
+    net = network()
+    given = optim.DGCMomentum(net.parameters(), lr=0.1)
+    assert "stage" in refused(net, given, keep=set(net[1:].parameters()).__contains__)
+    assert adopted(net, given, keep=lambda p: True).optimizer is given
+
+
+def test_what_is_refused_has_not_changed():
+    net = network()
+    given = full(net)
+    steps(net, given, range(1))
+    before = copy.deepcopy(given.state_dict())
+    refused(net, given, lars=LARS())
+    adopted(net, given, dgc=DENSE)
+    after = given.state_dict()
+    assert str(before) == str(after)
