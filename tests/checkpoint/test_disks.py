@@ -1,12 +1,18 @@
 """Disks that are full or cannot be written, real ones: a tmpfs in a mount namespace of a process of its own."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from thinwire.checkpoint import load, save
+from thinwire.comm import Group
+from thinwire.errors import CheckpointError
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,3 +66,58 @@ def test_a_full_and_a_read_only_disk(tmp_path: Path) -> None:
     assert all(text.startswith("CheckpointError: ") for text in (early, late, read_only))
     assert [step for step, _ in (small, after_early, after_late, after, end)] == [1, 1, 1, 1, 5]
     assert small[1] == after_early[1] == after_late[1] == after[1], "the torso still takes space"
+
+
+def test_a_directory_that_vanishes_during_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, group = tmp_path / "runs" / "first", Group()
+    root.mkdir(parents=True)
+
+    def vanish(*_: object) -> None:
+        shutil.rmtree(root.parent)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", vanish)
+        with pytest.raises(CheckpointError, match=r"writing a checkpoint failed on rank 0: FileNotFoundError"):
+            save(root, {"a": torch.ones(2)}, step=1, group=group, facts={})
+    save(root, {"a": torch.ones(2)}, step=2, group=group, facts={})
+    assert load(root, group=group).step == 2
+
+
+def test_an_older_checkpoint_that_cannot_be_deleted_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = Group()
+    for step in (1, 2):
+        save(tmp_path, {"a": step}, step=step, group=group, facts={})
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda path: (_ for _ in ()).throw(PermissionError(13, "no", str(path))))
+        with pytest.warns(UserWarning, match="an older checkpoint could not be deleted"):
+            save(tmp_path, {"a": 3}, step=3, group=group, facts={})
+    assert load(tmp_path, group=group).state == {"a": 3}
+    save(tmp_path, {"a": 4}, step=4, group=group, facts={})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_0000000003", "step_0000000004"]
+
+
+@pytest.mark.parametrize(("keep", "left"), [(1, [5]), (2, [4, 5]), (3, [3, 4, 5]), (9, [1, 2, 3, 4, 5])])
+def test_how_many_stay(tmp_path: Path, keep: int, left: list[int]) -> None:
+    for step in range(1, 6):
+        save(tmp_path, {}, step=step, group=Group(), facts={}, keep=keep)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step_{step:010d}" for step in left]
+
+
+def test_damaged_ones_do_not_count_as_kept(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        path = save(tmp_path, {}, step=step, group=Group(), facts={}, keep=3)
+    (path / "rank_00000.json").unlink()
+    save(tmp_path, {}, step=4, group=Group(), facts={}, keep=2)
+    assert (tmp_path / "step_0000000002").exists()
+    assert not (tmp_path / "step_0000000001").exists()
+
+
+def test_what_interrupted_saves_left_behind_is_removed(tmp_path: Path) -> None:
+    (tmp_path / ".step_0000000009.tmp-0123abcd").mkdir()
+    (tmp_path / ".step_0000000009.tmp-0123abcd" / "rank_00000.json").touch()
+    (tmp_path / ".rank_00003.token-0123abcd").touch()
+    (tmp_path / ".hidden").touch()
+    save(tmp_path, {}, step=1, group=Group(), facts={})
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".hidden", "step_0000000001"]

@@ -71,6 +71,8 @@ class Simulation:
             names = self.parts[self.turn % len(self.parts)]
             self.turn += 1
             self.last = self.step
+            if self.waiting is not None:
+                self.land()
             if self.delay:
                 measured = [{n: rank.p[n].copy() for n in names} for rank in self.ranks]
                 self.waiting = (self.step, measured)

@@ -205,7 +205,7 @@ TRAPS: dict[str, tuple[type[Exception], int, str]] = {
     "dgc: {}\n\tlars: {}\n": (tw.StrategyError, 2, "not YAML"),
     "dgc: {}\n\0": (tw.StrategyError, 2, "not YAML"),
     "dgc: {}\n---\nlars: {}\n": (tw.StrategyError, 2, "not YAML"),
-    "[" * 5000: (tw.StrategyError, 1, "nested too deeply"),
+    "[" * 1500: (tw.StrategyError, 1, "nested too deeply"),
     "lars: {}\nlamb:\n  lamb_weight_decy: 1\n": (tw.StrategyError, 3, "did you mean 'lamb_weight_decay'"),
 }
 

@@ -61,7 +61,7 @@ def save(
     Communication: six rounds that carry, all in all, about 120 bytes for every tensor of the state.
     Failure: a rank that dies is `PeerLost` on the others; what it leaves behind is removed by the next save.
     """
-    step, part = integer("step", step, at_least=0, at_most=10**18 - 1), integer("part", part, at_least=0)
+    step, part = integer("step", step, at_least=0), integer("part", part, at_least=0)
     keep = integer("keep", keep, at_least=1)
     root = Path(directory)
     draft = Draft(root, group.rank, secrets.token_hex(8))

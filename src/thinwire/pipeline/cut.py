@@ -100,9 +100,11 @@ def _place(model: nn.Module, links: Sequence[Link], point: str) -> int:
     modules = dict(model.named_modules(remove_duplicate=False))
     around = next((link for link in links if path[: len(link.path)] == link.path), None)
     if point not in modules or around is None:
+        places = [repr(link.name) for link in links[1:]]
+        shown = [*places[:8], f"... {places[-1]}"] if len(places) > 9 else places
         raise ValueError(
             f"split_points: the model has no module {point!r}{check.closest(point, modules)}; it can be cut at "
-            f"{', '.join(repr(link.name) for link in links[1:])}"
+            f"{', '.join(shown)}"
         )
     raise StrategyError(
         f"split_points: {point!r} lies inside {around.name!r}, {_article(around.module)}, which cannot be cut: "

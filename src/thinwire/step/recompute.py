@@ -127,11 +127,11 @@ class _Recompute(ForwardLayer):
 @contextmanager
 def _marked() -> Iterator[None]:
     """Inside, matched modules run plainly: where one contains another, the outer one counts."""
-    _here.inside = True
+    before, _here.inside = getattr(_here, "inside", False), True
     try:
         yield
     finally:
-        _here.inside = False
+        _here.inside = before
 
 
 def _is_match(name: str, pattern: str) -> bool:

@@ -1,0 +1,213 @@
+"""Corners of local updates: what is applied early, what counts as an averaging, what is left out of one."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import thinwire as tw
+from tests.local.test_laws import CURVES, Bag, gradient, net, set_gradients, start_values, values
+from tests.ranks import Pool
+from tests.reference.local_training import Simulation, intervals
+
+
+def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1, **options)
+
+
+def one_step(model: nn.Module, optimizer: Any, step: int = 1, rank: int = 0) -> None:
+    set_gradients(model, step, rank)
+    optimizer.step()
+
+
+def shrinking(rank: int, size: int, losses: list[float], config: Any) -> list[Any]:
+    model = Bag()
+    optimizer = sgd(model)
+    found = []
+    with tw.local_sgd(model, optimizer, config) as sync:
+        for step, loss in enumerate(losses, start=1):
+            set_gradients(model, step, rank)
+            sync.observe(loss)
+            optimizer.step()
+            found.append(values(model))
+    return found
+
+
+def test_an_interval_below_the_delay_applies_early_and_loses_nothing(ranks: Pool) -> None:
+    """1e-11: float64 sums in another order."""
+    losses, rates = (curve[:60] for curve in CURVES["loss reaches 0"])
+    config = tw.AdaptiveLocalSGD(5, max_k_steps=12, delay=4)
+    found = ranks.run(shrinking, losses, config, size=2)
+    ks, _ = intervals(losses, rates, init=5, most=12, begin=1)
+    assert ks[-1] == 1
+    oracle = Simulation({n: v.numpy() for n, v in start_values().items()}, 2, k=5, lr=0.1, delay=4)
+    for step, k in enumerate([5, *ks[:-1]]):
+        oracle.k = k
+        oracle.advance(gradient)
+        for rank in range(2):
+            for name, p in found[rank][step].items():
+                np.testing.assert_allclose(p, oracle.ranks[rank].p[name], rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("config", "steps", "averagings"),
+    [
+        (tw.LocalSGD(2), 3, 2),  # after 1 and 3; nothing is left for the end
+        (tw.LocalSGD(2), 4, 3),
+        (tw.LocalSGD(2, begin_step=3), 3, 3),
+        (tw.LocalSGD(4, fragments=2), 3, 3),  # after 1, a part after 3, and the whole at the end
+        (tw.LocalSGD(4, delay=2), 5, 3),  # after 1, one on its way after 5, and the whole at the end
+        (tw.LocalSGD(4), 0, 0),
+    ],
+)
+def test_the_last_averaging_is_made_where_something_is_left(config: Any, steps: int, averagings: int) -> None:
+    model = Bag()
+    optimizer = sgd(model)
+    with tw.local_sgd(model, optimizer, config) as sync:
+        assert sync.stats()["bytes_sent"] == 0, "what it takes to start does not count"
+        for step in range(1, steps + 1):
+            one_step(model, optimizer, step)
+    assert sync.stats()["averagings"] == averagings
+
+
+def test_leaving_by_an_error_averages_nothing_and_lets_go() -> None:
+    model = Bag()
+    optimizer = sgd(model)
+    with pytest.raises(KeyError), tw.local_sgd(model, optimizer, tw.LocalSGD(4, delay=2)) as sync:
+        for step in range(1, 6):
+            one_step(model, optimizer, step)
+        assert sync.pending is not None
+        raise KeyError
+    assert sync.stats()["averagings"] == 1
+    assert sync.pending is None
+
+
+def test_a_loss_after_the_last_step_is_nobodys() -> None:
+    model = Bag()
+    optimizer = sgd(model)
+    with tw.local_sgd(model, optimizer, tw.AdaptiveLocalSGD(4, begin_step=0)) as sync:
+        sync.observe(1.0)
+        one_step(model, optimizer)
+        sync.observe(float("inf"))
+    assert sync.stats()["averagings"] == 1
+
+
+def test_where_every_loss_was_dropped_the_interval_stays() -> None:
+    model = Bag()
+    optimizer = sgd(model)
+    with tw.local_sgd(model, optimizer, tw.AdaptiveLocalSGD(3, begin_step=0)) as sync:
+        for step in range(1, 7):
+            sync.observe(float("nan") if step in {1, 3} else 1.0 + step)
+            if step in {1, 3}:
+                sync.skip_step()
+            else:
+                one_step(model, optimizer, step)
+            assert sync.k_steps == (3 if step < 6 else 5)  # ceil(sqrt(7 / 3) * 3), from the loss of step 2
+            assert sync.synced == (step in {3, 6})
+
+
+def test_the_rate_is_the_one_that_the_optimizer_names() -> None:
+    """`get_lr` passes over a group with a rate of its own."""
+    model = Bag()
+    first, *others = model.parameters()
+    groups = [{"params": [first], "lr": 5.0}, {"params": others}]
+    optimizer = tw.optim.SGD(groups, lr=tw.schedules.PiecewiseConstant([2], [0.4, 0.1]))
+    with tw.local_sgd(model, optimizer, tw.AdaptiveLocalSGD(2, begin_step=0)) as sync:
+        for step in range(1, 5):
+            sync.observe(1.0)
+            one_step(model, optimizer, step)
+    assert sync.k_steps == 4  # ceil(sqrt(0.4 / 0.1) * 2)
+
+
+class Odd(nn.Module):
+    """A parameter and a buffer without elements, a frozen parameter, and a buffer that counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(3))
+        self.none = nn.Parameter(torch.ones(0))
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+        self.register_buffer("empty", torch.ones(0))
+        self.register_buffer("count", torch.zeros(1, dtype=torch.int64))
+
+
+def odd(rank: int, size: int) -> list[Tensor]:
+    model = Odd()
+    optimizer = sgd(model)
+    with tw.local_sgd(model, optimizer, tw.LocalSGD(1, compression=tw.Sparse(0.5))) as sync:
+        model.w.grad = torch.full((3,), 10.0 * rank)
+        model.none.grad = torch.ones(0)
+        optimizer.step()
+        state = sync.state_dict()
+        assert list(state["anchors"]) == list(state["errors"]) == ["w"]
+        assert sync.stats()["bytes_dense"] == 4 * 3
+    return [model.w.detach(), model.frozen.detach()]
+
+
+def test_what_has_no_elements_or_no_gradient_is_left_out(ranks: Pool) -> None:
+    for w, frozen in ranks.run(odd):
+        assert torch.equal(w, torch.tensor([0.5, 0.5, 1.0]))  # two entries of change 1 from one rank, and 0
+        assert torch.equal(frozen, torch.ones(2))
+
+
+class Rememberer(torch.optim.SGD):
+    """Keeps state of several kinds."""
+
+    def remember(self, rank: int) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p] |= {
+                    "like": torch.full_like(p, rank),
+                    "step": torch.full_like(p, rank),
+                    "row": torch.full((2,), float(rank)),
+                    "marks": torch.full(p.shape, rank),
+                }
+
+
+def averaged_state(rank: int, size: int) -> list[dict[str, float]]:
+    model = Bag()
+    optimizer = Rememberer(model.parameters(), lr=0.1)
+    with tw.local_sgd(model, optimizer, tw.LocalSGD(1, average_state=True)):
+        optimizer.remember(2 * rank)
+        one_step(model, optimizer)
+    return [
+        {key: float(value.double().mean()) for key, value in optimizer.state[p].items()} for p in model.parameters()
+    ]
+
+
+def test_only_state_like_a_parameter_is_averaged(ranks: Pool) -> None:
+    for rank, found in enumerate(ranks.run(averaged_state)):
+        for state in found:
+            assert state == {"like": 1.0, "step": 2.0 * rank, "row": 2.0 * rank, "marks": 2.0 * rank}
+
+
+def test_a_buffer_that_is_not_finite_is_not_given_to_others() -> None:
+    model = net()
+    optimizer = sgd(model)
+    refused = pytest.raises(RuntimeError, match=r"buffer 1\.running_var is not finite")
+    with refused, tw.local_sgd(model, optimizer, tw.LocalSGD(2)):
+        model[1].running_var[3] = float("nan")  # type: ignore[index,operator,union-attr]
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+
+
+def narrow(rank: int, size: int, options: dict[str, Any]) -> bool:
+    model = Bag(dtype=torch.bfloat16)
+    optimizer = sgd(model)
+    same = True
+    with tw.local_sgd(model, optimizer, tw.LocalSGD(2, **options)) as sync:
+        for step in range(1, 6):
+            one_step(model, optimizer, step, rank)
+            if sync.synced:
+                anchors = sync.state_dict()["anchors"]
+                same = same and all(torch.equal(anchors[n], p.float()) for n, p in model.named_parameters())
+    return same
+
+
+@pytest.mark.parametrize("options", [{}, {"outer_lr": 0.7}, {"compression": tw.Sparse(0.5)}])
+def test_the_anchor_is_what_the_parameter_holds(ranks: Pool, options: dict[str, Any]) -> None:
+    """S <- p, also where p is rounded: the rounding is no change that the next averaging would undo."""
+    assert ranks.run(narrow, options) == [True, True]
