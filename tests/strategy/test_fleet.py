@@ -6,8 +6,10 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import pytest
+import torch
 
 import thinwire as tw
+from thinwire.strategy.fleet_table import NOTED_FLAGS
 
 from_fleet = tw.DistributedStrategy.from_fleet
 
@@ -340,13 +342,20 @@ def test_stages_without_a_degree_are_the_ranks_of_the_machine(monkeypatch: pytes
     assert read({"pipeline": True})[0].pipeline == tw.Pipeline(4, 1)
 
 
-def test_the_number_of_replicas_is_checked_where_the_ranks_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    description = {"pipeline": True, "hybrid_configs": {"dp_degree": 2, "pp_degree": 2}}
-    assert "dp_degree=2" in read(description)[1]
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    assert "dp_degree" not in read(description)[1]
-    monkeypatch.setenv("WORLD_SIZE", "6")
-    assert "needs 4 ranks, and there are 6" in refused(description)
+def test_the_number_of_replicas_is_checked_where_the_ranks_are_known() -> None:
+    strategy, said = read({"hybrid_configs": {"dp_degree": 3}})
+    assert "dp_degree" not in said
+    assert strategy == tw.DistributedStrategy()
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(tw.StrategyError, match="dp_degree=3, and there are 1 ranks"):
+        strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    read({"hybrid_configs": {"dp_degree": 1}})[0].prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("flag", NOTED_FLAGS)
+def test_flags_without_counterpart_are_flags_all_the_same(flag: str) -> None:
+    with pytest.raises(TypeError, match=f"{flag} must be True or False, got 1"):
+        tw.DistributedStrategy.from_fleet({flag: 1})
 
 
 class Message:

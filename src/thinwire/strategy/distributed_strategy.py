@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from thinwire import _validate as check
 from thinwire.errors import StrategyError
@@ -69,6 +69,9 @@ class DistributedStrategy:
     lamb: LAMB | None = None
     localsgd: LocalSGD | None = None
     adaptive_localsgd: AdaptiveLocalSGD | None = None
+
+    expected_replicas: ClassVar[int | None] = None
+    """How many ranks must hold each stage, where `from_fleet` was told so; `prepare` compares. Not part of the file."""
 
     def __post_init__(self) -> None:
         for name, config in CONFIGS.items():

@@ -3,7 +3,6 @@
 `fleet_table` says what becomes of each attribute, `fleet_maps` how a feature's configs become ours.
 """
 
-import os
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping
@@ -13,7 +12,7 @@ from thinwire import _validate as check
 from thinwire.errors import StrategyError
 from thinwire.strategy.distributed_strategy import CONFIGS, DistributedStrategy
 from thinwire.strategy.fleet_maps import Findings, mapped
-from thinwire.strategy.fleet_table import CONFIG_KEYS, NOTED, NOTED_KEYS, REFUSED, REFUSED_KEYS
+from thinwire.strategy.fleet_table import CONFIG_KEYS, NOTED, NOTED_FLAGS, NOTED_KEYS, REFUSED, REFUSED_KEYS
 
 __all__ = ["from_fleet"]
 
@@ -41,8 +40,7 @@ def from_fleet(description: Mapping[str, Any]) -> DistributedStrategy:
     except StrategyError as error:
         findings.problems.append(str(error))
     _raise(findings)
-    _check_ranks(strategy, configs, findings)
-    _raise(findings)
+    _expect_replicas(strategy, configs)
     if findings.notes:
         warnings.warn("from_fleet: " + "; ".join(findings.notes), UserWarning, stacklevel=3)
     return strategy
@@ -74,6 +72,8 @@ def _find_refused_and_noted(given: Mapping[str, Any], findings: Findings) -> Non
             findings.problems.append(f"{name}={given[name]!r} cannot be carried over: {reason}")
     by_reason = defaultdict(list)
     for name, reason in NOTED.items():
+        if name in NOTED_FLAGS and name in given:
+            _flag(name, given[name], findings)
         if name in given:
             by_reason[reason].append(name)
     findings.notes += [f"{', '.join(names)}: {reason}" for reason, names in by_reason.items()]
@@ -159,17 +159,8 @@ def _check_mode(given: Mapping[str, Any], findings: Findings) -> None:
         findings.problems.append(f"mode={mode!r} cannot be carried over: only COLLECTIVE training is offered")
 
 
-def _check_ranks(strategy: DistributedStrategy, configs: Mapping[str, dict[str, Any]], findings: Findings) -> None:
-    """dp_degree against the ranks that a launcher has announced; a strategy does not hold it."""
+def _expect_replicas(strategy: DistributedStrategy, configs: Mapping[str, dict[str, Any]]) -> None:
+    """dp_degree is no setting but a claim about the ranks, which only `prepare` knows; it is not in `to_dict`."""
     degree = configs["hybrid_configs"].get("dp_degree", -1)
-    if degree == -1:
-        return
-    stages = 1 if strategy.pipeline is None else strategy.pipeline.stages
-    ranks = os.environ.get("WORLD_SIZE")
-    if ranks is None:
-        findings.notes.append(f"hybrid_configs.dp_degree={degree!r}: replicas are all ranks / {stages}, however many")
-    elif degree * stages != int(ranks):
-        findings.problems.append(
-            f"hybrid_configs.dp_degree={degree!r} with {stages} stages needs {degree * stages} ranks, and there are "
-            f"{ranks}; leave it out to use all"
-        )
+    if degree != -1:
+        object.__setattr__(strategy, "expected_replicas", degree)

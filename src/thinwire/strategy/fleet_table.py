@@ -7,7 +7,7 @@ Source: PaddlePaddle, distributed_strategy.proto and distributed_strategy.py, 20
 
 from typing import Any
 
-__all__ = ["CONFIG_KEYS", "NOTED", "NOTED_KEYS", "REFUSED", "REFUSED_KEYS"]
+__all__ = ["CONFIG_KEYS", "NOTED", "NOTED_FLAGS", "NOTED_KEYS", "REFUSED", "REFUSED_KEYS"]
 
 CONFIG_KEYS: dict[str, dict[str, Any]] = {
     "amp_configs": {
@@ -127,6 +127,22 @@ NOTED: dict[str, str] = {
     "fs_client_param": _SERVERS,
 }
 """Attributes without counterpart, whatever their value, with the reason."""
+
+NOTED_FLAGS = (
+    "elastic",
+    "sync_nccl_allreduce",
+    "use_hierarchical_allreduce",
+    "fuse_all_reduce_ops",
+    "fuse_grad_merge",
+    "find_unused_parameters",
+    "without_graph_optimization",
+    "calc_comm_same_stream",
+    "_calc_comm_same_stream",
+    "cudnn_exhaustive_search",
+    "cudnn_batchnorm_spatial_persistent",
+    "adam_d2sum",
+)
+"""Those of them that are True or False in fleet."""
 
 NOTED_KEYS: dict[tuple[str, str], str] = {
     ("recompute_configs", "checkpoint_shape"): "shapes are taken from the tensors",

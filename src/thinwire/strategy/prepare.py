@@ -19,7 +19,7 @@ from thinwire.comm import Group, require_agreement
 from thinwire.comm.grid import Grid
 from thinwire.comm.replicate import copy_from_first_
 from thinwire.core.message import WIRE_VERSION
-from thinwire.errors import ThinwireError
+from thinwire.errors import StrategyError, ThinwireError
 from thinwire.optim.dgc_momentum import DGCMomentum
 from thinwire.pipeline.cut import cut
 from thinwire.pipeline.runner import PipelineRunner
@@ -85,6 +85,11 @@ def prepare(
     require_agreement(group, _strategy_facts(strategy), what="comparing strategies")
     grid = None if strategy.pipeline is None else Grid(strategy.pipeline.stages)
     place = _Place(grid=grid, replicas=group.size if grid is None else grid.replicas)
+    if strategy.expected_replicas not in (None, place.replicas):
+        raise StrategyError(
+            f"the fleet description says dp_degree={strategy.expected_replicas}, and there are {group.size} ranks, "
+            f"which make {place.replicas} replicas: start as many ranks as it says, or leave dp_degree out to use all"
+        )
     plan = _agreed_plan(strategy, model, optimizer, group, place)
     copy_from_first_([*model.parameters(), *model.buffers()], group, what="copying the model of rank 0")
     return _assembled(strategy, model, loss_fn, plan, group, place)
@@ -109,6 +114,7 @@ def _strategy_facts(strategy: "DistributedStrategy") -> dict[str, Any]:
         "torch": torch.__version__,
         "wire version": WIRE_VERSION,
         "strategy": strategy.to_dict(),
+        "dp_degree": strategy.expected_replicas,
     }
 
 
