@@ -67,8 +67,8 @@ _OWN = "optimizer.stats()"
 _HERE = "thinwire.lab.trainers"
 _SYNC = "sync.stats()"
 _LOCAL = "thinwire.lab.local_trainers:Local"
-# The rates of fp16, powersgd and dgc are the better of 0.07 and 0.15, at as many steps as 90 s over 100 Mbit/s allow; those
-# of dense (of 0.05 to 0.2) and of the local ones (of 0.07 to 0.3) were chosen at what 20 Mbit/s allows: benchmarks/README.md.
+# The rates of fp16, powersgd and dgc are the better of 0.07 and 0.15, at as many steps as 90 s over 100 Mbit/s allow.
+# Those of dense and of the local ones were chosen at what 20 Mbit/s allows: the grid is in benchmarks/README.md.
 register(Recipe("dense", "DDP, every gradient in float32", f"{_HERE}:Dense", 0.1, _RING))
 register(Recipe("fp16", "DDP with torch's hook, gradients in float16", f"{_HERE}:HalfPrecision", 0.07, _RING))
 register(Recipe("powersgd", "DDP with torch's PowerSGD hook, rank 2", f"{_HERE}:PowerSGD", 0.15, _RING))

@@ -256,7 +256,7 @@ def _assembled(
     """Put the parts together; from here on the model is changed."""
     handles: list[Any] = []
     if strategy.recompute is not None:
-        handles.append(recompute(model, strategy.recompute.checkpoints))
+        handles.append(recompute(model, strategy.recompute.checkpoints, stage=plan.stage))
     dtype = None if strategy.amp is None else getattr(torch, strategy.amp.dtype)
     autocast = None
     if dtype is not None:
