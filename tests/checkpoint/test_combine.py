@@ -84,6 +84,11 @@ def test_the_first_pattern_that_matches_counts() -> None:
     assert came == {"loss_scale": {"scale": 4.0}, "x": {"scale": 8.0}}
 
 
+def test_flags_by_rule() -> None:
+    states = [{"low": True, "high": False, "first": False}, {"low": False, "high": True, "first": True}]
+    assert combine(states, {"low": "min", "high": "max"}) == {"low": False, "high": True, "first": False}
+
+
 def test_integer_tensors_by_rule() -> None:
     states = [torch.tensor([1, 9], dtype=torch.int64), torch.tensor([5, 2**62], dtype=torch.int64)]
     assert combine(states, {"": "sum"}).tolist() == [6, 2**62 + 9]

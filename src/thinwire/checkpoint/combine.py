@@ -10,7 +10,7 @@ Rules, chosen by path (`model/blocks.0.weight`: keys joined by "/"; the first ma
   Anything else under this rule: `first`.
 - `mean_zero`: as `mean`, but a rank that lacks the tensor, where others have it, counts as zero. For what is pending.
 - `first`: that of the first rank that has it. The default of ints, bools, str, bytes and other tensors.
-- `min`, `max`, `sum`: element by element, of ints too.
+- `min`, `max`, `sum`: element by element, of ints too; of bools `min` is all and `max` is any.
 
 None beside something is as absent as a missing key. Dicts are joined, keys in order of their first appearance. Lists
 and tuples are joined entry by entry where they are equally long, and taken from the first rank where not. The state
@@ -102,6 +102,8 @@ class _Combiner:
             return self._tensor(path, rule, present, absent if rule == "mean_zero" else 0)
         if all(isinstance(value, int | float) and not isinstance(value, bool) for value in present):
             return _number(rule, present, absent if rule == "mean_zero" else 0)
+        if rule in ("min", "max") and all(isinstance(value, bool) for value in present):
+            return (all if rule == "min" else any)(present)
         kinds = sorted({type(value).__name__ for value in present})
         if len(kinds) > 1:
             raise CheckpointError(

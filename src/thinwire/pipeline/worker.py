@@ -110,8 +110,8 @@ class StageWorker(nn.Module):
         parcel, tensors = Parcel.of(self.output(inputs, received), what="the output of a stage")
         if parcel != self._result:
             raise ValueError(
-                f"the output of a stage must look the same for all micro-batches, got {parcel.tensors} for number "
-                f"{index} after {self._result.tensors}: the ranks could not know how much to receive"
+                "the output of a stage must look the same for all micro-batches, plain values included, since the next "
+                f"stage was told it before: got {parcel} for number {index}, and {self._result} was told"
             )
         return tuple(tensor.contiguous() for tensor in tensors)
 

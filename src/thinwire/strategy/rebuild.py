@@ -20,7 +20,8 @@ _COMMON_KEYS = ("lr", "grad_centralization", "regularizer", "maximize", "foreach
 class Recipe:
     """How an optimizer becomes one of another method."""
 
-    kind: type[CommonOptimizer]
+    kind: type[Any]
+    """A `CommonOptimizer`."""
     arguments: dict[str, Any]
     """Of the constructor, beside those that all have in common."""
     keys: Mapping[str, Callable[[Any], Any]]
@@ -95,7 +96,7 @@ def rebuilt(
         common = {key: group[key] for key in _COMMON_KEYS if key in group}
         groups.append({"params": kept, "param_names": [names[param] for param in kept], **common, **values})
     order = [] if told.order is None else [{"order_params": [param for param in told.order if keep(param)]}]
-    new = recipe.kind(
+    new: CommonOptimizer = recipe.kind(
         [*groups, *order],
         lr=told.lr,
         grad_clip=told.grad_clip,
