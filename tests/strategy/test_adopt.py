@@ -238,7 +238,7 @@ def test_dgc_momentum_is_said_once():
 @SGDS
 def test_lars_replaces_an_sgd(sgd):
     net, twin = network(), network()
-    optimizer = sgd(net.parameters(), lr=2.0, momentum=0.8, nesterov=True, maximize=True)
+    optimizer = sgd(net.named_parameters(), lr=2.0, momentum=0.8, nesterov=True, maximize=True)
     config = LARS(lars_coeff=0.02, lars_weight_decay=0.03, epsilon=0.1, exclude_from_weight_decay=("*.bias", "1.*"))
     result = adopted(net, optimizer, lars=config, dgc=DGC())
     assert type(result.optimizer) is optim.Lars
@@ -263,7 +263,7 @@ def test_lars_replaces_an_sgd(sgd):
 def test_lamb_replaces_an_adam_with_its_moments(adam):
     net, twin = network(), network()
     decay = {"weight_decay": 0.0}
-    given = adam(net.parameters(), lr=0.05, betas=(0.8, 0.9), eps=1e-3, **decay)
+    given = adam(net.named_parameters(), lr=0.05, betas=(0.8, 0.9), eps=1e-3, **decay)
     steps(net, given, range(2))
     twin.load_state_dict(net.state_dict())
     config = LAMB(lamb_weight_decay=0.03, exclude_from_weight_decay=("*.bias",))
@@ -390,9 +390,9 @@ def test_a_group_with_a_decay_of_its_own_keeps_it(adamw):
     assert "[1, 2]" in " ".join(result.notes)
 
 
-def test_exclusions_of_both_add_up_and_need_no_names_in_the_optimizer():
+def test_exclusions_of_both_add_up():
     net = network()
-    optimizer = optim.SGD(net.parameters(), lr=0.1, exclude_from_weight_decay=lambda name, p: p.shape == (6, 4))
+    optimizer = optim.SGD(net.named_parameters(), lr=0.1, exclude_from_weight_decay=lambda name, p: p.shape == (6, 4))
     new = adopted(net, optimizer, lars=LARS(exclude_from_weight_decay=("*.bias",))).optimizer
     decays = {name: new._facts(p).weight_decay for name, p in net.named_parameters()}
     assert decays == {
@@ -405,9 +405,15 @@ def test_exclusions_of_both_add_up_and_need_no_names_in_the_optimizer():
     }
 
 
+def test_patterns_need_named_parameters():
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    assert "model.named_parameters()" in refused(net, optimizer, lars=LARS(exclude_from_weight_decay=("*.bias",)))
+
+
 def test_a_pattern_that_matches_nothing_is_said_with_the_rest():
     net = network()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
+    optimizer = torch.optim.SGD(net.named_parameters(), lr=0.1, momentum=0.9, dampening=0.5)
     said = refused(net, optimizer, lars=LARS(exclude_from_weight_decay=("*.bais",)))
     assert "'*.bais' matches no parameter name" in said
     assert "bias" in said
@@ -487,6 +493,10 @@ def test_hooks_and_a_replaced_step_are_found():
     assert "optimizer.step" in refused(net, optimizer, dgc=DGC())
 
 
+def named(net, index):
+    return [(f"{index}.{name}", p) for name, p in net[index].named_parameters()]
+
+
 @pytest.mark.parametrize("strategy", [{"dgc": DENSE}, {"lars": LARS(exclude_from_weight_decay=("0.bias", "2.*"))}])
 def test_a_stage_trains_its_own_parameters_as_the_whole_would_have(strategy):
     whole = network()
@@ -495,9 +505,9 @@ def test_a_stage_trains_its_own_parameters_as_the_whole_would_have(strategy):
 
     def make(net):
         groups = [
-            {"params": net[0].parameters(), "lr": 0.3},
-            {"params": net[1].parameters(), "lr": CosineDecay(0.0, 0.2, 9)},
-            {"params": net[2].parameters()},
+            {"params": named(net, 0), "lr": 0.3},
+            {"params": named(net, 1), "lr": CosineDecay(0.0, 0.2, 9)},
+            {"params": named(net, 2)},
             {"order_params": list(net.parameters())[::-1]},
         ]
         return optim.SGD(groups, lr=0.1, momentum=0.9, exclude_from_weight_decay=lambda name, p: p.ndim > 9, **told)

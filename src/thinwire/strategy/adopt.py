@@ -139,6 +139,12 @@ def _strangers(optimizer: torch.optim.Optimizer, names: Mapping[Parameter, str])
 
 
 def _misnamed(told: TakenOver, recipe: Recipe, names: Mapping[Tensor, str]) -> Iterator[str]:
+    if recipe.patterns and any(name is None for group in told.groups for name, _ in group["params"]):
+        yield (
+            f"exclude_from_weight_decay={recipe.patterns} are patterns over names, but its parameters have no names: "
+            "make it from model.named_parameters() instead of model.parameters()"
+        )
+        return
     try:
         decided_exclusion(told, recipe.patterns, names)
     except ValueError as error:
