@@ -11,12 +11,24 @@ from thinwire import _validate as check
 from thinwire.checkpoint import Loaded, random_state, set_random_state
 from thinwire.checkpoint import load as load_checkpoint
 from thinwire.checkpoint import save as save_checkpoint
+from thinwire.checkpoint.combine import Rule
 from thinwire.errors import CheckpointError
 
 if TYPE_CHECKING:
     from thinwire.strategy.engine import Parts
 
 __all__ = ["load", "read", "save", "saved"]
+
+_OTHER_RANKS: dict[str, Rule] = {
+    "loss_scale/scale": "min",
+    "merge/overflowed": "max",
+    "merge/sums/*": "mean_zero",
+    "exchange/*residuals/*": "mean_zero",
+    "exchange/errors/*": "mean_zero",
+    "optimizer/state/*/residual": "mean_zero",
+    "optimizer/state/*/momentum_buffer": "mean_zero",
+}
+"""On another number of ranks, what is not simply the mean of those that have it: sums to which absent ranks gave 0."""
 
 
 def saved(parts: "Parts", counters: Mapping[str, int]) -> dict[str, Any]:
@@ -70,7 +82,7 @@ def save(directory: str | Path, state: Mapping[str, Any], parts: "Parts", step: 
 
 def read(directory: str | Path, parts: "Parts") -> Loaded:
     """The newest whole checkpoint, if it is one of the same strategy."""
-    loaded = load_checkpoint(directory, group=parts.group, part=parts.stage)
+    loaded = load_checkpoint(directory, group=parts.group, part=parts.stage, rules=_OTHER_RANKS)
     for key, here in parts.facts.items():
         there = loaded.facts.get(key)
         if there != here:
