@@ -156,3 +156,11 @@ except SystemExit as stop:
     sys.exit(stop.code if "torch" not in sys.modules else 99)
 """
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 2
+
+
+def test_a_reader_that_leaves_ends_the_command_quietly(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("gradient_merge: {k_steps: 2}\n", encoding="utf-8")
+    command = f"{sys.executable} -m thinwire explain {path} | exec sleep 0"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=100, check=True)
+    assert done.stderr == ""

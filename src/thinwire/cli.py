@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -35,8 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     try:
         with _orderly_termination():
             app(list(sys.argv[1:] if arguments is None else arguments), exit_on_error=False, print_error=False)
+            sys.stdout.flush()  # here, where a reader that has left is seen
     except (CycloptsError, ValueError) as error:
         _exit(_BAD_INPUT, _one_line(error))
+    except BrokenPipeError:  # of `thinwire ... | head`: nobody reads on, and Python would complain once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
     except (ThinwireError, OSError) as error:
         _exit(_FAILED, str(error))
     except KeyboardInterrupt:

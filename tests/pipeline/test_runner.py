@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.pipelining
 from torch import Tensor, nn
 
 from tests.ranks import Lost, Pool, Raised

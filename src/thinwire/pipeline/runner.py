@@ -75,6 +75,8 @@ class PipelineRunner:
         self._plans: OrderedDict[str, _Plan] = OrderedDict()
         self._passed_bytes = 0
         self._broken = False
+        if grid.stages > 1:
+            import thinwire.pipeline.schedule  # noqa: F401  it takes seconds, here while no stage waits for another
 
     @property
     def bytes_sent(self) -> int:
@@ -165,7 +167,7 @@ class PipelineRunner:
         source, result = parcels[grid.stage], parcels[grid.stage + 1]
         if grid.stages == 1:
             return _Plan(source, result, None)
-        from thinwire.pipeline.schedule import make_schedule  # takes seconds, and only a real pipeline needs it
+        from thinwire.pipeline.schedule import make_schedule
 
         schedule = make_schedule(
             self._worker, self._config, grid, self._device, source=source, result=result, backward=backward

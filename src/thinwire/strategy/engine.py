@@ -111,7 +111,7 @@ class Engine:
             return loss
         loss = self._loss_of(inputs, targets, "train_step")
         self.minimize(loss)
-        return loss.detach()
+        return loss.detach().reshape(())
 
     @torch.no_grad()
     def evaluate(self, inputs: Any, targets: Any) -> Tensor:

@@ -115,7 +115,8 @@ class LocalUpdates:
         mine = set(map(id, self._tensors.model.parameters()))
         if any(mine & set(map(id, other._tensors.model.parameters())) for other in _open):
             raise RuntimeError(
-                "this model is in a local_sgd block already: leave that one first, they cannot be nested"
+                "this model is in a local_sgd block already: leave that one first, they cannot be nested (an engine "
+                "that averages parameters leaves it with engine.close())"
             )
         self._group = group = Group(self._process_group)
         facts = {"thinwire": __version__, "wire": WIRE_VERSION, "config": type(self._config).__name__}
