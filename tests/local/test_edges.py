@@ -211,3 +211,30 @@ def narrow(rank: int, size: int, options: dict[str, Any]) -> bool:
 def test_the_anchor_is_what_the_parameter_holds(ranks: Pool, options: dict[str, Any]) -> None:
     """S <- p, also where p is rounded: the rounding is no change that the next averaging would undo."""
     assert ranks.run(narrow, options) == [True, True]
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, tw.optim.SGD])
+def test_a_closure_may_observe_the_loss(make: Any) -> None:
+    model = net()
+    optimizer = make(model.parameters(), lr=0.1)
+    with tw.local_sgd(model, optimizer, tw.AdaptiveLocalSGD(2, begin_step=0)) as sync:
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = sum((p * p).sum() for p in model.parameters())
+            assert isinstance(loss, torch.Tensor)
+            loss.backward()
+            if sync.step < 3:
+                sync.observe(loss)
+            return loss
+
+        for _ in range(2):
+            assert isinstance(optimizer.step(closure), torch.Tensor)
+        optimizer.step(closure=closure)
+        assert sync.step == 3
+        before = [p.detach().clone() for p in model.parameters()]
+        with pytest.raises(RuntimeError, match="step 4 has no loss"):
+            optimizer.step(closure)
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        sync.observe(1.0)
+        optimizer.step()

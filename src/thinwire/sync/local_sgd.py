@@ -140,7 +140,7 @@ class LocalUpdates:
         self._restore_bytes(0)  # what it takes to start is not an exchange of updates
         optimizer = self._tensors.optimizer
         self._hooks = [
-            optimizer.register_step_pre_hook(lambda *_: self._pace.before_step(self.step + 1)),
+            optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(lambda *_: turns.after_step()),
         ]
         _open.append(self)
@@ -154,6 +154,23 @@ class LocalUpdates:
                 self.flush()
         finally:
             self.close()
+
+    def _before_step(
+        self, _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Called with all arguments of `step`, the optimizer first; a closure may be what observes the loss."""
+        step, optimizer, *given = self.step + 1, *args
+        closure = given[0] if given else kwargs.get("closure")
+        if closure is None:
+            self._pace.before_step(step)
+            return None
+
+        def then_noted() -> Any:
+            loss = closure()
+            self._pace.before_step(step)
+            return loss
+
+        return (optimizer,), {**kwargs, "closure": then_noted}
 
     def close(self) -> None:
         """Take the hooks off, without an averaging; may be called twice. Leaving the block does it."""
