@@ -1,13 +1,10 @@
 """Callbacks and a strategy for the Trainer of Lightning; imports the package `lightning`, which is optional."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
-from torch.nn import Module
-from torch.optim import Optimizer
 
 from thinwire import _validate as check
 from thinwire.integrations.per_rank import PerRankState, Stateful
@@ -71,17 +68,6 @@ class UnwrappedDDP(DDPStrategy):
 
     def configure_ddp(self) -> None:
         """Leave the model as it is."""
-
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: LightningModule | Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Run forward and backward pass first: the loss must have been observed when the optimizer's step begins."""
-        loss = closure()
-        return super().optimizer_step(optimizer, lambda: loss, model, **kwargs)
 
 
 class LocalAveraging(_Part):
