@@ -1,24 +1,21 @@
 """From a strategy, a model and an optimizer to an engine: every check comes before anything is changed."""
 
-import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import _validate as check
-from thinwire._version import __version__
 from thinwire.amp import LossScaler
 from thinwire.comm import Group, require_agreement
 from thinwire.comm.grid import Grid
 from thinwire.comm.replicate import copy_from_first_
-from thinwire.core.message import WIRE_VERSION
 from thinwire.errors import StrategyError, ThinwireError
 from thinwire.optim.dgc_momentum import DGCMomentum
 from thinwire.pipeline.cut import cut
@@ -30,6 +27,7 @@ from thinwire.strategy.across_stages import DropTogether, clip_over_stages
 from thinwire.strategy.adopt import Adopted, adopt
 from thinwire.strategy.engine import Engine, Parts
 from thinwire.strategy.exchanges import Exchange, InOptimizer, LocalSteps, MeanThenStep
+from thinwire.strategy.facts import checkpoint_facts, model_facts, strategy_facts
 from thinwire.strategy.moving_buffers import MovingBuffers
 from thinwire.sync.dgc_config import DGC
 from thinwire.sync.gradient_mean import GradientMean
@@ -82,7 +80,7 @@ def prepare(
     """See `DistributedStrategy.prepare`."""
     _check_kinds(model, optimizer, loss_fn)
     group = Group()
-    require_agreement(group, _strategy_facts(strategy), what="comparing strategies")
+    require_agreement(group, strategy_facts(strategy), what="comparing strategies")
     grid = None if strategy.pipeline is None else Grid(strategy.pipeline.stages)
     place = _Place(grid=grid, replicas=group.size if grid is None else grid.replicas)
     if strategy.expected_replicas not in (None, place.replicas):
@@ -108,21 +106,11 @@ def _check_kinds(model: object, optimizer: object, loss_fn: object) -> None:
         raise TypeError(f"loss_fn must be callable as loss_fn(outputs, targets), got {loss_fn!r}")
 
 
-def _strategy_facts(strategy: "DistributedStrategy") -> dict[str, Any]:
-    return {
-        "thinwire": __version__,
-        "torch": torch.__version__,
-        "wire version": WIRE_VERSION,
-        "strategy": strategy.to_dict(),
-        "dp_degree": strategy.expected_replicas,
-    }
-
-
 def _agreed_plan(
     strategy: "DistributedStrategy", model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, place: _Place
 ) -> _Plan:
     """The plan, or this rank's own error, or one that names the rank which has an error: on all ranks at once."""
-    facts = _model_facts(model, optimizer, digest=not _is_local(strategy))
+    facts = model_facts(model, optimizer, digest=not _is_local(strategy))
     problem: Exception | None = None
     plan = None
     try:
@@ -204,47 +192,6 @@ def _require_own_params(names: Mapping[Parameter, str], optimizer: torch.optim.O
         )
 
 
-def _model_facts(model: nn.Module, optimizer: torch.optim.Optimizer, *, digest: bool) -> dict[str, Any]:
-    """What all ranks must have in common beside the strategy."""
-    names = {p: name for name, p in model.named_parameters()}
-    return {
-        "parameter": [f"{name} {_looks(p)} requires_grad={p.requires_grad}" for p, name in names.items()],
-        "buffer": [f"{name} {_looks(b)}" for name, b in model.named_buffers()],
-        "optimizer": type(optimizer).__name__,
-        "group": [
-            {key: repr(value) for key, value in group.items() if key not in ("params", "param_names")}
-            | {"params": [names.get(p, "not in the model") for p in group["params"]]}
-            for group in optimizer.param_groups
-        ],
-        # ranks that go on from different moments would part without a word; DGCMomentum's differ by nature
-        "state of the optimizer": _state_digest(optimizer)
-        if digest and not getattr(optimizer, "exchanges_gradients", False)
-        else None,
-    }
-
-
-def _looks(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-
-
-def _state_digest(optimizer: torch.optim.Optimizer) -> int:
-    checksum = 0
-    for piece in _bytes_of(optimizer.state_dict()["state"]):
-        checksum = zlib.crc32(piece, checksum)
-    return checksum
-
-
-def _bytes_of(tree: Any) -> Iterator[bytes]:
-    if isinstance(tree, Tensor):
-        yield tree.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    elif isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield repr(key).encode()
-            yield from _bytes_of(value)
-    else:
-        yield repr(tree).encode()
-
-
 def _assembled(
     strategy: "DistributedStrategy",
     model: nn.Module,
@@ -270,11 +217,6 @@ def _assembled(
         scale = (lambda: 1.0) if scaler is None else (lambda: scaler.scale)
         runner = PipelineRunner(plan.stage, strategy.pipeline, place.grid, loss_fn, dtype=dtype, scale=scale)
     merge = strategy.gradient_merge
-    facts = {
-        "strategy": strategy.to_dict(),
-        "optimizer": type(plan.optimizer).__name__,
-        "parameters": [f"{name} {_looks(p)}" for name, p in model.named_parameters()],
-    }
     parts = Parts(
         model=plan.stage,
         optimizer=plan.optimizer,
@@ -291,7 +233,7 @@ def _assembled(
         stage=place.stage,
         autocast=autocast,
         handles=handles,
-        facts=facts,
+        facts=checkpoint_facts(strategy, model, plan.optimizer),
     )
     return Engine(parts)
 

@@ -1,0 +1,79 @@
+"""What must be the same: on all ranks before an engine is made, and in a checkpoint and the engine that loads it."""
+
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire._version import __version__
+from thinwire.core.message import WIRE_VERSION
+
+if TYPE_CHECKING:
+    from thinwire.strategy.distributed_strategy import DistributedStrategy
+
+__all__ = ["checkpoint_facts", "model_facts", "strategy_facts"]
+
+
+def strategy_facts(strategy: "DistributedStrategy") -> dict[str, Any]:
+    """What ranks must have in common before they make process groups together."""
+    return {
+        "thinwire": __version__,
+        "torch": torch.__version__,
+        "wire version": WIRE_VERSION,
+        "strategy": strategy.to_dict(),
+        "dp_degree": strategy.expected_replicas,
+    }
+
+
+def checkpoint_facts(
+    strategy: "DistributedStrategy", model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
+    """What a checkpoint says of the engine that wrote it."""
+    return {
+        "strategy": strategy.to_dict(),
+        "optimizer": type(optimizer).__name__,
+        "parameters": [f"{name} {_looks(p)}" for name, p in model.named_parameters()],
+    }
+
+
+def model_facts(model: nn.Module, optimizer: torch.optim.Optimizer, *, digest: bool) -> dict[str, Any]:
+    """What they must have in common beside the strategy; `digest`: the state of the optimizer too."""
+    names = {p: name for name, p in model.named_parameters()}
+    return {
+        "parameter": [f"{name} {_looks(p)} requires_grad={p.requires_grad}" for p, name in names.items()],
+        "buffer": [f"{name} {_looks(b)}" for name, b in model.named_buffers()],
+        "optimizer": type(optimizer).__name__,
+        "group": [
+            {key: repr(value) for key, value in group.items() if key not in ("params", "param_names")}
+            | {"params": [names.get(p, "not in the model") for p in group["params"]]}
+            for group in optimizer.param_groups
+        ],
+        # ranks that go on from different moments would part without a word; DGCMomentum's differ by nature
+        "state of the optimizer": _state_digest(optimizer)
+        if digest and not getattr(optimizer, "exchanges_gradients", False)
+        else None,
+    }
+
+
+def _looks(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _state_digest(optimizer: torch.optim.Optimizer) -> int:
+    checksum = 0
+    for piece in _bytes_of(optimizer.state_dict()["state"]):
+        checksum = zlib.crc32(piece, checksum)
+    return checksum
+
+
+def _bytes_of(tree: Any) -> Iterator[bytes]:
+    if isinstance(tree, Tensor):
+        yield tree.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    elif isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield repr(key).encode()
+            yield from _bytes_of(value)
+    else:
+        yield repr(tree).encode()
