@@ -63,9 +63,9 @@ def _by_name(word: str) -> Recipe:
 
 
 _RING = "formula of the ring all-reduce, 2(W-1)/W times the message"
-_OWN = "optimizer.stats()"
+_OWN = "optimizer.stats(), each message once, however many ranks it goes to"
 _HERE = "thinwire.lab.trainers"
-_SYNC = "sync.stats()"
+_SYNC = "sync.stats(), each message once, however many ranks it goes to"
 _LOCAL = "thinwire.lab.local_trainers:Local"
 # The rates of fp16, powersgd and dgc are the better of 0.07 and 0.15, at as many steps as 90 s over 100 Mbit/s allow.
 # Those of dense and of the local ones were chosen at what 20 Mbit/s allows: the grid is in benchmarks/README.md.
