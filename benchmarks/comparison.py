@@ -5,10 +5,11 @@ python -m benchmarks.comparison --name compare_20mbit_2_workers runs/20mbit-2
 
 import argparse
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from thinwire.lab.results import common_loss, seconds_to_loss
 from thinwire.lab.table import bytes_text
 
 RESULTS = Path(__file__).parent / "results"
@@ -18,14 +19,33 @@ SINGLE_STEPS = ("step_ms", "bare_step_ms")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--name", required=True, help="of the file in benchmarks/results, without suffix")
-    parser.add_argument("folder", type=Path, help="--out of thinwire compare")
+    parser.add_argument(
+        "folders", type=Path, nargs="+", help="--out of thinwire compare; further ones hold strategies run later, alone"
+    )
     arguments = parser.parse_args()
-    results = json.loads((arguments.folder / "results.json").read_text())
+    results = joined([json.loads((folder / "results.json").read_text()) for folder in arguments.folders])
     for run in results["strategies"]:
         for key in SINGLE_STEPS:
             del run[key]
     (RESULTS / f"{arguments.name}.json").write_text(json.dumps(results, indent=1) + "\n")
     print("\n".join(table(results)))
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """The first results with the strategies of the others, which were run over the same link without dense."""
+    first, *others = parts
+    if not others:
+        return first
+    first["strategies"] += [run for part in others for run in part["strategies"]]
+    if first["failed"] and first["failed"]["strategy"] in {run["strategy"] for run in first["strategies"]}:
+        first["failed"] = None
+    first["common_loss"] = common_loss(first["strategies"])
+    for run in first["strategies"]:
+        for kind in ("dense", "common"):
+            loss = first[f"{kind}_loss"]
+            run[f"seconds_to_{kind}_loss"] = seconds_to_loss(run["evaluations"], loss)
+            run[f"bytes_to_{kind}_loss"] = seconds_to_loss(run["evaluations"], loss, "library_bytes")
+    return first
 
 
 def table(results: Mapping[str, Any]) -> list[str]:
