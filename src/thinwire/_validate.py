@@ -2,13 +2,13 @@
 
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from numbers import Real
 
 import torch
 
-__all__ = ["boolean", "closest", "instance", "integer", "one_of", "real", "scalar"]
+__all__ = ["boolean", "closest", "instance", "integer", "one_of", "real", "same_shapes", "scalar"]
 
 
 def real(
@@ -118,6 +118,14 @@ def closest(word: object, candidates: Iterable[object]) -> str:
     names = [name for name in candidates if isinstance(name, str)]
     matches = get_close_matches(word, names, n=3, cutoff=0.5) if isinstance(word, str) else []
     return f"; did you mean {' or '.join(repr(match) for match in matches)}?" if matches else ""
+
+
+def same_shapes(kind: str, came: Mapping[str, torch.Tensor], here: Mapping[str, torch.Tensor], *, advice: str) -> None:
+    """Raise `ValueError` unless a saved state has the tensors that are here, by name and shape."""
+    for name in {**came, **here}:
+        before, now = (tuple(t[name].shape) if name in t else "nothing" for t in (came, here))
+        if before != now:
+            raise ValueError(f"state does not fit: {kind}, {name} has shape {before} in it and {now} here. {advice}")
 
 
 def _is_unfit_tensor(value: object) -> bool:

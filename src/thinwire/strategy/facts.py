@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from thinwire._version import __version__
 from thinwire.core.message import WIRE_VERSION
+from thinwire.sync.local_model import looks
 
 if TYPE_CHECKING:
     from thinwire.strategy.distributed_strategy import DistributedStrategy
@@ -34,7 +35,7 @@ def checkpoint_facts(
     return {
         "strategy": strategy.to_dict(),
         "optimizer": type(optimizer).__name__,
-        "parameters": [f"{name} {_looks(p)}" for name, p in model.named_parameters()],
+        "parameters": [f"{name} {looks(p)}" for name, p in model.named_parameters()],
     }
 
 
@@ -42,8 +43,8 @@ def model_facts(model: nn.Module, optimizer: torch.optim.Optimizer, *, digest: b
     """What they must have in common beside the strategy; `digest`: the state of the optimizer too."""
     names = {p: name for name, p in model.named_parameters()}
     return {
-        "parameter": [f"{name} {_looks(p)} requires_grad={p.requires_grad}" for p, name in names.items()],
-        "buffer": [f"{name} {_looks(b)}" for name, b in model.named_buffers()],
+        "parameter": [f"{name} {looks(p)} requires_grad={p.requires_grad}" for p, name in names.items()],
+        "buffer": [f"{name} {looks(b)}" for name, b in model.named_buffers()],
         "optimizer": type(optimizer).__name__,
         "group": [
             {key: repr(value) for key, value in group.items() if key not in ("params", "param_names")}
@@ -55,10 +56,6 @@ def model_facts(model: nn.Module, optimizer: torch.optim.Optimizer, *, digest: b
         if digest and not getattr(optimizer, "exchanges_gradients", False)
         else None,
     }
-
-
-def _looks(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def _state_digest(optimizer: torch.optim.Optimizer) -> int:

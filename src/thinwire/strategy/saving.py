@@ -59,8 +59,8 @@ def load(state: Mapping[str, Any], parts: "Parts") -> dict[str, int]:
     _require_same("loss_scale", state["loss_scale"], parts.scaler)
     _require_same("merge", state["merge"], parts.merge)
     parameters, buffers = _parameters(parts), dict(parts.model.named_buffers())
-    _require_fit("parameters", state["parameters"], parameters)
-    _require_fit("buffers", state["buffers"], buffers)
+    for kind, places in (("parameters", parameters), ("buffers", buffers)):
+        check.same_shapes(kind, state[kind], places, advice="Load a state of the same model")
     for places, values in ((parameters, state["parameters"]), (buffers, state["buffers"])):
         for name, place in places.items():
             place.copy_(values[name])
@@ -112,13 +112,3 @@ def _require_same(kind: str, state: object, part: object) -> None:
     if (state is None) != (part is None):
         has, lacks = ("state", "the engine") if part is None else ("the engine", "state")
         raise ValueError(f"{has} has a {kind} and {lacks} has none: prepare the engine with the same strategy")
-
-
-def _require_fit(kind: str, came: Mapping[str, Tensor], places: Mapping[str, Tensor]) -> None:
-    for name in {**came, **places}:
-        before, now = (tuple(t[name].shape) if name in t else "nothing" for t in (came, places))
-        if before != now:
-            raise ValueError(
-                f"state does not fit: {kind}, {name} has shape {before} in it and {now} here. "
-                "Load a state of the same model"
-            )

@@ -9,8 +9,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import _validate as check
 from thinwire.comm import Group
+from thinwire.comm.replicate import copy_from_first_
 
-__all__ = ["LocalModel"]
+__all__ = ["LocalModel", "looks"]
 
 
 class LocalModel:
@@ -81,23 +82,14 @@ class LocalModel:
             and (value.is_floating_point() or value.is_complex())
         }
 
-    @torch.no_grad()
     def copy_from_first(self, group: Group) -> None:
         """Overwrite parameters, frozen ones too, and floating-point buffers with those of rank 0.
 
         Communication: one broadcast per device.
         """
-        tensors = [*self.model.parameters(), *self.buffers().values()]
-        for device in dict.fromkeys(tensor.device for tensor in tensors):
-            here = [tensor for tensor in tensors if tensor.device == device and tensor.numel()]
-            flat = torch.cat([tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in here])
-            group.broadcast_(flat, what="copying the model of rank 0").wait()
-            at = 0
-            for tensor in here:
-                nbytes = tensor.numel() * tensor.element_size()
-                # a copy, since a view of another type needs an aligned start
-                tensor.copy_(flat[at : at + nbytes].clone().view(tensor.dtype).view(tensor.shape))
-                at += nbytes
+        copy_from_first_(
+            [*self.model.parameters(), *self.buffers().values()], group, what="copying the model of rank 0"
+        )
 
 
 def _check_kinds(model: object, optimizer: object) -> None:
@@ -121,13 +113,14 @@ def _check_kinds(model: object, optimizer: object) -> None:
 
 def _layout(model: nn.Module) -> Iterator[tuple[str, str]]:
     for name, p in model.named_parameters():
-        yield f"parameter {name}", f"{_looks(p)}, {'trainable' if p.requires_grad else 'frozen'}"
+        yield f"parameter {name}", f"{looks(p)}, {'trainable' if p.requires_grad else 'frozen'}"
     for name, b in model.named_buffers():
         if _averaged(b):
-            yield f"buffer {name}", _looks(b)
+            yield f"buffer {name}", looks(b)
 
 
-def _looks(tensor: Tensor) -> str:
+def looks(tensor: Tensor) -> str:
+    """Type and shape of a tensor, for comparisons over ranks."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 

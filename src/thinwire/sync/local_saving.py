@@ -7,10 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire import _validate as check
 from thinwire.sync.local_model import LocalModel
 from thinwire.sync.turns import Counters, Turns
 
 __all__ = ["load", "saved"]
+
+_ADVICE = "Load a state of the same model and the same config"
 
 _COUNTERS = tuple(entry.name for entry in fields(Counters))
 _PACE = ("k_steps", "first_loss", "first_rate")
@@ -47,11 +50,11 @@ def load(state: Mapping[str, Any], turns: Turns) -> None:
     if state["local"] is not None:
         places["local"] = _local(tensors)
     for kind, current in places.items():
-        _require_fit(kind, state[kind], current)
+        check.same_shapes(kind, state[kind], current, advice=_ADVICE)
     pending = state["pending"]
     if pending is not None:
         known = {name: tensors.params[name] for name in pending["measured"] if name in tensors.params}
-        _require_fit("pending", pending["measured"], known)
+        check.same_shapes("pending", pending["measured"], known, advice=_ADVICE)
     for kind, current in places.items():
         for name, tensor in current.items():
             tensor.copy_(state[kind][name])
@@ -74,13 +77,3 @@ def _local(tensors: LocalModel) -> dict[str, Tensor]:
 
 def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
-
-
-def _require_fit(kind: str, came: Mapping[str, Tensor], current: Mapping[str, Tensor]) -> None:
-    for name in {**came, **current}:
-        before, now = (tuple(t[name].shape) if name in t else "nothing" for t in (came, current))
-        if before != now:
-            raise ValueError(
-                f"state does not fit: {kind}, {name} has shape {before} in it and {now} here. Load a state of the same "
-                "model and the same config"
-            )
