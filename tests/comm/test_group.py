@@ -106,6 +106,42 @@ def test_a_killed_rank_is_lost_on_the_others(ranks: Pool) -> None:
         assert "gathering messages: rank 1 closed its connection" in answer.text
 
 
+def die_or_join(rank: int, size: int, how: int) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), how)
+    Group()
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_does_not_come_to_the_making_of_the_group_is_told_apart(ranks: Pool, how: int) -> None:
+    answers = ranks.run(die_or_join, how, size=3, group_timeout_s=3, timeout_s=8, expect_errors=True)
+    for answer in (answers[0], answers[2]):
+        assert isinstance(answer, Raised)
+        assert answer.type_name in {"PeerLost", "PeerStalled"}
+        assert "making a process group" in answer.text
+
+
+_real_new_group = dist.new_group
+
+
+def refused_group(rank: int, size: int) -> None:
+    def broken(**kwargs: object) -> None:
+        raise RuntimeError("Gloo connectFullMesh failed with pair.cc:553 Connection closed by peer [127.0.0.1]:707")
+
+    dist.new_group = broken  # the moment in which a peer dies while gloo connects cannot be hit from outside
+    try:
+        Group()
+    finally:
+        dist.new_group = _real_new_group
+
+
+@pytest.mark.fault
+def test_a_rank_that_dies_while_the_group_connects_is_lost(ranks: Pool) -> None:
+    answers = ranks.run(refused_group, expect_errors=True)
+    assert [answer.type_name for answer in answers] == ["PeerLost"] * 2
+
+
 def stall(rank: int, size: int) -> None:
     group = Group()
     if rank == 1:

@@ -2,13 +2,12 @@
 
 import atexit
 import contextlib
-import datetime
 import weakref
 
 import torch.distributed as dist
 
 from thinwire.comm.failures import explain_failure
-from thinwire.comm.group import DEFAULT_TIMEOUT_S, Group, _release_all, _timeout_s
+from thinwire.comm.group import DEFAULT_TIMEOUT_S, Group, _release_all, _timeout_s, new_group
 from thinwire.errors import StrategyError, ThinwireError
 
 __all__ = ["Grid"]
@@ -90,17 +89,12 @@ def _groups_of(grid: Grid) -> list[dist.ProcessGroup]:
     made = _shared.setdefault(world, {})
     if grid.stages not in made:
         first = grid.replica * grid.stages
+        timeout_s = min(_timeout_s(world), DEFAULT_TIMEOUT_S)
         made[grid.stages] = [
-            _new_group(world, list(range(first, first + grid.stages))),
-            _new_group(world, [replica * grid.stages + grid.stage for replica in range(grid.replicas)]),
+            new_group(list(range(first, first + grid.stages)), timeout_s),
+            new_group([replica * grid.stages + grid.stage for replica in range(grid.replicas)], timeout_s),
         ]
     return made[grid.stages]
-
-
-def _new_group(world: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup:
-    timeout = datetime.timedelta(seconds=min(_timeout_s(world), DEFAULT_TIMEOUT_S))
-    group: dist.ProcessGroup = dist.new_group(ranks=ranks, timeout=timeout, use_local_synchronization=True)
-    return group
 
 
 @atexit.register

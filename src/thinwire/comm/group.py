@@ -20,7 +20,7 @@ from thinwire.errors import ThinwireError
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["DEFAULT_TIMEOUT_S", "Group", "Pending"]
+__all__ = ["DEFAULT_TIMEOUT_S", "Group", "Pending", "new_group"]
 
 DEFAULT_TIMEOUT_S = 120.0
 _DIGEST = struct.Struct("<Q16s")
@@ -161,17 +161,35 @@ class Group:
             ) from error
 
 
+def new_group(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:
+    """A process group of the given global ranks, this one among them; collective over them.
+
+    Raises:
+        PeerLost, PeerStalled: One of the ranks died, or did not come within the time-out.
+    """
+    try:
+        group: dist.ProcessGroup = dist.new_group(
+            ranks=ranks, timeout=datetime.timedelta(seconds=timeout_s), use_local_synchronization=True
+        )
+    except RuntimeError as error:
+        raise explain_failure(
+            error,
+            what="making a process group",
+            rank=ranks.index(dist.get_rank()),
+            size=len(ranks),
+            timeout_s=timeout_s,
+            store=None,
+        ) from error
+    return group
+
+
 _shared: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[dist.ProcessGroup]]" = weakref.WeakKeyDictionary()
 
 
 def _private_group(parent: dist.ProcessGroup, timeout_s: float) -> list[dist.ProcessGroup]:
     """The library's own group over the ranks of `parent`, made once for each, in a list that is emptied at exit."""
     if parent not in _shared:
-        private = dist.new_group(
-            ranks=dist.get_process_group_ranks(parent),
-            timeout=datetime.timedelta(seconds=timeout_s),
-            use_local_synchronization=True,
-        )
+        private = new_group(dist.get_process_group_ranks(parent), timeout_s)
         _shared[parent] = [private]
     return _shared[parent]
 
