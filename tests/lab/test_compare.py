@@ -200,6 +200,18 @@ class Running:
         return self.process.returncode, errors
 
 
+def test_two_comparisons_do_not_share_a_folder(tmp_path: Path) -> None:
+    again = command(tmp_path, "--link", "loopback", "--strategies", "dense", "--steps", "4")
+    with comparison._work_folder(tmp_path) as work:
+        (work / "mine").touch()
+        refused = subprocess.run(again, capture_output=True, text=True, check=False)
+        assert refused.returncode == 2
+        assert refused.stderr.count("\n") == 1
+        assert "is in use by another comparison: wait for it, or name another" in refused.stderr
+        assert (work / "mine").exists()
+    assert subprocess.run(again, capture_output=True, check=False).returncode == 0
+
+
 @needs_netns
 @pytest.mark.parametrize("latency", ["0ms", "1ms"])
 def test_nothing_survives_a_killed_command(latency: str, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -99,16 +101,40 @@ def _place(settings: Settings, reason: str | None) -> Iterator[Network | None]:
 
 @contextlib.contextmanager
 def _work_folder(out: Path) -> Iterator[Path]:
+    """A folder for the workers inside `out`, which belongs to this comparison until it ends."""
     work = out / ".work"
-    shutil.rmtree(work, ignore_errors=True)  # of an earlier run that was killed
+    with _claimed(out):
+        shutil.rmtree(work, ignore_errors=True)  # of an earlier run that was killed
+        try:
+            work.mkdir()
+        except OSError as error:
+            raise _not_writable(out, error) from error
+        try:
+            yield work
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _claimed(out: Path) -> Iterator[None]:
+    """Keep other comparisons out of a folder; the kernel lets go of it however this process ends."""
     try:
-        work.mkdir(parents=True)
+        out.mkdir(parents=True, exist_ok=True)
+        folder = os.open(out, os.O_RDONLY)
     except OSError as error:
-        raise ValueError(f"out={str(out)!r} cannot be written: {error.strerror}; name another folder") from error
+        raise _not_writable(out, error) from error
     try:
-        yield work
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ValueError(f"out={str(out)!r} is in use by another comparison: wait for it, or name another") from error
+    else:
+        yield
     finally:
-        shutil.rmtree(work, ignore_errors=True)
+        os.close(folder)
+
+
+def _not_writable(out: Path, error: OSError) -> ValueError:
+    return ValueError(f"out={str(out)!r} cannot be written: {error.strerror}; name another folder")
 
 
 def _write_corpus(corpus: Corpus, work: Path, *, tune: bool) -> dict[str, Any]:
