@@ -41,9 +41,8 @@ format: $(INSTALLED)  ## mend what lint and format can mend
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(INSTALLED)  ## figures as JSON and a table in benchmarks/results
-	$(BIN)/python -m benchmarks.codec --out benchmarks/results/codec.json
-	$(BIN)/python -m benchmarks.optimizers --threads 2 --repeats 15 --out benchmarks/results/optimizers.json
+bench: $(INSTALLED)  ## measure everything (under ten minutes): benchmarks/results and docs/performance.md
+	$(BIN)/python -m benchmarks
 
 docs: $(INSTALLED)  ## print the pages that come from tables in the code
 	$(BIN)/python -m thinwire.strategy.composing docs/composing.md

@@ -3,13 +3,15 @@
 import argparse
 import json
 import os
-import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+
+from thinwire.lab.machine import describe_machine
 
 Work = Callable[[], object]
 
@@ -45,10 +47,11 @@ def summary(
 def surroundings(repeats: int) -> dict[str, object]:
     """What a reader of the figures has to know beside them."""
     return {
+        "command": " ".join(["python", *sys.orig_argv[1:]]),
         "threads": torch.get_num_threads(),
         "repeats": repeats,
         "torch": torch.__version__,
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "machine": describe_machine(),
         "load_average": round(os.getloadavg()[0], 1),
     }
 

@@ -1,0 +1,71 @@
+"""The figures that are to stay below a limit, each read from the JSON of one benchmark."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["LIMITS", "Limit"]
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A ratio, or a time in seconds, and what it may be at most."""
+
+    figure: str
+    """What is measured, over what."""
+    benchmark: str
+    """Whose JSON it comes from."""
+    at_most: float
+    value: Callable[[Any], float | None]
+    """From the JSON; None where a contender was not installed."""
+    unit: str = ""
+
+
+def fold(contender: str) -> Callable[[Any], float]:
+    """The fold at 0.1 % over a contender of the same operation."""
+    return lambda result: _row(result, "fold")["ours"] / _row(result, "fold")[contender]
+
+
+def coding(result: Any) -> float:
+    """Encoding, and decoding two sources, over the fold."""
+    return float((_row(result, "encode")["ours"] + _row(result, "decode")["ours"]) / _row(result, "fold")["ours"])
+
+
+def _row(result: Any, operation: str) -> Any:
+    return next(r for r in result["milliseconds"] if r["operation"] == operation and r["density"] == 0.001)
+
+
+def lamb(*others: str) -> Callable[[Any], float | None]:
+    """LAMB over the fastest of some contenders, the worse of the two sets of tensors."""
+
+    def value(result: Any) -> float | None:
+        ratios = []
+        for row in result["rows"]:
+            times = [row["milliseconds"].get(other) for other in others]
+            if row["method"] == "LAMB" and None in times:
+                return None
+            if row["method"] == "LAMB":
+                ratios.append(row["milliseconds"]["ours"] / min(times))
+        return max(ratios)
+
+    return value
+
+
+def lamb_floor(result: Any) -> float:
+    """LAMB over moving ten words a parameter, the worse of the two sets of tensors."""
+    return float(max(r["milliseconds"]["ours"] / r["floor"] for r in result["rows"] if r["method"] == "LAMB"))
+
+
+LIMITS = [
+    Limit("DGC fold and select : floor of 5 words", "codec", 2.0, fold("floor")),
+    Limit("DGC fold and select : eager `torch.topk` with the same bookkeeping", "codec", 0.1, fold("eager")),
+    Limit("encode, and decode of two sources at 0.1 % : fold", "codec", 0.15, coding),
+    Limit("LAMB step : floor of 10 words", "optimizers", 1.5, lamb_floor),
+    Limit(
+        "LAMB step : fastest of timm, pytorch_optimizer and a foreach LAMB",
+        "optimizers",
+        0.45,
+        lamb("timm Lamb", "pytorch_optimizer Lamb"),
+    ),
+    Limit("LAMB step : `torch.optim.AdamW(fused=True)`", "optimizers", 2.2, lamb("torch AdamW, fused")),
+]

@@ -1,0 +1,91 @@
+"""The table of limits and the page docs/performance.md, both made from the JSON of the benchmarks and nothing else.
+
+python -m benchmarks.report
+"""
+
+import importlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks import comparison
+from benchmarks.limits import LIMITS, Limit
+
+__all__ = ["RESULTS", "limits_table", "page", "read", "write"]
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+TABLE = RESULTS / "limits.md"
+PAGE = ROOT / "docs" / "performance.md"
+
+SECTIONS = {
+    "codec": "Compression: fold, select, encode, decode",
+    "optimizers": "Optimizers: LAMB and LARS",
+}
+COMPARISONS = {
+    "compare_20mbit_2_workers": "20 Mbit/s, two workers",
+    "compare_100mbit_2_workers": "100 Mbit/s, two workers",
+    "compare_20mbit_4_workers": "20 Mbit/s, four workers",
+    "compare_100mbit_4_workers": "100 Mbit/s, four workers",
+}
+
+_HEAD = """# Performance
+
+Made by `make bench` from the JSON files in `benchmarks/results`; what is compared and how to read it is said in
+[benchmarks](../benchmarks/README.md). Machines are shared and noisy, so a figure is a ratio within one run: the
+contenders take turns and medians count. Times are there for orientation.
+"""
+
+
+def write() -> None:
+    """Make both files anew."""
+    results = read(RESULTS)
+    TABLE.write_text(limits_table(results) + "\n", encoding="utf-8")
+    PAGE.write_text(page(results), encoding="utf-8")
+    print(limits_table(results))
+    print(f"written: {TABLE.relative_to(ROOT)}, {PAGE.relative_to(ROOT)}")
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """What the benchmarks found, by name."""
+    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
+
+
+def page(results: Mapping[str, Any]) -> str:
+    """The page, in Markdown."""
+    parts = [_HEAD, "## Limits\n", limits_table(results) + "\n"]
+    for name, title in SECTIONS.items():
+        module, result = importlib.import_module(f"benchmarks.{name}"), results[name]
+        parts += [f"## {title}\n", f"`{result['command']}`, {machine(result)}\n", module.printed(result) + "\n"]
+    parts.append("## Training over slow links\n")
+    for name, title in COMPARISONS.items():
+        where = f"benchmarks/results/{name}.json"
+        parts += [f"{title} (`{where}`):\n", "\n".join(comparison.table(results[name])) + "\n"]
+    return "\n".join(parts)
+
+
+def limits_table(results: Mapping[str, Any]) -> str:
+    """Every figure that has a limit, in Markdown."""
+    lines = ["| figure | at most | measured | met | benchmark |", "|---|---|---|---|---|"]
+    return "\n".join(lines + [_line(limit, results) for limit in LIMITS if limit.benchmark in results])
+
+
+def _line(limit: Limit, results: Mapping[str, Any]) -> str:
+    value = limit.value(results[limit.benchmark])
+    met = "not measured" if value is None else "yes" if value <= limit.at_most else "**no**"
+    shown = "" if value is None else f"{value:.3g}{limit.unit}"
+    return f"| {limit.figure} | {limit.at_most:g}{limit.unit} | {shown} | {met} | `{limit.benchmark}` |"
+
+
+def machine(result: Mapping[str, Any]) -> str:
+    """Where a benchmark ran, in words."""
+    facts = result["machine"]
+    return (
+        f"{facts['processor']}, {facts['cores']} cores, {facts['memory_gib']} GiB, torch {facts['torch']}, "
+        f"load {result['load_average']} at the start"
+    )
+
+
+if __name__ == "__main__":
+    write()
