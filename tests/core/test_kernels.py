@@ -44,7 +44,7 @@ def inputs(kind, numel, dtype):
 def assert_same_bits(a, b):
     assert (a.dtype, a.shape) == (b.dtype, b.shape)
     if a.is_floating_point():
-        kind = torch.int32 if a.dtype == torch.float32 else torch.int64
+        kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
         a, b = a.view(kind), b.view(kind)
     assert torch.equal(a, b)
 
@@ -53,16 +53,27 @@ def counts(numel):
     return sorted({1, max(1, numel // 1000), max(1, numel // 4), max(1, numel - 1), numel})
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("dtype", "grad_dtype"),
+    [
+        (torch.float32, torch.float32),
+        (torch.float32, torch.bfloat16),
+        (torch.float64, torch.float64),
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float16),
+    ],
+)
 @pytest.mark.parametrize(
     "kind",
     ["random", "tied", "denormal", "huge", "zero", "equal", "ascending", "descending", "rare", "one block"],
 )
 @pytest.mark.usefixtures("small_parts")
-def test_the_fast_fold_gives_the_bits_of_the_readable_one(kind, dtype):
+def test_the_fast_fold_gives_the_bits_of_the_readable_one(kind, dtype, grad_dtype):
     for numel in SIZES:
         residual = inputs(kind, numel, dtype)
-        grad, buffer = residual.flip(0), residual.roll(3)
+        grad, buffer = inputs(kind, numel, torch.float64).flip(0), residual.roll(3)
+        grad = (grad.clamp(-6e4, 6e4) if grad_dtype == torch.float16 else grad).to(grad_dtype)
         for k in counts(numel):
             assert_same_bits(cpu.top_k(residual, k), reference.top_k(residual, k))
         for k, (has_buffer, nesterov) in zip(counts(numel), [(1, 0), (1, 1), (0, 0), (1, 0), (1, 1)], strict=False):
@@ -75,11 +86,22 @@ def test_the_fast_fold_gives_the_bits_of_the_readable_one(kind, dtype):
             ends = []
             for body in (cpu, reference):
                 v, u = residual.clone(), buffer.clone() if has_buffer else None
-                body.commit_(grad, v, u, fast[0], (fast[1] * 0.7).float(), **rule)
+                body.commit_(grad, v, u, fast[0], (fast[1] * 0.7).float(), **rule, seed=numel + k)
                 ends.append((v, u))
             assert_same_bits(ends[0][0], ends[1][0])
             if has_buffer:
                 assert_same_bits(ends[0][1], ends[1][1])
+
+
+@pytest.mark.parametrize("kind", ["random", "denormal", "huge", "zero"])
+@pytest.mark.usefixtures("small_parts")
+def test_the_fast_rounding_gives_the_bits_of_the_readable_one(kind):
+    for numel in SIZES:
+        values, ends = inputs(kind, numel, torch.float32), []
+        for body in (cpu, reference):
+            ends.append(torch.ones(numel, dtype=torch.bfloat16))
+            body.store_(ends[-1], values, 0xDEADBEEF)
+        assert_same_bits(*ends)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -156,6 +178,21 @@ def test_the_number_of_threads_changes_nothing(monkeypatch):
         results.append((*proposal[:2], *code, cpu.decode_values(code[0], 150_000, 4)))
     for result in results[1:]:
         for a, b in zip(result, results[0], strict=True):
+            assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_the_number_of_threads_changes_no_random_bit(monkeypatch, nesterov):
+    grad = inputs("random", 300_003, torch.float32)
+    ends = []
+    for count in (1, 2, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
+        v, u = inputs("tied", 300_003, torch.bfloat16), inputs("random", 300_003, torch.bfloat16)
+        at, values, _ = cpu.propose(grad, v, u, 300, momentum=0.9, nesterov=nesterov)
+        cpu.commit_(grad, v, u, at, values / 2, momentum=0.9, nesterov=nesterov, seed=7)
+        ends.append((v, u))
+    for end in ends[1:]:
+        for a, b in zip(end, ends[0], strict=True):
             assert_same_bits(a, b)
 
 

@@ -221,6 +221,8 @@ def disagreeing(rank: int, size: int, what: str) -> None:
             options["sparsity"] = (0.5,)
         elif what == "value_bits":
             options["value_bits"] = 8
+        elif what == "state_dtype":
+            options["state_dtype"] = "bfloat16"
         elif what == "initial values":
             params[1] = nn.Parameter(torch.ones(40))
     optimizer = DGCMomentum(list(zip(names, params, strict=True)), lr=0.1, min_numel=10, **options)
@@ -240,6 +242,7 @@ def disagreeing(rank: int, size: int, what: str) -> None:
         ("count", "parameter.2 differs: rank 0 has nothing, rank 1 has 'c"),
         ("sparsity", "sparsity differs: rank 0 has '(0.999,)', rank 1 has '(0.5,)'"),
         ("value_bits", "value_bits differs: rank 0 has 1, rank 1 has 8"),
+        ("state_dtype", "state_dtype differs: rank 0 has None, rank 1 has 'bfloat16'"),
         ("initial values", "initial value (CRC-32) of.b differs"),
     ],
 )

@@ -1,8 +1,9 @@
 """Momentum correction, residual and masking of deep gradient compression, for one tensor.
 
 Throughout: g gradient, u momentum buffer, v residual, S the entries that are sent, m the momentum. All are flat,
-contiguous and on one device; u and v are float32 or float64, g may be of any floating-point type.
-The arithmetic rounds after every operation, so a proposal and the commit that follows it see the same bits.
+contiguous and on one device; u and v are float32, float64 or bfloat16, g may be of any floating-point type.
+The arithmetic rounds after every operation, so a proposal and the commit that follows it see the same bits. u and v in
+bfloat16 are read as float32 and computed with in float32; what stays is rounded as `thinwire.core.rounding` says.
 """
 
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ class Proposal(NamedTuple):
     indices: Tensor
     """Shape (k,), int64, ascending; empty if not finite."""
     values: Tensor
-    """Shape (k,), the folded residual at `indices`, in the residual's dtype; empty if not finite."""
+    """Shape (k,), the folded residual at `indices`, in the dtype that is computed in; empty if not finite."""
     finite: bool
     """Whether gradient and folded residual hold finite values only."""
 
@@ -43,7 +44,7 @@ def propose(grad: Tensor, residual: Tensor, momentum_buffer: Tensor | None, k: i
     v' = v + (m * u + g), with Nesterov u' = m * (u + g) and v' = v + u' + g, without momentum buffer v' = v + g.
 
     Args:
-        grad: Shape (n,), this rank's gradient; converted to the residual's dtype.
+        grad: Shape (n,), this rank's gradient; converted to the dtype that is computed in.
         residual: Shape (n,), v.
         momentum_buffer: Shape (n,) and the residual's dtype, u; or None.
         k: Between 1 and n.
@@ -73,6 +74,8 @@ def commit_(
     indices: Tensor,
     sent: Tensor,
     rule: FoldRule,
+    *,
+    seed: int | None = None,
 ) -> None:
     """Fold the gradient for good, take off what was sent and mask the momentum; changes u and v in place.
 
@@ -85,22 +88,35 @@ def commit_(
         indices: Shape (j,), int64, ascending: S.
         sent: Shape (j,), float32 or the residual's dtype: what the receivers decode at S.
         rule: That of the proposal.
+        seed: For u and v in bfloat16, which need one: 0 to 2^32 - 1, another one in every step and for every tensor.
+            It has no effect on wider ones.
 
     Raises:
-        ValueError: Shapes or dtypes do not fit.
+        ValueError: Shapes or dtypes do not fit, or the seed is missing.
 
     Source: arXiv 1712.01887, algorithm 4. Differs: the rounding error of the values stays in v.
     """
     _check_state(grad, residual, momentum_buffer)
     if indices.shape != sent.shape or indices.dim() != 1:
         raise ValueError(f"indices has shape {tuple(indices.shape)} and sent {tuple(sent.shape)}; both must be (j,)")
+    if residual.dtype == torch.bfloat16 and seed is None:
+        raise ValueError("seed is None and the residual bfloat16; give rounding_seed(step, key)")
     kernels = for_device(residual.device)
-    kernels.commit_(grad, residual, momentum_buffer, indices, sent, momentum=rule.momentum, nesterov=rule.nesterov)
+    kernels.commit_(
+        grad,
+        residual,
+        momentum_buffer,
+        indices,
+        sent,
+        momentum=rule.momentum,
+        nesterov=rule.nesterov,
+        seed=seed or 0,
+    )
 
 
 def _check_state(grad: Tensor, residual: Tensor, momentum_buffer: Tensor | None) -> None:
-    if residual.dtype not in {torch.float32, torch.float64}:
-        raise ValueError(f"residual is {residual.dtype}; float32 or float64 is needed")
+    if residual.dtype not in {torch.float32, torch.float64, torch.bfloat16}:
+        raise ValueError(f"residual is {residual.dtype}; float32, float64 or bfloat16 is needed")
     if not grad.is_floating_point():
         raise ValueError(f"grad is {grad.dtype}; a floating-point type is needed")
     for name, tensor in (("grad", grad), ("residual", residual), ("momentum_buffer", momentum_buffer)):

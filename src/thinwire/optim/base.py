@@ -14,7 +14,7 @@ from thinwire.core.decay import decayed
 from thinwire.core.rows import coalesced
 from thinwire.optim.grouped import ParamFacts
 from thinwire.optim.rates import rate_ahead
-from thinwire.optim.saving import packed, restoring
+from thinwire.optim.saving import laid_out, packed, restoring
 from thinwire.optim.two_phase import ParamGrad, TwoPhase
 from thinwire.schedules import rate_at
 
@@ -47,6 +47,7 @@ class CommonOptimizer(TwoPhase):
         `_processed(pairs)`: clip, then `_with_decay`, for all pairs at once: the order of the other optimizers.
         `grad_clip`: the config; `position`: completed updates, from 0, the step of every schedule.
         `_wide_state`: whether floating-point state keeps float32 for narrower parameters when it is loaded.
+        `_as_loaded(param, value)`: floating-point state that was loaded, in the type and layout that it has here.
         `_extra_state()`, `_read_extra_state(saved)`, `_set_extra_state(values)`: further plain values of the
         state_dict; extend all three with super().
         `_step_supports_amp_scaling`: torch's; a subclass that sets it finds `grad_scale` and `found_inf` in `_update`.
@@ -160,6 +161,10 @@ class CommonOptimizer(TwoPhase):
         """Take over what `_read_extra_state` returned; cannot fail."""
         self._common.position = values["position"]
 
+    def _as_loaded(self, param: Tensor, value: Tensor) -> Tensor:
+        """State of `param` that was loaded, as this optimizer keeps it."""
+        return laid_out(param, value)
+
     def state_dict(self) -> dict[str, Any]:
         """Torch's dictionary of plain values and tensors, and `position`, the completed updates."""
         return {**packed(super().state_dict()), **self._extra_state()}
@@ -172,6 +177,7 @@ class CommonOptimizer(TwoPhase):
         Raises:
             ValueError: The groups do not fit, or the position is missing while a schedule drives the rate.
         """
-        with restoring(self, self._read_extra_state, self._set_extra_state, wide=self._wide_state):
+        as_loaded = self._as_loaded if self._wide_state else None
+        with restoring(self, self._read_extra_state, self._set_extra_state, as_loaded):
             super().load_state_dict(state_dict)
         self._show_rates()

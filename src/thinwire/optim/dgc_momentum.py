@@ -19,7 +19,8 @@ from thinwire.core.clip import ClipByNorm, clipped
 from thinwire.core.decay import Regularizer
 from thinwire.core.feedback import FoldRule, commit_, propose
 from thinwire.core.message import WIRE_VERSION
-from thinwire.core.precision import state_dtype
+from thinwire.core.precision import named_state_dtype, narrowed, state_dtype, stored_dtype
+from thinwire.core.rounding import rounding_seed, store_
 from thinwire.core.select import count_sent
 from thinwire.core.value_code import VALUE_BITS
 from thinwire.optim.base import CommonOptimizer
@@ -63,6 +64,8 @@ class DGCMomentum(CommonOptimizer):
         num_trainers: N of that limit, and of nothing else; the size of the group where it is None.
         min_numel: Smaller tensors are exchanged densely, >= 1.
         value_bits: What one sent value costs: 1, 2, 4, 8, 16 or 32. The rounding error stays in v.
+        state_dtype: u and v of compressed tensors are stored as "float32" or "bfloat16" (a torch dtype is taken too),
+            half the memory, rounded stochastically; None: float32, float64 for float64 parameters.
         process_group: The ranks that exchange; None for all of them. One process alone works too.
         grad_clip: `ClipByNorm` only: its c is C for compressed tensors and a plain limit for those that stay dense.
         regularizer: `L1Decay` or `L2Decay`, treated as `weight_decay` is.
@@ -71,7 +74,8 @@ class DGCMomentum(CommonOptimizer):
         foreach: Accepted for the common signature; the exchange decides the order of work.
 
     **State** in `state[p]`: `momentum_buffer` u and, for compressed tensors, `residual` v, float32 (float64 for float64
-    parameters), local to the rank; `position` in the state_dict. Every rank saves its own.
+    parameters) or `state_dtype`, local to the rank; `position` in the state_dict. Every rank saves its own. What is
+    loaded takes on the type that is asked for here: rounded to nearest, once, where that is narrower.
     **Communication** per step: 24 bytes a rank of agreement before and after, one all-gather of equally long messages,
     one all-reduce per dtype of dense tensors. The first step also compares settings and parameters over the ranks.
     **Failure**: a gradient that is not finite, on any rank, drops the step on all of them; nothing changes, a warning
@@ -108,6 +112,7 @@ class DGCMomentum(CommonOptimizer):
         num_trainers: int | None = None,
         min_numel: int = 16384,
         value_bits: int = 1,
+        state_dtype: str | torch.dtype | None = None,
         process_group: dist.ProcessGroup | None = None,
         grad_clip: ClipByNorm | None = None,
         regularizer: Regularizer | None = None,
@@ -133,6 +138,7 @@ class DGCMomentum(CommonOptimizer):
         )
         self.value_bits = check.integer("value_bits", value_bits)
         check.one_of("value_bits", self.value_bits, VALUE_BITS)
+        self.state_dtype = named_state_dtype(state_dtype)
         self.num_trainers = None if num_trainers is None else check.integer("num_trainers", num_trainers, at_least=1)
         self._process_group = process_group
         self._fresh: dict[Tensor, dict[str, Tensor]] = {}
@@ -278,7 +284,7 @@ class DGCMomentum(CommonOptimizer):
         return None
 
     def _unscaled(self, param: Tensor, grad: Tensor) -> Tensor:
-        return grad if self._inverse_scale == 1.0 else grad.to(_wide(param, grad)) * self._inverse_scale
+        return grad if self._inverse_scale == 1.0 else grad.to(_wide(param)) * self._inverse_scale
 
     def _compressible(self, param: Tensor) -> bool:
         return compressible(param, self._facts(param).group["min_numel"])
@@ -288,9 +294,19 @@ class DGCMomentum(CommonOptimizer):
         state: dict[str, Tensor] = self.state.get(param) or self._fresh.setdefault(param, {})
         for key in ("momentum_buffer", "residual") if residual else ("momentum_buffer",):
             if key not in state:
-                dtype = param.dtype if param.is_complex() else state_dtype(param)
-                state[key] = torch.zeros(param.shape, dtype=dtype, device=param.device)
+                state[key] = torch.zeros(param.shape, dtype=self._stored_dtype(param), device=param.device)
         return state
+
+    def _stored_dtype(self, param: Tensor) -> torch.dtype:
+        """In what the state of this parameter is stored, before compression begins too."""
+        return stored_dtype(param, self.state_dtype) if self._compressible(param) else _wide(param)
+
+    def _as_loaded(self, param: Tensor, value: Tensor) -> Tensor:
+        # flat views of it are folded, so it is contiguous whatever the layout of the parameter
+        return narrowed(value.to(param.device), self._stored_dtype(param)).contiguous()
+
+    def _seed(self, key: int) -> int:
+        return rounding_seed(self.position, key)
 
     def _contribution(self, param: Tensor, grad: Tensor) -> Tensor:
         """What this rank folds in, flat: its gradient after local clip, decay, regularizer and centralization."""
@@ -338,22 +354,23 @@ class DGCMomentum(CommonOptimizer):
             self._apply_sparse(param, self._contribution(param, self._unscaled(param, grad)), done, key, rate)
         else:
             lasting = key in done.row_sparse or not self._compressible(param)
-            self._apply_dense(param, done.dense_mean(key), rate, clip=lasting)
+            self._apply_dense(param, done.dense_mean(key), key, rate, clip=lasting)
 
     def _apply_sparse(self, param: Tensor, contribution: Tensor, done: Round, key: int, rate: float) -> None:
         state = self.state[param] = self._state_of(param, residual=True)
         u, v = state["momentum_buffer"].view(-1), state["residual"].view(-1)
         indices, sent = done.sent(key)
-        commit_(contribution, v, u, indices, sent, _rule(self._facts(param).group))
-        touched, mean = done.sparse_mean(key, v.dtype)
+        commit_(contribution, v, u, indices, sent, _rule(self._facts(param).group), seed=self._seed(key))
+        touched, mean = done.sparse_mean(key, _wide(param))
         flat = param.detach().view(-1) if param.is_contiguous() else param.detach().reshape(-1)
-        flat[touched] = (flat[touched].to(v.dtype) - mean.mul_(rate)).to(param.dtype)
+        flat[touched] = (flat[touched].to(mean.dtype) - mean.mul_(rate)).to(param.dtype)
         if not param.is_contiguous():
             param.detach().copy_(flat.view(param.shape))
 
-    def _apply_dense(self, param: Tensor, mean: Tensor, rate: float, *, clip: bool) -> None:
+    def _apply_dense(self, param: Tensor, mean: Tensor, key: int, rate: float, *, clip: bool) -> None:
         state = self.state[param] = self._state_of(param, residual=self._compressible(param))
-        group, buffer = self._facts(param).group, state["momentum_buffer"]
+        group, stored = self._facts(param).group, state["momentum_buffer"]
+        buffer = stored.to(_wide(param))
         grad = mean.to(buffer.dtype)
         if clip and self.grad_clip is not None:
             grad = clipped(self.grad_clip, [grad])[0]
@@ -364,6 +381,8 @@ class DGCMomentum(CommonOptimizer):
             param.detach().add_(update, alpha=-rate)
         else:
             param.detach().copy_(param.detach().to(buffer.dtype).add_(update, alpha=-rate))
+        if buffer is not stored:
+            store_(stored.view(-1), buffer.view(-1), self._seed(key))
 
     def _joined(self) -> GradientExchange:
         """The exchange with the other ranks, after the comparison that must precede it."""
@@ -386,6 +405,7 @@ class DGCMomentum(CommonOptimizer):
             "torch": torch.__version__,
             "wire version": WIRE_VERSION,
             "value_bits": self.value_bits,
+            "state_dtype": self.state_dtype,
             "num_trainers": self.num_trainers,
             "grad_clip": repr(self.grad_clip),
             "step": self.position,
@@ -399,7 +419,8 @@ class DGCMomentum(CommonOptimizer):
         }
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "value_bits": self.value_bits, "num_trainers": self.num_trainers}
+        own = {"value_bits": self.value_bits, "state_dtype": self.state_dtype, "num_trainers": self.num_trainers}
+        return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -438,8 +459,9 @@ def _alike(a: Tensor, b: Tensor) -> bool:
     return bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
-def _wide(param: Tensor, grad: Tensor) -> torch.dtype:
-    return grad.dtype if grad.is_complex() else state_dtype(param)
+def _wide(param: Tensor) -> torch.dtype:
+    """In what the update of this parameter is computed."""
+    return param.dtype if param.is_complex() else state_dtype(param)
 
 
 def _crc(param: Tensor) -> int:

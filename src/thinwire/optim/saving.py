@@ -11,7 +11,7 @@ from torch import Tensor
 from thinwire.core.decay import L1Decay, L2Decay, Regularizer
 from thinwire.core.precision import state_dtype
 
-__all__ = ["packed", "restoring", "state_dtype"]
+__all__ = ["laid_out", "packed", "restoring", "state_dtype"]
 
 _REGULARIZERS: dict[str, type[L1Decay | L2Decay]] = {"L1Decay": L1Decay, "L2Decay": L2Decay}
 
@@ -34,12 +34,12 @@ def restoring(
     optimizer: torch.optim.Optimizer,
     read_extra: Callable[[Mapping[str, Any]], dict[str, Any]],
     set_extra: Callable[[Mapping[str, Any]], None],
-    *,
-    wide: bool,
+    as_loaded: Callable[[Tensor, Tensor], Tensor] | None,
 ) -> Iterator[None]:
     """While torch loads a state_dict: read back what `packed` wrote, and keep wide state out of torch's cast.
 
     `read_extra` sees the dictionary before anything changes, `set_extra` its result once torch has accepted the rest.
+    `as_loaded(param, value)` gives floating-point state the type and layout that it has here; None leaves it to torch.
 
     Both run innermost, around torch's own work: after the user's hooks that change the dictionary, before those that
     look at the result.
@@ -51,13 +51,14 @@ def restoring(
         return {
             **state_dict,
             "param_groups": _unpacked(state_dict["param_groups"], optimizer.param_groups),
-            "state": {k: _hidden(v) if wide else v for k, v in state_dict["state"].items()},
+            "state": {k: v if as_loaded is None else _hidden(v) for k, v in state_dict["state"].items()},
         }
 
     def after(_: torch.optim.Optimizer) -> None:
         for param, entries in optimizer.state.items():
-            if isinstance(entries, dict):
-                entries.update({k: _shown(param, v) for k, v in entries.items() if isinstance(v, _Kept)})
+            if isinstance(entries, dict) and as_loaded is not None:
+                kept = {k: v.tensor for k, v in entries.items() if isinstance(v, _Kept)}
+                entries.update({k: as_loaded(param, tensor) for k, tensor in kept.items()})
         set_extra(extra)
 
     handles = [
@@ -105,8 +106,9 @@ def _hidden(entries: Any) -> Any:
     }
 
 
-def _shown(param: Tensor, kept: _Kept) -> Tensor:
-    value = kept.tensor.to(device=param.device, dtype=state_dtype(param))
+def laid_out(param: Tensor, value: Tensor) -> Tensor:
+    """Loaded state in `state_dtype`, on the parameter's device and in its layout."""
+    value = value.to(device=param.device, dtype=state_dtype(param))
     if value.shape != param.shape or value.stride() == param.stride() or hasattr(value, "full_tensor"):
         return value
     # fused kernels walk parameter and state alike, so both need one layout

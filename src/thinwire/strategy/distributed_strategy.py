@@ -79,7 +79,7 @@ class DistributedStrategy:
             if value is not None:
                 advice = f"write {name}={config.__name__}(...), or None for off"
                 check.instance(name, value, config, advice=advice)
-        conflicts = [*self._conflicting_fields(), *self._double_compression()]
+        conflicts = [*self._conflicting_fields(), *self._double_compression(), *self._narrow_changes()]
         if conflicts:
             raise StrategyError("parts of the strategy do not go together: " + "; ".join(conflicts))
 
@@ -191,4 +191,13 @@ class DistributedStrategy:
             "compression=None"
             for name in local
             if self.dgc is not None and name in self.on and self.on[name].compression is not None
+        ]
+
+    def _narrow_changes(self) -> list[str]:
+        local = ("localsgd", "adaptive_localsgd")
+        return [
+            f"dgc.state_dtype='bfloat16' and {name}: what an averaging does not send is kept in the type of its "
+            "anchor; leave state_dtype out"
+            for name in local
+            if self.dgc is not None and name in self.on and self.dgc.state_dtype == "bfloat16"
         ]

@@ -50,6 +50,7 @@ def as_dgc(
         "local_grad_clip_norm": dgc.local_grad_clip_norm,
         "min_numel": dgc.min_numel,
         "value_bits": dgc.value_bits,
+        "state_dtype": dgc.state_dtype,
         "process_group": process_group,
         "num_trainers": num_trainers,
     }

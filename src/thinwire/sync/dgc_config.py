@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from thinwire import _validate as check
+from thinwire.core.precision import named_state_dtype, stored_dtype
 from thinwire.core.select import count_sent
 from thinwire.core.value_code import VALUE_BITS
 from thinwire.schedules import sparsity_at
@@ -31,6 +32,8 @@ class DGC:
         local_grad_clip_norm: C > 0: a rank's share g / N of a compressed tensor is limited to the norm C / sqrt(N).
         min_numel: Smaller tensors are exchanged densely, >= 1.
         value_bits: What one sent value costs: 1, 2, 4, 8, 16 or 32. The rounding error is kept.
+        state_dtype: "float32" or "bfloat16", in which momentum and residual of compressed tensors are stored; bfloat16
+            is rounded stochastically and takes half the memory. None: float32, float64 for float64 parameters.
 
     Raises:
         TypeError, ValueError: A wrong value.
@@ -44,6 +47,7 @@ class DGC:
     local_grad_clip_norm: float | None = None
     min_numel: int = 16384
     value_bits: int = 1
+    state_dtype: str | torch.dtype | None = None
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -63,10 +67,15 @@ class DGC:
         set_(self, "min_numel", check.integer("min_numel", self.min_numel, at_least=1))
         set_(self, "value_bits", check.integer("value_bits", self.value_bits))
         check.one_of("value_bits", self.value_bits, VALUE_BITS)
+        set_(self, "state_dtype", named_state_dtype(self.state_dtype))
 
     def compresses(self, param: Tensor) -> bool:
         """Whether this tensor is ever compressed; all others are always exchanged densely."""
         return compressible(param, self.min_numel)
+
+    def stored_dtype(self, param: Tensor) -> torch.dtype:
+        """In what the residual of this tensor is stored."""
+        return stored_dtype(param, named_state_dtype(self.state_dtype))
 
     def count_at(self, step: int, numel: int) -> int | None:
         """Entries sent of `numel` in update `step` (from 0); None before compression begins."""

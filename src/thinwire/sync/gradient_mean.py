@@ -10,7 +10,8 @@ from torch.nn import Parameter
 from thinwire import _validate as check
 from thinwire.comm import Group
 from thinwire.core.feedback import FoldRule, commit_, propose
-from thinwire.core.precision import state_dtype
+from thinwire.core.precision import narrowed, state_dtype
+from thinwire.core.rounding import rounding_seed
 from thinwire.sync.agreement import Drops
 from thinwire.sync.dgc_config import DGC
 from thinwire.sync.exchange import GradientExchange
@@ -31,7 +32,7 @@ class GradientMean:
     into a residual v <- v + g, sends the k largest entries of v and takes off v what the receivers decode. All other
     tensors, and row-sparse gradients, travel densely.
 
-    **State**: `residuals` by name, float32 (float64 for float64 parameters), local to the rank; drop and byte counters.
+    **State**: `residuals` by name, in `dgc.state_dtype`, local to the rank; drop and byte counters.
     **Communication** per `reduce`: 24 bytes a rank of agreement before and after, one all-gather of equally long
     messages, one all-reduce per dtype of dense gradients. On one rank the compression happens too.
     **Failure**: an error, or a dropped step, leaves residuals and gradients as they were, on every rank.
@@ -69,7 +70,7 @@ class GradientMean:
             propose=self._propose,
             check_dense=check_finite or dgc is not None,
         )
-        self.residuals = {} if dgc is None else {n: _zeros(p) for n, p in self._params.items() if dgc.compresses(p)}
+        self.residuals = {} if dgc is None else {n: _zeros(dgc, p) for n, p in params.items() if dgc.compresses(p)}
 
     @property
     def drops(self) -> Drops:
@@ -127,6 +128,8 @@ class GradientMean:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` gave; values are copied. No communication.
 
+        Residuals of a wider type are rounded to nearest, once; those of a narrower one stay exactly as they are.
+
         Raises:
             ValueError: The state belongs to other parameters or another config; nothing has changed.
             TypeError: A counter of the wrong kind.
@@ -144,7 +147,7 @@ class GradientMean:
                     "same parameters and the same dgc"
                 )
         for name, residual in self.residuals.items():
-            residual.copy_(came[name])
+            residual.copy_(narrowed(came[name], residual.dtype))
         self.drops.total, self.drops.in_a_row, self._bytes_sent = total, in_a_row, bytes_sent
 
     def _misuse(self, grads: Mapping[str, Tensor]) -> str | None:
@@ -181,12 +184,13 @@ class GradientMean:
             return mean.to(state_dtype(param)) if param.is_floating_point() else mean
         residual = self.residuals[name].view(-1)
         indices, sent = done.sent(key)
-        commit_(self._contribution(param, grad), residual, None, indices, sent, _FOLD)
-        indices, values = done.sparse_mean(key, residual.dtype)
-        mean = torch.zeros_like(residual)
+        seed = rounding_seed(self._step, key)
+        commit_(self._contribution(param, grad), residual, None, indices, sent, _FOLD, seed=seed)
+        indices, values = done.sparse_mean(key, state_dtype(param))
+        mean = torch.zeros_like(residual, dtype=values.dtype)
         mean[indices] = values
         return mean.view(param.shape)
 
 
-def _zeros(param: Tensor) -> Tensor:
-    return torch.zeros(param.shape, dtype=state_dtype(param), device=param.device)
+def _zeros(dgc: DGC, param: Tensor) -> Tensor:
+    return torch.zeros(param.shape, dtype=dgc.stored_dtype(param), device=param.device)

@@ -76,7 +76,7 @@ class LocalUpdates:
     **Failure**: an averaging that fails, on whichever rank, changes nothing on any rank but the step counter.
 
     Raises:
-        TypeError, ValueError: As `local_sgd`; `dgc` together with a `compression`.
+        TypeError, ValueError: As `local_sgd`; `dgc` together with a `compression`, or with state in bfloat16.
     """
 
     def __init__(
@@ -95,6 +95,11 @@ class LocalUpdates:
             if config.compression is not None:
                 raise ValueError(
                     f"dgc and compression={config.compression} both say what an averaging sends: give one of them"
+                )
+            if dgc.state_dtype == "bfloat16":
+                raise ValueError(
+                    "dgc.state_dtype is 'bfloat16', but what an averaging does not send is kept in the type of its "
+                    "anchor: leave state_dtype out"
                 )
         self._tensors = LocalModel(model, optimizer)
         parts_of(self._tensors, config.fragments)  # refuses more fragments than parameters

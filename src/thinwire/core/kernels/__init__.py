@@ -35,7 +35,10 @@ class Kernels(Protocol):
         *,
         momentum: float,
         nesterov: bool,
+        seed: int,
     ) -> None: ...
+
+    def store_(self, target: Tensor, values: Tensor, seed: int) -> None: ...  # noqa: D102
 
     def count_nonzero(self, values: Tensor) -> int: ...  # noqa: D102
 

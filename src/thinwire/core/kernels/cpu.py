@@ -20,6 +20,7 @@ __all__ = [
     "encode_values",
     "is_ascending",
     "propose",
+    "store_",
     "sum_sparse",
     "top_k",
 ]
@@ -57,14 +58,28 @@ def commit_(
     *,
     momentum: float,
     nesterov: bool,
+    seed: int,
 ) -> None:
     """See `thinwire.core.feedback.commit_`."""
     folding = _folding(grad, residual, momentum_buffer, momentum, nesterov)
-    in_parts(residual.numel(), lambda start, stop: jit_fold.commit(*folding, start, stop))
-    v, at = folding.residual, _array(indices)
-    v[at] -= _array(sent).astype(v.dtype, copy=False)
+    v, at, bits = folding.residual, _array(indices), np.uint32(seed)
+    rounds = v.dtype == np.uint16
+    left = np.empty(len(at) if rounds else 0, folding.dtype)
+    if rounds:
+        jit_fold.gather(*folding, at, left)  # ahead of the loop: what is sent must come off before anything is rounded
+    in_parts(residual.numel(), lambda start, stop: jit_fold.commit(*folding, bits, start, stop))
+    if rounds:
+        jit_fold.store_at(v, at, left - _array(sent).astype(left.dtype, copy=False), bits)
+    else:
+        v[at] -= _array(sent).astype(v.dtype, copy=False)
     if momentum_buffer is not None:
         folding.buffer[at] = 0
+
+
+def store_(target: Tensor, values: Tensor, seed: int) -> None:
+    """See `thinwire.core.rounding.store_`."""
+    place, x, bits = _array(target), _array(values), np.uint32(seed)
+    in_parts(len(place), lambda start, stop: jit_fold.store(place, x, bits, start, stop))
 
 
 def count_nonzero(values: Tensor) -> int:
@@ -162,16 +177,24 @@ class _Folding(NamedTuple):
     momentum: Any
     mode: int
 
+    @property
+    def dtype(self) -> Any:
+        """In what is computed."""
+        return self.momentum.dtype
+
 
 def _folding(
     grad: Tensor, residual: Tensor, momentum_buffer: Tensor | None, momentum: float, nesterov: bool
 ) -> _Folding:
     v = _array(residual)
-    g = _array(grad.to(residual.dtype))
+    wide = np.float64 if residual.dtype == torch.float64 else np.float32
+    # the loops read bfloat16 as it is; whatever else is not of the type that is computed in costs a copy
+    read_as_is = grad.dtype == torch.bfloat16 and wide is np.float32
+    g = _array(grad if read_as_is else grad.to(torch.float64 if wide is np.float64 else torch.float32))
     if momentum_buffer is None:
-        return _Folding(g, v, v, v.dtype.type(0), jit_fold.PLAIN)
+        return _Folding(g, v, v, wide(0), jit_fold.PLAIN)
     mode = jit_fold.NESTEROV if nesterov else jit_fold.MOMENTUM
-    return _Folding(g, v, _array(momentum_buffer), v.dtype.type(momentum), mode)
+    return _Folding(g, v, _array(momentum_buffer), wide(momentum), mode)
 
 
 def _largest(folding: _Folding, k: int) -> tuple[Tensor, Tensor]:
@@ -186,7 +209,7 @@ def _largest(folding: _Folding, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _candidates(folding: _Folding, k: int, floor: Any) -> tuple[Array, Array]:
-    dtype = folding.residual.dtype
+    dtype = folding.dtype
 
     def work(start: int, stop: int) -> tuple[Array, Array]:
         room = min(stop - start, max(2 * k, _SMALLEST_ROOM) + int(jit_fold.BLOCK))
@@ -203,9 +226,9 @@ def _estimated_floor(folding: _Folding, k: int) -> Any:
     n = len(folding.residual)
     runs = min(max(_SAMPLE_HITS * (n // k), 1024), n // 16) // jit_fold.RUN
     if runs < 64:
-        return folding.residual.dtype.type(0)
+        return folding.dtype.type(0)
     stride = n // runs
-    values = np.empty((n // stride + 1) * jit_fold.RUN, folding.residual.dtype)
+    values = np.empty((n // stride + 1) * jit_fold.RUN, folding.dtype)
     count = jit_fold.sample(*folding, 0, n, stride, values)
     hits = count * k / n
     wanted = int(hits + 6 * hits**0.5 + 4)
@@ -229,7 +252,9 @@ def _scales(x: Array, bits: int, k: int) -> Array:
 
 
 def _array(tensor: Tensor) -> Array:
-    return tensor.detach().contiguous().numpy()
+    """The tensor's memory; bfloat16, which NumPy does not know, as uint16."""
+    plain = tensor.detach().contiguous()
+    return (plain.view(torch.uint16) if plain.dtype == torch.bfloat16 else plain).numpy()
 
 
 def _floats(values: Tensor) -> Array:

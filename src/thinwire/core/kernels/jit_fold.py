@@ -1,4 +1,7 @@
-"""Compiled loops of selection and fold. Arrays are flat; a part is a range of positions that one thread works on."""
+"""Compiled loops of selection and fold. Arrays are flat; a part is a range of positions that one thread works on.
+
+An array of uint16 holds bfloat16, which NumPy does not know: the upper half of a float32.
+"""
 
 from typing import Any
 
@@ -16,18 +19,59 @@ BLOCK = np.uint64(64)
 RUN = 16
 """Neighbours that are sampled together: they share a cache line."""
 _DIGIT_BITS = 11
+_LARGEST_BFLOAT16 = np.uint32(0x7F7F0000)
+"""As a float32; from there on up, rounding away from zero would make infinity of a finite number."""
+
+
+@jit
+def wide(x: Any) -> Any:
+    """An entry in the type that is computed in."""
+    if isinstance(x, np.uint16):
+        return np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32)
+    return x
+
+
+@jit
+def _mixed(position: Any, seed: Any) -> Any:
+    """See `reference.mixed`; every intermediate result is cut to 32 bits, without which nothing is vectorised."""
+    x = np.uint32(np.uint32(position) ^ seed)
+    x = np.uint32(x ^ (x >> np.uint32(16)))
+    x = np.uint32(x * np.uint32(0x7FEB352D))
+    x = np.uint32(x ^ (x >> np.uint32(15)))
+    x = np.uint32(x * np.uint32(0x846CA68B))
+    return np.uint32(x ^ (x >> np.uint32(16)))
+
+
+@jit
+def _kept(before: Any, x: Any, noise: Any) -> Any:
+    """`x` as it is stored in the place of `before`: itself, or rounded to bfloat16 by 16 random bits."""
+    if isinstance(before, np.uint16):
+        bits = np.float32(x).view(np.uint32)
+        finite = (bits & np.uint32(0x7FFFFFFF)) <= _LARGEST_BFLOAT16
+        return np.uint16(np.uint32(bits + (noise if finite else np.uint32(0))) >> np.uint32(16))
+    return x
+
+
+@jit
+def _for_residual(noise: Any) -> Any:
+    return np.uint32(noise & np.uint32(0xFFFF))
+
+
+@jit
+def _for_buffer(noise: Any) -> Any:
+    return np.uint32(noise >> np.uint32(16))
 
 
 @jit
 def folded(g: Any, v: Any, u: Any, m: Any, mode: int) -> Any:
     """The folded residual of one entry, rounded after every operation."""
     if mode == VALUES:
-        return v
+        return wide(v)
     if mode == PLAIN:
-        return v + g
+        return wide(v) + wide(g)
     if mode == MOMENTUM:
-        return v + (m * u + g)
-    return (v + m * (u + g)) + g
+        return wide(v) + (m * wide(u) + wide(g))
+    return (wide(v) + m * (wide(u) + wide(g))) + wide(g)
 
 
 @jit
@@ -36,16 +80,17 @@ def _reaches(grad: Array, residual: Array, buffer: Array, m: Any, mode: int, fir
     hit = False
     if mode == VALUES:
         for i in range(first, last):
-            hit |= not (abs(residual[i]) < floor)
+            hit |= not (abs(wide(residual[i])) < floor)
     elif mode == PLAIN:
         for i in range(first, last):
-            hit |= not (abs(residual[i] + grad[i]) < floor)
+            hit |= not (abs(wide(residual[i]) + wide(grad[i])) < floor)
     elif mode == MOMENTUM:
         for i in range(first, last):
-            hit |= not (abs(residual[i] + (m * buffer[i] + grad[i])) < floor)
+            hit |= not (abs(wide(residual[i]) + (m * wide(buffer[i]) + wide(grad[i]))) < floor)
     else:
         for i in range(first, last):
-            hit |= not (abs((residual[i] + m * (buffer[i] + grad[i])) + grad[i]) < floor)
+            g = wide(grad[i])
+            hit |= not (abs((wide(residual[i]) + m * (wide(buffer[i]) + g)) + g) < floor)
     return hit
 
 
@@ -142,20 +187,45 @@ def scan(
 
 
 @jit
-def commit(grad: Array, residual: Array, buffer: Array, m: Any, mode: int, start: int, stop: int) -> None:
+def gather(grad: Array, residual: Array, buffer: Array, m: Any, mode: int, indices: Array, values: Array) -> None:
+    """Folded residual at `indices`, into `values`."""
+    for j in range(len(indices)):
+        i = np.uint64(indices[j])
+        values[j] = folded(grad[i], residual[i], buffer[i], m, mode)
+
+
+@jit
+def commit(grad: Array, residual: Array, buffer: Array, m: Any, mode: int, seed: Any, start: int, stop: int) -> None:
     """Fold [start, stop) for good; changes `residual` and `buffer`."""
     first = np.uint64(start)
     end = np.uint64(stop)
     if mode == PLAIN:
         for i in range(first, end):
-            residual[i] = residual[i] + grad[i]
+            residual[i] = _kept(residual[i], wide(residual[i]) + wide(grad[i]), _for_residual(_mixed(i, seed)))
     elif mode == MOMENTUM:
         for i in range(first, end):
-            u = m * buffer[i] + grad[i]
-            buffer[i] = u
-            residual[i] = residual[i] + u
+            noise = _mixed(i, seed)
+            u = m * wide(buffer[i]) + wide(grad[i])
+            buffer[i] = _kept(buffer[i], u, _for_buffer(noise))
+            residual[i] = _kept(residual[i], wide(residual[i]) + u, _for_residual(noise))
     else:
         for i in range(first, end):
-            u = m * (buffer[i] + grad[i])
-            buffer[i] = u
-            residual[i] = (residual[i] + u) + grad[i]
+            noise, g = _mixed(i, seed), wide(grad[i])
+            u = m * (wide(buffer[i]) + g)
+            buffer[i] = _kept(buffer[i], u, _for_buffer(noise))
+            residual[i] = _kept(residual[i], (wide(residual[i]) + u) + g, _for_residual(noise))
+
+
+@jit
+def store(target: Array, values: Array, seed: Any, start: int, stop: int) -> None:
+    """Round `values` of [start, stop) into `target`, by the random bits of a momentum buffer."""
+    for i in range(np.uint64(start), np.uint64(stop)):
+        target[i] = _kept(target[i], values[i], _for_buffer(_mixed(i, seed)))
+
+
+@jit
+def store_at(target: Array, indices: Array, values: Array, seed: Any) -> None:
+    """Round `values` into `target` at `indices`, by the random bits of a residual."""
+    for j in range(len(indices)):
+        i = np.uint64(indices[j])
+        target[i] = _kept(target[i], values[j], _for_residual(_mixed(i, seed)))

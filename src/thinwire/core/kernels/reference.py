@@ -1,5 +1,7 @@
 """The kernels in torch operations, for any device: the readable twin of `cpu`, and the path of CUDA."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,9 @@ __all__ = [
     "encode_positions",
     "encode_values",
     "is_ascending",
+    "mixed",
     "propose",
+    "store_",
     "sum_sparse",
     "top_k",
 ]
@@ -21,6 +25,9 @@ SCALE_COUNT = {1: 1, 2: 2, 4: 8, 8: 2, 16: 2, 32: 0}
 """Per cost of a value in bits: how many float32 scales travel with the values."""
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
+_LOW_32 = (1 << 32) - 1
+_LARGEST_BFLOAT16 = 0x7F7F0000
+"""The bits of the largest bfloat16, as a float32."""
 
 
 def top_k(values: Tensor, k: int) -> Tensor:
@@ -36,7 +43,9 @@ def propose(
     grad: Tensor, residual: Tensor, momentum_buffer: Tensor | None, k: int, *, momentum: float, nesterov: bool
 ) -> tuple[Tensor, Tensor, bool]:
     """See `thinwire.core.feedback.propose`."""
-    folded = _folded_residual(grad.to(residual.dtype), residual, momentum_buffer, momentum, nesterov)
+    u = None if momentum_buffer is None else _widened(momentum_buffer)
+    v = _widened(residual)
+    folded = _folded_residual(grad.to(v.dtype), v, u, momentum, nesterov)
     if not bool(torch.isfinite(folded).all()):
         return folded.new_empty(0, dtype=torch.int64), folded.new_empty(0), False
     indices = top_k(folded, k)
@@ -52,20 +61,64 @@ def commit_(
     *,
     momentum: float,
     nesterov: bool,
+    seed: int,
 ) -> None:
     """See `thinwire.core.feedback.commit_`."""
-    g = grad.to(residual.dtype)
-    if momentum_buffer is None:
-        residual.add_(g)
+    v, u = _widened(residual), None if momentum_buffer is None else _widened(momentum_buffer)
+    g = grad.to(v.dtype)
+    if u is None:
+        v.add_(g)
     elif nesterov:
-        momentum_buffer.add_(g).mul_(momentum)
-        residual.add_(momentum_buffer).add_(g)
+        u.add_(g).mul_(momentum)
+        v.add_(u).add_(g)
     else:
-        momentum_buffer.mul_(momentum).add_(g)
-        residual.add_(momentum_buffer)
-    residual[indices] -= sent.to(residual.dtype)
-    if momentum_buffer is not None:
-        momentum_buffer[indices] = 0
+        u.mul_(momentum).add_(g)
+        v.add_(u)
+    v[indices] -= sent.to(v.dtype)
+    if u is not None:
+        u[indices] = 0
+    if residual.dtype == torch.bfloat16:
+        residual.copy_(_rounded(v, seed, for_buffer=False))
+        if momentum_buffer is not None and u is not None:
+            momentum_buffer.copy_(_rounded(u, seed, for_buffer=True))
+
+
+def store_(target: Tensor, values: Tensor, seed: int) -> None:
+    """See `thinwire.core.rounding.store_`."""
+    target.copy_(_rounded(values, seed, for_buffer=True))
+
+
+def mixed(x: Any) -> Any:
+    """A number from 0 to 2^32 - 1 that looks random, for every integer, of which the lowest 32 bits count.
+
+    Args:
+        x: An int, or int64 of any shape.
+
+    Source: multiplications and shifts as in the finalizer of MurmurHash3 (Appleby), with the constants that Wellons,
+    "Prospecting for hash functions", 2018, found to leave the least bias.
+    """
+    x = x & _LOW_32
+    x = x ^ (x >> 16)
+    x = (x * 0x7FEB352D) & _LOW_32
+    x = x ^ (x >> 15)
+    x = (x * (0x846CA68B - (1 << 32))) & _LOW_32  # less 2^32, the same in 32 bits, so that int64 cannot overflow
+    return x ^ (x >> 16)
+
+
+def _rounded(values: Tensor, seed: int, *, for_buffer: bool) -> Tensor:
+    """`values`, float32 of shape (n,), rounded stochastically to bfloat16; see `thinwire.core.rounding`."""
+    noise = mixed(torch.arange(values.numel(), device=values.device) ^ seed)
+    noise = noise >> 16 if for_buffer else noise & 0xFFFF
+    bits = values.view(torch.int32).long() & _LOW_32
+    # above the largest bfloat16 there is only infinity, and infinity and NaN must not move at all
+    noise = noise.masked_fill_((bits & 0x7FFFFFFF) > _LARGEST_BFLOAT16, 0)
+    rounded: Tensor = ((bits + noise) >> 16).to(torch.int16).view(torch.bfloat16)
+    return rounded
+
+
+def _widened(state: Tensor) -> Tensor:
+    """State in the type that is computed in: itself, or a copy in float32."""
+    return state.float() if state.dtype == torch.bfloat16 else state
 
 
 def _folded_residual(
