@@ -20,7 +20,7 @@ SIZES = [1, 2, 63, 64, 65, 129, 1000, 8193, 29_000]
 @pytest.fixture
 def small_parts(monkeypatch):
     """Three threads and little room for candidates, so that small tensors show what large ones do."""
-    monkeypatch.setattr(threads, "_SMALLEST_PART", 64)
+    monkeypatch.setattr(threads, "SMALLEST_PART", 64)
     monkeypatch.setattr(cpu, "_SMALLEST_ROOM", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
 
@@ -224,10 +224,10 @@ def test_the_environment_and_a_missing_numba_choose_torch(monkeypatch):
 def test_without_a_folder_for_its_cache_numba_still_compiles(monkeypatch):
     import numba
 
-    def refusing(*, cache=False, nogil):
+    def refusing(*, cache=False, **options):
         if cache:
             raise RuntimeError("cannot cache function: no locator available")
-        return compiled(nogil=nogil)
+        return compiled(**options)
 
     compiled = numba.njit
     monkeypatch.setattr(numba, "njit", refusing)

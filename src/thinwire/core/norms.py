@@ -11,7 +11,7 @@ from torch import Tensor
 
 from thinwire.core.rows import values_of
 
-__all__ = ["global_norm", "norm", "norms"]
+__all__ = ["global_norm", "norm", "norms", "whole_norms"]
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -42,6 +42,12 @@ def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
         for i, value in zip(places, whole.unbind(), strict=True):
             found[i] = value
     return found
+
+
+def whole_norms(tensors: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
+    """`norms` of dense tensors that are all sharded or all whole, stacked, by one list operation for whole ones."""
+    sharded = hasattr(tensors[0], "full_tensor")
+    return torch.stack(norms(tensors) if sharded else torch._foreach_norm(tensors))
 
 
 def global_norm(tensors: Sequence[Tensor]) -> Tensor:

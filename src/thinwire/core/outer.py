@@ -1,10 +1,13 @@
 """The outer optimizer of local updates: the averaged change of the parameters is its gradient."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["OuterRule", "outer_step_"]
+from thinwire.core.kernels import compiled_steps
+
+__all__ = ["OuterRule", "outer_list_", "outer_step_"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,5 +40,27 @@ def outer_step_(change: Tensor, buffer: Tensor | None, rule: OuterRule) -> Tenso
     step = change
     if buffer is not None:
         buffer.mul_(rule.momentum).add_(change)
-        step = change.add(buffer, alpha=rule.momentum) if rule.nesterov else buffer
+        # not add(..., alpha): whether that rounds once or twice is up to the processor
+        step = change + rule.momentum * buffer if rule.nesterov else buffer
     return step if rule.lr == 1 else step * rule.lr
+
+
+def outer_list_(
+    anchors: Sequence[Tensor], changes: Sequence[Tensor], buffers: Sequence[Tensor] | None, rule: OuterRule
+) -> None:
+    """Changes `anchors` and `buffers`: anchor <- anchor - outer_step_(change, buffer), bit for bit, of each.
+
+    Args:
+        anchors: Any shapes, float32 or float64.
+        changes: Same shapes and types, read only.
+        buffers: b of each; None where the momentum is 0.
+        rule: The constants.
+    """
+    if not anchors:
+        return
+    steps = compiled_steps(anchors, changes, buffers or ())
+    if steps is not None:
+        steps.outer_(anchors, changes, buffers, rule)
+        return
+    for i, (anchor, change) in enumerate(zip(anchors, changes, strict=True)):
+        anchor.sub_(outer_step_(change, buffers[i] if buffers else None, rule))

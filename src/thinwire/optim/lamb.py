@@ -1,110 +1,21 @@
 """LAMB: Adam's direction with decay, scaled per tensor to the norm of the parameter."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from thinwire import _validate as check
 from thinwire.core.clip import Clip
 from thinwire.core.decay import Regularizer
-from thinwire.core.norms import norms
-from thinwire.core.trust_ratio import TrustRule, trust_ratio
+from thinwire.core.lamb import LambRule, lamb_, lamb_list_
+from thinwire.core.lists import TensorList
+from thinwire.core.trust_ratio import TrustRule
 from thinwire.optim.base import ParamFacts
 from thinwire.optim.groups import Exclusion
-from thinwire.optim.layerwise import LayerwiseOptimizer, TensorList, whole_norms
+from thinwire.optim.layerwise import LayerwiseOptimizer
 from thinwire.optim.own import check_betas, widened
 from thinwire.optim.two_phase import ParamGrad
 
 __all__ = ["Lamb"]
-
-
-@dataclass(frozen=True, slots=True)
-class LambRule:
-    """The constants of one update."""
-
-    lr: float
-    """Learning rate."""
-    beta1: float
-    """Decay of the first moment, in [0, 1)."""
-    beta2: float
-    """Decay of the second moment, in [0, 1)."""
-    eps: float
-    """Added to the root of the second moment, > 0."""
-    weight_decay: float
-    """wd, >= 0."""
-    step: int
-    """t, from 1."""
-    trust: TrustRule
-    """Limits of the trust ratio."""
-
-
-def lamb_(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, rule: LambRule) -> Tensor:
-    """Changes `param`, `exp_avg` and `exp_avg_sq`: one update of one tensor, as the paper writes it.
-
-    m <- b1 m + (1 - b1) g, v <- b2 v + (1 - b2) g^2, r = m^/(sqrt(v^) + eps) + wd p with m^ = m/(1 - b1^t) and
-    v^ = v/(1 - b2^t), p <- p - lr T r with T = ||p||/||r||.
-
-    Args:
-        param: Any shape and layout.
-        grad: Same shape and type, read only.
-        exp_avg: m.
-        exp_avg_sq: v.
-        rule: The constants.
-
-    Returns:
-        T, shape (); no host synchronization.
-    """
-    exp_avg.mul_(rule.beta1).add_(grad, alpha=1 - rule.beta1)
-    exp_avg_sq.mul_(rule.beta2).addcmul_(grad, grad, value=1 - rule.beta2)
-    mean = exp_avg / (1 - rule.beta1**rule.step)
-    square = exp_avg_sq / (1 - rule.beta2**rule.step)
-    direction = mean / (square.sqrt() + rule.eps) + rule.weight_decay * param
-    param_norm, direction_norm = norms([param, direction])
-    ratio = trust_ratio(param_norm, direction_norm, rule.trust)
-    param.sub_(rule.lr * ratio * direction)
-    return ratio
-
-
-def lamb_list_(
-    params: TensorList, grads: TensorList, exp_avgs: TensorList, exp_avg_sqs: TensorList, rule: LambRule
-) -> tuple[Tensor, ...]:
-    """Changes `params`, `exp_avgs` and `exp_avg_sqs`: `lamb_` to rounding, in a third of the passes over the memory.
-
-    The direction r is what Adam makes of wd p with the rate -1, so torch's fused Adam computes it in one pass.
-
-    Args:
-        params: Contiguous, of one type and device, on a CPU or CUDA.
-        grads: Same shapes, contiguous, read only.
-        exp_avgs: m of each.
-        exp_avg_sqs: v of each.
-        rule: The constants.
-
-    Returns:
-        T of each, shape (); no host synchronization.
-    """
-    directions = torch._foreach_mul(params, rule.weight_decay)
-    step = torch.full((), rule.step, dtype=torch.float32, device=params[0].device)
-    torch._fused_adam_(
-        directions,
-        grads,
-        exp_avgs,
-        exp_avg_sqs,
-        [],
-        [step] * len(params),
-        lr=-1.0,
-        beta1=rule.beta1,
-        beta2=rule.beta2,
-        weight_decay=0.0,
-        eps=rule.eps,
-        amsgrad=False,
-        maximize=False,
-    )
-    ratios = trust_ratio(whole_norms(params), whole_norms(directions), rule.trust).unbind()
-    torch._foreach_addcmul_(params, directions, ratios, -rule.lr)
-    return ratios
 
 
 class Lamb(LayerwiseOptimizer):

@@ -1,102 +1,21 @@
 """LARS: SGD with momentum whose rate is scaled per tensor by the ratio of parameter to gradient."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from thinwire import _validate as check
 from thinwire.core.clip import Clip
 from thinwire.core.decay import Regularizer
-from thinwire.core.norms import norms
-from thinwire.core.trust_ratio import TrustRule, trust_ratio
+from thinwire.core.lars import LarsRule, lars_, lars_list_
+from thinwire.core.lists import TensorList
+from thinwire.core.trust_ratio import TrustRule
 from thinwire.optim.base import ParamFacts
 from thinwire.optim.groups import Exclusion
-from thinwire.optim.layerwise import LayerwiseOptimizer, TensorList, whole_norms
+from thinwire.optim.layerwise import LayerwiseOptimizer
 from thinwire.optim.own import widened
 from thinwire.optim.two_phase import ParamGrad
 
 __all__ = ["Lars"]
-
-
-@dataclass(frozen=True, slots=True)
-class LarsRule:
-    """The constants of one update."""
-
-    lr: float
-    """Learning rate."""
-    momentum: float
-    """>= 0."""
-    nesterov: bool
-    """Look one step ahead."""
-    trust: TrustRule
-    """Constants of the trust ratio, with the weight decay wd; without wd the ratio is 1."""
-
-
-def lars_(param: Tensor, grad: Tensor, velocity: Tensor | None, rule: LarsRule) -> Tensor:
-    """Changes `param` and `velocity`: one update of one tensor, as the formula has it.
-
-    L = lr * trust ratio, d = L (g + wd p), b <- momentum b + d, p <- p - b, with Nesterov p <- p - (d + momentum b).
-
-    Args:
-        param: Any shape and layout.
-        grad: Same shape and type, read only.
-        velocity: b; None without momentum.
-        rule: The constants.
-
-    Returns:
-        The trust ratio, shape (); no host synchronization.
-    """
-    ratio = torch.ones((), dtype=param.dtype, device=param.device)
-    if rule.trust.weight_decay:
-        param_norm, grad_norm = norms([param, grad])
-        ratio = trust_ratio(param_norm, grad_norm, rule.trust)
-    step = rule.lr * ratio * (grad + rule.trust.weight_decay * param)
-    if velocity is None:
-        param.sub_(step)
-        return ratio
-    velocity.mul_(rule.momentum).add_(step)
-    param.sub_(step + rule.momentum * velocity if rule.nesterov else velocity)
-    return ratio
-
-
-def lars_list_(
-    params: TensorList, grads: TensorList, velocities: TensorList | None, rule: LarsRule
-) -> tuple[Tensor, ...]:
-    """Changes `params` and `velocities`: `lars_` to rounding, as list operations that need no further memory.
-
-    Args:
-        params: Contiguous, of one type and device.
-        grads: Same shapes, read only.
-        velocities: b of each; None without momentum.
-        rule: The constants.
-
-    Returns:
-        The trust ratio of each, shape (); no host synchronization.
-    """
-    decay = rule.trust.weight_decay
-    if decay:
-        ratios = trust_ratio(whole_norms(params), whole_norms(grads), rule.trust)
-    else:
-        ratios = torch.ones(len(params), dtype=params[0].dtype, device=params[0].device)
-    rates = ratios * rule.lr
-    scales = rates.unbind()
-    if velocities is not None:
-        torch._foreach_mul_(velocities, rule.momentum)
-        torch._foreach_addcmul_(velocities, grads, scales, 1.0)
-        if decay:
-            torch._foreach_addcmul_(velocities, params, scales, decay)
-        if not rule.nesterov:
-            torch._foreach_sub_(params, velocities)
-            return ratios.unbind()
-    if decay:
-        torch._foreach_mul_(params, (1 - rates * decay).unbind())
-    torch._foreach_addcmul_(params, grads, scales, -1.0)
-    if velocities is not None:
-        torch._foreach_add_(params, velocities, alpha=-rule.momentum)
-    return ratios.unbind()
 
 
 class Lars(LayerwiseOptimizer):

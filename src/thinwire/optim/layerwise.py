@@ -3,19 +3,12 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from thinwire.core.norms import norms
 from thinwire.optim.own import OwnOptimizer
 from thinwire.optim.two_phase import ParamGrad
 
-__all__ = ["LayerwiseOptimizer", "Run", "TensorList", "whole_norms"]
-
-TensorList = list[Tensor] | tuple[Tensor, ...]
-
-_CACHED_BYTES = 1 << 21
-"""Of gradients that are worked on together on a CPU: what stays in its cache from one operation to the next."""
+__all__ = ["LayerwiseOptimizer", "Run"]
 
 
 class Run(NamedTuple):
@@ -64,21 +57,8 @@ class LayerwiseOptimizer(OwnOptimizer):
             run.params.append(param)
             run.grads.append(grad)
         for run in kinds.values():
-            yield from _cut(run, group["foreach"])
-
-
-def whole_norms(tensors: TensorList) -> Tensor:
-    """The norms of all tensors, stacked; sharded ones count with their whole norm."""
-    sharded = hasattr(tensors[0], "full_tensor")  # a run is of one kind
-    return torch.stack(norms(tensors) if sharded else torch._foreach_norm(tensors))
-
-
-def _cut(run: Run, foreach: bool | None) -> Iterator[Run]:
-    """Pieces small enough for the cache on a CPU, single tensors without `foreach`, else the whole run."""
-    start, size = 0, 0
-    for i, grad in enumerate(run.grads):
-        size += grad.numel() * grad.element_size()
-        full = foreach is False or (size >= _CACHED_BYTES and grad.device.type == "cpu")
-        if full or i == len(run.grads) - 1:
-            yield run._replace(params=run.params[start : i + 1], grads=run.grads[start : i + 1])
-            start, size = i + 1, 0
+            if group["foreach"] is False:
+                pairs_of_run = zip(run.params, run.grads, strict=True)
+                yield from (run._replace(params=[param], grads=[grad]) for param, grad in pairs_of_run)
+            else:
+                yield run

@@ -9,7 +9,7 @@ from torch.nn import Parameter
 
 from thinwire.comm import Group
 from thinwire.core.feedback import Proposal
-from thinwire.core.outer import OuterRule, outer_step_
+from thinwire.core.outer import OuterRule, outer_list_, outer_step_
 from thinwire.core.select import top_k
 from thinwire.sync.change_rule import ChangeRule
 from thinwire.sync.exchange import not_finite
@@ -108,10 +108,14 @@ class Averaging:
         p <- S - step, S <- p. Where local steps went on after the measurement: p <- p + (S_new - p_measured).
         """
         assert flight.round is not None
-        for name, moved in flight.moved.items():
-            change = self._mean_change(name, moved, flight.round)
-            step = outer_step_(change, self.momentum.get(name), self._outer)
-            self._move(name, moved, step, None if flight.measured is None else flight.measured[name])
+        for names in self._batches(flight, flight.round):
+            changes = [self._mean_change(name, flight.moved[name], flight.round) for name in names]
+            if self._is_plain(names[0], flight):
+                self._move_together(names, changes)
+                continue
+            for name, change in zip(names, changes, strict=True):
+                step = outer_step_(change, self.momentum.get(name), self._outer)
+                self._move(name, flight.moved[name], step, None if flight.measured is None else flight.measured[name])
         for i, key in enumerate(flight.extras):
             mean = flight.round.dense_mean(len(self._keys) + i)
             real_view(extras[key]).copy_(mean)
@@ -128,6 +132,23 @@ class Averaging:
         change = torch.zeros_like(moved)
         change.view(-1)[indices] = mean
         return change
+
+    def _batches(self, flight: Flight, done: Round) -> list[list[str]]:
+        """All means that are there already in one, each of the others on its own, since it needs a buffer."""
+        together = [n for n in flight.moved if self._is_plain(n, flight) and not done.is_sparse(self._keys[n])]
+        alone = flight.moved.keys() - set(together)
+        return ([together] if together else []) + [[name] for name in flight.moved if name in alone]
+
+    def _is_plain(self, name: str, flight: Flight) -> bool:
+        """Whether the parameter becomes its anchor, bit for bit, which is only moved by the step."""
+        same_type = real_view(self._params[name]).dtype == self.anchors[name].dtype
+        return self._group.size > 1 and flight.measured is None and same_type
+
+    def _move_together(self, names: list[str], changes: list[Tensor]) -> None:
+        anchors = [self.anchors[name] for name in names]
+        buffers = [self.momentum[name] for name in names] if self.momentum else None
+        outer_list_(anchors, changes, buffers, self._outer)
+        torch._foreach_copy_([real_view(self._params[name]) for name in names], anchors)
 
     def _move(self, name: str, moved: Tensor, step: Tensor, measured: Tensor | None) -> None:
         param, anchor = self._params[name], self.anchors[name]

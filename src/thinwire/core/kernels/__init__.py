@@ -6,14 +6,20 @@
 
 import functools
 import os
-from typing import Protocol, cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from thinwire.core.kernels import reference
 
-__all__ = ["Kernels", "for_device"]
+if TYPE_CHECKING:
+    from thinwire.core.lamb import LambRule
+    from thinwire.core.lars import LarsRule
+    from thinwire.core.outer import OuterRule
+
+__all__ = ["CompiledSteps", "Kernels", "compiled_steps", "for_device"]
 
 
 class Kernels(Protocol):
@@ -75,6 +81,60 @@ def for_device(device: torch.device) -> Kernels:
     if device.type != "cpu" or choice == "reference":
         return reference
     return _numba_kernels() or reference
+
+
+class CompiledSteps(Protocol):
+    """Whole steps for lists of tensors; arguments as in `core.lamb`, `core.lars` and `core.outer`."""
+
+    def lamb_(  # noqa: D102
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        exp_avgs: Sequence[Tensor],
+        exp_avg_sqs: Sequence[Tensor],
+        rule: "LambRule",
+    ) -> Tensor: ...
+
+    def lars_(  # noqa: D102
+        self, params: Sequence[Tensor], grads: Sequence[Tensor], velocities: Sequence[Tensor] | None, rule: "LarsRule"
+    ) -> Tensor: ...
+
+    def outer_(  # noqa: D102
+        self, anchors: Sequence[Tensor], changes: Sequence[Tensor], buffers: Sequence[Tensor] | None, rule: "OuterRule"
+    ) -> None: ...
+
+
+def compiled_steps(*lists: Sequence[Tensor]) -> CompiledSteps | None:
+    """Compiled steps for tensors like these, None where torch has to do it.
+
+    Args:
+        lists: All tensors of the call; the first list is not empty.
+
+    Returns:
+        The numba body where all are contiguous float32 or all float64 on the CPU, and of no class but torch's own:
+        shards and tensors of a compiler's trace hold no addresses that may be written to.
+
+    Raises:
+        ValueError: `THINWIRE_KERNELS` is set to something unknown.
+    """
+    dtype = lists[0][0].dtype
+    if dtype not in _STEP_TYPES or not all(_has_address(tensor, dtype) for tensors in lists for tensor in tensors):
+        return None
+    if for_device(torch.device("cpu")) is reference:
+        return None
+    from thinwire.core.kernels import cpu_steps
+
+    return cast("CompiledSteps", cpu_steps)
+
+
+_STEP_TYPES = (torch.float32, torch.float64)
+_PLAIN_CLASSES = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+def _has_address(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether its entries of `dtype` stand in the CPU's memory one after the other."""
+    plain = type(tensor) in _PLAIN_CLASSES and tensor.is_cpu and tensor.dtype == dtype
+    return plain and tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_neg()
 
 
 @functools.cache

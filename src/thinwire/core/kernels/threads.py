@@ -2,18 +2,19 @@
 
 import os
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar, cast
 
 import torch
 
-__all__ = ["in_parts", "jit"]
+__all__ = ["SMALLEST_PART", "in_parts", "in_turns", "jit"]
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
-_SMALLEST_PART = 1 << 16  # entries; below, handing over to a thread costs more than the loop
+SMALLEST_PART = 1 << 16  # entries; below, handing over to a thread costs more than the loop
 _ALIGNMENT = 64  # entries; fields of any width then fill whole bytes, and no two threads share a cache line
 
 
@@ -41,17 +42,46 @@ def in_parts(length: int, work: Callable[[int, int], T]) -> list[T]:
 
     All parts but the last begin and end at multiples of 64.
     """
-    parts = max(1, min(torch.get_num_threads(), length // _SMALLEST_PART))
+    parts = max(1, min(torch.get_num_threads(), length // SMALLEST_PART))
     edges = [length * i // parts // _ALIGNMENT * _ALIGNMENT for i in range(parts)] + [length]
     futures = [_pool.get().submit(work, edges[i], edges[i + 1]) for i in range(1, parts)]
     return [work(edges[0], edges[1]), *(future.result() for future in futures)]
 
 
+def in_turns(works: Sequence[Callable[[], object]]) -> None:
+    """Run all `works` on up to torch.get_num_threads() threads, each taking the next one that is left.
+
+    Whatever goes wrong is raised once nothing runs any more.
+    """
+    left = deque(works)
+
+    def take() -> None:
+        while left:
+            try:
+                work = left.popleft()
+            except IndexError:  # somebody else was faster
+                return
+            work()
+
+    helpers = min(torch.get_num_threads(), len(works)) - 1
+    futures = [_pool.get().submit(take) for _ in range(helpers)]
+    try:
+        take()
+    finally:
+        wait([future for future in futures if not future.cancel()])
+    for future in futures:
+        if not future.cancelled():
+            future.result()
+
+
 def jit(function: F) -> F:
-    """Compiled by numba without the GIL, cached on disk where any cache folder can be written."""
+    """Compiled by numba without the GIL, cached on disk where any cache folder can be written.
+
+    Division is the processor's: raising an error on zero, as Python does, would keep loops from being vectorised.
+    """
     import numba
 
     try:
-        return cast("F", numba.njit(cache=True, nogil=True)(function))
+        return cast("F", numba.njit(cache=True, nogil=True, error_model="numpy")(function))
     except RuntimeError:  # numba found no folder for its cache
-        return cast("F", numba.njit(nogil=True)(function))
+        return cast("F", numba.njit(nogil=True, error_model="numpy")(function))

@@ -1,0 +1,105 @@
+"""LARS's update of a tensor, and of a list of them."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from thinwire.core.kernels import compiled_steps
+from thinwire.core.lists import TensorList, cache_sized
+from thinwire.core.norms import norms, whole_norms
+from thinwire.core.trust_ratio import TrustRule, trust_ratio
+
+__all__ = ["LarsRule", "lars_", "lars_list_"]
+
+
+@dataclass(frozen=True, slots=True)
+class LarsRule:
+    """The constants of one update."""
+
+    lr: float
+    """Learning rate."""
+    momentum: float
+    """>= 0."""
+    nesterov: bool
+    """Look one step ahead."""
+    trust: TrustRule
+    """Constants of the trust ratio, with the weight decay wd; without wd the ratio is 1."""
+
+
+def lars_(param: Tensor, grad: Tensor, velocity: Tensor | None, rule: LarsRule) -> Tensor:
+    """Changes `param` and `velocity`: one update of one tensor, as the formula has it.
+
+    L = lr * trust ratio, d = L (g + wd p), b <- momentum b + d, p <- p - b, with Nesterov p <- p - (d + momentum b).
+
+    Args:
+        param: Any shape and layout.
+        grad: Same shape and type, read only.
+        velocity: b; None without momentum.
+        rule: The constants.
+
+    Returns:
+        The trust ratio, shape (); no host synchronization.
+    """
+    ratio = torch.ones((), dtype=param.dtype, device=param.device)
+    if rule.trust.weight_decay:
+        param_norm, grad_norm = norms([param, grad])
+        ratio = trust_ratio(param_norm, grad_norm, rule.trust)
+    step = rule.lr * ratio * (grad + rule.trust.weight_decay * param)
+    if velocity is None:
+        param.sub_(step)
+        return ratio
+    velocity.mul_(rule.momentum).add_(step)
+    param.sub_(step + rule.momentum * velocity if rule.nesterov else velocity)
+    return ratio
+
+
+def lars_list_(
+    params: TensorList, grads: TensorList, velocities: TensorList | None, rule: LarsRule
+) -> tuple[Tensor, ...]:
+    """Changes `params` and `velocities`: `lars_` to rounding, in fewer passes over the memory and no more of it.
+
+    Compiled where `compiled_steps` says so, else by torch's list operations.
+
+    Args:
+        params: Contiguous, of one type and device.
+        grads: Same shapes, read only.
+        velocities: b of each; None without momentum.
+        rule: The constants.
+
+    Returns:
+        The trust ratio of each, shape (); no host synchronization.
+    """
+    steps = compiled_steps(params, grads, velocities or ())
+    if steps is not None:
+        return steps.lars_(params, grads, velocities, rule).unbind()
+    ratios: list[Tensor] = []
+    for part in cache_sized(grads):
+        ratios += _with_lists_(params[part], grads[part], velocities and velocities[part], rule)
+    return tuple(ratios)
+
+
+def _with_lists_(
+    params: TensorList, grads: TensorList, velocities: TensorList | None, rule: LarsRule
+) -> tuple[Tensor, ...]:
+    decay = rule.trust.weight_decay
+    if decay:
+        ratios = trust_ratio(whole_norms(params), whole_norms(grads), rule.trust)
+    else:
+        ratios = torch.ones(len(params), dtype=params[0].dtype, device=params[0].device)
+    rates = ratios * rule.lr
+    scales = rates.unbind()
+    if velocities is not None:
+        torch._foreach_mul_(velocities, rule.momentum)
+        torch._foreach_addcmul_(velocities, grads, scales, 1.0)
+        if decay:
+            torch._foreach_addcmul_(velocities, params, scales, decay)
+        if not rule.nesterov:
+            torch._foreach_sub_(params, velocities)
+            return ratios.unbind()
+    if decay:
+        torch._foreach_mul_(params, (1 - rates * decay).unbind())
+    torch._foreach_addcmul_(params, grads, scales, -1.0)
+    if velocities is not None:
+        torch._foreach_add_(params, velocities, alpha=-rule.momentum)
+    return ratios.unbind()
