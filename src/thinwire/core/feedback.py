@@ -1,4 +1,4 @@
-"""Momentum correction, residual and masking of deep gradient compression, for one tensor.
+"""Momentum correction, residual and masking of deep gradient compression.
 
 Throughout: g gradient, u momentum buffer, v residual, S the entries that are sent, m the momentum. All are flat,
 contiguous and on one device; u and v are float32, float64 or bfloat16, g may be of any floating-point type.
@@ -6,15 +6,17 @@ The arithmetic rounds after every operation, so a proposal and the commit that f
 bfloat16 are read as float32 and computed with in float32; what stays is rounded as `thinwire.core.rounding` says.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels import for_device
+from thinwire.core.kernels import for_device, for_lists
+from thinwire.core.kernels.fold import Fold
 
-__all__ = ["FoldRule", "Proposal", "commit_", "propose"]
+__all__ = ["Fold", "FoldRule", "Proposal", "commit_", "commit_list_", "propose", "propose_list"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +61,7 @@ def propose(grad: Tensor, residual: Tensor, momentum_buffer: Tensor | None, k: i
     Source: arXiv 1712.01887, algorithms 1 and 4. Differs: exact selection.
     """
     _check_state(grad, residual, momentum_buffer)
-    if not 1 <= k <= residual.numel():
-        raise ValueError(f"k is {k}; it must be between 1 and the {residual.numel()} entries of residual")
+    _check_k(k, residual)
     kernels = for_device(residual.device)
     return Proposal(
         *kernels.propose(grad, residual, momentum_buffer, k, momentum=rule.momentum, nesterov=rule.nesterov)
@@ -97,8 +98,7 @@ def commit_(
     Source: arXiv 1712.01887, algorithm 4. Differs: the rounding error of the values stays in v.
     """
     _check_state(grad, residual, momentum_buffer)
-    if indices.shape != sent.shape or indices.dim() != 1:
-        raise ValueError(f"indices has shape {tuple(indices.shape)} and sent {tuple(sent.shape)}; both must be (j,)")
+    _check_sent(indices, sent)
     if residual.dtype == torch.bfloat16 and seed is None:
         raise ValueError("seed is None and the residual bfloat16; give rounding_seed(step, key)")
     kernels = for_device(residual.device)
@@ -112,6 +112,57 @@ def commit_(
         nesterov=rule.nesterov,
         seed=seed or 0,
     )
+
+
+def propose_list(folds: Sequence[Fold], ks: Sequence[int]) -> list[Proposal]:
+    """`propose` for many tensors, in few passes over Python where the loops are compiled; nothing is changed.
+
+    Args:
+        folds: Per tensor its gradient, state and rule, as for `propose`, all on one device.
+        ks: Per tensor k.
+
+    Raises:
+        ValueError: As in `propose`.
+    """
+    for fold, k in zip(folds, ks, strict=True):
+        _check_state(fold.grad, fold.residual, fold.momentum_buffer)
+        _check_k(k, fold.residual)
+    lists = for_lists(folds[0].residual.device) if folds else None
+    if lists is not None:
+        return [Proposal(*found) for found in lists.propose_list(folds, ks)]
+    return [propose(*fold[:3], k, FoldRule(fold.momentum, fold.nesterov)) for fold, k in zip(folds, ks, strict=True)]
+
+
+def commit_list_(folds: Sequence[Fold], sent: Sequence[tuple[Tensor, Tensor]], seeds: Sequence[int]) -> None:
+    """`commit_` for many tensors; changes residuals and momentum buffers in place.
+
+    Args:
+        folds: Per tensor its gradient, state and rule: those of the proposal.
+        sent: Per tensor (indices, values), as for `commit_`.
+        seeds: Per tensor, as for `commit_`.
+
+    Raises:
+        ValueError: As in `commit_`.
+    """
+    lists = for_lists(folds[0].residual.device) if folds else None
+    if lists is None:
+        for fold, part, seed in zip(folds, sent, seeds, strict=True):
+            commit_(*fold[:3], *part, FoldRule(fold.momentum, fold.nesterov), seed=seed)
+        return
+    for fold, (indices, values) in zip(folds, sent, strict=True):
+        _check_state(fold.grad, fold.residual, fold.momentum_buffer)
+        _check_sent(indices, values)
+    lists.commit_list_(folds, sent, seeds)
+
+
+def _check_k(k: int, residual: Tensor) -> None:
+    if not 1 <= k <= residual.numel():
+        raise ValueError(f"k is {k}; it must be between 1 and the {residual.numel()} entries of residual")
+
+
+def _check_sent(indices: Tensor, sent: Tensor) -> None:
+    if indices.shape != sent.shape or indices.dim() != 1:
+        raise ValueError(f"indices has shape {tuple(indices.shape)} and sent {tuple(sent.shape)}; both must be (j,)")
 
 
 def _check_state(grad: Tensor, residual: Tensor, momentum_buffer: Tensor | None) -> None:

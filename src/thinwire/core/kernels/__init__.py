@@ -9,17 +9,20 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from thinwire.core.kernels import reference
+from thinwire.core.kernels.fold import Fold
 
 if TYPE_CHECKING:
     from thinwire.core.lamb import LambRule
     from thinwire.core.lars import LarsRule
     from thinwire.core.outer import OuterRule
 
-__all__ = ["CompiledSteps", "Kernels", "compiled_steps", "for_device"]
+__all__ = ["CompiledSteps", "Kernels", "ListKernels", "compiled_steps", "for_device", "for_lists", "has_address"]
 
 
 class Kernels(Protocol):
@@ -61,6 +64,38 @@ class Kernels(Protocol):
     def sum_sparse(  # noqa: D102
         self, indices: list[Tensor], values: list[Tensor], dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]: ...
+
+
+class ListKernels(Protocol):
+    """Whole lists of tensors in one call; docstrings are in `kernels.cpu_lists` and `kernels.cpu_slots`."""
+
+    def propose_list(self, folds: Sequence[Fold], ks: Sequence[int]) -> list[tuple[Tensor, Tensor, bool]]: ...  # noqa: D102
+
+    def commit_list_(  # noqa: D102
+        self, folds: Sequence[Fold], sent: Sequence[tuple[Tensor, Tensor]], seeds: Sequence[int]
+    ) -> None: ...
+
+    def step_along_list_(  # noqa: D102
+        self,
+        params: Sequence[Tensor],
+        parts: Sequence[Sequence[tuple[Tensor, Tensor]]],
+        rates: Sequence[float],
+        sources: int,
+    ) -> None: ...
+
+    def encode_slots(  # noqa: D102
+        self,
+        slots: NDArray[np.int64],
+        parts: Sequence[tuple[Tensor, Tensor]],
+        bits: int,
+        *,
+        spare: bool,
+        code: NDArray[np.uint8],
+    ) -> tuple[list[Tensor], int] | None: ...
+
+    def decode_slots(  # noqa: D102
+        self, slots: NDArray[np.int64], code: NDArray[np.uint8], bits: int
+    ) -> list[tuple[Tensor, Tensor]] | None: ...
 
 
 def for_device(device: torch.device) -> Kernels:
@@ -118,7 +153,7 @@ def compiled_steps(*lists: Sequence[Tensor]) -> CompiledSteps | None:
         ValueError: `THINWIRE_KERNELS` is set to something unknown.
     """
     dtype = lists[0][0].dtype
-    if dtype not in _STEP_TYPES or not all(_has_address(tensor, dtype) for tensors in lists for tensor in tensors):
+    if dtype not in _STEP_TYPES or not all(has_address(tensor, dtype) for tensors in lists for tensor in tensors):
         return None
     if for_device(torch.device("cpu")) is reference:
         return None
@@ -131,10 +166,20 @@ _STEP_TYPES = (torch.float32, torch.float64)
 _PLAIN_CLASSES = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
-def _has_address(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Whether its entries of `dtype` stand in the CPU's memory one after the other."""
+def has_address(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether its entries of `dtype` stand in the CPU's memory one after the other, where compiled loops find them."""
     plain = type(tensor) in _PLAIN_CLASSES and tensor.is_cpu and tensor.dtype == dtype
     return plain and tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_neg()
+
+
+def for_lists(device: torch.device) -> ListKernels | None:
+    """The compiled loops over lists of tensors on `device`; None where tensors are taken one after the other."""
+    numba = _numba_kernels()
+    if numba is None or for_device(device) is not numba:
+        return None
+    from thinwire.core.kernels import cpu_lists
+
+    return cast("ListKernels", cpu_lists)
 
 
 @functools.cache

@@ -28,7 +28,6 @@ __all__ = [
 Array = NDArray[Any]
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
-_SAMPLE_HITS = 128  # of the k largest, how many a sample should hold: the fewer, the more candidates are needed
 _SMALLEST_ROOM = 8192  # candidates; below, clearing the histograms costs more than sorting out
 
 
@@ -224,17 +223,15 @@ def _candidates(folding: _Folding, k: int, floor: Any) -> tuple[Array, Array]:
 def _estimated_floor(folding: _Folding, k: int) -> Any:
     """A magnitude that somewhat more than `k` entries reach, judged by a sample; 0 where a sample is no use."""
     n = len(folding.residual)
-    runs = min(max(_SAMPLE_HITS * (n // k), 1024), n // 16) // jit_fold.RUN
-    if runs < 64:
+    runs = int(jit_fold.runs_to_sample(n, k))
+    if not runs:
         return folding.dtype.type(0)
     stride = n // runs
     values = np.empty((n // stride + 1) * jit_fold.RUN, folding.dtype)
     count = jit_fold.sample(*folding, 0, n, stride, values)
-    hits = count * k / n
-    wanted = int(hits + 6 * hits**0.5 + 4)
+    wanted = int(jit_fold.floor_rank(count, n, k))
     if wanted >= count:
         return values.dtype.type(0)
-    # Six standard deviations of an independent sample: neighbours are alike, which widens the spread.
     unused = np.empty(count, np.int64)
     return values.dtype.type(jit_fold.keep_largest(unused, values, _bits(values), count, wanted))
 

@@ -19,6 +19,7 @@ BLOCK = np.uint64(64)
 RUN = 16
 """Neighbours that are sampled together: they share a cache line."""
 _DIGIT_BITS = 11
+_SAMPLE_HITS = 128  # of the k largest, how many a sample should hold: the fewer, the more candidates are needed
 _LARGEST_BFLOAT16 = np.uint32(0x7F7F0000)
 """As a float32; from there on up, rounding away from zero would make infinity of a finite number."""
 
@@ -132,6 +133,23 @@ def keep_largest(indices: Array, values: Array, bits: Array, count: int, k: int)
         values[kept] = values[i]
         kept += 1
     return threshold
+
+
+@jit
+def runs_to_sample(n: int, k: int) -> int:
+    """Of how many runs of neighbours a sample of `n` entries consists, if `k` are wanted; 0 where it is no use."""
+    runs = min(max(_SAMPLE_HITS * (n // k), 1024), n // 16) // RUN
+    return runs if runs >= 64 else 0
+
+
+@jit
+def floor_rank(count: int, n: int, k: int) -> int:
+    """The place in a sample of `count` of `n` entries that somewhat more than `k` entries of all reach.
+
+    Six standard deviations of an independent sample more: neighbours are alike, which widens the spread.
+    """
+    hits = count * k / n
+    return int(hits + 6 * hits**0.5 + 4)
 
 
 @jit

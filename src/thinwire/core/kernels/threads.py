@@ -5,16 +5,21 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
+from itertools import pairwise
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-__all__ = ["SMALLEST_PART", "in_parts", "in_turns", "jit"]
+__all__ = ["SMALLEST_PART", "in_parts", "in_spans", "in_turns", "jit"]
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 SMALLEST_PART = 1 << 16  # entries; below, handing over to a thread costs more than the loop
+_SPANS = 4  # for each thread: few hand-overs, and yet nobody waits long for the last one
 _ALIGNMENT = 64  # entries; fields of any width then fill whole bytes, and no two threads share a cache line
 
 
@@ -72,6 +77,18 @@ def in_turns(works: Sequence[Callable[[], object]]) -> None:
     for future in futures:
         if not future.cancelled():
             future.result()
+
+
+def in_spans(weights: Sequence[int] | NDArray[np.int64], work: Callable[[int, int], object]) -> None:
+    """`work(first, last)` over spans of consecutive items of about equal weight, in entries, on a few threads."""
+    total = np.cumsum(weights)
+    spans = min(_SPANS * torch.get_num_threads(), int(total[-1]) // SMALLEST_PART, len(total))
+    if torch.get_num_threads() == 1 or spans < 2:
+        work(0, len(total))
+        return
+    cuts = np.searchsorted(total, total[-1] * np.arange(1, spans) / spans).tolist()
+    edges = [0, *cuts, len(total)]
+    in_turns([partial(work, a, b) for a, b in pairwise(edges) if b > a])
 
 
 def jit(function: F) -> F:

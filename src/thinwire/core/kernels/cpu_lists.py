@@ -1,0 +1,174 @@
+"""Selection, fold, codes and sparse update of many tensors in few calls into compiled loops.
+
+Bit for bit what one call for each tensor gives, without the way from Python into the loops for each of them, which for
+tensors of 100,000 entries costs more than the loops do.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from thinwire.core.kernels import cpu, has_address, jit_fold, jit_lists
+from thinwire.core.kernels.cpu_slots import decode_slots, encode_slots
+from thinwire.core.kernels.fold import Fold
+from thinwire.core.kernels.threads import SMALLEST_PART, in_spans
+
+__all__ = ["commit_list_", "decode_slots", "encode_slots", "propose_list", "step_along_list_"]
+
+Array = NDArray[Any]
+_Item = TypeVar("_Item")
+Sparse = tuple[Tensor, Tensor]
+
+
+def propose_list(folds: Sequence[Fold], ks: Sequence[int]) -> list[tuple[Tensor, Tensor, bool]]:
+    """Per tensor what `cpu.propose` says."""
+    found: dict[int, tuple[Tensor, Tensor, bool]] = {}
+    for kind, places in _by_kind(folds).items():
+        if kind is None:
+            for place in places:
+                fold = folds[place]
+                found[place] = cpu.propose(*fold[:3], ks[place], momentum=fold.momentum, nesterov=fold.nesterov)
+        else:
+            its_ks = [ks[place] for place in places]
+            found.update(zip(places, _propose_kind([folds[place] for place in places], its_ks), strict=True))
+    return [found[place] for place in range(len(folds))]
+
+
+def commit_list_(folds: Sequence[Fold], sent: Sequence[Sparse], seeds: Sequence[int]) -> None:
+    """Changes residuals and momentum buffers: `cpu.commit_` of each tensor."""
+    for kind, places in _by_kind(folds, [values.dtype for _, values in sent]).items():
+        if kind is None:
+            for place in places:
+                fold, numbers = folds[place], {"seed": seeds[place]}
+                settings = {"momentum": fold.momentum, "nesterov": fold.nesterov, **numbers}
+                cpu.commit_(*fold[:3], *sent[place], **settings)  # type: ignore[arg-type]
+        else:
+            chosen = [folds[place] for place in places]
+            _commit_kind(chosen, [sent[place] for place in places], [seeds[place] for place in places])
+
+
+def step_along_list_(
+    params: Sequence[Tensor], parts: Sequence[Sequence[Sparse]], rates: Sequence[float], sources: int
+) -> None:
+    """Changes `params`, contiguous, float32 or float64 and all alike: p <- p - (sum of the parts / sources) rate.
+
+    Args:
+        params: Any shape.
+        parts: Per tensor (indices, values) of each source, contiguous, values float32 for all or of the params' type.
+        rates: Per tensor.
+        sources: What the sum is divided by.
+    """
+    rows = [[p.data_ptr(), *(x.data_ptr() for part in own for x in part)] for p, own in zip(params, parts, strict=True)]
+    numbers = [[p.numel(), *(i.numel() for i, _ in own)] for p, own in zip(params, parts, strict=True)]
+    like, like_values = _like(params[0].dtype), _like(parts[0][0][1].dtype)
+    table, counts = np.array(rows, np.int64), np.array(numbers, np.int64)
+    typed_rates = np.array(rates, like.dtype)
+
+    def work(first: int, last: int) -> None:
+        divisor = like.dtype.type(sources)
+        jit_lists.step_along(table, counts, first, last, like, like_values, typed_rates, divisor)
+
+    in_spans(counts[:, 1:].sum(axis=1), work)
+
+
+def _by_kind(folds: Sequence[Fold], more: Sequence[object] | None = None) -> dict[Any, list[int]]:
+    """Places of the tensors that one call can take; None: those that are worth several threads each."""
+    total = sum(fold.residual.numel() for fold in folds)
+    large = max(2 * SMALLEST_PART, total // (2 * torch.get_num_threads()))
+    kinds: dict[Any, list[int]] = {}
+    for place, fold in enumerate(folds):
+        tensors = [tensor for tensor in fold[:3] if tensor is not None]
+        plain = all(has_address(tensor, tensor.dtype) for tensor in tensors)
+        alone = fold.residual.numel() > large or not plain or len(folds) == 1
+        kind = (
+            fold.grad.dtype,
+            fold.residual.dtype,
+            fold.momentum_buffer is None,
+            fold.momentum,
+            fold.nesterov,
+            more and more[place],
+        )
+        kinds.setdefault(None if alone else kind, []).append(place)
+    return kinds
+
+
+class _Kind(NamedTuple):
+    """Tensors of one kind as the compiled loops take them; `grads` are there so that their memory stays."""
+
+    grads: list[Tensor]
+    rows: list[tuple[int, int, int]]
+    like_grad: Array
+    like_state: Array
+    momentum: Any
+    mode: int
+
+
+def _kind_of(folds: Sequence[Fold]) -> _Kind:
+    first = cpu._folding(*folds[0])
+    as_is = folds[0].grad.dtype == torch.bfloat16 and first.dtype == np.float32
+    dtype = folds[0].grad.dtype if as_is else torch.float64 if first.dtype == np.float64 else torch.float32
+    grads = [fold.grad.to(dtype) for fold in folds]
+    rows = [
+        (
+            g.data_ptr(),
+            f.residual.data_ptr(),
+            (f.residual if f.momentum_buffer is None else f.momentum_buffer).data_ptr(),
+        )
+        for g, f in zip(grads, folds, strict=True)
+    ]
+    return _Kind(grads, rows, first.grad[:0], first.residual[:0], first.momentum, first.mode)
+
+
+def _propose_kind(folds: Sequence[Fold], ks: Sequence[int]) -> list[tuple[Tensor, Tensor, bool]]:
+    kind = _kind_of(folds)
+    rows, sizes = np.array(kind.rows, np.int64), [fold.residual.numel() for fold in folds]
+    starts = np.cumsum([0, *ks])
+    numbers = np.stack((np.array(sizes), np.array(ks), starts[:-1]), axis=1).astype(np.int64)
+    indices, values = np.empty(starts[-1], np.int64), np.empty(starts[-1], kind.momentum.dtype)
+    finite = np.empty(len(folds), np.bool_)
+
+    def work(first: int, last: int) -> None:
+        room = max(_room(n, k) for n, k in zip(sizes[first:last], ks[first:last], strict=True))
+        room_values = np.empty(room, values.dtype)
+        scratch = np.empty(room, np.int64), room_values, cpu._bits(room_values)
+        kinds = kind.like_grad, kind.like_state, kind.momentum, kind.mode
+        jit_lists.propose(rows, numbers, first, last, *kinds, *scratch, indices, values, finite)
+
+    in_spans(sizes, work)
+    all_indices, all_values = (torch.split(torch.from_numpy(found), list(ks)) for found in (indices, values))
+    return [
+        (i, x, True) if is_finite else (i[:0], x[:0], False)
+        for i, x, is_finite in zip(all_indices, all_values, finite.tolist(), strict=True)
+    ]
+
+
+def _commit_kind(folds: Sequence[Fold], sent: Sequence[Sparse], seeds: Sequence[int]) -> None:
+    kind = _kind_of(folds)
+    pairs = [(indices.contiguous(), values.contiguous()) for indices, values in sent]
+    rows = np.array(
+        [(*row, i.data_ptr(), x.data_ptr()) for row, (i, x) in zip(kind.rows, pairs, strict=True)], np.int64
+    )
+    sizes = [fold.residual.numel() for fold in folds]
+    numbers = np.stack((np.array(sizes), np.array([i.numel() for i, _ in pairs])), axis=1).astype(np.int64)
+    like_sent, all_seeds = _like(pairs[0][1].dtype), np.array(seeds, np.uint32)
+
+    def work(first: int, last: int) -> None:
+        kinds = kind.like_grad, kind.like_state, like_sent, kind.momentum, kind.mode
+        jit_lists.commit(rows, numbers, first, last, *kinds, all_seeds)
+
+    in_spans(sizes, work)
+
+
+def _room(n: int, k: int) -> int:
+    """Entries that selecting `k` of `n` needs as scratch."""
+    runs = int(jit_fold.runs_to_sample(n, k))
+    sampled = (n // (n // runs) + 1) * int(jit_fold.RUN) if runs else 0
+    return max(sampled, min(n, max(2 * k, cpu._SMALLEST_ROOM) + int(jit_fold.BLOCK)))
+
+
+def _like(dtype: torch.dtype) -> Array:
+    return np.empty(0, np.float64 if dtype == torch.float64 else np.float32)

@@ -1,0 +1,135 @@
+"""Many tensors in one call give the bits that one call for each of them gives."""
+
+import pytest
+import torch
+
+from thinwire.core.feedback import Fold, FoldRule, commit_, commit_list_, propose, propose_list
+from thinwire.core.kernels import cpu, cpu_lists, for_lists, threads
+from thinwire.core.merge import sum_sparse
+
+CPU = torch.device("cpu")
+SIZES = [1, 2, 63, 64, 65, 129, 1000, 8193, 29_000, 70_000]
+
+
+@pytest.fixture(params=[1, 3])
+def few_threads(request, monkeypatch):
+    """Small parts, so that small tensors are cut and shared out as large ones are."""
+    monkeypatch.setattr(threads, "SMALLEST_PART", 64)
+    monkeypatch.setattr(cpu, "_SMALLEST_ROOM", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: request.param)
+
+
+def folds_of(state_dtype, grad_dtype, *, momentum, nesterov, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    folds, ks = [], []
+    for place, numel in enumerate(SIZES * 2):
+        residual, buffer = (torch.randn(numel, generator=generator).to(state_dtype) for _ in range(2))
+        grad = torch.randn(numel, generator=generator).to(grad_dtype)
+        if place % 5 == 1:
+            residual, buffer, grad = torch.full_like(residual, -0.7), torch.zeros_like(buffer), torch.zeros_like(grad)
+        if place % 7 == 3:
+            grad[numel // 2] = float("nan") if place % 2 else float("inf")
+        folds.append(Fold(grad, residual, buffer if momentum is not None else None, momentum or 0.0, nesterov))
+        ks.append(max(1, numel // (1000, 100, 4, 1)[place % 4]))
+    return folds, ks
+
+
+def copies(folds):
+    return [
+        f._replace(residual=f.residual.clone(), momentum_buffer=None if f[2] is None else f[2].clone()) for f in folds
+    ]
+
+
+def rule(fold):
+    return FoldRule(fold.momentum, fold.nesterov)
+
+
+def same_bits(a, b):
+    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+@pytest.mark.parametrize(("momentum", "nesterov"), [(0.9, False), (0.9, True), (None, False)])
+@pytest.mark.parametrize(
+    ("state_dtype", "grad_dtype"),
+    [
+        (torch.float32, torch.float32),
+        (torch.float32, torch.float16),
+        (torch.float64, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+    ],
+)
+@pytest.mark.usefixtures("few_threads")
+def test_a_list_is_proposed_and_committed_as_its_tensors_are(state_dtype, grad_dtype, momentum, nesterov):
+    folds, ks = folds_of(state_dtype, grad_dtype, momentum=momentum, nesterov=nesterov)
+    many = propose_list(folds, ks)
+    one_by_one = [propose(*fold[:3], k, rule(fold)) for fold, k in zip(folds, ks, strict=True)]
+    for mine, other in zip(many, one_by_one, strict=True):
+        assert mine.finite == other.finite
+        assert same_bits(mine.indices, other.indices)
+        assert same_bits(mine.values, other.values)
+    places = [place for place, proposal in enumerate(many) if proposal.finite]
+    assert 0 < len(places) < len(folds)
+    folds = [folds[place] for place in places]
+    sent = [(many[place].indices, many[place].values.float() * 1.01) for place in places]
+    twins = copies(folds)
+    commit_list_(folds, sent, [77 * place for place in places])
+    for twin, part, place in zip(twins, sent, places, strict=True):
+        commit_(*twin[:3], *part, rule(twin), seed=77 * place)
+    for fold, twin in zip(folds, twins, strict=True):
+        assert same_bits(fold.residual, twin.residual)
+        assert fold[2] is None or same_bits(fold[2], twin[2])
+
+
+def test_tensors_of_all_kinds_may_stand_in_one_list():
+    kinds = [
+        (torch.float32, torch.float32, 0.9),
+        (torch.float64, torch.float32, 0.5),
+        (torch.bfloat16, torch.float16, 0),
+    ]
+    lists = [folds_of(a, b, momentum=m, nesterov=False, seed=i) for i, (a, b, m) in enumerate(kinds)]
+    mixed = [(fold, k) for pair in zip(*(zip(*one, strict=True) for one in lists), strict=True) for fold, k in pair]
+    folds, ks = map(list, zip(*mixed, strict=True))
+    for proposal, fold, k in zip(propose_list(folds, ks), folds, ks, strict=True):
+        other = propose(*fold[:3], k, rule(fold))
+        assert (proposal.finite, proposal.indices.tolist()) == (other.finite, other.indices.tolist())
+        assert same_bits(proposal.values, other.values)
+
+
+def test_arguments_are_checked_before_anything_is_read():
+    folds, ks = folds_of(torch.float32, torch.float32, momentum=0.9, nesterov=False)
+    with pytest.raises(ValueError, match="k is 0"):
+        propose_list(folds, [0, *ks[1:]])
+    with pytest.raises(ValueError, match="as long as residual"):
+        propose_list([folds[0]._replace(grad=torch.zeros(5)), *folds[1:]], ks)
+    with pytest.raises(ValueError, match=r"both must be \(j,\)"):
+        commit_list_(folds[:1], [(torch.zeros(2, dtype=torch.int64), torch.zeros(3))], [0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("sources", [1, 2, 3, 5])
+@pytest.mark.usefixtures("few_threads")
+def test_steps_along_the_mean_are_those_of_the_sparse_sum(dtype, sources):
+    generator = torch.Generator().manual_seed(sources)
+
+    def part(numel):
+        count = int(torch.randint(0, min(numel, 300) + 1, (), generator=generator))
+        return torch.randperm(numel, generator=generator)[:count].sort().values, torch.randn(count, generator=generator)
+
+    params = [torch.randn(numel, generator=generator).to(dtype) for numel in SIZES]
+    parts = [[part(param.numel()) for _ in range(sources)] for param in params]
+    rates = [0.1 * (place + 1) for place in range(len(params))]
+    expected = [param.clone() for param in params]
+    for param, own, rate in zip(expected, parts, rates, strict=True):
+        touched, total = sum_sparse(own, dtype)
+        param[touched] -= total.div_(sources).mul_(rate)
+    cpu_lists.step_along_list_(params, parts, rates, sources)
+    for param, other in zip(params, expected, strict=True):
+        assert same_bits(param, other)
+
+
+def test_the_readable_path_has_no_lists(monkeypatch):
+    assert for_lists(CPU) is cpu_lists
+    monkeypatch.setenv("THINWIRE_KERNELS", "reference")
+    assert for_lists(CPU) is None
+    assert for_lists(torch.device("meta")) is None
