@@ -3,5 +3,16 @@
 from thinwire.comm.ddp import BucketTap, tap_buckets
 from thinwire.comm.group import Group, Pending
 from thinwire.comm.handshake import require_agreement
+from thinwire.comm.nodes import Nodes, Sources, node_size_of, sources_of
 
-__all__ = ["BucketTap", "Group", "Pending", "require_agreement", "tap_buckets"]
+__all__ = [
+    "BucketTap",
+    "Group",
+    "Nodes",
+    "Pending",
+    "Sources",
+    "node_size_of",
+    "require_agreement",
+    "sources_of",
+    "tap_buckets",
+]

@@ -6,7 +6,7 @@ import datetime
 import hashlib
 import struct
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -45,12 +45,15 @@ class Group:
     user cannot interleave with it; its time-out is the smaller of the given group's own and 120 s.
 
     Communication: making the first one over given ranks is collective over them. `bytes_sent` counts every byte given
-    to an exchange, on one rank too.
+    to an exchange, on one rank too; `bytes_received` what came from others, the result of a sum as a whole.
     Failure: a dead or stopped rank is `PeerLost` or `PeerStalled` on the others, within the time-out.
     """
 
+    node_size = 1
+    """Ranks that count as one: every rank is a source of its own here; see `Nodes`."""
+
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
-        self.bytes_sent = 0
+        self.bytes_sent = self.bytes_received = 0
         self.timeout_s = DEFAULT_TIMEOUT_S
         self._holder: list[dist.ProcessGroup] = []
         self._store: Store | None = None
@@ -70,8 +73,23 @@ class Group:
             assert parent is not None
             self.timeout_s = min(_timeout_s(parent), DEFAULT_TIMEOUT_S)
             self._holder = _private_group(parent, self.timeout_s)
-            private = self._holder[0]
-            self._store = private.get_group_store() if hasattr(private, "get_group_store") else None
+            self._store = _store_of(self._holder[0])
+
+    @classmethod
+    def over_private(cls, holder: list[dist.ProcessGroup], timeout_s: float) -> "Group":
+        """A group over a process group that is the library's own already, in a list that is emptied at exit."""
+        group = cls.__new__(cls)
+        group.bytes_sent = group.bytes_received = 0
+        group.timeout_s = timeout_s
+        group.rank, group.size = dist.get_rank(holder[0]), dist.get_world_size(holder[0])
+        group._holder = holder
+        group._store = _store_of(holder[0])
+        return group
+
+    @property
+    def global_ranks(self) -> list[int]:
+        """The ranks of this group as the whole job counts them, in the order of the group."""
+        return dist.get_process_group_ranks(self._private) if self.size > 1 else [0]
 
     @property
     def _private(self) -> dist.ProcessGroup:
@@ -97,6 +115,7 @@ class Group:
             Pending uint8 tensor of shape (size, B), row r from rank r.
         """
         self.bytes_sent += message.numel()
+        self.bytes_received += (self.size - 1) * message.numel()
         if self.size == 1:
             return Pending(lambda: message.unsqueeze(0))
         out = message.new_empty(self.size * message.numel())
@@ -107,11 +126,38 @@ class Group:
             lambda: launch(out, message, group=self._private, async_op=True), out.view(self.size, -1), what
         )
 
+    def deal(self, parts: Tensor, lengths: Sequence[int], *, what: str) -> Pending[Tensor]:
+        """Launch an exchange in which every rank gives every rank a byte string of its own.
+
+        Args:
+            parts: uint8, one dimension: the strings for rank 0, 1, ..., one after the other; must stay untouched until
+                `wait`.
+            lengths: Of the strings by receiver, in bytes, the same on every rank.
+            what: The exchange in plain words, for errors.
+
+        Returns:
+            Pending uint8 tensor of shape (size, lengths[rank]), row r from rank r.
+        """
+        mine = lengths[self.rank]
+        self.bytes_sent += parts.numel() - mine
+        self.bytes_received += (self.size - 1) * mine
+        if self.size == 1:
+            return Pending(lambda: parts.unsqueeze(0))
+        out = parts.new_empty(self.size * mine)
+        return self._launched(
+            lambda: dist.all_to_all_single(
+                out, parts, [mine] * self.size, list(lengths), group=self._private, async_op=True
+            ),
+            out.view(self.size, -1),
+            what,
+        )
+
     def sum_(self, buffer: Tensor, *, what: str) -> Pending[Tensor]:
         """Launch an all-reduce that overwrites `buffer` with its sum over the ranks, bit-identical on all of them."""
         self.bytes_sent += buffer.numel() * buffer.element_size()
         if self.size == 1:
             return Pending(lambda: buffer)
+        self.bytes_received += buffer.numel() * buffer.element_size()
         return self._launched(lambda: dist.all_reduce(buffer, group=self._private, async_op=True), buffer, what)
 
     def broadcast_(self, buffer: Tensor, *, what: str) -> Pending[Tensor]:
@@ -120,6 +166,8 @@ class Group:
             return Pending(lambda: buffer)
         if self.rank == 0:
             self.bytes_sent += buffer.numel() * buffer.element_size()
+        else:
+            self.bytes_received += buffer.numel() * buffer.element_size()
         return self._launched(
             lambda: dist.broadcast(buffer, group=self._private, group_src=0, async_op=True), buffer, what
         )
@@ -205,6 +253,10 @@ def _release_all() -> None:
             with contextlib.suppress(ValueError, AssertionError):  # it belongs to a world that was destroyed before
                 dist.destroy_process_group(holder[0])
         holder.clear()
+
+
+def _store_of(group: dist.ProcessGroup) -> "Store | None":
+    return group.get_group_store() if hasattr(group, "get_group_store") else None
 
 
 def _timeout_s(group: dist.ProcessGroup) -> float:

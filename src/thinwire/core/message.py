@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from thinwire.core.index_code import decode_positions, encode_positions, position_bytes
 from thinwire.core.kernels import for_device
@@ -52,6 +53,9 @@ class Layout:
     """One per tensor, in order."""
     value_bits: int
     """Cost of one value: 1, 2, 4, 8, 16 or 32."""
+    part: str = ""
+    """Which part of a split exchange this is; empty for a whole message. Parts have room to spare, so that at 1 bit
+    their scale is the mean of the values that came."""
 
     @cached_property
     def nbytes(self) -> int:
@@ -62,7 +66,7 @@ class Layout:
     @cached_property
     def digest(self) -> int:
         """64 bits that stand for the layout in the header."""
-        text = f"elias-fano;{self.value_bits};" + ",".join(f"{s.k}/{s.numel}" for s in self.slots)
+        text = f"elias-fano;{self.value_bits};" + ",".join(f"{s.k}/{s.numel}" for s in self.slots) + self.part
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 
@@ -97,7 +101,7 @@ def pack(layout: Layout, step: int, bucket: int, parts: Sequence[tuple[Tensor, T
     all_sent: list[Tensor] = []
     carried = 0
     for slot, (indices, values) in zip(layout.slots, parts, strict=True):
-        slot_codes, sent, count = _encoded(slot, layout.value_bits, indices, values)
+        slot_codes, sent, count = _encoded(slot, layout, indices, values)
         codes += slot_codes
         all_sent.append(sent)
         carried += count
@@ -151,13 +155,14 @@ def unpack(layout: Layout, message: Tensor, *, step: int, bucket: int, source: i
         raise PayloadCorrupt(f"{message_name} was refused and nothing applied: {refusal}") from None
 
 
-def _encoded(slot: Slot, value_bits: int, indices: Tensor, values: Tensor) -> tuple[list[Tensor], Tensor, int]:
+def _encoded(slot: Slot, layout: Layout, indices: Tensor, values: Tensor) -> tuple[list[Tensor], Tensor, int]:
     """Codes of positions and values, what is decoded at all of the positions, and how many are carried."""
     if for_device(values.device).count_nonzero(values) == values.numel():
-        code, sent = encode_values(values, value_bits, slot.k)
+        code, sent = encode_values(values, layout.value_bits, max(1, values.numel()) if layout.part else slot.k)
+        code = pad(code, (0, value_bytes(slot.k, layout.value_bits) - code.numel()))
         return [encode_positions(indices, slot.numel, slot.k), code], sent, sent.numel()
     nonzero = values != 0
-    codes, carried_sent, carried = _encoded(slot, value_bits, indices[nonzero], values[nonzero])
+    codes, carried_sent, carried = _encoded(slot, layout, indices[nonzero], values[nonzero])
     return codes, torch.zeros_like(values, dtype=torch.float32).masked_scatter_(nonzero, carried_sent), carried
 
 

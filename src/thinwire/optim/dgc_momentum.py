@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import _validate as check
 from thinwire._version import __version__
-from thinwire.comm import BucketTap, Group, require_agreement, tap_buckets
+from thinwire.comm import BucketTap, Group, Nodes, node_size_of, require_agreement, sources_of, tap_buckets
 from thinwire.core.clip import ClipByNorm, clipped
 from thinwire.core.decay import Regularizer
 from thinwire.core.feedback import FoldRule, commit_, propose
@@ -29,7 +29,9 @@ from thinwire.schedules import Schedule, sparsity_at
 from thinwire.sync.dgc_config import compressible
 from thinwire.sync.exchange import GradientExchange
 from thinwire.sync.local_limit import limited
+from thinwire.sync.node_state import make_common_
 from thinwire.sync.round import Round, SparseGradient
+from thinwire.sync.traffic import EXCHANGES
 
 __all__ = ["Attached", "DGCMomentum"]
 
@@ -60,12 +62,17 @@ class DGCMomentum(CommonOptimizer):
         sparsity: Fractions that are **not** sent, each in [0, 1); the last one stays.
         nesterov: Whether to look ahead; needs momentum.
         weight_decay: Added to each rank's own gradient before it is folded in, >= 0.
-        local_grad_clip_norm: C > 0: a rank's share g / N of a compressed tensor is limited to the norm C / sqrt(N).
-        num_trainers: N of that limit, and of nothing else; the size of the group where it is None.
+        local_grad_clip_norm: C > 0: a source's share g / N of a compressed tensor is limited to the norm C / sqrt(N). A
+            source is a rank, or a node with the mean of its ranks.
+        num_trainers: N of that limit, and of nothing else; the number of sources where it is None.
         min_numel: Smaller tensors are exchanged densely, >= 1.
         value_bits: What one sent value costs: 1, 2, 4, 8, 16 or 32. The rounding error stays in v.
         state_dtype: u and v of compressed tensors are stored as "float32" or "bfloat16" (a torch dtype is taken too),
             half the memory, rounded stochastically; None: float32, float64 for float64 parameters.
+        node_size: Consecutive ranks that share a node, average densely among themselves and count as one source, >= 1;
+            it must divide the ranks. 1 is off. None: torchrun's LOCAL_WORLD_SIZE where ranks fill two nodes or more.
+        exchange: "gather" gives every source all messages, "split" the sums of shares, which does not grow with the
+            sources; "auto" counts, and splits where that moves at most half of the bytes.
         process_group: The ranks that exchange; None for all of them. One process alone works too.
         grad_clip: `ClipByNorm` only: its c is C for compressed tensors and a plain limit for those that stay dense.
         regularizer: `L1Decay` or `L2Decay`, treated as `weight_decay` is.
@@ -74,10 +81,13 @@ class DGCMomentum(CommonOptimizer):
         foreach: Accepted for the common signature; the exchange decides the order of work.
 
     **State** in `state[p]`: `momentum_buffer` u and, for compressed tensors, `residual` v, float32 (float64 for float64
-    parameters) or `state_dtype`, local to the rank; `position` in the state_dict. Every rank saves its own. What is
-    loaded takes on the type that is asked for here: rounded to nearest, once, where that is narrower.
+    parameters) or `state_dtype`, local to the rank, or common to the ranks of a node; `position` in the state_dict.
+    Every rank saves its own. What is loaded takes on the type that is asked for here: rounded to nearest, once, where
+    that is narrower.
     **Communication** per step: 24 bytes a rank of agreement before and after, one all-gather of equally long messages,
-    one all-reduce per dtype of dense tensors. The first step also compares settings and parameters over the ranks.
+    one all-reduce per dtype of dense tensors. The first step also compares settings and parameters over the ranks. With
+    nodes these go between the first ranks of the nodes, after one all-reduce per dtype inside each; with "split" the
+    all-gather becomes an exchange of parts and an all-gather of their sums.
     **Failure**: a gradient that is not finite, on any rank, drops the step on all of them; nothing changes, a warning
     names parameter, rank and step, and the tenth in a row is `thinwire.errors.NonFinite`. Every other error of an
     exchange leaves parameters and state as they were before the step.
@@ -96,6 +106,8 @@ class DGCMomentum(CommonOptimizer):
     _cached_listing: _Listing | None = None
     _inverse_scale = 1.0
     _dense_bytes = 0
+    _nodes_compared = False
+    """Whether the ranks of a node are known to hold the same state."""
 
     def __init__(
         self,
@@ -113,6 +125,8 @@ class DGCMomentum(CommonOptimizer):
         min_numel: int = 16384,
         value_bits: int = 1,
         state_dtype: str | torch.dtype | None = None,
+        node_size: int | None = None,
+        exchange: str = "auto",
         process_group: dist.ProcessGroup | None = None,
         grad_clip: ClipByNorm | None = None,
         regularizer: Regularizer | None = None,
@@ -140,6 +154,10 @@ class DGCMomentum(CommonOptimizer):
         check.one_of("value_bits", self.value_bits, VALUE_BITS)
         self.state_dtype = named_state_dtype(state_dtype)
         self.num_trainers = None if num_trainers is None else check.integer("num_trainers", num_trainers, at_least=1)
+        self.node_size = None if node_size is None else check.integer("node_size", node_size, at_least=1)
+        check.instance("exchange", exchange, str)
+        check.one_of("exchange", exchange, EXCHANGES)
+        self.exchange = exchange
         self._process_group = process_group
         self._fresh: dict[Tensor, dict[str, Tensor]] = {}
         self._samples: dict[int, Tensor] = {}
@@ -199,14 +217,19 @@ class DGCMomentum(CommonOptimizer):
         return self._attached
 
     def stats(self) -> dict[str, Any]:
-        """This rank so far: `step`, `bytes_sent` with headers, `bytes_dense`, `ratio`, `dropped_steps`."""
-        sent = 0 if self._exchange is None else self._exchange.group.bytes_sent
+        """This rank so far: `step`, `bytes_sent` with headers, `bytes_dense`, `ratio`, `dropped_steps`.
+
+        With nodes `bytes_sent` has the dense traffic inside the node too; `bytes_between_nodes` is what left it.
+        """
+        sources = None if self._exchange is None else self._exchange.sources
+        sent = 0 if sources is None else sources.bytes_sent
         return {
             "step": self.position,
             "bytes_sent": sent,
             "bytes_dense": self._dense_bytes,
             "ratio": self._dense_bytes / sent if sent else math.inf,
             "dropped_steps": 0 if self._exchange is None else self._exchange.drops.total,
+            "bytes_between_nodes": sources.bytes_between_nodes if isinstance(sources, Nodes) else sent,
         }
 
     def _check_hyperparameters(self, values: Mapping[str, Any]) -> None:
@@ -317,7 +340,7 @@ class DGCMomentum(CommonOptimizer):
             limit = self.grad_clip.c
         if limit is not None:
             assert self._exchange is not None
-            grad = limited(grad, limit, self.num_trainers or self._exchange.group.size, state_dtype(param))
+            grad = limited(grad, limit, self.num_trainers or self._exchange.sources.size, state_dtype(param))
         if facts.weight_decay or facts.regularizer is not None or facts.grad_centralization:
             grad = self._with_decay(param, grad.to(state_dtype(param)))
         return grad.reshape(-1)
@@ -340,6 +363,7 @@ class DGCMomentum(CommonOptimizer):
         assert self._attached is not None
         if self._attached.deferred:
             return
+        self._compare_nodes(self._exchange)
         keys = self._listing.keys
         with torch.no_grad():
             signed = {
@@ -351,7 +375,8 @@ class DGCMomentum(CommonOptimizer):
     def _apply(self, param: Tensor, grad: Tensor, done: Round, key: int, rate: float) -> None:
         # what decides here must be common to all ranks: one of them may hold a row-sparse gradient, another a dense one
         if done.is_sparse(key):
-            self._apply_sparse(param, self._contribution(param, self._unscaled(param, grad)), done, key, rate)
+            folded = self._contribution(param, done.gradient(key, self._unscaled(param, grad)))
+            self._apply_sparse(param, folded, done, key, rate)
         else:
             lasting = key in done.row_sparse or not self._compressible(param)
             self._apply_dense(param, done.dense_mean(key), key, rate, clip=lasting)
@@ -361,6 +386,7 @@ class DGCMomentum(CommonOptimizer):
         u, v = state["momentum_buffer"].view(-1), state["residual"].view(-1)
         indices, sent = done.sent(key)
         commit_(contribution, v, u, indices, sent, _rule(self._facts(param).group), seed=self._seed(key))
+        done.add_kept_(key, v)
         touched, mean = done.sparse_mean(key, _wide(param))
         flat = param.detach().view(-1) if param.is_contiguous() else param.detach().reshape(-1)
         flat[touched] = (flat[touched].to(mean.dtype) - mean.mul_(rate)).to(param.dtype)
@@ -389,14 +415,51 @@ class DGCMomentum(CommonOptimizer):
         names, known = self._listing.names, self._exchange
         if known is None or known.names != names:
             group = Group(self._process_group) if known is None else known.group
-            require_agreement(group, self._common_facts(names), what="comparing settings and parameters")
-            if known is None:
-                known = GradientExchange(group, names, value_bits=self.value_bits, propose=self._propose)
-            known.names = names
+            known = self._compared(group, names)
             self._exchange = known
+        self._compare_nodes(known)
         return known
 
-    def _common_facts(self, names: Sequence[str]) -> dict[str, Any]:
+    def _compare_nodes(self, exchange: GradientExchange) -> None:
+        """The ranks of a node propose the same only if they hold the same."""
+        if not self._nodes_compared and isinstance(exchange.sources, Nodes):
+            make_common_(self._state_by_name(), exchange.sources)
+            self._nodes_compared = True
+
+    def _compared(self, group: Group, names: Sequence[str]) -> GradientExchange:
+        """The exchange under these names, once all ranks have said the same."""
+        problem: ValueError | None = None
+        width = 1
+        try:
+            width, _ = node_size_of(group, self.node_size)
+        except ValueError as error:  # the others must hear of it first
+            problem = error
+        facts = self._common_facts(names, width if problem is None else str(problem))
+        require_agreement(group, facts, what="comparing settings and parameters")
+        if problem is not None:
+            raise problem
+        if self._exchange is not None:
+            self._exchange.names = list(names)
+            return self._exchange
+        return GradientExchange(
+            group,
+            names,
+            value_bits=self.value_bits,
+            propose=self._propose,
+            sources=sources_of(group, width),
+            exchange=self.exchange,
+        )
+
+    def _state_by_name(self) -> dict[str, Tensor]:
+        """Momentum and residuals that there are, in the order of the exchange."""
+        return {
+            f"{name} {key}": entry
+            for name, p in zip(self._listing.names, self._listing.params, strict=True)
+            for key, entry in sorted(self.state.get(p, {}).items())
+            if isinstance(entry, Tensor)
+        }
+
+    def _common_facts(self, names: Sequence[str], node: int | str) -> dict[str, Any]:
         """What all ranks must have in common, in the order in which differences are most telling."""
         params = self._ordered_params()
         plain = [{k: repr(v) for k, v in g.items() if k not in ("params", "param_names")} for g in self.param_groups]
@@ -407,6 +470,9 @@ class DGCMomentum(CommonOptimizer):
             "value_bits": self.value_bits,
             "state_dtype": self.state_dtype,
             "num_trainers": self.num_trainers,
+            "node_size": self.node_size,
+            "ranks of a node": node,
+            "exchange": self.exchange,
             "grad_clip": repr(self.grad_clip),
             "step": self.position,
             "group": plain,
@@ -419,12 +485,13 @@ class DGCMomentum(CommonOptimizer):
         }
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"value_bits": self.value_bits, "state_dtype": self.state_dtype, "num_trainers": self.num_trainers}
-        return {**super().__getstate__(), **own}
+        own = ("value_bits", "state_dtype", "num_trainers", "node_size", "exchange")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._process_group = self.__dict__.get("_process_group")
+        self._nodes_compared = False  # loaded state may differ inside a node
         self._fresh = self.__dict__.get("_fresh", {})
         self._samples = self.__dict__.get("_samples", {})
 

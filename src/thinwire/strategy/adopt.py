@@ -66,7 +66,7 @@ def adopt(
         names: Of all the model's parameters; the optimizer's own names, where it has them, go first.
         keep: Which parameters this process trains, under a pipeline; None for all.
         process_group: The ranks that exchange; None for all.
-        num_trainers: How many they are.
+        num_trainers: N of dgc's local clip; None for the sources among them.
 
     Returns:
         What trains.

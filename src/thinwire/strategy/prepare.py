@@ -15,6 +15,7 @@ from thinwire import _validate as check
 from thinwire.amp import LossScaler
 from thinwire.comm import Group, require_agreement
 from thinwire.comm.grid import Grid
+from thinwire.comm.nodes import require_divisor
 from thinwire.comm.replicate import copy_from_first_
 from thinwire.errors import StrategyError, ThinwireError
 from thinwire.optim.dgc_momentum import DGCMomentum
@@ -138,6 +139,8 @@ def _planned(
     _require_own_params(names, optimizer)
     if strategy.recompute is not None:
         matches(model, strategy.recompute.checkpoints)
+    if strategy.dgc is not None and not _is_local(strategy):
+        require_divisor(strategy.dgc.node_size, place.replicas)
     stage = model if strategy.pipeline is None else cut(model, strategy.pipeline)[place.stage]
     mine = set(stage.parameters())
     adopted = adopt(
@@ -149,7 +152,6 @@ def _planned(
         names=names,
         keep=mine.__contains__,
         process_group=place.replica_group,
-        num_trainers=place.replicas,
     )
     try:
         return _planned_for(adopted, strategy, stage, place)

@@ -51,6 +51,8 @@ def as_dgc(
         "min_numel": dgc.min_numel,
         "value_bits": dgc.value_bits,
         "state_dtype": dgc.state_dtype,
+        "node_size": dgc.node_size,
+        "exchange": dgc.exchange,
         "process_group": process_group,
         "num_trainers": num_trainers,
     }

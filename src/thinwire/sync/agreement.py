@@ -25,6 +25,8 @@ class Report:
     """Per parameter: ABSENT, DENSE or ROW_SPARSE gradient."""
     non_finite: int | None = None
     """The first parameter whose gradient is not finite."""
+    sum_non_finite: int | None = None
+    """The first parameter whose sum over several ranks is not finite, though this rank's own gradient is."""
     overflow: bool | None = None
     """Whether a loss scaler on this rank found an overflow; None without one."""
     corrupt: str | None = None
@@ -126,7 +128,12 @@ class Drops:
         Raises:
             NonFinite: The tenth dropped step in a row without a loss scaler, on every rank.
         """
-        culprits = [(rank, r.non_finite) for rank, r in enumerate(reports) if r.non_finite is not None]
+        culprits = [(rank, r.non_finite, "") for rank, r in enumerate(reports) if r.non_finite is not None]
+        culprits += [
+            (rank, r.sum_non_finite, ", added to those of other ranks,")
+            for rank, r in enumerate(reports)
+            if r.sum_non_finite is not None
+        ]
         if not culprits and not any(report.overflow for report in reports):
             self.in_a_row = 0
             return False
@@ -134,10 +141,10 @@ class Drops:
         if any(report.overflow is not None for report in reports):
             return True  # the loss scaler adapts, warns and gives up by its own rules
         self.in_a_row += 1
-        rank, index = culprits[0]
+        rank, index, added = culprits[0]
         text = (
             f"step {reports[0].step} was dropped on every rank: "
-            f"the gradient of parameter {names[index]} on rank {rank} is not finite"
+            f"the gradient of parameter {names[index]} on rank {rank}{added} is not finite"
         )
         if self.in_a_row >= MAX_DROPS_IN_A_ROW:
             raise NonFinite(

@@ -10,6 +10,7 @@ from thinwire.core.precision import named_state_dtype, stored_dtype
 from thinwire.core.select import count_sent
 from thinwire.core.value_code import VALUE_BITS
 from thinwire.schedules import sparsity_at
+from thinwire.sync.traffic import EXCHANGES
 
 __all__ = ["DGC", "compressible"]
 
@@ -29,11 +30,15 @@ class DGC:
         rampup_begin_step: Updates before compression begins, >= 0.
         rampup_step: Updates over which the levels of `sparsity` are spread, >= 1.
         sparsity: Fractions that are **not** sent, each in [0, 1); the last one stays.
-        local_grad_clip_norm: C > 0: a rank's share g / N of a compressed tensor is limited to the norm C / sqrt(N).
+        local_grad_clip_norm: C > 0: a source's share g / N of a compressed tensor is limited to the norm C / sqrt(N).
         min_numel: Smaller tensors are exchanged densely, >= 1.
         value_bits: What one sent value costs: 1, 2, 4, 8, 16 or 32. The rounding error is kept.
         state_dtype: "float32" or "bfloat16", in which momentum and residual of compressed tensors are stored; bfloat16
             is rounded stochastically and takes half the memory. None: float32, float64 for float64 parameters.
+        node_size: Consecutive ranks that share a node, average densely among themselves and count as one source, >= 1;
+            it must divide the ranks. 1 is off. None: torchrun's LOCAL_WORLD_SIZE where ranks fill two nodes or more.
+        exchange: "gather" gives every source all messages, "split" the sums of shares, which does not grow with the
+            sources; "auto" counts, and splits where that moves at most half of the bytes.
 
     Raises:
         TypeError, ValueError: A wrong value.
@@ -48,6 +53,8 @@ class DGC:
     min_numel: int = 16384
     value_bits: int = 1
     state_dtype: str | torch.dtype | None = None
+    node_size: int | None = None
+    exchange: str = "auto"
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -68,6 +75,10 @@ class DGC:
         set_(self, "value_bits", check.integer("value_bits", self.value_bits))
         check.one_of("value_bits", self.value_bits, VALUE_BITS)
         set_(self, "state_dtype", named_state_dtype(self.state_dtype))
+        if self.node_size is not None:
+            set_(self, "node_size", check.integer("node_size", self.node_size, at_least=1))
+        check.instance("exchange", self.exchange, str)
+        check.one_of("exchange", self.exchange, EXCHANGES)
 
     def compresses(self, param: Tensor) -> bool:
         """Whether this tensor is ever compressed; all others are always exchanged densely."""

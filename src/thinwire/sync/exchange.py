@@ -1,16 +1,17 @@
 """The sequence of one gradient exchange: propose, agree, send, verify, vote. Only then may anybody change anything."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from thinwire.comm import Group
+from thinwire.comm import Group, Nodes, Sources
 from thinwire.errors import PayloadCorrupt, ThinwireError
 from thinwire.sync.agreement import ABSENT, DENSE, ROW_SPARSE, Drops, Report, agree_on_step
 from thinwire.sync.round import Round, SparseGradient
+from thinwire.sync.traffic import GATHER
 
 __all__ = ["GradientExchange", "Proposer", "all_finite", "not_finite"]
 
@@ -27,21 +28,36 @@ class GradientExchange:
 
     `check_dense=False` lets dense gradients through that are not finite; compressed ones never.
 
+    Where `sources` are `Nodes`, the ranks of a node first average their gradients and then propose the same: they must
+    hold the same state. A bucket launched early is averaged in its node at once, and goes on to other nodes when the
+    next one is launched, or in `exchange`.
+
     Communication: per step one small agreement before and one after the messages; with buckets launched early only the
-    one after. See `Round` for the messages.
+    one after. See `Round` for the messages; among nodes, one all-reduce per dtype inside each before them.
     Failure: an error leaves nothing applied on this rank; `drops` counts dropped steps.
     """
 
     def __init__(
-        self, group: Group, names: Sequence[str], *, value_bits: int, propose: Proposer, check_dense: bool = True
+        self,
+        group: Group,
+        names: Sequence[str],
+        *,
+        value_bits: int,
+        propose: Proposer,
+        check_dense: bool = True,
+        sources: Sources | None = None,
+        exchange: str = GATHER,
     ) -> None:
         self.group = group
+        self.sources: Sources = group if sources is None else sources
         self.drops = Drops()
         self.names = list(names)
         self._value_bits = value_bits
         self._propose = propose
         self._check_dense = check_dense
+        self._exchange = exchange
         self._flying: Round | None = None
+        self._in_node: _InNode | None = None
         self._non_finite: int | None = None
 
     @property
@@ -56,20 +72,27 @@ class GradientExchange:
             ThinwireError: One of the tensors has been launched since the last `exchange`.
         """
         if self._flying is None:
-            self._flying = Round(self.group, step=step, value_bits=self._value_bits)
-        twice = self._flying.keys & grads.keys()
+            self._flying = self._round(step)
+        known = self._flying.keys | (set() if self._in_node is None else set(self._in_node.keys))
+        twice = known & grads.keys()
         if twice:
             raise ThinwireError(
                 f"the gradient of {self.names[min(twice)]} was exchanged already and step() not called since: "
                 "run the backward passes of an accumulated gradient, but the last, under ddp.no_sync()"
             )
-        sparse, dense, bad = self._split(grads)
-        self._non_finite = bad if self._non_finite is None else self._non_finite
-        self._flying.launch(bucket, sparse, dense)
+        if not isinstance(self.sources, Nodes):
+            self._send(self._flying, bucket, grads)
+            return
+        before, self._in_node = self._in_node, _InNode(self.sources, step, bucket, grads)
+        if before is not None:
+            self._send_mean(self._flying, before)
 
     def discard(self) -> None:
         """Wait for what was launched and forget it."""
-        flying, self._flying, self._non_finite = self._flying, None, None
+        flying, in_node = self._flying, self._in_node
+        self._flying, self._in_node, self._non_finite = None, None, None
+        if in_node is not None:
+            in_node.means()
         if flying is not None:
             flying.finish()
 
@@ -91,23 +114,71 @@ class GradientExchange:
             NonFinite: Too many dropped steps in a row.
             PeerLost, PeerStalled: A rank died or does not answer.
         """
-        flying, bad = self._flying, self._non_finite
-        self._flying, self._non_finite = None, None
-        if flying is not None:
-            misuse = misuse or self._stray(flying, grads)
-            return self._settle(flying, Report(step, "attached", non_finite=bad, overflow=overflow, misuse=misuse))
+        if self._flying is not None:
+            return self._exchange_launched(step, grads, overflow, misuse)
+        if isinstance(self.sources, Nodes):
+            return self._exchange_in_nodes(self.sources, step, grads, overflow, misuse)
         sparse, dense, bad = self._split(grads)
-        report = Report(step, "proposed", self._kinds(grads), bad, overflow, misuse=misuse)
+        report = Report(step, "proposed", self._kinds(grads), bad, overflow=overflow, misuse=misuse)
         reports = agree_on_step(self.group, report, self.names)
         if self.drops.needed(reports, self.names):
             return None
-        row_sparse = {key for key in grads if any(r.kinds[key] == ROW_SPARSE for r in reports)}
-        for key in row_sparse & sparse.keys():
-            del sparse[key]
-            dense[key] = grads[key]
-        fresh = Round(self.group, step=step, value_bits=self._value_bits, row_sparse=row_sparse)
-        fresh.launch(0, sparse, {key: dense[key] for key in sorted(dense)})
+        fresh = self._round(step, _row_sparse(grads, reports))
+        _launch_all(fresh, grads, sparse, dense)
         return self._settle(fresh, Report(step, "exchanged"))
+
+    def _exchange_launched(
+        self, step: int, grads: Mapping[int, Tensor], overflow: bool | None, misuse: str | None
+    ) -> Round | None:
+        flying, in_node = self._flying, self._in_node
+        self._flying, self._in_node = None, None
+        assert flying is not None
+        try:
+            misuse = misuse or self._stray(flying.keys | (set() if in_node is None else set(in_node.keys)), grads)
+            if in_node is not None:
+                self._send_mean(flying, in_node)
+            report = Report(step, "attached", overflow=overflow, misuse=misuse)
+            return self._settle(flying, self._blaming(report, self._non_finite, grads))
+        finally:
+            self._non_finite = None
+
+    def _exchange_in_nodes(
+        self, nodes: Nodes, step: int, grads: Mapping[int, Tensor], overflow: bool | None, misuse: str | None
+    ) -> Round | None:
+        """As flat, but only the mean over a node shows what it would send; the vote tells if it is not finite."""
+        report = Report(step, "proposed", self._kinds(grads), overflow=overflow, misuse=misuse)
+        reports = agree_on_step(self.group, report, self.names)
+        if self.drops.needed(reports, self.names):
+            return None
+        fresh = self._round(step, _row_sparse(grads, reports))
+        means = _InNode(nodes, step, 0, grads).means()
+        fresh.node_means.update(means)
+        sparse, dense, bad = self._split(means)
+        _launch_all(fresh, means, sparse, dense)
+        return self._settle(fresh, self._blaming(Report(step, "exchanged"), bad, grads))
+
+    def _blaming(self, report: Report, bad: int | None, grads: Mapping[int, Tensor]) -> Report:
+        """The report with what is not finite, as this rank's own or as that of the mean over its node."""
+        if bad is None or not isinstance(self.sources, Nodes):
+            return replace(report, non_finite=bad)
+        own = grads[bad].coalesce().values() if grads[bad].is_sparse else grads[bad]
+        return replace(report, sum_non_finite=bad) if all_finite(own) else replace(report, non_finite=bad)
+
+    def _round(self, step: int, row_sparse: Collection[int] = frozenset()) -> Round:
+        return Round(
+            self.sources, step=step, value_bits=self._value_bits, row_sparse=row_sparse, exchange=self._exchange
+        )
+
+    def _send(self, flying: Round, bucket: int, grads: Mapping[int, Tensor]) -> None:
+        sparse, dense, bad = self._split(grads)
+        self._non_finite = bad if self._non_finite is None else self._non_finite
+        flying.launch(bucket, sparse, dense)
+
+    def _send_mean(self, flying: Round, in_node: "_InNode") -> None:
+        """Wait for the mean over the node, which began a bucket ago, and send it to the other nodes."""
+        means = in_node.means()
+        flying.node_means.update(means)
+        self._send(flying, in_node.bucket, means)
 
     def _settle(self, one_round: Round, report: Report) -> Round | None:
         corrupt = None
@@ -115,6 +186,8 @@ class GradientExchange:
             one_round.finish()
         except PayloadCorrupt as refusal:
             corrupt = str(refusal)
+        if report.sum_non_finite is None:
+            report = replace(report, sum_non_finite=one_round.sum_non_finite)
         reports = agree_on_step(self.group, replace(report, corrupt=corrupt), self.names)
         return None if self.drops.needed(reports, self.names) else one_round
 
@@ -138,14 +211,43 @@ class GradientExchange:
             kinds[key] = ROW_SPARSE if grad.is_sparse else DENSE
         return "".join(kinds)
 
-    def _stray(self, flying: Round, grads: Mapping[int, Tensor]) -> str | None:
+    def _stray(self, launched: Collection[int], grads: Mapping[int, Tensor]) -> str | None:
         for key in grads:
-            if key not in flying.keys:
+            if key not in launched:
                 return (
                     f"parameter {self.names[key]} has a gradient that did not come from the attached model's backward: "
                     "call step() after every synchronising backward pass of that model, and use no other"
                 )
         return None
+
+
+class _InNode:
+    """Gradients on their way to their mean over a node, in the dtype in which dense ones are averaged."""
+
+    def __init__(self, nodes: Nodes, step: int, bucket: int, grads: Mapping[int, Tensor]) -> None:
+        self.bucket = bucket
+        self.keys = list(grads)
+        self._round = Round(nodes.inner, step=step, value_bits=32)
+        self._round.launch(bucket, {}, {key: g.to_dense() if g.is_sparse else g for key, g in grads.items()})
+
+    def means(self) -> dict[int, Tensor]:
+        """Wait for it; the same bits on all ranks of the node."""
+        self._round.finish()
+        return {key: self._round.dense_mean(key) for key in self.keys}
+
+
+def _row_sparse(grads: Mapping[int, Tensor], reports: Sequence[Report]) -> set[int]:
+    return {key for key in grads if any(r.kinds[key] == ROW_SPARSE for r in reports)}
+
+
+def _launch_all(
+    fresh: Round, grads: Mapping[int, Tensor], sparse: dict[int, SparseGradient], dense: dict[int, Tensor]
+) -> None:
+    """Everything as one bucket; what is row-sparse on any rank goes densely."""
+    for key in sorted(set(fresh.row_sparse) & sparse.keys()):
+        del sparse[key]
+        dense[key] = grads[key]
+    fresh.launch(0, sparse, {key: dense[key] for key in sorted(dense)})
 
 
 def all_finite(tensor: Tensor) -> bool:

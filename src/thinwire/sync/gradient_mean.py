@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from thinwire import _validate as check
-from thinwire.comm import Group
+from thinwire.comm import Group, Nodes, Sources, node_size_of, require_agreement, sources_of
 from thinwire.core.feedback import FoldRule, commit_, propose
 from thinwire.core.precision import narrowed, state_dtype
 from thinwire.core.rounding import rounding_seed
@@ -16,7 +16,9 @@ from thinwire.sync.agreement import Drops
 from thinwire.sync.dgc_config import DGC
 from thinwire.sync.exchange import GradientExchange
 from thinwire.sync.local_limit import locally_clipped
+from thinwire.sync.node_state import make_common_
 from thinwire.sync.round import Round, SparseGradient
+from thinwire.sync.traffic import GATHER
 
 __all__ = ["GradientMean", "locally_clipped"]
 
@@ -32,7 +34,8 @@ class GradientMean:
     into a residual v <- v + g, sends the k largest entries of v and takes off v what the receivers decode. All other
     tensors, and row-sparse gradients, travel densely.
 
-    **State**: `residuals` by name, in `dgc.state_dtype`, local to the rank; drop and byte counters.
+    **State**: `residuals` by name, in `dgc.state_dtype`, local to the rank, or to the node where `dgc` makes nodes; drop
+    and byte counters.
     **Communication** per `reduce`: 24 bytes a rank of agreement before and after, one all-gather of equally long
     messages, one all-reduce per dtype of dense gradients. On one rank the compression happens too.
     **Failure**: an error, or a dropped step, leaves residuals and gradients as they were, on every rank.
@@ -41,7 +44,7 @@ class GradientMean:
         group: The ranks. Names, shapes, dtypes and `dgc` must have been compared over them.
         params: The trainable parameters by name, in the same order on all ranks.
         dgc: How to compress; None for the dense mean.
-        num_trainers: N of the local clip, and of nothing else; the size of the group where it is None.
+        num_trainers: N of the local clip, and of nothing else; where it is None the number of sources: ranks, or nodes.
         check_finite: Whether a gradient that is not finite drops the step. With `dgc` it always does, since it would
             spoil a residual for ever.
 
@@ -60,7 +63,10 @@ class GradientMean:
         self._params = dict(params)
         self._names = list(self._params)
         self._dgc = dgc
-        self._trainers = group.size if num_trainers is None else check.integer("num_trainers", num_trainers, at_least=1)
+        sources = group if dgc is None else _agreed_sources(group, dgc)
+        trainers = sources.size if num_trainers is None else num_trainers
+        self._trainers = check.integer("num_trainers", trainers, at_least=1)
+        self._nodes_compared = False
         self._bytes_sent = 0
         self._step = 0
         self._exchange = GradientExchange(
@@ -69,6 +75,8 @@ class GradientMean:
             value_bits=32 if dgc is None else dgc.value_bits,
             propose=self._propose,
             check_dense=check_finite or dgc is not None,
+            sources=sources,
+            exchange=GATHER if dgc is None else dgc.exchange,
         )
         self.residuals = {} if dgc is None else {n: _zeros(dgc, p) for n, p in params.items() if dgc.compresses(p)}
 
@@ -108,12 +116,15 @@ class GradientMean:
         """
         misuse = self._misuse(grads)
         own = {} if misuse else {key: grads[name] for key, name in enumerate(self._names) if name in grads}
-        before = self._exchange.group.bytes_sent
+        before = self._exchange.sources.bytes_sent
         self._step = step
         try:
+            if isinstance(self._exchange.sources, Nodes) and not self._nodes_compared:
+                make_common_(self.residuals, self._exchange.sources)
+                self._nodes_compared = True
             done = self._exchange.exchange(step, own, overflow=overflow, misuse=misuse)
         finally:
-            self._bytes_sent += self._exchange.group.bytes_sent - before
+            self._bytes_sent += self._exchange.sources.bytes_sent - before
         return None if done is None else {self._names[key]: self._mean(key, grad, done) for key, grad in own.items()}
 
     def state_dict(self) -> dict[str, Any]:
@@ -148,6 +159,7 @@ class GradientMean:
                 )
         for name, residual in self.residuals.items():
             residual.copy_(narrowed(came[name], residual.dtype))
+        self._nodes_compared = False
         self.drops.total, self.drops.in_a_row, self._bytes_sent = total, in_a_row, bytes_sent
 
     def _misuse(self, grads: Mapping[str, Tensor]) -> str | None:
@@ -185,11 +197,20 @@ class GradientMean:
         residual = self.residuals[name].view(-1)
         indices, sent = done.sent(key)
         seed = rounding_seed(self._step, key)
-        commit_(self._contribution(param, grad), residual, None, indices, sent, _FOLD, seed=seed)
+        commit_(self._contribution(param, done.gradient(key, grad)), residual, None, indices, sent, _FOLD, seed=seed)
+        done.add_kept_(key, residual)
         indices, values = done.sparse_mean(key, state_dtype(param))
         mean = torch.zeros_like(residual, dtype=values.dtype)
         mean[indices] = values
         return mean.view(param.shape)
+
+
+def _agreed_sources(group: Group, dgc: DGC) -> Sources:
+    """Who counts as one source, once all ranks have said the same."""
+    width, _ = node_size_of(group, dgc.node_size)
+    if dgc.node_size is None:  # else it is a part of dgc
+        require_agreement(group, {"ranks of a node": width}, what="comparing nodes")
+    return sources_of(group, width)
 
 
 def _zeros(dgc: DGC, param: Tensor) -> Tensor:

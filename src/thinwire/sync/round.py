@@ -7,10 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.comm import Group, Pending
+from thinwire.comm import Pending, Sources
 from thinwire.core.feedback import Proposal
 from thinwire.core.merge import sum_sparse
 from thinwire.core.message import Layout, Slot, pack, pack_nonfinite, unpack
+from thinwire.sync.split_flight import SplitFlight
+from thinwire.sync.traffic import GATHER, SPLIT, chosen_exchange
 
 __all__ = ["Round", "SparseGradient"]
 
@@ -31,7 +33,13 @@ class _Flight:
     keys: list[int]
     pending: Pending[Tensor]
     layout: Layout | None = None
+    split: SplitFlight | None = None
+    dtypes: list[torch.dtype] = field(default_factory=list)
     shapes: list[torch.Size] = field(default_factory=list)
+
+    def go_on(self, arrived: Tensor) -> Pending[Tensor]:
+        """The second round, where there is one."""
+        return Pending(lambda: arrived) if self.split is None else self.split.forward(arrived, self.dtypes)
 
 
 class Round:
@@ -41,18 +49,33 @@ class Round:
     every message. Nothing is written but this object, so that a failed exchange leaves no trace.
 
     Communication: per bucket one all-gather of equally long messages (where it has sparse tensors) and one all-reduce
-    per dtype (where it has dense ones).
+    per dtype (where it has dense ones). With `exchange="split"` an exchange of parts takes the place of the all-gather,
+    and `finish` adds an all-gather of sums. Where `group` is `Nodes`, all ranks of a node must launch the same bits.
     """
 
-    def __init__(self, group: Group, *, step: int, value_bits: int, row_sparse: Collection[int] = frozenset()) -> None:
+    def __init__(
+        self,
+        group: Sources,
+        *,
+        step: int,
+        value_bits: int,
+        row_sparse: Collection[int] = frozenset(),
+        exchange: str = GATHER,
+    ) -> None:
         self.step = step
         self.row_sparse = row_sparse
         """Tensors whose gradient is row-sparse on some rank; they travel densely."""
+        self.node_means: dict[int, Tensor] = {}
+        """The gradients that were folded in, where they are means over a node and not the rank's own."""
+        self.sum_non_finite: int | None = None
+        """The first tensor of which a sum over the sources is not finite, once finished."""
         self._group = group
         self._value_bits = value_bits
+        self._exchange = exchange
         self._flights: list[_Flight] = []
         self._sent: dict[int, tuple[Tensor, Tensor]] = {}
         self._parts: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
         self._dense: dict[int, Tensor] = {}
 
     @property
@@ -73,6 +96,9 @@ class Round:
 
     def _launch_sparse(self, bucket: int, sparse: Mapping[int, SparseGradient]) -> None:
         layout = Layout(tuple(Slot(item.numel, item.k) for item in sparse.values()), self._value_bits)
+        if chosen_exchange(self._exchange, layout, self._group.size) == SPLIT:
+            self._launch_split(bucket, sparse, layout)
+            return
         bad = [place for place, item in enumerate(sparse.values()) if not item.proposal.finite]
         if bad:
             device = next(iter(sparse.values())).proposal.values.device
@@ -84,6 +110,19 @@ class Round:
                 self._sent[key] = (indices, values)
         pending = self._group.gather(message, what=f"gathering messages of step {self.step}, bucket {bucket}")
         self._flights.append(_Flight(bucket, list(sparse), pending, layout=layout))
+
+    def _launch_split(self, bucket: int, sparse: Mapping[int, SparseGradient], layout: Layout) -> None:
+        flight = SplitFlight(self._group, layout, step=self.step, bucket=bucket)
+        values = [item.proposal.values for item in sparse.values()]
+        bad = [place for place, item in enumerate(sparse.values()) if not item.proposal.finite]
+        if bad:
+            pending = flight.launch_nonfinite(bad[0], values[0].device)
+        else:
+            parts = [(item.proposal.indices, item.proposal.values) for item in sparse.values()]
+            pending, sent = flight.launch(parts)
+            self._sent.update(zip(sparse, sent, strict=True))
+        dtypes = [torch.promote_types(v.dtype, torch.float32) for v in values]
+        self._flights.append(_Flight(bucket, list(sparse), pending, layout=layout, split=flight, dtypes=dtypes))
 
     def _launch_dense(self, bucket: int, dense: Mapping[int, Tensor]) -> None:
         flat = torch.cat([grad.reshape(-1) for grad in dense.values()])
@@ -102,17 +141,32 @@ class Round:
             PeerLost, PeerStalled: See `Group`.
         """
         arrived = [flight.pending.wait() for flight in self._flights]  # all first: no rank may leave others waiting
+        onward = [flight.go_on(tensor) for flight, tensor in zip(self._flights, arrived, strict=True)]
+        arrived = [pending.wait() for pending in onward]
         for flight, tensor in zip(self._flights, arrived, strict=True):
             if flight.layout is None:
                 self._split_dense(flight, tensor)
+            elif flight.split is not None:
+                self._read_sums(flight, flight.split, tensor)
             else:
                 self._read_messages(flight, flight.layout, tensor)
 
     def _read_messages(self, flight: _Flight, layout: Layout, rows: Tensor) -> None:
         for source, row in enumerate(rows):
-            message = unpack(layout, row, step=self.step, bucket=flight.bucket, source=source)
+            rank = source * self._group.node_size
+            message = unpack(layout, row, step=self.step, bucket=flight.bucket, source=rank)
             for key, part in zip(flight.keys, message.parts, strict=False):  # no parts in one that says "not finite"
                 self._parts.setdefault(key, []).append(part)
+
+    def _read_sums(self, flight: _Flight, split: SplitFlight, rows: Tensor) -> None:
+        for key, entries in zip(flight.keys, split.read(rows), strict=True):
+            if entries is not None:
+                self._parts[key] = [entries]
+        if split.not_finite is not None and self.sum_non_finite is None:
+            self.sum_non_finite = flight.keys[split.not_finite]
+        for key, kept in zip(flight.keys, split.kept, strict=False):  # nothing is kept of what is not finite
+            if kept is not None:
+                self._kept[key] = kept
 
     def _split_dense(self, flight: _Flight, total: Tensor) -> None:
         mean = total.div_(self._group.size)
@@ -125,14 +179,24 @@ class Round:
         return key in self._sent
 
     def sent(self, key: int) -> tuple[Tensor, Tensor]:
-        """Indices (k,) and float32 values (k,) that this rank gave to the others, as they decode them."""
+        """Indices (j,) and float32 values (j,) that this rank gave to the others, as they decode them; j at most k."""
         return self._sent[key]
 
+    def gradient(self, key: int, own: Tensor) -> Tensor:
+        """The gradient that this rank's source folds in: its own, or the mean over its node."""
+        return self.node_means.get(key, own)
+
+    def add_kept_(self, key: int, residual: Tensor) -> None:
+        """Add to a flat `residual` what this rank's source keeps of the sum over the sources, with "split"."""
+        if key in self._kept:
+            indices, values = self._kept[key]
+            residual[indices] += values.to(residual.dtype)
+
     def sparse_mean(self, key: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Indices (u,) ascending and values (u,) of the mean over the ranks, added in rank order; zero elsewhere."""
+        """Indices (u,) ascending and values (u,) of the mean over the sources, added in their order; zero elsewhere."""
         indices, total = sum_sparse(self._parts[key], dtype)
         return indices, total.div_(self._group.size)
 
     def dense_mean(self, key: int) -> Tensor:
-        """The mean over the ranks, in the gradient's shape and dtype (float32 for float16)."""
+        """The mean over the sources, in the gradient's shape and dtype (float32 for float16)."""
         return self._dense[key]

@@ -1,0 +1,184 @@
+"""Ranks that share a node, taken together: only one of them speaks to other nodes."""
+
+import atexit
+import contextlib
+import os
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.comm.group import Group, Pending, new_group
+
+__all__ = ["Nodes", "Sources", "node_size_of", "require_divisor", "sources_of"]
+
+
+class Nodes:
+    """A group whose members are nodes of `node_size` consecutive ranks; `rank` and `size` count nodes.
+
+    `gather`, `deal` and `sum_` have the meaning of `Group`'s: each node gives once, by its first rank, the leader, and
+    every rank of every node gets the result. What the ranks of a node give must be the same bits on all of them.
+
+    Attributes:
+        everybody: All ranks.
+        inner: The ranks of this node.
+        node_size: Ranks to a node, at least 2.
+        rank: Number of this node, from 0.
+        size: Nodes.
+
+    Communication: making the first one over a group is collective over it. A result is launched between the leaders at
+    once; `wait` broadcasts it inside the node, so all ranks of a node must wait in the same order.
+    Failure: as for `Group`; a leader that fails leaves, and its node with it.
+    """
+
+    def __init__(self, everybody: Group, node_size: int) -> None:
+        self.everybody = everybody
+        self.node_size = node_size
+        self.rank, place = divmod(everybody.rank, node_size)
+        self.size = everybody.size // node_size
+        inner, leaders = _groups_of(self)
+        self.inner = Group.over_private(inner, everybody.timeout_s)
+        self._crossing: Group | None = None
+        if place == 0:
+            self._crossing = Group.over_private(leaders, everybody.timeout_s) if leaders else _Alone(everybody)
+
+    @property
+    def bytes_sent(self) -> int:
+        """What this rank gave to exchanges of all kinds, inside its node too."""
+        return self.everybody.bytes_sent + self.inner.bytes_sent + self.bytes_between_nodes
+
+    @property
+    def bytes_received(self) -> int:
+        """What came to this rank, from its node too."""
+        crossed = 0 if self._crossing is None else self._crossing.bytes_received
+        return self.everybody.bytes_received + self.inner.bytes_received + crossed
+
+    @property
+    def bytes_between_nodes(self) -> int:
+        """What this rank gave to exchanges between the nodes, agreements aside; 0 where it is no leader."""
+        return 0 if self._crossing is None else self._crossing.bytes_sent
+
+    def gather(self, message: Tensor, *, what: str) -> Pending[Tensor]:
+        """See `Group.gather`: shape (size, B), row n from node n."""
+        crossed = None if self._crossing is None else self._crossing.gather(message, what=what)
+        return self._shared(crossed, lambda: message.new_empty((self.size, message.numel())), what)
+
+    def deal(self, parts: Tensor, lengths: Sequence[int], *, what: str) -> Pending[Tensor]:
+        """See `Group.deal`: shape (size, lengths[rank]), row n from node n."""
+        crossed = None if self._crossing is None else self._crossing.deal(parts, lengths, what=what)
+        return self._shared(crossed, lambda: parts.new_empty((self.size, lengths[self.rank])), what)
+
+    def sum_(self, buffer: Tensor, *, what: str) -> Pending[Tensor]:
+        """See `Group.sum_`: the sum over the nodes, whose ranks all give the same `buffer`."""
+        crossed = None if self._crossing is None else self._crossing.sum_(buffer, what=what)
+        return self._shared(crossed, lambda: buffer, what)
+
+    def _shared(self, crossed: Pending[Tensor] | None, place: Callable[[], Tensor], what: str) -> Pending[Tensor]:
+        """What the leader gets from other nodes, on all ranks of this node."""
+
+        def finish() -> Tensor:
+            result = place() if crossed is None else crossed.wait()
+            return self.inner.broadcast_(result, what=f"{what}, inside the node").wait()
+
+        return Pending(finish)
+
+
+Sources = Group | Nodes
+"""Those who exchange: ranks, or nodes of ranks."""
+
+
+class _Alone(Group):
+    """The leader of the only node."""
+
+    def __init__(self, everybody: Group) -> None:
+        self.bytes_sent = self.bytes_received = 0
+        self.timeout_s = everybody.timeout_s
+        self.rank, self.size = 0, 1
+        self._holder = []
+        self._store = None
+
+
+def node_size_of(group: Group, node_size: int | None) -> tuple[int, str]:
+    """How many consecutive ranks of a group share a node, and why, in words.
+
+    Args:
+        group: The ranks that exchange.
+        node_size: What the user said; None to follow the launcher: `LOCAL_WORLD_SIZE`, where the group has at least two
+            nodes and every one of them has that many of its ranks, else 1.
+
+    Returns:
+        A divisor of the group's size, and the reason.
+
+    Raises:
+        ValueError: `node_size` does not divide the size of the group.
+    """
+    if node_size is None:
+        return _launched_size(group)
+    require_divisor(node_size, group.size)
+    return node_size, f"node_size={node_size} was given"
+
+
+def require_divisor(node_size: int | None, ranks: int) -> None:
+    """Raise `ValueError` where ranks do not fall into nodes of the size that was given."""
+    if node_size is not None and ranks % node_size:
+        raise ValueError(
+            f"node_size={node_size} does not divide the {ranks} ranks that exchange: give a divisor of "
+            f"{ranks}, or 1 to make every rank a source of its own"
+        )
+
+
+def sources_of(group: Group, node_size: int) -> Sources:
+    """The group itself where every rank counts, else its nodes; collective over the group the first time.
+
+    Raises:
+        PeerLost, PeerStalled: A rank died or did not come while the process groups were made.
+    """
+    return group if node_size == 1 else Nodes(group, node_size)
+
+
+def _launched_size(group: Group) -> tuple[int, str]:
+    said = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if not (said.isascii() and said.isdigit() and int(said) > 1):
+        return 1, "LOCAL_WORLD_SIZE, which torchrun sets, names no second rank of a machine"
+    local = int(said)
+    if group.size < 2 * local:
+        return 1, f"the {group.size} ranks do not fill two machines of LOCAL_WORLD_SIZE={local} ranks"
+    agents, ranks = os.environ.get("GROUP_WORLD_SIZE", ""), os.environ.get("WORLD_SIZE", "")
+    if agents.isdigit() and ranks.isdigit() and int(agents) * local != int(ranks):
+        return 1, f"the {agents} machines of this job do not all have LOCAL_WORLD_SIZE={local} ranks"
+    machines = [rank // local for rank in group.global_ranks]
+    blocks = [set(machines[at : at + local]) for at in range(0, len(machines), local)]
+    whole = len(machines) % local == 0 and all(len(block) == 1 for block in blocks)
+    if not whole or len(set.union(*blocks)) < len(blocks):
+        return 1, f"the ranks that exchange are not whole machines of LOCAL_WORLD_SIZE={local} consecutive ranks"
+    return local, f"LOCAL_WORLD_SIZE={local} and {len(blocks)} machines"
+
+
+_Holder = list[dist.ProcessGroup]
+_shared: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[_Holder, _Holder]]]" = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _groups_of(nodes: Nodes) -> tuple[_Holder, _Holder]:
+    """The process groups of this node and of the leaders, made once, in lists that are emptied at exit."""
+    everybody, width = nodes.everybody, nodes.node_size
+    made = _shared.setdefault(everybody._private, {})
+    if width not in made:
+        ranks, first = everybody.global_ranks, nodes.rank * width
+        inner = [new_group(ranks[first : first + width], everybody.timeout_s)]
+        crossing = nodes.size > 1 and everybody.rank == first
+        made[width] = inner, [new_group(ranks[::width], everybody.timeout_s)] if crossing else []
+    return made[width]
+
+
+@atexit.register
+def _release_nodes() -> None:
+    """Let go of the groups before those that they were made over; for the reason see `thinwire.comm.group`."""
+    for holder in [each for made in list(_shared.values()) for pair in made.values() for each in pair]:
+        for group in holder:
+            if dist.is_initialized():
+                with contextlib.suppress(ValueError, AssertionError):  # it belongs to a world that was destroyed before
+                    dist.destroy_process_group(group)
+        holder.clear()

@@ -1,0 +1,124 @@
+"""How much an exchange moves, counted from the layouts that make its messages, before anything is sent."""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from thinwire.core.message import Layout
+from thinwire.core.split import split_plan
+
+__all__ = ["EXCHANGES", "GATHER", "SPLIT", "Traffic", "between_sources", "busiest", "chosen_exchange", "inside_node"]
+
+GATHER, SPLIT = "gather", "split"
+EXCHANGES = ("auto", GATHER, SPLIT)
+_WORTH = 2
+"""How many times fewer bytes the split exchange must move to be chosen: it passes on k sums, where a gather passes on
+the entries of all, and waits for the wire twice."""
+
+
+class Traffic(NamedTuple):
+    """What one rank gives to exchanges and gets from them; own messages are given, and not received.
+
+    An entry is room for one, which is what travels. A gathered message is given once, whoever carries it to whom.
+    """
+
+    entries_sent: int
+    entries_received: int
+    bytes_sent: int
+    bytes_received: int
+
+    @property
+    def entries(self) -> int:
+        """In both directions."""
+        return self.entries_sent + self.entries_received
+
+    @property
+    def bytes(self) -> int:
+        """In both directions."""
+        return self.bytes_sent + self.bytes_received
+
+
+def between_sources(layout: Layout, sources: int, exchange: str, source: int) -> Traffic:
+    """What one source sends and receives for one message of this layout.
+
+    Args:
+        layout: Of the message, as every source would send it to all.
+        sources: W, at least 1.
+        exchange: "gather" or "split"; one source alone gathers.
+        source: Which of the sources, from 0; with "split" they differ a little.
+
+    Returns:
+        Agreements and dense tensors aside.
+    """
+    if exchange == GATHER or sources == 1:
+        k, others = _entries(layout), sources - 1
+        return Traffic(k, others * k, layout.nbytes, others * layout.nbytes)
+    return _split(layout, sources)[source]
+
+
+@lru_cache(maxsize=256)
+def busiest(layout: Layout, sources: int, exchange: str) -> Traffic:
+    """The traffic of the source that moves most bytes."""
+    if exchange == GATHER or sources == 1:
+        return between_sources(layout, sources, GATHER, 0)
+    return max(_split(layout, sources), key=lambda traffic: traffic.bytes)
+
+
+def chosen_exchange(exchange: str, layout: Layout, sources: int) -> str:
+    """Which of "gather" and "split" is used, the same on all sources.
+
+    Args:
+        exchange: "gather", "split" or "auto": split where a source then moves at most half of the bytes.
+        layout: Of the message.
+        sources: W, at least 1; one source alone always gathers.
+    """
+    if sources == 1:
+        return GATHER
+    if exchange != "auto":
+        return exchange
+    ways = (busiest(layout, sources, way).bytes for way in (GATHER, SPLIT))
+    return SPLIT if next(ways) >= _WORTH * next(ways) else GATHER
+
+
+def inside_node(layout: Layout, sources: int, exchange: str, node: int, *, leader: bool, grad_bytes: int) -> Traffic:
+    """What one rank of a node sends and receives inside its node for one message of this layout.
+
+    Args:
+        layout: Of the message.
+        sources: Nodes.
+        exchange: "gather" or "split".
+        node: Which of the nodes.
+        leader: Whether the rank is the one that speaks to other nodes and passes on what comes.
+        grad_bytes: Of the gradients that the ranks of a node average first.
+
+    Returns:
+        The average, given and received whole, and what the leader passes on. Its entries are those of messages.
+    """
+    k = _entries(layout)
+    if exchange == GATHER or sources == 1:
+        entries, nbytes = sources * k, sources * layout.nbytes
+    else:
+        plan = split_plan(layout, sources)
+        entries = sources * _entries(plan.first[node]) + sum(map(_entries, plan.second))
+        nbytes = sources * (plan.first[node].nbytes + plan.row_bytes)
+    sent, received = (1, 0) if leader else (0, 1)
+    return Traffic(sent * entries, received * entries, grad_bytes + sent * nbytes, grad_bytes + received * nbytes)
+
+
+def _entries(layout: Layout) -> int:
+    return sum(slot.k for slot in layout.slots)
+
+
+@lru_cache(maxsize=64)
+def _split(layout: Layout, sources: int) -> list[Traffic]:
+    plan, others = split_plan(layout, sources), sources - 1
+    first, second = list(map(_entries, plan.first)), list(map(_entries, plan.second))
+    first_bytes, row_bytes = [part.nbytes for part in plan.first], plan.row_bytes
+    return [
+        Traffic(
+            sum(first) - first[source] + second[source],
+            others * first[source] + sum(second) - second[source],
+            sum(first_bytes) - first_bytes[source] + row_bytes,
+            others * (first_bytes[source] + row_bytes),
+        )
+        for source in range(sources)
+    ]
