@@ -444,7 +444,7 @@ def launched(rank: int, size: int, environment: dict[str, str], given: int | Non
     kept = {key: os.environ.pop(key, None) for key in ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "WORLD_SIZE")}
     os.environ.update(environment)
     try:
-        return node_size_of(Group(), given)
+        return node_size_of(Group().global_ranks, given)
     finally:
         for key, value in kept.items():
             os.environ.pop(key, None)
@@ -479,7 +479,7 @@ def some_ranks_of_a_machine(rank: int, size: int) -> tuple[int, str] | None:
         return None
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     try:
-        return node_size_of(Group(members), None)
+        return node_size_of(Group(members).global_ranks, None)
     finally:
         del os.environ["LOCAL_WORLD_SIZE"]
 

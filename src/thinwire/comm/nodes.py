@@ -11,7 +11,7 @@ from torch import Tensor
 
 from thinwire.comm.group import Group, Pending, new_group
 
-__all__ = ["Nodes", "Sources", "node_size_of", "require_divisor", "sources_of"]
+__all__ = ["Nodes", "Sources", "job_ranks", "node_size_of", "require_divisor", "sources_of"]
 
 
 class Nodes:
@@ -99,11 +99,17 @@ class _Alone(Group):
         self._store = None
 
 
-def node_size_of(group: Group, node_size: int | None) -> tuple[int, str]:
+def job_ranks() -> list[int]:
+    """All ranks of this job, [0] without a process group; no communication."""
+    joined = dist.is_available() and dist.is_initialized()
+    return list(range(dist.get_world_size())) if joined else [0]
+
+
+def node_size_of(ranks: Sequence[int], node_size: int | None) -> tuple[int, str]:
     """How many consecutive ranks of a group share a node, and why, in words.
 
     Args:
-        group: The ranks that exchange.
+        ranks: Those that exchange, as the whole job counts them, in the order of the group.
         node_size: What the user said; None to follow the launcher: `LOCAL_WORLD_SIZE`, where the group has at least two
             nodes and every one of them has that many of its ranks, else 1.
 
@@ -114,8 +120,8 @@ def node_size_of(group: Group, node_size: int | None) -> tuple[int, str]:
         ValueError: `node_size` does not divide the size of the group.
     """
     if node_size is None:
-        return _launched_size(group)
-    require_divisor(node_size, group.size)
+        return _launched_size(ranks)
+    require_divisor(node_size, len(ranks))
     return node_size, f"node_size={node_size} was given"
 
 
@@ -137,17 +143,17 @@ def sources_of(group: Group, node_size: int) -> Sources:
     return group if node_size == 1 else Nodes(group, node_size)
 
 
-def _launched_size(group: Group) -> tuple[int, str]:
+def _launched_size(ranks: Sequence[int]) -> tuple[int, str]:
     said = os.environ.get("LOCAL_WORLD_SIZE", "")
     if not (said.isascii() and said.isdigit() and int(said) > 1):
         return 1, "LOCAL_WORLD_SIZE, which torchrun sets, names no second rank of a machine"
     local = int(said)
-    if group.size < 2 * local:
-        return 1, f"the {group.size} ranks do not fill two machines of LOCAL_WORLD_SIZE={local} ranks"
-    agents, ranks = os.environ.get("GROUP_WORLD_SIZE", ""), os.environ.get("WORLD_SIZE", "")
-    if agents.isdigit() and ranks.isdigit() and int(agents) * local != int(ranks):
+    if len(ranks) < 2 * local:
+        return 1, f"the {len(ranks)} ranks do not fill two machines of LOCAL_WORLD_SIZE={local} ranks"
+    agents, job = os.environ.get("GROUP_WORLD_SIZE", ""), os.environ.get("WORLD_SIZE", "")
+    if agents.isdigit() and job.isdigit() and int(agents) * local != int(job):
         return 1, f"the {agents} machines of this job do not all have LOCAL_WORLD_SIZE={local} ranks"
-    machines = [rank // local for rank in group.global_ranks]
+    machines = [rank // local for rank in ranks]
     blocks = [set(machines[at : at + local]) for at in range(0, len(machines), local)]
     whole = len(machines) % local == 0 and all(len(block) == 1 for block in blocks)
     if not whole or len(set.union(*blocks)) < len(blocks):

@@ -431,7 +431,7 @@ class DGCMomentum(CommonOptimizer):
         problem: ValueError | None = None
         width = 1
         try:
-            width, _ = node_size_of(group, self.node_size)
+            width, _ = node_size_of(group.global_ranks, self.node_size)
         except ValueError as error:  # the others must hear of it first
             problem = error
         facts = self._common_facts(names, width if problem is None else str(problem))

@@ -1,9 +1,11 @@
 """What a strategy makes one want to know beforehand: settings that do little, risks, and duties of the loop."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from thinwire.comm.nodes import job_ranks, node_size_of
 from thinwire.core.loss_scale import FixedLossScale
+from thinwire.sync.dgc_config import DGC
 
 if TYPE_CHECKING:
     from thinwire.strategy.distributed_strategy import DistributedStrategy
@@ -51,10 +53,61 @@ def _about_exchange(strategy: "DistributedStrategy") -> Iterator[str]:
             "dgc: clipping, weight decay, momentum and Nesterov of an SGD come before the exchange (DGCMomentum); any "
             "other optimizer gets the sparse mean as its gradient"
         )
+    if strategy.dgc is not None:
+        yield from _about_sources(strategy, strategy.dgc)
     if local is not None:
         yield "local updates: between two averagings every rank has parameters of its own; evaluate after flush()"
     if strategy.localsgd is not None and strategy.localsgd.k_steps == 1:
         yield "localsgd: k_steps=1 averages after every step, which saves no communication"
+
+
+def _about_sources(strategy: "DistributedStrategy", dgc: DGC) -> Iterator[str]:
+    """Who counts as one, and how their messages travel."""
+    if strategy.localsgd is not None or strategy.adaptive_localsgd is not None:
+        if dgc.node_size not in (None, 1) or dgc.exchange == "split":
+            yield (
+                f"dgc: node_size={dgc.node_size} and exchange={dgc.exchange!r} are for gradients; averages of local "
+                "updates are gathered from every rank"
+            )
+        return
+    stages = 1 if strategy.pipeline is None else strategy.pipeline.stages
+    ranks = job_ranks()[::stages]
+    if dgc.node_size is None:
+        said = (
+            "dgc: the ranks of a machine average densely and count as one source where torchrun's LOCAL_WORLD_SIZE "
+            "ranks fill two machines or more; on one machine every rank is a source of its own (node_size=None)"
+        )
+    elif dgc.node_size == 1:
+        said = "dgc: every rank is a source of its own, on the same machine or not (node_size=1)"
+    else:
+        peers = "replicas of a stage" if stages > 1 else "ranks"
+        said = (
+            f"dgc: {dgc.node_size} consecutive {peers} share a node, average densely and count as one source "
+            f"(node_size={dgc.node_size}), so {peers} must be a multiple of {dgc.node_size}; N of a local clip is the "
+            "number of nodes"
+        )
+    yield said + _sources_here(ranks, dgc.node_size)
+    yield {
+        "gather": "dgc: every source gets the messages of all others, so bytes grow with sources (exchange='gather')",
+        "split": (
+            "dgc: every source adds up a share of the numbers and passes on the largest sums (exchange='split'): two "
+            "rounds, and no more bytes for more sources; what is not passed on is kept"
+        ),
+        "auto": (
+            "dgc: messages are gathered as long as sources are few, and added up by shares where that moves at most "
+            "half of the bytes, from about 9 sources on (exchange='auto')"
+        ),
+    }[dgc.exchange]
+
+
+def _sources_here(ranks: Sequence[int], node_size: int | None) -> str:
+    if len(ranks) == 1:
+        return ""
+    try:
+        width, why = node_size_of(ranks, node_size)
+    except ValueError as error:
+        return f". But {error}"
+    return f". Here there are {len(ranks) // width} sources of {width} {'ranks' if width > 1 else 'rank'}: {why}"
 
 
 def _about_the_end(strategy: "DistributedStrategy") -> Iterator[str]:

@@ -7,10 +7,13 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from thinwire.core.message import Layout, Slot
+from thinwire.core.select import count_sent
 from thinwire.pipeline.cut import cut
 from thinwire.step.recompute import matches
 from thinwire.strategy.adopt import adopt
 from thinwire.sync.dgc_config import DGC
+from thinwire.sync.traffic import first_split
 
 if TYPE_CHECKING:
     from thinwire.strategy.distributed_strategy import DistributedStrategy
@@ -83,6 +86,19 @@ def _exchanged(strategy: "DistributedStrategy", model: nn.Module, params: Mappin
         groups.setdefault(_way(p, dgc, row_sparse), {})[name] = p
     for way, members in sorted(groups.items()):
         yield f"{way}, {what} {_sized(members)}"
+    if local is None and strategy.pipeline is None and "compressed" in groups:
+        yield _message(dgc, groups["compressed"].values())
+
+
+def _message(dgc: DGC, params: Iterable[Parameter]) -> str:
+    """What one source sends once the sparsity has reached its last level, and from how many on it is split."""
+    slots = tuple(Slot(p.numel(), count_sent(p.numel(), dgc.sparsity[-1])) for p in params)
+    layout = Layout(slots, dgc.value_bits)
+    said = f"a whole message has {sum(slot.k for slot in slots):,} entries in {layout.nbytes:,} bytes"
+    if dgc.exchange != "auto":
+        return said
+    begin = first_split(layout)
+    return f"{said}; sources gather {'however many they are' if begin is None else f'below {begin}, else they split'}"
 
 
 def _way(param: Parameter, dgc: DGC, row_sparse: Collection[Tensor]) -> str:

@@ -207,7 +207,7 @@ class GradientMean:
 
 def _agreed_sources(group: Group, dgc: DGC) -> Sources:
     """Who counts as one source, once all ranks have said the same."""
-    width, _ = node_size_of(group, dgc.node_size)
+    width, _ = node_size_of(group.global_ranks, dgc.node_size)
     if dgc.node_size is None:  # else it is a part of dgc
         require_agreement(group, {"ranks of a node": width}, what="comparing nodes")
     return sources_of(group, width)

@@ -6,7 +6,17 @@ from typing import NamedTuple
 from thinwire.core.message import Layout
 from thinwire.core.split import split_plan
 
-__all__ = ["EXCHANGES", "GATHER", "SPLIT", "Traffic", "between_sources", "busiest", "chosen_exchange", "inside_node"]
+__all__ = [
+    "EXCHANGES",
+    "GATHER",
+    "SPLIT",
+    "Traffic",
+    "between_sources",
+    "busiest",
+    "chosen_exchange",
+    "first_split",
+    "inside_node",
+]
 
 GATHER, SPLIT = "gather", "split"
 EXCHANGES = ("auto", GATHER, SPLIT)
@@ -77,6 +87,11 @@ def chosen_exchange(exchange: str, layout: Layout, sources: int) -> str:
         return exchange
     ways = (busiest(layout, sources, way).bytes for way in (GATHER, SPLIT))
     return SPLIT if next(ways) >= _WORTH * next(ways) else GATHER
+
+
+def first_split(layout: Layout, *, up_to: int = 256) -> int | None:
+    """The smallest number of sources for which "auto" splits messages of this layout; None where there is none."""
+    return next((w for w in range(2, up_to + 1) if chosen_exchange("auto", layout, w) == SPLIT), None)
 
 
 def inside_node(layout: Layout, sources: int, exchange: str, node: int, *, leader: bool, grad_bytes: int) -> Traffic:
