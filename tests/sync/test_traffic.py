@@ -1,0 +1,74 @@
+"""What is counted is what travels; and what the choice between the two exchanges rests on."""
+
+import math
+
+import pytest
+
+from thinwire.core.message import Layout, Slot
+from thinwire.sync.traffic import between_sources, busiest, chosen_exchange, first_split, inside_node
+
+MILLION = 1_000_000
+
+
+def layout_of(numel: int, tensors: int, density: float = 0.001) -> Layout:
+    return Layout((Slot(numel // tensors, max(1, round(numel // tensors * density))),) * tensors, 1)
+
+
+def elias_fano_bytes(n: int, k: int) -> int:
+    low = math.floor(math.log2(n / k))
+    return math.ceil(k * low / 8) + math.ceil((k + ((n - 1) >> low) + 1) / 8)
+
+
+def test_a_gathered_message_is_given_once_and_got_from_all_others() -> None:
+    layout = layout_of(MILLION, 4)
+    nbytes = 32 + 4 * (elias_fano_bytes(250_000, 250) + 4 + math.ceil(250 / 8))
+    assert between_sources(layout, 7, "gather", 3) == (1000, 6000, nbytes, 6 * nbytes)
+
+
+def test_two_sources_deal_each_other_a_half() -> None:
+    """One tensor of 1,000 numbers, of which 100 are sent: a half has room for 100 in round one and for 50 in two."""
+    layout = Layout((Slot(1000, 100),), 32)
+    part, sums = (32 + elias_fano_bytes(500, k) + 4 * k for k in (100, 50))
+    for source in (0, 1):
+        assert between_sources(layout, 2, "split", source) == (150, 150, part + sums, part + sums)
+
+
+@pytest.mark.parametrize("sources", [2, 16, 128, 1024])
+@pytest.mark.parametrize("tensors", [1, 160])
+def test_split_stays_within_six_k_entries_however_many_sources(sources: int, tensors: int) -> None:
+    layout = layout_of(25 * MILLION, tensors)
+    k = sum(slot.k for slot in layout.slots)
+    assert all(between_sources(layout, sources, "split", s).entries <= 6 * k for s in range(0, sources, 7))
+    assert busiest(layout, sources, "gather").entries == sources * k
+
+
+def test_auto_gathers_up_to_eight_and_splits_from_nine_sources() -> None:
+    layout = layout_of(25 * MILLION, 160)
+    assert [chosen_exchange("auto", layout, w) for w in (1, 2, 8, 9, 1024)] == ["gather"] * 3 + ["split"] * 2
+    assert first_split(layout) == 9
+    for sources in (8, 9):
+        ratio = busiest(layout, sources, "gather").bytes / busiest(layout, sources, "split").bytes
+        assert (ratio >= 2) == (sources == 9)
+
+
+def test_one_source_gathers_whatever_is_asked_for() -> None:
+    layout = layout_of(1000, 1, 0.1)
+    assert chosen_exchange("split", layout, 1) == "gather"
+    assert between_sources(layout, 1, "split", 0) == between_sources(layout, 1, "gather", 0)
+
+
+def test_a_short_message_is_not_split_for_its_headers() -> None:
+    tiny = Layout((Slot(16384, 16),), 1)
+    assert chosen_exchange("auto", tiny, 9) == "gather"
+
+
+def test_inside_a_node_the_leader_gives_what_the_others_get() -> None:
+    layout = layout_of(MILLION, 4)
+    for exchange in ("gather", "split"):
+        leader, other = (
+            inside_node(layout, 12, exchange, 5, leader=leads, grad_bytes=4 * MILLION) for leads in (True, False)
+        )
+        assert leader.bytes_sent == other.bytes_received
+        assert leader.bytes_received == other.bytes_sent == 4 * MILLION
+        assert leader.entries_sent == other.entries_received
+    assert inside_node(layout, 12, "gather", 5, leader=False, grad_bytes=0).bytes_received == 12 * layout.nbytes
