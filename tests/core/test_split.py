@@ -12,7 +12,9 @@ from torch import Tensor
 from thinwire.core.message import Layout, Slot, pack, unpack
 from thinwire.core.split import add_up, joined, shares, split_plan
 
-SLOTS = st.lists(st.integers(1, 400).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n))), min_size=1, max_size=6)
+SLOTS = st.lists(
+    st.integers(1, 400).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n))), min_size=1, max_size=6
+)
 
 
 def layout_of(slots: list[tuple[int, int]], bits: int = 32) -> Layout:

@@ -36,8 +36,12 @@ def make_common_(state: Mapping[str, Tensor], nodes: Nodes) -> None:
     answers = nodes.inner.gather_bytes(checksum.to_bytes(4, "little"), what="comparing the state inside the node")
     if len(set(answers)) > 1:
         pending = [
-            nodes.inner.sum_(tensor.contiguous().clone(), what="averaging the state inside the node")
+            nodes.inner.sum_(_wide(tensor).contiguous().clone(), what="averaging the state inside the node")
             for tensor in state.values()
         ]
         for tensor, total in zip(state.values(), pending, strict=True):
             tensor.copy_(total.wait().div_(nodes.node_size))
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor

@@ -11,10 +11,14 @@ from thinwire.comm import Pending, Sources
 from thinwire.core.feedback import Proposal
 from thinwire.core.merge import sum_sparse
 from thinwire.core.message import Layout, Slot, pack, pack_nonfinite, unpack
+from thinwire.core.rounding import rounding_seed, store_
 from thinwire.sync.split_flight import SplitFlight
 from thinwire.sync.traffic import GATHER, SPLIT, chosen_exchange
 
 __all__ = ["Round", "SparseGradient"]
+
+_KEPT = 1 << 31
+"""Added to a tensor's key where what an owner keeps is rounded, for random bits that the commit has not used."""
 
 
 class SparseGradient(NamedTuple):
@@ -190,7 +194,10 @@ class Round:
         """Add to a flat `residual` what this rank's source keeps of the sum over the sources, with "split"."""
         if key in self._kept:
             indices, values = self._kept[key]
-            residual[indices] += values.to(residual.dtype)
+            added = residual[indices].to(values.dtype) + values
+            stored = torch.empty_like(added, dtype=residual.dtype)
+            store_(stored, added, rounding_seed(self.step, key + _KEPT))
+            residual[indices] = stored
 
     def sparse_mean(self, key: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Indices (u,) ascending and values (u,) of the mean over the sources, added in their order; zero elsewhere."""
