@@ -34,8 +34,8 @@ class GradientMean:
     into a residual v <- v + g, sends the k largest entries of v and takes off v what the receivers decode. All other
     tensors, and row-sparse gradients, travel densely.
 
-    **State**: `residuals` by name, in `dgc.state_dtype`, local to the rank, or to the node where `dgc` makes nodes; drop
-    and byte counters.
+    **State**: `residuals` by name, in `dgc.state_dtype`, local to the rank, or common to the ranks of a node; drop and
+    byte counters.
     **Communication** per `reduce`: 24 bytes a rank of agreement before and after, one all-gather of equally long
     messages, one all-reduce per dtype of dense gradients. On one rank the compression happens too.
     **Failure**: an error, or a dropped step, leaves residuals and gradients as they were, on every rank.
