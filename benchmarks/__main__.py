@@ -18,6 +18,7 @@ from benchmarks import report
 SUITE: dict[str, list[str]] = {
     "codec": ["--threads", "2"],
     "optimizers": ["--threads", "2"],
+    "scaling": [],
 }
 """The benchmarks in order, with their arguments."""
 

@@ -56,6 +56,11 @@ def lamb_floor(result: Any) -> float:
     return float(max(r["milliseconds"]["ours"] / r["floor"] for r in result["rows"] if r["method"] == "LAMB"))
 
 
+def split_entries(result: Any) -> float:
+    """Entries sent and received by a source of 1,024, over those of one message."""
+    return float(result["counted"][-1]["split"]["entries"] / result["k"])
+
+
 LIMITS = [
     Limit("DGC fold and select : floor of 5 words", "codec", 2.0, fold("floor")),
     Limit("DGC fold and select : eager `torch.topk` with the same bookkeeping", "codec", 0.1, fold("eager")),
@@ -68,4 +73,5 @@ LIMITS = [
         lamb("timm Lamb", "pytorch_optimizer Lamb"),
     ),
     Limit("LAMB step : `torch.optim.AdamW(fused=True)`", "optimizers", 2.2, lamb("torch AdamW, fused")),
+    Limit("split exchange, entries sent and received of 1,024 sources : k", "scaling", 6.0, split_entries),
 ]

@@ -22,6 +22,7 @@ PAGE = ROOT / "docs" / "performance.md"
 SECTIONS = {
     "codec": "Compression: fold, select, encode, decode",
     "optimizers": "Optimizers: LAMB and LARS",
+    "scaling": "Many sources: gathered messages and sums by shares",
 }
 COMPARISONS = {
     "compare_20mbit_2_workers": "20 Mbit/s, two workers",

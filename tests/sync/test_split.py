@@ -189,7 +189,7 @@ def count(rank: int, size: int, exchange: str, width: int) -> list[tuple[int, ..
     inside = inside_node(layout, size // width, exchange, source, leader=rank % width == 0, grad_bytes=0)
     if width == 1:
         return [(everybody.bytes_sent, everybody.bytes_received), (expected.bytes_sent, expected.bytes_received)]
-    crossing, inner = sources._crossing, sources.inner  # type: ignore[union-attr]
+    crossing, inner = sources.crossing, sources.inner  # type: ignore[union-attr]
     between = (0, 0) if crossing is None else (crossing.bytes_sent, crossing.bytes_received)
     own = (inner.bytes_sent, inner.bytes_received)
     counted = (expected.bytes_sent, expected.bytes_received) if rank % width == 0 else (0, 0)

@@ -26,6 +26,7 @@ class Nodes:
         node_size: Ranks to a node, at least 2.
         rank: Number of this node, from 0.
         size: Nodes.
+        crossing: The leaders, where this rank is one of them.
 
     Communication: making the first one over a group is collective over it. A result is launched between the leaders at
     once; `wait` broadcasts it inside the node, so all ranks of a node must wait in the same order.
@@ -39,9 +40,9 @@ class Nodes:
         self.size = everybody.size // node_size
         inner, leaders = _groups_of(self)
         self.inner = Group.over_private(inner, everybody.timeout_s)
-        self._crossing: Group | None = None
+        self.crossing: Group | None = None
         if place == 0:
-            self._crossing = Group.over_private(leaders, everybody.timeout_s) if leaders else _Alone(everybody)
+            self.crossing = Group.over_private(leaders, everybody.timeout_s) if leaders else _Alone(everybody)
 
     @property
     def bytes_sent(self) -> int:
@@ -51,27 +52,27 @@ class Nodes:
     @property
     def bytes_received(self) -> int:
         """What came to this rank, from its node too."""
-        crossed = 0 if self._crossing is None else self._crossing.bytes_received
+        crossed = 0 if self.crossing is None else self.crossing.bytes_received
         return self.everybody.bytes_received + self.inner.bytes_received + crossed
 
     @property
     def bytes_between_nodes(self) -> int:
         """What this rank gave to exchanges between the nodes, agreements aside; 0 where it is no leader."""
-        return 0 if self._crossing is None else self._crossing.bytes_sent
+        return 0 if self.crossing is None else self.crossing.bytes_sent
 
     def gather(self, message: Tensor, *, what: str) -> Pending[Tensor]:
         """See `Group.gather`: shape (size, B), row n from node n."""
-        crossed = None if self._crossing is None else self._crossing.gather(message, what=what)
+        crossed = None if self.crossing is None else self.crossing.gather(message, what=what)
         return self._shared(crossed, lambda: message.new_empty((self.size, message.numel())), what)
 
     def deal(self, parts: Tensor, lengths: Sequence[int], *, what: str) -> Pending[Tensor]:
         """See `Group.deal`: shape (size, lengths[rank]), row n from node n."""
-        crossed = None if self._crossing is None else self._crossing.deal(parts, lengths, what=what)
+        crossed = None if self.crossing is None else self.crossing.deal(parts, lengths, what=what)
         return self._shared(crossed, lambda: parts.new_empty((self.size, lengths[self.rank])), what)
 
     def sum_(self, buffer: Tensor, *, what: str) -> Pending[Tensor]:
         """See `Group.sum_`: the sum over the nodes, whose ranks all give the same `buffer`."""
-        crossed = None if self._crossing is None else self._crossing.sum_(buffer, what=what)
+        crossed = None if self.crossing is None else self.crossing.sum_(buffer, what=what)
         return self._shared(crossed, lambda: buffer, what)
 
     def _shared(self, crossed: Pending[Tensor] | None, place: Callable[[], Tensor], what: str) -> Pending[Tensor]:
