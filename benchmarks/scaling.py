@@ -121,8 +121,8 @@ def printed(result: dict[str, Any]) -> str:
     width = result["node_size"]
     lines = [
         f"{result['numel']:,} numbers in {result['tensors']} tensors, {result['density']:.1%} sent at one bit: "
-        f"k = {k:,} entries, {message:,} bytes a message. Entries and bytes of the busiest source, sent and received; a "
-        "gathered message counts as sent once, and an entry is room for one.",
+        f"k = {k:,} entries, {message:,} bytes a message. Entries and bytes of the busiest source, sent and received. "
+        "A gathered message counts as sent once, and an entry is room for one.",
         "",
         "| sources | gather: entries | bytes | split: entries | bytes | gather : split, bytes | auto "
         f"| as ranks of nodes of {width}: bytes between nodes |",
