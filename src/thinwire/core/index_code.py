@@ -16,13 +16,18 @@ from torch import Tensor
 from thinwire.core.kernels import for_device
 from thinwire.errors import PayloadCorrupt
 
-__all__ = ["decode_positions", "encode_positions", "position_bytes"]
+__all__ = ["PositionParts", "decode_positions", "encode_positions", "position_bytes", "position_parts"]
 
 
-class _Parts(NamedTuple):
+class PositionParts(NamedTuple):
+    """How a code is divided."""
+
     low_bits: int
+    """Of each position, l."""
     low_bytes: int
+    """Length of the low bits of all positions."""
     high_bytes: int
+    """Length of the bitmap."""
 
 
 def position_bytes(numel: int, k: int) -> int:
@@ -38,7 +43,7 @@ def position_bytes(numel: int, k: int) -> int:
     Raises:
         ValueError: `k` is out of its range.
     """
-    parts = _parts(numel, k)
+    parts = position_parts(numel, k)
     return parts.low_bytes + parts.high_bytes
 
 
@@ -56,7 +61,7 @@ def encode_positions(indices: Tensor, numel: int, k: int) -> Tensor:
     Raises:
         ValueError: More than `k` positions, or one outside [0, numel).
     """
-    parts = _parts(numel, k)
+    parts = position_parts(numel, k)
     count = indices.numel()
     if count > k:
         raise ValueError(f"indices has {count} entries; at most k = {k} fit")
@@ -81,7 +86,7 @@ def decode_positions(code: Tensor, numel: int, k: int) -> Tensor:
     Raises:
         PayloadCorrupt: No sender writes this code: wrong length, too many positions, order, range, padding.
     """
-    parts = _parts(numel, k)
+    parts = position_parts(numel, k)
     nbytes = parts.low_bytes + parts.high_bytes
     if code.numel() != nbytes:
         raise PayloadCorrupt(f"the code of positions has {code.numel()} bytes, expected {nbytes}")
@@ -98,12 +103,13 @@ def decode_positions(code: Tensor, numel: int, k: int) -> Tensor:
     return indices
 
 
-def _parts(numel: int, k: int) -> _Parts:
+def position_parts(numel: int, k: int) -> PositionParts:
+    """How the code of up to `k` positions out of `numel` is divided; arguments and errors as in `position_bytes`."""
     if not 1 <= k <= numel:
         raise ValueError(f"k is {k}; it must be between 1 and numel = {numel}")
     low_bits = (numel // k).bit_length() - 1
     high_bits = k + ((numel - 1) >> low_bits) + 1
-    return _Parts(low_bits, (k * low_bits + 7) // 8, (high_bits + 7) // 8)
+    return PositionParts(low_bits, (k * low_bits + 7) // 8, (high_bits + 7) // 8)
 
 
 def _has_bits_after(code: Tensor, used_bits: int) -> bool:

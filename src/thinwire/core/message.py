@@ -16,11 +16,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from thinwire.core.index_code import decode_positions, encode_positions, position_bytes
-from thinwire.core.kernels import for_device
+from thinwire.core.index_code import decode_positions, encode_positions, position_bytes, position_parts
+from thinwire.core.kernels import for_device, for_lists
 from thinwire.core.value_code import decode_values, encode_values, value_bytes
 from thinwire.errors import PayloadCorrupt
 
@@ -64,6 +65,20 @@ class Layout:
         return HEADER_BYTES + max(payload, _CULPRIT.size)
 
     @cached_property
+    def places(self) -> NDArray[np.int64]:
+        """Shape (slots, 7): of every slot the sizes of its codes and where they begin, for compiled loops.
+
+        The columns are numel, k, low bits of a position, and the bytes of the low bits, the high parts and the values,
+        and the first byte.
+        """
+        rows, at = [], HEADER_BYTES
+        for slot in self.slots:
+            row = (slot.numel, slot.k, *position_parts(slot.numel, slot.k), value_bytes(slot.k, self.value_bits))
+            rows.append((*row, at))
+            at += sum(row[3:])
+        return np.array(rows, np.int64).reshape(-1, 7)
+
+    @cached_property
     def digest(self) -> int:
         """64 bits that stand for the layout in the header."""
         text = f"elias-fano;{self.value_bits};" + ",".join(f"{s.k}/{s.numel}" for s in self.slots) + self.part
@@ -97,6 +112,12 @@ def pack(layout: Layout, step: int, bucket: int, parts: Sequence[tuple[Tensor, T
     """  # noqa: E501 (one line per argument)
     if len(parts) != len(layout.slots):
         raise ValueError(f"parts has {len(parts)} entries; the layout has {len(layout.slots)} slots")
+    lists = for_lists(parts[0][1].device) if parts else None
+    if lists is not None:
+        raw = np.zeros(layout.nbytes, np.uint8)
+        coded = lists.encode_slots(layout.places, parts, layout.value_bits, spare=bool(layout.part), code=raw)
+        if coded is not None:
+            return torch.from_numpy(_stamped(raw, layout, step, bucket, carried=coded[1])), coded[0]
     codes: list[Tensor] = []
     all_sent: list[Tensor] = []
     carried = 0
@@ -179,7 +200,10 @@ def _unpack(layout: Layout, message: Tensor, step: int, bucket: int) -> Unpacked
     if flags == _FLAG_NONFINITE:
         return Unpacked(_CULPRIT.unpack(raw[HEADER_BYTES : HEADER_BYTES + _CULPRIT.size])[0], [])
     _expect("flags", flags, 0)
-    parts = list(_decoded(layout, message))
+    lists = for_lists(message.device)
+    parts = lists.decode_slots(layout.places, np.frombuffer(raw, np.uint8), layout.value_bits) if lists else None
+    if parts is None:
+        parts = list(_decoded(layout, message))
     _expect("number of entries (k)", sum(indices.numel() for indices, _ in parts), carried)
     return Unpacked(None, parts)
 
@@ -203,15 +227,22 @@ def _sealed(
     layout: Layout, step: int, bucket: int, payload: list[Tensor], *, flags: int = 0, carried: int = 0
 ) -> Tensor:
     """The header with its checksum, and the payload."""
+    raw = np.concatenate([np.zeros(HEADER_BYTES, np.uint8), *(part.cpu().numpy() for part in payload)])
+    return torch.from_numpy(_stamped(raw, layout, step, bucket, flags=flags, carried=carried)).to(payload[0].device)
+
+
+def _stamped(
+    raw: NDArray[np.uint8], layout: Layout, step: int, bucket: int, *, flags: int = 0, carried: int = 0
+) -> NDArray[np.uint8]:
+    """`raw` with the header in the place that is left for it at its beginning."""
     if not 0 <= step < 1 << 64:
         raise ValueError(f"step is {step}; it must be in [0, 2^64)")
     if not 0 <= bucket < 1 << 16:
         raise ValueError(f"bucket is {bucket}; it must be in [0, 65536)")
     fields = (_MAGIC, WIRE_VERSION, flags, bucket, step, layout.digest, carried)
-    raw = np.concatenate([np.zeros(HEADER_BYTES, np.uint8), *(part.cpu().numpy() for part in payload)])
     checksum = _checksum(_HEADER.pack(*fields, 0)[:-_CRC_BYTES], raw[HEADER_BYTES:].data)
     _HEADER.pack_into(raw.data, 0, *fields, checksum)
-    return torch.from_numpy(raw).to(payload[0].device)
+    return raw
 
 
 def _checksum(header: bytes | memoryview, payload: memoryview) -> int:
