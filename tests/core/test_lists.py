@@ -3,9 +3,13 @@
 import pytest
 import torch
 
+from thinwire.core import message as message_module
 from thinwire.core.feedback import Fold, FoldRule, commit_, commit_list_, propose, propose_list
 from thinwire.core.kernels import cpu, cpu_lists, for_lists, threads
 from thinwire.core.merge import sum_sparse
+from thinwire.core.message import HEADER_BYTES, Layout, Slot, pack, unpack
+from thinwire.core.value_code import VALUE_BITS
+from thinwire.errors import PayloadCorrupt
 
 CPU = torch.device("cpu")
 SIZES = [1, 2, 63, 64, 65, 129, 1000, 8193, 29_000, 70_000]
@@ -45,6 +49,8 @@ def rule(fold):
 
 
 def same_bits(a, b):
+    if a.numel() == 0:
+        return (a.dtype, a.shape) == (b.dtype, b.shape)
     return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
@@ -133,3 +139,69 @@ def test_the_readable_path_has_no_lists(monkeypatch):
     monkeypatch.setenv("THINWIRE_KERNELS", "reference")
     assert for_lists(CPU) is None
     assert for_lists(torch.device("meta")) is None
+
+
+def parts_of(layout, generator, *, zeros):
+    parts = []
+    for place, slot in enumerate(layout.slots):
+        count = max(0, slot.k - place % 3)
+        values = torch.randn(count, generator=generator)
+        values[:: 3 if zeros else count + 1] = 0
+        if not zeros and count:
+            values[0] = 1.5
+        parts.append((torch.randperm(slot.numel, generator=generator)[:count].sort().values, values))
+    return parts
+
+
+@pytest.mark.parametrize("part", ["", "a share"])
+@pytest.mark.parametrize("bits", VALUE_BITS)
+@pytest.mark.usefixtures("few_threads")
+def test_a_message_is_the_same_however_it_is_coded(bits, part, monkeypatch):
+    slots = tuple(Slot(numel, max(1, numel // divisor)) for numel in SIZES for divisor in (1, 3, 100))
+    layout = Layout(slots, bits, part)
+    for zeros in (False, True):
+        parts = parts_of(layout, torch.Generator().manual_seed(bits), zeros=zeros)
+        message, sent = pack(layout, 3, 1, parts)
+        with monkeypatch.context() as patch:
+            patch.setattr(message_module, "for_lists", lambda device: None)
+            slow_message, slow_sent = pack(layout, 3, 1, parts)
+            slow_parts = unpack(layout, message, step=3, bucket=1, source=0).parts
+        assert torch.equal(slow_message, message)
+        assert all(same_bits(a, b) for a, b in zip(sent, slow_sent, strict=True))
+        read = unpack(layout, message, step=3, bucket=1, source=0).parts
+        for mine, other in zip(read, slow_parts, strict=True):
+            assert mine[0].tolist() == other[0].tolist()
+            assert same_bits(mine[1], other[1])
+
+
+@pytest.mark.parametrize("bits", [1, 4, 32])
+def test_what_one_refuses_the_other_refuses_and_nothing_is_touched_out_of_bounds(bits):
+    """Bytes that pass the checksum and are wrong all the same: the compiled loops leave them to the slow checks."""
+    layout = Layout(tuple(Slot(numel, max(1, numel // 50)) for numel in (60, 700, 3000)), bits)
+    generator = torch.Generator().manual_seed(bits)
+    message, _ = pack(layout, 0, 0, parts_of(layout, generator, zeros=False))
+    refused = 0
+    for _ in range(400):
+        at = int(torch.randint(HEADER_BYTES, layout.nbytes, (), generator=generator))
+        damaged = message.clone()
+        damaged[at] = torch.randint(0, 256, (), generator=generator)
+        fast = cpu_lists.decode_slots(layout.places, damaged.numpy(), bits)
+        try:
+            slow = list(message_module._decoded(layout, damaged))
+        except PayloadCorrupt:
+            assert fast is None
+            refused += 1
+        else:
+            assert fast is not None
+            assert [i.tolist() for i, _ in fast] == [i.tolist() for i, _ in slow]
+            assert all(same_bits(a, b) for (_, a), (_, b) in zip(fast, slow, strict=True))
+    assert refused > 20
+
+
+def test_parts_that_do_not_fit_are_named_by_the_slow_way():
+    layout = Layout((Slot(100, 2), Slot(100, 2)), 1)
+    fine = (torch.tensor([1, 2]), torch.ones(2))
+    with pytest.raises(ValueError, match=r"reach from 1 to 100; allowed is \[0, 100\)"):
+        pack(layout, 0, 0, [fine, (torch.tensor([1, 100]), torch.ones(2))])
+    with pytest.raises(ValueError, match="at most k = 2 fit"):
+        pack(layout, 0, 0, [fine, (torch.tensor([1, 2, 3]), torch.ones(3))])
