@@ -83,10 +83,17 @@ def test_dgc_makes_an_sgd_dgc_momentum_that_trains_as_it_would_have(sgd, lr):
 def test_dgc_settings_arrive():
     net = network()
     dgc = DGC(
-        rampup_begin_step=3, rampup_step=7, sparsity=(0.5, 0.9), local_grad_clip_norm=2.0, min_numel=5, value_bits=8
+        rampup_begin_step=3,
+        rampup_step=7,
+        sparsity=(0.5, 0.9),
+        local_grad_clip_norm=2.0,
+        min_numel=5,
+        value_bits=8,
+        node_size=1,
+        exchange="split",
     )
     new = adopted(net, torch.optim.SGD(net.parameters(), lr=0.1), dgc=dgc).optimizer
-    assert new.value_bits == 8
+    assert (new.value_bits, new.node_size, new.exchange) == (8, 1, "split")
     for key in ("rampup_begin_step", "rampup_step", "sparsity", "local_grad_clip_norm", "min_numel"):
         assert new.param_groups[0][key] == getattr(dgc, key)
 

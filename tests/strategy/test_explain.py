@@ -1,5 +1,7 @@
 """The text that says what a step does: complete, in order, narrow, and true to model and optimizer."""
 
+import contextlib
+import io
 import itertools
 from typing import Any
 
@@ -8,6 +10,7 @@ import torch
 from torch import nn
 
 import thinwire as tw
+from tests.ranks import Pool
 from tests.strategy.test_config import CONFIGS
 from thinwire.strategy.rules import rule_of
 
@@ -68,7 +71,7 @@ def test_the_parts_come_in_the_order_of_a_step(capsys: pytest.CaptureFixture[str
         "25 % from update 201, 0.1 % from 601",
         "8 bits an entry",
         "below 1024 numbers are dense",
-        "limited to 2.5 / sqrt(ranks)",
+        "limited to 2.5 / sqrt(sources)",
         "LAMB in the place of the given Adam: weight decay 0.03, without decay: *.bias",
         "New loss scale: divided by 4 after an overflow, but not below 1, times 4 after 77 good updates",
     ]
@@ -130,6 +133,14 @@ def test_a_pipeline_says_how_ranks_and_batches_must_divide(capsys: pytest.Captur
         ({"localsgd": tw.LocalSGD(1)}, "k_steps=1 averages after every step"),
         ({"pipeline": tw.Pipeline(1, 2)}, "one stage is no pipeline"),
         ({"gradient_merge": tw.GradientMerge(2)}, "the leftovers of a merge"),
+        ({"dgc": tw.DGC()}, "LOCAL_WORLD_SIZE"),
+        ({"dgc": tw.DGC()}, "exchange='auto'"),
+        ({"dgc": tw.DGC(node_size=1, exchange="gather")}, "every rank is a source of its own"),
+        ({"dgc": tw.DGC(node_size=1, exchange="gather")}, "bytes grow with sources (exchange='gather')"),
+        ({"dgc": tw.DGC(node_size=4)}, "ranks must be a multiple of 4"),
+        ({"dgc": tw.DGC(node_size=4), "pipeline": tw.Pipeline(2, 2)}, "replicas of a stage must be a multiple of 4"),
+        ({"dgc": tw.DGC(exchange="split")}, "adds up a share of the numbers"),
+        ({"dgc": tw.DGC(node_size=4), "localsgd": tw.LocalSGD(2)}, "averages of local updates are gathered"),
     ],
     ids=str,
 )
@@ -155,6 +166,26 @@ def test_with_a_model_dense_tensors_have_a_reason(capsys: pytest.CaptureFixture[
     assert "dense, the gradient of 72 numbers in 2 tensors" in text_of(capsys, model)
     compressed = tw.LocalSGD(2, compression=tw.Sparse(0.5))
     assert "compressed, the change of 72 numbers" in text_of(capsys, model, localsgd=compressed)
+
+
+def test_with_a_model_the_message_and_the_choice_of_exchange_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Sequential(nn.Linear(1000, 1000), nn.Linear(1000, 500))
+    assert "1,500 entries in 2,471 bytes; sources gather below 10" in text_of(capsys, model, dgc=tw.DGC())
+    told = text_of(capsys, model, dgc=tw.DGC(exchange="split"))
+    assert "in 2,471 bytes" in told and "below 10" not in told
+
+
+def test_on_ranks_the_sources_are_told(ranks: Pool) -> None:
+    for texts in ranks.run(explained, size=4):
+        assert "Here there are 2 sources of 2 ranks: node_size=2 was given" in texts[0]
+        assert "Here there are 4 sources of 1 rank: LOCAL_WORLD_SIZE" in texts[1]
+        assert "But node_size=3 does not divide the 4 ranks" in texts[2]
+
+
+def explained(rank: int, size: int) -> list[str]:
+    with contextlib.redirect_stdout(io.StringIO()):
+        texts = [tw.DistributedStrategy(dgc=tw.DGC(node_size=n)).explain() for n in (2, None, 3)]
+    return [" ".join(text.split()) for text in texts]
 
 
 def test_with_a_model_stages_and_recomputed_modules_are_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,6 +29,11 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     ),
     "amp, merge, dgc": (("amp", "gradient_merge", "dgc"), {"gradient_merge": tw.GradientMerge(3)}),
     "pipeline, amp, dgc": (("amp", "pipeline", "dgc"), {}),
+    "dgc, split": (("dgc",), {"dgc": tw.DGC(1, sparsity=(0.75,), min_numel=64, exchange="split")}),
+    "pipeline, merge, dgc in one node": (
+        ("pipeline", "gradient_merge", "dgc"),
+        {"dgc": tw.DGC(1, sparsity=(0.75,), min_numel=64, node_size=2)},
+    ),
     "pipeline, merge, localsgd": (("pipeline", "gradient_merge", "localsgd"), {}),
 }
 MICROSTEPS = 11
@@ -92,6 +97,11 @@ RESHARD: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "dgc": (("dgc",), {"dgc": tw.DGC(sparsity=(0.9,), min_numel=64)}),
     "dgc under lamb": (("dgc", "lamb"), {"dgc": tw.DGC(sparsity=(0.9,), min_numel=64)}),
     "dgc in bfloat16": (("dgc",), {"dgc": tw.DGC(sparsity=(0.9,), min_numel=64, state_dtype="bfloat16")}),
+    "dgc in nodes": (("dgc",), {"dgc": tw.DGC(sparsity=(0.9,), min_numel=64, node_size=2)}),
+    "dgc in nodes, split, under lamb": (
+        ("dgc", "lamb"),
+        {"dgc": tw.DGC(sparsity=(0.9,), min_numel=64, node_size=2, exchange="split")},
+    ),
     "sparse local": (("localsgd",), {"localsgd": tw.LocalSGD(2, compression=tw.Sparse(0.9, decay=1.0))}),
     "between averagings": (("localsgd",), {"localsgd": tw.LocalSGD(5)}),
     "in a merge": (("gradient_merge",), {"gradient_merge": tw.GradientMerge(4)}),

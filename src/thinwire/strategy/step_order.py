@@ -88,7 +88,7 @@ def _exchange(strategy: "DistributedStrategy") -> str:
     peers = "the replicas of a stage" if strategy.pipeline is not None else "all ranks"
     dgc = strategy.dgc
     if _local(strategy) is not None:
-        limit = _limit(dgc) if dgc is not None else ""
+        limit = _limit(dgc, "rank") if dgc is not None else ""
         return f"No exchange of gradients: each rank updates on its own{limit}"
     drop = ". A gradient that is not finite, on any rank, drops the update on all" if _checked(strategy) else ""
     if dgc is None:
@@ -96,7 +96,7 @@ def _exchange(strategy: "DistributedStrategy") -> str:
     return (
         f"Exchange between {peers}, by dgc: {_from_begin(dgc)}gradients accumulate, and of each tensor the largest "
         f"{_ramp(dgc)} are sent, {_bits(dgc.value_bits)} an entry; the rest is kept. Tensors below {dgc.min_numel} "
-        f"numbers are dense{_limit(dgc)}{drop}"
+        f"numbers are dense{_limit(dgc, 'source')}{drop}"
     )
 
 
@@ -206,9 +206,9 @@ def _bits(bits: int) -> str:
     return f"{bits} {_plural('bit', bits)}"
 
 
-def _limit(dgc: DGC) -> str:
+def _limit(dgc: DGC, who: str) -> str:
     limit = dgc.local_grad_clip_norm
-    return "" if limit is None else f"; a rank's share of a compressed tensor is limited to {limit:g} / sqrt(ranks)"
+    return "" if limit is None else f"; a {who}'s share of a compressed tensor is limited to {limit:g} / sqrt({who}s)"
 
 
 def _excluded(patterns: Sequence[str]) -> str:
