@@ -27,10 +27,11 @@ from thinwire.optim.base import CommonOptimizer
 from thinwire.optim.two_phase import ParamGrad
 from thinwire.schedules import Schedule, sparsity_at
 from thinwire.sync.dgc_config import compressible
-from thinwire.sync.exchange import GradientExchange
+from thinwire.sync.exchange import GradientExchange, Verdict
 from thinwire.sync.local_limit import limited
 from thinwire.sync.node_state import make_common_
 from thinwire.sync.round import Round, SparseGradient
+from thinwire.sync.steady import Steady
 from thinwire.sync.traffic import EXCHANGES
 
 __all__ = ["Attached", "DGCMomentum"]
@@ -104,6 +105,7 @@ class DGCMomentum(CommonOptimizer):
     _exchange: GradientExchange | None = None
     _attached: "Attached | None" = None
     _cached_listing: _Listing | None = None
+    _buckets: Sequence[Sequence[Tensor]] = ()
     _inverse_scale = 1.0
     _dense_bytes = 0
     _nodes_compared = False
@@ -215,6 +217,54 @@ class DGCMomentum(CommonOptimizer):
         tap = tap_buckets(ddp, self._joined().group, self._launch_bucket)
         self._attached = Attached(self, tap)
         return self._attached
+
+    def cut(self, buckets: Sequence[Sequence[Tensor]]) -> None:
+        """Which parameters travel together from now on, for whoever calls `launch`; the same on all ranks."""
+        self._buckets = buckets
+        if self._exchange is not None:
+            self._exchange.buckets = self._bucket_keys()
+
+    @property
+    def steady(self) -> frozenset[Tensor] | None:
+        """The parameters that `launch` may send, all of them; None while ranks have to agree first."""
+        exchange, listing = self._exchange, self._listing
+        if exchange is None or exchange.names != listing.names or exchange.steady.keys is None:
+            return None
+        return frozenset(listing.params[key] for key in exchange.steady.keys)
+
+    @torch.no_grad()
+    def launch(self, bucket: int, grads: Mapping[Tensor, Tensor]) -> None:
+        """Send one bucket of the next step before all gradients are there; in the same order on all ranks.
+
+        Args:
+            bucket: Its number, from 0.
+            grads: This rank's own gradients by parameter, dense, as `step` will find them.
+
+        Raises:
+            PeerLost, PeerStalled: See `thinwire.errors`.
+        """
+        assert self._exchange is not None, "steady was not None"
+        self._compare_nodes(self._exchange)
+        self._exchange.launch_bucket(self.position, bucket, self._signed(grads))
+
+    @torch.no_grad()
+    def settle(self, grads: Mapping[Tensor, Tensor], **told: Any) -> Verdict:
+        """Wait for what was launched and agree what becomes of it, before `step`; see `GradientExchange.settle`."""
+        assert self._exchange is not None, "steady was not None"
+        keys = self._listing.keys
+        return self._exchange.settle(self.position, {keys[p]: g for p, g in grads.items() if p in keys}, **told)
+
+    def release(self) -> None:
+        """Forget what was settled and not taken."""
+        assert self._exchange is not None, "steady was not None"
+        self._exchange.release()
+        self._forget()
+
+    def abandon(self, reason: str) -> None:
+        """Leave a step half-way; nothing can be exchanged any more."""
+        assert self._exchange is not None, "steady was not None"
+        self._exchange.abandon(reason)
+        self._forget()
 
     def stats(self) -> dict[str, Any]:
         """This rank so far: `step`, `bytes_sent` with headers, `bytes_dense`, `ratio`, `dropped_steps`.
@@ -364,13 +414,14 @@ class DGCMomentum(CommonOptimizer):
         if self._attached.deferred:
             return
         self._compare_nodes(self._exchange)
-        keys = self._listing.keys
         with torch.no_grad():
-            signed = {
-                keys[p]: -g if self._facts(p).group["maximize"] else g for p, g in zip(params, grads, strict=True)
-            }
+            signed = self._signed(dict(zip(params, grads, strict=True)))
             self._exchange.launch_bucket(self.position, bucket, signed)
             self._samples.update({key: _sample(grad) for key, grad in signed.items()})
+
+    def _signed(self, grads: Mapping[Any, Tensor]) -> dict[int, Tensor]:
+        keys = self._listing.keys
+        return {keys[p]: -g if self._facts(p).group["maximize"] else g for p, g in grads.items()}
 
     def _apply(self, param: Tensor, grad: Tensor, done: Round, key: int, rate: float) -> None:
         # what decides here must be common to all ranks: one of them may hold a row-sparse gradient, another a dense one
@@ -440,8 +491,9 @@ class DGCMomentum(CommonOptimizer):
             raise problem
         if self._exchange is not None:
             self._exchange.names = list(names)
+            self._exchange.buckets, self._exchange.steady = self._bucket_keys(), Steady()
             return self._exchange
-        return GradientExchange(
+        made = GradientExchange(
             group,
             names,
             value_bits=self.value_bits,
@@ -449,6 +501,12 @@ class DGCMomentum(CommonOptimizer):
             sources=sources_of(group, width),
             exchange=self.exchange,
         )
+        made.buckets = self._bucket_keys()
+        return made
+
+    def _bucket_keys(self) -> list[list[int]]:
+        keys = self._listing.keys
+        return [[keys[p] for p in bucket if p in keys] for bucket in self._buckets]
 
     def _state_by_name(self) -> dict[str, Tensor]:
         """Momentum and residuals that there are, in the order of the exchange."""

@@ -54,6 +54,24 @@ class GradientSum:
         self.microsteps += 1
 
     @torch.no_grad()
+    def preview(self, name: str, grad: Tensor | None, factor: float = 1.0, avg: bool = True) -> Tensor | None:
+        """What `take` will give for one parameter if `grad` is added and no microstep follows; nothing changes.
+
+        Args:
+            name: Of the parameter.
+            grad: As in `add`; None for no gradient in this microstep.
+            factor: As in `add`.
+            avg: As in `take`.
+
+        Returns:
+            A new tensor, or the very one of the sum where nothing is added; None for a parameter without any gradient.
+        """
+        total = self._sums.get(name)
+        if grad is not None:
+            total = _added(None if total is None else total.clone(), grad, factor)
+        return total if total is None or not avg or self.microsteps == 0 else total / (self.microsteps + 1)
+
+    @torch.no_grad()
     def take(self, avg: bool = True) -> dict[str, Tensor]:
         """The merged gradients by name; the sum stays as it is until `clear`.
 

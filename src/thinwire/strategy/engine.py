@@ -21,6 +21,8 @@ from thinwire.step.merge import GradientSum
 from thinwire.strategy import saving
 from thinwire.strategy.exchanges import Exchange
 from thinwire.strategy.moving_buffers import MovingBuffers
+from thinwire.strategy.overlap import Overlap
+from thinwire.sync.exchange import Verdict
 
 __all__ = ["Engine", "Parts"]
 
@@ -44,6 +46,8 @@ class Parts:
     merge: GradientSum | None
     merge_steps: int
     merge_avg: bool
+    overlap: Overlap | None
+    """Begins the exchange during the backward pass; None where it comes after it."""
     runner: PipelineRunner | None
     stage: int
     """Of the pipeline; 0 without one."""
@@ -158,8 +162,7 @@ class Engine:
         _check_loss(loss)
         self._clear_grads()
         scaled = loss if parts.scaler is None else parts.scaler.scaled(loss)
-        scaled.backward()  # type: ignore[no-untyped-call]
-        self._finish_microstep(loss.detach())
+        self._backward(scaled, loss.detach())
         return [], [(p, p.grad) for p in parts.params.values() if p.grad is not None]
 
     def flush(self) -> None:
@@ -318,6 +321,26 @@ class Engine:
         for param in self._parts.params.values():
             param.grad = None
 
+    def _backward(self, scaled: Tensor, loss: Tensor) -> None:
+        """Backward pass, exchange and update; the exchange begins in the backward pass where an update follows it."""
+        overlap, merge = self._parts.overlap, self._parts.merge
+        if overlap is None or (merge is not None and merge.microsteps + 1 < self._parts.merge_steps):
+            scaled.backward()  # type: ignore[no-untyped-call]
+            self._finish_microstep(loss)
+            return
+        with overlap.during(self.step, self._final):
+            scaled.backward()  # type: ignore[no-untyped-call]
+            overlap.complete()
+            self._finish_microstep(loss)
+
+    def _final(self, name: str, grad: Tensor | None) -> Tensor | None:
+        """The gradient of the coming update, of one parameter whose `grad` this is; new where it is another."""
+        parts = self._parts
+        factor = 1.0 if parts.scaler is None else parts.scaler.inverse_scale
+        if parts.merge is not None:
+            return parts.merge.preview(name, grad, factor, parts.merge_avg)
+        return grad if grad is None or factor == 1.0 else _wide(grad) * factor
+
     def _finish_microstep(self, loss: Tensor) -> None:
         parts = self._parts
         parts.exchange.observe(loss)
@@ -341,14 +364,19 @@ class Engine:
     def _update(self, grads: dict[str, Tensor], *, overflow: bool) -> None:
         """One update from this rank's unscaled gradients, or none if they overflowed somewhere."""
         parts = self._parts
-        scaler = parts.scaler
+        scaler, verdict = parts.scaler, Verdict.AGAIN
+        if parts.overlap is not None and parts.overlap.flying:
+            verdict = parts.overlap.settle(grads, overflow=overflow)
         if scaler is not None:
-            overflow = scaler.checks and scaler.agree(overflow)
+            if verdict is Verdict.AGAIN:
+                overflow = scaler.checks and scaler.agree(overflow)
+            else:
+                overflow = verdict is Verdict.OVERFLOW
             scaler.update(overflow)  # first, since local updates may hand the new scale to the others in this step
         if overflow:
             self._dropped_before += 1
             parts.exchange.skip()
-        elif parts.exchange.update(self.step, grads):
+        elif verdict is not Verdict.DROP and parts.exchange.update(self.step, grads):
             self.step += 1
         self._settle_buffers()
 
@@ -384,7 +412,11 @@ def _unscaled(params: Mapping[str, Parameter], grads: Mapping[str, Tensor], fact
         return dict(grads)
     new = {}
     for name, grad in grads.items():
-        wide = grad.float() if grad.dtype in (torch.float16, torch.bfloat16) else grad
+        wide = _wide(grad)
         new[name] = wide.mul_(factor) if wide is grad else wide * factor
         params[name].grad = new[name].to(grad.dtype)
     return new
+
+
+def _wide(grad: Tensor) -> Tensor:
+    return grad.float() if grad.dtype in (torch.float16, torch.bfloat16) else grad

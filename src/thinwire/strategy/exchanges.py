@@ -1,6 +1,6 @@
 """The three ways in which ranks share an update, behind one small protocol: the engine never asks which it has."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -10,10 +10,11 @@ from torch.nn import Parameter
 from thinwire.optim.dgc_momentum import DGCMomentum
 from thinwire.optim.two_phase import TwoPhase
 from thinwire.sync.dgc_config import DGC
+from thinwire.sync.exchange import Verdict
 from thinwire.sync.gradient_mean import GradientMean, locally_clipped
 from thinwire.sync.local_sgd import LocalUpdates
 
-__all__ = ["Exchange", "InOptimizer", "LocalSteps", "MeanThenStep"]
+__all__ = ["EarlyExchange", "Exchange", "InOptimizer", "LocalSteps", "MeanThenStep"]
 
 Grads = Mapping[str, Tensor]
 """Gradients by parameter name, unscaled, of this rank's own mean loss."""
@@ -64,6 +65,32 @@ class Exchange(Protocol):
         """Take every hook off."""
 
 
+class EarlyExchange(Exchange, Protocol):
+    """One whose messages can leave before all gradients are there: `launch` each bucket, `settle`, then `update`.
+
+    Attributes:
+        steady: The parameters that must be launched, all of them; None while ranks have to agree first.
+    """
+
+    @property
+    def steady(self) -> frozenset[str] | None: ...
+
+    def cut(self, buckets: Sequence[Sequence[str]]) -> None:
+        """Which parameters travel together."""
+
+    def launch(self, step: int, bucket: int, grads: Grads) -> None:
+        """Send one bucket, dense gradients as `update` will get them."""
+
+    def settle(self, step: int, grads: Grads, **told: Any) -> Verdict:
+        """Wait for all of them and agree what becomes of them; `told` is what `GradientExchange.settle` takes."""
+
+    def release(self) -> None:
+        """Forget what was settled and not taken by `update`."""
+
+    def abandon(self, reason: str) -> None:
+        """Leave the step half-way; nothing can be exchanged any more."""
+
+
 class _EveryStep:
     """What the two ways that exchange in every update have in common."""
 
@@ -107,6 +134,25 @@ class MeanThenStep(_EveryStep):
         apply_(self._optimizer, self._params, self._clip(_as_given(means, grads)))
         return True
 
+    @property
+    def steady(self) -> frozenset[str] | None:
+        return self._mean.steady
+
+    def cut(self, buckets: Sequence[Sequence[str]]) -> None:
+        self._mean.cut(buckets)
+
+    def launch(self, step: int, bucket: int, grads: Grads) -> None:
+        self._mean.launch(step, bucket, grads)
+
+    def settle(self, step: int, grads: Grads, **told: Any) -> Verdict:
+        return self._mean.settle(step, grads, **told)
+
+    def release(self) -> None:
+        self._mean.release()
+
+    def abandon(self, reason: str) -> None:
+        self._mean.abandon(reason)
+
     def state_dict(self) -> dict[str, Any]:
         return self._mean.state_dict()
 
@@ -119,6 +165,7 @@ class InOptimizer(_EveryStep):
 
     def __init__(self, optimizer: DGCMomentum, params: Mapping[str, Parameter]) -> None:
         self._optimizer, self._params = optimizer, params
+        self._names: dict[Tensor, str] = {p: name for name, p in params.items()}
 
     @property
     def bytes_sent(self) -> int:
@@ -132,6 +179,28 @@ class InOptimizer(_EveryStep):
         before = self._optimizer.position
         apply_(self._optimizer, self._params, grads)
         return self._optimizer.position > before
+
+    @property
+    def steady(self) -> frozenset[str] | None:
+        params = self._optimizer.steady
+        if params is None or not params <= self._names.keys():
+            return None
+        return frozenset(self._names[p] for p in params)
+
+    def cut(self, buckets: Sequence[Sequence[str]]) -> None:
+        self._optimizer.cut([[self._params[name] for name in names] for names in buckets])
+
+    def launch(self, step: int, bucket: int, grads: Grads) -> None:
+        self._optimizer.launch(bucket, {self._params[name]: grad for name, grad in grads.items()})
+
+    def settle(self, step: int, grads: Grads, **told: Any) -> Verdict:
+        return self._optimizer.settle({self._params[name]: grad for name, grad in grads.items()}, **told)
+
+    def release(self) -> None:
+        self._optimizer.release()
+
+    def abandon(self, reason: str) -> None:
+        self._optimizer.abandon(reason)
 
     def state_dict(self) -> dict[str, Any]:
         return {}

@@ -30,6 +30,7 @@ from thinwire.strategy.engine import Engine, Parts
 from thinwire.strategy.exchanges import Exchange, InOptimizer, LocalSteps, MeanThenStep
 from thinwire.strategy.facts import checkpoint_facts, model_facts, strategy_facts
 from thinwire.strategy.moving_buffers import MovingBuffers
+from thinwire.strategy.overlap import Overlap
 from thinwire.sync.dgc_config import DGC
 from thinwire.sync.gradient_mean import GradientMean
 from thinwire.sync.local_sgd import LocalUpdates
@@ -219,13 +220,18 @@ def _assembled(
         scale = (lambda: 1.0) if scaler is None else (lambda: scaler.scale)
         runner = PipelineRunner(plan.stage, strategy.pipeline, place.grid, loss_fn, dtype=dtype, scale=scale)
     merge = strategy.gradient_merge
+    exchange, overlap = _exchange(strategy, model, plan, place), None
+    if runner is None and place.replicas > 1 and isinstance(exchange, InOptimizer | MeanThenStep):
+        overlap = Overlap(plan.params, exchange)
+        handles.append(overlap)
     parts = Parts(
         model=plan.stage,
         optimizer=plan.optimizer,
         loss_fn=loss_fn,
         params=plan.params,
         group=group,
-        exchange=_exchange(strategy, model, plan, place),
+        exchange=exchange,
+        overlap=overlap,
         buffers=MovingBuffers(plan.stage, Group(place.replica_group)),
         scaler=scaler,
         merge=None if merge is None or merge.k_steps == 1 else GradientSum(),

@@ -31,6 +31,8 @@ class Report:
     """Whether a loss scaler on this rank found an overflow; None without one."""
     corrupt: str | None = None
     """Why a message that this rank received was refused."""
+    unusable: str | None = None
+    """Why messages that this rank sent early do not stand for its gradients."""
     misuse: str | None = None
     """What the user of this rank did that cannot be gone on with."""
     loss: float | None = None

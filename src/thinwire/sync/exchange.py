@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from enum import Enum
 from typing import TypeVar
 
 import torch
@@ -11,9 +12,10 @@ from thinwire.comm import Group, Nodes, Sources
 from thinwire.errors import PayloadCorrupt, ThinwireError
 from thinwire.sync.agreement import ABSENT, DENSE, ROW_SPARSE, Drops, Report, agree_on_step
 from thinwire.sync.round import Round, SparseGradient
+from thinwire.sync.steady import Steady
 from thinwire.sync.traffic import GATHER
 
-__all__ = ["GradientExchange", "Proposer", "all_finite", "not_finite"]
+__all__ = ["GradientExchange", "Proposer", "Verdict", "all_finite", "not_finite"]
 
 _Key = TypeVar("_Key", int, str)
 
@@ -21,10 +23,25 @@ Proposer = Callable[[int, Tensor], SparseGradient | None]
 """From a tensor's key and gradient to what it would send; None where the tensor is exchanged densely."""
 
 
+class Verdict(Enum):
+    """What all ranks make of messages that were sent early."""
+
+    APPLY = "apply"
+    """They are what `exchange` returns next."""
+    DROP = "drop"
+    """A gradient is not finite somewhere."""
+    OVERFLOW = "overflow"
+    """A loss scaler found an overflow somewhere."""
+    AGAIN = "again"
+    """They do not stand for the gradients of some rank: `exchange` sends anew."""
+
+
 class GradientExchange:
     """Brings every rank the mean of all ranks' gradients, sparse or dense, or drops the step on all of them.
 
-    Two ways of use: `exchange` alone, or `launch_bucket` during the backward pass and `exchange` after it.
+    Three ways of use: `exchange` alone; `launch_bucket` during the backward pass and `exchange` after it; or, where
+    ranks may turn out to have different gradients, `launch_bucket` for all tensors in `steady.keys`, then `settle`,
+    then `exchange` if the verdict is APPLY or AGAIN.
 
     `check_dense=False` lets dense gradients through that are not finite; compressed ones never.
 
@@ -58,7 +75,13 @@ class GradientExchange:
         self._exchange = exchange
         self._flying: Round | None = None
         self._in_node: _InNode | None = None
+        self._settled: Round | None = None
         self._non_finite: int | None = None
+        self._abandoned: str | None = None
+        self.buckets: Sequence[Sequence[int]] = ()
+        """Keys of the tensors that travel together; what is in none of them travels in one more."""
+        self.steady = Steady()
+        """Which tensors have a dense gradient on every rank, step after step."""
 
     @property
     def in_flight(self) -> bool:
@@ -71,6 +94,7 @@ class GradientExchange:
         Raises:
             ThinwireError: One of the tensors has been launched since the last `exchange`.
         """
+        self._require_intact()
         if self._flying is None:
             self._flying = self._round(step)
         known = self._flying.keys | (set() if self._in_node is None else set(self._in_node.keys))
@@ -96,6 +120,61 @@ class GradientExchange:
         if flying is not None:
             flying.finish()
 
+    def settle(
+        self,
+        step: int,
+        grads: Mapping[int, Tensor],
+        *,
+        overflow: bool = False,
+        misuse: str | None = None,
+        unusable: str | None = None,
+    ) -> Verdict:
+        """Wait for what was launched early, check it, and agree with all ranks what becomes of it.
+
+        Args:
+            step: As in `exchange`.
+            grads: As in `exchange`; only looked at to say whose gradient is not finite.
+            overflow: Whether a loss scaler found an overflow on this rank.
+            misuse: As in `exchange`.
+            unusable: Why what this rank launched does not stand for its gradients.
+
+        Raises:
+            As `exchange` does.
+        """
+        self._require_intact()
+        flying, in_node = self._flying or self._round(step), self._in_node
+        self._flying, self._in_node = None, None
+        if in_node is not None:
+            self._send_mean(flying, in_node)
+        bad, self._non_finite = self._non_finite, None
+        report = Report(step, "early", overflow=overflow or None, misuse=misuse, unusable=unusable)
+        reports = self._vote(flying, self._blaming(report, bad, grads))
+        if any(each.unusable for each in reports):
+            self.steady.lose()
+            return Verdict.AGAIN
+        if any(each.overflow for each in reports):
+            return Verdict.OVERFLOW
+        if self.drops.needed(reports, self.names):
+            return Verdict.DROP
+        self._settled = flying
+        return Verdict.APPLY
+
+    def release(self) -> None:
+        """Forget a settled exchange that was not asked for."""
+        self._settled = None
+
+    def abandon(self, reason: str) -> None:
+        """Leave what is on its way to itself; ranks are at different places then, and nothing can be exchanged."""
+        self._flying, self._in_node, self._settled, self._non_finite = None, None, None, None
+        self._abandoned = reason
+
+    def _require_intact(self) -> None:
+        if self._abandoned is not None:
+            raise ThinwireError(
+                f"an exchange was left half-way, so ranks are at different places ({self._abandoned}): "
+                "start again from the last checkpoint"
+            )
+
     def exchange(
         self, step: int, grads: Mapping[int, Tensor], *, overflow: bool | None = None, misuse: str | None = None
     ) -> Round | None:
@@ -114,6 +193,10 @@ class GradientExchange:
             NonFinite: Too many dropped steps in a row.
             PeerLost, PeerStalled: A rank died or does not answer.
         """
+        self._require_intact()
+        settled, self._settled = self._settled, None
+        if settled is not None:
+            return settled
         if self._flying is not None:
             return self._exchange_launched(step, grads, overflow, misuse)
         if isinstance(self.sources, Nodes):
@@ -121,10 +204,11 @@ class GradientExchange:
         sparse, dense, bad = self._split(grads)
         report = Report(step, "proposed", self._kinds(grads), bad, overflow=overflow, misuse=misuse)
         reports = agree_on_step(self.group, report, self.names)
+        self.steady.see([each.kinds for each in reports])
         if self.drops.needed(reports, self.names):
             return None
         fresh = self._round(step, _row_sparse(grads, reports))
-        _launch_all(fresh, grads, sparse, dense)
+        _launch_all(fresh, self._buckets_of(grads), grads, sparse, dense)
         return self._settle(fresh, Report(step, "exchanged"))
 
     def _exchange_launched(
@@ -148,18 +232,20 @@ class GradientExchange:
         """As flat, but only the mean over a node shows what it would send; the vote tells if it is not finite."""
         report = Report(step, "proposed", self._kinds(grads), overflow=overflow, misuse=misuse)
         reports = agree_on_step(self.group, report, self.names)
+        self.steady.see([each.kinds for each in reports])
         if self.drops.needed(reports, self.names):
             return None
-        fresh = self._round(step, _row_sparse(grads, reports))
-        means = _InNode(nodes, step, 0, grads).means()
+        fresh, buckets = self._round(step, _row_sparse(grads, reports)), self._buckets_of(grads)
+        in_node = [_InNode(nodes, step, number, {k: grads[k] for k in keys}) for number, keys in buckets]
+        means = {key: mean for each in in_node for key, mean in each.means().items()}
         fresh.node_means.update(means)
         sparse, dense, bad = self._split(means)
-        _launch_all(fresh, means, sparse, dense)
+        _launch_all(fresh, buckets, means, sparse, dense)
         return self._settle(fresh, self._blaming(Report(step, "exchanged"), bad, grads))
 
     def _blaming(self, report: Report, bad: int | None, grads: Mapping[int, Tensor]) -> Report:
         """The report with what is not finite, as this rank's own or as that of the mean over its node."""
-        if bad is None or not isinstance(self.sources, Nodes):
+        if bad is None or bad not in grads or not isinstance(self.sources, Nodes):
             return replace(report, non_finite=bad)
         own = grads[bad].coalesce().values() if grads[bad].is_sparse else grads[bad]
         return replace(report, sum_non_finite=bad) if all_finite(own) else replace(report, non_finite=bad)
@@ -181,6 +267,10 @@ class GradientExchange:
         self._send(flying, in_node.bucket, means)
 
     def _settle(self, one_round: Round, report: Report) -> Round | None:
+        return None if self.drops.needed(self._vote(one_round, report), self.names) else one_round
+
+    def _vote(self, one_round: Round, report: Report) -> list[Report]:
+        """Wait for the messages and check them, then hear what all ranks say."""
         corrupt = None
         try:
             one_round.finish()
@@ -188,8 +278,7 @@ class GradientExchange:
             corrupt = str(refusal)
         if report.sum_non_finite is None:
             report = replace(report, sum_non_finite=one_round.sum_non_finite)
-        reports = agree_on_step(self.group, replace(report, corrupt=corrupt), self.names)
-        return None if self.drops.needed(reports, self.names) else one_round
+        return agree_on_step(self.group, replace(report, corrupt=corrupt), self.names)
 
     def _split(self, grads: Mapping[int, Tensor]) -> tuple[dict[int, SparseGradient], dict[int, Tensor], int | None]:
         sparse: dict[int, SparseGradient] = {}
@@ -204,6 +293,12 @@ class GradientExchange:
         if self._check_dense:
             bad += not_finite(dense)
         return sparse, dense, min(bad, default=None)
+
+    def _buckets_of(self, grads: Mapping[int, Tensor]) -> list[tuple[int, list[int]]]:
+        """Number and keys of each bucket, as far as there are gradients."""
+        others = sorted(set(grads).difference(*self.buckets))
+        there = [(number, [k for k in keys if k in grads]) for number, keys in enumerate([*self.buckets, others])]
+        return [(number, keys) for number, keys in there if keys]
 
     def _kinds(self, grads: Mapping[int, Tensor]) -> str:
         kinds = [ABSENT] * len(self.names)
@@ -241,13 +336,22 @@ def _row_sparse(grads: Mapping[int, Tensor], reports: Sequence[Report]) -> set[i
 
 
 def _launch_all(
-    fresh: Round, grads: Mapping[int, Tensor], sparse: dict[int, SparseGradient], dense: dict[int, Tensor]
+    fresh: Round,
+    buckets: Sequence[tuple[int, Sequence[int]]],
+    grads: Mapping[int, Tensor],
+    sparse: dict[int, SparseGradient],
+    dense: dict[int, Tensor],
 ) -> None:
-    """Everything as one bucket; what is row-sparse on any rank goes densely."""
+    """One bucket after the other; what is row-sparse on any rank goes densely."""
     for key in sorted(set(fresh.row_sparse) & sparse.keys()):
         del sparse[key]
         dense[key] = grads[key]
-    fresh.launch(0, sparse, {key: dense[key] for key in sorted(dense)})
+    for number, keys in buckets:
+        fresh.launch(
+            number,
+            {key: sparse[key] for key in keys if key in sparse},
+            {key: dense[key] for key in keys if key in dense},
+        )
 
 
 def all_finite(tensor: Tensor) -> bool:

@@ -1,6 +1,7 @@
 """The mean gradient of all ranks, dense or compressed with error feedback, for optimizers that do not exchange."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from thinwire.core.precision import narrowed, state_dtype
 from thinwire.core.rounding import rounding_seed
 from thinwire.sync.agreement import Drops
 from thinwire.sync.dgc_config import DGC
-from thinwire.sync.exchange import GradientExchange
+from thinwire.sync.exchange import GradientExchange, Verdict
 from thinwire.sync.local_limit import locally_clipped
 from thinwire.sync.node_state import make_common_
 from thinwire.sync.round import Round, SparseGradient
@@ -34,10 +35,14 @@ class GradientMean:
     into a residual v <- v + g, sends the k largest entries of v and takes off v what the receivers decode. All other
     tensors, and row-sparse gradients, travel densely.
 
+    `launch` sends a bucket before all gradients are there; after the last one `settle` says whether `reduce` will take
+    what was launched.
+
     **State**: `residuals` by name, in `dgc.state_dtype`, local to the rank, or common to the ranks of a node; drop and
     byte counters.
     **Communication** per `reduce`: 24 bytes a rank of agreement before and after, one all-gather of equally long
-    messages, one all-reduce per dtype of dense gradients. On one rank the compression happens too.
+    messages, one all-reduce per dtype of dense gradients; where buckets were launched, these for every bucket, and the
+    agreement after only. On one rank the compression happens too.
     **Failure**: an error, or a dropped step, leaves residuals and gradients as they were, on every rank.
 
     Args:
@@ -62,6 +67,7 @@ class GradientMean:
     ) -> None:
         self._params = dict(params)
         self._names = list(self._params)
+        self._keys = {name: key for key, name in enumerate(self._names)}
         self._dgc = dgc
         sources = group if dgc is None else _agreed_sources(group, dgc)
         trainers = sources.size if num_trainers is None else num_trainers
@@ -116,16 +122,62 @@ class GradientMean:
         """
         misuse = self._misuse(grads)
         own = {} if misuse else {key: grads[name] for key, name in enumerate(self._names) if name in grads}
-        before = self._exchange.sources.bytes_sent
         self._step = step
-        try:
-            if isinstance(self._exchange.sources, Nodes) and not self._nodes_compared:
-                make_common_(self.residuals, self._exchange.sources)
-                self._nodes_compared = True
+        with self._counted():
+            self._compare_nodes()
             done = self._exchange.exchange(step, own, overflow=overflow, misuse=misuse)
+        return None if done is None else {self._names[key]: self._mean(key, grad, done) for key, grad in own.items()}
+
+    def cut(self, buckets: Sequence[Sequence[str]]) -> None:
+        """Which tensors travel together from now on, by name; the same on all ranks."""
+        self._exchange.buckets = [[self._keys[name] for name in names] for names in buckets]
+
+    @property
+    def steady(self) -> frozenset[str] | None:
+        """The tensors that `launch` may send, all of them; None while ranks have to agree first."""
+        keys = self._exchange.steady.keys
+        return None if keys is None else frozenset(self._names[key] for key in keys)
+
+    @torch.no_grad()
+    def launch(self, step: int, bucket: int, grads: Mapping[str, Tensor]) -> None:
+        """Send one bucket of this step, dense gradients as in `reduce`; in the same order on all ranks.
+
+        Raises:
+            PeerLost, PeerStalled: See `thinwire.errors`.
+        """
+        self._step = step
+        with self._counted():
+            self._compare_nodes()
+            self._exchange.launch_bucket(step, bucket, {self._keys[name]: grad for name, grad in grads.items()})
+
+    @torch.no_grad()
+    def settle(self, step: int, grads: Mapping[str, Tensor], **told: Any) -> Verdict:
+        """Wait for the buckets of this step and agree what becomes of them; see `GradientExchange.settle`."""
+        self._step = step
+        with self._counted():
+            return self._exchange.settle(step, {self._keys[n]: g for n, g in grads.items() if n in self._keys}, **told)
+
+    def release(self) -> None:
+        """Forget what was settled and not taken."""
+        self._exchange.release()
+
+    def abandon(self, reason: str) -> None:
+        """Leave a step half-way; nothing can be exchanged any more."""
+        self._exchange.abandon(reason)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        before = self._exchange.sources.bytes_sent
+        try:
+            yield
         finally:
             self._bytes_sent += self._exchange.sources.bytes_sent - before
-        return None if done is None else {self._names[key]: self._mean(key, grad, done) for key, grad in own.items()}
+
+    def _compare_nodes(self) -> None:
+        """The ranks of a node propose the same only if they hold the same."""
+        if isinstance(self._exchange.sources, Nodes) and not self._nodes_compared:
+            make_common_(self.residuals, self._exchange.sources)
+            self._nodes_compared = True
 
     def state_dict(self) -> dict[str, Any]:
         """Residuals by name and the counters, of this rank; the tensors are the live ones, as in torch."""

@@ -1,0 +1,192 @@
+"""The exchange of an update, begun while its backward pass still runs: gradients leave bucket by bucket."""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from thinwire.errors import ThinwireError
+from thinwire.strategy.exchanges import EarlyExchange
+from thinwire.sync.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES, Readiness, cut_into_buckets
+from thinwire.sync.exchange import Verdict
+
+__all__ = ["Overlap"]
+
+Final = Callable[[str, Tensor | None], Tensor | None]
+"""From a parameter and what is in its `grad` to the gradient of the update, unscaled and merged; changes nothing."""
+
+
+class Overlap:
+    """Follows the gradients of one backward pass and launches every bucket whose gradients are there.
+
+    All ranks launch the same buckets in the same order, whatever happens: what a rank cannot fill goes as zeros, and
+    the vote after it says so; then all ranks exchange anew, after the backward pass. Reasons are a parameter without
+    gradient, or with a row-sparse one, or one that changed after it was sent (re-entrant checkpointing, a hook).
+
+    **Communication**: the buckets, and 24 bytes a rank of agreement after them, none before.
+    **Failure**: an error of this rank in the backward pass is told to all others in that vote, and all can go on with
+    the next step. Where it cannot be told (the link is broken, the error came while sending, or it asks the process to
+    end), the exchange is abandoned, and the others find this rank lost or stalled.
+
+    Args:
+        params: What is trained, by name, in the model's order; gets hooks, which `remove` takes off.
+        exchange: Over more than one rank.
+        bucket_bytes: See `cut_into_buckets`.
+        first_bytes: Likewise.
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, Parameter],
+        exchange: EarlyExchange,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        first_bytes: int = FIRST_BUCKET_BYTES,
+    ) -> None:
+        self._params, self._exchange = dict(params), exchange
+        sizes = {name: p.numel() * p.element_size() for name, p in params.items()}
+        self._cut = cut_into_buckets(sizes, bucket_bytes=bucket_bytes, first_bytes=first_bytes)
+        exchange.cut(self._cut)
+        self._handles = [
+            p.register_post_accumulate_grad_hook(partial(self._on_gradient, name))  # type: ignore[no-untyped-call]
+            for name, p in params.items()
+        ]
+        self._flight: _Flight | None = None
+        self._armed = False
+        self._lock = threading.Lock()  # backward passes over several devices run on several threads
+
+    def remove(self) -> None:
+        """Take the hooks off; may be called twice."""
+        for handle in self._handles:
+            handle.remove()
+
+    @property
+    def flying(self) -> bool:
+        """Whether buckets are on their way that `settle` has to wait for."""
+        return self._flight is not None
+
+    @contextlib.contextmanager
+    def during(self, step: int, final: Final) -> Iterator[None]:
+        """Around the backward pass and all that follows until the update is made.
+
+        Args:
+            step: Updates made before.
+            final: What is sent of each gradient.
+        """
+        steady = self._exchange.steady
+        if not steady:
+            yield
+            return
+        buckets = [(number, [n for n in names if n in steady]) for number, names in enumerate(self._cut)]
+        self._flight = _Flight(step, final, [(number, names) for number, names in buckets if names])
+        self._armed = True
+        try:
+            yield
+        except BaseException as error:
+            self._armed = False
+            if self._flight is not None:
+                self._tell(self._flight, error)
+            raise
+        finally:
+            self._armed, self._flight = False, None
+            self._exchange.release()
+
+    def complete(self) -> None:
+        """The backward pass is over: launch the rest. Before gradients are unscaled in place."""
+        self._armed = False
+        if self._flight is not None:
+            for place in self._flight.readiness.rest():
+                self._launch(self._flight, place)
+            self._flight.look_again(self._params)
+
+    def settle(self, grads: Mapping[str, Tensor], *, overflow: bool) -> Verdict:
+        """What becomes of what was launched.
+
+        Args:
+            grads: What the update would be made from.
+            overflow: Whether a loss scaler found an overflow on this rank.
+
+        Raises:
+            ThinwireError: As an exchange after the backward pass does.
+        """
+        flight = self._flight
+        assert flight is not None, "flying"
+        flight.compare(grads)
+        self._flight = None
+        return self._exchange.settle(flight.step, grads, overflow=overflow, unusable=flight.unusable)
+
+    def _on_gradient(self, name: str, param: Tensor) -> None:
+        if not self._armed:
+            return
+        with self._lock:
+            assert self._flight is not None, "armed"
+            for place in self._flight.readiness.mark(name):
+                self._launch(self._flight, place)
+
+    @torch.no_grad()
+    def _launch(self, flight: "_Flight", place: int) -> None:
+        number, names = flight.buckets[place]
+        flight.launching = True
+        grads = {name: flight.gradient(name, self._params[name]) for name in names}
+        self._exchange.launch(flight.step, number, grads)
+        flight.launching = False
+
+    @torch.no_grad()
+    def _tell(self, flight: "_Flight", error: BaseException) -> None:
+        """Bring the collectives of this step to their end, so that the others hear of the error and can go on."""
+        self._flight = None
+        text = f"{type(error).__name__}: {error}"
+        if flight.launching or isinstance(error, ThinwireError) or not isinstance(error, Exception):
+            self._exchange.abandon(text)
+            return
+        try:
+            for place in flight.readiness.rest():
+                number, names = flight.buckets[place]
+                self._exchange.launch(flight.step, number, {n: torch.zeros_like(self._params[n]) for n in names})
+            self._exchange.settle(flight.step, {}, misuse=f"its backward pass ended with {text}")
+        except ThinwireError as told:
+            if type(told) is not ThinwireError:  # that one is how the others hear of it
+                error.add_note(f"while telling the other ranks: {told}")
+
+
+class _Flight:
+    """One step's early messages, and whether they stand for its gradients."""
+
+    def __init__(self, step: int, final: Final, buckets: list[tuple[int, list[str]]]) -> None:
+        self.step, self.buckets = step, buckets
+        self.readiness = Readiness([names for _, names in buckets])
+        self.launching = False
+        """Inside a launch, which may have sent a part of its bucket."""
+        self.unusable: str | None = None
+        self._final = final
+        self._seen: dict[str, tuple[Tensor | None, int]] = {}
+
+    def gradient(self, name: str, param: Parameter) -> Tensor:
+        """What is sent of a parameter; zeros, and a reason, where there is nothing dense."""
+        grad = param.grad
+        self._seen[name] = grad, 0 if grad is None else grad._version
+        final = self._final(name, grad)
+        if final is not None and not final.is_sparse:
+            return final
+        self._note(f"parameter {name} has {'no' if final is None else 'a row-sparse'} gradient")
+        return torch.zeros_like(param)
+
+    def look_again(self, params: Mapping[str, Parameter]) -> None:
+        """Note a gradient that is another now than when it was sent."""
+        for name, (grad, version) in self._seen.items():
+            now = params[name].grad
+            if now is not grad or (now is not None and now._version != version):
+                self._note(f"the gradient of {name} changed after it had been sent")
+        self._seen = dict.fromkeys(self._seen, (None, 0))  # the tensors may be large
+
+    def compare(self, grads: Mapping[str, Tensor]) -> None:
+        """Note a gradient that was not sent, or was and does not count."""
+        for name in grads.keys() ^ self._seen.keys():
+            self._note(f"parameter {name} has {'a gradient' if name in grads else 'no gradient'}, unlike before")
+
+    def _note(self, reason: str) -> None:
+        self.unusable = self.unusable or reason

@@ -1,0 +1,73 @@
+"""Which tensors travel together, when they may leave, and when ranks may send before they have agreed."""
+
+import random
+
+import pytest
+
+from thinwire.sync.bucketing import Readiness, cut_into_buckets
+from thinwire.sync.steady import Steady
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ([], []),
+        ([5], [[0]]),
+        ([1, 1, 1, 1], [[3, 2], [1, 0]]),  # the first bucket is full at 2 bytes, the others at 4
+        ([4, 4, 2, 1, 1], [[4, 3], [2, 1], [0]]),  # a bucket ends with the tensor that fills it
+        ([100, 1], [[1, 0]]),
+        ([1, 100, 1, 100], [[3], [2, 1], [0]]),
+        ([0, 0, 2, 0], [[3, 2], [1, 0]]),
+    ],
+)
+def test_buckets_go_backwards_and_end_where_they_are_full(sizes: list[int], expected: list[list[int]]) -> None:
+    named = {str(place): nbytes for place, nbytes in enumerate(sizes)}
+    found = cut_into_buckets(named, bucket_bytes=4, first_bytes=2)
+    assert found == [[str(place) for place in bucket] for bucket in expected]
+
+
+def test_the_first_bucket_is_never_larger_than_the_others() -> None:
+    assert cut_into_buckets(dict.fromkeys("abcd", 1), bucket_bytes=1, first_bytes=100) == [["d"], ["c"], ["b"], ["a"]]
+
+
+def test_every_order_launches_every_bucket_once_and_in_order() -> None:
+    buckets = [["h"], ["g", "f", "e"], ["d", "c"], ["b", "a"]]
+    chance = random.Random(3)
+    for _ in range(200):
+        order = [name for bucket in buckets for name in bucket]
+        chance.shuffle(order)
+        order = order[: chance.randint(0, len(order))]
+        readiness, launched, seen = Readiness(buckets), [], set()
+        for name in order:
+            for again in (name, "unknown", name):  # a tensor may come twice, and others do not matter
+                launched += list(readiness.mark(again))
+            seen.add(name)
+            # as many as are complete from the front on, and no more
+            assert len(launched) == next((i for i, b in enumerate(buckets) if not seen.issuperset(b)), len(buckets))
+        assert launched + list(readiness.rest()) == [0, 1, 2, 3]
+        assert list(readiness.rest()) == []
+
+
+def test_two_equal_steps_make_it_steady_and_every_disappointment_doubles_that() -> None:
+    steady = Steady()
+    steps: list[tuple[list[str], set[int] | None]] = [
+        (["110", "110"], None),
+        (["110", "110"], {0, 1}),
+        (["110", "110"], {0, 1}),
+        (["111", "111"], None),  # another parameter takes part
+        (["111", "111"], {0, 1, 2}),
+        (["112", "111"], None),  # a row-sparse gradient on one rank
+        (["112", "112"], None),
+        (["112", "112"], None),
+        (["111", "111"], None),
+        (["111", "111"], {0, 1, 2}),
+    ]
+    for kinds, expected in steps:
+        steady.see(kinds)
+        assert steady.keys == expected
+    for needed in (4, 8):
+        steady.lose()
+        assert steady.keys is None
+        for step in range(1, needed + 1):
+            steady.see(["111", "111"])
+            assert (steady.keys is not None) == (step >= needed)
