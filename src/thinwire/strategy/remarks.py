@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from thinwire.comm.nodes import job_ranks, node_size_of
 from thinwire.core.loss_scale import FixedLossScale
+from thinwire.sync.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from thinwire.sync.dgc_config import DGC
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ def _about_structure(strategy: "DistributedStrategy") -> Iterator[str]:
             f"replicas train side by side. Every mini-batch must be divisible by {pipeline.micro_batches}. The tensors "
             "between stages are the traffic: keep them small. Use train_step, not minimize"
         )
+        if strategy.localsgd is None and strategy.adaptive_localsgd is None:
+            yield "pipeline: gradients are exchanged after the last micro-batch, not during the backward passes"
         if pipeline.stages == 1:
             yield "pipeline: one stage is no pipeline, only micro-batches"
     if strategy.gradient_merge is not None and strategy.gradient_merge.k_steps == 1:
@@ -55,6 +58,12 @@ def _about_exchange(strategy: "DistributedStrategy") -> Iterator[str]:
         )
     if strategy.dgc is not None:
         yield from _about_sources(strategy, strategy.dgc)
+    if local is None and strategy.pipeline is None:
+        yield (
+            f"overlap: gradients leave while the backward pass runs, in buckets of {_mib(BUCKET_BYTES)} (the first of "
+            f"{_mib(FIRST_BUCKET_BYTES)}), once all ranks had the same parameters in two updates in a row. With one "
+            "rank, with row-sparse gradients, or where parameters come and go, the exchange follows the backward pass"
+        )
     if local is not None:
         yield "local updates: between two averagings every rank has parameters of its own; evaluate after flush()"
     if strategy.localsgd is not None and strategy.localsgd.k_steps == 1:
@@ -118,3 +127,7 @@ def _about_the_end(strategy: "DistributedStrategy") -> Iterator[str]:
         pending.append("the last averaging")
     if pending:
         yield f"at the end call engine.flush(): it applies {' and '.join(pending)}"
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:g} MiB"

@@ -91,12 +91,13 @@ def _exchange(strategy: "DistributedStrategy") -> str:
         limit = _limit(dgc, "rank") if dgc is not None else ""
         return f"No exchange of gradients: each rank updates on its own{limit}"
     drop = ". A gradient that is not finite, on any rank, drops the update on all" if _checked(strategy) else ""
+    early = ". It begins in the backward pass, bucket by bucket" if strategy.pipeline is None else ""
     if dgc is None:
-        return f"Exchange: the gradient becomes the mean over {peers}, dense{drop}"
+        return f"Exchange: the gradient becomes the mean over {peers}, dense{early}{drop}"
     return (
         f"Exchange between {peers}, by dgc: {_from_begin(dgc)}gradients accumulate, and of each tensor the largest "
         f"{_ramp(dgc)} are sent, {_bits(dgc.value_bits)} an entry; the rest is kept. Tensors below {dgc.min_numel} "
-        f"numbers are dense{_limit(dgc, 'source')}{drop}"
+        f"numbers are dense{_limit(dgc, 'source')}{early}{drop}"
     )
 
 
