@@ -1,7 +1,11 @@
-"""The training script: what every rank runs, started by torchrun as `-m thinwire.lab.worker CONFIG.json`."""
+"""The training script: what every rank runs, started by torchrun as `-m thinwire.lab.worker CONFIG.json`.
+
+The configuration may name another task than training, as "module:Class" that is called and used like `TrainingRun`.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -21,10 +25,10 @@ def main(config_path: str) -> None:
     try:
         import torch.distributed as dist
 
-        from thinwire.lab.training import TrainingRun
-
+        module, _, name = config.get("task", "thinwire.lab.training:TrainingRun").partition(":")
+        task = getattr(importlib.import_module(module), name)
         dist.init_process_group("gloo", timeout=timedelta(seconds=config["timeout_s"]))
-        result = TrainingRun(config, diary).train()
+        result = task(config, diary).train()
         dist.barrier()
         diary.write("result", **result)
         dist.destroy_process_group()

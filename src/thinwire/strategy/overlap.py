@@ -55,6 +55,9 @@ class Overlap:
             p.register_post_accumulate_grad_hook(partial(self._on_gradient, name))  # type: ignore[no-untyped-call]
             for name, p in params.items()
         ]
+        self._steady: frozenset[str] = frozenset()
+        self._buckets: list[tuple[int, list[str]]] = []
+        self._readiness = Readiness(())
         self._flight: _Flight | None = None
         self._armed = False
         self._lock = threading.Lock()  # backward passes over several devices run on several threads
@@ -81,8 +84,13 @@ class Overlap:
         if not steady:
             yield
             return
-        buckets = [(number, [n for n in names if n in steady]) for number, names in enumerate(self._cut)]
-        self._flight = _Flight(step, final, [(number, names) for number, names in buckets if names])
+        if steady != self._steady:
+            buckets = [(number, [n for n in names if n in steady]) for number, names in enumerate(self._cut)]
+            self._buckets = [(number, names) for number, names in buckets if names]
+            self._readiness = Readiness([names for _, names in self._buckets])
+            self._steady = steady
+        self._readiness.restart()
+        self._flight = _Flight(step, final, self._readiness, self._buckets)
         self._armed = True
         try:
             yield
@@ -156,9 +164,8 @@ class Overlap:
 class _Flight:
     """One step's early messages, and whether they stand for its gradients."""
 
-    def __init__(self, step: int, final: Final, buckets: list[tuple[int, list[str]]]) -> None:
-        self.step, self.buckets = step, buckets
-        self.readiness = Readiness([names for _, names in buckets])
+    def __init__(self, step: int, final: Final, readiness: Readiness, buckets: list[tuple[int, list[str]]]) -> None:
+        self.step, self.readiness, self.buckets = step, readiness, buckets
         self.launching = False
         """Inside a launch, which may have sent a part of its bucket."""
         self.unusable: str | None = None

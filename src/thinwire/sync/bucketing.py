@@ -44,7 +44,12 @@ class Readiness:
 
     def __init__(self, buckets: Sequence[Sequence[str]]) -> None:
         self._place = {name: place for place, names in enumerate(buckets) for name in names}
-        self._missing = [len(names) for names in buckets]
+        self._sizes = [len(names) for names in buckets]
+        self.restart()
+
+    def restart(self) -> None:
+        """Nothing is ready, nothing is launched."""
+        self._missing = list(self._sizes)
         self._ready: set[str] = set()
         self._next = 0
 

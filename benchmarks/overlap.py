@@ -1,0 +1,109 @@
+"""Two workers over 1 Gbit/s: what a step costs, and how much of the exchange the backward pass hides.
+
+    python -m benchmarks.overlap --out benchmarks/results/overlap.json
+
+Needs root, for two network namespaces with a link between them; `--quick` uses the machine's own loopback.
+"""
+
+import contextlib
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import parser_for, save, surroundings
+from thinwire.lab.launch import run_workers
+from thinwire.lab.link import Link
+from thinwire.lab.netns import network, why_unavailable
+
+WORKERS = 2
+FULL = {"width": 512, "blocks": 8, "rows": 4, "length": 40, "bucket_mb": [1, 5, 25, 100]}
+QUICK = {"width": 64, "blocks": 2, "rows": 2, "length": 8, "bucket_mb": [1, 25]}
+
+
+def main() -> None:
+    parser = parser_for(__doc__)
+    parser.add_argument("--link", default="1gbit", help="rate of the emulated link, as in thinwire compare")
+    arguments = parser.parse_args()
+    shape, repeats = (QUICK, 2) if arguments.quick else (FULL, arguments.repeats)
+    link = Link.parse("loopback" if arguments.quick else arguments.link)
+    if link.emulated and (reason := why_unavailable()) is not None:
+        sys.exit(f"the link cannot be emulated here: network namespaces {reason}; --quick runs on loopback")
+    config = {"task": "benchmarks.overlap_run:Turns", "timeout_s": 120, "repeats": repeats, **shape}
+    begin = time.perf_counter()
+    found = run(config, link)
+    result: dict[str, object] = {
+        **surroundings(repeats),
+        "threads": 1,
+        "workers": WORKERS,
+        "link": str(link),
+        "shape": shape,
+        "params": found["params"],
+        "seconds": round(time.perf_counter() - begin),
+        "rows": [row(name, found) for name in found["milliseconds"]],
+        "milliseconds": found["milliseconds"],
+    }
+    save(result, arguments.out)
+    print(printed(result))
+
+
+def run(config: dict[str, Any], link: Link) -> dict[str, Any]:
+    """What rank 0 reports in the end."""
+    with contextlib.ExitStack() as stack:
+        place = stack.enter_context(network(WORKERS, link)) if link.emulated else None
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        *_, last = run_workers(config, WORKERS, place, folder / "run")
+    return dict(last)
+
+
+def row(name: str, found: dict[str, Any]) -> dict[str, Any]:
+    """The figures of one contender; times are medians over the steps."""
+    times = found["milliseconds"]
+    ratios = {
+        f"over {other}": statistics.median(a / b for a, b in zip(times[name], times[other], strict=True))
+        for other in ("DDP", "bare")
+    }
+    steps = [step for step in found["buckets"][name] if step]
+    counts = sorted({len(step) for step in steps})
+    ways = [
+        {
+            "milliseconds": statistics.median(step[place][0] for step in steps),
+            "hidden": statistics.median(step[place][1] / step[place][0] for step in steps if step[place][0] > 0),
+        }
+        for place in range(min(counts, default=0))
+    ]
+    shares = [sum(hidden for _, hidden in step) / sum(way for way, _ in step) for step in steps]
+    return {
+        "name": name,
+        "milliseconds": statistics.median(times[name]),
+        **ratios,
+        "collectives": counts,
+        "hidden": statistics.median(shares) if shares else None,
+        "buckets": ways,
+    }
+
+
+def printed(result: Any) -> str:
+    """Tables in Markdown."""
+    size = f"{result['params'] / 1e6:.1f} M parameters, {result['workers']} workers, link {result['link']}"
+    lines = [
+        f"{size}, medians of {result['repeats']} steps, one thread a worker.",
+        "",
+        "| contender | step : DDP | step : bare | hidden | share of each collective that is hidden | step |",
+        "|---|---|---|---|---|---|",
+    ]
+    for each in result["rows"]:
+        hidden = "" if each["hidden"] is None else f"{each['hidden']:.0%}"
+        shares = " ".join(f"{way['hidden']:.2f}" for way in each["buckets"][:12])
+        more = f" and {len(each['buckets']) - 12} more" if len(each["buckets"]) > 12 else ""
+        lines.append(
+            f"| {each['name']} | {each['over DDP']:.2f} | {each['over bare']:.2f} | {hidden} | {shares}{more} | "
+            f"{each['milliseconds']:.0f} ms |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

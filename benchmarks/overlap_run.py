@@ -1,0 +1,202 @@
+"""What every rank of `benchmarks.overlap` does: contenders take turns, each step timed, each bucket watched."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire as tw
+from thinwire.comm import Group
+from thinwire.lab.diary import Diary
+from thinwire.optim import DGCMomentum
+from thinwire.strategy.overlap import Overlap
+
+__all__ = ["DEFAULT_MB", "Turns", "build_model"]
+
+DEFAULT_MB = 25
+MIB = 2**20
+LR = 1e-3  # small: what is learned does not matter, and nothing may overflow
+UNTIMED = 4  # DDP cuts its buckets anew after the first step, engines send early from the third on
+
+
+def build_model(width: int, blocks: int) -> nn.Module:
+    """A transformer's blocks: 12 width^2 parameters and 13 width smaller ones in each."""
+    torch.manual_seed(3)
+    layer = [nn.TransformerEncoderLayer(width, 8, 4 * width, dropout=0.0, batch_first=True) for _ in range(blocks)]
+    return nn.Sequential(*layer)
+
+
+@dataclass(slots=True)
+class Bucket:
+    """One collective on its way; times in seconds since the step began."""
+
+    sent: float
+    there: float | None = None
+
+
+@dataclass(slots=True)
+class Watch:
+    """What happened in one step."""
+
+    begin: float = 0.0
+    last_gradient: float = 0.0
+    buckets: list[Bucket] = field(default_factory=list)
+
+    def now(self) -> float:
+        return time.perf_counter() - self.begin
+
+    def restart(self) -> None:
+        self.begin, self.buckets = time.perf_counter(), []
+
+    def follow(self, future: Any) -> None:
+        """Note when a collective has arrived."""
+        bucket = Bucket(self.now())
+        self.buckets.append(bucket)
+
+        def arrived(_: Any) -> None:
+            bucket.there = self.now()
+
+        future.then(arrived)
+
+    def hidden(self) -> list[tuple[float, float]]:
+        """Per bucket the seconds on its way, and the part of them before the last gradient was there."""
+        there = [(b.sent, b.there) for b in self.buckets if b.there is not None]
+        return [(end - sent, max(0.0, min(end, self.last_gradient) - sent)) for sent, end in there]
+
+
+@contextmanager
+def watched_groups(watch: Watch) -> Iterator[None]:
+    """Follow the messages and dense buckets of the library, agreements aside."""
+    plain = Group._launched
+
+    def launched(self: Group, launch: Callable[[], dist.Work], result: Tensor, what: str) -> Any:
+        def start() -> dist.Work:
+            work = launch()
+            if "bucket" in what:
+                watch.follow(work.get_future())
+            return work
+
+        return plain(self, start, result, what)
+
+    Group._launched = launched  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Group._launched = plain  # type: ignore[method-assign]
+
+
+class Turns:
+    """The task of a rank."""
+
+    def __init__(self, config: Mapping[str, Any], diary: Diary) -> None:
+        self.config, self.diary = config, diary
+        self.watch = Watch()
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        shape = (config["rows"], config["length"], config["width"])
+        self.x, self.y = (torch.randn(shape, generator=generator) for _ in range(2))
+        self.steps: dict[str, Callable[[], object]] = {}
+        self.choose: dict[str, Callable[[], None]] = {}
+        """What has to be set before a contender's turn."""
+
+    def train(self) -> dict[str, Any]:
+        """Milliseconds of every step and the way of every bucket, per contender; of the slower rank."""
+        self._build()
+        times: dict[str, list[float]] = {name: [] for name in self.steps}
+        ways: dict[str, list[list[tuple[float, float]]]] = {name: [] for name in self.steps}
+        with watched_groups(self.watch):
+            for turn in range(UNTIMED + self.config["repeats"]):
+                for name in self.steps:
+                    seconds = self._step(name)
+                    if turn >= UNTIMED:
+                        times[name].append(1e3 * seconds)
+                        ways[name].append([(1e3 * way, 1e3 * hidden) for way, hidden in self.watch.hidden()])
+                self.diary.write("round", turn=turn)
+        everybody: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everybody, times)
+        slower = {name: [max(t) for t in zip(*(each[name] for each in everybody), strict=True)] for name in times}
+        return {"milliseconds": slower, "buckets": ways, "params": sum(p.numel() for p in self._model().parameters())}
+
+    def _step(self, name: str) -> float:
+        if name in self.choose:
+            self.choose[name]()
+        dist.barrier()
+        self.watch.restart()
+        self.steps[name]()
+        return self.watch.now()
+
+    def _build(self) -> None:
+        self._plain("bare", self._model())
+        self._plain("DDP", DistributedDataParallel(self._model()))
+        watched = DistributedDataParallel(self._model())
+        watched.register_comm_hook(None, self._averaged)
+        self._plain("DDP, watched", watched)
+        for name, strategy in (("dense", {}), ("DGC", {"dgc": tw.DGC()})):
+            self._engine(f"engine, {name}", tw.DistributedStrategy(**strategy))
+        model = self._model()
+        self._own("DGCMomentum", model, DGCMomentum(model.named_parameters(), LR, 0.9))
+        ddp = DistributedDataParallel(self._model())
+        optimizer = DGCMomentum(ddp.module.named_parameters(), LR, 0.9)
+        optimizer.attach(ddp)
+        self._own("DDP, DGCMomentum attached", ddp, optimizer)
+
+    def _model(self) -> nn.Module:
+        return build_model(self.config["width"], self.config["blocks"])
+
+    def _plain(self, name: str, model: nn.Module) -> None:
+        self._own(name, model, torch.optim.SGD(model.parameters(), LR, momentum=0.9))
+
+    def _own(self, name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._watch_end(model)
+
+        def step() -> None:
+            nn.functional.mse_loss(model(self.x), self.y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        self.steps[name] = step
+
+    def _engine(self, name: str, strategy: tw.DistributedStrategy) -> None:
+        model = self._model()
+        optimizer = torch.optim.SGD(model.named_parameters(), LR, momentum=0.9)
+        engine = strategy.prepare(model, optimizer, nn.functional.mse_loss)
+        self._watch_end(model)
+        parts = engine._parts
+        assert parts.overlap is not None
+
+        def cut(size_mb: int, *, early: bool = True) -> None:
+            if parts.overlap is not None:
+                parts.overlap.remove()
+            parts.overlap = Overlap(parts.params, parts.exchange, bucket_bytes=size_mb * MIB)  # type: ignore[arg-type]
+            if not early:
+                parts.overlap.remove()
+                parts.overlap = None
+
+        turns = {f"{name}, {mb} MiB": partial(cut, mb) for mb in self.config["bucket_mb"]}
+        turns[f"{name}, after the backward pass"] = partial(cut, DEFAULT_MB, early=False)
+        self.choose |= turns
+        self.steps |= {turn: partial(engine.train_step, self.x, self.y) for turn in turns}
+
+    def _watch_end(self, model: nn.Module) -> None:
+        """The first layer's gradients are the last to come."""
+
+        def noted(_: Tensor) -> None:
+            self.watch.last_gradient = self.watch.now()
+
+        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        assert isinstance(inner, nn.Sequential)
+        for param in inner[0].parameters():
+            param.register_post_accumulate_grad_hook(noted)
+
+    def _averaged(self, _: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
+        work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+        assert work is not None
+        future = work.get_future()
+        self.watch.follow(future)
+        return future.then(lambda done: done.value()[0])
