@@ -32,10 +32,10 @@ def main() -> None:
     if link.emulated and (reason := why_unavailable()) is not None:
         sys.exit(f"the link cannot be emulated here: network namespaces {reason}; --quick runs on loopback")
     config = {"task": "benchmarks.overlap_run:Turns", "timeout_s": 120, "repeats": repeats, **shape}
-    begin = time.perf_counter()
+    around, begin = surroundings(repeats), time.perf_counter()
     found = run(config, link)
     result: dict[str, object] = {
-        **surroundings(repeats),
+        **around,
         "threads": 1,
         "workers": WORKERS,
         "link": str(link),
