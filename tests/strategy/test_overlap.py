@@ -1,6 +1,7 @@
 """An exchange that begins during the backward pass gives the bits of one that comes after it, and never hangs."""
 
 import contextlib
+import dataclasses
 import gc
 import pickle
 import weakref
@@ -109,6 +110,11 @@ CASES = {
     "dgc": Case({"dgc": DGC}),
     "dgc nesterov": Case({"dgc": DGC}, nesterov),
     "dgc adam": Case({"dgc": DGC}, adam),
+    # of two ranks one node, of four ranks two
+    "dgc nodes": Case({"dgc": dataclasses.replace(DGC, node_size=2)}, nesterov),
+    "dgc nodes adam": Case({"dgc": dataclasses.replace(DGC, node_size=2)}, adam),
+    "dgc split": Case({"dgc": dataclasses.replace(DGC, exchange="split")}),
+    "dgc bfloat16": Case({"dgc": dataclasses.replace(DGC, state_dtype="bfloat16")}),
     "merge": Case({"gradient_merge": tw.GradientMerge(2, avg=False)}, early=8),
     "dgc merge": Case({"dgc": DGC, "gradient_merge": MERGE}, early=8),
     "amp overflow": Case({"amp": AMP}, before_step=overflow, early=18),
