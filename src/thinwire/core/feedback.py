@@ -6,9 +6,9 @@ The arithmetic rounds after every operation, so a proposal and the commit that f
 bfloat16 are read as float32 and computed with in float32; what stays is rounded as `thinwire.core.rounding` says.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,7 +16,12 @@ from torch import Tensor
 from thinwire.core.kernels import for_device, for_lists
 from thinwire.core.kernels.fold import Fold
 
-__all__ = ["Fold", "FoldRule", "Proposal", "commit_", "commit_list_", "propose", "propose_list"]
+__all__ = ["Fold", "FoldRule", "Proposal", "commit_", "commit_list_", "in_chunks", "propose", "propose_list"]
+
+
+_CHUNK = 1 << 22
+"""Entries of the tensors of one call."""
+_Key = TypeVar("_Key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +117,24 @@ def commit_(
         nesterov=rule.nesterov,
         seed=seed or 0,
     )
+
+
+def in_chunks(sizes: Mapping[_Key, int]) -> Iterator[list[_Key]]:
+    """Tensors that are worth one call together, so few that what is made for all of them stays small.
+
+    Args:
+        sizes: Entries of every tensor.
+    """
+    chunk: list[_Key] = []
+    room = _CHUNK
+    for key, size in sizes.items():
+        if chunk and size > room:
+            yield chunk
+            chunk, room = [], _CHUNK
+        chunk.append(key)
+        room -= size
+    if chunk:
+        yield chunk
 
 
 def propose_list(folds: Sequence[Fold], ks: Sequence[int]) -> list[Proposal]:

@@ -17,7 +17,8 @@ from thinwire._version import __version__
 from thinwire.comm import BucketTap, Group, Nodes, node_size_of, require_agreement, sources_of, tap_buckets
 from thinwire.core.clip import ClipByNorm, clipped
 from thinwire.core.decay import Regularizer
-from thinwire.core.feedback import FoldRule, commit_, propose
+from thinwire.core.feedback import Fold, commit_list_, in_chunks, propose_list
+from thinwire.core.merge import step_along_list_
 from thinwire.core.message import WIRE_VERSION
 from thinwire.core.precision import named_state_dtype, narrowed, state_dtype, stored_dtype
 from thinwire.core.rounding import rounding_seed, store_
@@ -311,8 +312,7 @@ class DGCMomentum(CommonOptimizer):
             done = exchange.exchange(self.position, grads, overflow=overflow, misuse=misuse)
             if done is None:
                 return False
-            for param, grad in pairs:
-                self._apply(param, grad, done, keys[param], rates[self._facts(param).group_index])
+            self._apply(pairs, rates, done)
         finally:
             self._forget()
         self._dense_bytes += sum(4 * p.numel() for p in self._ordered_params() if p.requires_grad)
@@ -395,17 +395,29 @@ class DGCMomentum(CommonOptimizer):
             grad = self._with_decay(param, grad.to(state_dtype(param)))
         return grad.reshape(-1)
 
-    def _propose(self, key: int, grad: Tensor) -> SparseGradient | None:
-        param = self._listing.params[key]
+    def _propose(self, grads: Mapping[int, Tensor]) -> dict[int, SparseGradient]:
+        params = self._listing.params
+        ks = {key: k for key in grads if (k := self._count_sent(params[key])) is not None}
+        found: dict[int, SparseGradient] = {}
+        for keys in in_chunks({key: params[key].numel() for key in ks}):
+            folds = [self._fold(params[key], grads[key]) for key in keys]
+            its_ks = [ks[key] for key in keys]
+            for key, proposal in zip(keys, propose_list(folds, its_ks), strict=True):
+                found[key] = SparseGradient(proposal, params[key].numel(), ks[key])
+        return found
+
+    def _count_sent(self, param: Tensor) -> int | None:
+        """How many entries of the tensor are sent in this step; None where all of them are, densely."""
         group = self._facts(param).group
         if self.position < group["rampup_begin_step"] or not self._compressible(param):
             return None
         ramp = (group["rampup_begin_step"], group["rampup_step"], group["sparsity"])
-        k = count_sent(param.numel(), sparsity_at(self.position, *ramp))
-        state = self._state_of(param, residual=True)
-        flat = self._contribution(param, grad)
+        return count_sent(param.numel(), sparsity_at(self.position, *ramp))
+
+    def _fold(self, param: Tensor, grad: Tensor) -> Fold:
+        state, group = self._state_of(param, residual=True), self._facts(param).group
         u, v = state["momentum_buffer"].view(-1), state["residual"].view(-1)
-        return SparseGradient(propose(flat, v, u, k, _rule(group)), param.numel(), k)
+        return Fold(self._contribution(param, grad), v, u, group["momentum"], group["nesterov"])
 
     def _launch_bucket(self, bucket: int, params: Sequence[Parameter], grads: Sequence[Tensor]) -> None:
         """Called in the backward pass of the attached model."""
@@ -423,26 +435,36 @@ class DGCMomentum(CommonOptimizer):
         keys = self._listing.keys
         return {keys[p]: -g if self._facts(p).group["maximize"] else g for p, g in grads.items()}
 
-    def _apply(self, param: Tensor, grad: Tensor, done: Round, key: int, rate: float) -> None:
+    def _apply(self, pairs: Sequence[ParamGrad], rates: Sequence[float], done: Round) -> None:
         # what decides here must be common to all ranks: one of them may hold a row-sparse gradient, another a dense one
-        if done.is_sparse(key):
-            folded = self._contribution(param, done.gradient(key, self._unscaled(param, grad)))
-            self._apply_sparse(param, folded, done, key, rate)
-        else:
-            lasting = key in done.row_sparse or not self._compressible(param)
-            self._apply_dense(param, done.dense_mean(key), key, rate, clip=lasting)
+        keys = self._listing.keys
+        grads = {keys[p]: grad for p, grad in pairs}
+        for param, _ in pairs:
+            key = keys[param]
+            if not done.is_sparse(key):
+                lasting = key in done.row_sparse or not self._compressible(param)
+                rate = rates[self._facts(param).group_index]
+                self._apply_dense(param, done.dense_mean(key), key, rate, clip=lasting)
+        sparse = {key: self._listing.params[key].numel() for key in grads if done.is_sparse(key)}
+        for chunk in in_chunks(sparse):
+            self._apply_sparse({key: grads[key] for key in chunk}, rates, done)
 
-    def _apply_sparse(self, param: Tensor, contribution: Tensor, done: Round, key: int, rate: float) -> None:
-        state = self.state[param] = self._state_of(param, residual=True)
-        u, v = state["momentum_buffer"].view(-1), state["residual"].view(-1)
-        indices, sent = done.sent(key)
-        commit_(contribution, v, u, indices, sent, _rule(self._facts(param).group), seed=self._seed(key))
-        done.add_kept_(key, v)
-        touched, mean = done.sparse_mean(key, _wide(param))
-        flat = param.detach().view(-1) if param.is_contiguous() else param.detach().reshape(-1)
-        flat[touched] = (flat[touched].to(mean.dtype) - mean.mul_(rate)).to(param.dtype)
-        if not param.is_contiguous():
-            param.detach().copy_(flat.view(param.shape))
+    def _apply_sparse(self, grads: Mapping[int, Tensor], rates: Sequence[float], done: Round) -> None:
+        params = [self._listing.params[key] for key in grads]
+        folds = []
+        for param, (key, grad) in zip(params, grads.items(), strict=True):
+            self.state[param] = self._state_of(param, residual=True)
+            folds.append(self._fold(param, done.gradient(key, self._unscaled(param, grad))))
+        commit_list_(folds, [done.sent(key) for key in grads], [self._seed(key) for key in grads])
+        for key, fold in zip(grads, folds, strict=True):
+            done.add_kept_(key, fold.residual)
+        step_along_list_(
+            [param.detach() for param in params],
+            [done.parts(key) for key in grads],
+            [rates[self._facts(param).group_index] for param in params],
+            done.sources,
+            [_wide(param) for param in params],
+        )
 
     def _apply_dense(self, param: Tensor, mean: Tensor, key: int, rate: float, *, clip: bool) -> None:
         state = self.state[param] = self._state_of(param, residual=self._compressible(param))
@@ -569,10 +591,6 @@ class Attached:
             self._tap.close()
             self._optimizer._detached()
             self._optimizer = None
-
-
-def _rule(group: Mapping[str, Any]) -> FoldRule:
-    return FoldRule(group["momentum"], group["nesterov"])
 
 
 def _sample(grad: Tensor) -> Tensor:

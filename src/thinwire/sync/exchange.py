@@ -19,8 +19,8 @@ __all__ = ["GradientExchange", "Proposer", "Verdict", "all_finite", "not_finite"
 
 _Key = TypeVar("_Key", int, str)
 
-Proposer = Callable[[int, Tensor], SparseGradient | None]
-"""From a tensor's key and gradient to what it would send; None where the tensor is exchanged densely."""
+Proposer = Callable[[Mapping[int, Tensor]], dict[int, SparseGradient]]
+"""From gradients by key to what they would send; without those that are exchanged densely."""
 
 
 class Verdict(Enum):
@@ -281,14 +281,8 @@ class GradientExchange:
         return agree_on_step(self.group, replace(report, corrupt=corrupt), self.names)
 
     def _split(self, grads: Mapping[int, Tensor]) -> tuple[dict[int, SparseGradient], dict[int, Tensor], int | None]:
-        sparse: dict[int, SparseGradient] = {}
-        dense: dict[int, Tensor] = {}
-        for key, grad in grads.items():
-            proposed = None if grad.is_sparse else self._propose(key, grad)
-            if proposed is None:
-                dense[key] = grad.to_dense() if grad.is_sparse else grad
-            else:
-                sparse[key] = proposed
+        sparse = self._propose({key: grad for key, grad in grads.items() if not grad.is_sparse})
+        dense = {key: g.to_dense() if g.is_sparse else g for key, g in grads.items() if key not in sparse}
         bad = [key for key, item in sparse.items() if not item.proposal.finite]
         if self._check_dense:
             bad += not_finite(dense)

@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 from thinwire import _validate as check
 from thinwire.comm import Group, Nodes, Sources, node_size_of, require_agreement, sources_of
-from thinwire.core.feedback import FoldRule, commit_, propose
+from thinwire.core.feedback import Fold, commit_list_, in_chunks, propose_list
 from thinwire.core.precision import narrowed, state_dtype
 from thinwire.core.rounding import rounding_seed
 from thinwire.sync.agreement import Drops
@@ -23,7 +23,6 @@ from thinwire.sync.traffic import GATHER
 
 __all__ = ["GradientMean", "locally_clipped"]
 
-_FOLD = FoldRule(momentum=0.0)
 """Momentum belongs to the optimizer that gets the mean: v <- v + g."""
 
 
@@ -126,7 +125,7 @@ class GradientMean:
         with self._counted():
             self._compare_nodes()
             done = self._exchange.exchange(step, own, overflow=overflow, misuse=misuse)
-        return None if done is None else {self._names[key]: self._mean(key, grad, done) for key, grad in own.items()}
+        return None if done is None else self._means(own, done)
 
     def cut(self, buckets: Sequence[Sequence[str]]) -> None:
         """Which tensors travel together from now on, by name; the same on all ranks."""
@@ -228,31 +227,37 @@ class GradientMean:
         assert self._dgc is not None
         return locally_clipped(self._dgc, self._step, self._trainers, param, grad).reshape(-1)
 
-    def _propose(self, key: int, grad: Tensor) -> SparseGradient | None:
-        name = self._names[key]
-        if name not in self.residuals:
-            return None
-        assert self._dgc is not None
-        param, residual = self._params[name], self.residuals[name].view(-1)
-        k = self._dgc.count_at(self._step, residual.numel())
-        if k is None:
-            return None
-        return SparseGradient(propose(self._contribution(param, grad), residual, None, k, _FOLD), residual.numel(), k)
+    def _propose(self, grads: Mapping[int, Tensor]) -> dict[int, SparseGradient]:
+        sizes = {key: self._params[self._names[key]].numel() for key in grads if self._names[key] in self.residuals}
+        ks = {key: k for key, size in sizes.items() if self._dgc and (k := self._dgc.count_at(self._step, size))}
+        found: dict[int, SparseGradient] = {}
+        for keys in in_chunks({key: sizes[key] for key in ks}):
+            folds = [self._fold(key, grads[key]) for key in keys]
+            for key, proposal in zip(keys, propose_list(folds, [ks[key] for key in keys]), strict=True):
+                found[key] = SparseGradient(proposal, sizes[key], ks[key])
+        return found
 
-    def _mean(self, key: int, grad: Tensor, done: Round) -> Tensor:
-        """The mean of one tensor; where it was compressed, its residual changes."""
+    def _fold(self, key: int, grad: Tensor) -> Fold:
         name = self._names[key]
-        param = self._params[name]
+        return Fold(self._contribution(self._params[name], grad), self.residuals[name].view(-1), None, 0.0, False)
+
+    def _means(self, grads: Mapping[int, Tensor], done: Round) -> dict[str, Tensor]:
+        """The mean of all tensors; residuals of those that were compressed change."""
+        for keys in in_chunks({key: grad.numel() for key, grad in grads.items() if done.is_sparse(key)}):
+            folds = [self._fold(key, done.gradient(key, grads[key])) for key in keys]
+            seeds = [rounding_seed(self._step, key) for key in keys]
+            commit_list_(folds, [done.sent(key) for key in keys], seeds)
+            for key, fold in zip(keys, folds, strict=True):
+                done.add_kept_(key, fold.residual)
+        return {self._names[key]: self._mean(key, done) for key in grads}
+
+    def _mean(self, key: int, done: Round) -> Tensor:
+        param = self._params[self._names[key]]
         if not done.is_sparse(key):
             mean = done.dense_mean(key)
             return mean.to(state_dtype(param)) if param.is_floating_point() else mean
-        residual = self.residuals[name].view(-1)
-        indices, sent = done.sent(key)
-        seed = rounding_seed(self._step, key)
-        commit_(self._contribution(param, done.gradient(key, grad)), residual, None, indices, sent, _FOLD, seed=seed)
-        done.add_kept_(key, residual)
         indices, values = done.sparse_mean(key, state_dtype(param))
-        mean = torch.zeros_like(residual, dtype=values.dtype)
+        mean = torch.zeros(param.numel(), dtype=values.dtype, device=values.device)
         mean[indices] = values
         return mean.view(param.shape)
 

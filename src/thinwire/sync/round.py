@@ -1,5 +1,6 @@
 """One step's exchange of gradients: sparse messages and dense sums, launched together, checked before they are used."""
 
+import functools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -44,6 +45,12 @@ class _Flight:
     def go_on(self, arrived: Tensor) -> Pending[Tensor]:
         """The second round, where there is one."""
         return Pending(lambda: arrived) if self.split is None else self.split.forward(arrived, self.dtypes)
+
+
+@functools.lru_cache(maxsize=256)
+def _layout(slots: tuple[Slot, ...], value_bits: int) -> Layout:
+    """The same one for every step, since lengths and digest are computed once for each."""
+    return Layout(slots, value_bits)
 
 
 class Round:
@@ -99,7 +106,7 @@ class Round:
             self._launch_dense(bucket, {key: grad for key, grad in dense.items() if grad.dtype == dtype})
 
     def _launch_sparse(self, bucket: int, sparse: Mapping[int, SparseGradient]) -> None:
-        layout = Layout(tuple(Slot(item.numel, item.k) for item in sparse.values()), self._value_bits)
+        layout = _layout(tuple(Slot(item.numel, item.k) for item in sparse.values()), self._value_bits)
         if chosen_exchange(self._exchange, layout, self._group.size) == SPLIT:
             self._launch_split(bucket, sparse, layout)
             return
@@ -198,6 +205,15 @@ class Round:
             stored = torch.empty_like(added, dtype=residual.dtype)
             store_(stored, added, rounding_seed(self.step, key + _KEPT))
             residual[indices] = stored
+
+    @property
+    def sources(self) -> int:
+        """By how many a sum is divided for the mean."""
+        return self._group.size
+
+    def parts(self, key: int) -> list[tuple[Tensor, Tensor]]:
+        """Indices and float32 values of each source, or of the sum over them all with "split"."""
+        return self._parts[key]
 
     def sparse_mean(self, key: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Indices (u,) ascending and values (u,) of the mean over the sources, added in their order; zero elsewhere."""
