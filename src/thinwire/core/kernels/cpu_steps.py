@@ -1,8 +1,10 @@
 """The steps of LAMB, LARS and the outer SGD for whole lists of tensors on the CPU, compiled by numba.
 
-Moments, momentum without a ratio and the outer step have the bits of the readable twins. Norms do not: they are summed
-in float64 here, so that a ratio is off by one rounding to the type of the tensors, and neither overflows nor vanishes
-in float32. They depend on the lengths alone, not on the number of threads.
+Moments, momentum without a ratio and the outer step have the bits of the readable twins. LAMB's direction may be a
+rounding apart, where torch's root is. Norms are summed in float64 here, so that a ratio is off by no more than its
+rounding to the type of the tensors, and squares neither overflow nor vanish in float32; the twins sum n squares in
+that type, with a relative error of up to about n 2^-24. All bits follow from the values and lengths alone: the
+number of threads changes none.
 """
 
 from collections.abc import Callable, Sequence

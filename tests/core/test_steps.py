@@ -1,0 +1,315 @@
+"""The compiled steps of LAMB, LARS and the outer SGD against the formulas, one operation of torch at a time."""
+
+import functools
+import itertools
+import math
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from thinwire import optim
+from thinwire.core.kernels import compiled_steps, cpu_steps, threads
+from thinwire.core.lamb import LambRule, lamb_
+from thinwire.core.lars import LarsRule, lars_
+from thinwire.core.outer import OuterRule, outer_list_, outer_step_
+from thinwire.core.trust_ratio import TrustRule
+
+SIZES = [1, 2, 3, 127, 128, 129, 1023, 1024, 1025, 2049, 32_767, 32_768, 32_769, 70_001]
+"""Around the lanes (128), the block (1024) and the chunk (32768) of the sums."""
+KINDS = ["random", "tied", "denormal", "huge", "zero"]
+DTYPES = [torch.float32, torch.float64]
+WAYS = [(1, 1 << 22), (1, 8192), (2, 8192), (3, 8192)]
+"""Threads, and bytes up to which one of them takes a tensor whole."""
+
+
+@functools.cache
+def tensor(kind, numel, dtype, seed):
+    generator = torch.Generator().manual_seed(1000 * seed + numel)
+    normal = torch.randn(numel, generator=generator, dtype=torch.float64)
+    small = 1e-42 if dtype == torch.float32 else 1e-310
+    values = {
+        "random": normal,
+        "tied": (3 * normal).round(),
+        "denormal": normal * small,
+        "huge": normal * 2e37,
+        "zero": normal * 0,
+    }
+    return values[kind].to(dtype)
+
+
+def tensors(kind, dtype, seed, sizes=SIZES):
+    return [tensor(kind, numel, dtype, seed) for numel in sizes]
+
+
+def squares(kind, dtype, seed):
+    return [t.square() for t in tensors(kind, dtype, seed)]
+
+
+def clones(lists):
+    return [[t.clone() for t in each] for each in lists]
+
+
+def norm(x):
+    """Of squares in float64, summed in the widest float, where the order does not show."""
+    return math.sqrt(x.double().square().numpy().sum(dtype=np.longdouble))
+
+
+def exact_root(x):
+    """Rounded as IEEE 754 has it, which torch's own root is not always."""
+    return torch.from_numpy(np.sqrt(x.numpy()))
+
+
+def ratio_by_hand(p, update, decay=0.0, eps=0.0, coefficient=1.0, low=0.0, high=math.inf):
+    param_norm, update_norm = norm(p), norm(update)
+    if param_norm == 0 or update_norm == 0:
+        return 1.0
+    return min(max(coefficient * param_norm / (update_norm + decay * param_norm + eps), low), high)
+
+
+def assert_one_rounding_apart(ratio, expected):
+    """float32: the sums in float64 leave the rounding of the quotient. float64: those of a few hundred additions."""
+    allowed = 2.0**-23 if ratio.dtype == torch.float32 else 1e-13
+    assert abs(float(ratio) - expected) <= max(allowed * expected, 2.0**-149)
+
+
+def assert_same_bits(a, b):
+    kind = torch.int32 if a.dtype == torch.float32 else torch.int64
+    assert a.dtype == b.dtype
+    assert torch.equal(a.view(kind), b.view(kind))
+
+
+@pytest.fixture
+def on_threads(monkeypatch):
+    def set_way(count, kept_bytes):
+        monkeypatch.setattr(threads, "SMALLEST_PART", 64)
+        monkeypatch.setattr(cpu_steps, "_KEPT_BYTES", kept_bytes)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: count)
+
+    return set_way
+
+
+def assert_the_way_changes_nothing(on_threads, work, lists):
+    """The results of `work`, which every number of threads and every cut has to repeat."""
+    results = []
+    for way in WAYS:
+        on_threads(*way)
+        copies = clones(lists)
+        results.append([work(*copies), *itertools.chain(*copies)])
+    for result in results[1:]:
+        for a, b in zip(result, results[0], strict=True):
+            assert_same_bits(a, b)
+    on_threads(*WAYS[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("decay", "trust"), [(0.01, TrustRule()), (0.0, TrustRule(low=0.9, high=1.1))])
+def test_lamb(kind, dtype, decay, trust, on_threads):
+    rule = LambRule(0.1, 0.9, 0.99, 1e-6, decay, 3, trust)
+    lists = [tensors(kind, dtype, 0), tensors(kind, dtype, 1), tensors(kind, dtype, 2), squares(kind, dtype, 3)]
+    assert_the_way_changes_nothing(on_threads, lambda *each: cpu_steps.lamb_(*each, rule), lists)
+    moved = clones(lists)
+    ratios = cpu_steps.lamb_(*moved, rule)
+    for i, (p, g, m, v) in enumerate(zip(*lists, strict=True)):
+        mean, square = m * 0.9 + g * (1 - 0.9), v * 0.99 + g * g * (1 - 0.99)
+        r = (mean * (1 / (1 - 0.9**3))) / (exact_root(square * (1 / (1 - 0.99**3))) + 1e-6) + decay * p
+        assert_same_bits(moved[1][i], g)
+        assert_same_bits(moved[2][i], mean)
+        assert_same_bits(moved[3][i], square)
+        assert_one_rounding_apart(ratios[i], ratio_by_hand(p, r, low=trust.low, high=trust.high))
+        assert_same_bits(moved[0][i], p - (0.1 * ratios[i]) * r)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("momentum", "decay", "eps"),
+    [("none", 0.01, 0.0), ("plain", 0.01, 0.5), ("nesterov", 0.01, 0.0), ("plain", 0.0, 0.0)],
+)
+def test_lars(kind, dtype, momentum, decay, eps, on_threads):
+    rule = LarsRule(0.1, 0.9, momentum == "nesterov", TrustRule(0.02, decay, eps))
+    lists = [tensors(kind, dtype, seed) for seed in range(3)]
+
+    def work(p, g, b):
+        return cpu_steps.lars_(p, g, None if momentum == "none" else b, rule)
+
+    assert_the_way_changes_nothing(on_threads, work, lists)
+    moved = clones(lists)
+    ratios = work(*moved)
+    for i, (p, g, b) in enumerate(zip(*lists, strict=True)):
+        expected = ratio_by_hand(p, g, decay, eps, 0.02) if decay else 1.0
+        assert_one_rounding_apart(ratios[i], expected)
+        step = (0.1 * ratios[i]) * (g + decay * p)
+        velocity = b if momentum == "none" else b * 0.9 + step
+        change = {"none": step, "plain": velocity, "nesterov": step + 0.9 * velocity}[momentum]
+        assert_same_bits(moved[0][i], p - change)
+        assert_same_bits(moved[1][i], g)
+        assert_same_bits(moved[2][i], velocity)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["random", "denormal", "huge"])
+@pytest.mark.parametrize("rule", [OuterRule(), OuterRule(0.7), OuterRule(1.0, 0.9), OuterRule(0.7, 0.9, nesterov=True)])
+def test_the_outer_step(kind, dtype, rule, on_threads):
+    lists = [tensors(kind, dtype, seed) for seed in range(3)]
+
+    def work(s, c, b):
+        outer_list_(s, c, b if rule.momentum else None, rule)
+        return torch.zeros((), dtype=dtype)
+
+    assert_the_way_changes_nothing(on_threads, work, lists)
+    moved = clones(lists)
+    work(*moved)
+    for i, (s, c, b) in enumerate(zip(*lists, strict=True)):
+        velocity = b * rule.momentum + c if rule.momentum else b
+        step = {False: velocity, True: c + rule.momentum * velocity}[rule.nesterov] if rule.momentum else c
+        assert_same_bits(moved[0][i], s - rule.lr * step)
+        assert_same_bits(moved[1][i], c)
+        assert_same_bits(moved[2][i], velocity)
+
+
+@pytest.mark.parametrize("rule", [OuterRule(), OuterRule(0.7), OuterRule(1.0, 0.9), OuterRule(0.7, 0.9, nesterov=True)])
+def test_the_readable_outer_step_has_the_same_bits(rule, monkeypatch):
+    results = []
+    for choice in ("auto", "reference"):
+        monkeypatch.setenv("THINWIRE_KERNELS", choice)
+        s, c, b = clones([tensors("random", torch.float32, seed, [5, 1025]) for seed in range(3)])
+        outer_list_(s, c, b if rule.momentum else None, rule)
+        results.append([*s, *c, *b])
+    for a, b in zip(*results, strict=True):
+        assert_same_bits(a, b)
+    change = torch.ones(2)
+    assert outer_step_(change, None, OuterRule()) is change
+    outer_list_([], [], None, rule)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_readable_twins_agree(dtype):
+    """Their norms are summed in another order, in float32: relative error up to about n times its rounding unit."""
+    sizes = [3, 1025, 33_000]
+    p, g, m, b = (tensors("random", dtype, seed, sizes) for seed in range(4))
+    v = [t.square() for t in b]
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-13
+    lamb, lars = LambRule(0.1, 0.9, 0.99, 1e-6, 0.01, 3, TrustRule()), LarsRule(0.1, 0.9, True, TrustRule(0.02, 0.01))
+    for fast_, slow_, lists, rule in (
+        (cpu_steps.lamb_, lamb_, (p, g, m, v), lamb),
+        (cpu_steps.lars_, lars_, (p, g, b), lars),
+    ):
+        fast, slow = clones(lists), clones(lists)
+        ratios = fast_(*fast, rule)
+        twins = [slow_(*each, rule) for each in zip(*slow, strict=True)]
+        torch.testing.assert_close(ratios, torch.stack(twins), rtol=tolerance, atol=0)
+        for a, c in zip(itertools.chain(*fast), itertools.chain(*slow), strict=True):
+            torch.testing.assert_close(a, c, rtol=tolerance, atol=tolerance)
+
+
+def test_norms_that_float32_cannot_hold_give_the_right_ratio():
+    for size in (1e25, 1e-30):
+        p, g, m, v = [torch.full((2000,), size)], [torch.ones(2000)], [torch.zeros(2000)], [torch.zeros(2000)]
+        ratio = cpu_steps.lamb_(p, g, m, v, LambRule(0.0, 0.9, 0.99, 1e-6, 0.0, 1, TrustRule()))
+        assert float(ratio) == pytest.approx(size, rel=1e-5)
+
+
+def test_a_nan_stays_in_its_tensor_and_its_ratio_is_one():
+    lists = [tensors("random", torch.float32, seed, [40, 40]) for seed in range(3)]
+    lists[1][0][7] = math.nan
+    twins = clones(lists)
+    rule = LarsRule(0.1, 0.9, False, TrustRule(0.02, 0.01))
+    ratios = cpu_steps.lars_(*lists, rule)
+    slow = [lars_(*each, rule) for each in zip(*twins, strict=True)]
+    assert float(ratios[0]) == float(slow[0]) == 1.0
+    for a, b in zip(itertools.chain(*lists), itertools.chain(*twins), strict=True):
+        assert torch.equal(a.isnan(), b.isnan())
+
+
+class Strange(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        torch.zeros(4, dtype=torch.float64),
+        torch.zeros(4, dtype=torch.bfloat16),
+        torch.zeros(4, device="meta"),
+        torch.zeros(8)[::2],
+        torch.zeros(4).as_subclass(Strange),
+        torch.zeros(4, dtype=torch.complex64).conj().imag,
+        torch.zeros(4).to_sparse(),
+    ],
+)
+def test_tensors_without_plain_addresses_are_left_to_torch(other, monkeypatch):
+    plain = torch.zeros(4)
+    assert compiled_steps([plain], [torch.nn.Parameter(plain)]) is cpu_steps
+    assert compiled_steps([other], [plain]) is None
+    assert compiled_steps([plain, plain], [plain, other]) is None
+    monkeypatch.setenv("THINWIRE_KERNELS", "reference")
+    assert compiled_steps([plain]) is None
+
+
+@pytest.mark.parametrize("make", [optim.Lamb, lambda params: optim.Lars(params, lr=0.1)])
+def test_autograd_sees_that_parameters_have_changed(make):
+    p = torch.nn.Parameter(torch.ones(3))
+    loss = (p * p).sum()
+    optimizer = make([p])
+    p.grad = torch.ones(3)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def stepped(seed, steps=4):
+    params = [torch.nn.Parameter(t) for t in tensors("random", torch.float32, seed)]
+    optimizers = [optim.Lamb(params[:7]), optim.Lars(params[7:], lr=0.1)]
+    for step in range(steps):
+        for p, grad in zip(params, tensors("random", torch.float32, 10 + step), strict=True):
+            p.grad = grad
+        for optimizer in optimizers:
+            optimizer.step()
+    return params
+
+
+def test_several_threads_may_step_at_once():
+    alone = [stepped(seed) for seed in range(3)]
+    with ThreadPoolExecutor(6) as pool:
+        together = list(pool.map(stepped, [0, 1, 2] * 2))
+    for params, expected in zip(together, alone * 2, strict=True):
+        for p, q in zip(params, expected, strict=True):
+            assert_same_bits(p.detach(), q.detach())
+
+
+@pytest.mark.parametrize("make", [optim.Lamb, lambda params: optim.Lars(params, lr=0.1)])
+def test_gradients_and_parameters_in_bfloat16_take_the_same_way(make, monkeypatch):
+    results = []
+    for choice in ("auto", "reference"):
+        monkeypatch.setenv("THINWIRE_KERNELS", choice)
+        p = torch.nn.Parameter(tensor("random", 1500, torch.float32, 0).bfloat16())
+        p.grad = tensor("random", 1500, torch.float32, 1).bfloat16()
+        optimizer = make([p])
+        for _ in range(3):
+            optimizer.step()
+        results.append(p.detach())
+    # the same float32 numbers but for the last bits, which may fall on either side of a rounding to bfloat16
+    torch.testing.assert_close(*results, rtol=2.0**-8, atol=0)
+    assert (results[0] == results[1]).float().mean() > 0.99
+
+
+def test_works_in_turns_all_run_and_errors_come_last(monkeypatch):
+    for count in (1, 2, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
+        done = []
+
+        def work(i, done=done):
+            done.append(i)
+            if i == 4:
+                raise ValueError("number four")
+
+        threads.in_turns([lambda i=i: work(i) for i in range(4)])
+        assert sorted(done) == [0, 1, 2, 3]
+        with pytest.raises(ValueError, match="number four"):
+            threads.in_turns([lambda i=i: work(i) for i in range(9)])
+        seen = len(done)
+        threads.in_turns([])
+        assert len(done) == seen
