@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+import textwrap
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -224,10 +225,10 @@ def test_the_environment_and_a_missing_numba_choose_torch(monkeypatch):
 def test_without_a_folder_for_its_cache_numba_still_compiles(monkeypatch):
     import numba
 
-    def refusing(*, cache=False, **options):
+    def refusing(*functions, cache=False, **options):
         if cache:
             raise RuntimeError("cannot cache function: no locator available")
-        return compiled(**options)
+        return compiled(*functions, **options)
 
     compiled = numba.njit
     monkeypatch.setattr(numba, "njit", refusing)
@@ -245,7 +246,11 @@ def run_python(code, **environment):
 
 
 def assert_succeeds(process):
-    output, _ = process.communicate(timeout=100)
+    with process:  # ends with its pipe closed, whatever happens
+        try:
+            output, _ = process.communicate(timeout=100)
+        finally:
+            process.kill()
     assert process.returncode == 0, output
 
 
@@ -265,6 +270,29 @@ def test_several_processes_may_compile_at_once_into_an_empty_cache(tmp_path):
     for process in [run_python(TOP_K, NUMBA_CACHE_DIR=str(tmp_path)) for _ in range(2)]:
         assert_succeeds(process)
     assert list(tmp_path.rglob("*.nbi"))
+
+
+STEP = """
+import torch
+from thinwire import optim
+p = torch.nn.Parameter(torch.ones(3))
+p.grad = torch.ones(3)
+optim.Lars([p], lr=0.1).step()
+assert p[0] < 1
+"""
+COMPILES_NOTHING = f"""
+from numba.core import event
+with event.install_recorder("numba:compile") as compilations:
+{textwrap.indent(STEP, "    ")}
+from thinwire.core.kernels import jit_steps
+assert not compilations.buffer, [made.data["dispatcher"] for _, made in compilations.buffer]
+assert jit_steps.lars.stats.cache_hits and not jit_steps.lars.stats.cache_misses
+"""
+
+
+def test_a_second_process_compiles_nothing(tmp_path):
+    for code in (STEP, COMPILES_NOTHING):
+        assert_succeeds(run_python(code, NUMBA_CACHE_DIR=str(tmp_path)))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

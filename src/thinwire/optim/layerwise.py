@@ -49,10 +49,11 @@ class LayerwiseOptimizer(OwnOptimizer):
     def _runs(self, group: dict[str, Any], pairs: Sequence[ParamGrad], *, counted: bool = False) -> Iterator[Run]:
         """The pairs in runs of one device, type, decay and count."""
         kinds: dict[tuple[Any, ...], Run] = {}
-        for param, grad in pairs:
-            decay, step = self._facts(param).weight_decay, self._counted(param) if counted else 0
-            fast = param.device.type in ("cpu", "cuda") and param.is_contiguous() and grad.is_contiguous()
-            key = (param.device, param.dtype, hasattr(param, "full_tensor"), decay, step, fast)
+        steps = self._counted([param for param, _ in pairs]) if counted else [0] * len(pairs)
+        for (param, grad), step in zip(pairs, steps, strict=True):
+            decay = 0.0 if self._common.places[param].excluded else group["weight_decay"]
+            fast = (param.is_cpu or param.is_cuda) and param.is_contiguous() and grad.is_contiguous()
+            key = (param.device, param.dtype, type(param), decay, step, fast)
             run = kinds.setdefault(key, Run([], [], decay, step, fast))
             run.params.append(param)
             run.grads.append(grad)

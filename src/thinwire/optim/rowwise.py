@@ -33,7 +33,7 @@ class RowwiseOptimizer(OwnOptimizer):
     def _update_group(self, group: dict[str, Any], pairs: Sequence[ParamGrad], rate: float) -> None:
         for param, grad in pairs:
             buffers = self._buffers(param, group)
-            step = self._counted(param)
+            step = self._counted([param])[0]
             if grad.layout is torch.strided:
                 with widened([param]) as (work,):
                     self._apply(work, grad, buffers, group, rate, step)
