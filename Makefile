@@ -41,7 +41,12 @@ format: $(INSTALLED)  ## mend what lint and format can mend
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(INSTALLED)  ## measure everything (under ten minutes): benchmarks/results and docs/performance.md
+# without what they depend on: two files of one and one class of the other are measured, which need torch alone
+$(VENV)/.peers: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt timm pytorch_optimizer
+	touch $@
+
+bench: $(VENV)/.peers  ## measure everything (under ten minutes): benchmarks/results and docs/performance.md
 	$(BIN)/python -m benchmarks
 
 docs: $(INSTALLED)  ## print the pages that come from tables in the code

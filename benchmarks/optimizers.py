@@ -1,4 +1,4 @@
-"""What one update of LAMB and LARS costs: ours against the memory's floor, torch's AdamW and other packages.
+"""What one update of LAMB, LARS and the outer SGD costs: ours against the memory's floor, torch and other packages.
 
     python -m benchmarks.optimizers --threads 2 --out benchmarks/results/optimizers.json
     python -m benchmarks.optimizers --quick
@@ -20,9 +20,10 @@ from torch import Tensor
 
 from benchmarks.common import Work, parser_for, save, summary, surroundings, turns_ms
 from thinwire import optim
+from thinwire.core.outer import OuterRule, outer_list_, outer_step_
 
-FLOOR_WORDS = 10
-"""Per parameter: read p, g, m, v; write m, v; norms; then read and write p."""
+FLOOR_WORDS = {"LAMB": 10, "LARS": 10, "outer SGD": 5}
+"""Per parameter: read p, g, m, v; write m, v; norms; then read and write p. Outer: read s, change, b; write s, b."""
 
 Maker = Callable[[list[Tensor]], torch.optim.Optimizer]
 
@@ -52,9 +53,38 @@ def timm_module(name: str) -> types.ModuleType | None:
     return importlib.import_module(f"timm_optim.{name}")
 
 
+class ForeachLamb(torch.optim.Optimizer):
+    """LAMB as one would write it with torch's list operations; without groups, exclusions and checks."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        super().__init__(params, {})
+        self.params = params
+        self.means = [torch.zeros_like(p) for p in params]
+        self.squares = [torch.zeros_like(p) for p in params]
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.steps += 1
+        grads = [p.grad for p in self.params]
+        torch._foreach_lerp_(self.means, grads, 0.1)
+        torch._foreach_mul_(self.squares, 0.999)
+        torch._foreach_addcmul_(self.squares, grads, grads, 0.001)
+        roots = torch._foreach_sqrt(self.squares)
+        torch._foreach_div_(roots, (1 - 0.999**self.steps) ** 0.5)
+        torch._foreach_add_(roots, 1e-6)
+        updates = torch._foreach_div(self.means, roots)
+        torch._foreach_div_(updates, 1 - 0.9**self.steps)
+        torch._foreach_add_(updates, self.params, alpha=0.01)
+        ratios = torch._foreach_div(torch._foreach_norm(self.params), torch._foreach_norm(updates))
+        torch._foreach_mul_(updates, ratios)
+        torch._foreach_add_(self.params, updates, alpha=-1e-3)
+
+
 def lambs() -> Iterator[tuple[str, Maker | None]]:
     yield "ours", optim.Lamb
     yield "ours, foreach=False", lambda params: optim.Lamb(params, foreach=False)
+    yield "foreach LAMB", ForeachLamb
     timm = timm_module("lamb")
     yield "timm Lamb", timm and (lambda params: timm.Lamb(params, max_grad_norm=None, always_adapt=True))
     found = importlib.util.find_spec("pytorch_optimizer")
@@ -74,6 +104,28 @@ def baselines() -> Iterator[tuple[str, Maker | None]]:
     yield "torch AdamW, fused", lambda params: torch.optim.AdamW(params, fused=True)
 
 
+def outer_steps(shapes: list[tuple[int, ...]], changes: list[Tensor]) -> dict[str, Work]:
+    """SGD with Nesterov momentum on anchors, as local updates make it after an averaging."""
+    rule = OuterRule(lr=0.7, momentum=0.9, nesterov=True)
+    places = {
+        who: [[torch.zeros(shape) for shape in shapes] for _ in range(2)] for who in ("ours", "eager", "torch SGD")
+    }
+
+    def eager() -> None:
+        for anchor, change, buffer in zip(places["eager"][0], changes, places["eager"][1], strict=True):
+            anchor.sub_(outer_step_(change, buffer, rule))
+
+    params = [torch.nn.Parameter(anchor) for anchor in places["torch SGD"][0]]
+    for param, change in zip(params, changes, strict=True):
+        param.grad = change
+    sgd = torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True, fused=True)
+    return {
+        "ours": lambda: outer_list_(places["ours"][0], changes, places["ours"][1], rule),
+        "eager": eager,
+        "torch SGD, fused": sgd.step,
+    }
+
+
 def step_of(make: Maker, shapes: list[tuple[int, ...]], grads: list[Tensor]) -> Work:
     generator = torch.Generator().manual_seed(1)
     params = [torch.nn.Parameter(0.02 * torch.randn(shape, generator=generator)) for shape in shapes]
@@ -87,8 +139,12 @@ def measure(method: str, layout: str, numel: int, repeats: int) -> dict[str, obj
     generator = torch.Generator().manual_seed(0)
     grads = [0.01 * torch.randn(shape, generator=generator) for shape in shapes]
     before = torch.stack(torch._foreach_norm(grads))
-    makers = dict([*{"LAMB": lambs, "LARS": larses}[method](), *baselines()])
-    works = {name: step_of(make, shapes, grads) for name, make in makers.items() if make is not None}
+    if method == "outer SGD":
+        works = outer_steps(shapes, grads)
+        makers: dict[str, Maker | None] = dict.fromkeys(works)
+    else:
+        makers = dict([*{"LAMB": lambs, "LARS": larses}[method](), *baselines()])
+        works = {name: step_of(make, shapes, grads) for name, make in makers.items() if make is not None}
     total = sum(grad.numel() for grad in grads)
     turns = turns_ms(works, total, repeats)
     (medians, word_ms), (fastest, _) = summary(turns), summary(turns, min)
@@ -98,7 +154,7 @@ def measure(method: str, layout: str, numel: int, repeats: int) -> dict[str, obj
         "method": method,
         "tensors": f"{len(shapes)}, {layout}",
         "numel": total,
-        "floor": FLOOR_WORDS * word_ms,
+        "floor": FLOOR_WORDS[method] * word_ms,
         "bytes_per_second": 4 * total / (word_ms / 1e3),
         "milliseconds": {name: medians.get(name) for name in makers},
         "fastest": {name: fastest.get(name) for name in makers},
@@ -133,9 +189,7 @@ def main() -> None:
         torch.set_num_threads(arguments.threads)
     numel, repeats = (400_000, 3) if arguments.quick else (arguments.numel, arguments.repeats)
     facts = surroundings(repeats)
-    rows = [
-        measure(method, layout, numel, repeats) for layout in ("equal", "transformer") for method in ("LAMB", "LARS")
-    ]
+    rows = [measure(method, layout, numel, repeats) for layout in ("equal", "transformer") for method in FLOOR_WORDS]
     result = {**facts, "rows": rows}
     print(printed(result))
     save(result, arguments.out)
