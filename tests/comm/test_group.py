@@ -4,13 +4,14 @@ import gc
 import os
 import signal
 import time
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.ranks import Lost, Pool, Raised
-from thinwire.comm import Group, require_agreement
+from thinwire.comm import Group, Nodes, require_agreement, sources_of
 from thinwire.comm import group as group_module
 
 
@@ -40,6 +41,44 @@ def test_gather_and_sum(ranks: Pool, size: int) -> None:
     n = max(size, 1)
     expected = ([[r] * 3 for r in range(n)], [float(sum(range(n))), float(n)])
     assert ranks.run(gather_and_sum, size=size) == [expected] * n
+
+
+def deal(rank: int, size: int) -> tuple[list[list[int]], int, int]:
+    group = Group()
+    lengths = [receiver + 1 for receiver in range(group.size)]
+    parts = torch.cat([torch.full((n,), 10 * rank + n, dtype=torch.uint8) for n in lengths])
+    return group.deal(parts, lengths, what="test").wait().tolist(), group.bytes_sent, group.bytes_received
+
+
+@pytest.mark.parametrize("size", [0, 2, 4])
+def test_deal_gives_every_rank_what_is_meant_for_it(ranks: Pool, size: int) -> None:
+    n = max(size, 1)
+    total = n * (n + 1) // 2
+    for rank, (rows, sent, received) in enumerate(ranks.run(deal, size=size)):
+        assert rows == [[10 * source + rank + 1] * (rank + 1) for source in range(n)]
+        assert (sent, received) == (total - (rank + 1), (n - 1) * (rank + 1))
+
+
+def over_nodes(rank: int, size: int, width: int) -> tuple[Any, ...]:
+    nodes = sources_of(Group(), width)
+    me = nodes.rank
+    rows = nodes.gather(torch.full((3,), me, dtype=torch.uint8), what="test")
+    total = nodes.sum_(torch.tensor([float(me), 1.0]), what="test")
+    dealt = nodes.deal(torch.arange(2 * nodes.size, dtype=torch.uint8) + 50 * me, [2] * nodes.size, what="test")
+    again = sources_of(Group(), width)
+    assert isinstance(nodes, Nodes) and isinstance(again, Nodes)
+    same = nodes.inner._holder is again.inner._holder
+    return me, nodes.size, rows.wait().tolist(), total.wait().tolist(), dealt.wait().tolist(), same
+
+
+@pytest.mark.parametrize("width", [2, 4])
+def test_nodes_give_once_and_get_everything_everywhere(ranks: Pool, width: int) -> None:
+    count = 4 // width
+    for rank, (me, size, rows, total, dealt, same) in enumerate(ranks.run(over_nodes, width, size=4)):
+        assert (me, size, same) == (rank // width, count, True)
+        assert rows == [[node] * 3 for node in range(count)]
+        assert total == [float(sum(range(count))), float(count)]
+        assert dealt == [[50 * node + 2 * me, 50 * node + 2 * me + 1] for node in range(count)]
 
 
 def subgroup(rank: int, size: int) -> tuple[int, int] | None:

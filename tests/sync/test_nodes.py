@@ -156,6 +156,54 @@ def test_attached_or_not_the_numbers_are_the_same(ranks: Pool, options: dict[str
                 assert all(torch.equal(mine[key], theirs[key]) for key in mine)
 
 
+def launched_by(rank: int, size: int, environment: dict[str, str], options: dict[str, Any]) -> dict[str, Any]:
+    os.environ.update(environment)
+    try:
+        return run_net(rank, size, False, 5, options)
+    finally:
+        for key in environment:
+            del os.environ[key]
+
+
+def test_what_torchrun_says_is_what_is_done(ranks: Pool) -> None:
+    by_itself = ranks.run(launched_by, {"LOCAL_WORLD_SIZE": "2"}, {}, size=4)
+    told = ranks.run(launched_by, {}, {"node_size": 2}, size=4)
+    flat = ranks.run(launched_by, {}, {}, size=4)
+    for one, other, third in zip(by_itself, told, flat, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one["params"], other["params"], strict=True))
+        assert not torch.equal(one["params"][0], third["params"][0])
+
+
+def scaled(rank: int, size: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Attached, with gradients accumulated under no_sync and a scaler that finds an overflow on the last rank."""
+    model = Net()
+    optimizer = dgc(model, rampup_begin_step=0, value_bits=32, **options)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.001)
+    optimizer.attach(ddp)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for step in range(6):
+        with ddp.no_sync():
+            x, y = batch(2 * step, rank)
+            scaler.scale((ddp(x) - y).square().mean()).backward()
+        x, y = batch(2 * step + 1, rank)
+        loss = (ddp(x) - y).square().mean()
+        scaler.scale(loss * (float("inf") if step == 3 and rank == 3 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return {"params": [p.detach() for p in model.parameters()], "stats": optimizer.stats()}
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("options", OPTION_SETS[1:], ids=str)
+def test_a_grad_scaler_drops_everywhere_or_nowhere(ranks: Pool, options: dict[str, Any]) -> None:
+    answers = ranks.run(scaled, options, size=4)
+    for answer in answers:
+        assert (answer["stats"]["dropped_steps"], answer["stats"]["step"]) == (1, 5)
+        assert all(torch.equal(a, b) for a, b in zip(answer["params"], answers[0]["params"], strict=True))
+        assert all(torch.isfinite(p).all() for p in answer["params"])
+
+
 def resumed(rank: int, size: int, attach: bool, options: dict[str, Any]) -> bool:
     def continued(model: nn.Module, optimizer: tw.optim.DGCMomentum, start: int, stop: int) -> None:
         ddp = DistributedDataParallel(model) if attach else model
