@@ -38,11 +38,11 @@ class Proposal(NamedTuple):
     """What one tensor would send."""
 
     indices: Tensor
-    """Shape (k,), int64, ascending; empty if not finite."""
+    """Shape (k,), int64, ascending; empty if not finite (but never where `finite` is a tensor)."""
     values: Tensor
-    """Shape (k,), the folded residual at `indices`, in the dtype that is computed in; empty if not finite."""
-    finite: bool
-    """Whether gradient and folded residual hold finite values only."""
+    """Shape (k,), the folded residual at `indices`, in the dtype that is computed in; as long as `indices`."""
+    finite: bool | Tensor
+    """Whether gradient and folded residual hold finite values only; shape (), bool, where the host need not know."""
 
 
 def propose(grad: Tensor, residual: Tensor, momentum_buffer: Tensor | None, k: int, rule: FoldRule) -> Proposal:

@@ -25,13 +25,26 @@ from thinwire.core.kernels import for_device, for_lists
 from thinwire.core.value_code import decode_values, encode_values, value_bytes
 from thinwire.errors import PayloadCorrupt
 
-__all__ = ["HEADER_BYTES", "WIRE_VERSION", "Layout", "Slot", "Unpacked", "pack", "pack_nonfinite", "unpack"]
+__all__ = [
+    "CHECKSUM",
+    "HEADER_BYTES",
+    "WIRE_VERSION",
+    "Layout",
+    "Slot",
+    "Unpacked",
+    "header_words",
+    "pack",
+    "pack_nonfinite",
+    "unpack",
+]
 
 WIRE_VERSION = 1
 _MAGIC = b"thwr"
 _HEADER = struct.Struct("<4sBBHQQII")
 HEADER_BYTES = _HEADER.size
 _CRC_BYTES = 4
+CHECKSUM = (HEADER_BYTES - _CRC_BYTES, HEADER_BYTES)
+"""First byte of the checksum and the one after the last."""
 _CULPRIT = struct.Struct("<I")
 _FLAG_NONFINITE = 1
 
@@ -176,6 +189,18 @@ def unpack(layout: Layout, message: Tensor, *, step: int, bucket: int, source: i
         raise PayloadCorrupt(f"{message_name} was refused and nothing applied: {refusal}") from None
 
 
+def header_words(layout: Layout, step: int, bucket: int) -> tuple[int, int, int]:
+    """The header up to the entries carried, with no flag set, as three little-endian signed numbers of 64 bits.
+
+    Raises:
+        ValueError: A number does not fit its field.
+    """
+    _check_place(step, bucket)
+    header = _HEADER.pack(_MAGIC, WIRE_VERSION, 0, bucket, step, layout.digest, 0, 0)
+    words: tuple[int, int, int] = struct.unpack_from("<3q", header)
+    return words
+
+
 def _encoded(slot: Slot, layout: Layout, indices: Tensor, values: Tensor) -> tuple[list[Tensor], Tensor, int]:
     """Codes of positions and values, what is decoded at all of the positions, and how many are carried."""
     if for_device(values.device).count_nonzero(values) == values.numel():
@@ -235,14 +260,18 @@ def _stamped(
     raw: NDArray[np.uint8], layout: Layout, step: int, bucket: int, *, flags: int = 0, carried: int = 0
 ) -> NDArray[np.uint8]:
     """`raw` with the header in the place that is left for it at its beginning."""
-    if not 0 <= step < 1 << 64:
-        raise ValueError(f"step is {step}; it must be in [0, 2^64)")
-    if not 0 <= bucket < 1 << 16:
-        raise ValueError(f"bucket is {bucket}; it must be in [0, 65536)")
+    _check_place(step, bucket)
     fields = (_MAGIC, WIRE_VERSION, flags, bucket, step, layout.digest, carried)
     checksum = _checksum(_HEADER.pack(*fields, 0)[:-_CRC_BYTES], raw[HEADER_BYTES:].data)
     _HEADER.pack_into(raw.data, 0, *fields, checksum)
     return raw
+
+
+def _check_place(step: int, bucket: int) -> None:
+    if not 0 <= step < 1 << 64:
+        raise ValueError(f"step is {step}; it must be in [0, 2^64)")
+    if not 0 <= bucket < 1 << 16:
+        raise ValueError(f"bucket is {bucket}; it must be in [0, 65536)")
 
 
 def _checksum(header: bytes | memoryview, payload: memoryview) -> int:

@@ -308,8 +308,8 @@ class DGCMomentum(CommonOptimizer):
         try:
             keys = self._listing.keys
             grads = {keys[p]: self._unscaled(p, g) for p, g in pairs}
-            misuse = self._changed_since_backward(grads) if exchange.in_flight else None
-            done = exchange.exchange(self.position, grads, overflow=overflow, misuse=misuse)
+            unchanged = self._unchanged_since_backward(grads) if exchange.in_flight else None
+            done = exchange.exchange(self.position, grads, overflow=overflow, unchanged=unchanged)
             if done is None:
                 return False
             self._apply(pairs, rates, done)
@@ -345,16 +345,9 @@ class DGCMomentum(CommonOptimizer):
         self._inverse_scale = 1.0 if scale is None else 1.0 / float(scale)
         return None if found is None else bool(found)
 
-    def _changed_since_backward(self, grads: Mapping[int, Tensor]) -> str | None:
-        """What to tell a user who clips or scales `p.grad` after its exchange has begun."""
-        for key, grad in grads.items():
-            if key in self._samples and not _alike(_sample(grad), self._samples[key]):
-                return (
-                    f"the gradient of {self._listing.names[key]} was changed between backward() and step(), but an "
-                    "attached optimizer has sent it by then: use local_grad_clip_norm or grad_clip to clip and "
-                    "torch.amp.GradScaler to scale, or do not attach"
-                )
-        return None
+    def _unchanged_since_backward(self, grads: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Per gradient that has been launched whether it is still the same, as far as its sample shows."""
+        return {key: _alike(_sample(g), self._samples[key]) for key, g in grads.items() if key in self._samples}
 
     def _unscaled(self, param: Tensor, grad: Tensor) -> Tensor:
         return grad if self._inverse_scale == 1.0 else grad.to(_wide(param)) * self._inverse_scale
@@ -598,8 +591,8 @@ def _sample(grad: Tensor) -> Tensor:
     return grad.reshape(-1)[:: max(1, grad.numel() // 64)].clone()
 
 
-def _alike(a: Tensor, b: Tensor) -> bool:
-    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+def _alike(a: Tensor, b: Tensor) -> Tensor:
+    return ((a == b) | (a.isnan() & b.isnan())).all()
 
 
 def _wide(param: Tensor) -> torch.dtype:

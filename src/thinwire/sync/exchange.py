@@ -11,6 +11,7 @@ from torch import Tensor
 from thinwire.comm import Group, Nodes, Sources
 from thinwire.errors import PayloadCorrupt, ThinwireError
 from thinwire.sync.agreement import ABSENT, DENSE, ROW_SPARSE, Drops, Report, agree_on_step
+from thinwire.sync.flags import Flags, dense_flag, read_flags
 from thinwire.sync.round import Round, SparseGradient
 from thinwire.sync.steady import Steady
 from thinwire.sync.traffic import GATHER
@@ -76,7 +77,7 @@ class GradientExchange:
         self._flying: Round | None = None
         self._in_node: _InNode | None = None
         self._settled: Round | None = None
-        self._non_finite: int | None = None
+        self._finite: dict[int, bool | Tensor] = {}
         self._abandoned: str | None = None
         self.buckets: Sequence[Sequence[int]] = ()
         """Keys of the tensors that travel together; what is in none of them travels in one more."""
@@ -114,7 +115,7 @@ class GradientExchange:
     def discard(self) -> None:
         """Wait for what was launched and forget it."""
         flying, in_node = self._flying, self._in_node
-        self._flying, self._in_node, self._non_finite = None, None, None
+        self._flying, self._in_node, self._finite = None, None, {}
         if in_node is not None:
             in_node.means()
         if flying is not None:
@@ -146,9 +147,9 @@ class GradientExchange:
         self._flying, self._in_node = None, None
         if in_node is not None:
             self._send_mean(flying, in_node)
-        bad, self._non_finite = self._non_finite, None
+        finite, self._finite = self._finite, {}
         report = Report(step, "early", overflow=overflow or None, misuse=misuse, unusable=unusable)
-        reports = self._vote(flying, self._blaming(report, bad, grads))
+        reports = self._vote(flying, report, grads, finite)
         if any(each.unusable for each in reports):
             self.steady.lose()
             return Verdict.AGAIN
@@ -165,7 +166,7 @@ class GradientExchange:
 
     def abandon(self, reason: str) -> None:
         """Leave what is on its way to itself; ranks are at different places then, and nothing can be exchanged."""
-        self._flying, self._in_node, self._settled, self._non_finite = None, None, None, None
+        self._flying, self._in_node, self._settled, self._finite = None, None, None, {}
         self._abandoned = reason
 
     def _require_intact(self) -> None:
@@ -176,7 +177,13 @@ class GradientExchange:
             )
 
     def exchange(
-        self, step: int, grads: Mapping[int, Tensor], *, overflow: bool | None = None, misuse: str | None = None
+        self,
+        step: int,
+        grads: Mapping[int, Tensor],
+        *,
+        overflow: bool | None = None,
+        misuse: str | None = None,
+        unchanged: Flags | None = None,
     ) -> Round | None:
         """The checked exchange of this step, or None where all ranks drop it.
 
@@ -185,6 +192,7 @@ class GradientExchange:
             grads: This rank's gradients by key; only names what is there if the buckets were launched before.
             overflow: Whether a loss scaler found an overflow on this rank; None without a scaler.
             misuse: What makes this rank unable to go on, for the error that all ranks raise.
+            unchanged: Whether gradients are still what was launched before; one that is not is such a misuse.
 
         Raises:
             PayloadCorrupt: A rank refused a message.
@@ -198,10 +206,11 @@ class GradientExchange:
         if settled is not None:
             return settled
         if self._flying is not None:
-            return self._exchange_launched(step, grads, overflow, misuse)
+            return self._exchange_launched(step, grads, overflow, misuse, unchanged or {})
         if isinstance(self.sources, Nodes):
             return self._exchange_in_nodes(self.sources, step, grads, overflow, misuse)
-        sparse, dense, bad = self._split(grads)
+        sparse, dense, finite = self._split(grads)
+        [bad], _ = read_flags([finite])
         report = Report(step, "proposed", self._kinds(grads), bad, overflow=overflow, misuse=misuse)
         reports = agree_on_step(self.group, report, self.names)
         self.steady.see([each.kinds for each in reports])
@@ -209,10 +218,10 @@ class GradientExchange:
             return None
         fresh = self._round(step, _row_sparse(grads, reports))
         _launch_all(fresh, self._buckets_of(grads), grads, sparse, dense)
-        return self._settle(fresh, Report(step, "exchanged"))
+        return self._settle(fresh, Report(step, "exchanged"), grads)
 
     def _exchange_launched(
-        self, step: int, grads: Mapping[int, Tensor], overflow: bool | None, misuse: str | None
+        self, step: int, grads: Mapping[int, Tensor], overflow: bool | None, misuse: str | None, unchanged: Flags
     ) -> Round | None:
         flying, in_node = self._flying, self._in_node
         self._flying, self._in_node = None, None
@@ -222,9 +231,9 @@ class GradientExchange:
             if in_node is not None:
                 self._send_mean(flying, in_node)
             report = Report(step, "attached", overflow=overflow, misuse=misuse)
-            return self._settle(flying, self._blaming(report, self._non_finite, grads))
+            return self._settle(flying, report, grads, self._finite, unchanged)
         finally:
-            self._non_finite = None
+            self._finite = {}
 
     def _exchange_in_nodes(
         self, nodes: Nodes, step: int, grads: Mapping[int, Tensor], overflow: bool | None, misuse: str | None
@@ -239,9 +248,9 @@ class GradientExchange:
         in_node = [_InNode(nodes, step, number, {k: grads[k] for k in keys}) for number, keys in buckets]
         means = {key: mean for each in in_node for key, mean in each.means().items()}
         fresh.node_means.update(means)
-        sparse, dense, bad = self._split(means)
+        sparse, dense, finite = self._split(means)
         _launch_all(fresh, buckets, means, sparse, dense)
-        return self._settle(fresh, self._blaming(Report(step, "exchanged"), bad, grads))
+        return self._settle(fresh, Report(step, "exchanged"), grads, finite)
 
     def _blaming(self, report: Report, bad: int | None, grads: Mapping[int, Tensor]) -> Report:
         """The report with what is not finite, as this rank's own or as that of the mean over its node."""
@@ -256,8 +265,8 @@ class GradientExchange:
         )
 
     def _send(self, flying: Round, bucket: int, grads: Mapping[int, Tensor]) -> None:
-        sparse, dense, bad = self._split(grads)
-        self._non_finite = bad if self._non_finite is None else self._non_finite
+        sparse, dense, finite = self._split(grads)
+        self._finite.update(finite)
         flying.launch(bucket, sparse, dense)
 
     def _send_mean(self, flying: Round, in_node: "_InNode") -> None:
@@ -266,27 +275,48 @@ class GradientExchange:
         flying.node_means.update(means)
         self._send(flying, in_node.bucket, means)
 
-    def _settle(self, one_round: Round, report: Report) -> Round | None:
-        return None if self.drops.needed(self._vote(one_round, report), self.names) else one_round
+    def _settle(
+        self,
+        one_round: Round,
+        report: Report,
+        grads: Mapping[int, Tensor],
+        finite: Flags | None = None,
+        unchanged: Flags | None = None,
+    ) -> Round | None:
+        reports = self._vote(one_round, report, grads, finite, unchanged)
+        return None if self.drops.needed(reports, self.names) else one_round
 
-    def _vote(self, one_round: Round, report: Report) -> list[Report]:
+    def _vote(
+        self,
+        one_round: Round,
+        report: Report,
+        grads: Mapping[int, Tensor],
+        finite: Flags | None = None,
+        unchanged: Flags | None = None,
+    ) -> list[Report]:
         """Wait for the messages and check them, then hear what all ranks say."""
-        corrupt = None
         try:
-            one_round.finish()
+            bad, changed = one_round.finish(finite or {}, unchanged or {})
+            misuse = report.misuse or self._changed_since_launch(changed)
+            report = self._blaming(replace(report, misuse=misuse), bad, grads)
         except PayloadCorrupt as refusal:
-            corrupt = str(refusal)
+            report = replace(report, corrupt=str(refusal))
         if report.sum_non_finite is None:
             report = replace(report, sum_non_finite=one_round.sum_non_finite)
-        return agree_on_step(self.group, replace(report, corrupt=corrupt), self.names)
+        return agree_on_step(self.group, report, self.names)
 
-    def _split(self, grads: Mapping[int, Tensor]) -> tuple[dict[int, SparseGradient], dict[int, Tensor], int | None]:
+    def _split(
+        self, grads: Mapping[int, Tensor]
+    ) -> tuple[dict[int, SparseGradient], dict[int, Tensor], dict[int, bool | Tensor]]:
+        """What is sent sparsely, what densely, and whether each of them is finite."""
         sparse = self._propose({key: grad for key, grad in grads.items() if not grad.is_sparse})
         dense = {key: g.to_dense() if g.is_sparse else g for key, g in grads.items() if key not in sparse}
-        bad = [key for key, item in sparse.items() if not item.proposal.finite]
+        finite = {key: item.proposal.finite for key, item in sparse.items()}
         if self._check_dense:
-            bad += not_finite(dense)
-        return sparse, dense, min(bad, default=None)
+            waiting = {key: flag for key, grad in dense.items() if (flag := dense_flag(grad)) is not None}
+            known = {key: grad for key, grad in dense.items() if key not in waiting}
+            finite |= waiting | dict.fromkeys(not_finite(known), False)
+        return sparse, dense, finite
 
     def _buckets_of(self, grads: Mapping[int, Tensor]) -> list[tuple[int, list[int]]]:
         """Number and keys of each bucket, as far as there are gradients."""
@@ -299,6 +329,16 @@ class GradientExchange:
         for key, grad in grads.items():
             kinds[key] = ROW_SPARSE if grad.is_sparse else DENSE
         return "".join(kinds)
+
+    def _changed_since_launch(self, key: int | None) -> str | None:
+        """What to tell a user who clips or scales `p.grad` after its exchange has begun."""
+        if key is None:
+            return None
+        return (
+            f"the gradient of {self.names[key]} was changed between backward() and step(), but an "
+            "attached optimizer has sent it by then: use local_grad_clip_norm or grad_clip to clip and "
+            "torch.amp.GradScaler to scale, or do not attach"
+        )
 
     def _stray(self, launched: Collection[int], grads: Mapping[int, Tensor]) -> str | None:
         for key in grads:

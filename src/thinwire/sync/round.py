@@ -3,18 +3,23 @@
 import functools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from thinwire.comm import Pending, Sources
 from thinwire.core.feedback import Proposal
+from thinwire.core.kernels import is_static
 from thinwire.core.merge import sum_sparse
 from thinwire.core.message import Layout, Slot, pack, pack_nonfinite, unpack
 from thinwire.core.rounding import rounding_seed, store_
+from thinwire.sync.flags import Flags, read_flags
 from thinwire.sync.split_flight import SplitFlight
 from thinwire.sync.traffic import GATHER, SPLIT, chosen_exchange
+
+if TYPE_CHECKING:
+    from thinwire.core.device_message import Rows
 
 __all__ = ["Round", "SparseGradient"]
 
@@ -57,7 +62,9 @@ class Round:
     """The exchange of one step; tensors are known by integer keys, the same on all ranks.
 
     `launch` may be called once per bucket while the backward pass goes on; `finish` waits for all of them and checks
-    every message. Nothing is written but this object, so that a failed exchange leaves no trace.
+    every message. Nothing is written but this object, so that a failed exchange leaves no trace. Where the kernels have
+    static shapes (on CUDA) messages are made, checked and summed on the device, and `finish` is the one place where the
+    host waits for it.
 
     Communication: per bucket one all-gather of equally long messages (where it has sparse tensors) and one all-reduce
     per dtype (where it has dense ones). With `exchange="split"` an exchange of parts takes the place of the all-gather,
@@ -87,6 +94,7 @@ class Round:
         self._sent: dict[int, tuple[Tensor, Tensor]] = {}
         self._parts: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self._rows: dict[int, tuple[Rows, int]] = {}
         self._dense: dict[int, Tensor] = {}
 
     @property
@@ -110,17 +118,24 @@ class Round:
         if chosen_exchange(self._exchange, layout, self._group.size) == SPLIT:
             self._launch_split(bucket, sparse, layout)
             return
-        bad = [place for place, item in enumerate(sparse.values()) if not item.proposal.finite]
-        if bad:
-            device = next(iter(sparse.values())).proposal.values.device
-            message = pack_nonfinite(layout, self.step, bucket, bad[0]).to(device)
-        else:
-            parts = [(item.proposal.indices, item.proposal.values) for item in sparse.values()]
-            message, sent = pack(layout, self.step, bucket, parts)
-            for key, (indices, _), values in zip(sparse, parts, sent, strict=True):
-                self._sent[key] = (indices, values)
+        make = self._device_message if is_static(_device(sparse)) else self._host_message
+        message, sent = make(layout, bucket, [item.proposal for item in sparse.values()])
+        for (key, item), values in zip(sparse.items(), sent, strict=False):  # nothing in one that says "not finite"
+            self._sent[key] = (item.proposal.indices, values)
         pending = self._group.gather(message, what=f"gathering messages of step {self.step}, bucket {bucket}")
         self._flights.append(_Flight(bucket, list(sparse), pending, layout=layout))
+
+    def _host_message(self, layout: Layout, bucket: int, proposals: list[Proposal]) -> tuple[Tensor, list[Tensor]]:
+        bad = [place for place, proposal in enumerate(proposals) if not proposal.finite]
+        if bad:
+            message = pack_nonfinite(layout, self.step, bucket, bad[0])
+            return message.to(proposals[0].values.device), []
+        return pack(layout, self.step, bucket, [(p.indices, p.values) for p in proposals])
+
+    def _device_message(self, layout: Layout, bucket: int, proposals: list[Proposal]) -> tuple[Tensor, list[Tensor]]:
+        from thinwire.core import device_message
+
+        return device_message.pack(layout, self.step, bucket, proposals)
 
     def _launch_split(self, bucket: int, sparse: Mapping[int, SparseGradient], layout: Layout) -> None:
         flight = SplitFlight(self._group, layout, step=self.step, bucket=bucket)
@@ -144,8 +159,15 @@ class Round:
         shapes = [grad.shape for grad in dense.values()]
         self._flights.append(_Flight(bucket, list(dense), pending, shapes=shapes))
 
-    def finish(self) -> None:
+    def finish(self, *flags: Flags) -> list[int | None]:
         """Wait for everything and check it.
+
+        Args:
+            flags: Sets of flags by key, which may still lie on a device; read together with the verdicts on all
+                messages, in one copy.
+
+        Returns:
+            Per set the first key whose flag is not true, or None.
 
         Raises:
             PayloadCorrupt: A message is damaged or belongs elsewhere; names its source.
@@ -154,13 +176,20 @@ class Round:
         arrived = [flight.pending.wait() for flight in self._flights]  # all first: no rank may leave others waiting
         onward = [flight.go_on(tensor) for flight, tensor in zip(self._flights, arrived, strict=True)]
         arrived = [pending.wait() for pending in onward]
+        verdicts: list[tuple[_Flight, Tensor, Tensor]] = []
         for flight, tensor in zip(self._flights, arrived, strict=True):
             if flight.layout is None:
                 self._split_dense(flight, tensor)
             elif flight.split is not None:
                 self._read_sums(flight, flight.split, tensor)
+            elif is_static(tensor.device):
+                verdicts.append((flight, tensor, self._read_on_device(flight, flight.layout, tensor)))
             else:
                 self._read_messages(flight, flight.layout, tensor)
+        bad, read = read_flags(flags, [verdict for *_, verdict in verdicts])
+        for (flight, rows, _), verdict in zip(verdicts, read, strict=True):
+            self._refuse(flight, rows, verdict)
+        return bad
 
     def _read_messages(self, flight: _Flight, layout: Layout, rows: Tensor) -> None:
         for source, row in enumerate(rows):
@@ -168,6 +197,24 @@ class Round:
             message = unpack(layout, row, step=self.step, bucket=flight.bucket, source=rank)
             for key, part in zip(flight.keys, message.parts, strict=False):  # no parts in one that says "not finite"
                 self._parts.setdefault(key, []).append(part)
+
+    def _read_on_device(self, flight: _Flight, layout: Layout, rows: Tensor) -> Tensor:
+        """Everything but the verdicts, one per message, which the host has not seen yet."""
+        from thinwire.core import device_message
+
+        arrived = device_message.read(layout, rows, step=self.step, bucket=flight.bucket)
+        for key, part, slot in zip(flight.keys, arrived.parts, layout.slots, strict=True):
+            self._rows[key] = (part, slot.numel)
+        return arrived.verdicts
+
+    def _refuse(self, flight: _Flight, rows: Tensor, verdicts: list[int]) -> None:
+        for source, verdict in enumerate(verdicts):
+            if verdict:
+                from thinwire.core import device_message
+
+                assert flight.layout is not None
+                where = {"step": self.step, "bucket": flight.bucket, "source": source * self._group.node_size}
+                device_message.explain(flight.layout, rows[source], verdict, **where)
 
     def _read_sums(self, flight: _Flight, split: SplitFlight, rows: Tensor) -> None:
         for key, entries in zip(flight.keys, split.read(rows), strict=True):
@@ -216,10 +263,23 @@ class Round:
         return self._parts[key]
 
     def sparse_mean(self, key: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Indices (u,) ascending and values (u,) of the mean over the sources, added in their order; zero elsewhere."""
+        """Indices (u,) ascending and values (u,) of the mean over the sources, added in their order; zero elsewhere.
+
+        On CUDA an index may be there several times, each time with the same value: assign, do not accumulate.
+        """
+        if key in self._rows:
+            from thinwire.core import device_message
+
+            indices, total = device_message.sum_rows(*self._rows[key], dtype)
+            # a tensor by a tensor: torch multiplies by the reciprocal where a GPU divides by a plain number
+            return indices, total.div_(torch.full_like(total[:1], self._group.size))
         indices, total = sum_sparse(self._parts[key], dtype)
         return indices, total.div_(self._group.size)
 
     def dense_mean(self, key: int) -> Tensor:
         """The mean over the sources, in the gradient's shape and dtype (float32 for float16)."""
         return self._dense[key]
+
+
+def _device(sparse: Mapping[int, SparseGradient]) -> torch.device:
+    return next(iter(sparse.values())).proposal.values.device

@@ -1,7 +1,8 @@
-"""The loops behind `core`, in two bodies with one signature: torch for any device, numba for the CPU.
+"""The loops behind `core`, in three bodies with one signature: torch for any device, numba for CPU, Triton for CUDA.
 
-`for_device` chooses: numba where the tensors are on the CPU and numba can be imported, torch everywhere else.
-`THINWIRE_KERNELS=reference` in the environment forces torch. Both bodies give the same bits.
+`for_device` chooses: numba for the CPU and Triton for CUDA where they can be imported, torch everywhere else. In the
+environment `THINWIRE_KERNELS=reference` forces torch, and `THINWIRE_KERNELS=triton` Triton, on the CPU too, where its
+interpreter runs it (`TRITON_INTERPRET=1`): slow, for tests. All bodies give the same bits.
 """
 
 import functools
@@ -22,17 +23,26 @@ if TYPE_CHECKING:
     from thinwire.core.lars import LarsRule
     from thinwire.core.outer import OuterRule
 
-__all__ = ["CompiledSteps", "Kernels", "ListKernels", "compiled_steps", "for_device", "for_lists", "has_address"]
+__all__ = [
+    "CompiledSteps",
+    "Kernels",
+    "ListKernels",
+    "compiled_steps",
+    "for_device",
+    "for_lists",
+    "has_address",
+    "is_static",
+]
 
 
 class Kernels(Protocol):
-    """What both bodies provide. Arguments are checked by the callers; docstrings are in `kernels.reference`."""
+    """What all bodies provide. Arguments are checked by the callers; docstrings are in `kernels.reference`."""
 
     def top_k(self, values: Tensor, k: int) -> Tensor: ...  # noqa: D102
 
     def propose(  # noqa: D102
         self, grad: Tensor, residual: Tensor, momentum_buffer: Tensor | None, k: int, *, momentum: float, nesterov: bool
-    ) -> tuple[Tensor, Tensor, bool]: ...
+    ) -> tuple[Tensor, Tensor, bool | Tensor]: ...
 
     def commit_(  # noqa: D102
         self,
@@ -105,17 +115,39 @@ def for_device(device: torch.device) -> Kernels:
         device: Where all tensors of the call are.
 
     Returns:
-        The numba body for a CPU where numba can be imported, otherwise the torch body.
+        The numba body for a CPU, the Triton body for CUDA; the torch body for other devices and where those cannot be
+        imported.
 
     Raises:
-        ValueError: `THINWIRE_KERNELS` is set to something unknown.
+        ValueError: `THINWIRE_KERNELS` is set to something unknown, or to what cannot run here.
     """
     choice = os.environ.get("THINWIRE_KERNELS", "auto")
-    if choice not in {"auto", "reference"}:
-        raise ValueError(f"THINWIRE_KERNELS is {choice!r}; allowed are 'auto' (the default) and 'reference'")
-    if device.type != "cpu" or choice == "reference":
-        return reference
-    return _numba_kernels() or reference
+    if choice not in {"auto", "reference", "triton"}:
+        raise ValueError(f"THINWIRE_KERNELS is {choice!r}; allowed are 'auto' (the default), 'reference' and 'triton'")
+    if choice == "triton":
+        return _demanded_triton(device)
+    if choice == "auto" and device.type == "cuda":
+        return _triton_kernels() or reference
+    if choice == "auto" and device.type == "cpu":
+        return _numba_kernels() or reference
+    return reference
+
+
+def is_static(device: torch.device) -> bool:
+    """Whether tensors on `device` are exchanged in static shapes, without a word to the host: where Triton runs."""
+    return for_device(device) is _triton_kernels()
+
+
+def _demanded_triton(device: torch.device) -> Kernels:
+    kernels = _triton_kernels()
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if kernels is None or (device.type != "cuda" and not interpreted):
+        why = "triton cannot be imported" if kernels is None else f"the tensors are on {device}"
+        raise ValueError(
+            f"THINWIRE_KERNELS is 'triton', but {why}: install triton, and for tensors that are not on CUDA set "
+            "TRITON_INTERPRET=1 before the first import, or unset THINWIRE_KERNELS"
+        )
+    return kernels
 
 
 class CompiledSteps(Protocol):
@@ -192,3 +224,15 @@ def _numba_kernels() -> Kernels | None:
     from thinwire.core.kernels import cpu
 
     return cast("Kernels", cpu)
+
+
+@functools.cache
+def _triton_kernels() -> Kernels | None:
+    """The Triton body, or None without triton; imported at the first use because it takes a second."""
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return None
+    from thinwire.core.kernels import cuda
+
+    return cast("Kernels", cuda)

@@ -1,0 +1,206 @@
+"""The Triton kernels give the bits of the readable twin; through Triton's interpreter where there is no GPU."""
+
+import os
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.core.test_kernels import assert_same_bits, inputs
+from tests.triton_body import DEVICE, SMALL_BLOCK, require_triton, triton_kernels
+
+require_triton()
+
+from thinwire.core import kernels  # noqa: E402
+from thinwire.core.index_code import position_parts  # noqa: E402
+from thinwire.core.kernels import cuda, reference  # noqa: E402
+from thinwire.core.kernels.device_crc import crc32  # noqa: E402
+from thinwire.core.value_code import VALUE_BITS  # noqa: E402
+
+pytestmark = pytest.mark.triton
+KINDS = ["random", "tied", "denormal", "huge", "zero", "equal", "ascending", "rare"]
+SIZES = [1, 2, SMALL_BLOCK - 1, SMALL_BLOCK, SMALL_BLOCK + 1, 3 * SMALL_BLOCK + 5]
+
+
+@pytest.fixture(autouse=True)
+def small_blocks() -> Iterator[None]:
+    with triton_kernels():
+        yield
+
+
+def there(*tensors):
+    return [None if t is None else t.to(DEVICE) for t in tensors]
+
+
+def assert_same(on_device, expected):
+    for a, b in zip(on_device, expected, strict=True):
+        assert_same_bits(a.cpu(), b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", KINDS)
+def test_fold_and_selection(kind, dtype):
+    rules = [(True, False), (True, True), (False, False)]
+    turn = KINDS.index(kind)
+    for i, numel in enumerate(SIZES):
+        has_buffer, nesterov = rules[(i + turn) % 3]
+        k = [1, numel, max(1, numel // 3), max(1, numel - 1)][(i + turn) % 4]
+        rule = {"momentum": 0.9, "nesterov": nesterov}
+        residual = inputs(kind, numel, dtype)
+        grad, buffer = residual.flip(0), residual.roll(3) if has_buffer else None
+        indices, values, finite = reference.propose(grad, residual, buffer, k, **rule)
+        proposed = cuda.propose(*there(grad, residual, buffer), k, **rule)
+        assert_same(proposed[:2], (indices, values))
+        assert bool(proposed[2]) is finite is True
+        sent = (values * 0.7).float()
+        g, v, u = there(grad, residual.clone(), None if buffer is None else buffer.clone())
+        cuda.commit_(g, v, u, *there(indices, sent), **rule)
+        reference.commit_(grad, residual, buffer, indices, sent, **rule)
+        assert_same([v], [residual])
+        if buffer is not None:
+            assert_same([u], [buffer])
+    assert_same([cuda.top_k(v, k)], [reference.top_k(residual, k)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_and_values_of_half_precision(dtype):
+    grad = inputs("random", 70, torch.float32).to(dtype)
+    residual = inputs("tied", 70, torch.float32)
+    rule = {"momentum": 0.9, "nesterov": False}
+    expected = reference.propose(grad, residual, residual, 9, **rule)
+    assert_same(cuda.propose(*there(grad, residual, residual), 9, **rule)[:2], expected[:2])
+    assert_same([cuda.top_k(grad.to(DEVICE), 9)], [reference.top_k(grad, 9)])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_told(bad):
+    x = torch.zeros(100, device=DEVICE)
+    x[77] = bad
+    zeros = torch.zeros_like(x)
+    for grad, residual in ((x, zeros), (zeros, x)):
+        assert not bool(cuda.propose(grad, residual, zeros, 1, momentum=0.9, nesterov=False)[2])
+
+
+@pytest.mark.parametrize("kind", ["random", "tied", "denormal", "huge", "equal", "ascending"])
+@pytest.mark.parametrize("bits", VALUE_BITS)
+def test_value_codes(bits, kind):
+    for i, count in enumerate([0, 1, 2, SMALL_BLOCK - 1, SMALL_BLOCK + 1, 100]):
+        values = inputs(kind, count, (torch.float32, torch.float64)[i % 2])
+        code, sent = reference.encode_values(values, bits, count + 5)
+        made = cuda.encode_values(values.to(DEVICE), bits, count + 5)
+        assert_same(made, (code, sent))
+        assert_same([cuda.decode_values(made[0], count, bits)], [sent])
+
+
+def test_values_that_do_not_lie_side_by_side():
+    values = inputs("random", 90, torch.float32)[::3]
+    for bits in VALUE_BITS:
+        assert_same(cuda.encode_values(values.to(DEVICE), bits, 30), reference.encode_values(values, bits, 30))
+
+
+@pytest.mark.parametrize("numel", [1, SMALL_BLOCK, SMALL_BLOCK + 1, 300])
+def test_position_codes(numel):
+    for k in sorted({1, max(1, numel // 9), max(1, numel // 2), numel}):
+        low_bits, low_bytes, high_bytes = position_parts(numel, k)
+        indices = torch.randperm(numel, generator=torch.Generator().manual_seed(numel))[:k].sort().values
+        for kept in (indices, indices[: k // 2]):
+            code = cuda.encode_positions(kept.to(DEVICE), low_bits, low_bytes, high_bytes)
+            assert_same([code], [reference.encode_positions(kept, low_bits, low_bytes, high_bytes)])
+            decoded, count = cuda.decode_positions(code, k, low_bits, low_bytes)
+            assert count == kept.numel()
+            assert_same([decoded], [kept])
+
+
+def test_the_sum_of_all_sources_is_added_in_their_order():
+    parts = [inputs("random", 200, torch.float32).topk(40).indices.sort().values - shift for shift in (0, 1, 0, 7)]
+    parts = [p[p >= 0] for p in parts] + [torch.empty(0, dtype=torch.int64)]
+    values = [inputs("random", p.numel(), torch.float32) for p in parts]
+    for dtype in (torch.float32, torch.float64):
+        assert_same(cuda.sum_sparse(there(*parts), there(*values), dtype), reference.sum_sparse(parts, values, dtype))
+
+
+@pytest.mark.parametrize("nbytes", [1, 2, SMALL_BLOCK, SMALL_BLOCK + 1, 10 * SMALL_BLOCK, 40 * SMALL_BLOCK + 3])
+def test_the_checksum_is_that_of_zlib(nbytes):
+    rows = torch.randint(256, (3, nbytes), generator=torch.Generator().manual_seed(nbytes)).to(torch.uint8)
+    whole = [zlib.crc32(bytes(row.tolist())) for row in rows]
+    assert [int(c) & 0xFFFFFFFF for c in crc32(rows.to(DEVICE))] == whole
+    start, stop = nbytes // 3, nbytes // 2
+    punched = rows.clone()
+    punched[:, start:stop] = 0
+    holed = [zlib.crc32(bytes(row.tolist())) for row in punched]
+    assert [int(c) & 0xFFFFFFFF for c in crc32(rows.to(DEVICE), hole=(start, stop))] == holed
+
+
+def test_the_environment_chooses_triton(monkeypatch):
+    assert kernels.for_device(DEVICE) is cuda
+    assert kernels.is_static(DEVICE)
+    monkeypatch.setenv("THINWIRE_KERNELS", "auto")
+    assert kernels.for_device(torch.device("cuda")) is cuda
+    assert not kernels.is_static(torch.device("cpu"))
+    monkeypatch.setenv("THINWIRE_KERNELS", "reference")
+    assert kernels.for_device(torch.device("cuda")) is reference
+    monkeypatch.setenv("THINWIRE_KERNELS", "triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(ValueError, match="the tensors are on cpu: install triton, and .* TRITON_INTERPRET=1"):
+        kernels.for_device(torch.device("cpu"))
+    monkeypatch.setenv("THINWIRE_KERNELS", "auto")
+    monkeypatch.setitem(sys.modules, "triton", None)
+    kernels._triton_kernels.cache_clear()
+    assert kernels.for_device(torch.device("cuda")) is reference
+    monkeypatch.setenv("THINWIRE_KERNELS", "triton")
+    with pytest.raises(ValueError, match="triton cannot be imported"):
+        kernels.for_device(DEVICE)
+    monkeypatch.undo()
+    kernels._triton_kernels.cache_clear()
+
+
+COMPILE_ALL = """
+import re, torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from thinwire.core.kernels import cuda, device_codes, device_crc, device_select
+TYPES = {torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64", torch.float32: "*fp32", torch.float64: "*fp64",
+         torch.bfloat16: "*bf16"}
+compiled = set()
+def compile_only(kernel, grid, like, *arguments, **constants):
+    kinds = {torch.Tensor: lambda a: TYPES[a.dtype], int: lambda a: "i64", float: lambda a: "fp32"}
+    signature = {n: kinds[type(a)](a) for n, a in zip(kernel.arg_names, arguments)} | dict.fromkeys(constants, "constexpr")
+    seen = (kernel.fn.__name__, str(signature), str(constants))
+    if seen in compiled:
+        return
+    compiled.add(seen)
+    ptx = triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 80, 32),
+                         options={"enable_fp_fusion": False}).asm["ptx"]
+    found = re.findall(r"fma[.]|div[.]full|div[.]approx|[.]ftz", ptx)
+    assert not found, (kernel.fn.__name__, found)
+for module in (device_codes, device_crc, device_select):
+    module.launch = compile_only
+zeros = lambda dtype: torch.zeros(3000, dtype=dtype)
+for dtype in (torch.float32, torch.float64):
+    x, at = zeros(dtype), torch.arange(5)
+    for buffer, nesterov in ((x, False), (x, True), (None, False)):
+        rule = {"momentum": 0.9, "nesterov": nesterov}
+        cuda.commit_(x, x, buffer, at, torch.zeros(5), **rule)
+        device_select._folding(x, x, buffer, 0.9, nesterov)
+    cuda.top_k(x, 5)
+    cuda.propose(x.bfloat16(), x, x, 5, momentum=0.9, nesterov=False)
+    device_codes.sum_rows(at.view(1, 5), torch.zeros(1, 5), torch.tensor([5]), 10, dtype)
+for bits in (1, 2, 4, 8, 16):
+    code, _ = device_codes.encode_values(zeros(torch.float32), torch.tensor(5), bits)
+    device_codes.decode_values(code.unsqueeze(0), torch.tensor([5]), bits, 3000)
+code = device_codes.encode_positions(torch.arange(5), torch.tensor(5), 7, 5, 3)
+device_codes.decode_positions(code.unsqueeze(0), 5, 7, 5)
+device_crc.crc32(torch.zeros(1, 99, dtype=torch.uint8))
+names = {name for name, *_ in compiled}
+assert len(names) >= 18, names
+"""
+
+
+def test_every_kernel_compiles_for_a_gpu_and_rounds_after_every_operation(tmp_path):
+    """No GPU is needed for it: the compiler shows that no product is fused with a sum, no division approximate."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop("THINWIRE_KERNELS")
+    subprocess.run([sys.executable, "-c", COMPILE_ALL], env=environment, check=True, timeout=110)
