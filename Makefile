@@ -6,8 +6,9 @@ INSTALLED := $(VENV)/.installed
 
 # a venv of its own, because `make test` must pass without what this one adds
 EXTRA_VENV := .venv-integrations
+TRITON_VENV := .venv-triton
 
-.PHONY: help demo test test-integrations check format bench docs clean
+.PHONY: help demo test test-integrations test-triton check format bench docs clean
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
@@ -32,6 +33,15 @@ $(EXTRA_VENV)/.installed: pyproject.toml constraints.txt
 test-integrations: $(EXTRA_VENV)/.installed  ## the loops of Accelerate and Lightning, with the real packages
 	THINWIRE_INTEGRATIONS=required $(EXTRA_VENV)/bin/python -m pytest -m integrations tests/integrations tests/test_examples.py
 
+$(TRITON_VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(TRITON_VENV)
+	$(TRITON_VENV)/bin/python -m pip install --quiet -c constraints.txt torch numpy
+	$(TRITON_VENV)/bin/python -m pip install --quiet -c constraints.txt -e '.[test,cuda]'
+	touch $@
+
+test-triton: $(TRITON_VENV)/.installed  ## the CUDA kernels, on a GPU or else in the interpreter (triton unpacks to 1 GB)
+	THINWIRE_TRITON=required $(TRITON_VENV)/bin/python -m pytest -m triton tests/core tests/sync
+
 check: $(INSTALLED)  ## lint, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -53,4 +63,4 @@ docs: $(INSTALLED)  ## print the pages that come from tables in the code
 	$(BIN)/python -m thinwire.strategy.composing docs/composing.md
 
 clean:  ## remove what the other targets made
-	rm -rf $(VENV) $(EXTRA_VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(EXTRA_VENV) $(TRITON_VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -29,8 +29,6 @@ def small_blocks() -> Iterator[None]:
         yield
 
 
-
-
 def host(function, *arguments, **named):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("THINWIRE_KERNELS", "reference")
@@ -169,7 +167,7 @@ def test_a_message_of_elsewhere_is_found():
 def test_a_verdict_that_the_host_does_not_share_is_refused_all_the_same():
     layout = Layout((Slot(50, 4),), 1)
     row, _ = packed(layout, [entries(layout.slots[0])])
-    with pytest.raises(PayloadCorrupt, match="rank 5 .* checksum, values found wrong there, nothing on the host"):
+    with pytest.raises(PayloadCorrupt, match=r"rank 5 .* checksum, values found wrong there, nothing on the host"):
         host(device_message.explain, layout, row, 0b10010, **WHERE, source=5)
 
 

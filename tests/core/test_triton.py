@@ -57,8 +57,8 @@ def test_fold_and_selection(kind, dtype):
         assert bool(proposed[2]) is finite is True
         sent = (values * 0.7).float()
         g, v, u = there(grad, residual.clone(), None if buffer is None else buffer.clone())
-        cuda.commit_(g, v, u, *there(indices, sent), **rule)
-        reference.commit_(grad, residual, buffer, indices, sent, **rule)
+        cuda.commit_(g, v, u, *there(indices, sent), seed=numel, **rule)
+        reference.commit_(grad, residual, buffer, indices, sent, seed=numel, **rule)
         assert_same([v], [residual])
         if buffer is not None:
             assert_same([u], [buffer])
@@ -73,6 +73,38 @@ def test_gradients_and_values_of_half_precision(dtype):
     expected = reference.propose(grad, residual, residual, 9, **rule)
     assert_same(cuda.propose(*there(grad, residual, residual), 9, **rule)[:2], expected[:2])
     assert_same([cuda.top_k(grad.to(DEVICE), 9)], [reference.top_k(grad, 9)])
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, which the interpreter computes with
+@pytest.mark.parametrize("kind", ["random", "denormal", "huge"])
+def test_state_in_bfloat16_is_rounded_alike(kind):
+    for numel, seed, (has_buffer, nesterov) in [
+        (70, 0xFFFFFFFF, (1, False)),
+        (33, 1, (1, True)),
+        (65, 1 << 31, (0, False)),
+    ]:
+        grad = 3e3 * inputs(kind, numel, torch.float32)  # beyond the largest bfloat16, if huge
+        residual = inputs(kind, numel, torch.float32).bfloat16()
+        assert_same([cuda.top_k(residual.to(DEVICE), 7)], [reference.top_k(residual.float(), 7)])
+        residual[5:7] = torch.tensor([float("inf"), float("nan")])
+        buffer = residual.roll(3) if has_buffer else None
+        rule = {"momentum": 0.9, "nesterov": nesterov}
+        indices = torch.tensor([0, 3, 7, numel - 1])
+        sent = torch.tensor([0.3, -0.01, 1e-40, 2e37])
+        g, v, u = there(grad, residual.clone(), None if buffer is None else buffer.clone())
+        wide = reference._folded_residual(
+            grad, residual.float(), buffer if buffer is None else buffer.float(), 0.9, nesterov
+        )
+        assert_same(cuda.propose(g, v, u, numel, **rule)[:2], (torch.arange(numel), wide))
+        cuda.commit_(g, v, u, *there(indices, sent), seed=seed, **rule)
+        reference.commit_(grad, residual, buffer, indices, sent, seed=seed, **rule)
+        for made, expected in ((v, residual), (u, buffer)):
+            if expected is not None:
+                assert torch.equal(made.cpu().view(torch.int16), expected.view(torch.int16))
+        place, expected = (torch.empty(numel, dtype=torch.bfloat16, device=where) for where in (DEVICE, "cpu"))
+        cuda.store_(place, g, seed)
+        reference.store_(expected, grad, seed)
+        assert torch.equal(place.cpu().view(torch.int16), expected.view(torch.int16))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
@@ -144,7 +176,7 @@ def test_the_environment_chooses_triton(monkeypatch):
     assert kernels.for_device(torch.device("cuda")) is reference
     monkeypatch.setenv("THINWIRE_KERNELS", "triton")
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    with pytest.raises(ValueError, match="the tensors are on cpu: install triton, and .* TRITON_INTERPRET=1"):
+    with pytest.raises(ValueError, match=r"the tensors are on cpu: install triton, and .* TRITON_INTERPRET=1"):
         kernels.for_device(torch.device("cpu"))
     monkeypatch.setenv("THINWIRE_KERNELS", "auto")
     monkeypatch.setitem(sys.modules, "triton", None)
@@ -162,12 +194,14 @@ import re, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from thinwire.core.kernels import cuda, device_codes, device_crc, device_select
-TYPES = {torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64", torch.float32: "*fp32", torch.float64: "*fp64",
-         torch.bfloat16: "*bf16"}
+TYPES = {torch.uint8: "*u8", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64",
+         torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64"}
 compiled = set()
 def compile_only(kernel, grid, like, *arguments, **constants):
-    kinds = {torch.Tensor: lambda a: TYPES[a.dtype], int: lambda a: "i64", float: lambda a: "fp32"}
-    signature = {n: kinds[type(a)](a) for n, a in zip(kernel.arg_names, arguments)} | dict.fromkeys(constants, "constexpr")
+    whole = lambda a: "i64" if a >> 31 else "i32"
+    kinds = {torch.Tensor: lambda a: TYPES[a.dtype], int: whole, float: lambda a: "fp32"}
+    signature = {n: kinds[type(a)](a) for n, a in zip(kernel.arg_names, arguments)}
+    signature |= dict.fromkeys(constants, "constexpr")
     seen = (kernel.fn.__name__, str(signature), str(constants))
     if seen in compiled:
         return
@@ -183,19 +217,23 @@ for dtype in (torch.float32, torch.float64):
     x, at = zeros(dtype), torch.arange(5)
     for buffer, nesterov in ((x, False), (x, True), (None, False)):
         rule = {"momentum": 0.9, "nesterov": nesterov}
-        cuda.commit_(x, x, buffer, at, torch.zeros(5), **rule)
-        device_select._folding(x, x, buffer, 0.9, nesterov)
+        cuda.commit_(x, x, buffer, at, torch.zeros(5), seed=7, **rule)
+        cuda.propose(x, x, buffer, 5, **rule)
     cuda.top_k(x, 5)
     cuda.propose(x.bfloat16(), x, x, 5, momentum=0.9, nesterov=False)
     device_codes.sum_rows(at.view(1, 5), torch.zeros(1, 5), torch.tensor([5]), 10, dtype)
-for bits in (1, 2, 4, 8, 16):
+narrow = zeros(torch.bfloat16)
+cuda.commit_(x, narrow, narrow, at, torch.zeros(5), seed=7, **rule)
+cuda.propose(x, narrow, narrow, 5, **rule)
+cuda.store_(narrow, zeros(torch.float32), 7)
+for bits in (1, 4, 16):
     code, _ = device_codes.encode_values(zeros(torch.float32), torch.tensor(5), bits)
     device_codes.decode_values(code.unsqueeze(0), torch.tensor([5]), bits, 3000)
 code = device_codes.encode_positions(torch.arange(5), torch.tensor(5), 7, 5, 3)
 device_codes.decode_positions(code.unsqueeze(0), 5, 7, 5)
 device_crc.crc32(torch.zeros(1, 99, dtype=torch.uint8))
 names = {name for name, *_ in compiled}
-assert len(names) >= 18, names
+assert len(names) >= 21, names
 """
 
 

@@ -30,7 +30,7 @@ def _widened(x):
 @triton.jit
 def _noise(at, seed):
     """32 bits that look random, of position and seed; see `reference.mixed`."""
-    x = (at.to(tl.int32) ^ seed).to(tl.uint32, bitcast=True)
+    x = (at ^ seed).to(tl.uint32)
     x = x ^ (x >> 16)
     x = x * 0x7FEB352D
     x = x ^ (x >> 15)
@@ -196,7 +196,7 @@ def keep_rest(
     MODE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The folded residual less what was sent, at the positions that are sent: to be known before anything is rounded."""
+    """The folded residual less what was sent, where it is sent: to be known before anything is rounded."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < count
     at = tl.load(indices_ptr + i, inside, other=0)
