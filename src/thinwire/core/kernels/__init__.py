@@ -187,7 +187,7 @@ def compiled_steps(*lists: Sequence[Tensor]) -> CompiledSteps | None:
     dtype = lists[0][0].dtype
     if dtype not in _STEP_TYPES or not all(has_address(tensor, dtype) for tensors in lists for tensor in tensors):
         return None
-    if for_device(torch.device("cpu")) is reference:
+    if for_device(torch.device("cpu")) is not _numba_kernels():
         return None
     from thinwire.core.kernels import cpu_steps
 
