@@ -18,7 +18,7 @@ from thinwire.core.message import HEADER_BYTES, Layout, Slot  # noqa: E402
 from thinwire.core.value_code import VALUE_BITS  # noqa: E402
 from thinwire.errors import PayloadCorrupt  # noqa: E402
 
-pytestmark = pytest.mark.triton
+pytestmark = [pytest.mark.triton, pytest.mark.timeout(300)]
 WHERE = {"step": (1 << 63) + 12, "bucket": 3}
 SLOTS = (Slot(1000, 17), Slot(64, 64), Slot(33, 1))
 

@@ -237,8 +237,9 @@ assert len(names) >= 21, names
 """
 
 
+@pytest.mark.timeout(300)
 def test_every_kernel_compiles_for_a_gpu_and_rounds_after_every_operation(tmp_path):
     """No GPU is needed for it: the compiler shows that no product is fused with a sum, no division approximate."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("THINWIRE_KERNELS")
-    subprocess.run([sys.executable, "-c", COMPILE_ALL], env=environment, check=True, timeout=110)
+    subprocess.run([sys.executable, "-c", COMPILE_ALL], env=environment, check=True)

@@ -20,7 +20,9 @@ from tests.triton_body import require_triton, triton_kernels
 
 require_triton()
 
-pytestmark = pytest.mark.triton
+pytestmark = [pytest.mark.triton, pytest.mark.timeout(300)]
+PATIENCE_S = 250
+"""The interpreter is slow, most of all where several processes share a core."""
 
 
 def model() -> nn.Module:
@@ -33,7 +35,7 @@ def batch(rank: int, step: int) -> Tensor:
 
 
 def train(rank: int, size: int, static: bool, attached: bool, options: dict[str, Any], bad_step: int = -1) -> Any:
-    with triton_kernels() if static else nullcontext():
+    with triton_kernels(256) if static else nullcontext():
         net = model()
         wrapped = DistributedDataParallel(net) if attached else net
         optimizer = tw.optim.DGCMomentum(net.named_parameters(), lr=0.1, min_numel=20, **options)
@@ -62,7 +64,7 @@ CASES = {
 def test_parameters_and_state_have_the_bits_of_the_host_path(ranks: Pool, name: str) -> None:
     attached, options, bad_step = CASES[name]
     host = ranks.run(train, False, attached, options, bad_step)
-    static = ranks.run(train, True, attached, options, bad_step)
+    static = ranks.run(train, True, attached, options, bad_step, timeout_s=PATIENCE_S)
     for rank in range(2):
         for a, b in zip(static[rank][0], host[rank][0], strict=True):
             assert a.tobytes() == b.tobytes()
@@ -71,7 +73,7 @@ def test_parameters_and_state_have_the_bits_of_the_host_path(ranks: Pool, name: 
 
 
 def average(rank: int, size: int, static: bool) -> Any:
-    with triton_kernels() if static else nullcontext():
+    with triton_kernels(256) if static else nullcontext():
         net = model()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         config = tw.LocalSGD(k_steps=2, compression=tw.Sparse(sparsity=0.8, value_bits=2))
@@ -86,7 +88,8 @@ def average(rank: int, size: int, static: bool) -> Any:
 
 
 def test_averaged_changes_have_the_bits_of_the_host_path(ranks: Pool) -> None:
-    for static, host in zip(ranks.run(average, True), ranks.run(average, False), strict=True):
+    answers = ranks.run(average, True, timeout_s=PATIENCE_S)
+    for static, host in zip(answers, ranks.run(average, False), strict=True):
         for a, b in zip(static, host, strict=True):
             assert a.tobytes() == b.tobytes()
 
@@ -100,7 +103,7 @@ def receive_damage(rank: int, size: int, position: int) -> None:
 
 @pytest.mark.fault
 def test_a_damaged_message_is_refused_by_name_on_every_rank(ranks: Pool) -> None:
-    for answer in ranks.run(receive_damage, 37, size=2, expect_errors=True):
+    for answer in ranks.run(receive_damage, 37, expect_errors=True, timeout_s=PATIENCE_S):
         assert answer.type_name == "PayloadCorrupt"
         assert "the message of rank 1 for bucket 0 of step 3 was refused" in answer.text
         assert "checksum" in answer.text
@@ -179,13 +182,13 @@ def reads_of_a_step(rank: int, size: int, attached: bool) -> Counter[str]:
 
 
 def test_the_host_reads_once_for_the_vote_of_an_attached_step(ranks: Pool) -> None:
-    for sites in ranks.run(reads_of_a_step, True):
+    for sites in ranks.run(reads_of_a_step, True, timeout_s=PATIENCE_S):
         agreement = {site: count for site, count in sites.items() if site.startswith("group.")}
         assert dict(sites) == {"flags._read": 1, **agreement}
 
 
 def test_the_host_reads_once_before_each_vote_of_a_step_that_is_not_attached(ranks: Pool) -> None:
-    for sites in ranks.run(reads_of_a_step, False):
+    for sites in ranks.run(reads_of_a_step, False, timeout_s=PATIENCE_S):
         agreement = {site: count for site, count in sites.items() if site.startswith("group.")}
         assert dict(sites) == {"flags._read": 2, **agreement}
 
