@@ -7,7 +7,7 @@ from torch import Tensor
 
 from thinwire.core.kernels import for_device, for_lists, has_address
 
-__all__ = ["step_along_list_", "sum_sparse"]
+__all__ = ["divided_", "step_along_list_", "sum_sparse"]
 
 
 def sum_sparse(parts: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -25,6 +25,8 @@ def sum_sparse(parts: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype) -> tu
     """
     if not parts:
         raise ValueError("parts is empty; at least one (indices, values) is needed")
+    if len(parts) == 1:
+        return parts[0][0], parts[0][1].to(dtype) + 0.0  # from zero: no minus zero, as with several
     indices, values = map(list, zip(*parts, strict=True))
     return for_device(indices[0].device).sum_sparse(indices, values, dtype)
 
@@ -61,6 +63,14 @@ def step_along_list_(
         lists.step_along_list_(*chosen, sources)
 
 
+def divided_(total: Tensor, count: int) -> Tensor:
+    """`total` divided by `count`, in place; the same bits on every device.
+
+    By a tensor: where a GPU divides by a plain number, torch multiplies by the reciprocal, which rounds otherwise.
+    """
+    return total.div_(torch.full((), count, dtype=total.dtype, device=total.device))
+
+
 def _have_addresses(parts: Sequence[tuple[Tensor, Tensor]]) -> bool:
     return all(has_address(i, torch.int64) and has_address(x, torch.float32) for i, x in parts)
 
@@ -70,6 +80,6 @@ def _step_along_(
 ) -> None:
     touched, total = sum_sparse(parts, dtype)
     flat = param.view(-1) if param.is_contiguous() else param.reshape(-1)
-    flat[touched] = (flat[touched].to(dtype) - total.div_(sources).mul_(rate)).to(param.dtype)
+    flat[touched] = (flat[touched].to(dtype) - divided_(total, sources).mul_(rate)).to(param.dtype)
     if not param.is_contiguous():
         param.copy_(flat.view(param.shape))

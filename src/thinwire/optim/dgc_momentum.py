@@ -453,7 +453,7 @@ class DGCMomentum(CommonOptimizer):
             done.add_kept_(key, fold.residual)
         step_along_list_(
             [param.detach() for param in params],
-            [done.parts(key) for key in grads],
+            [done.parts(key, _wide(param)) for key, param in zip(grads, params, strict=True)],
             [rates[self._facts(param).group_index] for param in params],
             done.sources,
             [_wide(param) for param in params],

@@ -11,7 +11,7 @@ from torch import Tensor
 from thinwire.comm import Pending, Sources
 from thinwire.core.feedback import Proposal
 from thinwire.core.kernels import is_static
-from thinwire.core.merge import sum_sparse
+from thinwire.core.merge import divided_, sum_sparse
 from thinwire.core.message import Layout, Slot, pack, pack_nonfinite, unpack
 from thinwire.core.rounding import rounding_seed, store_
 from thinwire.sync.flags import Flags, read_flags
@@ -258,23 +258,24 @@ class Round:
         """By how many a sum is divided for the mean."""
         return self._group.size
 
-    def parts(self, key: int) -> list[tuple[Tensor, Tensor]]:
-        """Indices and float32 values of each source, or of the sum over them all with "split"."""
-        return self._parts[key]
-
-    def sparse_mean(self, key: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Indices (u,) ascending and values (u,) of the mean over the sources, added in their order; zero elsewhere.
+    def parts(self, key: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+        """Indices and float32 values of each source, or of the sum over them all: with "split", and on CUDA in `dtype`.
 
         On CUDA an index may be there several times, each time with the same value: assign, do not accumulate.
         """
         if key in self._rows:
             from thinwire.core import device_message
 
-            indices, total = device_message.sum_rows(*self._rows[key], dtype)
-            # a tensor by a tensor: torch multiplies by the reciprocal where a GPU divides by a plain number
-            return indices, total.div_(torch.full_like(total[:1], self._group.size))
-        indices, total = sum_sparse(self._parts[key], dtype)
-        return indices, total.div_(self._group.size)
+            return [device_message.sum_rows(*self._rows[key], dtype)]
+        return self._parts[key]
+
+    def sparse_mean(self, key: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Indices (u,) ascending and values (u,) of the mean over the sources, added in their order; zero elsewhere.
+
+        On CUDA as with `parts`.
+        """
+        indices, total = sum_sparse(self.parts(key, dtype), dtype)
+        return indices, divided_(total, self._group.size)
 
     def dense_mean(self, key: int) -> Tensor:
         """The mean over the sources, in the gradient's shape and dtype (float32 for float16)."""
