@@ -19,6 +19,7 @@ SUITE: dict[str, list[str]] = {
     "codec": ["--threads", "2"],
     "optimizers": ["--threads", "2"],
     "scaling": [],
+    "startup": ["--threads", "2"],
 }
 """The benchmarks in order, with their arguments."""
 

@@ -65,6 +65,7 @@ class ForeachLamb(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:
+        """Make one update."""
         self.steps += 1
         grads = [p.grad for p in self.params]
         torch._foreach_lerp_(self.means, grads, 0.1)

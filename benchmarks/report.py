@@ -21,8 +21,9 @@ PAGE = ROOT / "docs" / "performance.md"
 
 SECTIONS = {
     "codec": "Compression: fold, select, encode, decode",
-    "optimizers": "Optimizers: LAMB and LARS",
+    "optimizers": "Optimizers: LAMB, LARS and the outer step",
     "scaling": "Many sources: gathered messages and sums by shares",
+    "startup": "Starting: imports and first steps",
 }
 COMPARISONS = {
     "compare_20mbit_2_workers": "20 Mbit/s, two workers",

@@ -3,8 +3,8 @@
     python -m benchmarks.startup --out benchmarks/results/startup.json
     python -m benchmarks.startup --quick
 
-Every line is a process of its own, so nothing is warm but the disk. *Empty* is numba's cache in a new folder, *warm* the
-same folder in later processes, *torch* the same step without numba (THINWIRE_KERNELS=reference).
+Every figure is from a fresh process, so nothing is warm but the disk. *Empty* is numba's cache in a new folder, *warm*
+the same folder in later processes, *torch* the same step without numba (THINWIRE_KERNELS=reference).
 """
 
 import json
@@ -44,12 +44,9 @@ for _ in range(2):
     begin = time.perf_counter()
     optimizer.step()
     seconds.append(time.perf_counter() - begin)
-compiled = 0
-if "numba" in sys.modules:
-    from thinwire.core.kernels import cpu, cpu_steps, jit_codes, jit_fold, jit_steps
-    for module in (jit_codes, jit_fold, jit_steps):
-        found = [value for value in vars(module).values() if hasattr(value, "stats")]
-        compiled += sum(sum(function.stats.cache_misses.values()) for function in found)
+modules = [module for name, module in list(sys.modules.items()) if name.startswith("thinwire.core.kernels")]
+functions = {value for module in modules for value in vars(module).values() if hasattr(value, "stats")}
+compiled = sum(sum(function.stats.cache_misses.values()) for function in functions)
 print(json.dumps({"first": seconds[0], "second": seconds[1], "compiled": compiled}))
 """
 OPTIMIZERS = {
