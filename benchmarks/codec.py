@@ -8,6 +8,7 @@ Contenders take turns within one run and the median counts, so the ratios hold o
 
 import os
 from collections.abc import Callable
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from thinwire.core.feedback import FoldRule, commit_, propose
 from thinwire.core.kernels import for_device
 from thinwire.core.merge import sum_sparse
 from thinwire.core.message import Layout, Slot, pack, unpack
+from thinwire.core.rounding import rounding_seed
 from thinwire.core.select import count_sent, top_k
 
 RULE = FoldRule(momentum=0.9)
@@ -31,12 +33,14 @@ def with_kernels(choice: str, work: Callable[[], object]) -> Callable[[], object
     return run
 
 
-def fold_ours(grad: Tensor, k: int, value_bits: int) -> Callable[[], object]:
-    residual, buffer = torch.zeros_like(grad), torch.zeros_like(grad)
+def fold_ours(grad: Tensor, k: int, dtype: torch.dtype) -> Callable[[], object]:
+    residual, buffer = torch.zeros_like(grad, dtype=dtype), torch.zeros_like(grad, dtype=dtype)
+    steps = count()
 
     def run() -> None:
         proposal = propose(grad, residual, buffer, k, RULE)
-        commit_(grad, residual, buffer, proposal.indices, proposal.values, RULE)
+        seed = rounding_seed(next(steps), 0)
+        commit_(grad, residual, buffer, proposal.indices, proposal.values, RULE, seed=seed)
 
     return run
 
@@ -71,7 +75,7 @@ def contenders(grad: Tensor, density: float, value_bits: int) -> dict[str, dict[
         return [unpack(layout, message, step=0, bucket=0, source=s).parts[0] for s in range(SOURCES)]
 
     operations: dict[str, Callable[[], Callable[[], object]]] = {
-        "fold": lambda: fold_ours(grad, k, value_bits),
+        "fold": lambda: fold_ours(grad, k, torch.float32),
         "select": lambda: lambda: top_k(grad, k),
         "encode": lambda: lambda: pack(layout, 0, 0, [part]),
         "decode": lambda: decode,
@@ -82,6 +86,7 @@ def contenders(grad: Tensor, density: float, value_bits: int) -> dict[str, dict[
         for name, make in operations.items()
     }
     table["fold"]["eager"] = fold_eager(grad, k)
+    table["fold"]["bfloat16"] = with_kernels("auto", fold_ours(grad, k, torch.bfloat16))
     table["select"]["eager"] = lambda: torch.topk(grad.abs(), k, sorted=False).indices.sort().values
     return table
 
@@ -132,7 +137,21 @@ def printed(result: dict[str, object]) -> str:
             f"{row['floor']:.1f}" if is_fold else "",
         ]
         lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return "\n".join([*lines, *narrow_folds(result)])
+
+
+def narrow_folds(result: dict[str, object]) -> list[str]:
+    """What it costs to fold with momentum buffer and residual in bfloat16, and a gradient in float32."""
+    folds = [row for row in result["milliseconds"] if "bfloat16" in row]
+    if not folds:
+        return []
+    table = [
+        f"| {row['density']:.2%} | {row['bfloat16'] / row['ours']:.2f} | {row['bfloat16'] / (0.6 * row['floor']):.2f} "
+        f"| {row['bfloat16']:.2f} |"
+        for row in folds
+    ]
+    head = "| density | fold in bfloat16 : ours | fold in bfloat16 : floor of 3 words | bfloat16 ms |"
+    return ["", head, "|---|---|---|---|", *table]
 
 
 def main() -> None:
