@@ -122,6 +122,20 @@ def test_taking_leaves_the_sum_and_clearing_forgets_it():
     assert taken["p"].tolist() == [2.0, 2.0]
 
 
+@pytest.mark.parametrize("avg", [True, False])
+@pytest.mark.parametrize("microsteps", [1, 3])
+def test_draining_takes_and_clears_in_the_memory_of_the_sums(avg, microsteps):
+    merge = GradientSum()
+    for i in range(microsteps):
+        merge.add({"p": torch.tensor([1.0, 0.1]) * (i + 1)})
+    expected, memory = merge.take(avg)["p"].clone(), merge.take(avg=False)["p"].data_ptr()
+    drained = merge.drain(avg)
+    assert torch.equal(drained["p"], expected)
+    assert drained["p"].data_ptr() == memory
+    assert (merge.microsteps, merge.take()) == (0, {})
+    assert merge.drain() == {}
+
+
 def test_what_is_not_finite_stays_so():
     merge = GradientSum()
     merge.add({"p": torch.tensor([math.inf, 1.0])})

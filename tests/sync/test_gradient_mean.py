@@ -440,3 +440,25 @@ def test_the_local_limit_is_for_what_is_compressed() -> None:
 def test_wrong_arguments() -> None:
     with pytest.raises(ValueError, match="num_trainers"):
         GradientMean(Group(), parameters(), num_trainers=0)
+
+
+def reused(rank: int, size: int) -> list[bool]:
+    """The mean of what is compressed lies in the gradient's memory if that is allowed, with the same bits."""
+    dgc = DGC(sparsity=(0.9,), min_numel=84, rampup_begin_step=1)
+    plain, saving = (GradientMean(Group(), parameters(torch.float32), dgc) for _ in range(2))
+    same = []
+    for step in range(4):
+        given, lent = gradients(step, rank, torch.float32), gradients(step, rank, torch.float32)
+        expected, got = plain.reduce(step, given), saving.reduce(step, lent, reuse=True)
+        assert expected is not None and got is not None
+        same += [torch.equal(got[n], expected[n]) for n in SHAPES]
+        same += [(got[n].data_ptr() == lent[n].data_ptr()) == (step > 0) for n in ("big", "middle")]
+        same += [torch.equal(lent[n], given[n]) for n in ("small", "scalar")]
+    narrow = parameters(torch.bfloat16)
+    got = GradientMean(Group(), narrow, dgc).reduce(1, gradients(1, rank, torch.bfloat16), reuse=True)
+    assert got is not None
+    return [*same, got["big"].dtype == torch.float32]
+
+
+def test_means_may_take_the_place_of_gradients(ranks: Pool) -> None:
+    assert all(all(answer) for answer in ranks.run(reused))

@@ -85,6 +85,13 @@ class GradientSum:
             return dict(self._sums)
         return {name: total / self.microsteps for name, total in self._sums.items()}
 
+    @torch.no_grad()
+    def drain(self, avg: bool = True) -> dict[str, Tensor]:
+        """The same as `take` and then `clear`, in the memory of the sums: no second set of gradients."""
+        sums, count = self._sums, self.microsteps
+        self.clear()
+        return {name: total.div_(count) for name, total in sums.items()} if avg and count > 1 else sums
+
     def clear(self) -> None:
         """Forget everything; the next microstep is the first one again."""
         self._sums = {}

@@ -357,8 +357,8 @@ class Engine:
             self._update_from_merge(parts.merge)
 
     def _update_from_merge(self, merge: GradientSum) -> None:
-        grads, overflow = merge.take(avg=self._parts.merge_avg), merge.overflowed
-        merge.clear()
+        overflow = merge.overflowed  # which the draining clears
+        grads = merge.drain(avg=self._parts.merge_avg)
         self._update(grads, overflow=overflow)
 
     def _update(self, grads: dict[str, Tensor], *, overflow: bool) -> None:

@@ -128,7 +128,7 @@ class MeanThenStep(_EveryStep):
         return self._mean.drops.total
 
     def update(self, step: int, grads: Grads) -> bool:
-        means = self._mean.reduce(step, grads)
+        means = self._mean.reduce(step, grads, reuse=True)
         if means is None:
             return False
         apply_(self._optimizer, self._params, self._clip(_as_given(means, grads)))

@@ -97,7 +97,7 @@ class GradientMean:
 
     @torch.no_grad()
     def reduce(
-        self, step: int, grads: Mapping[str, Tensor], *, overflow: bool | None = None
+        self, step: int, grads: Mapping[str, Tensor], *, overflow: bool | None = None, reuse: bool = False
     ) -> dict[str, Tensor] | None:
         """The mean gradients of this step, or None where all ranks drop it.
 
@@ -105,9 +105,11 @@ class GradientMean:
 
         Args:
             step: Completed updates, from 0; the ramp of `dgc` follows it.
-            grads: This rank's own gradients, unscaled, not divided by N; dense or row-sparse; read only.
+            grads: This rank's own gradients, unscaled, not divided by N; dense or row-sparse; read only without `reuse`.
             overflow: Whether a loss scaler found an overflow on this rank, which drops the step on all; None without a
                 scaler, and then dropped steps are warned of and limited here.
+            reuse: Whether means of compressed tensors may be written into `grads`, once they are known, so that there
+                is no second set of gradients.
 
         Returns:
             By name, bit-identical on all ranks and in the shape of the parameter: compressed means and those of half
@@ -125,7 +127,7 @@ class GradientMean:
         with self._counted():
             self._compare_nodes()
             done = self._exchange.exchange(step, own, overflow=overflow, misuse=misuse)
-        return None if done is None else self._means(own, done)
+        return None if done is None else self._means(own, done, reuse=reuse)
 
     def cut(self, buckets: Sequence[Sequence[str]]) -> None:
         """Which tensors travel together from now on, by name; the same on all ranks."""
@@ -241,7 +243,7 @@ class GradientMean:
         name = self._names[key]
         return Fold(self._contribution(self._params[name], grad), self.residuals[name].view(-1), None, 0.0, False)
 
-    def _means(self, grads: Mapping[int, Tensor], done: Round) -> dict[str, Tensor]:
+    def _means(self, grads: Mapping[int, Tensor], done: Round, *, reuse: bool) -> dict[str, Tensor]:
         """The mean of all tensors; residuals of those that were compressed change."""
         for keys in in_chunks({key: grad.numel() for key, grad in grads.items() if done.is_sparse(key)}):
             folds = [self._fold(key, done.gradient(key, grads[key])) for key in keys]
@@ -249,17 +251,18 @@ class GradientMean:
             commit_list_(folds, [done.sent(key) for key in keys], seeds)
             for key, fold in zip(keys, folds, strict=True):
                 done.add_kept_(key, fold.residual)
-        return {self._names[key]: self._mean(key, done) for key in grads}
+        return {self._names[key]: self._mean(key, grad, done, reuse=reuse) for key, grad in grads.items()}
 
-    def _mean(self, key: int, done: Round) -> Tensor:
+    def _mean(self, key: int, grad: Tensor, done: Round, *, reuse: bool) -> Tensor:
         param = self._params[self._names[key]]
         if not done.is_sparse(key):
             mean = done.dense_mean(key)
             return mean.to(state_dtype(param)) if param.is_floating_point() else mean
         indices, values = done.sparse_mean(key, state_dtype(param))
-        mean = torch.zeros(param.numel(), dtype=values.dtype, device=values.device)
-        mean[indices] = values
-        return mean.view(param.shape)
+        fits = reuse and grad.is_contiguous() and grad.dtype == values.dtype
+        mean = grad.detach().zero_() if fits else torch.zeros(param.shape, dtype=values.dtype, device=values.device)
+        mean.view(-1)[indices] = values
+        return mean
 
 
 def _agreed_sources(group: Group, dgc: DGC) -> Sources:
