@@ -1,4 +1,4 @@
-"""What a step allocates: momentum buffer and residual are the only tensors of full size, and nothing else comes and goes."""
+"""What a step allocates: momentum buffer and residual stay in full size, and nothing of that size comes and goes."""
 
 import gc
 import tracemalloc

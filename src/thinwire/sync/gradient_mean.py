@@ -105,7 +105,7 @@ class GradientMean:
 
         Args:
             step: Completed updates, from 0; the ramp of `dgc` follows it.
-            grads: This rank's own gradients, unscaled, not divided by N; dense or row-sparse; read only without `reuse`.
+            grads: This rank's own gradients, unscaled, not divided by N; dense or row-sparse; read only, see `reuse`.
             overflow: Whether a loss scaler found an overflow on this rank, which drops the step on all; None without a
                 scaler, and then dropped steps are warned of and limited here.
             reuse: Whether means of compressed tensors may be written into `grads`, once they are known, so that there

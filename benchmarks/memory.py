@@ -1,0 +1,251 @@
+"""What training holds in memory on every rank: plain DDP, PowerSGD and ours, at the peak of a step and between steps.
+
+    python -m benchmarks.memory --out benchmarks/results/memory.json
+    python -m benchmarks.memory --quick
+
+Every contender trains the same perceptron on two ranks over gloo, in fresh processes. Figures are resident memory
+beyond what the process had before the model was made, in words of four bytes per parameter, of the rank that has more.
+"""
+
+import gc
+import json
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire as tw
+from benchmarks.common import parser_for, save, surroundings
+
+RANKS = 2
+WIDTHS = {"full": (1250, 4000), "quick": (100, 320), "warm": (20, 60)}
+"""Narrow and wide sides of the layers; five of them are 25 million parameters, the largest a fifth."""
+BATCH = 8
+
+PRELOADED = (
+    "benchmarks.common",
+    "thinwire.core.kernels.cpu",
+    "thinwire.strategy.prepare",
+    "torch._dynamo",
+    "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook",
+)
+"""Modules that every process has from its beginning."""
+
+Step = Callable[[], None]
+Kept = Callable[[], Any]
+"""The tensors of optimizer and exchange, in nested dicts."""
+Builder = Callable[[nn.Module, Tensor], tuple[Step, Kept]]
+
+
+def perceptron(widths: tuple[int, int]) -> nn.Sequential:
+    narrow, wide = widths
+    layers: list[nn.Module] = []
+    for i in range(5):
+        layers += [nn.Linear(narrow, wide) if i % 2 == 0 else nn.Linear(wide, narrow), nn.Tanh()]
+    return nn.Sequential(*layers)
+
+
+def loop(forward: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor) -> Step:
+    def step() -> None:
+        optimizer.zero_grad()
+        forward(inputs).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=1e-3, momentum=0.9)
+
+
+def adam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=1e-4)
+
+
+def ddp(make: Callable[[Any], torch.optim.Optimizer], **options: Any) -> Builder:
+    def build(model: nn.Module, inputs: Tensor) -> tuple[Step, Kept]:
+        optimizer = make(model.parameters())
+        return loop(DistributedDataParallel(model, **options), optimizer, inputs), lambda: optimizer.state
+
+    return build
+
+
+def power_sgd(model: nn.Module, inputs: Tensor) -> tuple[Step, Kept]:
+    """Rank 2, with its error feedback and warm start, which are torch's defaults, from the third step on."""
+    wrapped = DistributedDataParallel(model)
+    state = PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+    wrapped.register_comm_hook(state, powerSGD_hook)
+    optimizer = sgd(model.parameters())
+    return loop(wrapped, optimizer, inputs), lambda: [
+        optimizer.state,
+        state.error_dict,
+        state.p_memory_dict,
+        state.q_memory_dict,
+    ]
+
+
+def attached(state_dtype: str, **options: Any) -> Builder:
+    def build(model: nn.Module, inputs: Tensor) -> tuple[Step, Kept]:
+        wrapped = DistributedDataParallel(model, **options)
+        optimizer = tw.optim.DGCMomentum(model.named_parameters(), lr=1e-3, min_numel=1000, state_dtype=state_dtype)
+        optimizer.attach(wrapped)
+        return loop(wrapped, optimizer, inputs), lambda: optimizer.state
+
+    return build
+
+
+def engine(make: Callable[[Any], torch.optim.Optimizer], state_dtype: str) -> Builder:
+    def build(model: nn.Module, inputs: Tensor) -> tuple[Step, Kept]:
+        strategy = tw.DistributedStrategy(dgc=tw.DGC(min_numel=1000, state_dtype=state_dtype))
+        prepared = strategy.prepare(model, make(model.named_parameters()), lambda y, _: y.square().mean())
+
+        def step() -> None:
+            prepared.train_step(inputs, None)
+
+        return step, lambda: [prepared._parts.optimizer.state, prepared._parts.exchange.state_dict()]
+
+    return build
+
+
+CONTENDERS: dict[str, Builder] = {
+    "DDP, SGD with momentum": ddp(sgd),
+    "DDP, SGD with momentum, gradient_as_bucket_view": ddp(sgd, gradient_as_bucket_view=True),
+    "DDP, PowerSGD of rank 2, SGD with momentum": power_sgd,
+    "DGCMomentum attached to DDP": attached("float32"),
+    "DGCMomentum attached to DDP, bfloat16": attached("bfloat16"),
+    "DGCMomentum attached to DDP, bfloat16, gradient_as_bucket_view": attached(
+        "bfloat16", gradient_as_bucket_view=True
+    ),
+    "engine, dgc, SGD with momentum": engine(sgd, "float32"),
+    "engine, dgc in bfloat16, SGD with momentum": engine(sgd, "bfloat16"),
+    "DDP, Adam": ddp(adam),
+    "engine, dgc, Adam": engine(adam, "float32"),
+    "engine, dgc in bfloat16, Adam": engine(adam, "bfloat16"),
+}
+"""By name what builds a step; the first is what the others are compared with."""
+
+
+def resident_bytes(field: str) -> int:
+    """VmRSS, what is resident now, or VmHWM, the most that was since the last reset."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))
+
+
+def reset_peak() -> bool:
+    """Whether the kernel let the peak begin anew at what is resident now."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return False
+    return True
+
+
+def nbytes(tree: Any) -> int:
+    """Of all tensors in nested dicts and lists; those of the keys are the parameters and do not count."""
+    if isinstance(tree, Tensor):
+        return tree.numel() * tree.element_size()
+    entries = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, list) else ()
+    return sum(map(nbytes, entries))
+
+
+def measured(name: str, size: str, steps: int) -> dict[str, Any]:
+    """What this rank holds; in a process that has done nothing else."""
+    build = CONTENDERS[name]
+    inputs = {kind: torch.randn(BATCH, WIDTHS[kind][0]) for kind in ("warm", size)}
+    warm, _ = build(perceptron(WIDTHS["warm"]), inputs["warm"])
+    for _ in range(4):  # libraries, compilers and threads are there from now on
+        warm()
+    del warm
+    gc.collect()
+    before = resident_bytes("VmRSS")
+    model = perceptron(WIDTHS[size])
+    step, kept = build(model, inputs[size])
+    for _ in range(3):
+        step()
+    was_reset = reset_peak()
+    for _ in range(steps):
+        step()
+    peak, resident = resident_bytes("VmHWM") - before, resident_bytes("VmRSS") - before
+    numel = sum(p.numel() for p in model.parameters())
+    words = {"peak": peak, "resident": resident, "kept": nbytes(kept())}
+    return {"numel": numel, "peak_is_of_steps": was_reset, **{k: v / 4 / numel for k, v in words.items()}}
+
+
+def work(name: str, size: str, steps: int, threads: int, rank: int, folder: str) -> None:
+    """One rank of one contender; writes what it measured."""
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    figures = measured(name, size, steps)
+    Path(folder, f"{rank}.json").write_text(json.dumps(figures), encoding="ascii")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def race(name: str, size: str, steps: int, threads: int) -> dict[str, Any]:
+    """One contender on fresh processes; of each figure the larger one."""
+    context = multiprocessing.get_context("forkserver")
+    with tempfile.TemporaryDirectory() as folder:
+        workers = [
+            context.Process(target=work, args=(name, size, steps, threads, rank, folder)) for rank in range(RANKS)
+        ]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        codes = [worker.exitcode for worker in workers]
+        if any(codes):
+            raise RuntimeError(f"{name}: the ranks ended with {codes}")
+        ranks = [json.loads(Path(folder, f"{rank}.json").read_text(encoding="ascii")) for rank in range(RANKS)]
+    figures = {key: max(each[key] for each in ranks) for key in ("peak", "resident", "kept")}
+    settled = all(each["peak_is_of_steps"] for each in ranks)
+    return {"name": name, "numel": ranks[0]["numel"], "peak_is_of_steps": settled, **figures}
+
+
+def measure(size: str, steps: int) -> dict[str, object]:
+    around = surroundings(steps)
+    # freed tensors go back to the system at once, and do not blur the peak
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
+    multiprocessing.set_forkserver_preload(list(PRELOADED))
+    rows = [race(name, size, steps, torch.get_num_threads()) for name in CONTENDERS]
+    return {"numel": rows[0]["numel"], "ranks": RANKS, "batch": BATCH, **around, "rows": rows}
+
+
+def printed(result: dict[str, object]) -> str:
+    rows = result["rows"]
+    first = rows[0]
+    whole = "" if all(row["peak_is_of_steps"] for row in rows) else ", peaks since the start of the process"
+    lines = [
+        f"{result['numel']:,} float32 parameters, {result['ranks']} ranks, {result['repeats']} steps{whole}; "
+        "words of four bytes per parameter",
+        "",
+        "| who | peak : plain DDP | kept : plain DDP | peak | between steps | kept by optimizer and exchange |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        ratios = " | ".join(f"{row[key] / first[key]:.2f}" for key in ("peak", "kept"))
+        words = " | ".join(f"{row[key]:.2f}" for key in ("peak", "resident", "kept"))
+        lines.append(f"| {row['name']} | {ratios} | {words} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = parser_for(__doc__)
+    parser.set_defaults(repeats=3, threads=1)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    result = measure("quick" if arguments.quick else "full", arguments.repeats)
+    print(printed(result))
+    save(result, arguments.out)
+
+
+if __name__ == "__main__":
+    main()
