@@ -11,6 +11,7 @@ import gc
 import json
 import multiprocessing
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -79,8 +80,11 @@ def ddp(make: Callable[[Any], torch.optim.Optimizer], **options: Any) -> Builder
 
 
 def power_sgd(model: nn.Module, inputs: Tensor) -> tuple[Step, Kept]:
-    """Rank 2, with its error feedback and warm start, which are torch's defaults, from the third step on."""
-    wrapped = DistributedDataParallel(model)
+    """Rank 2, with its error feedback and warm start, which are torch's defaults, from the third step on.
+
+    In a single bucket: with two in flight, torch's hook waits inside a callback, which gloo never returns from.
+    """
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=10_000)
     state = PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
     wrapped.register_comm_hook(state, powerSGD_hook)
     optimizer = sgd(model.parameters())
@@ -215,7 +219,10 @@ def measure(size: str, steps: int) -> dict[str, object]:
     # freed tensors go back to the system at once, and do not blur the peak
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     multiprocessing.set_forkserver_preload(list(PRELOADED))
-    rows = [race(name, size, steps, torch.get_num_threads()) for name in CONTENDERS]
+    rows = []
+    for name in CONTENDERS:
+        rows.append(race(name, size, steps, torch.get_num_threads()))
+        print(f"   {name}: {rows[-1]['peak']:.2f} words at the peak", file=sys.stderr, flush=True)
     return {"numel": rows[0]["numel"], "ranks": RANKS, "batch": BATCH, **around, "rows": rows}
 
 

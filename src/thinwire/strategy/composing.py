@@ -31,8 +31,9 @@ _ORDER = """
 
 """
 _CLOSING = """
-One more conflict lies inside the fields: `dgc` together with a `compression` in `localsgd` or `adaptive_localsgd`. Both
-say how the change is compressed; give one of them.
+Two more conflicts lie inside the fields. `dgc` together with a `compression` in `localsgd` or `adaptive_localsgd`: both
+say how the change is compressed; give one of them. `dgc` with `state_dtype="bfloat16"` under either of them: what an
+averaging does not send is kept in the type of its anchor; leave `state_dtype` out.
 
 What depends on the model, the optimizer or the number of ranks is checked by `prepare`, before anything is changed, on
 all ranks: patterns that match nothing, an optimizer that LARS or LAMB cannot replace, ranks that the stages do not

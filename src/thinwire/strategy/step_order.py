@@ -96,8 +96,8 @@ def _exchange(strategy: "DistributedStrategy") -> str:
         return f"Exchange: the gradient becomes the mean over {peers}, dense{early}{drop}"
     return (
         f"Exchange between {peers}, by dgc: {_from_begin(dgc)}gradients accumulate, and of each tensor the largest "
-        f"{_ramp(dgc)} are sent, {_bits(dgc.value_bits)} an entry; the rest is kept. Tensors below {dgc.min_numel} "
-        f"numbers are dense{_limit(dgc, 'source')}{early}{drop}"
+        f"{_ramp(dgc)} are sent, {_bits(dgc.value_bits)} an entry; the rest is kept{_stored(dgc)}. Tensors below "
+        f"{dgc.min_numel} numbers are dense{_limit(dgc, 'source')}{early}{drop}"
     )
 
 
@@ -210,6 +210,10 @@ def _bits(bits: int) -> str:
 def _limit(dgc: DGC, who: str) -> str:
     limit = dgc.local_grad_clip_norm
     return "" if limit is None else f"; a {who}'s share of a compressed tensor is limited to {limit:g} / sqrt({who}s)"
+
+
+def _stored(dgc: DGC) -> str:
+    return ", in bfloat16 by stochastic rounding" if dgc.state_dtype == "bfloat16" else ""
 
 
 def _excluded(patterns: Sequence[str]) -> str:
