@@ -20,6 +20,7 @@ SUITE: dict[str, list[str]] = {
     "optimizers": ["--threads", "2"],
     "scaling": [],
     "startup": ["--threads", "2"],
+    "memory": [],
 }
 """The benchmarks in order, with their arguments."""
 

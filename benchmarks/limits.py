@@ -64,6 +64,14 @@ def split_entries(result: Any) -> float:
 def compiled_again(result: Any) -> float:
     """Functions that a process compiles although an earlier one has filled the cache."""
     return float(sum(row["compiled"] for row in result["steps_s"] if row["cache"] == "warm"))
+def peak(who: str, other: str) -> Callable[[Any], float]:
+    """The memory of one contender at its peak, over that of another."""
+
+    def value(result: Any) -> float:
+        words = {row["name"]: row["peak"] for row in result["rows"]}
+        return float(words[who] / words[other])
+
+    return value
 
 
 LIMITS = [
@@ -81,4 +89,16 @@ LIMITS = [
     Limit("split exchange, entries sent and received of 1,024 sources : k", "scaling", 6.0, split_entries),
     Limit("import, added to torch's", "startup", 0.05, lambda result: float(result["imports_s"]["thinwire"]), " s"),
     Limit("functions compiled where the cache is warm", "startup", 0, compiled_again),
+    Limit(
+        "Peak memory, DGCMomentum attached with state in bfloat16 : plain DDP with SGD's momentum",
+        "memory",
+        1.05,
+        peak("DGCMomentum attached to DDP, bfloat16", "DDP, SGD with momentum"),
+    ),
+    Limit(
+        "Peak memory, DGCMomentum attached : DDP with PowerSGD",
+        "memory",
+        0.8,
+        peak("DGCMomentum attached to DDP", "DDP, PowerSGD of rank 2, SGD with momentum"),
+    ),
 ]

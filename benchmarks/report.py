@@ -24,6 +24,7 @@ SECTIONS = {
     "optimizers": "Optimizers: LAMB, LARS and the outer step",
     "scaling": "Many sources: gathered messages and sums by shares",
     "startup": "Starting: imports and first steps",
+    "memory": "Memory: plain DDP, PowerSGD and ours",
 }
 COMPARISONS = {
     "compare_20mbit_2_workers": "20 Mbit/s, two workers",
