@@ -64,6 +64,8 @@ def split_entries(result: Any) -> float:
 def compiled_again(result: Any) -> float:
     """Functions that a process compiles although an earlier one has filled the cache."""
     return float(sum(row["compiled"] for row in result["steps_s"] if row["cache"] == "warm"))
+
+
 def peak(who: str, other: str) -> Callable[[Any], float]:
     """The memory of one contender at its peak, over that of another."""
 
