@@ -21,6 +21,7 @@ SUITE: dict[str, list[str]] = {
     "scaling": [],
     "startup": ["--threads", "2"],
     "memory": [],
+    "overlap": [],
 }
 """The benchmarks in order, with their arguments."""
 

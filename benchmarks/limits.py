@@ -76,6 +76,11 @@ def peak(who: str, other: str) -> Callable[[Any], float]:
     return value
 
 
+def over_ddp(contender: str) -> Callable[[Any], float]:
+    """The median of the steps of a contender, each over DDP's of the same round."""
+    return lambda result: float(next(row["over DDP"] for row in result["rows"] if row["name"] == contender))
+
+
 LIMITS = [
     Limit("DGC fold and select : floor of 5 words", "codec", 2.0, fold("floor")),
     Limit("DGC fold and select : eager `torch.topk` with the same bookkeeping", "codec", 0.1, fold("eager")),
@@ -102,5 +107,8 @@ LIMITS = [
         "memory",
         0.8,
         peak("DGCMomentum attached to DDP", "DDP, PowerSGD of rank 2, SGD with momentum"),
+    ),
+    Limit(
+        "DGC step under DDP over 1 Gbit/s, two workers : dense", "overlap", 0.6, over_ddp("DDP, DGCMomentum attached")
     ),
 ]

@@ -25,6 +25,7 @@ SECTIONS = {
     "scaling": "Many sources: gathered messages and sums by shares",
     "startup": "Starting: imports and first steps",
     "memory": "Memory: plain DDP, PowerSGD and ours",
+    "overlap": "Overlap: two workers over 1 Gbit/s",
 }
 COMPARISONS = {
     "compare_20mbit_2_workers": "20 Mbit/s, two workers",

@@ -31,6 +31,7 @@ from thinwire.strategy.exchanges import Exchange, InOptimizer, LocalSteps, MeanT
 from thinwire.strategy.facts import checkpoint_facts, model_facts, strategy_facts
 from thinwire.strategy.moving_buffers import MovingBuffers
 from thinwire.strategy.overlap import Overlap
+from thinwire.sync.bucketing import BUCKET_BYTES, DENSE_BUCKET_BYTES
 from thinwire.sync.dgc_config import DGC
 from thinwire.sync.gradient_mean import GradientMean
 from thinwire.sync.local_sgd import LocalUpdates
@@ -222,7 +223,9 @@ def _assembled(
     merge = strategy.gradient_merge
     exchange, overlap = _exchange(strategy, model, plan, place), None
     if runner is None and place.replicas > 1 and isinstance(exchange, InOptimizer | MeanThenStep):
-        overlap = Overlap(plan.params, exchange)
+        compressing = isinstance(exchange, InOptimizer) or plan.compressor is not None
+        size = BUCKET_BYTES if compressing else DENSE_BUCKET_BYTES
+        overlap = Overlap(plan.params, exchange, bucket_bytes=size)
         handles.append(overlap)
     parts = Parts(
         model=plan.stage,

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from thinwire.comm.nodes import job_ranks, node_size_of
 from thinwire.core.loss_scale import FixedLossScale
-from thinwire.sync.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from thinwire.sync.bucketing import BUCKET_BYTES, DENSE_BUCKET_BYTES, FIRST_BUCKET_BYTES
 from thinwire.sync.dgc_config import DGC
 
 if TYPE_CHECKING:
@@ -59,8 +59,9 @@ def _about_exchange(strategy: "DistributedStrategy") -> Iterator[str]:
     if strategy.dgc is not None:
         yield from _about_sources(strategy, strategy.dgc)
     if local is None and strategy.pipeline is None:
+        size = DENSE_BUCKET_BYTES if strategy.dgc is None else BUCKET_BYTES
         yield (
-            f"overlap: gradients leave while the backward pass runs, in buckets of {_mib(BUCKET_BYTES)} (the first of "
+            f"overlap: gradients leave while the backward pass runs, in buckets of {_mib(size)} (the first of "
             f"{_mib(FIRST_BUCKET_BYTES)}), once all ranks had the same parameters in two updates in a row. With one "
             "rank, with row-sparse gradients, or where parameters come and go, the exchange follows the backward pass"
         )
