@@ -155,6 +155,17 @@ def test_a_header_that_is_wrong_from_the_start_is_judged_as_on_the_host(at, valu
     assert (verdict == 0) == (refusal(layout, row) is None) == ((at, value) == (5, 1))
 
 
+@pytest.mark.parametrize(("byte", "bit"), [(7, 4), (10, 7)])
+def test_low_bits_of_positions_that_did_not_come_are_found(byte, bit):
+    """17 positions of 5 low bits each, of which 9 came: bit 60 belongs to the 13th, bit 87 to none."""
+    layout = Layout(SLOTS[:1], 1)
+    row, _ = packed(layout, [entries(SLOTS[0], with_zeros=True)])
+    row[HEADER_BYTES + byte] |= 1 << bit
+    row = resealed(row.tolist())
+    assert "low bits came" in refusal(layout, row)
+    assert int(read_all(layout, row.unsqueeze(0)).verdicts) == 1 << device_message.FAULTS.index("positions")
+
+
 def test_a_message_of_elsewhere_is_found():
     layout, other = Layout(SLOTS, 1), Layout((SLOTS[0], Slot(64, 63), SLOTS[2]), 1)
     row, _ = packed(layout, [entries(slot, i) for i, slot in enumerate(SLOTS)])
