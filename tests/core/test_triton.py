@@ -18,6 +18,7 @@ from thinwire.core import kernels  # noqa: E402
 from thinwire.core.index_code import position_parts  # noqa: E402
 from thinwire.core.kernels import cuda, reference  # noqa: E402
 from thinwire.core.kernels.device_crc import crc32  # noqa: E402
+from thinwire.core.kernels.device_launch import launch  # noqa: E402
 from thinwire.core.value_code import VALUE_BITS  # noqa: E402
 
 pytestmark = pytest.mark.triton
@@ -187,6 +188,17 @@ def test_the_environment_chooses_triton(monkeypatch):
         kernels.for_device(DEVICE)
     monkeypatch.undo()
     kernels._triton_kernels.cache_clear()
+
+
+def test_kernels_are_launched_without_contraction():
+    given = {}
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda **constants: given.update(constants, grid=grid)
+
+    launch(Kernel(), (3,), torch.zeros(1, device=DEVICE), BLOCK=4)
+    assert given == {"grid": (3,), "BLOCK": 4, "enable_fp_fusion": False}
 
 
 COMPILE_ALL = """
