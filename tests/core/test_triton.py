@@ -205,7 +205,11 @@ COMPILE_ALL = """
 import re, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from thinwire.core.kernels import cuda, device_codes, device_crc, device_select
+from thinwire.core.kernels import cuda, device_codes, device_crc, device_select, device_steps
+from thinwire.core.lamb import LambRule
+from thinwire.core.lars import LarsRule
+from thinwire.core.outer import OuterRule
+from thinwire.core.trust_ratio import TrustRule
 TYPES = {torch.uint8: "*u8", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64",
          torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64"}
 compiled = set()
@@ -220,9 +224,9 @@ def compile_only(kernel, grid, like, *arguments, **constants):
     compiled.add(seen)
     ptx = triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 80, 32),
                          options={"enable_fp_fusion": False}).asm["ptx"]
-    found = re.findall(r"fma[.]|div[.]full|div[.]approx|[.]ftz", ptx)
+    found = re.findall(r"fma[.]|[.]full|[.]approx|[.]ftz", ptx)
     assert not found, (kernel.fn.__name__, found)
-for module in (device_codes, device_crc, device_select):
+for module in (device_codes, device_crc, device_select, device_steps):
     module.launch = compile_only
 zeros = lambda dtype: torch.zeros(3000, dtype=dtype)
 for dtype in (torch.float32, torch.float64):
@@ -244,8 +248,14 @@ for bits in (1, 4, 16):
 code = device_codes.encode_positions(torch.arange(5), torch.tensor(5), 7, 5, 3)
 device_codes.decode_positions(code.unsqueeze(0), 5, 7, 5)
 device_crc.crc32(torch.zeros(1, 99, dtype=torch.uint8))
+for dtype in (torch.float32, torch.float64):
+    lists = [[zeros(dtype)] for _ in range(4)]
+    device_steps.lamb_(*lists, LambRule(0.1, 0.9, 0.99, 1e-6, 0.01, 3, TrustRule()))
+    for buffers, nesterov in ((lists[2], False), (lists[2], True), (None, False)):
+        device_steps.lars_(*lists[:2], buffers, LarsRule(0.1, 0.9, nesterov, TrustRule(0.02, 0.01)))
+        device_steps.outer_(*lists[:2], buffers, OuterRule(0.7, 0.9, nesterov))
 names = {name for name, *_ in compiled}
-assert len(names) >= 21, names
+assert len(names) >= 27, names
 """
 
 

@@ -178,17 +178,32 @@ def compiled_steps(*lists: Sequence[Tensor]) -> CompiledSteps | None:
         lists: All tensors of the call; the first list is not empty.
 
     Returns:
-        The numba body where all are contiguous float32 or all float64 on the CPU, and of no class but torch's own:
-        shards and tensors of a compiler's trace hold no addresses that may be written to.
+        The body that `for_device` chooses, if it is compiled, where all are contiguous float32 or all float64, on one
+        device and of no class but torch's own: shards and tensors of a compiler's trace hold no addresses that may be
+        written to.
 
     Raises:
-        ValueError: `THINWIRE_KERNELS` is set to something unknown.
+        ValueError: `THINWIRE_KERNELS` is set to something unknown, or to what cannot run here.
     """
-    dtype = lists[0][0].dtype
-    if dtype not in _STEP_TYPES or not all(has_address(tensor, dtype) for tensors in lists for tensor in tensors):
+    dtype, device = lists[0][0].dtype, lists[0][0].device
+    tensors = (tensor for each in lists for tensor in each)
+    if dtype not in _STEP_TYPES:
         return None
-    if for_device(torch.device("cpu")) is not _numba_kernels():
+    if device.type == "cpu":
+        fit = all(has_address(tensor, dtype) for tensor in tensors)
+    else:
+        fit = all(_is_plain(tensor, dtype) and tensor.device == device for tensor in tensors)
+    return _steps_for(device) if fit else None
+
+
+def _steps_for(device: torch.device) -> CompiledSteps | None:
+    kernels = for_device(device)
+    if kernels is reference:
         return None
+    if kernels is _triton_kernels():
+        from thinwire.core.kernels import device_steps
+
+        return cast("CompiledSteps", device_steps)
     from thinwire.core.kernels import cpu_steps
 
     return cast("CompiledSteps", cpu_steps)
@@ -200,7 +215,11 @@ _PLAIN_CLASSES = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 def has_address(tensor: Tensor, dtype: torch.dtype) -> bool:
     """Whether its entries of `dtype` stand in the CPU's memory one after the other, where compiled loops find them."""
-    plain = type(tensor) in _PLAIN_CLASSES and tensor.is_cpu and tensor.dtype == dtype
+    return tensor.is_cpu and _is_plain(tensor, dtype)
+
+
+def _is_plain(tensor: Tensor, dtype: torch.dtype) -> bool:
+    plain = type(tensor) in _PLAIN_CLASSES and tensor.dtype == dtype
     return plain and tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_neg()
 
 
