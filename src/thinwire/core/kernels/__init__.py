@@ -2,7 +2,8 @@
 
 `for_device` chooses: numba for the CPU and Triton for CUDA where they can be imported, torch everywhere else. In the
 environment `THINWIRE_KERNELS=reference` forces torch, and `THINWIRE_KERNELS=triton` Triton, on the CPU too, where its
-interpreter runs it (`TRITON_INTERPRET=1`): slow, for tests. All bodies give the same bits.
+interpreter runs it (`TRITON_INTERPRET=1`): slow, for tests. All bodies give the same bits, but for a rounding of
+the trust ratios in `compiled_steps`.
 """
 
 import functools
