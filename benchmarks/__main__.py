@@ -8,6 +8,7 @@ Each runs in a process of its own, so that none warms up another.
 """
 
 import argparse
+import os
 import subprocess
 import sys
 import time
@@ -46,7 +47,7 @@ def main() -> int:
 
 def run(name: str, folder: Path, *, quick: bool) -> bool:
     """Whether the benchmark ended well; what it prints goes to the terminal."""
-    module, out = f"benchmarks.{name}", ["--out", str(folder / f"{name}.json")]
+    module, out = f"benchmarks.{name}", ["--out", os.path.relpath(folder / f"{name}.json")]
     begin = time.perf_counter()
     print(f"== {name}", flush=True)
     done = subprocess.run([sys.executable, "-m", module, *SUITE[name], *out, *["--quick"] * quick], check=False)
