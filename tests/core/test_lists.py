@@ -5,7 +5,7 @@ import torch
 
 from thinwire.core import message as message_module
 from thinwire.core.feedback import Fold, FoldRule, commit_, commit_list_, propose, propose_list
-from thinwire.core.kernels import cpu, cpu_lists, for_lists, threads
+from thinwire.core.kernels import cpu, cpu_lists, for_lists, has_address, share_memory, threads
 from thinwire.core.merge import sum_sparse
 from thinwire.core.message import HEADER_BYTES, Layout, Slot, pack, unpack
 from thinwire.core.value_code import VALUE_BITS
@@ -205,3 +205,37 @@ def test_parts_that_do_not_fit_are_named_by_the_slow_way():
         pack(layout, 0, 0, [fine, (torch.tensor([1, 100]), torch.ones(2))])
     with pytest.raises(ValueError, match="at most k = 2 fit"):
         pack(layout, 0, 0, [fine, (torch.tensor([1, 2, 3]), torch.ones(3))])
+
+
+def test_autograd_hears_of_what_it_cannot_see():
+    folds, ks = folds_of(torch.float32, torch.float32, momentum=0.9, nesterov=False)
+    chosen = [(fold, k) for fold, k in zip(folds, ks, strict=True) if fold.grad.isfinite().all()]
+    folds, ks = map(list, zip(*chosen, strict=True))
+    before = [fold.residual._version for fold in folds]
+    proposals = propose_list(folds, ks)
+    commit_list_(folds, [(p.indices, p.values) for p in proposals], [0] * len(folds))
+    assert all(fold.residual._version > version for fold, version in zip(folds, before, strict=True))
+    params = [torch.zeros(fold.residual.numel()) for fold in folds]
+    cpu_lists.step_along_list_(params, [[(p.indices, p.values)] for p in proposals], [0.1] * len(params), 1)
+    assert all(param._version > 0 for param in params)
+
+
+def test_sent_values_and_seeds_of_the_wrong_kind_are_refused():
+    fold = Fold(torch.ones(4), torch.ones(4, dtype=torch.bfloat16), None, 0.0, False)
+    at = torch.tensor([1])
+    with pytest.raises(ValueError, match=r"sent torch.bfloat16; int64 and float32 or float64"):
+        commit_list_([fold], [(at, torch.ones(1, dtype=torch.bfloat16))], [0])
+    with pytest.raises(ValueError, match=r"indices is torch.int32"):
+        commit_list_([fold], [(at.int(), torch.ones(1))], [0])
+    with pytest.raises(ValueError, match="seed is None"):
+        commit_list_([fold], [(at, torch.ones(1))], [None])
+
+
+def test_tensors_without_memory_or_in_the_memory_of_others_are_told_apart():
+    whole = torch.zeros(10)
+    assert share_memory([whole[:6], whole[5:]])
+    assert not share_memory([whole[:5], whole[5:], torch.zeros(0)])
+    freed = torch.zeros(10)
+    freed.untyped_storage().resize_(0)
+    assert has_address(whole, torch.float32)
+    assert not has_address(freed, torch.float32)

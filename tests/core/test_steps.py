@@ -313,3 +313,25 @@ def test_works_in_turns_all_run_and_errors_come_last(monkeypatch):
         seen = len(done)
         threads.in_turns([])
         assert len(done) == seen
+
+
+@pytest.mark.parametrize("make", [optim.Lamb, lambda params: optim.Lars(params, lr=0.1)])
+def test_state_of_another_size_is_refused_before_anything_is_written(make):
+    small, large = torch.nn.Parameter(torch.ones(8)), torch.nn.Parameter(torch.ones(64))
+    small.grad, large.grad = torch.ones(8), torch.ones(64)
+    one, other = make([small]), make([large])
+    one.step()
+    other.load_state_dict(one.state_dict())
+    with pytest.raises(RuntimeError, match=r"has shape \(8,\) and the parameter \(64,\)"):
+        other.step()
+    large.data = torch.ones(100)
+    fresh = make([large])
+    with pytest.raises(RuntimeError, match=r"gradient of a parameter has shape \(64,\) and the parameter \(100,\)"):
+        fresh.step()
+
+
+def test_parameters_in_one_memory_are_left_to_torch():
+    whole = torch.zeros(100)
+    apart = [torch.zeros(50), torch.zeros(50)]
+    assert compiled_steps(apart, apart) is not None
+    assert compiled_steps([whole[:60], whole[40:]], apart) is None

@@ -28,7 +28,9 @@ BUCKET_BYTES = 1500
 class Net(nn.Module):
     """Layers that can be shared, skipped, recomputed in torch's re-entrant way, or made to fail."""
 
-    def __init__(self, *, shared: bool = False, reentrant: bool = False, blocks: int = 4) -> None:
+    def __init__(
+        self, *, shared: bool = False, reentrant: bool = False, blocks: int = 4, dtype: torch.dtype = torch.float32
+    ) -> None:
         super().__init__()
         torch.manual_seed(7)
         self.first = nn.Linear(8, 16)
@@ -41,6 +43,7 @@ class Net(nn.Module):
         """Block that this forward pass leaves out."""
         self.at_half: Callable[[Tensor], Tensor] | None = None
         """Called with the gradient in the middle of the backward pass."""
+        self.to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -375,6 +378,38 @@ def test_an_error_in_the_backward_pass_of_one_rank_is_told_to_all_who_then_go_on
         assert "Nothing was applied on any rank" in text
 
 
+def narrow(rank: int, size: int, where: str) -> tuple[str, int, str, int]:
+    """Parameters in bfloat16, whose merged gradients travel in float32; rank 1 has none of a block, or an error."""
+    torch.manual_seed(7)
+    engine = make(Case({"gradient_merge": tw.GradientMerge(2)}, model={"dtype": torch.bfloat16}), early=True)
+    text, microsteps = "", -1
+    for step in range(14):
+        wrong = (step, rank) == (9, 1)
+        engine.model.skipped = 1 if wrong and where == "unused" else None
+        engine.model.at_half = _fail if wrong and where == "error" else None
+        x, y = batch(step, rank)
+        try:
+            engine.train_step(x.bfloat16(), y)
+        except (ZeroDivisionError, ThinwireError) as error:
+            text = f"{type(error).__name__}: {error}"
+            microsteps = engine._parts.merge.microsteps
+    return text, microsteps, digest(engine), engine.stats()["step"]
+
+
+def _fail(_: Tensor) -> Tensor:
+    raise ZeroDivisionError("a hook of the user")
+
+
+@pytest.mark.parametrize("where", ["unused", "error"])
+def test_what_takes_the_place_of_a_missing_gradient_travels_as_it_would(where: str, ranks: Pool) -> None:
+    """In another type it would be another collective on one rank; and a merge begins anew on all ranks."""
+    answers = ranks.run(narrow, where, size=3)
+    assert len({(bits, steps) for _, _, bits, steps in answers}) == 1
+    assert all(text and microsteps <= 0 for text, microsteps, _, _ in answers) or where == "unused"
+    if where == "error":
+        assert answers[0][0].startswith("ThinwireError: rank 1: its backward pass ended with ZeroDivisionError")
+
+
 def interrupted(rank: int, size: int, how: str) -> list[str]:
     """Rank 1 is asked to end, or its sending fails: it must not send anything any more, and the others must notice."""
     engine = make(CASES["dense"], early=True)
@@ -399,6 +434,11 @@ def interrupted(rank: int, size: int, how: str) -> list[str]:
             engine.train_step(*batch(step, rank))
         except (KeyboardInterrupt, MemoryError, ThinwireError) as error:
             texts.append(f"{type(error).__name__}: {error}")
+    if rank == 1:  # what is still on its way would meet this
+        try:
+            engine.mean_loss(torch.tensor(1.0))
+        except ThinwireError as error:
+            texts.append(str(error))
     return texts
 
 
@@ -408,6 +448,7 @@ def test_an_exchange_left_half_way_is_refused_from_then_on(how: str, ranks: Pool
     first, second = ranks.run(interrupted, how, size=2, group_timeout_s=6.0)
     assert second[0].startswith("KeyboardInterrupt" if how == "interrupt" else "MemoryError: no room for a bucket")
     assert "left half-way" in second[1]
+    assert "left half-way" in second[2]
     assert first[0].startswith(("PeerStalled", "PeerLost"))
 
 

@@ -462,3 +462,22 @@ def reused(rank: int, size: int) -> list[bool]:
 
 def test_means_may_take_the_place_of_gradients(ranks: Pool) -> None:
     assert all(all(answer) for answer in ranks.run(reused))
+
+
+def one_memory(rank: int, size: int, reuse: bool) -> list[Tensor]:
+    """Two parameters whose gradients are views of one tensor, as autograd makes them of a sum of views."""
+    names = ("a", "b")
+    params = {name: Parameter(torch.zeros(40)) for name in names}
+    mean = GradientMean(Group(), params, DGC(sparsity=(0.9,), min_numel=1, value_bits=32))
+    for name in names:  # they differ, so that different entries are sent
+        mean.residuals[name].copy_(torch.randn(40, generator=torch.Generator().manual_seed(ord(name))))
+    whole = torch.randn(40, generator=torch.Generator().manual_seed(rank))
+    found = mean.reduce(0, {"a": whole.view(40), "b": whole.view(40)}, reuse=reuse)
+    assert found is not None
+    return [found[name].clone() for name in names]
+
+
+def test_gradients_in_one_memory_are_not_written_over_each_other(ranks: Pool) -> None:
+    kept, reused = ranks.run(one_memory, False), ranks.run(one_memory, True)
+    for one, other in zip(kept[0], reused[0], strict=True):
+        assert torch.equal(one, other)

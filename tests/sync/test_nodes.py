@@ -15,6 +15,7 @@ import thinwire as tw
 from tests.ranks import Lost, Pool
 from tests.reference.dgc_training import Oracle
 from thinwire.comm import Group, node_size_of
+from thinwire.errors import NonFinite
 from thinwire.sync.gradient_mean import GradientMean
 
 SHAPES = {"embed.weight": (40, 7), "layer.weight": (16, 20), "layer.bias": (16,), "scale": ()}
@@ -309,6 +310,27 @@ def test_what_is_not_finite_on_one_rank_drops_the_step_on_all(
         assert answer["stats"]["dropped_steps"] == 1
         assert all(torch.isfinite(p).all() for p in answer["params"])
         assert all(torch.equal(a, b) for a, b in zip(answer["params"], answers[0]["params"], strict=True))
+
+
+def always_poisoned(rank: int, size: int) -> tuple[int, str]:
+    p = nn.Parameter(torch.zeros(500))
+    optimizer = tw.optim.DGCMomentum([("weight", p)], lr=0.1, min_numel=1, node_size=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(12):
+            p.grad = torch.full((500,), float("nan") if rank == 1 else 1.0)
+            try:
+                optimizer.step()
+            except NonFinite as error:
+                return step, str(error)
+    return 12, ""
+
+
+@pytest.mark.fault
+def test_the_tenth_drop_in_a_row_is_an_error_with_nodes_too(ranks: Pool) -> None:
+    for step, text in ranks.run(always_poisoned, size=4):
+        assert step == 9
+        assert "this was dropped step 10 in a row" in text
 
 
 def overflow_of_the_mean(rank: int, size: int) -> list[str]:

@@ -95,7 +95,17 @@ class Group:
     def _private(self) -> dist.ProcessGroup:
         if not self._holder:  # never go on alone, nor over the user's own group
             raise ThinwireError("the library's process group has been released: nothing can be exchanged at exit")
+        if self._holder[0] in _abandoned:
+            raise ThinwireError(
+                "an exchange was left half-way, so ranks are at different places "
+                f"({_abandoned[self._holder[0]]}): start again from the last checkpoint"
+            )
         return self._holder[0]
+
+    def abandon(self, reason: str) -> None:
+        """Refuse all further traffic of the library over these ranks: it would meet what is still on its way."""
+        if self._holder:
+            _abandoned[self._holder[0]] = reason
 
     @property
     def device(self) -> torch.device:
@@ -231,6 +241,7 @@ def new_group(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:
     return group
 
 
+_abandoned: "weakref.WeakKeyDictionary[dist.ProcessGroup, str]" = weakref.WeakKeyDictionary()
 _shared: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[dist.ProcessGroup]]" = weakref.WeakKeyDictionary()
 
 

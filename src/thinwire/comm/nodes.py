@@ -60,6 +60,13 @@ class Nodes:
         """What this rank gave to exchanges between the nodes, agreements aside; 0 where it is no leader."""
         return 0 if self.crossing is None else self.crossing.bytes_sent
 
+    def abandon(self, reason: str) -> None:
+        """See `Group.abandon`."""
+        self.everybody.abandon(reason)
+        self.inner.abandon(reason)
+        if self.crossing is not None:
+            self.crossing.abandon(reason)
+
     def gather(self, message: Tensor, *, what: str) -> Pending[Tensor]:
         """See `Group.gather`: shape (size, B), row n from node n."""
         crossed = None if self.crossing is None else self.crossing.gather(message, what=what)

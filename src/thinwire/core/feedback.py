@@ -92,7 +92,7 @@ def commit_(
         residual: Shape (n,), v; changed.
         momentum_buffer: Shape (n,), u, or None; changed.
         indices: Shape (j,), int64, ascending: S.
-        sent: Shape (j,), float32 or the residual's dtype: what the receivers decode at S.
+        sent: Shape (j,), float32 or float64: what the receivers decode at S.
         rule: That of the proposal.
         seed: For u and v in bfloat16, which need one: 0 to 2^32 - 1, another one in every step and for every tensor.
             It has no effect on wider ones.
@@ -104,8 +104,7 @@ def commit_(
     """
     _check_state(grad, residual, momentum_buffer)
     _check_sent(indices, sent)
-    if residual.dtype == torch.bfloat16 and seed is None:
-        raise ValueError("seed is None and the residual bfloat16; give rounding_seed(step, key)")
+    _check_seed(seed, residual)
     kernels = for_device(residual.device)
     kernels.commit_(
         grad,
@@ -156,7 +155,7 @@ def propose_list(folds: Sequence[Fold], ks: Sequence[int]) -> list[Proposal]:
     return [propose(*fold[:3], k, FoldRule(fold.momentum, fold.nesterov)) for fold, k in zip(folds, ks, strict=True)]
 
 
-def commit_list_(folds: Sequence[Fold], sent: Sequence[tuple[Tensor, Tensor]], seeds: Sequence[int]) -> None:
+def commit_list_(folds: Sequence[Fold], sent: Sequence[tuple[Tensor, Tensor]], seeds: Sequence[int | None]) -> None:
     """`commit_` for many tensors; changes residuals and momentum buffers in place.
 
     Args:
@@ -172,10 +171,11 @@ def commit_list_(folds: Sequence[Fold], sent: Sequence[tuple[Tensor, Tensor]], s
         for fold, part, seed in zip(folds, sent, seeds, strict=True):
             commit_(*fold[:3], *part, FoldRule(fold.momentum, fold.nesterov), seed=seed)
         return
-    for fold, (indices, values) in zip(folds, sent, strict=True):
+    for fold, (indices, values), seed in zip(folds, sent, seeds, strict=True):
         _check_state(fold.grad, fold.residual, fold.momentum_buffer)
         _check_sent(indices, values)
-    lists.commit_list_(folds, sent, seeds)
+        _check_seed(seed, fold.residual)
+    lists.commit_list_(folds, sent, [seed or 0 for seed in seeds])
 
 
 def _check_k(k: int, residual: Tensor) -> None:
@@ -183,9 +183,16 @@ def _check_k(k: int, residual: Tensor) -> None:
         raise ValueError(f"k is {k}; it must be between 1 and the {residual.numel()} entries of residual")
 
 
+def _check_seed(seed: int | None, residual: Tensor) -> None:
+    if residual.dtype == torch.bfloat16 and seed is None:
+        raise ValueError("seed is None and the residual bfloat16; give rounding_seed(step, key)")
+
+
 def _check_sent(indices: Tensor, sent: Tensor) -> None:
     if indices.shape != sent.shape or indices.dim() != 1:
         raise ValueError(f"indices has shape {tuple(indices.shape)} and sent {tuple(sent.shape)}; both must be (j,)")
+    if indices.dtype != torch.int64 or sent.dtype not in {torch.float32, torch.float64}:
+        raise ValueError(f"indices is {indices.dtype} and sent {sent.dtype}; int64 and float32 or float64 are needed")
 
 
 def _check_state(grad: Tensor, residual: Tensor, momentum_buffer: Tensor | None) -> None:

@@ -219,6 +219,11 @@ class DGCMomentum(CommonOptimizer):
         self._attached = Attached(self, tap)
         return self._attached
 
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The ranks that exchange, as given; None for all of them."""
+        return self._process_group
+
     def cut(self, buckets: Sequence[Sequence[Tensor]]) -> None:
         """Which parameters travel together from now on, for whoever calls `launch`; the same on all ranks."""
         self._buckets = buckets

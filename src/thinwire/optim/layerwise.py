@@ -51,6 +51,11 @@ class LayerwiseOptimizer(OwnOptimizer):
         kinds: dict[tuple[Any, ...], Run] = {}
         steps = self._counted([param for param, _ in pairs]) if counted else [0] * len(pairs)
         for (param, grad), step in zip(pairs, steps, strict=True):
+            if grad.shape != param.shape:  # loops over addresses trust it
+                raise RuntimeError(
+                    f"the gradient of {self._facts(param).name or 'a parameter'} has shape {tuple(grad.shape)} and the "
+                    f"parameter {tuple(param.shape)}: run the backward pass again"
+                )
             decay = 0.0 if self._common.places[param].excluded else group["weight_decay"]
             fast = (param.is_cpu or param.is_cuda) and param.is_contiguous() and grad.is_contiguous()
             key = (param.device, param.dtype, type(param), decay, step, fast)

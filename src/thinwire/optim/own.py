@@ -81,6 +81,11 @@ class OwnOptimizer(CommonOptimizer):
         if key not in state:
             state[key] = torch.full_like(param, fill, dtype=state_dtype(param), requires_grad=False)
         buffer: Tensor = state[key]
+        if buffer.shape != param.shape:  # loops over addresses trust it
+            raise RuntimeError(
+                f"{key} of {self._facts(param).name or 'a parameter'} has shape {tuple(buffer.shape)} and the "
+                f"parameter {tuple(param.shape)}: load the state of the same model, or make a new optimizer"
+            )
         return buffer
 
 

@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from thinwire import _validate as check
 from thinwire.amp import LossScaler
 from thinwire.comm import Group, require_agreement
+from thinwire.core.storage import with_own_storage
 from thinwire.optim.layerwise import LayerwiseOptimizer
 from thinwire.pipeline.runner import PipelineRunner
 from thinwire.step.merge import GradientSum
@@ -328,10 +329,15 @@ class Engine:
             scaled.backward()  # type: ignore[no-untyped-call]
             self._finish_microstep(loss)
             return
-        with overlap.during(self.step, self._final):
-            scaled.backward()  # type: ignore[no-untyped-call]
-            overlap.complete()
-            self._finish_microstep(loss)
+        try:
+            with overlap.during(self.step, self._final):
+                scaled.backward()  # type: ignore[no-untyped-call]
+                overlap.complete()
+                self._finish_microstep(loss)
+        except BaseException:
+            if merge is not None:
+                merge.clear()  # the ranks that hear of it have drained theirs, and all begin anew
+            raise
 
     def _final(self, name: str, grad: Tensor | None) -> Tensor | None:
         """The gradient of the coming update, of one parameter whose `grad` this is; new where it is another."""
@@ -410,10 +416,10 @@ def _unscaled(params: Mapping[str, Parameter], grads: Mapping[str, Tensor], fact
     """Gradients times `factor`; narrow ones become float32, so that nothing underflows on the way."""
     if factor == 1.0:
         return dict(grads)
-    new = {}
+    new, mine = {}, with_own_storage(grads)
     for name, grad in grads.items():
         wide = _wide(grad)
-        new[name] = wide.mul_(factor) if wide is grad else wide * factor
+        new[name] = wide.mul_(factor) if wide is grad and name in mine else wide * factor
         params[name].grad = new[name].to(grad.dtype)
     return new
 

@@ -154,11 +154,14 @@ class Overlap:
         try:
             for place in flight.readiness.rest():
                 number, names = flight.buckets[place]
-                self._exchange.launch(flight.step, number, {n: torch.zeros_like(self._params[n]) for n in names})
+                self._exchange.launch(flight.step, number, {n: flight.zeros(n, self._params[n]) for n in names})
             self._exchange.settle(flight.step, {}, misuse=f"its backward pass ended with {text}")
         except ThinwireError as told:
             if type(told) is not ThinwireError:  # that one is how the others hear of it
                 error.add_note(f"while telling the other ranks: {told}")
+        except Exception as other:
+            error.add_note(f"while telling the other ranks: {other}")
+            self._exchange.abandon(text)
 
 
 class _Flight:
@@ -180,7 +183,12 @@ class _Flight:
         if final is not None and not final.is_sparse:
             return final
         self._note(f"parameter {name} has {'no' if final is None else 'a row-sparse'} gradient")
-        return torch.zeros_like(param)
+        return self.zeros(name, param)
+
+    def zeros(self, name: str, param: Parameter) -> Tensor:
+        """In the place of a gradient, and of its type: each type travels in a collective of its own."""
+        final = self._final(name, torch.zeros_like(param))
+        return torch.zeros_like(param, dtype=param.dtype if final is None else final.dtype)
 
     def look_again(self, params: Mapping[str, Parameter]) -> None:
         """Note a gradient that is another now than when it was sent."""

@@ -222,7 +222,10 @@ def _assembled(
         runner = PipelineRunner(plan.stage, strategy.pipeline, place.grid, loss_fn, dtype=dtype, scale=scale)
     merge = strategy.gradient_merge
     exchange, overlap = _exchange(strategy, model, plan, place), None
-    if runner is None and place.replicas > 1 and isinstance(exchange, InOptimizer | MeanThenStep):
+    # the vote on early messages is one of all ranks; an optimizer that was given a group of its own asks only those
+    partly = isinstance(plan.optimizer, DGCMomentum) and plan.optimizer.process_group is not None
+    alone = runner is not None or place.replicas == 1 or partly
+    if not alone and isinstance(exchange, InOptimizer | MeanThenStep):
         compressing = isinstance(exchange, InOptimizer) or plan.compressor is not None
         size = BUCKET_BYTES if compressing else DENSE_BUCKET_BYTES
         overlap = Overlap(plan.params, exchange, bucket_bytes=size)

@@ -59,9 +59,11 @@ def _about_exchange(strategy: "DistributedStrategy") -> Iterator[str]:
     if strategy.dgc is not None:
         yield from _about_sources(strategy, strategy.dgc)
     if local is None and strategy.pipeline is None:
-        size = DENSE_BUCKET_BYTES if strategy.dgc is None else BUCKET_BYTES
+        # the optimizer is not known here: a DGCMomentum without the field compresses too
+        dense, compressed = _mib(DENSE_BUCKET_BYTES), _mib(BUCKET_BYTES)
+        size = f"{dense}, or {compressed} under a DGCMomentum" if strategy.dgc is None else compressed
         yield (
-            f"overlap: gradients leave while the backward pass runs, in buckets of {_mib(size)} (the first of "
+            f"overlap: gradients leave while the backward pass runs, in buckets of {size} (the first of "
             f"{_mib(FIRST_BUCKET_BYTES)}), once all ranks had the same parameters in two updates in a row. With one "
             "rank, with row-sparse gradients, or where parameters come and go, the exchange follows the backward pass"
         )

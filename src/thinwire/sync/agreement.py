@@ -124,8 +124,13 @@ class Drops:
         self.total = 0
         self.in_a_row = 0
 
-    def needed(self, reports: Sequence[Report], names: Sequence[str]) -> bool:
+    def needed(self, reports: Sequence[Report], names: Sequence[str], *, last: bool = True) -> bool:
         """Whether this step is dropped, which is counted and, without a loss scaler, warned of.
+
+        Args:
+            reports: Of all ranks.
+            names: Of the parameters.
+            last: Whether no other vote on this step follows that may drop it.
 
         Raises:
             NonFinite: The tenth dropped step in a row without a loss scaler, on every rank.
@@ -137,7 +142,7 @@ class Drops:
             if r.sum_non_finite is not None
         ]
         if not culprits and not any(report.overflow for report in reports):
-            self.in_a_row = 0
+            self.in_a_row = 0 if last else self.in_a_row
             return False
         self.total += 1
         if any(report.overflow is not None for report in reports):

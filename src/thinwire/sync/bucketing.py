@@ -58,7 +58,7 @@ class Readiness:
     def mark(self, name: str) -> Iterator[int]:
         """Places of the buckets to launch now, in order; a tensor may be marked again, and an unknown one is nothing.
 
-        A bucket counts as launched once the iterator goes past it.
+        A bucket counts as launched once its place is given.
         """
         if name in self._place and name not in self._ready:
             self._ready.add(name)

@@ -1,5 +1,6 @@
 """The sequence of one gradient exchange: propose, agree, send, verify, vote. Only then may anybody change anything."""
 
+import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
@@ -119,7 +120,8 @@ class GradientExchange:
         if in_node is not None:
             in_node.means()
         if flying is not None:
-            flying.finish()
+            with contextlib.suppress(PayloadCorrupt):  # nothing of it is used
+                flying.finish()
 
     def settle(
         self,
@@ -168,6 +170,8 @@ class GradientExchange:
         """Leave what is on its way to itself; ranks are at different places then, and nothing can be exchanged."""
         self._flying, self._in_node, self._settled, self._finite = None, None, None, {}
         self._abandoned = reason
+        self.group.abandon(reason)
+        self.sources.abandon(reason)
 
     def _require_intact(self) -> None:
         if self._abandoned is not None:
@@ -214,7 +218,7 @@ class GradientExchange:
         report = Report(step, "proposed", self._kinds(grads), bad, overflow=overflow, misuse=misuse)
         reports = agree_on_step(self.group, report, self.names)
         self.steady.see([each.kinds for each in reports])
-        if self.drops.needed(reports, self.names):
+        if self.drops.needed(reports, self.names, last=False):
             return None
         fresh = self._round(step, _row_sparse(grads, reports))
         _launch_all(fresh, self._buckets_of(grads), grads, sparse, dense)
@@ -242,7 +246,7 @@ class GradientExchange:
         report = Report(step, "proposed", self._kinds(grads), overflow=overflow, misuse=misuse)
         reports = agree_on_step(self.group, report, self.names)
         self.steady.see([each.kinds for each in reports])
-        if self.drops.needed(reports, self.names):
+        if self.drops.needed(reports, self.names, last=False):
             return None
         fresh, buckets = self._round(step, _row_sparse(grads, reports)), self._buckets_of(grads)
         in_node = [_InNode(nodes, step, number, {k: grads[k] for k in keys}) for number, keys in buckets]

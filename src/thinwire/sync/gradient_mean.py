@@ -13,6 +13,7 @@ from thinwire.comm import Group, Nodes, Sources, node_size_of, require_agreement
 from thinwire.core.feedback import Fold, commit_list_, in_chunks, propose_list
 from thinwire.core.precision import narrowed, state_dtype
 from thinwire.core.rounding import rounding_seed
+from thinwire.core.storage import with_own_storage
 from thinwire.sync.agreement import Drops
 from thinwire.sync.dgc_config import DGC
 from thinwire.sync.exchange import GradientExchange, Verdict
@@ -22,8 +23,6 @@ from thinwire.sync.round import Round, SparseGradient
 from thinwire.sync.traffic import GATHER
 
 __all__ = ["GradientMean", "locally_clipped"]
-
-"""Momentum belongs to the optimizer that gets the mean: v <- v + g."""
 
 
 class GradientMean:
@@ -251,7 +250,8 @@ class GradientMean:
             commit_list_(folds, [done.sent(key) for key in keys], seeds)
             for key, fold in zip(keys, folds, strict=True):
                 done.add_kept_(key, fold.residual)
-        return {self._names[key]: self._mean(key, grad, done, reuse=reuse) for key, grad in grads.items()}
+        mine = with_own_storage(grads) if reuse else set()
+        return {self._names[key]: self._mean(key, grad, done, reuse=key in mine) for key, grad in grads.items()}
 
     def _mean(self, key: int, grad: Tensor, done: Round, *, reuse: bool) -> Tensor:
         param = self._params[self._names[key]]

@@ -9,6 +9,7 @@ the trust ratios in `compiled_steps`.
 import functools
 import os
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
@@ -33,6 +34,7 @@ __all__ = [
     "for_lists",
     "has_address",
     "is_static",
+    "share_memory",
 ]
 
 
@@ -136,7 +138,8 @@ def for_device(device: torch.device) -> Kernels:
 
 def is_static(device: torch.device) -> bool:
     """Whether tensors on `device` are exchanged in static shapes, without a word to the host: where Triton runs."""
-    return for_device(device) is _triton_kernels()
+    kernels = for_device(device)
+    return kernels is not reference and kernels is not _numba_kernels()
 
 
 def _demanded_triton(device: torch.device) -> Kernels:
@@ -181,7 +184,7 @@ def compiled_steps(*lists: Sequence[Tensor]) -> CompiledSteps | None:
     Returns:
         The body that `for_device` chooses, if it is compiled, where all are contiguous float32 or all float64, on one
         device and of no class but torch's own: shards and tensors of a compiler's trace hold no addresses that may be
-        written to.
+        written to. None of the first list may share memory with another one, since several threads work on them.
 
     Raises:
         ValueError: `THINWIRE_KERNELS` is set to something unknown, or to what cannot run here.
@@ -194,20 +197,20 @@ def compiled_steps(*lists: Sequence[Tensor]) -> CompiledSteps | None:
         fit = all(has_address(tensor, dtype) for tensor in tensors)
     else:
         fit = all(_is_plain(tensor, dtype) and tensor.device == device for tensor in tensors)
-    return _steps_for(device) if fit else None
+    return _steps_for(device) if fit and not share_memory(lists[0]) else None
 
 
 def _steps_for(device: torch.device) -> CompiledSteps | None:
     kernels = for_device(device)
     if kernels is reference:
         return None
-    if kernels is _triton_kernels():
-        from thinwire.core.kernels import device_steps
+    if kernels is _numba_kernels():
+        from thinwire.core.kernels import cpu_steps
 
-        return cast("CompiledSteps", device_steps)
-    from thinwire.core.kernels import cpu_steps
+        return cast("CompiledSteps", cpu_steps)
+    from thinwire.core.kernels import device_steps
 
-    return cast("CompiledSteps", cpu_steps)
+    return cast("CompiledSteps", device_steps)
 
 
 _STEP_TYPES = (torch.float32, torch.float64)
@@ -221,7 +224,15 @@ def has_address(tensor: Tensor, dtype: torch.dtype) -> bool:
 
 def _is_plain(tensor: Tensor, dtype: torch.dtype) -> bool:
     plain = type(tensor) in _PLAIN_CLASSES and tensor.dtype == dtype
-    return plain and tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_neg()
+    strided = plain and tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_neg()
+    # a storage that was freed has address 0
+    return strided and (tensor.data_ptr() != 0 or tensor.numel() == 0)
+
+
+def share_memory(tensors: Sequence[Tensor]) -> bool:
+    """Whether two of these contiguous tensors overlap."""
+    ends = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors if tensor.numel())
+    return any(following[0] < one[1] for one, following in pairwise(ends))
 
 
 def for_lists(device: torch.device) -> ListKernels | None:

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from thinwire.core.kernels import cpu, has_address, jit_fold, jit_lists
+from thinwire.core.kernels import cpu, has_address, jit_fold, jit_lists, share_memory
 from thinwire.core.kernels.cpu_slots import decode_slots, encode_slots
 from thinwire.core.kernels.fold import Fold
 from thinwire.core.kernels.threads import SMALLEST_PART, in_spans
@@ -72,7 +72,11 @@ def step_along_list_(
         divisor = like.dtype.type(sources)
         jit_lists.step_along(table, counts, first, last, like, like_values, typed_rates, divisor)
 
-    in_spans(counts[:, 1:].sum(axis=1), work)
+    if share_memory(params):
+        work(0, len(params))
+    else:
+        in_spans(counts[:, 1:].sum(axis=1), work)
+    torch.autograd.graph.increment_version(params)  # autograd cannot see it
 
 
 def _by_kind(folds: Sequence[Fold], more: Sequence[object] | None = None) -> dict[Any, list[int]]:
@@ -161,6 +165,7 @@ def _commit_kind(folds: Sequence[Fold], sent: Sequence[Sparse], seeds: Sequence[
         jit_lists.commit(rows, numbers, first, last, *kinds, all_seeds)
 
     in_spans(sizes, work)
+    torch.autograd.graph.increment_version([tensor for fold in folds for tensor in fold[1:3] if tensor is not None])
 
 
 def _room(n: int, k: int) -> int:

@@ -1,4 +1,4 @@
-"""The kernels in torch operations, for any device: the readable twin of `cpu`, and the path of CUDA."""
+"""The kernels in torch operations, for any device: the readable twin of all others, and their fallback."""
 
 from typing import Any
 

@@ -94,6 +94,8 @@ def in_spans(weights: Sequence[int] | NDArray[np.int64], work: Callable[[int, in
 def jit(function: F) -> F:
     """Compiled by numba without the GIL, cached on disk where any cache folder can be written.
 
+    The cache notices a change in the function's own file only, not in one that it calls: `make test` empties it.
+
     Division is the processor's: raising an error on zero, as Python does, would keep loops from being vectorised.
     """
     import numba
