@@ -72,7 +72,8 @@ def replica_of(rank: int, fields: Iterable[str]) -> int:
 def digest(engine: Any) -> str:
     """Parameters and floating-point buffers of this rank, every bit."""
     tensors = [*engine.model.parameters(), *(b for b in engine.model.buffers() if b.is_floating_point())]
-    return hashlib.sha256(b"".join(t.detach().contiguous().numpy().tobytes() for t in tensors)).hexdigest()
+    raw = (t.detach().reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors)
+    return hashlib.sha256(b"".join(raw)).hexdigest()
 
 
 def world_rank() -> int:
