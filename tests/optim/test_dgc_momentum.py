@@ -586,8 +586,10 @@ def die_in_backward(rank: int, size: int, path: str) -> None:
 def test_a_rank_killed_between_two_buckets_leaves_the_others_unchanged(ranks: Pool, tmp_path: Any) -> None:
     answers = ranks.run(die_in_backward, str(tmp_path), size=3, expect_errors=True)
     assert isinstance(answers[1], Lost)
-    for answer in (answers[0], answers[2]):
-        assert answer.text == "PeerLost at step 3, unchanged=True"
+    texts = {answers[0].text, answers[2].text}
+    # the one that waits for the other survivor, and not for the dead rank, may see the time-out first
+    assert "PeerLost at step 3, unchanged=True" in texts
+    assert texts <= {"PeerLost at step 3, unchanged=True", "PeerStalled at step 3, unchanged=True"}
 
 
 def other_calls(rank: int, size: int) -> None:
