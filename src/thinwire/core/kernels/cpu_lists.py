@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from thinwire.core.kernels import cpu, has_address, jit_fold, jit_lists, share_memory
+from thinwire.core.kernels.changed import tell_autograd
 from thinwire.core.kernels.cpu_slots import decode_slots, encode_slots
 from thinwire.core.kernels.fold import Fold
 from thinwire.core.kernels.threads import SMALLEST_PART, in_spans
@@ -43,9 +44,8 @@ def commit_list_(folds: Sequence[Fold], sent: Sequence[Sparse], seeds: Sequence[
     for kind, places in _by_kind(folds, [values.dtype for _, values in sent]).items():
         if kind is None:
             for place in places:
-                fold, numbers = folds[place], {"seed": seeds[place]}
-                settings = {"momentum": fold.momentum, "nesterov": fold.nesterov, **numbers}
-                cpu.commit_(*fold[:3], *sent[place], **settings)  # type: ignore[arg-type]
+                fold, seed = folds[place], seeds[place]
+                cpu.commit_(*fold[:3], *sent[place], momentum=fold.momentum, nesterov=fold.nesterov, seed=seed)
         else:
             chosen = [folds[place] for place in places]
             _commit_kind(chosen, [sent[place] for place in places], [seeds[place] for place in places])
@@ -76,7 +76,7 @@ def step_along_list_(
         work(0, len(params))
     else:
         in_spans(counts[:, 1:].sum(axis=1), work)
-    torch.autograd.graph.increment_version(params)  # autograd cannot see it
+    tell_autograd(params)
 
 
 def _by_kind(folds: Sequence[Fold], more: Sequence[object] | None = None) -> dict[Any, list[int]]:
@@ -165,7 +165,7 @@ def _commit_kind(folds: Sequence[Fold], sent: Sequence[Sparse], seeds: Sequence[
         jit_lists.commit(rows, numbers, first, last, *kinds, all_seeds)
 
     in_spans(sizes, work)
-    torch.autograd.graph.increment_version([tensor for fold in folds for tensor in fold[1:3] if tensor is not None])
+    tell_autograd([tensor for fold in folds for tensor in fold[1:3] if tensor is not None])
 
 
 def _room(n: int, k: int) -> int:

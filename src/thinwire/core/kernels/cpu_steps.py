@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from thinwire.core.kernels import jit_steps, threads
+from thinwire.core.kernels.changed import tell_autograd
 from thinwire.core.lamb import LambRule
 from thinwire.core.lars import LarsRule
 from thinwire.core.outer import OuterRule
@@ -50,7 +51,7 @@ def lamb_(
         jit_steps.lamb(table.rows, table.sizes, items, phase, constants, trust, table.first_chunks, sums, ratios)
 
     _with_norms(table, work)
-    _changed(params, exp_avgs, exp_avg_sqs)
+    tell_autograd(params, exp_avgs, exp_avg_sqs)
     return torch.from_numpy(ratios)
 
 
@@ -70,7 +71,7 @@ def lars_(
         _with_norms(table, work)
     else:
         _in_parts(table, partial(work, phase=jit_steps.MOVE))
-    _changed(params, buffers)
+    tell_autograd(params, buffers)
     return torch.from_numpy(ratios)
 
 
@@ -81,7 +82,7 @@ def outer_(
     table, kind = _table(anchors, changes, anchors if buffers is None else buffers), _kind(buffers, rule.nesterov)
     constants = table.floats(rule.lr, rule.momentum)
     _in_parts(table, lambda items: jit_steps.outer(table.rows, table.sizes, items, kind, constants))
-    _changed(anchors, buffers or ())
+    tell_autograd(anchors, buffers or ())
 
 
 class _Table(NamedTuple):
@@ -164,8 +165,3 @@ def _bundles(items: Sequence[Item], share: int) -> list[Array]:
         bundles[-1].append(item)
         room -= item[2] - item[1]
     return [np.array(bundle, np.int64) for bundle in bundles]
-
-
-def _changed(*lists: Sequence[Tensor]) -> None:
-    """Tell autograd, which cannot see it, so that a graph that still needs the old values complains."""
-    torch.autograd.graph.increment_version([tensor for tensors in lists for tensor in tensors])

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from thinwire.core.kernels import device_launch, triton_steps
+from thinwire.core.kernels.changed import tell_autograd
 from thinwire.core.kernels.device_launch import blocks_of, launch
 from thinwire.core.lamb import LambRule
 from thinwire.core.lars import LarsRule
@@ -42,7 +43,7 @@ def lamb_(
     table.launch(triton_steps.lamb_moments_, table.constants, sums)
     ratios = table.ratios(sums)
     table.launch(triton_steps.lamb_move_, table.constants, ratios)
-    _changed(params, exp_avgs, exp_avg_sqs)
+    tell_autograd(params, exp_avgs, exp_avg_sqs)
     return ratios
 
 
@@ -60,7 +61,7 @@ def lars_(
     else:
         ratios = params[0].new_ones(len(params))
     table.launch(triton_steps.lars_move_, table.constants, ratios, KIND=_kind(velocities, rule.nesterov))
-    _changed(params, velocities or ())
+    tell_autograd(params, velocities or ())
     return ratios
 
 
@@ -71,7 +72,7 @@ def outer_(
     columns = (anchors, changes, anchors if buffers is None else buffers)
     table = _table(columns, (rule.lr, rule.momentum), TrustRule())
     table.launch(triton_steps.outer_, table.constants, KIND=_kind(buffers, rule.nesterov))
-    _changed(anchors, buffers or ())
+    tell_autograd(anchors, buffers or ())
 
 
 class _Layout(NamedTuple):
@@ -138,8 +139,3 @@ def _kind(buffers: Sequence[Tensor] | None, nesterov: bool) -> Any:
     if buffers is None:
         return triton_steps.NO_MOMENTUM
     return triton_steps.NESTEROV if nesterov else triton_steps.PLAIN
-
-
-def _changed(*lists: Sequence[Tensor]) -> None:
-    """Tell autograd, which cannot see it, so that a graph that still needs the old values complains."""
-    torch.autograd.graph.increment_version([tensor for tensors in lists for tensor in tensors])
