@@ -21,12 +21,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)  ## train dense and compressed over the same slow link, side by side (about three minutes)
 	$(BIN)/thinwire compare --workers 2 --link 100mbit --strategies dense fp16 powersgd dgc --size small --seconds 18 --out runs/demo
 
-# numba notices a change in a function's own file only, and these call each other across files
-$(VENV)/.kernels: $(wildcard src/thinwire/core/kernels/*.py)
-	find src -name '*.nbi' -delete -o -name '*.nbc' -delete
-	touch $@
-
-test: $(INSTALLED) $(VENV)/.kernels  ## everything that must hold
+test: $(INSTALLED)  ## everything that must hold
 	$(BIN)/python -m pytest
 
 $(EXTRA_VENV)/.installed: pyproject.toml constraints.txt

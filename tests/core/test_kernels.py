@@ -9,7 +9,7 @@ import torch
 
 from thinwire.core import kernels
 from thinwire.core.index_code import decode_positions, position_bytes
-from thinwire.core.kernels import cpu, reference, threads
+from thinwire.core.kernels import cpu, cpu_select, jit, reference, threads
 from thinwire.core.value_code import VALUE_BITS
 from thinwire.errors import PayloadCorrupt
 
@@ -22,7 +22,8 @@ SIZES = [1, 2, 63, 64, 65, 129, 1000, 8193, 29_000]
 def small_parts(monkeypatch):
     """Three threads and little room for candidates, so that small tensors show what large ones do."""
     monkeypatch.setattr(threads, "SMALLEST_PART", 64)
-    monkeypatch.setattr(cpu, "_SMALLEST_ROOM", 1)
+    monkeypatch.setattr(cpu_select, "_SMALLEST_ROOM", 1)
+    monkeypatch.setattr(cpu_select, "_FEW", 100)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
 
 
@@ -232,7 +233,7 @@ def test_without_a_folder_for_its_cache_numba_still_compiles(monkeypatch):
 
     compiled = numba.njit
     monkeypatch.setattr(numba, "njit", refusing)
-    assert threads.jit(lambda x: x + 1)(2) == 3
+    assert jit.jit(lambda x: x + 1)(2) == 3
 
 
 def run_python(code, **environment):
@@ -292,6 +293,20 @@ assert jit_steps.lars.stats.cache_hits and not jit_steps.lars.stats.cache_misses
 
 def test_a_second_process_compiles_nothing(tmp_path):
     for code in (STEP, COMPILES_NOTHING):
+        assert_succeeds(run_python(code, NUMBA_CACHE_DIR=str(tmp_path)))
+
+
+SOURCES_HAVE_CHANGED = f"""
+from thinwire.core.kernels import jit
+jit._sources_digest = lambda: "another one"
+{STEP}
+from thinwire.core.kernels import jit_steps
+assert jit_steps.lars.stats.cache_misses and not jit_steps.lars.stats.cache_hits
+"""
+
+
+def test_a_change_in_any_file_compiles_all_anew(tmp_path):
+    for code in (STEP, SOURCES_HAVE_CHANGED, COMPILES_NOTHING):
         assert_succeeds(run_python(code, NUMBA_CACHE_DIR=str(tmp_path)))
 
 

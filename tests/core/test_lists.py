@@ -5,7 +5,7 @@ import torch
 
 from thinwire.core import message as message_module
 from thinwire.core.feedback import Fold, FoldRule, commit_, commit_list_, propose, propose_list
-from thinwire.core.kernels import cpu, cpu_lists, for_lists, has_address, share_memory, threads
+from thinwire.core.kernels import cpu_lists, cpu_select, for_lists, has_address, share_memory, threads
 from thinwire.core.merge import sum_sparse
 from thinwire.core.message import HEADER_BYTES, Layout, Slot, pack, unpack
 from thinwire.core.value_code import VALUE_BITS
@@ -19,7 +19,8 @@ SIZES = [1, 2, 63, 64, 65, 129, 1000, 8193, 29_000, 70_000]
 def few_threads(request, monkeypatch):
     """Small parts, so that small tensors are cut and shared out as large ones are."""
     monkeypatch.setattr(threads, "SMALLEST_PART", 64)
-    monkeypatch.setattr(cpu, "_SMALLEST_ROOM", 1)
+    monkeypatch.setattr(cpu_select, "_SMALLEST_ROOM", 1)
+    monkeypatch.setattr(cpu_select, "_FEW", 100)
     monkeypatch.setattr(torch, "get_num_threads", lambda: request.param)
 
 

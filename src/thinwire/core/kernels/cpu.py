@@ -1,6 +1,6 @@
 """The kernels for the CPU: compiled by numba, several threads where it pays, bit for bit what `reference` gives."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from thinwire.core.kernels import jit_codes, jit_fold
+from thinwire.core.kernels.cpu_select import Folding, as_array, folding, largest
 from thinwire.core.kernels.reference import SCALE_COUNT
 from thinwire.core.kernels.threads import in_parts
 
@@ -28,22 +29,22 @@ __all__ = [
 Array = NDArray[Any]
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
-_SMALLEST_ROOM = 8192  # candidates; below, clearing the histograms costs more than sorting out
 
 
 def top_k(values: Tensor, k: int) -> Tensor:
     """See `thinwire.core.select.top_k`."""
     x = _floats(values)
-    return _largest(_Folding(x, x, x, x.dtype.type(0), jit_fold.VALUES), k)[0]
+    return torch.from_numpy(largest(Folding(x, x, x, x.dtype.type(0), jit_fold.VALUES), k)[0])
 
 
 def propose(
     grad: Tensor, residual: Tensor, momentum_buffer: Tensor | None, k: int, *, momentum: float, nesterov: bool
 ) -> tuple[Tensor, Tensor, bool]:
     """See `thinwire.core.feedback.propose`."""
-    indices, values = _largest(_folding(grad, residual, momentum_buffer, momentum, nesterov), k)
-    # Whatever is not finite counts as larger than all that is, so it is among the k.
-    if not np.isfinite(values.numpy()).all():
+    places, found = largest(folding(grad, residual, momentum_buffer, momentum, nesterov), k)
+    indices, values = torch.from_numpy(places), torch.from_numpy(found)
+    # Whatever is not finite counts as larger than all that is, so it is among the k, and no extreme hides it.
+    if not np.isfinite([found.min(), found.max()]).all():
         return indices[:0], values[:0], False
     return indices, values, True
 
@@ -60,24 +61,14 @@ def commit_(
     seed: int,
 ) -> None:
     """See `thinwire.core.feedback.commit_`."""
-    folding = _folding(grad, residual, momentum_buffer, momentum, nesterov)
-    v, at, bits = folding.residual, _array(indices), np.uint32(seed)
-    rounds = v.dtype == np.uint16
-    left = np.empty(len(at) if rounds else 0, folding.dtype)
-    if rounds:
-        jit_fold.gather(*folding, at, left)  # ahead of the loop: what is sent must come off before anything is rounded
-    in_parts(residual.numel(), lambda start, stop: jit_fold.commit(*folding, bits, start, stop))
-    if rounds:
-        jit_fold.store_at(v, at, left - _array(sent).astype(left.dtype, copy=False), bits)
-    else:
-        v[at] -= _array(sent).astype(v.dtype, copy=False)
-    if momentum_buffer is not None:
-        folding.buffer[at] = 0
+    what = folding(grad, residual, momentum_buffer, momentum, nesterov)
+    places, values, bits = as_array(indices), as_array(sent), np.uint32(seed)
+    in_parts(residual.numel(), lambda start, stop: jit_fold.commit(*what, bits, start, stop, places, values))
 
 
 def store_(target: Tensor, values: Tensor, seed: int) -> None:
     """See `thinwire.core.rounding.store_`."""
-    place, x, bits = _array(target), _array(values), np.uint32(seed)
+    place, x, bits = as_array(target), as_array(values), np.uint32(seed)
     in_parts(len(place), lambda start, stop: jit_fold.store(place, x, bits, start, stop))
 
 
@@ -89,13 +80,13 @@ def count_nonzero(values: Tensor) -> int:
 
 def is_ascending(indices: Tensor) -> bool:
     """See `thinwire.core.kernels.reference.is_ascending`."""
-    x = _array(indices)
+    x = as_array(indices)
     return bool((x[1:] > x[:-1]).all())
 
 
 def encode_positions(indices: Tensor, low_bits: int, low_bytes: int, high_bytes: int) -> Tensor:
     """See `thinwire.core.index_code.encode_positions`."""
-    code, positions = np.zeros(low_bytes + high_bytes, np.uint8), _array(indices)
+    code, positions = np.zeros(low_bytes + high_bytes, np.uint8), as_array(indices)
     low = code[:low_bytes]
     if low_bits:
         in_parts(len(positions), lambda start, stop: jit_codes.low_fields(positions, low_bits, start, stop, low))
@@ -105,7 +96,7 @@ def encode_positions(indices: Tensor, low_bits: int, low_bytes: int, high_bytes:
 
 def decode_positions(code: Tensor, k: int, low_bits: int, low_bytes: int) -> tuple[Tensor, int]:
     """See `thinwire.core.kernels.reference.decode_positions`."""
-    raw, room = _array(code), np.empty(k, np.int64)
+    raw, room = as_array(code), np.empty(k, np.int64)
     low = raw[:low_bytes]
     count = jit_codes.find_high_parts(raw[low_bytes:], low_bits, room)
     indices = room[:count]
@@ -141,7 +132,7 @@ def encode_values(values: Tensor, bits: int, k: int) -> tuple[Tensor, Tensor]:
 
 def decode_values(code: Tensor, count: int, bits: int) -> Tensor:
     """See `thinwire.core.value_code.decode_values`."""
-    raw, values = _array(code), np.empty(count, np.float32)
+    raw, values = as_array(code), np.empty(count, np.float32)
     if bits == 32:
         values.view(np.uint8)[:] = raw[: values.nbytes]
         return torch.from_numpy(values)
@@ -158,82 +149,16 @@ def decode_values(code: Tensor, count: int, bits: int) -> Tensor:
 
 def sum_sparse(indices: list[Tensor], values: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """See `thinwire.core.merge.sum_sparse`."""
-    union, sums = _array(indices[0]), _array(values[0].to(dtype) + 0.0)  # + 0: the sum starts from zero, not minus zero
-    for more_indices, more_values in zip(map(_array, indices[1:]), map(_array, values[1:]), strict=True):
+    union, sums = (
+        as_array(indices[0]),
+        as_array(values[0].to(dtype) + 0.0),
+    )  # + 0: the sum starts from zero, not minus zero
+    for more_indices, more_values in zip(map(as_array, indices[1:]), map(as_array, values[1:]), strict=True):
         room = len(union) + len(more_indices)
         merged, merged_sums = np.empty(room, np.int64), np.empty(room, sums.dtype)
         count = jit_codes.merge(union, sums, more_indices, more_values, merged, merged_sums)
         union, sums = merged[:count], merged_sums[:count]
     return torch.from_numpy(union), torch.from_numpy(sums)
-
-
-class _Folding(NamedTuple):
-    """What is folded and how, as the compiled loops take it."""
-
-    grad: Array
-    residual: Array
-    buffer: Array
-    momentum: Any
-    mode: int
-
-    @property
-    def dtype(self) -> Any:
-        """In what is computed."""
-        return self.momentum.dtype
-
-
-def _folding(
-    grad: Tensor, residual: Tensor, momentum_buffer: Tensor | None, momentum: float, nesterov: bool
-) -> _Folding:
-    v = _array(residual)
-    wide = np.float64 if residual.dtype == torch.float64 else np.float32
-    # the loops read bfloat16 as it is; whatever else is not of the type that is computed in costs a copy
-    read_as_is = grad.dtype == torch.bfloat16 and wide is np.float32
-    g = _array(grad if read_as_is else grad.to(torch.float64 if wide is np.float64 else torch.float32))
-    if momentum_buffer is None:
-        return _Folding(g, v, v, wide(0), jit_fold.PLAIN)
-    mode = jit_fold.NESTEROV if nesterov else jit_fold.MOMENTUM
-    return _Folding(g, v, _array(momentum_buffer), wide(momentum), mode)
-
-
-def _largest(folding: _Folding, k: int) -> tuple[Tensor, Tensor]:
-    """Positions and values of the `k` largest, ascending: candidates of each part first, then the best of them."""
-    floor = _estimated_floor(folding, k)
-    indices, values = _candidates(folding, k, floor)
-    if len(indices) < k:
-        indices, values = _candidates(folding, k, type(floor)(0))
-    if len(indices) > k:
-        jit_fold.keep_largest(indices, values, _bits(values), len(indices), k)
-    return torch.from_numpy(indices[:k]), torch.from_numpy(values[:k])
-
-
-def _candidates(folding: _Folding, k: int, floor: Any) -> tuple[Array, Array]:
-    dtype = folding.dtype
-
-    def work(start: int, stop: int) -> tuple[Array, Array]:
-        room = min(stop - start, max(2 * k, _SMALLEST_ROOM) + int(jit_fold.BLOCK))
-        indices, values = np.empty(room, np.int64), np.empty(room, dtype)
-        count = jit_fold.scan(*folding, start, stop, k, floor, indices, values, _bits(values))
-        return indices[:count], values[:count]
-
-    indices, values = zip(*in_parts(len(folding.residual), work), strict=True)
-    return (indices[0], values[0]) if len(indices) == 1 else (np.concatenate(indices), np.concatenate(values))
-
-
-def _estimated_floor(folding: _Folding, k: int) -> Any:
-    """A magnitude that somewhat more than `k` entries reach, judged by a sample; 0 where a sample is no use."""
-    n = len(folding.residual)
-    runs = int(jit_fold.runs_to_sample(n, k))
-    if not runs:
-        return folding.dtype.type(0)
-    stride = n // runs
-    values = np.empty((n // stride + 1) * jit_fold.RUN, folding.dtype)
-    count = jit_fold.sample(*folding, 0, n, stride, values)
-    wanted = int(jit_fold.floor_rank(count, n, k))
-    if wanted >= count:
-        return values.dtype.type(0)
-    unused = np.empty(count, np.int64)
-    return values.dtype.type(jit_fold.keep_largest(unused, values, _bits(values), count, wanted))
 
 
 def _scales(x: Array, bits: int, k: int) -> Array:
@@ -248,16 +173,6 @@ def _scales(x: Array, bits: int, k: int) -> Array:
     return scales.astype(np.float32)
 
 
-def _array(tensor: Tensor) -> Array:
-    """The tensor's memory; bfloat16, which NumPy does not know, as uint16."""
-    plain = tensor.detach().contiguous()
-    return (plain.view(torch.uint16) if plain.dtype == torch.bfloat16 else plain).numpy()
-
-
 def _floats(values: Tensor) -> Array:
     """Values in a type that NumPy knows."""
-    return _array(values if values.dtype in {torch.float32, torch.float64} else values.float())
-
-
-def _bits(values: Array) -> Array:
-    return values.view(np.int32 if values.dtype == np.float32 else np.int64)
+    return as_array(values if values.dtype in {torch.float32, torch.float64} else values.float())

@@ -12,8 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from thinwire.core.kernels import cpu, has_address, jit_fold, jit_lists, share_memory
+from thinwire.core.kernels import cpu, has_address, jit_lists, jit_select, share_memory
 from thinwire.core.kernels.changed import tell_autograd
+from thinwire.core.kernels.cpu_select import bits_of, folding, room_for
 from thinwire.core.kernels.cpu_slots import decode_slots, encode_slots
 from thinwire.core.kernels.fold import Fold
 from thinwire.core.kernels.threads import SMALLEST_PART, in_spans
@@ -112,7 +113,7 @@ class _Kind(NamedTuple):
 
 
 def _kind_of(folds: Sequence[Fold]) -> _Kind:
-    first = cpu._folding(*folds[0])
+    first = folding(*folds[0])
     as_is = folds[0].grad.dtype == torch.bfloat16 and first.dtype == np.float32
     dtype = folds[0].grad.dtype if as_is else torch.float64 if first.dtype == np.float64 else torch.float32
     grads = [fold.grad.to(dtype) for fold in folds]
@@ -138,7 +139,7 @@ def _propose_kind(folds: Sequence[Fold], ks: Sequence[int]) -> list[tuple[Tensor
     def work(first: int, last: int) -> None:
         room = max(_room(n, k) for n, k in zip(sizes[first:last], ks[first:last], strict=True))
         room_values = np.empty(room, values.dtype)
-        scratch = np.empty(room, np.int64), room_values, cpu._bits(room_values)
+        scratch = np.empty(room, np.int64), room_values, bits_of(room_values)
         kinds = kind.like_grad, kind.like_state, kind.momentum, kind.mode
         jit_lists.propose(rows, numbers, first, last, *kinds, *scratch, indices, values, finite)
 
@@ -170,9 +171,7 @@ def _commit_kind(folds: Sequence[Fold], sent: Sequence[Sparse], seeds: Sequence[
 
 def _room(n: int, k: int) -> int:
     """Entries that selecting `k` of `n` needs as scratch."""
-    runs = int(jit_fold.runs_to_sample(n, k))
-    sampled = (n // (n // runs) + 1) * int(jit_fold.RUN) if runs else 0
-    return max(sampled, min(n, max(2 * k, cpu._SMALLEST_ROOM) + int(jit_fold.BLOCK)))
+    return max(int(jit_select.sample_shape(n, k)[0]) * int(jit_select.RUN), room_for(n, k))
 
 
 def _like(dtype: torch.dtype) -> Array:

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from thinwire.core.kernels.threads import jit
+from thinwire.core.kernels.jit import jit
 
 Array = NDArray[Any]
 

@@ -9,22 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thinwire.core.kernels import jit_fold
-from thinwire.core.kernels.addresses import array_at
+from thinwire.core.kernels.intrinsics import array_at
+from thinwire.core.kernels.jit import jit
 from thinwire.core.kernels.jit_codes import merge
-from thinwire.core.kernels.jit_fold import (
-    floor_rank,
-    gather,
-    keep_largest,
-    runs_to_sample,
-    sample,
-    scan,
-    store_at,
-)
-from thinwire.core.kernels.threads import jit
+from thinwire.core.kernels.jit_select import RUN, floor_rank, keep_largest, sample, sample_shape, scan
 
 Array = NDArray[Any]
 
-_commit_part = jit_fold.commit
+_commit = jit_fold.commit
 
 
 @jit
@@ -54,12 +46,12 @@ def propose(
         grad = array_at(rows[t, 0], n, like_grad)
         residual, buffer = array_at(rows[t, 1], n, like_state), array_at(rows[t, 2], n, like_state)
         floor = room_values.dtype.type(0)
-        runs = runs_to_sample(n, k)
-        if runs:
-            count = sample(grad, residual, buffer, m, mode, 0, n, n // runs, room_values)
-            wanted = floor_rank(count, n, k)
-            if wanted < count:
-                floor = keep_largest(room_indices, room_values, room_bits, count, wanted)
+        runs, stride = sample_shape(n, k)
+        count = runs * RUN
+        wanted = floor_rank(count, n, k)
+        if wanted < count:
+            sample(grad, residual, buffer, m, mode, 0, runs, stride, room_values)
+            floor = keep_largest(room_indices, room_values, room_bits, count, wanted)
         count = scan(grad, residual, buffer, m, mode, 0, n, k, floor, room_indices, room_values, room_bits)
         if count < k:
             floor = room_values.dtype.type(0)
@@ -96,20 +88,7 @@ def commit(
         grad = array_at(rows[t, 0], n, like_grad)
         residual, buffer = array_at(rows[t, 1], n, like_state), array_at(rows[t, 2], n, like_state)
         at, sent = array_at(rows[t, 3], k, rows), array_at(rows[t, 4], k, like_sent)
-        if residual.itemsize == 2:
-            left = np.empty(k, np.float32)
-            gather(grad, residual, buffer, m, mode, at, left)
-            _commit_part(grad, residual, buffer, m, mode, seed, 0, n)
-            for i in range(k):
-                left[i] -= np.float32(sent[i])
-            store_at(residual, at, left, seed)
-        else:
-            _commit_part(grad, residual, buffer, m, mode, seed, 0, n)
-            for i in range(k):
-                residual[at[i]] -= residual.dtype.type(sent[i])
-        if mode != jit_fold.PLAIN:
-            for i in range(k):
-                buffer[at[i]] = 0
+        _commit(grad, residual, buffer, m, mode, seed, 0, n, at, sent)
 
 
 @jit

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from thinwire.core.kernels.addresses import array_at
+from thinwire.core.kernels.intrinsics import array_at
+from thinwire.core.kernels.jit import jit
 from thinwire.core.kernels.jit_codes import (
     add_low_fields,
     book_fields,
@@ -24,7 +25,6 @@ from thinwire.core.kernels.jit_codes import (
     set_high_parts,
     split_at_means,
 )
-from thinwire.core.kernels.threads import jit
 
 Array = NDArray[Any]
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from thinwire.core.kernels.addresses import array_at
-from thinwire.core.kernels.threads import jit
+from thinwire.core.kernels.intrinsics import array_at
+from thinwire.core.kernels.jit import jit
 
 __all__ = ["CHUNK", "MOVE", "NESTEROV", "NO_MOMENTUM", "PLAIN", "SUMS", "WHOLE", "lamb", "lars", "outer"]
 

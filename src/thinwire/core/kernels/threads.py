@@ -7,19 +7,18 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from itertools import pairwise
-from typing import Any, TypeVar, cast
+from typing import TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-__all__ = ["SMALLEST_PART", "in_parts", "in_spans", "in_turns", "jit"]
+__all__ = ["SMALLEST_PART", "in_parts", "in_spans", "in_turns"]
 
 T = TypeVar("T")
-F = TypeVar("F", bound=Callable[..., Any])
 
 SMALLEST_PART = 1 << 16  # entries; below, handing over to a thread costs more than the loop
-_SPANS = 4  # for each thread: few hand-overs, and yet nobody waits long for the last one
+_SPANS = 4  # for each thread: few hand-overs, and yet nobody waits long for a thread that has to share its core
 _ALIGNMENT = 64  # entries; fields of any width then fill whole bytes, and no two threads share a cache line
 
 
@@ -43,14 +42,20 @@ if hasattr(os, "register_at_fork"):
 
 
 def in_parts(length: int, work: Callable[[int, int], T]) -> list[T]:
-    """Results of `work(start, stop)` over torch.get_num_threads() contiguous parts, in order; the caller takes one.
+    """Results of `work(start, stop)` over contiguous parts, in order, on up to torch.get_num_threads() threads.
 
     All parts but the last begin and end at multiples of 64.
     """
-    parts = max(1, min(torch.get_num_threads(), length // SMALLEST_PART))
+    threads = torch.get_num_threads()
+    parts = max(1, min(_SPANS * threads if threads > 1 else 1, length // SMALLEST_PART))
     edges = [length * i // parts // _ALIGNMENT * _ALIGNMENT for i in range(parts)] + [length]
-    futures = [_pool.get().submit(work, edges[i], edges[i + 1]) for i in range(1, parts)]
-    return [work(edges[0], edges[1]), *(future.result() for future in futures)]
+    results: dict[int, T] = {}
+
+    def one(start: int, stop: int) -> None:
+        results[start] = work(start, stop)
+
+    in_turns([partial(one, a, b) for a, b in pairwise(edges)])
+    return [results[start] for start in edges[:-1]]
 
 
 def in_turns(works: Sequence[Callable[[], object]]) -> None:
@@ -89,18 +94,3 @@ def in_spans(weights: Sequence[int] | NDArray[np.int64], work: Callable[[int, in
     cuts = np.searchsorted(total, total[-1] * np.arange(1, spans) / spans).tolist()
     edges = [0, *cuts, len(total)]
     in_turns([partial(work, a, b) for a, b in pairwise(edges) if b > a])
-
-
-def jit(function: F) -> F:
-    """Compiled by numba without the GIL, cached on disk where any cache folder can be written.
-
-    The cache notices a change in the function's own file only, not in one that it calls: `make test` empties it.
-
-    Division is the processor's: raising an error on zero, as Python does, would keep loops from being vectorised.
-    """
-    import numba
-
-    try:
-        return cast("F", numba.njit(cache=True, nogil=True, error_model="numpy")(function))
-    except RuntimeError:  # numba found no folder for its cache
-        return cast("F", numba.njit(nogil=True, error_model="numpy")(function))

@@ -1,0 +1,145 @@
+"""Exact selection of the largest entries of what is folded, over several threads."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from thinwire.core.kernels import jit_fold, jit_select
+from thinwire.core.kernels.threads import in_parts, in_turns
+
+__all__ = ["Folding", "as_array", "bits_of", "folding", "largest", "room_for"]
+
+Array = NDArray[Any]
+_Part = tuple[Array, Array]
+
+_SMALLEST_ROOM = 8192  # candidates; below, clearing the histograms costs more than sorting out
+_FEW = 1 << 17  # candidates; below, handing them to threads costs more than sorting them out
+
+
+class Folding(NamedTuple):
+    """What is folded and how, as the compiled loops take it."""
+
+    grad: Array
+    residual: Array
+    buffer: Array
+    momentum: Any
+    mode: int
+
+    @property
+    def dtype(self) -> Any:
+        """In what is computed."""
+        return self.momentum.dtype
+
+
+def folding(grad: Tensor, residual: Tensor, momentum_buffer: Tensor | None, momentum: float, nesterov: bool) -> Folding:
+    """The arguments of `thinwire.core.feedback.propose`."""
+    v = as_array(residual)
+    wide = np.float64 if residual.dtype == torch.float64 else np.float32
+    # the loops read bfloat16 as it is; whatever else is not of the type that is computed in costs a copy
+    read_as_is = grad.dtype == torch.bfloat16 and wide is np.float32
+    g = as_array(grad if read_as_is else grad.to(torch.float64 if wide is np.float64 else torch.float32))
+    if momentum_buffer is None:
+        return Folding(g, v, v, wide(0), jit_fold.PLAIN)
+    mode = jit_fold.NESTEROV if nesterov else jit_fold.MOMENTUM
+    return Folding(g, v, as_array(momentum_buffer), wide(momentum), mode)
+
+
+def largest(what: Folding, k: int) -> _Part:
+    """Positions and values of the `k` largest, ascending: candidates of each part first, then the best of them."""
+    floor = _estimated_floor(what, k)
+    for share in (1, 0.5, 0):  # where neighbours are alike, few entries reach what the sample promises
+        lowest = floor * what.dtype.type(share)
+        parts = _candidates(what, k, lowest)
+        count = sum(len(indices) for indices, _ in parts)
+        if count >= k:
+            break
+    if count > max(k, _FEW):
+        return _best(parts, k, lowest)
+    indices, values = (np.concatenate(of_all) for of_all in zip(*parts, strict=True))
+    if count > k:
+        jit_select.keep_largest(indices, values, bits_of(values), count, k)
+    return indices[:k], values[:k]
+
+
+def room_for(n: int, k: int) -> int:
+    """Entries of scratch that the candidates for the `k` largest of `n` need."""
+    return min(n, max(2 * k, _SMALLEST_ROOM) + int(jit_select.BLOCK))
+
+
+def as_array(tensor: Tensor) -> Array:
+    """The tensor's memory; bfloat16, which NumPy does not know, as uint16."""
+    plain = tensor.detach().contiguous()
+    return (plain.view(torch.uint16) if plain.dtype == torch.bfloat16 else plain).numpy()
+
+
+def bits_of(values: Array) -> Array:
+    """The same memory as integers."""
+    return values.view(np.int32 if values.dtype == np.float32 else np.int64)
+
+
+def _estimated_floor(what: Folding, k: int) -> Any:
+    """A magnitude that somewhat more than `k` entries reach, judged by a sample; 0 where a sample is no use."""
+    n = len(what.residual)
+    runs, stride = jit_select.sample_shape(n, k)
+    length = int(jit_select.RUN)
+    values = np.empty(runs * length, what.dtype)
+    wanted = int(jit_select.floor_rank(len(values), n, k))
+    if wanted >= len(values):
+        return what.dtype.type(0)
+    in_parts(len(values), lambda a, b: jit_select.sample(*what, a // length, b // length, stride, values))
+    np.abs(values, out=values)
+    values.partition(len(values) - wanted)
+    return values[len(values) - wanted]
+
+
+def _candidates(what: Folding, k: int, floor: Any) -> list[_Part]:
+    def work(start: int, stop: int) -> _Part:
+        room = room_for(stop - start, k)
+        indices, values = np.empty(room, np.int64), np.empty(room, what.dtype)
+        count = jit_select.scan(*what, start, stop, k, floor, indices, values, bits_of(values))
+        return indices[:count], values[:count]
+
+    return in_parts(len(what.residual), work)
+
+
+def _best(parts: list[_Part], k: int, floor: Any) -> _Part:
+    """The `k` largest of more candidates, all of which reach `floor`; of equal magnitudes the first ones."""
+    bits = [bits_of(values) for _, values in parts]
+    low, key_bits = int(bits_of(np.array([floor]))[0]), 8 * bits[0].itemsize - 1
+    shift = key_bits - int(jit_select.BINS_BITS)
+    bins = np.zeros((len(parts), 1 << int(jit_select.BINS_BITS)), np.int64)
+    _of_all(lambda own, counts: jit_select.count_keys(own, low, shift, counts), bits, bins)
+    from_top = bins.sum(axis=0)[::-1].cumsum()[::-1]
+    edge_bin = int(np.flatnonzero(from_top >= k)[-1])  # where the k-th largest is
+    edge, end = (low + (b << shift) for b in (edge_bin, edge_bin + 1))
+    inside = [np.empty(count, np.int64) for count in bins[:, edge_bin]]
+    _of_all(lambda own, keys: jit_select.keys_between(own, edge, end, keys), bits, inside)
+    above = bins[:, edge_bin + 1 :].sum(axis=1)
+    keys = np.concatenate(inside)
+    place = len(keys) - (k - int(above.sum()))
+    keys.partition(place)
+    key = int(keys[place])
+    above += [int((own > key).sum()) for own in inside]
+    ties = k - int(above.sum())
+    tied = np.diff([min(ties, x) for x in np.cumsum([0, *((own == key).sum() for own in inside)])])
+    ends = np.cumsum(above + tied)[:-1]
+    indices, values = np.empty(k, np.int64), np.empty(k, parts[0][1].dtype)
+    _of_all(
+        lambda part, own, its_ties, to, x: jit_select.keep_above(part[0], part[1], own, key, its_ties, to, x),
+        parts,
+        bits,
+        tied,
+        np.split(indices, ends),
+        np.split(values, ends),
+    )
+    return indices, values
+
+
+def _of_all(work: Callable[..., None], *columns: Iterable[Any]) -> None:
+    """`work` of every row, on a few threads."""
+    in_turns([partial(work, *row) for row in zip(*columns, strict=True)])

@@ -1,0 +1,47 @@
+"""How the loops for the CPU are compiled, and when what was compiled earlier may be used again."""
+
+import functools
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from types import CellType, FunctionType
+from typing import Any, TypeVar, cast
+
+__all__ = ["jit"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def jit(function: F) -> F:
+    """Compiled by numba without the GIL, cached on disk where any cache folder can be written.
+
+    Division is the processor's: raising an error on zero, as Python does, would keep loops from being vectorised.
+    """
+    import numba
+
+    known = _with_the_state_of_its_sources(function)
+    try:
+        return cast("F", numba.njit(cache=True, nogil=True, error_model="numpy")(known))
+    except RuntimeError:  # numba found no folder for its cache
+        return cast("F", numba.njit(nogil=True, error_model="numpy")(known))
+
+
+def _with_the_state_of_its_sources(function: F) -> F:
+    """The same function, which must be a module's own, with a closure that becomes part of its key in numba's cache.
+
+    Numba by itself notices a change in the function's own file only, but what it calls is compiled into it: loops
+    of two versions in one process would disagree about how much memory they share.
+    """
+    code = function.__code__.replace(co_freevars=("sources",))
+    closure = (CellType(_sources_digest()),)
+    known = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
+    known.__qualname__, known.__doc__ = function.__qualname__, function.__doc__
+    return cast("F", known)
+
+
+@functools.cache
+def _sources_digest() -> str:
+    """Of all that is compiled, and of this file."""
+    folder = Path(__file__).parent
+    sources = sorted([*folder.glob("jit*.py"), folder / "intrinsics.py"])
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
