@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -35,13 +36,25 @@ def turns_ms(works: dict[str, Work], numel: int, repeats: int) -> dict[str, list
     return times
 
 
+class Word(NamedTuple):
+    """Milliseconds in which the memory moves one word of each entry."""
+
+    copying: float
+    """`copy_`: reads one word and writes one, which the processor reads as well."""
+    adding: float
+    """`add_`: reads two words and writes one of them."""
+
+    def floors(self, words: int) -> dict[str, float]:
+        """Milliseconds of that many words, as a row of a result holds them."""
+        return {"floor": words * self.copying, "floor by adding": words * self.adding}
+
+
 def summary(
     turns: dict[str, list[float]], statistic: Callable[[list[float]], float] = statistics.median
-) -> tuple[dict[str, float], float]:
-    """The statistic of every work, and the milliseconds in which the memory moves one word of each entry."""
+) -> tuple[dict[str, float], Word]:
+    """The statistic of every work, and what the memory can do."""
     times = {name: statistic(values) for name, values in turns.items()}
-    # copy moves two words an entry and add three; the faster of the two is what the memory can do
-    return times, min(times.pop("copy") / 2, times.pop("add") / 3)
+    return times, Word(copying=times.pop("copy") / 2, adding=times.pop("add") / 3)
 
 
 def surroundings(repeats: int) -> dict[str, object]:

@@ -82,11 +82,11 @@ def over_ddp(contender: str) -> Callable[[Any], float]:
 
 
 LIMITS = [
-    Limit("DGC fold and select : floor of 5 words", "codec", 2.0, fold("floor")),
-    Limit("the same of 160 tensors : floor of 5 words", "codec", 2.0, fold("floor", "fold of 160 tensors")),
+    Limit("DGC fold and select : floor of 5 words at the rate of copying", "codec", 2.0, fold("floor")),
+    Limit("the same of 160 tensors : the same floor", "codec", 2.0, fold("floor", "fold of 160 tensors")),
     Limit("DGC fold and select : eager `torch.topk` with the same bookkeeping", "codec", 0.1, fold("eager")),
     Limit("encode, and decode of two sources at 0.1 % : fold", "codec", 0.15, coding),
-    Limit("LAMB step : floor of 10 words", "optimizers", 1.5, lamb_floor),
+    Limit("LAMB step : floor of 10 words at the rate of copying", "optimizers", 1.5, lamb_floor),
     Limit(
         "LAMB step : fastest of timm, pytorch_optimizer and a foreach LAMB",
         "optimizers",

@@ -148,15 +148,14 @@ def measure(method: str, layout: str, numel: int, repeats: int) -> dict[str, obj
         works = {name: step_of(make, shapes, grads) for name, make in makers.items() if make is not None}
     total = sum(grad.numel() for grad in grads)
     turns = turns_ms(works, total, repeats)
-    (medians, word_ms), (fastest, _) = summary(turns), summary(turns, min)
+    (medians, word), (fastest, _) = summary(turns), summary(turns, min)
     if not torch.equal(before, torch.stack(torch._foreach_norm(grads))):
         raise RuntimeError("a contender has changed the gradients, which all of them share; leave it out")
     return {
         "method": method,
         "tensors": f"{len(shapes)}, {layout}",
         "numel": total,
-        "floor": FLOOR_WORDS[method] * word_ms,
-        "bytes_per_second": 4 * total / (word_ms / 1e3),
+        **word.floors(FLOOR_WORDS[method]),
         "milliseconds": {name: medians.get(name) for name in makers},
         "fastest": {name: fastest.get(name) for name in makers},
     }
@@ -166,8 +165,8 @@ def printed(result: dict[str, Any]) -> str:
     lines = [
         f"{result['threads']} threads, medians of {result['repeats']}, load {result['load_average']}",
         "",
-        "| method | tensors | who | time : ours | fastest : ours | time : floor | ms | floor ms |",
-        "|---|---|---|---|---|---|---|---|",
+        "| method | tensors | who | time : ours | fastest : ours | time : floor | time : floor by adding | ms | floor ms |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in result["rows"]:
         lines += [f"| {row['method']} | {row['tensors']} | {who} | {cells(row, who)} |" for who in row["milliseconds"]]
@@ -177,8 +176,8 @@ def printed(result: dict[str, Any]) -> str:
 def cells(row: dict[str, Any], who: str) -> str:
     ms, fastest, floor = row["milliseconds"], row["fastest"], row["floor"]
     if ms[who] is None:
-        return "not installed" + " | " * 4
-    ratios = [ms[who] / ms["ours"], fastest[who] / fastest["ours"], ms[who] / floor]
+        return "not installed" + " | " * 5
+    ratios = [ms[who] / ms["ours"], fastest[who] / fastest["ours"], ms[who] / floor, ms[who] / row["floor by adding"]]
     return " | ".join([*(f"{ratio:.2f}" for ratio in ratios), f"{ms[who]:.1f}", f"{floor:.1f}"])
 
 
