@@ -165,7 +165,8 @@ def printed(result: dict[str, Any]) -> str:
     lines = [
         f"{result['threads']} threads, medians of {result['repeats']}, load {result['load_average']}",
         "",
-        "| method | tensors | who | time : ours | fastest : ours | time : floor | time : floor by adding | ms | floor ms |",
+        "| method | tensors | who | time : ours | fastest : ours | time : floor | time : floor by adding | ms "
+        "| floor ms |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in result["rows"]:
