@@ -341,3 +341,27 @@ for numel, k in [(1, 1), (7, 3), (100, 3), (100, 100), (1000, 9), (513, 256)] * 
             pass
 """
     assert_succeeds(run_python(code, NUMBA_BOUNDSCHECK="1", NUMBA_CACHE_DIR=str(tmp_path)))
+
+
+def test_a_selection_stays_in_its_memory_whatever_it_is_from(tmp_path):
+    code = """
+import torch
+from thinwire.core.kernels import cpu, cpu_select, reference, threads
+threads.SMALLEST_PART, cpu_select._SMALLEST_ROOM, cpu_select._FEW = 64, 1, 10
+torch.get_num_threads = lambda: 3
+generator = torch.Generator().manual_seed(0)
+nan, inf = float("nan"), float("inf")
+for dtype in (torch.float32, torch.float64):
+    for numel in (1, 65, 1000, 20_000):
+        for fill in (None, 0.0, nan, inf, -inf):
+            for share in (0.0, 0.002, 0.1, 1.0):
+                v = torch.randn(numel, generator=generator)
+                at = torch.rand(numel, generator=generator) < share
+                v = v if fill is None else torch.where(at, fill, v)
+                for k in {1, numel // 1000 + 1, numel // 4 + 1, numel}:
+                    given = (torch.zeros(numel), v.to(dtype), None, k)
+                    own, other = (body.propose(*given, momentum=0.0, nesterov=False) for body in (cpu, reference))
+                    assert own[2] == other[2], (dtype, numel, fill, share, k)
+                    assert torch.equal(own[0], other[0]) and torch.equal(own[1], other[1])
+"""
+    assert_succeeds(run_python(code, NUMBA_BOUNDSCHECK="1", NUMBA_CACHE_DIR=str(tmp_path)))

@@ -94,7 +94,7 @@ def _estimated_floor(what: Folding, k: int) -> Any:
     in_parts(len(values), lambda a, b: jit_select.sample(*what, a // length, b // length, stride, values))
     np.abs(values, out=values)
     values.partition(len(values) - wanted)
-    return values[len(values) - wanted]
+    return np.fmin(values[len(values) - wanted], np.finfo(what.dtype).max)  # never NaN
 
 
 def _candidates(what: Folding, k: int, floor: Any) -> list[_Part]:

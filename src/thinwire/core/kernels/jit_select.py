@@ -73,7 +73,7 @@ def scan(
     """Candidates for the `k` largest of [start, stop) that are at least `floor`, ascending; returns how many.
 
     Once the room is used up only the `k` largest so far stay, and later ones have to exceed the last of them.
-    Values that are not finite are candidates always. `bits` is the integer view of `values`.
+    Values that are not finite are candidates always. `floor` is not NaN; `bits` is the integer view of `values`.
     """
     marks = np.zeros(BLOCK, np.uint8)
     words = marks.view(np.uint64)
@@ -108,8 +108,9 @@ def scan(
 
 @jit
 def keep_largest(indices: Array, values: Array, bits: Array, count: int, k: int) -> Any:
-    """Move the `k` largest of the first `count` candidates to the front, in order; returns the k-th magnitude.
+    """Move the `k` largest of the first `count` candidates to the front, in order.
 
+    Returns the k-th magnitude, infinity in place of NaN, which could be the floor of nothing.
     Of equal magnitudes the first ones stay. `bits` is the integer view of `values`.
     """
     high = 31 if bits.itemsize == 4 else 63
@@ -130,7 +131,7 @@ def keep_largest(indices: Array, values: Array, bits: Array, count: int, k: int)
         prefix = (prefix << (high - low)) | digit
         high = low
     keep_above(indices[:count], values[:count], bits[:count], int(prefix), wanted, indices[:k], values[:k])
-    return np.array([prefix], bits.dtype).view(values.dtype)[0]
+    return np.fmin(np.array([prefix], bits.dtype).view(values.dtype)[0], values.dtype.type(np.inf))
 
 
 @jit
