@@ -1,8 +1,10 @@
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -221,6 +223,36 @@ def test_the_environment_and_a_missing_numba_choose_torch(monkeypatch):
     assert kernels.for_device(CPU) is reference
     monkeypatch.undo()
     kernels._numba_kernels.cache_clear()
+
+
+def test_numba_that_compiles_nothing_leaves_the_work_to_the_reference():
+    code = """
+import torch
+from thinwire.core import kernels
+assert kernels.for_device(torch.device("cpu")).__name__.endswith("reference")
+"""
+    assert_succeeds(run_python(code, NUMBA_DISABLE_JIT="1"))
+
+
+def test_a_package_in_an_archive_compiles_without_a_cache(tmp_path):
+    archive = shutil.make_archive(str(tmp_path / "thinwire"), "zip", Path(kernels.__file__).parents[3], "thinwire")
+    code = f"""
+import sys
+sys.path.insert(0, {archive!r})
+{TOP_K}
+from thinwire.core.kernels import jit_select
+assert {archive!r} in jit_select.__file__
+"""
+    assert_succeeds(run_python(code, PYTHONPATH=""))
+
+
+def test_loops_tell_autograd_of_what_they_change():
+    grad, residual, buffer = torch.ones(100), torch.zeros(100), torch.zeros(100)
+    cpu.commit_(grad, residual, buffer, torch.tensor([3]), torch.ones(1), momentum=0.9, nesterov=False, seed=0)
+    assert (grad._version, residual._version, buffer._version) == (0, 1, 1)
+    target = torch.zeros(100, dtype=torch.bfloat16)
+    cpu.store_(target, grad, 0)
+    assert target._version == 1
 
 
 def test_without_a_folder_for_its_cache_numba_still_compiles(monkeypatch):

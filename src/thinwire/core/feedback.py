@@ -91,7 +91,7 @@ def commit_(
         grad: Shape (n,), the gradient of the proposal, unchanged since; read only.
         residual: Shape (n,), v; changed.
         momentum_buffer: Shape (n,), u, or None; changed.
-        indices: Shape (j,), int64, ascending: S.
+        indices: Shape (j,), int64, strictly ascending from 0 to n - 1 (which is not checked): S.
         sent: Shape (j,), float32 or float64: what the receivers decode at S.
         rule: That of the proposal.
         seed: For u and v in bfloat16, which need one: 0 to 2^32 - 1, another one in every step and for every tensor.

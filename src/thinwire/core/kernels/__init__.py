@@ -247,10 +247,12 @@ def for_lists(device: torch.device) -> ListKernels | None:
 
 @functools.cache
 def _numba_kernels() -> Kernels | None:
-    """The numba body, or None without numba; imported at the first use because it takes half a second."""
+    """The numba body, or None where nothing is compiled; imported at the first use because it takes half a second."""
     try:
-        import numba  # noqa: F401
+        import numba
     except ImportError:
+        return None
+    if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
         return None
     from thinwire.core.kernels import cpu
 

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from thinwire.core.kernels import jit_codes, jit_fold
+from thinwire.core.kernels.changed import tell_autograd
 from thinwire.core.kernels.cpu_select import Folding, as_array, folding, largest
 from thinwire.core.kernels.reference import SCALE_COUNT
 from thinwire.core.kernels.threads import in_parts
@@ -64,12 +65,14 @@ def commit_(
     what = folding(grad, residual, momentum_buffer, momentum, nesterov)
     places, values, bits = as_array(indices), as_array(sent), np.uint32(seed)
     in_parts(residual.numel(), lambda start, stop: jit_fold.commit(*what, bits, start, stop, places, values))
+    tell_autograd([residual] if momentum_buffer is None else [residual, momentum_buffer])
 
 
 def store_(target: Tensor, values: Tensor, seed: int) -> None:
     """See `thinwire.core.rounding.store_`."""
     place, x, bits = as_array(target), as_array(values), np.uint32(seed)
     in_parts(len(place), lambda start, stop: jit_fold.store(place, x, bits, start, stop))
+    tell_autograd([target])
 
 
 def count_nonzero(values: Tensor) -> int:

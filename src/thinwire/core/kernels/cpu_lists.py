@@ -14,7 +14,7 @@ from torch import Tensor
 
 from thinwire.core.kernels import cpu, has_address, jit_lists, jit_select, share_memory
 from thinwire.core.kernels.changed import tell_autograd
-from thinwire.core.kernels.cpu_select import bits_of, folding, room_for
+from thinwire.core.kernels.cpu_select import bits_of, folding, read_as, room_for
 from thinwire.core.kernels.cpu_slots import decode_slots, encode_slots
 from thinwire.core.kernels.fold import Fold
 from thinwire.core.kernels.threads import SMALLEST_PART, in_spans
@@ -114,8 +114,7 @@ class _Kind(NamedTuple):
 
 def _kind_of(folds: Sequence[Fold]) -> _Kind:
     first = folding(*folds[0])
-    as_is = folds[0].grad.dtype == torch.bfloat16 and first.dtype == np.float32
-    dtype = folds[0].grad.dtype if as_is else torch.float64 if first.dtype == np.float64 else torch.float32
+    dtype = read_as(folds[0].grad, folds[0].residual)
     grads = [fold.grad.to(dtype) for fold in folds]
     rows = [
         (
@@ -171,7 +170,7 @@ def _commit_kind(folds: Sequence[Fold], sent: Sequence[Sparse], seeds: Sequence[
 
 def _room(n: int, k: int) -> int:
     """Entries that selecting `k` of `n` needs as scratch."""
-    return max(int(jit_select.sample_shape(n, k)[0]) * int(jit_select.RUN), room_for(n, k))
+    return max(int(jit_select.sample_shape(n, k)[0]) * jit_select.RUN, room_for(n, k))
 
 
 def _like(dtype: torch.dtype) -> Array:

@@ -12,13 +12,14 @@ from torch import Tensor
 from thinwire.core.kernels import jit_fold, jit_select
 from thinwire.core.kernels.threads import in_parts, in_turns
 
-__all__ = ["Folding", "as_array", "bits_of", "folding", "largest", "room_for"]
+__all__ = ["Folding", "as_array", "bits_of", "folding", "largest", "read_as", "room_for"]
 
 Array = NDArray[Any]
 _Part = tuple[Array, Array]
 
 _SMALLEST_ROOM = 8192  # candidates; below, clearing the histograms costs more than sorting out
 _FEW = 1 << 17  # candidates; below, handing them to threads costs more than sorting them out
+_BINS_BITS = 13  # of the histogram of all keys: 2^this many bins
 
 
 class Folding(NamedTuple):
@@ -40,26 +41,30 @@ def folding(grad: Tensor, residual: Tensor, momentum_buffer: Tensor | None, mome
     """The arguments of `thinwire.core.feedback.propose`."""
     v = as_array(residual)
     wide = np.float64 if residual.dtype == torch.float64 else np.float32
-    # the loops read bfloat16 as it is; whatever else is not of the type that is computed in costs a copy
-    read_as_is = grad.dtype == torch.bfloat16 and wide is np.float32
-    g = as_array(grad if read_as_is else grad.to(torch.float64 if wide is np.float64 else torch.float32))
+    g = as_array(grad.to(read_as(grad, residual)))
     if momentum_buffer is None:
         return Folding(g, v, v, wide(0), jit_fold.PLAIN)
     mode = jit_fold.NESTEROV if nesterov else jit_fold.MOMENTUM
     return Folding(g, v, as_array(momentum_buffer), wide(momentum), mode)
 
 
+def read_as(grad: Tensor, residual: Tensor) -> torch.dtype:
+    """The type in which the loops read a gradient: bfloat16 as it is, any other in the type that is computed in."""
+    if residual.dtype == torch.float64:
+        return torch.float64
+    return torch.bfloat16 if grad.dtype == torch.bfloat16 else torch.float32
+
+
 def largest(what: Folding, k: int) -> _Part:
     """Positions and values of the `k` largest, ascending: candidates of each part first, then the best of them."""
-    floor = _estimated_floor(what, k)
-    for share in (1, 0.5, 0):  # where neighbours are alike, few entries reach what the sample promises
-        lowest = floor * what.dtype.type(share)
-        parts = _candidates(what, k, lowest)
+    estimate = _estimated_floor(what, k)
+    for floor in (estimate, estimate / 2, what.dtype.type(0)):  # where neighbours are alike, a sample may mislead
+        parts = _candidates(what, k, floor)
         count = sum(len(indices) for indices, _ in parts)
         if count >= k:
             break
     if count > max(k, _FEW):
-        return _best(parts, k, lowest)
+        return _best(parts, k)
     indices, values = (np.concatenate(of_all) for of_all in zip(*parts, strict=True))
     if count > k:
         jit_select.keep_largest(indices, values, bits_of(values), count, k)
@@ -68,7 +73,7 @@ def largest(what: Folding, k: int) -> _Part:
 
 def room_for(n: int, k: int) -> int:
     """Entries of scratch that the candidates for the `k` largest of `n` need."""
-    return min(n, max(2 * k, _SMALLEST_ROOM) + int(jit_select.BLOCK))
+    return min(n, max(2 * k, _SMALLEST_ROOM) + jit_select.BLOCK)
 
 
 def as_array(tensor: Tensor) -> Array:
@@ -86,7 +91,7 @@ def _estimated_floor(what: Folding, k: int) -> Any:
     """A magnitude that somewhat more than `k` entries reach, judged by a sample; 0 where a sample is no use."""
     n = len(what.residual)
     runs, stride = jit_select.sample_shape(n, k)
-    length = int(jit_select.RUN)
+    length = jit_select.RUN
     values = np.empty(runs * length, what.dtype)
     wanted = int(jit_select.floor_rank(len(values), n, k))
     if wanted >= len(values):
@@ -94,7 +99,7 @@ def _estimated_floor(what: Folding, k: int) -> Any:
     in_parts(len(values), lambda a, b: jit_select.sample(*what, a // length, b // length, stride, values))
     np.abs(values, out=values)
     values.partition(len(values) - wanted)
-    return np.fmin(values[len(values) - wanted], np.finfo(what.dtype).max)  # never NaN
+    return np.fmin(values[len(values) - wanted], what.dtype.type(np.inf))  # nothing is below NaN
 
 
 def _candidates(what: Folding, k: int, floor: Any) -> list[_Part]:
@@ -107,16 +112,15 @@ def _candidates(what: Folding, k: int, floor: Any) -> list[_Part]:
     return in_parts(len(what.residual), work)
 
 
-def _best(parts: list[_Part], k: int, floor: Any) -> _Part:
-    """The `k` largest of more candidates, all of which reach `floor`; of equal magnitudes the first ones."""
+def _best(parts: list[_Part], k: int) -> _Part:
+    """The `k` largest of more candidates; of equal magnitudes the first ones."""
     bits = [bits_of(values) for _, values in parts]
-    low, key_bits = int(bits_of(np.array([floor]))[0]), 8 * bits[0].itemsize - 1
-    shift = key_bits - int(jit_select.BINS_BITS)
-    bins = np.zeros((len(parts), 1 << int(jit_select.BINS_BITS)), np.int64)
-    _of_all(lambda own, counts: jit_select.count_keys(own, low, shift, counts), bits, bins)
+    shift = 8 * bits[0].itemsize - 1 - _BINS_BITS
+    bins = np.zeros((len(parts), 1 << _BINS_BITS), np.int64)
+    _of_all(lambda own, counts: jit_select.count_keys(own, shift, counts), bits, bins)
     from_top = bins.sum(axis=0)[::-1].cumsum()[::-1]
     edge_bin = int(np.flatnonzero(from_top >= k)[-1])  # where the k-th largest is
-    edge, end = (low + (b << shift) for b in (edge_bin, edge_bin + 1))
+    edge, end = edge_bin << shift, (edge_bin + 1) << shift
     inside = [np.empty(count, np.int64) for count in bins[:, edge_bin]]
     _of_all(lambda own, keys: jit_select.keys_between(own, edge, end, keys), bits, inside)
     above = bins[:, edge_bin + 1 :].sum(axis=1)

@@ -29,8 +29,7 @@ def jit(function: F) -> F:
 def _with_the_state_of_its_sources(function: F) -> F:
     """The same function, which must be a module's own, with a closure that becomes part of its key in numba's cache.
 
-    Numba by itself notices a change in the function's own file only, but what it calls is compiled into it: loops
-    of two versions in one process would disagree about how much memory they share.
+    Numba by itself notices a change in the function's own file only, although all that it calls is compiled into it.
     """
     code = function.__code__.replace(co_freevars=("sources",))
     closure = (CellType(_sources_digest()),)
@@ -41,7 +40,6 @@ def _with_the_state_of_its_sources(function: F) -> F:
 
 @functools.cache
 def _sources_digest() -> str:
-    """Of all that is compiled, and of this file."""
-    folder = Path(__file__).parent
-    sources = sorted([*folder.glob("jit*.py"), folder / "intrinsics.py"])
+    """Of this folder's files; of nothing where they are not on disk, in which case numba caches nothing either."""
+    sources = sorted(Path(__file__).parent.glob("*.py"))
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()

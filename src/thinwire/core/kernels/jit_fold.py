@@ -108,9 +108,10 @@ def commit(
 ) -> None:
     """Fold [start, stop) for good, take off what was sent and clear the momentum there.
 
-    `indices` are ascending; those outside [start, stop) are left alone.
+    `indices` are strictly ascending; those outside [start, stop) are left alone.
     """
-    at = np.searchsorted(indices, start)
+    before, until = np.searchsorted(indices, start), np.searchsorted(indices, stop)
+    indices, sent, at = indices[before:until], sent[before:until], 0
     left = np.empty(len(indices) if residual.itemsize == 2 else 0, np.float32)
     for first in range(start, stop, _SPAN):
         last = min(first + _SPAN, stop)

@@ -52,10 +52,11 @@ def propose(
         if wanted < count:
             sample(grad, residual, buffer, m, mode, 0, runs, stride, room_values)
             floor = keep_largest(room_indices, room_values, room_bits, count, wanted)
-        count = scan(grad, residual, buffer, m, mode, 0, n, k, floor, room_indices, room_values, room_bits)
-        if count < k:
-            floor = room_values.dtype.type(0)
+        for share in (1.0, 0.5, 0.0):
+            floor = floor * room_values.dtype.type(share) if share else room_values.dtype.type(0)
             count = scan(grad, residual, buffer, m, mode, 0, n, k, floor, room_indices, room_values, room_bits)
+            if count >= k:
+                break
         if count > k:
             keep_largest(room_indices, room_values, room_bits, count, k)
         finite[t] = True

@@ -15,11 +15,10 @@ from thinwire.core.kernels.jit_fold import MOMENTUM, PLAIN, VALUES, folded, wide
 
 Array = NDArray[Any]
 
-BLOCK = np.uint64(64)
+BLOCK = 64
+"""Neighbours of which one bit each makes a word."""
 RUN = 16
 """Neighbours that are sampled together: they share a cache line."""
-BINS_BITS = 13
-"""Of the histogram of all keys: 2^this many bins."""
 _DIGIT_BITS = 11
 _SAMPLE_HITS = 64  # of the k largest, how many a sample should hold: the fewer, the more candidates are needed
 _SMALLEST_SAMPLE = 1024
@@ -80,9 +79,10 @@ def scan(
     count = np.uint64(0)
     first = np.uint64(start)
     end = np.uint64(stop)
+    block = np.uint64(BLOCK)
     while first < end:
-        length = min(BLOCK, end - first)
-        if length < BLOCK:
+        length = min(block, end - first)
+        if length < block:
             marks[:] = 0
         _mark(grad, residual, buffer, m, mode, first, length, floor, marks)
         marked = np.uint64(0)
@@ -102,7 +102,7 @@ def scan(
                 values[count] = folded(grad[i], residual[i], buffer[i], m, mode)
                 count += np.uint64(1)
                 marked &= marked - np.uint64(1)
-        first += BLOCK
+        first += block
     return int(count)
 
 
@@ -135,10 +135,10 @@ def keep_largest(indices: Array, values: Array, bits: Array, count: int, k: int)
 
 
 @jit
-def count_keys(bits: Array, low: int, shift: int, bins: Array) -> None:
-    """Histogram of the keys, all of them at least `low`, into the zeroed `bins` of 2^shift keys each."""
+def count_keys(bits: Array, shift: int, bins: Array) -> None:
+    """Histogram of the keys, into the zeroed `bins` of 2^shift keys each."""
     for own in bits:
-        bins[np.uint64((np.int64(_key(own)) - low) >> shift)] += 1
+        bins[_key(own) >> shift] += 1
 
 
 @jit
