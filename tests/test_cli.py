@@ -11,6 +11,8 @@ from thinwire import cli
 
 BAD = {
     "--workers x": "--workers",
+    "--workers 1.5": "--workers: '1.5' is not a whole number",
+    "--steps 2.7": "--steps: '2.7' is not a whole number",
     "--workers 0": "workers=0",
     "--link 0mbit": "link='0mbit'",
     "--link fast": "link='fast'",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import App, Parameter
+from cyclopts import App, Parameter, Token
 
 from thinwire._version import __version__
 from thinwire.lab.settings import Settings
@@ -23,6 +24,18 @@ app = App(
     suppress_keyboard_interrupt=False,  # the command ends its workers and says so
 )
 
+
+def _whole_number(_type: object, tokens: Sequence[Token]) -> int:
+    """Cyclopts by itself would round 1.5."""
+    typed = tokens[0].value
+    try:
+        return int(typed)
+    except ValueError:
+        raise ValueError(f"{typed!r} is not a whole number") from None
+
+
+_Count = Annotated[int, Parameter(converter=_whole_number)]
+
 _EXAMPLES = """Examples:
 
 thinwire compare --workers 2 --link 100mbit --strategies dense fp16 dgc --steps 200 --out runs/first
@@ -36,17 +49,17 @@ thinwire compare --workers 4 --link 20mbit --latency 10ms --seconds 300 --text ~
 @app.command(help_epilogue=_EXAMPLES)
 def compare(
     *,
-    workers: int = 2,
+    workers: _Count = 2,
     link: str = "100mbit",
     latency: str = "0ms",
     strategies: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="")] = ("dense", "dgc"),
-    steps: int | None = None,
+    steps: _Count | None = None,
     seconds: float | None = None,
     size: str = "medium",
     text: Path | None = None,
     out: Path | None = None,
-    batch: int = 8,
-    seed: int = 0,
+    batch: _Count = 8,
+    seed: _Count = 0,
     lr: float | None = None,
     tune: Annotated[bool, Parameter(negative="")] = False,
     quiet: Annotated[bool, Parameter(negative="")] = False,
