@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from tests.ranks import Lost, Pool
+from thinwire import ClipByNorm, schedules
 from thinwire.comm import Group
 from thinwire.optim import DGCMomentum
 
@@ -227,9 +228,14 @@ def disagreeing(rank: int, size: int, what: str) -> None:
             options["value_bits"] = 8
         elif what == "state_dtype":
             options["state_dtype"] = "bfloat16"
+        elif what == "schedule":
+            options["lr"] = schedules.CosineDecay(0.0, 0.1, 150)
+        elif what == "grad_clip":
+            options["grad_clip"] = ClipByNorm(2.0)
         elif what == "initial values":
             params[1] = nn.Parameter(torch.ones(40))
-    optimizer = DGCMomentum(list(zip(names, params, strict=True)), lr=0.1, min_numel=10, **options)
+    options = {"lr": schedules.CosineDecay(0.0, 0.1, 100), **options}
+    optimizer = DGCMomentum(list(zip(names, params, strict=True)), min_numel=10, **options)
     for p in params:
         p.grad = torch.ones_like(p)
     optimizer.step()
@@ -247,6 +253,8 @@ def disagreeing(rank: int, size: int, what: str) -> None:
         ("sparsity", "sparsity differs: rank 0 has '(0.999,)', rank 1 has '(0.5,)'"),
         ("value_bits", "value_bits differs: rank 0 has 1, rank 1 has 8"),
         ("state_dtype", "state_dtype differs: rank 0 has None, rank 1 has 'bfloat16'"),
+        ("schedule", "schedule.0 differs: rank 0 has 'CosineDecay(min_lr=0.0, max_lr=0.1, decay_steps=100)'"),
+        ("grad_clip", "grad_clip differs: rank 0 has 'None', rank 1 has 'ClipByNorm(c=2.0)'"),
         ("initial values", "initial value (CRC-32) of.b differs"),
     ],
 )

@@ -392,6 +392,17 @@ def refuse(rank: int, size: int, case: str) -> None:
     elif case == "one rank has another optimizer":
         given = torch.optim.Adagrad(model.parameters()) if rank else optimizer
         tw.DistributedStrategy(lars=tw.LARS()).prepare(model, given)
+    elif case.startswith("setting"):
+        settings: dict[str, Any] = {
+            "setting: clip": {"grad_clip": tw.ClipByNorm(1.0 + rank)},
+            "setting: clip on one": {"grad_clip": tw.ClipByValue(1.0) if rank else None},
+            "setting: exclusion": {"exclude_from_weight_decay": ("*.bias",) if rank else None},
+            "setting: schedule": {"lr": tw.schedules.CosineDecay(0.0, 0.1, 100 + rank)},
+            "setting: table": {"lr": [0.1] * 50 + [0.2 + rank] + [0.1] * 9},
+            "setting: number or table": {"lr": [0.1] * 5 if rank else 0.1},
+        }[case]
+        given = tw.optim.SGD(model.named_parameters(), **{"lr": 0.1, "weight_decay": 0.1, **settings})
+        tw.DistributedStrategy().prepare(model, given)
     elif case == "ranks and stages":
         tw.DistributedStrategy(pipeline=tw.Pipeline(stages=2, micro_batches=1)).prepare(model, optimizer)
     elif case == "different microsteps":
@@ -409,6 +420,12 @@ def refuse(rank: int, size: int, case: str) -> None:
         ("different models", 2, ["parameter", "rank 1"]),
         ("different rates", 2, ["lr", "0.1", "0.2"]),
         ("different states", 2, ["state of the optimizer"]),
+        ("setting: clip", 2, ["grad_clip", "c=1.0", "c=2.0"]),
+        ("setting: clip on one", 2, ["grad_clip", "None", "ClipByValue"]),
+        ("setting: exclusion", 2, ["excluded from weight decay", "bias"]),
+        ("setting: schedule", 2, ["schedule", "decay_steps=100", "decay_steps=101"]),
+        ("setting: table", 2, ["values of the schedule"]),
+        ("setting: number or table", 2, ["schedule", "None", "Table"]),
         ("different microsteps", 2, ["microsteps", "1", "2"]),
         ("ranks and stages", 3, ["3", "2", "stages"]),
     ],
@@ -417,6 +434,54 @@ def test_disagreement_is_an_error_on_every_rank(case: str, size: int, needles: l
     for answer in ranks.run(refuse, case, size=size, expect_errors=True):
         assert isinstance(answer, Raised), answer
         assert all(needle in answer.text for needle in needles), answer.text
+
+
+def rates_that_part(rank: int, size: int, fields: tuple[str, ...]) -> list[str]:
+    """In mid-training, in the first update and once buckets leave during the backward pass."""
+    told = []
+    for good in (0, 6):
+        engine = make_engine(fields)
+        train(engine, fields, 0, good)
+        before = [p.detach().clone() for p in engine.model.parameters()]
+        engine.optimizer.param_groups[0]["lr"] *= 1 + rank
+        for _ in range(3):  # a merge exchanges in its last microstep only
+            try:
+                engine.train_step(*batch(good, rank))
+            except tw.errors.Mismatch as error:
+                told.append(str(error))
+                break
+        assert all(map(torch.equal, engine.model.parameters(), before))
+    return told
+
+
+@pytest.mark.parametrize("fields", [(), ("dgc",), ("gradient_merge",), ("lamb",)])
+def test_rates_that_part_in_mid_training_are_an_error_on_every_rank(fields: tuple[str, ...], ranks: Pool) -> None:
+    first, second = ranks.run(rates_that_part, fields, size=2)
+    assert first == second
+    assert len(first) == 2
+    assert "lr differs" in first[0] or "learning rates" in first[0]  # DGCMomentum's own handshake is in its first step
+    assert "learning rates" in first[1]
+    assert all("rank 1" in text for text in first)
+
+
+class OfTheUsers(tw.schedules.Schedule):
+    """Prints as its address, like any plain object."""
+
+    def value_at(self, step: int) -> float:
+        return 0.1
+
+
+def schedule_of_the_users(rank: int, size: int) -> bool:
+    keep = [object() for _ in range(1000 * rank)]  # addresses differ between the ranks
+    model = make_model(plain=True)
+    given = tw.optim.SGD(model.named_parameters(), lr=OfTheUsers().then(OfTheUsers(), at=3))
+    engine = tw.DistributedStrategy().prepare(model, given, cross_entropy)
+    engine.train_step(*batch(0, rank))
+    return bool(engine.step == 1 and len(keep) == 1000 * rank)
+
+
+def test_a_schedule_of_the_users_is_the_same_on_all_ranks(ranks: Pool) -> None:
+    assert ranks.run(schedule_of_the_users, size=2) == [True, True]
 
 
 def test_an_error_of_one_rank_is_an_error_of_all(ranks: Pool) -> None:

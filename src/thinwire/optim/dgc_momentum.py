@@ -522,6 +522,7 @@ class DGCMomentum(CommonOptimizer):
             exchange=self.exchange,
         )
         made.buckets = self._bucket_keys()
+        made.optimizer = self
         return made
 
     def _bucket_keys(self) -> list[list[int]]:
@@ -551,7 +552,7 @@ class DGCMomentum(CommonOptimizer):
             "node_size": self.node_size,
             "ranks of a node": node,
             "exchange": self.exchange,
-            "grad_clip": repr(self.grad_clip),
+            **self.shared_settings(),
             "step": self.position,
             "group": plain,
             "parameter": [

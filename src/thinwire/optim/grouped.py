@@ -1,6 +1,9 @@
 """Parameter groups of an optimizer: how parameters come in, what holds for each, and in which order they stand."""
 
+import dataclasses
+import re
 import warnings
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -173,6 +176,16 @@ class GroupedOptimizer(torch.optim.Optimizer):
         """Whether a schedule or a list drives the rate of any group."""
         return any(schedule is not None for schedule in self._common.schedules)
 
+    def shared_settings(self) -> dict[str, Any]:
+        """What ranks that train together must have in common beside `param_groups`."""
+        places, schedules = self._common.places.values(), self._common.schedules
+        return {
+            "grad_clip": repr(self.grad_clip),
+            "schedule": [_without_addresses(repr(schedule)) for schedule in schedules],
+            "values of the schedule (CRC-32)": [_checksum(schedule) for schedule in schedules],
+            "excluded from weight decay": " ".join(p.name or str(p.index) for p in places if p.excluded),
+        }
+
     def _ordered_params(self) -> list[Tensor]:
         """All parameters, in the order in which gradients are listed, exchanged and applied."""
         return list(self._common.places) if self._common.order is None else self._common.order
@@ -290,6 +303,17 @@ def _spelled_out(
         pairs = list(zip(names, group["params"], strict=True))
         new.append({"params": pairs, **({"lr": rate} if own else {}), **other})
     return new
+
+
+def _without_addresses(text: str) -> str:
+    """What two processes print alike: a schedule of the user's may have no text of its own."""
+    return re.sub(" at 0x[0-9a-f]+", "", text)
+
+
+def _checksum(schedule: Schedule | None) -> int:
+    """Of all values, of which the text shows the first few."""
+    values = dataclasses.astuple(schedule) if dataclasses.is_dataclass(schedule) else schedule
+    return zlib.crc32(_without_addresses(repr(values)).encode())
 
 
 def _check_regularizer(regularizer: object) -> None:

@@ -118,6 +118,7 @@ class MeanThenStep(_EveryStep):
         self, optimizer: torch.optim.Optimizer, params: Mapping[str, Parameter], mean: GradientMean, clip: Clipping
     ) -> None:
         self._optimizer, self._params, self._mean, self._clip = optimizer, params, mean, clip
+        mean.serve(optimizer)
 
     @property
     def bytes_sent(self) -> int:

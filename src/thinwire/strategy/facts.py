@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from thinwire._version import __version__
 from thinwire.core.message import WIRE_VERSION
+from thinwire.optim.grouped import GroupedOptimizer
 from thinwire.sync.local_model import looks
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def model_facts(model: nn.Module, optimizer: torch.optim.Optimizer, *, digest: b
             | {"params": [names.get(p, "not in the model") for p in group["params"]]}
             for group in optimizer.param_groups
         ],
+        "of the optimizer": optimizer.shared_settings() if isinstance(optimizer, GroupedOptimizer) else None,
         # ranks that go on from different moments would part without a word; DGCMomentum's differ by nature
         "state of the optimizer": _state_digest(optimizer)
         if digest and not getattr(optimizer, "exchanges_gradients", False)

@@ -39,6 +39,8 @@ class Report:
     """This rank's mean loss of the step, where an interval follows it."""
     rate: float | None = None
     """This rank's learning rate of the step, likewise."""
+    rates: list[float] = field(default_factory=list)
+    """This rank's learning rate of each parameter group, where all ranks update alike."""
     scale: float | None = None
     """This rank's loss scale, where each rank has its own."""
     state: list[str] = field(default_factory=list)
@@ -59,7 +61,8 @@ def agree_on_step(group: Group, report: Report, names: Sequence[str]) -> list[Re
     Raises:
         PayloadCorrupt: A rank refused a message.
         ThinwireError: A rank was misused.
-        Mismatch: Ranks are at different steps, or a parameter has a gradient on some of them only.
+        Mismatch: Ranks are at different steps, would update at different rates, or a parameter has a gradient on
+            some of them only.
 
     Communication: `Group.gather_bytes`, 24 bytes a rank when all say the same.
     """
@@ -72,6 +75,7 @@ def agree_on_step(group: Group, report: Report, names: Sequence[str]) -> list[Re
         reports = [_parse(answer, rank, what) for rank, answer in enumerate(answers)]
     _refuse_trouble(reports)
     _refuse_different_places(reports, what)
+    _refuse_different_rates(reports, what)
     _refuse_partial_gradients(reports, names, what)
     return reports
 
@@ -102,6 +106,16 @@ def _refuse_different_places(reports: Sequence[Report], what: str) -> None:
                 f"rank {rank} at step {report.step} ({report.phase}). "
                 "All ranks must call step() equally often, leave local updates at the same step, "
                 "and go all or none through an attached DDP model"
+            )
+
+
+def _refuse_different_rates(reports: Sequence[Report], what: str) -> None:
+    first = reports[0].rates
+    for rank, report in enumerate(reports):
+        if report.rates != first:
+            raise Mismatch(
+                f"{what}: the learning rates of the parameter groups are {first} on rank 0 and {report.rates} on rank "
+                f"{rank}. Give all ranks the same schedule, and change rates on all of them"
             )
 
 

@@ -82,6 +82,8 @@ class GradientExchange:
         self._abandoned: str | None = None
         self.buckets: Sequence[Sequence[int]] = ()
         """Keys of the tensors that travel together; what is in none of them travels in one more."""
+        self.optimizer: torch.optim.Optimizer | None = None
+        """Who updates from what arrives, if its rates are to be compared."""
         self.steady = Steady()
         """Which tensors have a dense gradient on every rank, step after step."""
 
@@ -307,7 +309,8 @@ class GradientExchange:
             report = replace(report, corrupt=str(refusal))
         if report.sum_non_finite is None:
             report = replace(report, sum_non_finite=one_round.sum_non_finite)
-        return agree_on_step(self.group, report, self.names)
+        rates = [] if self.optimizer is None else [float(group["lr"]) for group in self.optimizer.param_groups]
+        return agree_on_step(self.group, replace(report, rates=rates), self.names)
 
     def _split(
         self, grads: Mapping[int, Tensor]

@@ -84,6 +84,10 @@ class GradientMean:
         )
         self.residuals = {} if dgc is None else {n: _zeros(dgc, p) for n, p in params.items() if dgc.compresses(p)}
 
+    def serve(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have the rates of an optimizer compared at every step, before it gets the mean."""
+        self._exchange.optimizer = optimizer
+
     @property
     def drops(self) -> Drops:
         """The steps that were dropped for gradients that are not finite."""
