@@ -464,6 +464,45 @@ def test_rates_that_part_in_mid_training_are_an_error_on_every_rank(fields: tupl
     assert all("rank 1" in text for text in first)
 
 
+def unfrozen_in_mid_training(rank: int, size: int, fields: tuple[str, ...], added: bool) -> tuple[str, bool, str]:
+    """What was said, whether the parameter was left alone, and all parameters after a new engine has gone on."""
+    model = make_model(plain=True)
+    late = model.get_parameter("3.weight")
+    optimizer = make_optimizer(model, fields)
+    if added:
+        others = [(name, p) for name, p in model.named_parameters() if p is not late]
+        optimizer = torch.optim.SGD(others, lr=0.05, momentum=0.9)
+    else:
+        late.requires_grad_(False)
+    strategy = tw.DistributedStrategy(**{name: FIELDS[name] for name in fields})
+    engine = strategy.prepare(model, optimizer, cross_entropy)
+    train(engine, fields, 0, 4)
+    if added:
+        engine.optimizer.add_param_group({"params": [("3.weight", late)]})
+    else:
+        late.requires_grad_(True)
+    before = late.detach().clone()
+    with pytest.raises(RuntimeError, match="after prepare") as refusal:
+        train(engine, fields, 4, 8)
+    same = torch.equal(late, before)
+    engine.close()
+    again = strategy.prepare(model, make_optimizer(model, fields), cross_entropy)
+    train(again, fields, 8, 16)
+    assert not torch.equal(late, before)
+    return str(refusal.value), same, digest(again)
+
+
+@pytest.mark.parametrize("fields", [(), ("dgc",), ("gradient_merge",)])
+@pytest.mark.parametrize("added", [False, True])
+def test_a_parameter_that_comes_later_is_refused_and_a_new_engine_goes_on(
+    fields: tuple[str, ...], added: bool, ranks: Pool
+) -> None:
+    answers = ranks.run(unfrozen_in_mid_training, fields, added, size=2)
+    assert answers[0] == answers[1]
+    assert "3.weight" in answers[0][0]
+    assert answers[0][1]
+
+
 class OfTheUsers(tw.schedules.Schedule):
     """Prints as its address, like any plain object."""
 

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,7 @@ class Engine:
         self._bytes_before = 0
         # the engine's hooks stand on the model and the optimizer, and must not outlive it
         self._finalizer = weakref.finalize(self, _close, parts)
+        self._trained = set(parts.params.values()) | {p for p in _params_of(parts.optimizer) if p.requires_grad}
 
     @property
     def model(self) -> nn.Module:
@@ -102,11 +103,13 @@ class Engine:
             This rank's mean loss, shape (), detached and unscaled; under a pipeline that of its replica.
 
         Raises:
-            RuntimeError: The strategy was prepared without a loss function.
+            RuntimeError: The strategy was prepared without a loss function; a parameter became trainable, or the
+                optimizer got another one, since then.
             ValueError: The loss is no scalar; a batch that the micro-batches of a pipeline do not divide.
             ThinwireError: The exchange failed: see `thinwire.errors`.
         """
         self._require_open()
+        self._require_known_params()
         parts = self._parts
         if parts.runner is not None:
             self._require_loss_function("train_step")
@@ -150,10 +153,12 @@ class Engine:
         Raises:
             TypeError: No tensor.
             ValueError: More than one element, or a loss that depends on no parameter.
-            RuntimeError: Under a pipeline, where the loss lives on the last stage.
+            RuntimeError: Under a pipeline, where the loss lives on the last stage; other parameters to train than at
+                `prepare`, as in `train_step`.
             ThinwireError: The exchange failed: see `thinwire.errors`.
         """
         self._require_open()
+        self._require_known_params()
         parts = self._parts
         if parts.runner is not None:
             raise RuntimeError(
@@ -318,6 +323,18 @@ class Engine:
         if not self._finalizer.alive:
             raise RuntimeError("this engine was closed: prepare a new one")
 
+    def _require_known_params(self) -> None:
+        """No parameter may be updated that is not exchanged: ranks would part without a word."""
+        new = [p for p in _params_of(self._parts.optimizer) if p.requires_grad and p not in self._trained]
+        if new:
+            names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
+            told = ", ".join(names.get(p, f"one of shape {tuple(p.shape)}") for p in new[:3])
+            raise RuntimeError(
+                f"{len(new)} parameters became trainable, or were given to the optimizer, after prepare, which chose "
+                f"what is exchanged: {told}. Close this engine and prepare a new one with an optimizer that has them, "
+                "on all ranks"
+            )
+
     def _clear_grads(self) -> None:
         for param in self._parts.params.values():
             param.grad = None
@@ -389,6 +406,10 @@ class Engine:
     def _settle_buffers(self) -> None:
         if not self._parts.exchange.local:
             self._parts.buffers.settle()
+
+
+def _params_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    return (param for group in optimizer.param_groups for param in group["params"])
 
 
 def _close(parts: Parts) -> None:
