@@ -10,7 +10,7 @@ from torch import Tensor
 
 import thinwire as tw
 from tests.ranks import Pool, Raised
-from tests.strategy.training import FIELDS, digest, make_engine, make_model, make_optimizer, train
+from tests.strategy.training import FIELDS, batch, digest, make_engine, make_model, make_optimizer, train
 
 ADAPTIVE = tw.AdaptiveLocalSGD(3, begin_step=2, max_k_steps=6, compression=tw.Sparse(0.5))
 NARROW = tw.DGC(5, 2, (0.75, 0.9), min_numel=64, state_dtype="bfloat16")
@@ -170,6 +170,92 @@ def test_four_ranks_to_two_to_four_keep_the_update_still_pending(case: str, rank
                 rtol = 2.0**-8 if value.dtype == torch.bfloat16 else 1e-6
                 torch.testing.assert_close(found[name].double(), value.double(), rtol=rtol, atol=1e-9, msg=name)
     assert all(math.isfinite(loss) for _, _, losses in (*two, *four) for loss in losses)
+
+
+# ---- ranks that have dropped local steps each for itself
+
+SCALED = {"amp": tw.AMP("bfloat16", tw.DynamicLossScale(64.0, scale_window=3))}
+OVERFLOWING: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "localsgd": (("amp", "localsgd"), SCALED),
+    "localsgd under lamb": (("amp", "localsgd", "lamb"), SCALED),
+    "adaptive, merged": (("amp", "adaptive_localsgd", "gradient_merge"), SCALED),
+    "merged": (("amp", "gradient_merge"), SCALED),
+    "dgc": (("amp", "dgc"), SCALED),
+}
+
+
+def overflow(engine: Any, rank: int) -> None:
+    """One microstep whose gradient is infinite on rank 1 only."""
+    outputs = engine.model(batch(99, rank)[0])
+    engine.minimize(outputs.float().pow(2).mean() * (math.inf if rank == 1 else 1.0))
+
+
+def overflown(rank: int, size: int, case: str, folder: str) -> tuple[int, int, str, str, str, list[float], list[float]]:
+    fields, replace = OVERFLOWING[case]
+    straight = make_engine(fields, replace=replace)
+    train(straight, fields, 0, 2)
+    overflow(straight, rank)
+    train(straight, fields, 2, 5)
+    told = straight.stats()
+    name = straight.save(folder).name
+    expected = train(straight, fields, 5, 12)
+    straight.flush()
+
+    resumed = make_engine(fields, replace=replace)
+    resumed.load(folder)
+    assert {k: resumed.stats()[k] for k in told if k != "trust_ratios"} == {
+        k: told[k] for k in told if k != "trust_ratios"
+    }
+    found = train(resumed, fields, 5, 12)
+    resumed.flush()
+    assert resumed.save(folder).name[:15] == straight.save(folder).name[:15]
+    answer = told["step"], told["dropped_steps"], name, digest(straight), digest(resumed), expected, found
+    straight.close()
+    resumed.close()
+    return answer
+
+
+@pytest.mark.parametrize("case", OVERFLOWING)
+def test_an_overflow_on_one_rank_does_not_keep_ranks_from_saving_flushing_and_resuming(
+    case: str, ranks: Pool, tmp_path: Path
+) -> None:
+    answers = ranks.run(overflown, case, str(tmp_path), size=2)
+    fields = OVERFLOWING[case][0]
+    local = "localsgd" in fields or "adaptive_localsgd" in fields
+    calls = 3 if "gradient_merge" in fields else 6
+    assert [dropped for _, dropped, *_ in answers] == ([0, 1] if local else [1, 1])
+    for step, dropped, name, straight, resumed, expected, found in answers:
+        assert step == calls - dropped
+        assert name.startswith(f"step_{calls if local else step:010d}")
+        assert resumed == straight
+        assert found == expected
+
+
+def overflown_on_two(rank: int, size: int, folder: str) -> None:
+    engine = make_engine(("amp", "localsgd", "lamb"), replace=SCALED)
+    train(engine, (), 0, 2)
+    overflow(engine, rank)
+    engine.save(folder)
+    engine.close()
+
+
+def gone_on_with(rank: int, size: int, folder: str) -> tuple[dict[str, Any], set[float]]:
+    engine = make_engine(("amp", "localsgd", "lamb"), replace=SCALED)
+    engine.load(folder)
+    steps = {float(entry["step"]) for entry in engine.optimizer.state_dict()["state"].values()}
+    told = engine.stats()
+    train(engine, (), 3, 6)
+    engine.flush()
+    engine.save(folder)
+    engine.close()
+    return told, steps
+
+
+def test_another_number_of_ranks_goes_on_with_the_counts_of_rank_0(ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(overflown_on_two, str(tmp_path), size=2)
+    for told, steps in ranks.run(gone_on_with, str(tmp_path), size=3):
+        assert (told["step"], told["dropped_steps"], told["loss_scale"]) == (3, 0, 32.0)
+        assert steps == {3.0}
 
 
 # ---- what does not fit

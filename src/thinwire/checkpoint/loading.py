@@ -30,7 +30,7 @@ class Loaded:
     facts: dict[str, Any]
     """What was common to all ranks."""
     step: int
-    """Updates done."""
+    """What `save` was given."""
     path: Path
     """Its folder."""
     ranks: int

@@ -42,7 +42,7 @@ def save(
             common file system each name one of their own, which then holds the files of its own ranks.
         state: Of this rank: nested dicts (str or int keys), lists and tuples of None, bool, int, float, str, bytes and
             dense tensors of any device, dtype and strides. Read only.
-        step: Updates done, the same on all ranks.
+        step: Updates done, or local steps where ranks update on their own; the same on all ranks.
         group: The ranks.
         facts: What is common to all ranks, as `state` but without tensors.
         part: Pipeline stage of this rank.

@@ -73,7 +73,7 @@ class Engine:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self.step = 0
-        """Updates made."""
+        """Updates made by this rank; without local updates the same on all."""
         self._dropped_before = 0
         self._bytes_before = 0
         # the engine's hooks stand on the model and the optimizer, and must not outlive it
@@ -184,7 +184,7 @@ class Engine:
         parts = self._parts
         merge = parts.merge
         if merge is not None:
-            place = {"step": self.step, "microsteps of the unfinished update": merge.microsteps}
+            place = {"step": self._place(), "microsteps of the unfinished update": merge.microsteps}
             require_agreement(parts.group, place, what="flushing")
             if merge.microsteps:
                 self._update_from_merge(merge)
@@ -213,8 +213,8 @@ class Engine:
         """This rank so far.
 
         Returns:
-            `step` updates made; `bytes_sent` message bytes given to exchanges, headers and agreements included;
-            `bytes_dense` 4 bytes per trainable element and update; `ratio` of the two, larger is better;
+            `step` updates made by this rank; `bytes_sent` message bytes given to exchanges, headers and agreements
+            included; `bytes_dense` 4 bytes per trainable element and update; `ratio` of the two, larger is better;
             `dropped_steps`; `k_steps` interval in force; `loss_scale`; `microsteps` of an unfinished update;
             `pending`, what `flush` would apply, in words; `trust_ratios` by parameter name under LARS and LAMB.
         """
@@ -260,6 +260,9 @@ class Engine:
 
         Until the new one is whole, the one before it is what loads; the two newest are kept.
 
+        The folder is named after the updates made; under local updates, where an overflow concerns its rank alone,
+        after the local steps, those dropped included, which are the same on all ranks.
+
         Args:
             directory: The folder of all checkpoints of this run; on a file system of all ranks, or of each machine.
 
@@ -268,14 +271,17 @@ class Engine:
 
         Raises:
             CheckpointError: It could not be written, on whichever rank; on all ranks. Training may go on.
+            Mismatch: Ranks are at different places, or some of them did not call it.
         """
-        return saving.save(directory, self.state_dict(), self._parts, self.step)
+        return saving.save(directory, self.state_dict(), self._parts, self._place())
 
     def load(self, directory: str | Path) -> Path:
         """Continue from the newest whole checkpoint in `directory`, also one of another number of ranks.
 
         With the same number of ranks training continues bit for bit. With another one every rank gets the mean of the
-        ranks' floating-point state, so that the update still pending is kept.
+        ranks' floating-point state, so that the update still pending is kept; counts of ranks that dropped local steps
+        each for itself (updates made, dropped steps, the step of the optimizer's state) go on from those of rank 0,
+        and the smallest loss scale is that of all.
 
         Returns:
             The folder that was loaded.
@@ -310,6 +316,10 @@ class Engine:
 
     def _counters(self) -> dict[str, int]:
         return {"step": self.step, "dropped_steps": self._dropped_steps(), "bytes_sent": self._bytes_sent()}
+
+    def _place(self) -> int:
+        """What ranks have in common; of local steps each rank drops its own, and dropped ones count."""
+        return self.step + (self._dropped_steps() if self._parts.exchange.local else 0)
 
     def _bytes_sent(self) -> int:
         parts = self._parts

@@ -26,9 +26,10 @@ _OTHER_RANKS: dict[str, Rule] = {
     "exchange/*residuals/*": "mean_zero",
     "exchange/errors/*": "mean_zero",
     "optimizer/state/*/residual": "mean_zero",
+    "optimizer/state/*/step": "first",
     "optimizer/state/*/momentum_buffer": "mean_zero",
 }
-"""On another number of ranks, what is not simply the mean of those that have it: sums to which absent ranks gave 0."""
+"""On another number of ranks, what is not simply the mean of those that have it: sums (absent ranks gave 0), counts."""
 
 
 def saved(parts: "Parts", counters: Mapping[str, int]) -> dict[str, Any]:
