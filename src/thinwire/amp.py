@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire import _validate as check
-from thinwire.comm import Group
+from thinwire.comm import Group, elsewhere
 from thinwire.core.loss_scale import (
     DynamicLossScale,
     FixedLossScale,
@@ -120,14 +120,21 @@ class LossScaler:
     def agree(self, overflow: bool) -> bool:
         """Whether any rank has an overflow; the rank's own answer where the scale is local.
 
+        Raises:
+            Mismatch: A rank is in another call of this library.
+
         Communication: 24 bytes a rank where all say the same. All ranks must call it equally often.
         """
         if self.local:
             return overflow
         if self._group is None:
             self._group = Group(self._process_group)
-        mine = b"1" if overflow else b"0"
-        return b"1" in self._group.gather_bytes(mine, what="agreeing on an overflow of scaled gradients")
+        mine, what = b"1" if overflow else b"0", "agreeing on an overflow of scaled gradients"
+        answers = self._group.gather_bytes(mine, what=what)
+        for rank, answer in enumerate(answers):
+            if answer not in (b"0", b"1"):
+                raise elsewhere(what, rank)
+        return b"1" in answers
 
     def update(self, overflow: bool) -> None:
         """Adapt the scale to an update that was made, or dropped for an `overflow`; gradients are not looked at.

@@ -261,6 +261,40 @@ def test_another_number_of_ranks_goes_on_with_the_counts_of_rank_0(ranks: Pool, 
 # ---- what does not fit
 
 
+ON_ONE: dict[str, tuple[tuple[str, ...], str]] = {
+    "trains": ((), "train"),
+    "scales": (("amp",), "train"),
+    "trains locally": (("localsgd",), "train"),
+    "flushes a merge": (("gradient_merge",), "flush"),
+    "flushes local steps": (("localsgd",), "flush"),
+    "loads": ((), "load"),
+}
+
+
+def saved_on_one(rank: int, size: int, case: str, folder: str) -> None:
+    fields, call = ON_ONE[case]
+    engine = make_engine(fields)
+    train(engine, fields, 0, 1 if fields in (("localsgd",), ("gradient_merge",)) else 0)
+    if rank == 0:
+        engine.save(folder)
+    elif call == "train":
+        train(engine, fields, 1, 4)
+    elif call == "flush":
+        engine.flush()
+    else:
+        engine.load(folder)
+
+
+@pytest.mark.parametrize("case", ON_ONE)
+def test_saving_on_rank_0_only_is_an_error_on_all_that_says_what_to_do(case: str, ranks: Pool, tmp_path: Path) -> None:
+    for answer in ranks.run(saved_on_one, case, str(tmp_path), size=2, expect_errors=True):
+        assert isinstance(answer, Raised)
+        assert answer.type_name == "Mismatch", answer.traceback
+        assert "engine.save" in answer.text
+        assert "every rank" in answer.text
+    assert list(tmp_path.iterdir()) == []
+
+
 def mixed_up(rank: int, size: int, folder: str, case: str) -> None:
     make_engine(("dgc",), plain=True).save(folder)
     if case == "strategy":

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
-from thinwire.comm import Group
+from thinwire.comm import Group, elsewhere, mapping_of
 from thinwire.errors import CheckpointError
 
 __all__ = ["by_rank", "together"]
@@ -30,6 +30,7 @@ def together(group: Group, what: str, act: Callable[[], _T]) -> list[_T]:
 
     Raises:
         CheckpointError: On every rank with the same text, when it failed on any.
+        Mismatch: A rank is at other work than this.
         PeerLost, PeerStalled: A rank died or stopped.
     """
     if group.size == 1:
@@ -59,8 +60,11 @@ def _answers(group: Group, what: str, act: Callable[[], Any]) -> tuple[Exception
         while True:
             wait([future], timeout=group.timeout_s / 4)
             failure, answer = future.result() if future.done() else (None, {"busy": True})
-            rows = group.gather_bytes(json.dumps(answer).encode(), what=what)
-            answers = [json.loads(row) for row in rows]
+            rows = group.gather_bytes(json.dumps({"work": what, **answer}).encode(), what=what)
+            answers = [mapping_of(row) for row in rows]
+            for rank, row in enumerate(answers):
+                if row.get("work") != what:
+                    raise elsewhere(what, rank)
             if not any("busy" in row for row in answers):
                 return failure, answers
 

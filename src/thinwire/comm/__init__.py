@@ -2,7 +2,7 @@
 
 from thinwire.comm.ddp import BucketTap, tap_buckets
 from thinwire.comm.group import Group, Pending
-from thinwire.comm.handshake import require_agreement
+from thinwire.comm.handshake import elsewhere, mapping_of, require_agreement
 from thinwire.comm.nodes import Nodes, Sources, node_size_of, sources_of
 
 __all__ = [
@@ -11,6 +11,8 @@ __all__ = [
     "Nodes",
     "Pending",
     "Sources",
+    "elsewhere",
+    "mapping_of",
     "node_size_of",
     "require_agreement",
     "sources_of",

@@ -7,7 +7,7 @@ from typing import Any
 from thinwire.comm.group import Group
 from thinwire.errors import Mismatch
 
-__all__ = ["require_agreement"]
+__all__ = ["elsewhere", "mapping_of", "require_agreement"]
 
 
 def require_agreement(group: Group, facts: Mapping[str, Any], *, what: str) -> None:
@@ -20,12 +20,17 @@ def require_agreement(group: Group, facts: Mapping[str, Any], *, what: str) -> N
         what: The occasion in plain words, for errors.
 
     Raises:
-        Mismatch: On every rank, with the same text: the first entry that differs, both values, both ranks.
+        Mismatch: On every rank, with the same text: the first entry that differs, both values, both ranks. Or a rank
+            compares something else altogether.
 
     Communication: `Group.gather_bytes`, 24 bytes a rank when all agree.
     """
     answers = group.gather_bytes(json.dumps(facts).encode(), what=what)
-    first, *others = (dict(_entries("", json.loads(answer))) for answer in answers)
+    rows = [mapping_of(answer) for answer in answers]
+    for rank, row in enumerate(rows):
+        if facts and not facts.keys() & row.keys():
+            raise elsewhere(what, rank)
+    first, *others = (dict(_entries("", row)) for row in rows)
     for rank, other in enumerate(others, start=1):
         for where in [*first, *other]:
             ours, theirs = (entries.get(where, "nothing") for entries in (first, other))
@@ -34,6 +39,23 @@ def require_agreement(group: Group, facts: Mapping[str, Any], *, what: str) -> N
                     f"{what}: {where} differs: rank 0 has {ours}, rank {rank} has {theirs}. "
                     "All ranks must run the same script with the same settings"
                 )
+
+
+def elsewhere(what: str, rank: int) -> Mismatch:
+    """The error for a rank whose answer belongs to another call than `what`, which this rank has made."""
+    return Mismatch(
+        f"{what}: rank {rank} is in another exchange of this library. All ranks must make the same calls; "
+        "engine.save too belongs on every rank, not on rank 0 only: it writes one checkpoint for all of them"
+    )
+
+
+def mapping_of(answer: bytes) -> dict[str, Any]:
+    """The mapping that a rank sent as JSON; an empty one where its bytes are something else."""
+    try:
+        value = json.loads(answer)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def _entries(path: str, value: Any) -> Iterator[tuple[str, str]]:

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
-from thinwire.comm import Group
+from thinwire.comm import Group, elsewhere
 from thinwire.errors import Mismatch, NonFinite, PayloadCorrupt, ThinwireError
 
 __all__ = ["ABSENT", "DENSE", "MAX_DROPS_IN_A_ROW", "ROW_SPARSE", "Drops", "Report", "agree_on_step"]
@@ -84,9 +84,7 @@ def _parse(answer: bytes, rank: int, what: str) -> Report:
     try:
         return Report(**json.loads(answer))
     except (TypeError, ValueError) as error:
-        raise Mismatch(
-            f"{what}: rank {rank} is in another exchange of this library. All ranks must make the same calls"
-        ) from error
+        raise elsewhere(what, rank) from error
 
 
 def _refuse_trouble(reports: Sequence[Report]) -> None:
