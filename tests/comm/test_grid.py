@@ -51,6 +51,11 @@ def test_ranks_must_be_a_multiple_of_the_stages(ranks: Pool) -> None:
         assert "2 stages needs a multiple of 2 ranks, there are 3: start 2 or 4 ranks" in answer.text
 
 
+def test_one_number_of_ranks_that_would_do_is_said_once() -> None:
+    with pytest.raises(StrategyError, match=r"multiple of 3 ranks, there are 1: start 3 ranks, or change stages"):
+        Grid(3)
+
+
 def made_twice_then_released(rank: int, size: int) -> str:
     first, second = Grid(2), Grid(2)
     assert first.stage_group is second.stage_group

@@ -64,7 +64,7 @@ def test_a_wrong_argument_is_named_at_construction(options: dict[str, Any], erro
 
 def test_a_process_group_needs_an_initialized_torch_distributed() -> None:
     p = nn.Parameter(torch.zeros(3))
-    optimizer = DGCMomentum([p], lr=0.1, process_group=object())  # type: ignore[arg-type]
+    optimizer = DGCMomentum([p], lr=0.1, process_group=dist.ProcessGroup(0, 1))
     p.grad = torch.ones(3)
     with pytest.raises(ValueError, match="init_process_group"):
         optimizer.step()
@@ -633,6 +633,30 @@ def test_only_the_given_group_exchanges(ranks: Pool) -> None:
     first, nobody, last = ranks.run(subgroup, size=3)
     assert nobody is None
     assert torch.equal(first, last)
+
+
+@pytest.mark.parametrize("group", [3, "x", 0])
+def test_a_process_group_that_is_none_is_refused_at_construction(group: Any) -> None:
+    with pytest.raises(TypeError, match=r"process_group must be a torch\.distributed\.ProcessGroup or None"):
+        DGCMomentum([nn.Parameter(torch.zeros(2))], 0.1, process_group=group)
+
+
+def stepped_after_the_end(rank: int, size: int) -> tuple[bool, str]:
+    param = nn.Parameter(torch.ones(8))
+    optimizer = DGCMomentum([param], 0.1, min_numel=4)
+    param.grad = torch.ones(8)
+    optimizer.step()
+    before = param.detach().clone(), optimizer.position
+    dist.destroy_process_group()
+    with pytest.raises(tw.errors.ThinwireError) as caught:
+        optimizer.step()
+    return torch.equal(param, before[0]) and optimizer.position == before[1], str(caught.value)
+
+
+def test_a_step_after_the_end_of_the_process_group_says_what_to_do(ranks: Pool) -> None:
+    for same, text in ranks.run(stepped_after_the_end, size=2):
+        assert same
+        assert "the process group was destroyed" in text
 
 
 def test_a_closure_is_called_once_and_its_loss_returned() -> None:

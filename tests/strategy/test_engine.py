@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -568,6 +569,51 @@ def test_what_cannot_be_prepared() -> None:
     with pytest.raises(tw.StrategyError, match="stages"):
         tw.DistributedStrategy(pipeline=tw.Pipeline(stages=2, micro_batches=2)).prepare(model, optimizer)
     assert "forward" not in vars(model[1])
+
+
+class OldStyle(torch.optim.SGD):
+    """Whose step has no default for its closure."""
+
+    def step(self, closure: Any) -> Any:
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, OldStyle])
+@pytest.mark.parametrize("fields", [(), ("localsgd",), ("dgc",)])
+def test_an_optimizer_whose_step_requires_a_closure_is_refused(kind: Any, fields: tuple[str, ...]) -> None:
+    model = make_model(plain=True)
+    strategy = tw.DistributedStrategy(**{name: FIELDS[name] for name in fields})
+    with pytest.raises(tw.StrategyError, match=rf"{kind.__name__}\.step requires a closure"):
+        strategy.prepare(model, kind(model.parameters(), lr=0.1))
+
+
+def test_a_step_that_a_scheduler_wraps_requires_no_closure() -> None:
+    model = make_model(plain=True)
+    optimizer = make_optimizer(model, ())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    tw.DistributedStrategy().prepare(model, optimizer, nn.functional.cross_entropy).train_step(*batch(0, 0))
+    scheduler.step()
+
+
+def destroyed(rank: int, size: int, fields: tuple[str, ...], steps: int) -> tuple[bool, list[str]]:
+    engine = make_engine(fields, plain=True)
+    train(engine, fields, 0, steps)
+    before, told = digest(engine), []
+    dist.destroy_process_group()
+    for _ in range(2):
+        with pytest.raises(tw.errors.ThinwireError) as caught:
+            engine.train_step(*batch(9, rank))
+        told.append(str(caught.value))
+    return digest(engine) == before, told
+
+
+@pytest.mark.parametrize(("fields", "steps"), [((), 0), ((), 3), (("dgc",), 3), (("amp",), 3)])
+def test_after_the_end_of_the_process_group_nothing_moves(fields: tuple[str, ...], steps: int, ranks: Pool) -> None:
+    for same, told in ranks.run(destroyed, fields, steps, size=2):
+        assert same
+        for text in told:
+            assert "the process group was destroyed" in text
+            assert "after the last step" in text
 
 
 def wrapped(rank: int, size: int) -> None:

@@ -318,6 +318,8 @@ def test_a_checkpoint_of_something_else_is_refused(case: str, needle: str, ranks
         assert isinstance(answer, Raised)
         assert "CheckpointError" in answer.bases, answer.text
         assert needle in answer.text
+        if case != "nothing":
+            assert f"does not fit: {needle} was " in answer.text
 
 
 def test_a_state_of_something_else_is_refused_before_anything_changes() -> None:
@@ -326,6 +328,8 @@ def test_a_state_of_something_else_is_refused_before_anything_changes() -> None:
     state = make_engine(("gradient_merge",), plain=True).state_dict()
     with pytest.raises(ValueError, match="merge"):
         engine.load_state_dict(state)
+    with pytest.raises(TypeError, match=r"state must be Mapping, got 3 of type int; .*engine\.state_dict\(\)"):
+        engine.load_state_dict(3)
     with pytest.raises(ValueError, match="missing"):
         engine.load_state_dict({"counters": {}})
     other = make_engine(("dgc",), plain=True, blocks=3).state_dict()

@@ -1,7 +1,7 @@
 """The seam to the ranks: the only package that imports `torch.distributed`."""
 
 from thinwire.comm.ddp import BucketTap, tap_buckets
-from thinwire.comm.group import Group, Pending
+from thinwire.comm.group import Group, Pending, require_process_group
 from thinwire.comm.handshake import elsewhere, mapping_of, require_agreement
 from thinwire.comm.nodes import Nodes, Sources, node_size_of, sources_of
 
@@ -15,6 +15,7 @@ __all__ = [
     "mapping_of",
     "node_size_of",
     "require_agreement",
+    "require_process_group",
     "sources_of",
     "tap_buckets",
 ]

@@ -34,9 +34,10 @@ class Grid:
         joined = dist.is_available() and dist.is_initialized()
         rank, size = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
         if size % stages:
+            fitting = sorted({stages * max(size // stages, 1), stages * (size // stages + 1)})
             raise StrategyError(
                 f"a pipeline of {stages} stages needs a multiple of {stages} ranks, there are {size}: start "
-                f"{stages * max(size // stages, 1)} or {stages * (size // stages + 1)} ranks, or change stages"
+                f"{' or '.join(map(str, fitting))} ranks, or change stages"
             )
         self.stages, self.replicas = stages, size // stages
         self.replica, self.stage = divmod(rank, stages)

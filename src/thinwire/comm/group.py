@@ -20,7 +20,7 @@ from thinwire.errors import ThinwireError
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["DEFAULT_TIMEOUT_S", "Group", "Pending", "new_group"]
+__all__ = ["DEFAULT_TIMEOUT_S", "Group", "Pending", "new_group", "require_process_group"]
 
 DEFAULT_TIMEOUT_S = 120.0
 _DIGEST = struct.Struct("<Q16s")
@@ -53,6 +53,7 @@ class Group:
     """Ranks that count as one: every rank is a source of its own here; see `Nodes`."""
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+        require_process_group(process_group)
         self.bytes_sent = self.bytes_received = 0
         self.timeout_s = DEFAULT_TIMEOUT_S
         self._holder: list[dist.ProcessGroup] = []
@@ -95,6 +96,11 @@ class Group:
     def _private(self) -> dist.ProcessGroup:
         if not self._holder:  # never go on alone, nor over the user's own group
             raise ThinwireError("the library's process group has been released: nothing can be exchanged at exit")
+        if not _lives(self._holder[0]):
+            raise ThinwireError(
+                "the process group was destroyed, so nothing can be exchanged over it: call destroy_process_group "
+                "after the last step, save and flush; after a new init_process_group make a new engine or optimizer"
+            )
         if self._holder[0] in _abandoned:
             raise ThinwireError(
                 "an exchange was left half-way, so ranks are at different places "
@@ -213,10 +219,24 @@ class Group:
     def _guarded(self, call: Callable[[], _T], what: str) -> _T:
         try:
             return call()
+        except ThinwireError:
+            raise
         except RuntimeError as error:
             raise explain_failure(
                 error, what=what, rank=self.rank, size=self.size, timeout_s=self.timeout_s, store=self._store
             ) from error
+
+
+def require_process_group(value: object) -> None:
+    """Raise `TypeError` unless `value` is None, for all ranks, or a process group of this rank's."""
+    if value is None or (dist.is_available() and isinstance(value, dist.ProcessGroup)):
+        return
+    if dist.is_available() and value is dist.GroupMember.NON_GROUP_MEMBER:
+        return  # whoever joins the group says so
+    raise TypeError(
+        f"process_group must be a torch.distributed.ProcessGroup or None for all ranks, got {value!r} of type "
+        f"{type(value).__name__}: pass what new_group returned"
+    )
 
 
 def new_group(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:
@@ -264,6 +284,15 @@ def _release_all() -> None:
             with contextlib.suppress(ValueError, AssertionError):  # it belongs to a world that was destroyed before
                 dist.destroy_process_group(holder[0])
         holder.clear()
+
+
+def _lives(group: dist.ProcessGroup) -> bool:
+    """Whether nobody has called `destroy_process_group` for it or for the world."""
+    try:
+        dist.get_backend(group)
+    except (ValueError, AssertionError):
+        return False
+    return True
 
 
 def _store_of(group: dist.ProcessGroup) -> "Store | None":

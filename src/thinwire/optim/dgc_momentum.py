@@ -14,7 +14,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import _validate as check
 from thinwire._version import __version__
-from thinwire.comm import BucketTap, Group, Nodes, node_size_of, require_agreement, sources_of, tap_buckets
+from thinwire.comm import (
+    BucketTap,
+    Group,
+    Nodes,
+    node_size_of,
+    require_agreement,
+    require_process_group,
+    sources_of,
+    tap_buckets,
+)
 from thinwire.core.clip import ClipByNorm, clipped
 from thinwire.core.decay import Regularizer
 from thinwire.core.feedback import Fold, commit_list_, in_chunks, propose_list
@@ -161,6 +170,7 @@ class DGCMomentum(CommonOptimizer):
         check.instance("exchange", exchange, str)
         check.one_of("exchange", exchange, EXCHANGES)
         self.exchange = exchange
+        require_process_group(process_group)
         self._process_group = process_group
         self._fresh: dict[Tensor, dict[str, Tensor]] = {}
         self._samples: dict[int, Tensor] = {}

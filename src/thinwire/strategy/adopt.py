@@ -1,5 +1,6 @@
 """Which optimizer really trains: the one that is given, or the one by which a strategy replaces it."""
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -119,6 +120,11 @@ def _misfits(
         yield f"lars replaces an SGD, of torch or of thinwire.optim, and this is {kind}: give an SGD or remove lars"
     if lamb is not None and type(optimizer) not in ADAMS:
         yield f"lamb replaces an Adam, AdamW or LazyAdam, and this is {kind}: give one of them or remove lamb"
+    if _needs_closure(optimizer):
+        yield (
+            f"{kind}.step requires a closure, and the engine computes gradients once per step and exchanges them: "
+            "give an optimizer whose step() works without one"
+        )
     if not isinstance(optimizer, DGCMomentum):
         return
     if dgc is not None:
@@ -127,6 +133,16 @@ def _misfits(
         yield "DGCMomentum exchanges gradients in every step, and local updates exchange none: give an SGD"
     if keep is not None and not all(keep(p) for group in optimizer.param_groups for p in group["params"]):
         yield "DGCMomentum does not know which ranks share a stage of the pipeline: give an SGD and dgc=DGC(...)"
+
+
+def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    try:
+        inspect.signature(type(optimizer).step).bind(optimizer)
+    except TypeError:
+        return True
+    except ValueError:  # written in another language, it tells nothing
+        return False
+    return False
 
 
 def _strangers(optimizer: torch.optim.Optimizer, names: Mapping[Parameter, str]) -> Iterator[str]:

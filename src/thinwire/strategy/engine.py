@@ -247,6 +247,7 @@ class Engine:
         """Continue from a `state_dict` of the same rank, bit for bit; on all ranks. No communication.
 
         Raises:
+            TypeError: No mapping.
             ValueError: The state belongs to another model or strategy.
         """
         self._require_open()

@@ -49,6 +49,7 @@ def saved(parts: "Parts", counters: Mapping[str, int]) -> dict[str, Any]:
 @torch.no_grad()
 def load(state: Mapping[str, Any], parts: "Parts") -> dict[str, int]:
     """Put everything back and return the counters; what can be checked is checked before anything changes."""
+    check.instance("state", state, Mapping, advice="pass what engine.state_dict() returned")
     wanted = {"counters", "parameters", "buffers", "optimizer", "exchange", "loss_scale", "merge", "random"}
     if state.keys() != wanted:
         raise ValueError(
@@ -88,7 +89,7 @@ def read(directory: str | Path, parts: "Parts") -> Loaded:
         there = loaded.facts.get(key)
         if there != here:
             raise CheckpointError(
-                f"{loaded.path} was written with another {key}: {there}, and this engine has {here}. "
+                f"{loaded.path} does not fit: {key} was {there} when it was written and is {here} in this engine. "
                 f"Prepare the engine as it was then; model weights alone can be taken from engine.state_dict()"
             )
     return loaded
