@@ -630,3 +630,24 @@ def test_a_ddp_model_is_refused_with_what_to_do(ranks: Pool) -> None:
 
 def test_every_field_has_a_setting_in_these_tests() -> None:
     assert set(FIELDS) == {field.name for field in dataclasses.fields(tw.DistributedStrategy)}
+
+
+class WithoutRate(torch.optim.Optimizer):
+    """A method whose groups hold no `lr`."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad, alpha=0.1)
+
+
+def trained_without_rate(rank: int, size: int) -> str:
+    model = make_model(plain=True)
+    engine = tw.DistributedStrategy().prepare(model, WithoutRate(model.parameters(), {}), cross_entropy)
+    engine.train_step(*batch(0, rank))
+    return digest(engine)
+
+
+def test_an_optimizer_without_a_learning_rate_trains(ranks: Pool) -> None:
+    first, second = ranks.run(trained_without_rate, size=2)
+    assert first == second

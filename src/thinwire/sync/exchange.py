@@ -309,7 +309,7 @@ class GradientExchange:
             report = replace(report, corrupt=str(refusal))
         if report.sum_non_finite is None:
             report = replace(report, sum_non_finite=one_round.sum_non_finite)
-        rates = [] if self.optimizer is None else [float(group["lr"]) for group in self.optimizer.param_groups]
+        rates = [] if self.optimizer is None else _rates_of(self.optimizer)
         return agree_on_step(self.group, replace(report, rates=rates), self.names)
 
     def _split(
@@ -406,3 +406,8 @@ def not_finite(tensors: Mapping[_Key, Tensor]) -> list[_Key]:
     if not flags or bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all()):
         return []
     return [key for key, tensor in tensors.items() if not all_finite(tensor)]
+
+
+def _rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
+    """Of the groups that have one: there are methods without a learning rate."""
+    return [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
