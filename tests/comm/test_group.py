@@ -154,7 +154,7 @@ def die_or_join(rank: int, size: int, how: int) -> None:
 @pytest.mark.fault
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_does_not_come_to_the_making_of_the_group_is_told_apart(ranks: Pool, how: int) -> None:
-    answers = ranks.run(die_or_join, how, size=3, group_timeout_s=3, timeout_s=8, expect_errors=True)
+    answers = ranks.run(die_or_join, how, size=3, group_timeout_s=3, timeout_s=20, expect_errors=True)
     for answer in (answers[0], answers[2]):
         assert isinstance(answer, Raised)
         assert answer.type_name in {"PeerLost", "PeerStalled"}
