@@ -118,7 +118,7 @@ class Engine:
             self._finish_microstep(loss)
             return loss
         loss = self._loss_of(inputs, targets, "train_step")
-        self.minimize(loss)
+        self._minimize(loss)
         return loss.detach().reshape(())
 
     @torch.no_grad()
@@ -165,10 +165,7 @@ class Engine:
                 "engine.minimize does not work under pipeline: the loss lives on the last stage, use "
                 "engine.train_step(inputs, targets)"
             )
-        _check_loss(loss)
-        self._clear_grads()
-        scaled = loss if parts.scaler is None else parts.scaler.scaled(loss)
-        self._backward(scaled, loss.detach())
+        self._minimize(loss)
         return [], [(p, p.grad) for p in parts.params.values() if p.grad is not None]
 
     def flush(self) -> None:
@@ -349,6 +346,12 @@ class Engine:
     def _clear_grads(self) -> None:
         for param in self._parts.params.values():
             param.grad = None
+
+    def _minimize(self, loss: Tensor) -> None:
+        _check_loss(loss)
+        self._clear_grads()
+        scaler = self._parts.scaler
+        self._backward(loss if scaler is None else scaler.scaled(loss), loss.detach())
 
     def _backward(self, scaled: Tensor, loss: Tensor) -> None:
         """Backward pass, exchange and update; the exchange begins in the backward pass where an update follows it."""

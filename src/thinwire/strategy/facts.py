@@ -52,7 +52,7 @@ def model_facts(model: nn.Module, optimizer: torch.optim.Optimizer, *, digest: b
             | {"params": [names.get(p, "not in the model") for p in group["params"]]}
             for group in optimizer.param_groups
         ],
-        "of the optimizer": optimizer.shared_settings() if isinstance(optimizer, GroupedOptimizer) else None,
+        "setting": optimizer.shared_settings() if isinstance(optimizer, GroupedOptimizer) else None,
         # ranks that go on from different moments would part without a word; DGCMomentum's differ by nature
         "state of the optimizer": _state_digest(optimizer)
         if digest and not getattr(optimizer, "exchanges_gradients", False)

@@ -46,8 +46,7 @@ def in_parts(length: int, work: Callable[[int, int], T]) -> list[T]:
 
     All parts but the last begin and end at multiples of 64.
     """
-    threads = torch.get_num_threads()
-    parts = max(1, min(_SPANS * threads if threads > 1 else 1, length // SMALLEST_PART))
+    parts = _parts_of(length)
     edges = [length * i // parts // _ALIGNMENT * _ALIGNMENT for i in range(parts)] + [length]
     results: dict[int, T] = {}
 
@@ -87,10 +86,13 @@ def in_turns(works: Sequence[Callable[[], object]]) -> None:
 def in_spans(weights: Sequence[int] | NDArray[np.int64], work: Callable[[int, int], object]) -> None:
     """`work(first, last)` over spans of consecutive items of about equal weight, in entries, on a few threads."""
     total = np.cumsum(weights)
-    spans = min(_SPANS * torch.get_num_threads(), int(total[-1]) // SMALLEST_PART, len(total))
-    if torch.get_num_threads() == 1 or spans < 2:
-        work(0, len(total))
-        return
+    spans = min(_parts_of(int(total[-1])), len(total))
     cuts = np.searchsorted(total, total[-1] * np.arange(1, spans) / spans).tolist()
     edges = [0, *cuts, len(total)]
     in_turns([partial(work, a, b) for a, b in pairwise(edges) if b > a])
+
+
+def _parts_of(entries: int) -> int:
+    """Into how many parts they are cut, at least one."""
+    threads = torch.get_num_threads()
+    return max(1, min(_SPANS * threads if threads > 1 else 1, entries // SMALLEST_PART))
