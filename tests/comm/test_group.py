@@ -43,6 +43,22 @@ def test_gather_and_sum(ranks: Pool, size: int) -> None:
     assert ranks.run(gather_and_sum, size=size) == [expected] * n
 
 
+def wait_for_a_late_rank(rank: int, size: int) -> float:
+    group = Group()
+    group.gather_bytes(b"", what="meeting")
+    before = group.wait_s
+    if rank == 1:
+        time.sleep(0.5)
+    group.sum_(torch.ones(1), what="test").wait()
+    return group.wait_s - before
+
+
+def test_the_time_of_waiting_is_counted_where_it_is_spent(ranks: Pool) -> None:
+    early, late = ranks.run(wait_for_a_late_rank)
+    assert 0.4 < early < 10
+    assert 0 <= late < early
+
+
 def deal(rank: int, size: int) -> tuple[list[list[int]], int, int]:
     group = Group()
     lengths = [receiver + 1 for receiver in range(group.size)]

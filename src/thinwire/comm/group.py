@@ -5,6 +5,7 @@ import contextlib
 import datetime
 import hashlib
 import struct
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -45,7 +46,8 @@ class Group:
     user cannot interleave with it; its time-out is the smaller of the given group's own and 120 s.
 
     Communication: making the first one over given ranks is collective over them. `bytes_sent` counts every byte given
-    to an exchange, on one rank too; `bytes_received` what came from others, the result of a sum as a whole.
+    to an exchange, on one rank too; `bytes_received` what came from others, the result of a sum as a whole; `wait_s` the
+    seconds for which this rank was blocked until an exchange was over.
     Failure: a dead or stopped rank is `PeerLost` or `PeerStalled` on the others, within the time-out.
     """
 
@@ -55,6 +57,7 @@ class Group:
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         require_process_group(process_group)
         self.bytes_sent = self.bytes_received = 0
+        self.wait_s = 0.0
         self.timeout_s = DEFAULT_TIMEOUT_S
         self._holder: list[dist.ProcessGroup] = []
         self._store: Store | None = None
@@ -81,6 +84,7 @@ class Group:
         """A group over a process group that is the library's own already, in a list that is emptied at exit."""
         group = cls.__new__(cls)
         group.bytes_sent = group.bytes_received = 0
+        group.wait_s = 0.0
         group.timeout_s = timeout_s
         group.rank, group.size = dist.get_rank(holder[0]), dist.get_world_size(holder[0])
         group._holder = holder
@@ -211,7 +215,11 @@ class Group:
         work = self._guarded(launch, what)
 
         def finish() -> Tensor:
-            self._guarded(work.wait, what)
+            begin_s = time.perf_counter()
+            try:
+                self._guarded(work.wait, what)
+            finally:
+                self.wait_s += time.perf_counter() - begin_s
             return result
 
         return Pending(finish)

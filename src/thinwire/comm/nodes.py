@@ -56,6 +56,12 @@ class Nodes:
         return self.everybody.bytes_received + self.inner.bytes_received + crossed
 
     @property
+    def wait_s(self) -> float:
+        """Seconds for which this rank was blocked until an exchange was over, agreements included."""
+        crossed = 0.0 if self.crossing is None else self.crossing.wait_s
+        return self.everybody.wait_s + self.inner.wait_s + crossed
+
+    @property
     def bytes_between_nodes(self) -> int:
         """What this rank gave to exchanges between the nodes, agreements aside; 0 where it is no leader."""
         return 0 if self.crossing is None else self.crossing.bytes_sent
@@ -101,6 +107,7 @@ class _Alone(Group):
 
     def __init__(self, everybody: Group) -> None:
         self.bytes_sent = self.bytes_received = 0
+        self.wait_s = 0.0
         self.timeout_s = everybody.timeout_s
         self.rank, self.size = 0, 1
         self._holder = []
