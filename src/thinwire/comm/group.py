@@ -46,8 +46,8 @@ class Group:
     user cannot interleave with it; its time-out is the smaller of the given group's own and 120 s.
 
     Communication: making the first one over given ranks is collective over them. `bytes_sent` counts every byte given
-    to an exchange, on one rank too; `bytes_received` what came from others, the result of a sum as a whole; `wait_s` the
-    seconds for which this rank was blocked until an exchange was over.
+    to an exchange, on one rank too; `bytes_received` what came from others, the result of a sum as a whole; `wait_s`
+    the seconds for which this rank was blocked until an exchange was over.
     Failure: a dead or stopped rank is `PeerLost` or `PeerStalled` on the others, within the time-out.
     """
 
