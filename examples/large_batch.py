@@ -21,7 +21,7 @@ FIT, VALIDATION, TRAIN, TEST = slice(0, 1150), slice(1150, 1437), slice(0, 1437)
 RANK, SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))  # set by torchrun
 
 
-class Method(NamedTuple):  # noqa: D101  # its fields say it
+class Method(NamedTuple):  # its fields say it
     make: Callable[..., torch.optim.Optimizer]
     power: float  # the rule: a batch b times as large takes b**power times the rate
     grid: tuple[float, ...]  # rates that --tune tries at the small batch, on the validation part

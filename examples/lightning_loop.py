@@ -19,20 +19,20 @@ from thinwire.schedules import CosineDecay
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
 
 
-class Student(lightning.LightningModule):  # noqa: D101  # an ordinary module: nothing in it is ours
+class Student(lightning.LightningModule):  # an ordinary module: nothing in it is ours
     def __init__(self, make_optimizer: MakeOptimizer) -> None:
         super().__init__()
         self.net = torch.nn.Sequential(torch.nn.Linear(64, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 10))
         self.make_optimizer = make_optimizer
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:  # noqa: D102
+    def configure_optimizers(self) -> torch.optim.Optimizer:
         return self.make_optimizer(self.named_parameters())
 
-    def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:  # noqa: D102
+    def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
         self.loss = cross_entropy(self.net(batch[0]), batch[1])
         return self.loss
 
-    def on_train_epoch_end(self) -> None:  # noqa: D102
+    def on_train_epoch_end(self) -> None:
         self.print(f"epoch {self.current_epoch + 1}: loss {self.loss.item():.3f}")
 
 

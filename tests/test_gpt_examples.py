@@ -1,0 +1,102 @@
+"""The nanoGPT-like loop and the three ways to move it: the same loss where nothing is compressed, and exact resumption.
+
+The scripts run as they are, in the processes of the pool; where a test needs other settings it changes lines of the
+text and fails when the line is not there.
+"""
+
+import contextlib
+import io
+import os
+import re
+import socket
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.ranks import Pool
+
+FOLDER = Path(__file__).parent.parent / "examples" / "gpt"
+STEPS = 30
+
+
+def run(rank: int, size: int, name: str, changes: dict[str, str], port: int, steps: int, out: str) -> str:
+    """What one rank of the script prints; it makes its own process group, as under torchrun."""
+    dist.destroy_process_group()
+    text = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
+    for old, new in changes.items():
+        assert text.count(old) == 1, f"{old!r} is {text.count(old)} times in {name}.py"
+        text = text.replace(old, new)
+    place = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({key: str(value) for key, value in place.items()})
+    module = types.ModuleType(f"example_{name}")
+    sys.modules[module.__name__] = module
+    said = io.StringIO()
+    try:
+        exec(compile(text, f"{name}.py", "exec"), module.__dict__)
+        with contextlib.redirect_stdout(said):
+            module.main(steps, Path(out))
+    finally:
+        del sys.modules[module.__name__]
+        for key in place:
+            del os.environ[key]
+    return said.getvalue()
+
+
+def losses(
+    ranks: Pool, name: str, out: Path, *, changes: dict[str, str] | None = None, steps: int = STEPS
+) -> dict[str, float]:
+    """Loss by what was printed before it, of rank 0: of every step, and on held-out text at every evaluation."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    said = ranks.run(run, name, changes or {}, port, steps, str(out), timeout_s=100)[0]
+    return {at: float(loss) for at, loss in re.findall(r"(step \d+: (?:held-out )?loss) ([\d.]+)", said)}
+
+
+def assert_same(a: dict[str, float], b: dict[str, float], within: float) -> None:
+    assert a.keys() == b.keys()
+    apart = {at: abs(a[at] - b[at]) for at in a if abs(a[at] - b[at]) > within}
+    assert not apart, apart
+
+
+SGD = {
+    "optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95))":
+        "optimizer = torch.optim.SGD(groups, lr=RATE, momentum=0.9)",
+    '"weight_decay": 0.1': '"weight_decay": 1e-4',
+    "RATE, LEAST_RATE, WARM_UP, DECAY_STEPS = 3e-3, 3e-4, 10, 60":
+        "RATE, LEAST_RATE, WARM_UP, DECAY_STEPS = 0.3, 0.03, 10, 60",
+}  # fmt: skip
+WITHOUT_CLIPPING = {"nn.utils.clip_grad_norm_(model.parameters(), 1.0)": "pass"}
+EVERY_STEP = {"tw.LocalSGD(k_steps=5)": "tw.LocalSGD(k_steps=1)"}
+SAME_BATCHES = {"world + rank)": "world)"}
+
+
+@pytest.mark.parametrize("name", ["plain", "attach", "local"])
+def test_resumed_in_the_middle_it_ends_as_undisturbed(ranks: Pool, tmp_path: Path, name: str) -> None:
+    whole = losses(ranks, name, tmp_path / "whole")
+    first = losses(ranks, name, tmp_path / "parts", steps=STEPS // 2)
+    second = losses(ranks, name, tmp_path / "parts")
+    assert len(first) == STEPS // 2 + 2
+    assert_same(whole, first | second, within=0)
+
+
+def test_dgc_before_its_ramp_in_ddp_is_sgd_in_ddp(ranks: Pool, tmp_path: Path) -> None:
+    plain = losses(ranks, "plain", tmp_path / "plain", changes={**SGD, **WITHOUT_CLIPPING})
+    dense = {'{"sparsity": (0.9, 0.99), "rampup_step": 20, "local_grad_clip_norm": 1.0}': '{"rampup_begin_step": 999}'}
+    assert_same(plain, losses(ranks, "attach", tmp_path / "attach", changes=dense), within=1e-6)
+
+
+def test_averaging_in_every_step_is_sgd_in_ddp(ranks: Pool, tmp_path: Path) -> None:
+    """For an update that is linear in the gradient; clipping and AdamW are not, so the mean of updates is another."""
+    linear = {**SGD, **WITHOUT_CLIPPING}
+    plain = losses(ranks, "plain", tmp_path / "plain", changes=linear)
+    linear = {**SGD, "nn.utils.clip_grad_norm_(model.parameters(), 1.0)": "pass"}
+    assert_same(plain, losses(ranks, "local", tmp_path / "local", changes={**linear, **EVERY_STEP}), within=1e-5)
+
+
+def test_averaging_in_every_step_over_equal_batches_is_adamw_in_ddp(ranks: Pool, tmp_path: Path) -> None:
+    plain = losses(ranks, "plain", tmp_path / "plain", changes=SAME_BATCHES)
+    local = losses(ranks, "local", tmp_path / "local", changes={**SAME_BATCHES, **EVERY_STEP})
+    assert_same(plain, local, within=0)
