@@ -1,5 +1,6 @@
 """The seam to the ranks: the only package that imports `torch.distributed`."""
 
+from thinwire.comm.busy import by_rank, while_busy
 from thinwire.comm.ddp import BucketTap, tap_buckets
 from thinwire.comm.group import Group, Pending, require_process_group
 from thinwire.comm.handshake import elsewhere, mapping_of, require_agreement
@@ -11,6 +12,7 @@ __all__ = [
     "Nodes",
     "Pending",
     "Sources",
+    "by_rank",
     "elsewhere",
     "mapping_of",
     "node_size_of",
@@ -18,4 +20,5 @@ __all__ = [
     "require_process_group",
     "sources_of",
     "tap_buckets",
+    "while_busy",
 ]
