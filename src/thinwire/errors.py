@@ -7,6 +7,8 @@ Wrong arguments are `TypeError` and `ValueError` as everywhere in Python. The on
 __all__ = [
     "CheckpointCorrupt",
     "CheckpointError",
+    "CheckpointMismatch",
+    "CheckpointMissing",
     "Mismatch",
     "NonFinite",
     "PayloadCorrupt",
@@ -47,6 +49,14 @@ class CheckpointError(ThinwireError):
 
 class CheckpointCorrupt(CheckpointError):
     """A file of a checkpoint is damaged, missing or of another checkpoint; names the file."""
+
+
+class CheckpointMissing(CheckpointError):
+    """There is no checkpoint in the directory yet, not even a damaged one."""
+
+
+class CheckpointMismatch(CheckpointError):
+    """A checkpoint is whole and belongs to something else: another strategy, model, optimizer or pipeline."""
 
 
 class StrategyError(ValueError):

@@ -148,7 +148,7 @@ def test_every_stage_gets_its_own_state_wherever_it_sits_now(ranks: Pool, tmp_pa
 def test_another_number_of_stages_is_an_error(ranks: Pool, tmp_path: Path, parts: list[int]) -> None:
     ranks.run(save_with_parts, str(tmp_path), [0, 1], size=2)
     for answer in ranks.run(load_with_parts, str(tmp_path), parts, size=len(parts), expect_errors=True):
-        assert answer.type_name == "CheckpointError"
+        assert answer.type_name == "CheckpointMismatch"
         assert "has the state of pipeline stages [0, 1], and the ranks are now stages" in answer.text
 
 

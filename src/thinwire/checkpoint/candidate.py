@@ -11,7 +11,7 @@ from thinwire.checkpoint.files import checksum, is_regular
 from thinwire.checkpoint.manifest import Manifest, plain_file, tensor_file
 from thinwire.checkpoint.tensor_file import TensorReader
 from thinwire.checkpoint.tree import decoded, with_tensors
-from thinwire.errors import CheckpointCorrupt, CheckpointError
+from thinwire.errors import CheckpointCorrupt, CheckpointMismatch
 
 __all__ = ["Candidate"]
 
@@ -23,10 +23,10 @@ class Candidate:
         """`parts` are those of the ranks that load, `rank` is this one of them.
 
         Raises:
-            CheckpointError: There is no state for these parts.
+            CheckpointMismatch: There is no state for these parts.
         """
         if set(parts) != set(manifest.parts):
-            raise CheckpointError(
+            raise CheckpointMismatch(
                 f"{path} has the state of pipeline stages {sorted(set(manifest.parts))}, and the ranks are now stages "
                 f"{sorted(set(parts))}: a checkpoint is loaded with the number of stages that saved it"
             )

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ class Draft:
             "token": self._token,
             "part": part,
             "serial": max((entry.manifest.serial for entry in here if entry.manifest), default=0),
+            "now_ms": time.time_ns() // 1_000_000,
             "names": [entry.path.name for entry in here],
             "plain_bytes": len(json.dumps(self._tree)),
             "tensors": [[name, self._digests[name], t.nbytes] for name, t in self._tensors.items()],

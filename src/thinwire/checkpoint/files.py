@@ -7,7 +7,7 @@ import shutil
 import stat
 from pathlib import Path
 
-__all__ = ["checksum", "discard", "is_regular", "make_directory", "sync_directory", "write_file"]
+__all__ = ["checksum", "discard", "is_regular", "make_directory", "remove", "sync_directory", "write_file"]
 
 _CHUNK_BYTES = 1 << 20
 
@@ -69,4 +69,12 @@ def discard(folder: Path, aside: Path) -> None:
     """Delete a folder so that no reader ever sees half of it under its name: it is renamed first."""
     if folder != aside:
         folder.rename(aside)
-    shutil.rmtree(aside)
+    remove(aside)
+
+
+def remove(path: Path) -> None:
+    """Delete a folder with all that is in it, a file, or a link; what a link leads to stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

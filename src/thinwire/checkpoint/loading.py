@@ -16,7 +16,7 @@ from thinwire.checkpoint.manifest import MANIFEST
 from thinwire.checkpoint.together import by_rank, together
 from thinwire.checkpoint.tree import decoded
 from thinwire.comm import Group
-from thinwire.errors import CheckpointCorrupt, CheckpointError
+from thinwire.errors import CheckpointCorrupt, CheckpointError, CheckpointMissing
 
 __all__ = ["Loaded", "load"]
 
@@ -58,8 +58,9 @@ def load(
     Raises:
         TypeError, ValueError: `part` or `rules` is not what it must be.
         CheckpointCorrupt: There are checkpoints, and all of them are damaged or incomplete; names the files.
-        CheckpointError: There is none, it is of a newer format or of other pipeline stages, or its states do not fit
-            together. All on every rank.
+        CheckpointMissing: There is none.
+        CheckpointMismatch: It is of other pipeline stages.
+        CheckpointError: It is of a newer format, or its states do not fit together. All on every rank.
 
     Communication: three small rounds, and one more for every checkpoint that is passed over.
     """
@@ -135,7 +136,7 @@ def _tell_of(problems: list[str], path: Path) -> None:
 def _nothing(roots: list[str], problems: list[str]) -> CheckpointError:
     if problems:
         return CheckpointCorrupt(f"no checkpoint is whole on all ranks: {'; '.join(problems)}")
-    return CheckpointError(
+    return CheckpointMissing(
         f"there is no checkpoint in {' nor in '.join(roots)}: looked for folders named step_ and ten digits, with a "
         f"{MANIFEST} inside. Pass the directory that was given to save"
     )

@@ -39,7 +39,7 @@ class Manifest:
     step: int
     """Updates done."""
     serial: int
-    """Counts the saves into a directory; the largest is the newest."""
+    """Grows with every save into a directory, the time in milliseconds where that does; the largest is the newest."""
     parts: list[int]
     """Pipeline stage of every rank."""
     places: list[list[int]]

@@ -10,7 +10,7 @@ import torch
 
 from thinwire._version import __version__
 from thinwire.checkpoint.draft import Opened, Writers, writers
-from thinwire.checkpoint.files import discard, sync_directory, write_file
+from thinwire.checkpoint.files import discard, remove, sync_directory, write_file
 from thinwire.checkpoint.folder import leftovers, name_of, torso_name
 from thinwire.checkpoint.manifest import MANIFEST, Manifest
 from thinwire.errors import CheckpointError
@@ -52,7 +52,8 @@ class Plan:
         self.token = opened[0]["token"]
         self.torso = root / torso_name(name, self.token)
         self._parts = [row["part"] for row in opened]
-        self.serial = 1 + max(row["serial"] for row in opened)
+        # not the next number alone: a manifest that cannot be read just now hides the newest one's
+        self.serial = max(opened[0]["now_ms"], 1 + max(row["serial"] for row in opened))
         here = {r: opened[r] for r in self._place}
         self.writing: Writers = writers(here)
         sizes = {checksum: size for row in here.values() for _, checksum, size in row["tensors"]}
@@ -62,12 +63,20 @@ class Plan:
         )
         self._committed = False
 
-    def make_room(self) -> None:
-        """Remove what interrupted saves left behind, and make the folder aside if there is space for its content."""
+    def make_room(self) -> list[str]:
+        """Remove what interrupted saves left behind, and make the folder aside if there is space for its content.
+
+        Returns:
+            What could not be removed, in words.
+        """
         if not self.leads:
-            return
+            return []
+        stuck = []
         for path in leftovers(self.root):
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            try:
+                remove(path)
+            except OSError as error:
+                stuck.append(f"what an interrupted save left behind in {path} could not be removed: {error}")
         free = shutil.disk_usage(self.root).free
         if free < self._needed_bytes + _SPARE_BYTES:
             raise CheckpointError(
@@ -75,6 +84,7 @@ class Plan:
                 f"are free in {self.root}. Delete files there, save elsewhere, or keep fewer checkpoints"
             )
         self.torso.mkdir()
+        return stuck
 
     def seal(self, files: dict[str, list[Any]]) -> None:
         """Add the manifest and force the whole folder to the disk."""

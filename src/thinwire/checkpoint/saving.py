@@ -9,10 +9,8 @@ from typing import Any
 
 from thinwire._validate import integer
 from thinwire.checkpoint.draft import Draft
-from thinwire.checkpoint.files import discard
-from thinwire.checkpoint.folder import found, missing_file, torso_name
-from thinwire.checkpoint.manifest import Manifest, plain_file, tensor_file
 from thinwire.checkpoint.plan import Plan, places_of
+from thinwire.checkpoint.pruning import prune
 from thinwire.checkpoint.together import together
 from thinwire.comm import Group, require_agreement
 from thinwire.errors import CheckpointError
@@ -28,7 +26,7 @@ def save(
     group: Group,
     facts: Mapping[str, Any],
     part: int = 0,
-    keep: int = 2,
+    keep: int | None = 2,
 ) -> Path:
     """Save the state of all ranks as one checkpoint, the newest from now on.
 
@@ -46,8 +44,8 @@ def save(
         group: The ranks.
         facts: What is common to all ranks, as `state` but without tensors.
         part: Pipeline stage of this rank.
-        keep: How many whole checkpoints may stay, this one included; at least 1. Older ones are deleted after this one
-            is whole, and so is an older one of the same step.
+        keep: How many whole checkpoints may stay, this one included; at least 1, None for all of them. Older ones are
+            deleted after this one is whole, and so is an older one of the same step. See `prune`.
 
     Returns:
         The folder of the checkpoint.
@@ -58,16 +56,16 @@ def save(
         CheckpointError: On every rank, when it failed on any: no space left, not writable, a value of a type that a
             checkpoint does not hold. Training may go on; nothing is left behind, earlier checkpoints are untouched.
 
-    Communication: six rounds that carry, all in all, about 120 bytes for every tensor of the state.
+    Communication: seven rounds that carry, all in all, about 120 bytes for every tensor of the state.
     Failure: a rank that dies is `PeerLost` on the others; what it leaves behind is removed by the next save.
     """
     step, part = integer("step", step, at_least=0), integer("part", part, at_least=0)
-    keep = integer("keep", keep, at_least=1)
+    keep = None if keep is None else integer("keep", keep, at_least=1)
     root = Path(directory)
     draft = Draft(root, group.rank, secrets.token_hex(8))
     plan = _planned(draft, root, state, facts, group=group, step=step, part=part, keep=keep)
     try:
-        together(group, "making room for a checkpoint", plan.make_room)
+        stuck = together(group, "making room for a checkpoint", plan.make_room)[group.rank]
         written = together(group, "writing a checkpoint", lambda: draft.write(plan.torso, plan.writing))
         files = {name: list(entry) for row in written for name, entry in row.items()}
         together(group, "completing a checkpoint", lambda: plan.seal(files))
@@ -75,8 +73,9 @@ def save(
     except CheckpointError:
         plan.remove()
         raise
-    if plan.leads:
-        _prune(plan, keep)
+    stuck += together(group, "deleting older checkpoints", lambda: prune(plan, keep))[group.rank]
+    for text in stuck:
+        warnings.warn(text, UserWarning, stacklevel=2)
     return plan.path
 
 
@@ -89,7 +88,7 @@ def _planned(
     group: Group,
     step: int,
     part: int,
-    keep: int,
+    keep: int | None,
 ) -> Plan:
     """What all ranks will do, from what each of them has; nothing is left in the directory."""
     try:
@@ -100,25 +99,3 @@ def _planned(
     finally:
         draft.close()
     return Plan(root, group.rank, step, places_of(seen), opened, draft.facts)
-
-
-def _prune(plan: Plan, keep: int) -> None:
-    """Delete what the new checkpoint has made superfluous; it is whole already, so a failure here is no error."""
-    whole = 1
-    others = [entry for entry in found(plan.root) if entry.manifest and entry.path != plan.path]
-    for entry in sorted(others, key=lambda entry: -entry.manifest.serial if entry.manifest else 0):
-        if whole < keep and entry.step != plan.step:
-            whole += entry.manifest is not None and _is_whole(entry.path, entry.manifest)
-            continue
-        try:
-            discard(entry.path, plan.root / torso_name(entry.path.name, plan.token))
-        except OSError as error:
-            warnings.warn(f"an older checkpoint could not be deleted: {error}", UserWarning, stacklevel=3)
-
-
-def _is_whole(folder: Path, manifest: Manifest) -> bool:
-    """Whether all files of a place are there in the right sizes; their content is verified when it is loaded."""
-    return any(
-        missing_file(folder, manifest, [name for r in place for name in (plain_file(r), tensor_file(r))]) is None
-        for place in manifest.places
-    )

@@ -97,9 +97,20 @@ class TensorReader:
 
     def _opened(self, rank: int) -> Any:
         if rank not in self._files:
-            file = safe_open(self._folder / tensor_file(rank), framework="pt", device="cpu")
+            path = self._folder / tensor_file(rank)
+            file = safe_open(self._readable(path), framework="pt", device="cpu")
             self._files[rank] = self._stack.enter_context(file)
         return self._files[rank]
+
+    def _readable(self, path: Path) -> str | Path:
+        """A name by which safetensors can open a file: it takes text only, and a name on Linux is any bytes."""
+        try:
+            str(path).encode()
+        except UnicodeEncodeError:
+            descriptor = os.open(path, os.O_RDONLY)
+            self._stack.callback(os.close, descriptor)
+            return f"/proc/self/fd/{descriptor}"
+        return path
 
 
 def digest(tensor: Tensor) -> str:

@@ -24,7 +24,8 @@ def together(group: Group, what: str, act: Callable[[], _T], *, limit_s: float |
         The results in rank order, lists for tuples.
 
     Raises:
-        CheckpointError: On every rank with the same text, when it failed on any, or took longer than `limit_s`.
+        CheckpointError: On every rank with the same text, when it failed on any, or took longer than `limit_s`; of the
+            kind of its own that all who failed agree on, if there is one.
         Mismatch: A rank is at other work than this.
         PeerLost, PeerStalled: A rank died or stopped.
     """

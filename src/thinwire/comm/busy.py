@@ -46,8 +46,8 @@ def while_busy(
         The results in rank order, lists for tuples.
 
     Raises:
-        error: On every rank with the same text, when the work failed on any or took longer than `limit_s`. The cause is
-            this rank's own exception, if it has one.
+        error: On every rank with the same text, when the work failed on any or took longer than `limit_s`; the subclass
+            of it that all who failed agree on, if there is one. The cause is this rank's own exception, if it has one.
         Mismatch: A rank is at other work than this.
         PeerLost, PeerStalled: A rank died or stopped.
 
@@ -58,7 +58,7 @@ def while_busy(
     rows = [work.outcome()] if group.size == 1 and limit_s is None else _answers(group, what, work, limit_s)
     problems = by_rank([row.get("problem") for row in rows])
     if problems:
-        raise error(f"{what} failed on {'; '.join(problems)}") from work.failure
+        raise _kind(error, rows)(f"{what} failed on {'; '.join(problems)}") from work.failure
     return [row["result"] for row in rows]
 
 
@@ -69,6 +69,11 @@ def by_rank(texts: Sequence[str | None]) -> list[str]:
         if text is not None:
             speakers.setdefault(text, []).append(rank)
     return [f"{'ranks' if len(r) > 1 else 'rank'} {', '.join(map(str, r))}: {text}" for text, r in speakers.items()]
+
+
+def _kind(error: type[ThinwireError], rows: Sequence[_Answer]) -> type[ThinwireError]:
+    kinds = {row.get("kind") for row in rows if row.get("problem") is not None}
+    return next((kind for kind in error.__subclasses__() if kinds == {kind.__name__}), error)
 
 
 class _Work:
@@ -96,7 +101,7 @@ class _Work:
         except BaseException as failure:  # whatever it is, the others must hear of it
             self.failure = failure
             named = str(failure) if isinstance(failure, ThinwireError) else f"{type(failure).__name__}: {failure}"
-            self._answer = {"problem": named}
+            self._answer = {"problem": named, "kind": type(failure).__name__}
         self._done.set()
         return self._answer
 

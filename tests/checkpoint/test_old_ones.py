@@ -1,0 +1,148 @@
+"""What stands in the directory already: links, damage, manifests that come and go, names that are not text."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.states import rank_state, same
+from tests.ranks import Pool
+from thinwire.checkpoint import load, save
+from thinwire.comm import Group
+from thinwire.errors import CheckpointError, CheckpointMissing
+
+GROUP = Group()
+
+
+def saved(root: Path, *steps: int, keep: int = 2) -> Path:
+    for step in steps:
+        path = save(root, rank_state(0, step), step=step, group=GROUP, facts={}, keep=keep)
+    return path
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def test_a_link_to_a_checkpoint_elsewhere_goes_as_a_link(tmp_path: Path) -> None:
+    """Somebody moved an old one to a larger disk and left a link in its place."""
+    root, archive = tmp_path / "run", tmp_path / "archive"
+    saved(root, 1, 2)
+    shutil.move(root / "step_0000000001", archive)
+    (root / "step_0000000001").symlink_to(archive)
+    for step in (3, 4, 5):
+        saved(root, step)
+        assert load(root, group=GROUP).step == step
+    assert names(root) == ["step_0000000004", "step_0000000005"]
+    assert (archive / "manifest.json").exists(), "what a link leads to is not ours to delete"
+
+
+def test_a_link_among_leftovers_is_removed(tmp_path: Path) -> None:
+    target = tmp_path / "elsewhere"
+    target.mkdir()
+    root = tmp_path / "run"
+    root.mkdir()
+    (root / ".step_0000000009.tmp-0123abcd").symlink_to(target)
+    (root / ".step_0000000008.tmp-0123abcd").symlink_to(tmp_path / "nowhere")
+    saved(root, 1)
+    assert names(root) == ["step_0000000001"]
+    assert target.exists()
+
+
+def test_a_leftover_that_cannot_be_removed_does_not_keep_one_from_saving(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".step_0000000009.tmp-0123abcd").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda path: (_ for _ in ()).throw(PermissionError(13, "no", str(path))))
+        with pytest.warns(UserWarning, match=r"left behind .*could not be removed.*0123abcd"):
+            saved(tmp_path, 1)
+    assert load(tmp_path, group=GROUP).step == 1
+
+
+@pytest.mark.parametrize("file", ["rank_00000.safetensors", "rank_00000.json"])
+def test_the_last_good_one_stays_while_a_newer_one_is_damaged(tmp_path: Path, file: str) -> None:
+    damaged = saved(tmp_path, 1, 2)
+    flip(damaged / file)
+    newest = saved(tmp_path, 3)
+    flip(newest / file)
+    with pytest.warns(UserWarning, match="cannot be loaded"):
+        loaded = load(tmp_path, group=GROUP)
+    assert loaded.step == 1
+    assert same(loaded.state, rank_state(0, 1))
+
+
+def test_damage_does_not_pile_up(tmp_path: Path) -> None:
+    """One that is damaged goes when there are as many good ones as are kept."""
+    flip(saved(tmp_path, 1, 2) / "rank_00000.json")
+    saved(tmp_path, 3, 4)
+    assert names(tmp_path) == ["step_0000000003", "step_0000000004"]
+
+
+def test_all_are_kept_where_keep_is_none(tmp_path: Path) -> None:
+    for step in range(1, 6):
+        save(tmp_path, {}, step=step, group=GROUP, facts={}, keep=None)
+    assert len(names(tmp_path)) == 5
+    with pytest.raises(ValueError, match="keep must be an integer >= 1"):
+        save(tmp_path, {}, step=9, group=GROUP, facts={}, keep=0)
+
+
+def test_what_was_saved_last_loads_although_a_manifest_was_away_meanwhile(tmp_path: Path) -> None:
+    for trial in range(12):
+        root = tmp_path / str(trial)
+        saved(root, 1)
+        newest = save(root, {"trial": trial}, step=2, group=GROUP, facts={}) / "manifest.json"
+        newest.rename(tmp_path / "away")
+        saved(root, 3)
+        (tmp_path / "away").rename(newest)
+        assert load(root, group=GROUP).step == 3
+
+
+def test_a_clock_that_went_back_does_not_make_an_older_one_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, 1)
+    monkeypatch.setattr("time.time_ns", lambda: 10**9)
+    for step in (2, 3):
+        saved(tmp_path, step)
+        assert load(tmp_path, group=GROUP).step == step
+
+
+def test_a_directory_whose_name_is_no_text(tmp_path: Path) -> None:
+    root = Path(os.fsdecode(os.fsencode(tmp_path) + b"/lauf-\xff\xe9"))
+    saved(root, 1)
+    assert same(load(root, group=GROUP).state, rank_state(0, 1))
+
+
+def save_and_load_there(rank: int, size: int, raw: bytes) -> bool:
+    root, group = Path(os.fsdecode(raw)), Group()
+    save(root, rank_state(rank, 1), step=1, group=group, facts={})
+    (root / "step_0000000001" / "rank_00001.safetensors").write_bytes(b"?") if rank == 1 else None
+    group.gather_bytes(b"", what="waiting until it is damaged")
+    try:
+        load(root, group=group)
+    except CheckpointError as error:
+        text = str(error)
+    save(root, rank_state(rank, 2), step=2, group=group, facts={})
+    return "rank_00001" in text and same(load(root, group=group).state, rank_state(rank, 2))
+
+
+def test_ranks_tell_each_other_of_a_directory_whose_name_is_no_text(ranks: Pool, tmp_path: Path) -> None:
+    assert ranks.run(save_and_load_there, os.fsencode(tmp_path) + b"/lauf-\xff", size=2) == [True, True]
+
+
+def test_nothing_there_yet_has_a_class_of_its_own(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointMissing, match="there is no checkpoint in"):
+        load(tmp_path / "none", group=GROUP)
+    path = saved(tmp_path, 1)
+    (path / "manifest.json").write_text("?")
+    with pytest.raises(CheckpointError, match="no checkpoint is whole") as caught:
+        load(tmp_path, group=GROUP)
+    assert not isinstance(caught.value, CheckpointMissing), "there is one, and it is damaged"
