@@ -166,10 +166,10 @@ class GroupedOptimizer(torch.optim.Optimizer):
         """The clipping that was asked for at construction."""
         return self._common.grad_clip
 
-    def release_grad_clip(self) -> Clip | None:
-        """Take the clipping off, for somebody who sees all gradients to do it; returns what it was."""
-        clip, self._common.grad_clip = self._common.grad_clip, None
-        return clip
+    def replace_grad_clip(self, clip: Clip | None) -> Clip | None:
+        """Clip by another config, or not at all where somebody else does it; returns what it was."""
+        before, self._common.grad_clip = self._common.grad_clip, clip
+        return before
 
     @property
     def has_schedule(self) -> bool:

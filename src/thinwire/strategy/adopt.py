@@ -14,6 +14,7 @@ from thinwire.optim import DGCMomentum
 from thinwire.optim.config import LAMB, LARS
 from thinwire.optim.grouped import restrict_, taken_over
 from thinwire.optim.groups import TakenOver
+from thinwire.strategy.in_place import became
 from thinwire.strategy.onlookers import onlookers
 from thinwire.strategy.rebuild import Recipe, decided_exclusion, rebuilt
 from thinwire.strategy.replacements import ADAMS, SGDS, as_dgc, as_lamb, as_lars
@@ -29,7 +30,7 @@ class Adopted:
     """What trains under a strategy."""
 
     optimizer: torch.optim.Optimizer
-    """The given object, or the one in its place."""
+    """The given object, or a new one that it has to become: see `thinwire.strategy.in_place`."""
     compressor: DGC | None
     """What the gradients (under local updates: the changes) are compressed by before this optimizer sees them; None
     where nothing is, or where the optimizer does it."""
@@ -76,6 +77,8 @@ def adopt(
         StrategyError: The strategy does not go with this optimizer; lists every reason, and nothing has changed.
     """
     said = f"the strategy does not go with the optimizer {type(optimizer).__name__}: "
+    if became(optimizer) == (dgc, lars, lamb):  # by an engine that was closed since
+        dgc, lars, lamb = None if isinstance(optimizer, DGCMomentum) else dgc, None, None
     problems = [*_misfits(optimizer, dgc, lars, lamb, local=local, keep=keep), *_strangers(optimizer, names)]
     if problems:
         raise StrategyError(said + "; ".join(problems))
@@ -128,7 +131,9 @@ def _misfits(
     if not isinstance(optimizer, DGCMomentum):
         return
     if dgc is not None:
-        yield "dgc is said twice: give an SGD and leave dgc in the strategy, or remove dgc from the strategy"
+        yield "dgc is said twice: give an SGD and leave dgc in the strategy, or remove dgc from the strategy" + (
+            "" if became(optimizer) is None else " (an engine made it DGCMomentum with other settings)"
+        )
     if local:
         yield "DGCMomentum exchanges gradients in every step, and local updates exchange none: give an SGD"
     if keep is not None and not all(keep(p) for group in optimizer.param_groups for p in group["params"]):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from thinwire.core.clip import Clip
     from thinwire.strategy.engine import Engine
 
 __all__ = ["CONFIGS", "DistributedStrategy"]
@@ -89,13 +90,25 @@ class DistributedStrategy:
         present = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: config for name, config in present.items() if config is not None}
 
-    def prepare(self, model: nn.Module, optimizer: Optimizer, loss_fn: Callable[..., Any] | None = None) -> Engine:
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss_fn: Callable[..., Any] | None = None,
+        *,
+        grad_clip: Clip | None = None,
+    ) -> Engine:
         """Make the engine that trains `model` by this strategy; the same call on every rank.
 
         Args:
             model: Trained in place, not wrapped in DistributedDataParallel; under a pipeline the part of this rank.
-            optimizer: Over the model's parameters, torch's or one of `thinwire.optim`.
+            optimizer: Over the model's parameters, torch's or one of `thinwire.optim`. The same object trains from then
+                on, changed in place where the strategy has another method: rates set in its groups, its schedulers and
+                its `state_dict` are those of the training. Calling its `step` is an error until `engine.close()`.
             loss_fn: `loss_fn(model(inputs), targets)` is this rank's mean loss; None for a loop of your own.
+            grad_clip: `ClipByGlobalNorm`, `ClipByNorm` or `ClipByValue`, of the mean gradient before weight decay and
+                update; under local updates of this rank's own gradient, under a pipeline over all stages. Where
+                `DGCMomentum` trains, `ClipByNorm` only, or `local_grad_clip_norm` of `dgc`.
 
         Raises:
             StrategyError: The strategy does not go with this model, optimizer or number of ranks; nothing has changed.
@@ -103,21 +116,24 @@ class DistributedStrategy:
         """
         from thinwire.strategy.prepare import prepare
 
-        return prepare(self, model, optimizer, loss_fn)
+        return prepare(self, model, optimizer, loss_fn, grad_clip=grad_clip)
 
-    def explain(self, model: nn.Module | None = None, optimizer: Optimizer | None = None) -> str:
+    def explain(
+        self, model: nn.Module | None = None, optimizer: Optimizer | None = None, *, grad_clip: Clip | None = None
+    ) -> str:
         """Print, and return, what a step will do, in order.
 
         Args:
             model: With it the text also says which tensors are exchanged densely, and why.
             optimizer: With it the text also says which optimizer will train, and what is taken over.
+            grad_clip: As in `prepare`.
 
         Raises:
             StrategyError, ValueError: The strategy does not go with this model or optimizer, as in `prepare`.
         """
         from thinwire.strategy.explain import explanation
 
-        text = explanation(self, model, optimizer)
+        text = explanation(self, model, optimizer, grad_clip)
         print(text)
         return text
 

@@ -87,7 +87,10 @@ class Engine:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer that really trains."""
+        """The very object that was given to `prepare`, which trains: its groups, schedulers and `state_dict` are live.
+
+        Its `step` may not be called by hand before `close`.
+        """
         return self._parts.optimizer
 
     def train_step(self, inputs: Any, targets: Any) -> Tensor:
@@ -294,7 +297,12 @@ class Engine:
         return loaded.path
 
     def close(self) -> None:
-        """Take everything off the model and the optimizer; the engine cannot train any more. May be called twice."""
+        """Take everything off the model and the optimizer; the engine cannot train any more. May be called twice.
+
+        The optimizer may be stepped by hand again, and be given to another engine. It stays what it became: under `dgc`
+        a `DGCMomentum` with its residuals, whose `step` exchanges; a `Lars` or `Lamb`; under a pipeline an optimizer of
+        this stage. A new engine with the same fields goes on with it.
+        """
         self._finalizer()
 
     def _loss_of(self, inputs: Any, targets: Any, caller: str) -> Tensor:
@@ -380,6 +388,8 @@ class Engine:
 
     def _finish_microstep(self, loss: Tensor) -> None:
         parts = self._parts
+        # to torch's schedulers the optimizer has been called, whether this microstep updates, merges or is dropped
+        vars(parts.optimizer)["_opt_called"] = True
         parts.exchange.observe(loss)
         held = {name: p.grad for name, p in parts.params.items() if p.grad is not None}
         scaler = parts.scaler

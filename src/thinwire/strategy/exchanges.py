@@ -9,6 +9,7 @@ from torch.nn import Parameter
 
 from thinwire.optim.dgc_momentum import DGCMomentum
 from thinwire.optim.two_phase import TwoPhase
+from thinwire.strategy.holding import passing
 from thinwire.sync.dgc_config import DGC
 from thinwire.sync.exchange import Verdict
 from thinwire.sync.gradient_mean import GradientMean, locally_clipped
@@ -274,10 +275,11 @@ def apply_(optimizer: torch.optim.Optimizer, params: Mapping[str, Parameter], gr
     for name, param in params.items():
         param.grad = _laid_out(grads[name], param) if name in grads else None
     wide = any(grad.dtype != params[name].dtype for name, grad in grads.items())
-    if wide and isinstance(optimizer, TwoPhase):
-        optimizer.apply_gradients([(params[name], grad) for name, grad in grads.items()])
-    else:
-        optimizer.step()
+    with passing(optimizer):
+        if wide and isinstance(optimizer, TwoPhase):
+            optimizer.apply_gradients([(params[name], grad) for name, grad in grads.items()])
+        else:
+            optimizer.step()
 
 
 def _as_given(means: Mapping[str, Tensor], grads: Grads) -> dict[str, Tensor]:
@@ -287,7 +289,8 @@ def _as_given(means: Mapping[str, Tensor], grads: Grads) -> dict[str, Tensor]:
 
 def _rows(dense: Tensor) -> Tensor:
     present = dense.reshape(dense.shape[0], -1).any(dim=1).nonzero().view(-1)
-    return torch.sparse_coo_tensor(present.unsqueeze(0), dense[present], dense.shape, is_coalesced=True)
+    where, rows = present.unsqueeze(0), dense[present]
+    return torch.sparse_coo_tensor(where, rows, dense.shape, is_coalesced=True, check_invariants=False)
 
 
 def _laid_out(grad: Tensor, param: Parameter) -> Tensor:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from thinwire import _validate as check
+from thinwire.core.clip import Clip
 from thinwire.strategy.remarks import remarks
 from thinwire.strategy.rules import rules_among
 from thinwire.strategy.step_order import step_order
@@ -23,7 +24,10 @@ _COLUMNS = 100
 
 
 def explanation(
-    strategy: "DistributedStrategy", model: nn.Module | None = None, optimizer: Optimizer | None = None
+    strategy: "DistributedStrategy",
+    model: nn.Module | None = None,
+    optimizer: Optimizer | None = None,
+    grad_clip: Clip | None = None,
 ) -> str:
     """See `DistributedStrategy.explain`; the text, without a last newline, at most 100 columns wide.
 
@@ -38,11 +42,11 @@ def explanation(
     together = [f"{' and '.join(rule.pair)}: {rule.meaning}" for rule in rules_among(strategy.on)]
     parts = [
         _wrapped(f"On: {fields}"),
-        _section("A step, in order", _numbered(step_order(strategy))),
+        _section("A step, in order", _numbered(step_order(strategy, grad_clip))),
         _section("Together", together),
         _section("To know", remarks(strategy)),
         _section("This model", [] if model is None else about_model(strategy, model, optimizer)),
-        _section("This optimizer", [] if optimizer is None else about_optimizer(strategy, optimizer, model)),
+        _section("This optimizer", [] if optimizer is None else about_optimizer(strategy, optimizer, model, grad_clip)),
     ]
     return "\n\n".join(part for part in parts if part)
 

@@ -1,13 +1,13 @@
-"""Who else holds an optimizer, and would be left with the wrong one if it were replaced."""
+"""Who else holds an optimizer: the schedulers that drive it, and a `step` that somebody put in the place of its own."""
 
 import gc
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-__all__ = ["onlookers"]
+__all__ = ["HOOKS", "onlookers", "schedulers_of"]
 
-_HOOKS = (
+HOOKS = (
     "_optimizer_step_pre_hooks",
     "_optimizer_step_post_hooks",
     "_optimizer_state_dict_pre_hooks",
@@ -15,33 +15,26 @@ _HOOKS = (
     "_optimizer_load_state_dict_pre_hooks",
     "_optimizer_load_state_dict_post_hooks",
 )
+"""Where torch keeps the hooks of an optimizer."""
 
 
 def onlookers(optimizer: torch.optim.Optimizer) -> list[str]:
-    """What stands in the way of replacing `optimizer`, in words: schedulers, hooks, a wrapped `step`."""
-    found = []
-    schedulers = _schedulers(optimizer)
-    if schedulers:
-        found.append(
-            f"{' and '.join(schedulers)} would go on to drive the rate of the given {type(optimizer).__name__}, which "
-            "does not train any more: make the scheduler from engine.optimizer after prepare, or give a schedule of "
-            "thinwire.schedules as lr to an optimizer of thinwire.optim"
-        )
-    hooks = sum(len(getattr(optimizer, name, ())) for name in _HOOKS)
-    if hooks:
-        found.append(f"{hooks} hooks on the given optimizer would not run any more: register them on engine.optimizer")
+    """What stands in the way of another method in the same object, in words."""
     step = vars(optimizer).get("step")
-    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):  # a scheduler that is gone does no harm
-        found.append("optimizer.step was replaced on the given object, which would not be called any more: undo that")
-    return found
+    if step is None or hasattr(step, "_wrapped_by_lr_sched"):  # a scheduler notes calls, which goes on
+        return []
+    return ["optimizer.step was replaced on the given object, and would be called no more: undo that"]
 
 
-def _schedulers(optimizer: torch.optim.Optimizer) -> list[str]:
-    """The kinds of the living schedulers; torch keeps no list of them, and not all leave a mark."""
+def schedulers_of(optimizer: torch.optim.Optimizer) -> list[LRScheduler]:
+    """The living schedulers of torch that drive `optimizer`, in no certain order.
+
+    torch keeps no list of them, and not all leave a mark: they are found by what refers to the optimizer.
+    """
     if not _living(optimizer):
         return []
     gc.collect()  # one that nobody can reach may still be waiting for this
-    return [type(scheduler).__name__ for scheduler in _living(optimizer)]
+    return _living(optimizer)
 
 
 def _living(optimizer: torch.optim.Optimizer) -> list[LRScheduler]:
@@ -49,4 +42,5 @@ def _living(optimizer: torch.optim.Optimizer) -> list[LRScheduler]:
     # an object that was asked for its attributes keeps them in a dictionary, which then is the holder
     holders += gc.get_referrers(*(holder for holder in holders if type(holder) is dict))
     # type() and not isinstance, which would ask proxies of others for their class
-    return [holder for holder in holders if issubclass(type(holder), LRScheduler)]
+    found = {id(holder): holder for holder in holders if issubclass(type(holder), LRScheduler)}
+    return [holder for holder in found.values() if getattr(holder, "optimizer", None) is optimizer]

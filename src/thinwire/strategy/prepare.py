@@ -17,6 +17,7 @@ from thinwire.comm import Group, require_agreement
 from thinwire.comm.grid import Grid
 from thinwire.comm.nodes import require_divisor
 from thinwire.comm.replicate import copy_from_first_
+from thinwire.core.clip import Clip, ClipByGlobalNorm, ClipByNorm, ClipByValue
 from thinwire.errors import StrategyError, ThinwireError
 from thinwire.optim.dgc_momentum import DGCMomentum
 from thinwire.pipeline.cut import cut
@@ -24,11 +25,14 @@ from thinwire.pipeline.runner import PipelineRunner
 from thinwire.step.autocast import autocast_forward
 from thinwire.step.merge import GradientSum
 from thinwire.step.recompute import matches, recompute
-from thinwire.strategy.across_stages import DropTogether, clip_over_stages
-from thinwire.strategy.adopt import Adopted, adopt
+from thinwire.strategy.across_stages import DropTogether
+from thinwire.strategy.adopt import adopt
+from thinwire.strategy.clipping import require_one_clip, take_clip_
 from thinwire.strategy.engine import Engine, Parts
-from thinwire.strategy.exchanges import Exchange, InOptimizer, LocalSteps, MeanThenStep
+from thinwire.strategy.exchanges import Clipping, Exchange, InOptimizer, LocalSteps, MeanThenStep
 from thinwire.strategy.facts import checkpoint_facts, model_facts, strategy_facts
+from thinwire.strategy.holding import Hold, require_free
+from thinwire.strategy.in_place import become_
 from thinwire.strategy.moving_buffers import MovingBuffers
 from thinwire.strategy.overlap import Overlap
 from thinwire.sync.bucketing import BUCKET_BYTES, DENSE_BUCKET_BYTES
@@ -60,6 +64,13 @@ class _Place:
         return None if self.grid is None else self.grid.replica_group
 
 
+@dataclass(frozen=True, slots=True)
+class _Undo:
+    """A handle made of a function that may be called twice."""
+
+    remove: Callable[[], None]
+
+
 @dataclass(slots=True, kw_only=True)
 class _Plan:
     """What can be said before ranks agree; until then everything can be undone."""
@@ -71,7 +82,7 @@ class _Plan:
     scaler: LossScaler | None
     sync: LocalUpdates | None
     restore: Callable[[], None]
-    """Undoes what making it did to the given optimizer, which holds all stages of a pipeline until then."""
+    """Undoes what making it did to the given optimizer, in class and contents."""
 
 
 def prepare(
@@ -79,9 +90,11 @@ def prepare(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     loss_fn: Callable[..., Any] | None = None,
+    *,
+    grad_clip: Clip | None = None,
 ) -> Engine:
     """See `DistributedStrategy.prepare`."""
-    _check_kinds(model, optimizer, loss_fn)
+    _check_kinds(model, optimizer, loss_fn, grad_clip)
     group = Group()
     require_agreement(group, strategy_facts(strategy), what="comparing strategies")
     grid = None if strategy.pipeline is None else Grid(strategy.pipeline.stages)
@@ -91,12 +104,19 @@ def prepare(
             f"the fleet description says dp_degree={strategy.expected_replicas}, and there are {group.size} ranks, "
             f"which make {place.replicas} replicas: start as many ranks as it says, or leave dp_degree out to use all"
         )
-    plan = _agreed_plan(strategy, model, optimizer, group, place)
-    copy_from_first_([*model.parameters(), *model.buffers()], group, what="copying the model of rank 0")
-    return _assembled(strategy, model, loss_fn, plan, group, place)
+    plan = _agreed_plan(strategy, model, optimizer, grad_clip, group, place)
+    handles: list[Any] = []
+    try:
+        copy_from_first_([*model.parameters(), *model.buffers()], group, what="copying the model of rank 0")
+        return _assembled(strategy, model, loss_fn, grad_clip, plan, group, place, handles)
+    except BaseException:
+        for handle in reversed(handles):
+            handle.remove()
+        plan.restore()
+        raise
 
 
-def _check_kinds(model: object, optimizer: object, loss_fn: object) -> None:
+def _check_kinds(model: object, optimizer: object, loss_fn: object, grad_clip: object) -> None:
     check.instance("model", model, nn.Module)
     assert isinstance(model, nn.Module)
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
@@ -107,26 +127,34 @@ def _check_kinds(model: object, optimizer: object, loss_fn: object) -> None:
     check.instance("optimizer", optimizer, torch.optim.Optimizer)
     if loss_fn is not None and not callable(loss_fn):
         raise TypeError(f"loss_fn must be callable as loss_fn(outputs, targets), got {loss_fn!r}")
+    if grad_clip is not None:
+        check.instance("grad_clip", grad_clip, (ClipByGlobalNorm, ClipByNorm, ClipByValue))
 
 
 def _agreed_plan(
-    strategy: "DistributedStrategy", model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, place: _Place
+    strategy: "DistributedStrategy",
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    grad_clip: Clip | None,
+    group: Group,
+    place: _Place,
 ) -> _Plan:
     """The plan, or this rank's own error, or one that names the rank which has an error: on all ranks at once."""
     facts = model_facts(model, optimizer, digest=not _is_local(strategy))
+    facts["grad_clip of prepare"] = repr(grad_clip)
     problem: Exception | None = None
     plan = None
     try:
-        plan = _planned(strategy, model, optimizer, place)
+        plan = _planned(strategy, model, optimizer, grad_clip, place)
     except (TypeError, ValueError, RuntimeError) as error:
         problem = error
     told = None if problem is None else f"{type(problem).__name__}: {problem}"
     try:
         require_agreement(group, {"problem": told, **facts}, what="preparing the engine")
-    except ThinwireError:
+    except BaseException as error:
         if plan is not None:
             plan.restore()
-        if problem is None:
+        if problem is None or not isinstance(error, ThinwireError):
             raise
     if problem is not None:
         raise problem
@@ -135,8 +163,14 @@ def _agreed_plan(
 
 
 def _planned(
-    strategy: "DistributedStrategy", model: nn.Module, optimizer: torch.optim.Optimizer, place: _Place
+    strategy: "DistributedStrategy",
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    grad_clip: Clip | None,
+    place: _Place,
 ) -> _Plan:
+    require_free(optimizer)
+    require_one_clip(optimizer, grad_clip)
     names = {p: name for name, p in model.named_parameters()}
     _require_own_params(names, optimizer)
     if strategy.recompute is not None:
@@ -155,15 +189,26 @@ def _planned(
         keep=mine.__contains__,
         process_group=place.replica_group,
     )
+    restore = adopted.restore
     try:
-        return _planned_for(adopted, strategy, stage, place)
-    except (TypeError, ValueError, RuntimeError):
-        adopted.restore()
+        require_one_clip(adopted.optimizer, grad_clip)
+        if adopted.optimizer is not optimizer:
+            restore = become_(optimizer, adopted.optimizer, (strategy.dgc, strategy.lars, strategy.lamb))
+        return _planned_for(optimizer, adopted.compressor, restore, strategy, stage, place)
+    except BaseException:
+        restore()
         raise
 
 
-def _planned_for(adopted: Adopted, strategy: "DistributedStrategy", stage: nn.Module, place: _Place) -> _Plan:
-    optimizer, local = adopted.optimizer, strategy.localsgd or strategy.adaptive_localsgd
+def _planned_for(
+    optimizer: torch.optim.Optimizer,
+    compressor: DGC | None,
+    restore: Callable[[], None],
+    strategy: "DistributedStrategy",
+    stage: nn.Module,
+    place: _Place,
+) -> _Plan:
+    local = strategy.localsgd or strategy.adaptive_localsgd
     trained = {p for group in optimizer.param_groups for p in group["params"]}
     params = {name: p for name, p in stage.named_parameters() if p.requires_grad and p in trained}
     if not params and strategy.pipeline is None:
@@ -176,10 +221,10 @@ def _planned_for(adopted: Adopted, strategy: "DistributedStrategy", stage: nn.Mo
         stage=stage,
         optimizer=optimizer,
         params=params,
-        compressor=adopted.compressor,
+        compressor=compressor,
         scaler=scaler,
         sync=sync,
-        restore=adopted.restore,
+        restore=restore,
     )
 
 
@@ -200,12 +245,14 @@ def _assembled(
     strategy: "DistributedStrategy",
     model: nn.Module,
     loss_fn: Callable[..., Any] | None,
+    grad_clip: Clip | None,
     plan: _Plan,
     group: Group,
     place: _Place,
+    handles: list[Any],
 ) -> Engine:
-    """Put the parts together; from here on the model is changed."""
-    handles: list[Any] = []
+    """Put the parts together; from here on the model is changed, by `handles`."""
+    handles.append(Hold(plan.optimizer))
     if strategy.recompute is not None:
         handles.append(recompute(model, strategy.recompute.checkpoints, stage=plan.stage))
     dtype = None if strategy.amp is None else getattr(torch, strategy.amp.dtype)
@@ -221,7 +268,11 @@ def _assembled(
         scale = (lambda: 1.0) if scaler is None else (lambda: scaler.scale)
         runner = PipelineRunner(plan.stage, strategy.pipeline, place.grid, loss_fn, dtype=dtype, scale=scale)
     merge = strategy.gradient_merge
-    exchange, overlap = _exchange(strategy, model, plan, place), None
+    if plan.sync is not None:
+        handles.append(_Undo(plan.sync.__enter__().close))
+    clip = take_clip_(plan.optimizer, grad_clip, place.grid)
+    handles.append(clip)
+    exchange, overlap = _exchange(strategy, model, plan, place, clip.clip), None
     # the vote on early messages is one of all ranks; an optimizer that was given a group of its own asks only those
     partly = isinstance(plan.optimizer, DGCMomentum) and plan.optimizer.process_group is not None
     alone = runner is not None or place.replicas == 1 or partly
@@ -263,11 +314,11 @@ def _scaler(strategy: "DistributedStrategy", grid: Grid | None, *, local: bool) 
     return LossScaler(strategy.amp.loss_scale, grid.stage_group)
 
 
-def _exchange(strategy: "DistributedStrategy", model: nn.Module, plan: _Plan, place: _Place) -> Exchange:
+def _exchange(
+    strategy: "DistributedStrategy", model: nn.Module, plan: _Plan, place: _Place, clip: Clipping
+) -> Exchange:
     """Which of the three ways this engine shares its updates."""
-    clip = clip_over_stages(plan.optimizer, place.grid)
     if plan.sync is not None:
-        plan.sync.__enter__()
         return LocalSteps(plan.optimizer, plan.params, plan.sync, strategy.dgc, place.replicas, clip)
     inner: Exchange
     if isinstance(plan.optimizer, DGCMomentum):

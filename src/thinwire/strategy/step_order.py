@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from thinwire.core.clip import Clip
 from thinwire.core.loss_scale import DynamicLossScale, FixedLossScale, LossScale
 from thinwire.sync.dgc_config import DGC
 from thinwire.sync.local_config import AdaptiveLocalSGD, LocalConfig
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["step_order"]
 
 
-def step_order(strategy: "DistributedStrategy") -> list[str]:
+def step_order(strategy: "DistributedStrategy", grad_clip: Clip | None = None) -> list[str]:
     """One text for every stage of a step, in the order in which they happen."""
     return [
         _forward(strategy),
@@ -21,7 +22,7 @@ def step_order(strategy: "DistributedStrategy") -> list[str]:
         *_merge(strategy),
         *_overflow(strategy),
         _exchange(strategy),
-        _update(strategy),
+        _update(strategy, grad_clip),
         *_averaging(strategy),
         *_next_scale(strategy),
     ]
@@ -101,8 +102,13 @@ def _exchange(strategy: "DistributedStrategy") -> str:
     )
 
 
-def _update(strategy: "DistributedStrategy") -> str:
-    said = "Update at this step's rate: clipping, weight decay and regularizer, centralization, then "
+def _update(strategy: "DistributedStrategy", grad_clip: Clip | None) -> str:
+    clipping = "clipping"
+    if grad_clip is not None:
+        whose = "this rank's own gradient" if _local(strategy) is not None else "the mean gradient"
+        everywhere = " over all stages" if strategy.pipeline is not None else ""
+        clipping = f"clipping of {whose}{everywhere} by {grad_clip}"
+    said = f"Update at this step's rate: {clipping}, weight decay and regularizer, centralization, then "
     if (lars := strategy.lars) is not None:
         added = f", epsilon {lars.epsilon:g}" if lars.epsilon else ""
         said += f"LARS in the place of the given SGD: trust coefficient {lars.lars_coeff:g}, "

@@ -7,11 +7,13 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from thinwire.core.clip import Clip
 from thinwire.core.message import Layout, Slot
 from thinwire.core.select import count_sent
 from thinwire.pipeline.cut import cut
 from thinwire.step.recompute import matches
 from thinwire.strategy.adopt import adopt
+from thinwire.strategy.clipping import require_one_clip
 from thinwire.sync.dgc_config import DGC
 from thinwire.sync.traffic import first_split
 
@@ -36,7 +38,9 @@ def about_model(strategy: "DistributedStrategy", model: nn.Module, optimizer: Op
     ]
 
 
-def about_optimizer(strategy: "DistributedStrategy", optimizer: Optimizer, model: nn.Module | None) -> list[str]:
+def about_optimizer(
+    strategy: "DistributedStrategy", optimizer: Optimizer, model: nn.Module | None, grad_clip: Clip | None = None
+) -> list[str]:
     """Which optimizer will train, and what is taken over from the given one.
 
     Raises:
@@ -45,6 +49,8 @@ def about_optimizer(strategy: "DistributedStrategy", optimizer: Optimizer, model
     local = strategy.localsgd is not None or strategy.adaptive_localsgd is not None
     names = _names_in(optimizer) if model is None else {p: name for name, p in model.named_parameters()}
     adopted = adopt(optimizer, dgc=strategy.dgc, lars=strategy.lars, lamb=strategy.lamb, local=local, names=names)
+    require_one_clip(optimizer, grad_clip)
+    require_one_clip(adopted.optimizer, grad_clip)
     return list(adopted.notes)
 
 

@@ -1,0 +1,123 @@
+"""The clipping that an engine does, beside an optimizer or in its place: over all tensors, and all stages."""
+
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from thinwire.comm import Group
+from thinwire.comm.grid import Grid
+from thinwire.core.clip import Clip, ClipByGlobalNorm, ClipByNorm, clipped
+from thinwire.core.norms import global_norm
+from thinwire.core.rows import coalesced
+from thinwire.core.storage import with_own_storage
+from thinwire.errors import StrategyError
+from thinwire.optim.dgc_momentum import DGCMomentum
+from thinwire.optim.grouped import GroupedOptimizer
+from thinwire.strategy.exchanges import Clipping
+
+__all__ = ["Taken", "require_one_clip", "take_clip_"]
+
+_ADVICE = (
+    "other norms do not commute with local accumulation. Give ClipByNorm, which limits each tensor, or leave grad_clip "
+    "out and set local_grad_clip_norm of dgc"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """The clipping of an engine, and a handle that gives back to the optimizer what it clipped by before."""
+
+    clip: Clipping
+    remove: Callable[[], None]
+
+
+def require_one_clip(optimizer: torch.optim.Optimizer, grad_clip: Clip | None) -> None:
+    """Raise `StrategyError` where `grad_clip` does not go with the optimizer, as it was given.
+
+    Raises:
+        StrategyError: The optimizer clips by itself; `DGCMomentum` and another clipping than `ClipByNorm`.
+    """
+    own = optimizer.grad_clip if isinstance(optimizer, GroupedOptimizer) else None
+    if grad_clip is None:
+        return
+    if own is not None:
+        raise StrategyError(
+            f"prepare was given grad_clip={grad_clip}, and the optimizer clips by {own} already: give one of them"
+        )
+    if isinstance(optimizer, DGCMomentum):
+        _require_clip_of_dgc(grad_clip, [group["local_grad_clip_norm"] for group in optimizer.param_groups])
+
+
+def _require_clip_of_dgc(grad_clip: Clip, limits: list[float | None]) -> None:
+    if not isinstance(grad_clip, ClipByNorm):
+        raise StrategyError(
+            f"prepare was given grad_clip={grad_clip}, and DGCMomentum accumulates gradients: {_ADVICE}"
+        )
+    limit = next((limit for limit in limits if limit is not None), None)
+    if limit is not None:
+        raise StrategyError(
+            f"prepare was given grad_clip={grad_clip}, and dgc's local_grad_clip_norm={limit} limits "
+            "the same gradient: give one of them"
+        )
+
+
+def take_clip_(optimizer: torch.optim.Optimizer, grad_clip: Clip | None, grid: Grid | None) -> Taken:
+    """Changes `optimizer`: it loses its `ClipByGlobalNorm` where it sees the tensors of one stage only.
+
+    `DGCMomentum` clips by itself, and gets `grad_clip`; every other optimizer gets clipped gradients.
+
+    Args:
+        optimizer: Of one stage.
+        grad_clip: What `prepare` was given, checked by `require_one_clip`; may be None.
+        grid: Which ranks hold the other stages; None without a pipeline.
+
+    Returns:
+        From gradients by name to those within the bounds, which may be the same tensors, changed.
+
+    Communication: with `ClipByGlobalNorm` under a pipeline 8 bytes a rank and update.
+    """
+    if isinstance(optimizer, DGCMomentum) and grad_clip is not None:
+        return Taken(dict, _replaced_(optimizer, grad_clip))
+    cut = grid if grid is not None and grid.stages > 1 else None
+    if isinstance(optimizer, GroupedOptimizer) and isinstance(optimizer.grad_clip, ClipByGlobalNorm) and cut:
+        return Taken(_clipping(optimizer.grad_clip, cut), _replaced_(optimizer, None))
+    return Taken(dict if grad_clip is None else _clipping(grad_clip, cut), lambda: None)
+
+
+def _replaced_(optimizer: GroupedOptimizer, clip: Clip | None) -> Callable[[], None]:
+    before = optimizer.replace_grad_clip(clip)
+
+    def undo() -> None:
+        optimizer.replace_grad_clip(before)
+
+    return undo
+
+
+def _clipping(clip: Clip, grid: Grid | None) -> Clipping:
+    if not isinstance(clip, ClipByGlobalNorm):
+        return lambda grads: dict(zip(grads, clipped(clip, [coalesced(g) for g in grads.values()]), strict=True))
+    stages = None if grid is None else Group(grid.stage_group)
+
+    def by_global_norm(grads: dict[str, Tensor]) -> dict[str, Tensor]:
+        together = {name: coalesced(grad) for name, grad in grads.items()}
+        norm = global_norm(list(together.values())) if together else torch.zeros(())
+        if stages is not None:
+            answers = stages.gather_bytes(struct.pack("<d", float(norm)), what="the global norm over the stages")
+            whole = sum(struct.unpack("<d", answer)[0] ** 2 for answer in answers) ** 0.5
+            norm = torch.tensor(whole, dtype=torch.float64)
+        # exactly 1 below the limit, where the product changes no bit
+        return _scaled_(together, clip.c / norm.clamp(min=clip.c))
+
+    return by_global_norm
+
+
+def _scaled_(grads: Mapping[str, Tensor], factor: Tensor) -> dict[str, Tensor]:
+    """Changes dense tensors that share their storage with no other; the others are made anew."""
+    mine, new = with_own_storage(grads), {}
+    for name, grad in grads.items():
+        at = factor.to(grad.device, grad.dtype)
+        new[name] = grad.mul_(at) if name in mine else grad * at
+    return new

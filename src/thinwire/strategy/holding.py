@@ -1,0 +1,66 @@
+"""Whose an optimizer is: while an engine trains by it, nobody else may call its `step`."""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+__all__ = ["Hold", "passing", "require_free"]
+
+
+class Hold:
+    """Refuses every call of `step` but those inside `passing`, until it is removed.
+
+    A second update from the same gradients would be made twice, or by each rank on its own.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.passes = False
+        self._handle = optimizer.register_step_pre_hook(self._refuse)
+        self._optimizer = weakref.ref(optimizer)
+        _holds[optimizer] = self
+
+    def remove(self) -> None:
+        """Let it go; may be called twice."""
+        self._handle.remove()
+        optimizer = self._optimizer()
+        if optimizer is not None and _holds.get(optimizer) is self:
+            del _holds[optimizer]
+
+    def _refuse(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        if self.passes:
+            return
+        for name in ("grad_scale", "found_inf"):  # a GradScaler's, which it would not get to take off again
+            vars(optimizer).pop(name, None)
+        raise RuntimeError(
+            "step() of an optimizer was called by hand while an engine trains by it: engine.train_step(inputs, "
+            "targets) and engine.minimize(loss) make the whole update, the exchange included. Remove the call (and "
+            "scaler.step(optimizer) of a GradScaler: use amp=AMP(...)); engine.close() gives the optimizer back"
+        )
+
+
+_holds: "weakref.WeakKeyDictionary[torch.optim.Optimizer, Hold]" = weakref.WeakKeyDictionary()
+
+
+@contextmanager
+def passing(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Inside, `step` may be called: by the engine."""
+    hold: Any = _holds.get(optimizer)
+    if hold is None:
+        yield
+        return
+    before, hold.passes = hold.passes, True
+    try:
+        yield
+    finally:
+        hold.passes = before
+
+
+def require_free(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `RuntimeError` where an engine that has not been closed trains by it."""
+    if optimizer in _holds:
+        raise RuntimeError(
+            "optimizer belongs to an engine already: call engine.close() on that one first, or make another optimizer"
+        )

@@ -1,0 +1,391 @@
+"""The optimizer that is given to `prepare` is the object that trains: its groups, its schedulers, its state."""
+
+import copy
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, SequentialLR
+
+import thinwire as tw
+from tests.ranks import Pool
+from tests.strategy.training import batch, make_model
+
+cross_entropy = nn.functional.cross_entropy
+Optimizer = torch.optim.Optimizer
+
+DGC = {"dgc": tw.DGC(sparsity=(0.75,), min_numel=64, value_bits=8)}
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "dgc with SGD": (lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), DGC),
+    "dgc with our SGD": (lambda p: tw.optim.SGD(p, lr=0.05, momentum=0.9), DGC),
+    "dgc with AdamW": (lambda p: torch.optim.AdamW(p, lr=0.01), DGC),
+    "lars": (lambda p: torch.optim.SGD(p, lr=0.3, momentum=0.9), {"lars": tw.LARS(lars_coeff=0.02)}),
+    "lamb": (lambda p: torch.optim.AdamW(p, lr=0.02), {"lamb": tw.LAMB()}),
+    "no field": (lambda p: torch.optim.AdamW(p, lr=0.01), {}),
+    "merge": (lambda p: torch.optim.AdamW(p, lr=0.01), {"gradient_merge": tw.GradientMerge(2)}),
+    "local": (lambda p: torch.optim.AdamW(p, lr=0.01), {"localsgd": tw.LocalSGD(2)}),
+    "local with dgc": (lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), {"localsgd": tw.LocalSGD(2), **DGC}),
+}
+ALL = pytest.mark.parametrize("case", CASES)
+BECOMES = ("dgc with SGD", "dgc with our SGD", "lars", "lamb")
+
+
+def prepared(case: str, **told: Any) -> tuple[nn.Module, Optimizer, Any]:
+    make, fields = CASES[case]
+    model = make_model(plain=True)
+    optimizer = make(model.named_parameters())
+    return model, optimizer, tw.DistributedStrategy(**fields).prepare(model, optimizer, cross_entropy, **told)
+
+
+def values(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().reshape(-1).clone() for p in model.parameters()])
+
+
+def updates(engine: Any, first: int = 0, count: int = 1, part: int = 0) -> None:
+    """Whole updates, however many microsteps they take."""
+    before = engine.step
+    step = first
+    while engine.step < before + count:
+        engine.train_step(*batch(step, part))
+        step += 1
+
+
+# ---- the same object
+
+
+@ALL
+def test_it_is_the_object_that_was_given(case: str) -> None:
+    _, optimizer, engine = prepared(case)
+    assert engine.optimizer is optimizer
+    updates(engine, count=2)
+    assert optimizer.state_dict()["state"]
+    assert str(optimizer.state_dict()) == str(engine.optimizer.state_dict()) == str(engine.state_dict()["optimizer"])
+
+
+@ALL
+def test_a_rate_set_in_its_groups_is_the_rate_of_the_next_update(case: str) -> None:
+    model, optimizer, engine = prepared(case)
+    group = optimizer.param_groups[0]
+    updates(engine)
+    group["lr"] = 0.0
+    if case == "lars":
+        group["momentum"] = 0.0  # its velocity contains the rates of before
+    before = values(model)
+    updates(engine, 2)
+    assert torch.equal(values(model), before)
+    group["lr"] = 0.01
+    updates(engine, 4)
+    assert not torch.equal(values(model), before)
+
+
+def by_hand(case: str, make: Any, early: bool) -> tuple[list[float], list[float]]:
+    """The rates at which a scheduler drives the engine, and those of the same scheduler with plain torch."""
+    parts = []
+    for with_engine in (True, False):
+        maker, fields = CASES[case]
+        model = make_model(plain=True)
+        optimizer = maker(model.named_parameters())
+        scheduler = make(optimizer) if early else None
+        engine = tw.DistributedStrategy(**fields).prepare(model, optimizer, cross_entropy) if with_engine else None
+        scheduler = scheduler or make(optimizer)
+        rates = []
+        for step in range(6):
+            rates.append(float(optimizer.param_groups[0]["lr"]))
+            if engine is not None:
+                updates(engine, 2 * step)
+            else:
+                cross_entropy(model(batch(step, 0)[0]), batch(step, 0)[1]).backward()
+                optimizer.step()
+            scheduler.step()
+        parts.append(rates)
+    return parts[0], parts[1]
+
+
+SCHEDULERS = {
+    "LambdaLR": lambda o: LambdaLR(o, lambda step: 0.5**step),
+    "CosineAnnealingLR": lambda o: CosineAnnealingLR(o, 5, eta_min=1e-4),
+    "SequentialLR": lambda o: SequentialLR(o, [LambdaLR(o, lambda _: 0.1), CosineAnnealingLR(o, 4)], milestones=[2]),
+    "OneCycleLR": lambda o: OneCycleLR(o, max_lr=0.2, total_steps=8),
+}
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["made before", "made after"])
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("case", ["dgc with SGD", "lamb", "dgc with AdamW", "merge", "local"])
+def test_schedulers_drive_it(case: str, name: str, early: bool) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns of a scheduler that steps before its optimizer
+        got, expected = by_hand(case, SCHEDULERS[name], early)
+    assert got == expected
+    assert len(set(got)) > 2
+
+
+@pytest.mark.parametrize("case", ["dgc with SGD", "lamb", "local"])
+def test_the_rate_of_a_scheduler_is_the_rate_that_is_applied(case: str) -> None:
+    model, optimizer, engine = prepared(case)
+    scheduler = LambdaLR(optimizer, lambda step: 0.0 if step == 1 else 1.0)
+    updates(engine)
+    scheduler.step()
+    before = values(model)
+    updates(engine, 1)
+    assert torch.equal(values(model), before)
+    scheduler.step()
+    updates(engine, 2)
+    assert not torch.equal(values(model), before)
+
+
+def test_a_dropped_step_is_no_reason_for_a_warning_of_the_scheduler() -> None:
+    amp = tw.AMP("bfloat16", tw.DynamicLossScale(init_loss_scale=2.0**10))
+    model = make_model(plain=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    engine = tw.DistributedStrategy(amp=amp).prepare(model, optimizer, cross_entropy)
+    scheduler = LambdaLR(optimizer, lambda step: 1.0)
+    x, y = batch(0, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.train_step(x * float("inf"), y)
+        scheduler.step()
+    assert engine.stats()["dropped_steps"] == 1
+
+
+@pytest.mark.parametrize("case", BECOMES)
+def test_hooks_that_were_there_go_on(case: str) -> None:
+    make, fields = CASES[case]
+    model = make_model(plain=True)
+    optimizer = make(model.named_parameters())
+    seen: list[str] = []
+    handle = optimizer.register_step_post_hook(lambda *_: seen.append("step"))
+    optimizer.register_state_dict_post_hook(lambda *_: seen.append("state_dict"))
+    engine = tw.DistributedStrategy(**fields).prepare(model, optimizer, cross_entropy)
+    seen.clear()
+    updates(engine, count=2)
+    assert seen == ["step", "step"]
+    optimizer.state_dict()
+    assert seen[2:] == ["state_dict"]
+    handle.remove()
+    updates(engine)
+    assert seen[3:] == []
+
+
+def test_a_rate_that_is_a_tensor_goes_on_in_place() -> None:
+    model = make_model(plain=True)
+    rate = torch.tensor(0.05)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+    engine = tw.DistributedStrategy(**DGC).prepare(model, optimizer, cross_entropy)
+    rate.zero_()
+    before = values(model)
+    updates(engine)
+    assert torch.equal(values(model), before)
+
+
+# ---- a step by hand
+
+
+@ALL
+def test_its_step_by_hand_is_an_error_that_says_what_to_call(case: str) -> None:
+    model, optimizer, engine = prepared(case)
+    updates(engine, count=2)
+    before, saved = values(model), str(engine.state_dict())
+    for call in (optimizer.step, lambda: optimizer.step(lambda: torch.zeros(()))):
+        with pytest.raises(RuntimeError, match=r"engine\.train_step.*engine\.minimize.*[Rr]emove"):
+            call()
+    assert torch.equal(values(model), before)
+    assert str(engine.state_dict()) == saved
+    updates(engine, 4)
+    assert not torch.equal(values(model), before)
+
+
+@ALL
+def test_a_step_through_a_grad_scaler_is_an_error_too(case: str) -> None:
+    _, optimizer, engine = prepared(case)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    updates(engine)
+    scaler.scale(torch.ones(()))
+    with pytest.raises(RuntimeError, match=r"engine\.train_step"):
+        scaler.step(optimizer)
+    assert not hasattr(optimizer, "found_inf")
+    updates(engine, 2)
+
+
+def leftover(rank: int, size: int, case: str) -> tuple[str, list[float]]:
+    model, optimizer, engine = prepared(case)
+    said = ""
+    for step in range(3):
+        loss = cross_entropy(model(batch(step, rank)[0]), batch(step, rank)[1])
+        engine.minimize(loss)
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            said = str(error)
+        optimizer.zero_grad()
+    return said, values(model).tolist()
+
+
+@pytest.mark.parametrize("case", ["dgc with SGD", "dgc with AdamW", "no field"])
+def test_a_left_over_step_does_not_drive_ranks_apart(case: str, ranks: Pool) -> None:
+    (said, first), (_, second) = ranks.run(leftover, case)
+    assert "engine.minimize" in said
+    assert first == second
+
+
+# ---- failure and end
+
+
+def everything(optimizer: Optimizer) -> dict[str, Any]:
+    groups = [dict(group) for group in optimizer.param_groups]
+    return {"kind": type(optimizer), "dict": dict(vars(optimizer)), "groups": groups, "state": dict(optimizer.state)}
+
+
+def fails(rank: int, size: int, case: str, how: str) -> tuple[bool, bool, str]:
+    """Whether the object is as before, and whether it trains as if nothing had been."""
+    make, fields = CASES[case]
+    model = make_model(plain=True)
+    optimizer = make(model.named_parameters())
+    scheduler = LambdaLR(optimizer, lambda step: 0.5)
+    twin = make_model(plain=True)
+    other = make(twin.named_parameters())
+    LambdaLR(other, lambda step: 0.5)
+    if how == "settings differ":
+        optimizer.param_groups[0]["lr"] *= 1 + rank
+    if how == "one rank cannot" and rank == 0:
+        optimizer.param_groups[0]["params"].append(nn.Parameter(torch.ones(1)))
+    before, text = everything(optimizer), ""
+    try:
+        tw.DistributedStrategy(**fields).prepare(model, optimizer, cross_entropy)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    alike = everything(optimizer) == before
+    if how == "settings differ":
+        optimizer.param_groups[0]["lr"] /= 1 + rank
+    for net, one in ((model, optimizer), (twin, other)):
+        for step in range(2):
+            one.zero_grad()
+            cross_entropy(net(batch(step, 0)[0]), batch(step, 0)[1]).backward()
+            one.step()
+    scheduler.step()
+    return alike, torch.equal(values(model), values(twin)), text
+
+
+@pytest.mark.parametrize("how", ["settings differ", "one rank cannot"])
+@pytest.mark.parametrize("case", ["dgc with SGD", "lamb", "local with dgc", "no field"])
+def test_where_prepare_fails_the_object_is_as_before(case: str, how: str, ranks: Pool) -> None:
+    for alike, same, text in ranks.run(fails, case, how):
+        assert text, "it should have failed"
+        assert alike
+        assert same
+
+
+def test_where_putting_it_together_fails_the_object_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    from thinwire.strategy import prepare as module
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise OSError("no more memory")
+
+    monkeypatch.setattr(module, "MovingBuffers", broken)
+    make, fields = CASES["dgc with SGD"]
+    model = make_model(plain=True)
+    optimizer = make(model.named_parameters())
+    before = everything(optimizer)
+    recompute = tw.Recompute(("1",))
+    with pytest.raises(OSError, match="memory"):
+        tw.DistributedStrategy(**fields, recompute=recompute).prepare(model, optimizer, cross_entropy)
+    assert everything(optimizer) == before
+    assert "forward" not in vars(model[1])
+    optimizer.step()
+
+
+@ALL
+def test_a_closed_engine_gives_it_back(case: str) -> None:
+    model, optimizer, engine = prepared(case)
+    updates(engine, count=2)
+    engine.close()
+    before = values(model)
+    model(batch(0, 0)[0]).sum().backward()
+    optimizer.step()
+    assert not torch.equal(values(model), before)
+    again = tw.DistributedStrategy(**CASES[case][1]).prepare(model, optimizer, cross_entropy)
+    assert again.optimizer is optimizer
+    updates(again, count=2)
+    again.close()
+
+
+def test_an_engine_takes_no_optimizer_of_another_one() -> None:
+    model, optimizer, engine = prepared("dgc with AdamW")
+    with pytest.raises(RuntimeError, match=r"engine\.close\(\)"):
+        tw.DistributedStrategy().prepare(model, optimizer, cross_entropy)
+    updates(engine)
+
+
+def test_what_became_another_method_keeps_its_settings() -> None:
+    model, optimizer, engine = prepared("dgc with SGD")
+    engine.close()
+    with pytest.raises(tw.StrategyError, match="dgc"):
+        tw.DistributedStrategy(dgc=tw.DGC(sparsity=(0.5,))).prepare(model, optimizer, cross_entropy)
+
+
+@ALL
+def test_copies_of_it_train_on_alike(case: str) -> None:
+    model, optimizer, engine = prepared(case)
+    LambdaLR(optimizer, lambda step: 0.5)
+    updates(engine, count=2)
+    copied = copy.deepcopy((model, optimizer))
+    unpickled = pickle.loads(pickle.dumps((model, optimizer)))
+    third = make_model(plain=True)
+    third.load_state_dict(model.state_dict())
+    fresh = type(optimizer)(list(third.named_parameters()), lr=1.0)
+    fresh.load_state_dict(optimizer.state_dict())
+    results = []
+    for net, one in (copied, unpickled, (third, fresh)):
+        one.zero_grad()
+        cross_entropy(net(batch(9, 0)[0]), batch(9, 0)[1]).backward()
+        one.step()
+        results.append(values(net))
+    assert torch.equal(results[0], results[1])
+    if "dgc" not in case or "AdamW" in case or case == "local with dgc":  # a fresh one has other settings of dgc
+        assert torch.equal(results[0], results[2])
+
+
+def stages(rank: int, size: int) -> tuple[bool, float, float]:
+    model = make_model(plain=True)
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.05, momentum=0.9)
+    scheduler = LambdaLR(optimizer, lambda step: 0.0 if step == 2 else 1.0)
+    pipeline = tw.Pipeline(stages=2, micro_batches=2)
+    engine = tw.DistributedStrategy(pipeline=pipeline, **DGC).prepare(model, optimizer, cross_entropy)
+    moved = []
+    for step in range(3):
+        before = values(engine.model)
+        engine.train_step(*batch(step, 0))
+        scheduler.step()
+        moved.append(float((values(engine.model) - before).norm()))
+    try:
+        optimizer.step()
+    except RuntimeError:
+        return engine.optimizer is optimizer, moved[1], moved[2]
+    return False, 0.0, 0.0
+
+
+def test_stages_of_a_pipeline_train_by_the_given_object(ranks: Pool) -> None:
+    for same, at_rate, at_none in ranks.run(stages):
+        assert same
+        assert at_rate > 0
+        assert at_none == 0
+
+
+def resumed(case: str) -> bool:
+    model, _, engine = prepared(case)
+    updates(engine, count=3)
+    saved = copy.deepcopy(engine.state_dict())
+    updates(engine, 6, count=2)
+    after = values(model)
+    _, _, other = prepared(case)
+    other.load_state_dict(saved)
+    updates(other, 6, count=2)
+    return torch.equal(values(other.model), after)
+
+
+@ALL
+def test_an_engine_resumes_bit_for_bit(case: str) -> None:
+    assert resumed(case)

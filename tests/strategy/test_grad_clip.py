@@ -1,0 +1,227 @@
+"""Clipping that `prepare` is given works with every optimizer, on the mean gradient, before the update."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import thinwire as tw
+from tests.ranks import Pool, Raised
+from tests.strategy.training import batch, make_model
+
+cross_entropy = nn.functional.cross_entropy
+DOUBLE: dict[str, Any] = {"dtype": torch.float64}
+CLIPS = {
+    "global": tw.ClipByGlobalNorm(0.05),
+    "norm": tw.ClipByNorm(0.03),
+    "value": tw.ClipByValue(0.004, -0.002),
+}
+MAKERS: dict[str, Any] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.3, momentum=0.9, weight_decay=0.01),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, eps=1e-3),
+    "our Adam": lambda p: tw.optim.Adam(p, lr=0.01, eps=1e-3),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, eps=1e-3),
+}
+
+
+def bounded(clip: Any, model: nn.Module) -> None:
+    """By loops and torch alone, in place."""
+    grads = [p.grad for p in model.parameters()]
+    if isinstance(clip, tw.ClipByValue):
+        for grad in grads:
+            grad.clamp_(clip.min, clip.max)
+        return
+    whole = sum(float((grad**2).sum()) for grad in grads) ** 0.5
+    for grad in grads:
+        size = whole if isinstance(clip, tw.ClipByGlobalNorm) else float((grad**2).sum()) ** 0.5
+        if size > clip.c:
+            grad.mul_(clip.c / size)
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def clipped(rank: int, size: int, maker: str, clip: str, fields: dict[str, Any]) -> tuple[list[float], list[float]]:
+    model, plain = make_model(plain=True, **DOUBLE), make_model(plain=True, **DOUBLE)
+    optimizer, other = MAKERS[maker](model.parameters()), MAKERS[maker](plain.parameters())
+    strategy = tw.DistributedStrategy(**fields)
+    engine = strategy.prepare(model, optimizer, cross_entropy, grad_clip=CLIPS[clip])
+    merged = 2 if "gradient_merge" in fields else 1
+    for step in range(4):
+        other.zero_grad()
+        for micro in range(merged):
+            engine.train_step(*batch(merged * step + micro, rank, **DOUBLE))
+            for part in range(size):
+                x, y = batch(merged * step + micro, part, **DOUBLE)
+                (cross_entropy(plain(x), y) / size / merged).backward()
+        bounded(CLIPS[clip], plain)
+        other.step()
+    return flat(model).tolist(), flat(plain).tolist()
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("maker", MAKERS)
+def test_the_mean_gradient_is_clipped_before_the_update(maker: str, clip: str, ranks: Pool) -> None:
+    for got, expected in ranks.run(clipped, maker, clip, {}):
+        assert torch.allclose(torch.tensor(got), torch.tensor(expected), rtol=0, atol=1e-9)
+
+
+def test_a_merged_gradient_is_clipped_as_a_whole(ranks: Pool) -> None:
+    for got, expected in ranks.run(clipped, "AdamW", "global", {"gradient_merge": tw.GradientMerge(2)}):
+        assert torch.allclose(torch.tensor(got), torch.tensor(expected), rtol=0, atol=1e-9)
+
+
+def test_it_is_unscaled_before(ranks: Pool) -> None:
+    amp = {"amp": tw.AMP("bfloat16", tw.FixedLossScale(2.0**10))}
+    scaled = ranks.run(narrow, amp)
+    plain = ranks.run(narrow, {"amp": tw.AMP("bfloat16")})
+    assert scaled == plain
+
+
+def narrow(rank: int, size: int, fields: dict[str, Any]) -> list[float]:
+    model = make_model(plain=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+    clip = tw.ClipByGlobalNorm(0.05)
+    engine = tw.DistributedStrategy(**fields).prepare(model, optimizer, cross_entropy, grad_clip=clip)
+    for step in range(3):
+        engine.train_step(*batch(step, rank))
+    return flat(model).tolist()
+
+
+def local(rank: int, size: int) -> tuple[list[float], list[float]]:
+    model, plain = make_model(plain=True, **DOUBLE), make_model(plain=True, **DOUBLE)
+    optimizer, other = (MAKERS["AdamW"](net.parameters()) for net in (model, plain))
+    strategy = tw.DistributedStrategy(localsgd=tw.LocalSGD(100, begin_step=0))
+    engine = strategy.prepare(model, optimizer, cross_entropy, grad_clip=CLIPS["global"])
+    for step in range(3):
+        engine.train_step(*batch(step, rank, **DOUBLE))
+        other.zero_grad()
+        cross_entropy(plain(batch(step, rank, **DOUBLE)[0]), batch(step, rank, **DOUBLE)[1]).backward()
+        bounded(CLIPS["global"], plain)
+        other.step()
+    return flat(model).tolist(), flat(plain).tolist()
+
+
+def test_under_local_updates_each_rank_clips_its_own(ranks: Pool) -> None:
+    (a, b), (c, d) = ranks.run(local)
+    assert a != c
+    for got, expected in ((a, b), (c, d)):
+        assert torch.allclose(torch.tensor(got), torch.tensor(expected), rtol=0, atol=1e-12)
+
+
+def stages(rank: int, size: int, count: int) -> dict[str, Tensor]:
+    model = make_model(plain=True, **DOUBLE)
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.5)
+    strategy = tw.DistributedStrategy(pipeline=tw.Pipeline(stages=count, micro_batches=2))
+    engine = strategy.prepare(model, optimizer, cross_entropy, grad_clip=tw.ClipByGlobalNorm(0.05))
+    for step in range(3):
+        engine.train_step(*batch(step, 0, **DOUBLE))
+    return {name: p.detach().clone() for name, p in engine.model.named_parameters()}
+
+
+def test_the_norm_is_over_all_stages(ranks: Pool) -> None:
+    (whole,) = ranks.run(stages, 1, size=0)
+    parts: dict[str, Tensor] = {}
+    for part in ranks.run(stages, 2, size=2):
+        parts |= part
+    assert parts.keys() == whole.keys()
+    for name, value in whole.items():
+        torch.testing.assert_close(parts[name], value, rtol=0, atol=1e-12)
+
+
+def by_dgc(rank: int, size: int, given: bool) -> list[float]:
+    """By `prepare`, or by an optimizer that was made so."""
+    model = make_model(plain=True)
+    clip = tw.ClipByNorm(0.02)
+    if given:
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        strategy = tw.DistributedStrategy(dgc=tw.DGC(sparsity=(0.75,), min_numel=64))
+        engine = strategy.prepare(model, optimizer, cross_entropy, grad_clip=clip)
+    else:
+        optimizer = tw.optim.DGCMomentum(
+            model.parameters(), lr=0.1, momentum=0.9, sparsity=(0.75,), min_numel=64, grad_clip=clip
+        )
+        engine = tw.DistributedStrategy().prepare(model, optimizer, cross_entropy)
+    for step in range(3):
+        engine.train_step(*batch(step, rank))
+    trained = flat(model).tolist()
+    engine.close()
+    assert optimizer.grad_clip == (None if given else clip)
+    return trained
+
+
+def test_dgc_momentum_clips_each_tensor_itself(ranks: Pool) -> None:
+    assert ranks.run(by_dgc, True) == ranks.run(by_dgc, False)
+
+
+@pytest.mark.parametrize("clip", [tw.ClipByGlobalNorm(1.0), tw.ClipByValue(1.0)])
+def test_what_dgc_momentum_cannot_clip_by_is_said_with_what_to_use(clip: Any) -> None:
+    for fields, make in (
+        ({"dgc": tw.DGC()}, lambda p: torch.optim.SGD(p, lr=0.1)),
+        ({}, lambda p: tw.optim.DGCMomentum(p, lr=0.1)),
+    ):
+        model = make_model(plain=True)
+        optimizer = make(model.parameters())
+        kind = type(optimizer)
+        with pytest.raises(tw.StrategyError, match="local_grad_clip_norm"):
+            tw.DistributedStrategy(**fields).prepare(model, optimizer, grad_clip=clip)
+        assert type(optimizer) is kind
+        with pytest.raises(tw.StrategyError, match="local_grad_clip_norm"):
+            tw.DistributedStrategy(**fields).explain(model, optimizer, grad_clip=clip)
+
+
+def test_two_clippings_are_one_too_many() -> None:
+    model = make_model(plain=True)
+    optimizer = tw.optim.SGD(model.parameters(), lr=0.1, grad_clip=tw.ClipByNorm(1.0))
+    with pytest.raises(tw.StrategyError, match="one of them"):
+        tw.DistributedStrategy().prepare(model, optimizer, grad_clip=tw.ClipByNorm(1.0))
+    given = torch.optim.SGD(model.parameters(), lr=0.1)
+    strategy = tw.DistributedStrategy(dgc=tw.DGC(local_grad_clip_norm=1.0))
+    with pytest.raises(tw.StrategyError, match="local_grad_clip_norm"):
+        strategy.prepare(model, given, grad_clip=tw.ClipByNorm(1.0))
+
+
+def test_something_else_is_no_clipping() -> None:
+    model = make_model(plain=True)
+    wrong: Any = 1.0
+    with pytest.raises(TypeError, match="grad_clip must be ClipByGlobalNorm or ClipByNorm or ClipByValue"):
+        tw.DistributedStrategy().prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), grad_clip=wrong)
+
+
+def differing(rank: int, size: int) -> None:
+    model = make_model(plain=True)
+    clip = tw.ClipByGlobalNorm(1.0 + rank)
+    tw.DistributedStrategy().prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), grad_clip=clip)
+
+
+def test_ranks_must_clip_alike(ranks: Pool) -> None:
+    for raised in ranks.run(differing, expect_errors=True):
+        assert isinstance(raised, Raised)
+        assert raised.type_name == "Mismatch"
+        assert "grad_clip" in raised.text
+
+
+def test_explain_says_what_is_clipped_by_what() -> None:
+    clip = tw.ClipByGlobalNorm(1.5)
+    assert "clipping of the mean gradient by ClipByGlobalNorm(c=1.5)" in tw.DistributedStrategy().explain(
+        grad_clip=clip
+    ).replace("\n    ", "")
+    local_text = tw.DistributedStrategy(localsgd=tw.LocalSGD(4)).explain(grad_clip=clip)
+    assert "this rank's own gradient" in " ".join(local_text.split())
+
+
+def test_row_sparse_gradients_keep_their_rows() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Flatten(), nn.Linear(8, 2))
+    before = model[0].weight.detach().clone()
+    optimizer = tw.optim.LazyAdam(model.parameters(), lr=0.1)
+    engine = tw.DistributedStrategy().prepare(model, optimizer, cross_entropy, grad_clip=tw.ClipByGlobalNorm(0.01))
+    engine.train_step(torch.tensor([[1, 3]]), torch.tensor([0]))
+    moved = (model[0].weight != before).any(dim=1)
+    assert moved.tolist() == [False, True, False, True, False, False, False, False]
+    total = sum(
+        float((p.grad.coalesce().values() if p.grad.is_sparse else p.grad).pow(2).sum()) for p in model.parameters()
+    )
+    assert total**0.5 == pytest.approx(0.01)
