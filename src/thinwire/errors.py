@@ -9,6 +9,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointMismatch",
     "CheckpointMissing",
+    "Diverged",
     "Mismatch",
     "NonFinite",
     "PayloadCorrupt",
@@ -33,6 +34,10 @@ class PeerStalled(ThinwireError):
 
 class Mismatch(ThinwireError):
     """Two ranks disagree: on versions, configuration, parameters or on what is exchanged in this step."""
+
+
+class Diverged(ThinwireError):
+    """What ranks must hold alike differs. Names the first parameter and the updates between which it happened."""
 
 
 class PayloadCorrupt(ThinwireError):

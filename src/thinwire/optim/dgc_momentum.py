@@ -18,6 +18,7 @@ from thinwire.comm import (
     BucketTap,
     Group,
     Nodes,
+    next_identity,
     node_size_of,
     require_agreement,
     require_process_group,
@@ -37,6 +38,7 @@ from thinwire.optim.base import CommonOptimizer
 from thinwire.optim.two_phase import ParamGrad
 from thinwire.schedules import Schedule, sparsity_at
 from thinwire.sync.dgc_config import compressible
+from thinwire.sync.digest import DIGEST_EVERY, RollingDigest
 from thinwire.sync.exchange import GradientExchange, Verdict
 from thinwire.sync.local_limit import limited
 from thinwire.sync.node_state import make_common_
@@ -85,6 +87,8 @@ class DGCMomentum(CommonOptimizer):
         exchange: "gather" gives every source all messages, "split" the sums of shares, which does not grow with the
             sources; "auto" counts, and splits where that moves at most half of the bytes.
         process_group: The ranks that exchange; None for all of them. One process alone works too.
+        digest_every: Updates within which a difference between the ranks' parameters, or in momentum that is averaged
+            densely, is found, >= 1; 0 compares nothing.
         grad_clip: `ClipByNorm` only: its c is C for compressed tensors and a plain limit for those that stay dense.
         regularizer: `L1Decay` or `L2Decay`, treated as `weight_decay` is.
         exclude_from_weight_decay: Patterns over names, or a predicate (name, parameter) -> bool.
@@ -96,11 +100,13 @@ class DGCMomentum(CommonOptimizer):
     Every rank saves its own. What is loaded takes on the type that is asked for here: rounded to nearest, once, where
     that is narrower.
     **Communication** per step: 24 bytes a rank of agreement before and after, one all-gather of equally long messages,
-    one all-reduce per dtype of dense tensors. The first step also compares settings and parameters over the ranks. With
+    one all-reduce per dtype of dense tensors. A digest of what all ranks must hold alike rides in the agreement. The
+    first step also compares settings and parameters over the ranks. With
     nodes these go between the first ranks of the nodes, after one all-reduce per dtype inside each; with "split" the
     all-gather becomes an exchange of parts and an all-gather of their sums.
     **Failure**: a gradient that is not finite, on any rank, drops the step on all of them; nothing changes, a warning
-    names parameter, rank and step, and the tenth in a row is `thinwire.errors.NonFinite`. Every other error of an
+    names parameter, rank and step, and the tenth in a row is `thinwire.errors.NonFinite`. Ranks that do not hold the
+    same any more are `thinwire.errors.Diverged` on all of them, within `digest_every` updates. Every other error of an
     exchange leaves parameters and state as they were before the step.
 
     Raises:
@@ -140,6 +146,7 @@ class DGCMomentum(CommonOptimizer):
         node_size: int | None = None,
         exchange: str = "auto",
         process_group: dist.ProcessGroup | None = None,
+        digest_every: int = DIGEST_EVERY,
         grad_clip: ClipByNorm | None = None,
         regularizer: Regularizer | None = None,
         exclude_from_weight_decay: Any = None,
@@ -170,8 +177,10 @@ class DGCMomentum(CommonOptimizer):
         check.instance("exchange", exchange, str)
         check.one_of("exchange", exchange, EXCHANGES)
         self.exchange = exchange
+        self.digest_every = check.integer("digest_every", digest_every, at_least=0)
         require_process_group(process_group)
         self._process_group = process_group
+        self._identity = f"optimizer {next_identity(process_group)}"
         self._fresh: dict[Tensor, dict[str, Tensor]] = {}
         self._samples: dict[int, Tensor] = {}
         defaults = {
@@ -532,12 +541,36 @@ class DGCMomentum(CommonOptimizer):
             exchange=self.exchange,
         )
         made.buckets = self._bucket_keys()
-        made.optimizer = self
+        made.optimizer, made.identity, made.digest = self, self._identity, self._new_digest()
         return made
 
     def _bucket_keys(self) -> list[list[int]]:
         keys = self._listing.keys
         return [[keys[p] for p in bucket if p in keys] for bucket in self._buckets]
+
+    def serve(self, identity: str, digest_every: int) -> None:
+        """Belong to an engine: what this one is called in agreements, and how often it is compared."""
+        self._identity, self.digest_every = identity, digest_every
+        if self._exchange is not None:
+            self._exchange.identity, self._exchange.digest = identity, self._new_digest()
+
+    def _new_digest(self) -> RollingDigest | None:
+        if not self.digest_every:
+            return None
+        digest = RollingDigest(self._params_by_name, self._common_state, every=self.digest_every)
+        digest.start_from(self.position)
+        return digest
+
+    def _params_by_name(self) -> dict[str, Tensor]:
+        return {f"parameter {name}": p for name, p in zip(self._listing.names, self._listing.params, strict=True)}
+
+    def _common_state(self) -> dict[str, Tensor]:
+        """Momentum of tensors that are averaged densely all the time, which is the same on all ranks."""
+        return {
+            f"momentum_buffer of {name}": self.state[p]["momentum_buffer"]
+            for name, p in zip(self._listing.names, self._listing.params, strict=True)
+            if p in self.state and "momentum_buffer" in self.state[p] and not self._compressible(p)
+        }
 
     def _state_by_name(self) -> dict[str, Tensor]:
         """Momentum and residuals that there are, in the order of the exchange."""
@@ -563,6 +596,7 @@ class DGCMomentum(CommonOptimizer):
             "ranks of a node": node,
             "exchange": self.exchange,
             **self.shared_settings(),
+            "digest_every": self.digest_every,
             "step": self.position,
             "group": plain,
             "parameter": [
@@ -574,12 +608,14 @@ class DGCMomentum(CommonOptimizer):
         }
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("value_bits", "state_dtype", "num_trainers", "node_size", "exchange")
+        own = ("value_bits", "state_dtype", "num_trainers", "node_size", "exchange", "digest_every")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._process_group = self.__dict__.get("_process_group")
+        self.digest_every = self.__dict__.get("digest_every", DIGEST_EVERY)
+        self._identity = "a copied optimizer"
         self._nodes_compared = False  # loaded state may differ inside a node
         self._fresh = self.__dict__.get("_fresh", {})
         self._samples = self.__dict__.get("_samples", {})

@@ -97,6 +97,7 @@ class DistributedStrategy:
         loss_fn: Callable[..., Any] | None = None,
         *,
         grad_clip: Clip | None = None,
+        digest_every: int = 64,
     ) -> Engine:
         """Make the engine that trains `model` by this strategy; the same call on every rank.
 
@@ -109,6 +110,9 @@ class DistributedStrategy:
             grad_clip: `ClipByGlobalNorm`, `ClipByNorm` or `ClipByValue`, of the mean gradient before weight decay and
                 update; under local updates of this rank's own gradient, under a pipeline over all stages. Where
                 `DGCMomentum` trains, `ClipByNorm` only, or `local_grad_clip_norm` of `dgc`.
+            digest_every: Updates within which ranks that do not hold the same are found, >= 1: a digest of parameters
+                and optimizer rides in the agreement of every update; under local updates, in that of every averaging.
+                0 compares nothing.
 
         Raises:
             StrategyError: The strategy does not go with this model, optimizer or number of ranks; nothing has changed.
@@ -116,7 +120,7 @@ class DistributedStrategy:
         """
         from thinwire.strategy.prepare import prepare
 
-        return prepare(self, model, optimizer, loss_fn, grad_clip=grad_clip)
+        return prepare(self, model, optimizer, loss_fn, grad_clip=grad_clip, digest_every=digest_every)
 
     def explain(
         self, model: nn.Module | None = None, optimizer: Optimizer | None = None, *, grad_clip: Clip | None = None

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import _validate as check
 from thinwire.amp import LossScaler
-from thinwire.comm import Group, require_agreement
+from thinwire.comm import Group, next_identity, require_agreement
 from thinwire.comm.grid import Grid
 from thinwire.comm.nodes import require_divisor
 from thinwire.comm.replicate import copy_from_first_
@@ -37,6 +37,7 @@ from thinwire.strategy.moving_buffers import MovingBuffers
 from thinwire.strategy.overlap import Overlap
 from thinwire.sync.bucketing import BUCKET_BYTES, DENSE_BUCKET_BYTES
 from thinwire.sync.dgc_config import DGC
+from thinwire.sync.digest import DIGEST_EVERY, RollingDigest, optimizer_state
 from thinwire.sync.gradient_mean import GradientMean
 from thinwire.sync.local_sgd import LocalUpdates
 
@@ -83,6 +84,7 @@ class _Plan:
     sync: LocalUpdates | None
     restore: Callable[[], None]
     """Undoes what making it did to the given optimizer, in class and contents."""
+    digest_every: int = DIGEST_EVERY
 
 
 def prepare(
@@ -92,11 +94,14 @@ def prepare(
     loss_fn: Callable[..., Any] | None = None,
     *,
     grad_clip: Clip | None = None,
+    digest_every: int = DIGEST_EVERY,
 ) -> Engine:
     """See `DistributedStrategy.prepare`."""
     _check_kinds(model, optimizer, loss_fn, grad_clip)
+    digest_every = check.integer("digest_every", digest_every, at_least=0)
     group = Group()
-    require_agreement(group, strategy_facts(strategy), what="comparing strategies")
+    facts = {**strategy_facts(strategy), "digest_every": digest_every}
+    require_agreement(group, facts, what="comparing strategies")
     grid = None if strategy.pipeline is None else Grid(strategy.pipeline.stages)
     place = _Place(grid=grid, replicas=group.size if grid is None else grid.replicas)
     if strategy.expected_replicas not in (None, place.replicas):
@@ -105,6 +110,7 @@ def prepare(
             f"which make {place.replicas} replicas: start as many ranks as it says, or leave dp_degree out to use all"
         )
     plan = _agreed_plan(strategy, model, optimizer, grad_clip, group, place)
+    plan.digest_every = digest_every
     handles: list[Any] = []
     try:
         copy_from_first_([*model.parameters(), *model.buffers()], group, what="copying the model of rank 0")
@@ -321,13 +327,25 @@ def _exchange(
     if plan.sync is not None:
         return LocalSteps(plan.optimizer, plan.params, plan.sync, strategy.dgc, place.replicas, clip)
     inner: Exchange
+    identity = f"engine {next_identity()}"
     if isinstance(plan.optimizer, DGCMomentum):
+        plan.optimizer.serve(identity, plan.digest_every)
         inner = InOptimizer(plan.optimizer, plan.params)
     else:
         # a loss scale has looked at the gradients, or was told not to
         checks = plan.scaler is None
         mean = GradientMean(Group(place.replica_group), plan.params, plan.compressor, check_finite=checks)
+        mean.watch(_digest(plan), identity)
         inner = MeanThenStep(plan.optimizer, plan.params, mean, clip)
     if plan.scaler is None and place.grid is not None:
         return DropTogether(inner, Group(), [name for name, _ in model.named_parameters()])
     return inner
+
+
+def _digest(plan: _Plan) -> RollingDigest | None:
+    """Of the replicas of this rank's stage and of its optimizer; None where nothing is to be compared."""
+    if not plan.digest_every:
+        return None
+    params = {f"parameter {name}": p for name, p in plan.stage.named_parameters()}
+    names: dict[torch.Tensor, str] = {p: name for name, p in plan.params.items()}
+    return RollingDigest(lambda: params, lambda: optimizer_state(plan.optimizer, names), every=plan.digest_every)

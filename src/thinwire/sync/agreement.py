@@ -4,9 +4,13 @@ import json
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
 
 from thinwire.comm import Group, elsewhere
-from thinwire.errors import Mismatch, NonFinite, PayloadCorrupt, ThinwireError
+from thinwire.errors import Diverged, Mismatch, NonFinite, PayloadCorrupt, ThinwireError
+
+if TYPE_CHECKING:
+    from thinwire.sync.digest import RollingDigest
 
 __all__ = ["ABSENT", "DENSE", "MAX_DROPS_IN_A_ROW", "ROW_SPARSE", "Drops", "Report", "agree_on_step"]
 
@@ -21,6 +25,8 @@ class Report:
     step: int
     phase: str
     """Where in the step the rank is; ranks in different phases have lost each other."""
+    engine: str = ""
+    """Which of the engines and optimizers over these ranks this is, in the order in which they were made."""
     kinds: str = ""
     """Per parameter: ABSENT, DENSE or ROW_SPARSE gradient."""
     non_finite: int | None = None
@@ -41,19 +47,28 @@ class Report:
     """This rank's learning rate of the step, likewise."""
     rates: list[float] = field(default_factory=list)
     """This rank's learning rate of each parameter group, where all ranks update alike."""
+    settings: list[str] = field(default_factory=list)
+    """The other hyper-parameters of each parameter group, likewise, as JSON."""
+    digest: str | None = None
+    """Of what all ranks must hold alike before this step; see `RollingDigest`."""
+    damaged: str | None = None
+    """What of this rank's own state changed since the library last wrote it."""
     scale: float | None = None
     """This rank's loss scale, where each rank has its own."""
     state: list[str] = field(default_factory=list)
     """Optimizer state that this rank can give to an averaging of parameters."""
 
 
-def agree_on_step(group: Group, report: Report, names: Sequence[str]) -> list[Report]:
+def agree_on_step(
+    group: Group, report: Report, names: Sequence[str], digest: "RollingDigest | None" = None
+) -> list[Report]:
     """Every rank's report, after the checks that all of them must pass.
 
     Args:
         group: The ranks.
         report: This rank's view.
         names: The parameters in the order of `Report.kinds`.
+        digest: What `Report.digest` is from; finds what differs.
 
     Returns:
         The reports in rank order.
@@ -61,8 +76,9 @@ def agree_on_step(group: Group, report: Report, names: Sequence[str]) -> list[Re
     Raises:
         PayloadCorrupt: A rank refused a message.
         ThinwireError: A rank was misused.
-        Mismatch: Ranks are at different steps, would update at different rates, or a parameter has a gradient on
-            some of them only.
+        Diverged: Ranks do not hold the same, or the state of one of them was damaged.
+        Mismatch: Ranks are at different steps or in different engines, would update at different rates or with
+            different hyper-parameters, or a parameter has a gradient on some of them only.
 
     Communication: `Group.gather_bytes`, 24 bytes a rank when all say the same.
     """
@@ -76,6 +92,8 @@ def agree_on_step(group: Group, report: Report, names: Sequence[str]) -> list[Re
     _refuse_trouble(reports)
     _refuse_different_places(reports, what)
     _refuse_different_rates(reports, what)
+    _refuse_different_settings(reports, what)
+    _refuse_divergence(group, reports, digest)
     _refuse_partial_gradients(reports, names, what)
     return reports
 
@@ -96,6 +114,12 @@ def _refuse_trouble(reports: Sequence[Report]) -> None:
 
 
 def _refuse_different_places(reports: Sequence[Report], what: str) -> None:
+    for rank, report in enumerate(reports):
+        if report.engine != reports[0].engine:
+            raise Mismatch(
+                f"{what}: rank 0 steps {reports[0].engine}, rank {rank} {report.engine}, counted as they were made "
+                "over these ranks. All ranks must make engines and optimizers, and step them, in the same order"
+            )
     first = (reports[0].step, reports[0].phase)
     for rank, report in enumerate(reports):
         if (report.step, report.phase) != first:
@@ -115,6 +139,36 @@ def _refuse_different_rates(reports: Sequence[Report], what: str) -> None:
                 f"{what}: the learning rates of the parameter groups are {first} on rank 0 and {report.rates} on rank "
                 f"{rank}. Give all ranks the same schedule, and change rates on all of them"
             )
+
+
+def _refuse_different_settings(reports: Sequence[Report], what: str) -> None:
+    first = reports[0].settings
+    for rank, report in enumerate(reports):
+        if report.settings == first:
+            continue
+        if len(report.settings) != len(first):
+            counts = f"{len(first)} parameter groups on rank 0 and {len(report.settings)} on rank {rank}"
+            raise Mismatch(f"{what}: there are {counts}. Add groups on all ranks alike")
+        for index, texts in enumerate(zip(first, report.settings, strict=True)):
+            ours, theirs = map(json.loads, texts)
+            for key in dict.fromkeys([*ours, *theirs]):
+                values = [settings.get(key, "missing") for settings in (ours, theirs)]
+                if values[0] != values[1]:
+                    raise Mismatch(
+                        f"{what}: {key} of parameter group {index} is {values[0]} on rank 0 and {values[1]} on rank "
+                        f"{rank}. Change hyper-parameters on all ranks alike"
+                    )
+
+
+def _refuse_divergence(group: Group, reports: Sequence[Report], digest: "RollingDigest | None") -> None:
+    for rank, report in enumerate(reports):
+        if report.damaged is not None:
+            raise Diverged(f"rank {rank}: {report.damaged}. Nothing was applied on any rank")
+    if digest is None or reports[0].digest is None:
+        return
+    if any(report.digest != reports[0].digest for report in reports):
+        digest.explain(group, reports[0].step)
+    digest.agreed(reports[0].step)
 
 
 def _refuse_partial_gradients(reports: Sequence[Report], names: Sequence[str], what: str) -> None:

@@ -12,8 +12,10 @@ from torch import Tensor
 from thinwire.comm import Group, Nodes, Sources
 from thinwire.errors import PayloadCorrupt, ThinwireError
 from thinwire.sync.agreement import ABSENT, DENSE, ROW_SPARSE, Drops, Report, agree_on_step
+from thinwire.sync.digest import RollingDigest
 from thinwire.sync.flags import Flags, dense_flag, read_flags
 from thinwire.sync.round import Round, SparseGradient
+from thinwire.sync.settings import Settings
 from thinwire.sync.steady import Steady
 from thinwire.sync.traffic import GATHER
 
@@ -83,7 +85,12 @@ class GradientExchange:
         self.buckets: Sequence[Sequence[int]] = ()
         """Keys of the tensors that travel together; what is in none of them travels in one more."""
         self.optimizer: torch.optim.Optimizer | None = None
-        """Who updates from what arrives, if its rates are to be compared."""
+        """Who updates from what arrives, if its rates and hyper-parameters are to be compared."""
+        self.identity = ""
+        """Which of the engines and optimizers over these ranks this is."""
+        self.digest: RollingDigest | None = None
+        """Of what all ranks must hold alike before every step, if that is to be compared."""
+        self._settings = Settings()
         self.steady = Steady()
         """Which tensors have a dense gradient on every rank, step after step."""
 
@@ -159,7 +166,7 @@ class GradientExchange:
             return Verdict.AGAIN
         if any(each.overflow for each in reports):
             return Verdict.OVERFLOW
-        if self.drops.needed(reports, self.names):
+        if self._dropped(reports):
             return Verdict.DROP
         self._settled = flying
         return Verdict.APPLY
@@ -217,10 +224,10 @@ class GradientExchange:
             return self._exchange_in_nodes(self.sources, step, grads, overflow, misuse)
         sparse, dense, finite = self._split(grads)
         [bad], _ = read_flags([finite])
-        report = Report(step, "proposed", self._kinds(grads), bad, overflow=overflow, misuse=misuse)
-        reports = agree_on_step(self.group, report, self.names)
+        report = Report(step, "proposed", kinds=self._kinds(grads), non_finite=bad, overflow=overflow, misuse=misuse)
+        reports = self._agree(report)
         self.steady.see([each.kinds for each in reports])
-        if self.drops.needed(reports, self.names, last=False):
+        if self._dropped(reports, last=False):
             return None
         fresh = self._round(step, _row_sparse(grads, reports))
         _launch_all(fresh, self._buckets_of(grads), grads, sparse, dense)
@@ -245,10 +252,10 @@ class GradientExchange:
         self, nodes: Nodes, step: int, grads: Mapping[int, Tensor], overflow: bool | None, misuse: str | None
     ) -> Round | None:
         """As flat, but only the mean over a node shows what it would send; the vote tells if it is not finite."""
-        report = Report(step, "proposed", self._kinds(grads), overflow=overflow, misuse=misuse)
-        reports = agree_on_step(self.group, report, self.names)
+        report = Report(step, "proposed", kinds=self._kinds(grads), overflow=overflow, misuse=misuse)
+        reports = self._agree(report)
         self.steady.see([each.kinds for each in reports])
-        if self.drops.needed(reports, self.names, last=False):
+        if self._dropped(reports, last=False):
             return None
         fresh, buckets = self._round(step, _row_sparse(grads, reports)), self._buckets_of(grads)
         in_node = [_InNode(nodes, step, number, {k: grads[k] for k in keys}) for number, keys in buckets]
@@ -290,7 +297,7 @@ class GradientExchange:
         unchanged: Flags | None = None,
     ) -> Round | None:
         reports = self._vote(one_round, report, grads, finite, unchanged)
-        return None if self.drops.needed(reports, self.names) else one_round
+        return None if self._dropped(reports) else one_round
 
     def _vote(
         self,
@@ -301,6 +308,9 @@ class GradientExchange:
         unchanged: Flags | None = None,
     ) -> list[Report]:
         """Wait for the messages and check them, then hear what all ranks say."""
+        digest = self.digest if self.group.size > 1 else None
+        if digest is not None:  # while the messages are on their way
+            report = replace(report, digest=digest.at(report.step))
         try:
             bad, changed = one_round.finish(finite or {}, unchanged or {})
             misuse = report.misuse or self._changed_since_launch(changed)
@@ -310,7 +320,19 @@ class GradientExchange:
         if report.sum_non_finite is None:
             report = replace(report, sum_non_finite=one_round.sum_non_finite)
         rates = [] if self.optimizer is None else _rates_of(self.optimizer)
-        return agree_on_step(self.group, replace(report, rates=rates), self.names)
+        return self._agree(replace(report, rates=rates))
+
+    def _agree(self, report: Report) -> list[Report]:
+        settings = [] if self.optimizer is None else self._settings.of(self.optimizer)
+        report = replace(report, engine=self.identity, settings=settings)
+        return agree_on_step(self.group, report, self.names, self.digest)
+
+    def _dropped(self, reports: Sequence[Report], *, last: bool = True) -> bool:
+        """Whether this step is dropped; what made a gradient overflow may be damage on one rank: all is compared."""
+        bad = any(r.overflow or r.non_finite is not None or r.sum_non_finite is not None for r in reports)
+        if bad and self.digest is not None and self.group.size > 1:
+            self.digest.require_equal(self.group, reports[0].step)
+        return self.drops.needed(reports, self.names, last=last)
 
     def _split(
         self, grads: Mapping[int, Tensor]

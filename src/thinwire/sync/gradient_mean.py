@@ -16,6 +16,7 @@ from thinwire.core.rounding import rounding_seed
 from thinwire.core.storage import with_own_storage
 from thinwire.sync.agreement import Drops
 from thinwire.sync.dgc_config import DGC
+from thinwire.sync.digest import RollingDigest
 from thinwire.sync.exchange import GradientExchange, Verdict
 from thinwire.sync.local_limit import locally_clipped
 from thinwire.sync.node_state import make_common_
@@ -85,8 +86,12 @@ class GradientMean:
         self.residuals = {} if dgc is None else {n: _zeros(dgc, p) for n, p in params.items() if dgc.compresses(p)}
 
     def serve(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have the rates of an optimizer compared at every step, before it gets the mean."""
+        """Have the rates and settings of an optimizer compared at every step, before it gets the mean."""
         self._exchange.optimizer = optimizer
+
+    def watch(self, digest: RollingDigest | None, identity: str) -> None:
+        """Have what all ranks must hold alike compared at every step, and which engine each of them steps."""
+        self._exchange.digest, self._exchange.identity = digest, identity
 
     @property
     def drops(self) -> Drops:

@@ -1,0 +1,27 @@
+"""Telling the engines and optimizers of a process apart in a way that all ranks share."""
+
+import weakref
+
+import torch.distributed as dist
+
+__all__ = ["next_identity"]
+
+_made: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
+
+
+def next_identity(process_group: dist.ProcessGroup | None = None) -> int:
+    """The number, from 1, of what is being made over these ranks, which must make the same things in the same order.
+
+    Args:
+        process_group: The ranks; None for all of them.
+
+    Returns:
+        0 where there is no process group yet: such a number is known to this process only, and nothing is compared.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return 0
+    parent = process_group if process_group is not None else dist.group.WORLD
+    if not isinstance(parent, dist.ProcessGroup):
+        return 0
+    _made[parent] = _made.get(parent, 0) + 1
+    return _made[parent]

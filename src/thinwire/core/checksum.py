@@ -1,0 +1,66 @@
+"""Checksums of tensors by their bits, for replicas that must be equal and memory that must not change by itself."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["checksum", "checksums", "flat_bytes"]
+
+_WORDS = 512
+"""64-bit words of a block, whose sum has one weight."""
+_BLOCK = 8 * _WORDS
+_SMALL = 1 << 18
+"""Bytes; smaller tensors are joined first, since a call for each would cost more than the copy."""
+_ODD = -7046029254386353131  # 0x9E3779B97F4A7C15, the golden ratio in 64 bits, as a signed number
+
+
+def checksum(tensors: Sequence[Tensor]) -> int:
+    """One number for the bits of all tensors, in their order.
+
+    sum over blocks b of (2 b + 1) c sum of the 64-bit words in b, modulo 2^64, over what the tensors hold, one after
+    the other, zeros at the end. Every weight is odd, so that a change of any single word changes the result.
+
+    Args:
+        tensors: Any dtypes, shapes, layouts in memory and devices; read only. Entries count in their logical order,
+            NaN by its bits; a sharded tensor counts by what is here.
+
+    Returns:
+        0 to 2^64 - 1, the same on every device. One pass, and one host synchronization where they are elsewhere.
+    """
+    sums: list[Tensor] = []
+    small: list[Tensor] = []
+    for tensor in tensors:
+        flat = flat_bytes(tensor)
+        whole = flat.numel() - flat.numel() % _BLOCK if flat.numel() >= _SMALL else 0
+        if whole:
+            sums.append(_sums(flat[:whole]))
+        small.append(flat[whole:])
+    for device in dict.fromkeys(piece.device for piece in small):
+        joined = torch.cat([piece for piece in small if piece.device == device])
+        padded = torch.nn.functional.pad(joined, (0, -joined.numel() % _BLOCK))
+        sums.append(_sums(padded))
+    if not sums:
+        return 0
+    place = sums[0].device if len({each.device for each in sums}) == 1 else torch.device("cpu")
+    every = torch.cat([each.to(place) for each in sums])
+    weights = torch.arange(every.numel(), device=place).mul_(2).add_(1).mul_(_ODD)
+    return int((every * weights).sum()) % (1 << 64)
+
+
+def checksums(tensors: Sequence[Tensor]) -> list[int]:
+    """`checksum` of each tensor alone."""
+    return [checksum([tensor]) for tensor in tensors]
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """What the tensor holds, uint8, one dimension, where it can be read as 64-bit words; a copy only if it must be."""
+    local = tensor.detach().resolve_conj().resolve_neg()
+    real = torch.view_as_real(local) if local.is_complex() else local
+    flat = real.contiguous().reshape(-1).view(torch.uint8)
+    return flat if flat.storage_offset() % 8 == 0 else flat.clone()
+
+
+def _sums(flat: Tensor) -> Tensor:
+    """Per block the sum of its words, which wraps."""
+    return flat.view(torch.int64).view(-1, _WORDS).sum(1)

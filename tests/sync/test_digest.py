@@ -1,0 +1,188 @@
+"""Ranks that must hold the same: what differs is `Diverged` on all of them, within a known number of updates."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import thinwire as tw
+from tests.ranks import Pool, Raised
+from thinwire.core.checksum import checksum
+from thinwire.optim import DGCMomentum
+from thinwire.strategy.engine import Engine
+
+EVERY = 8
+
+
+def flip_(tensor: Tensor, place: int, bit: int) -> None:
+    """As a fault of memory does it: nobody is told."""
+    words = tensor.data.view(-1).view(torch.int32)
+    words.numpy()[place] ^= -(2**31) if bit == 31 else 1 << bit
+
+
+def model_of(seed: int = 3, width: int = 64) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(width, 96), nn.Tanh(), nn.Linear(96, 5))
+
+
+def data(rank: int, step: int, width: int = 64) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(6, width, generator=generator), torch.randint(5, (6,), generator=generator)
+
+
+def engine_of(kind: str, model: nn.Module, **given: Any) -> Engine:
+    fields: dict[str, Any] = {
+        "dense": {},
+        "adamw": {},
+        "dgc": {"dgc": tw.DGC(sparsity=(0.9,), min_numel=64)},
+        "dgc adamw": {"dgc": tw.DGC(sparsity=(0.9,), min_numel=64)},
+    }[kind]
+    if kind.endswith("adamw"):
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    settings = {"digest_every": EVERY, **given}
+    return tw.DistributedStrategy(**fields).prepare(model, optimizer, nn.functional.cross_entropy, **settings)
+
+
+def trained(kind: str, harm: str, rank: int) -> tuple[int, str]:
+    """After how many updates `Diverged` came, and its text."""
+    engine = engine_of(kind, model_of())
+    for step in range(5):
+        engine.train_step(*data(rank, step))
+    if rank == 1:
+        {"parameter": hurt_parameter, "moment": hurt_moment}[harm](engine)
+    for step in range(5, 5 + EVERY + 1):
+        try:
+            engine.train_step(*data(rank, step))
+        except tw.Diverged as error:
+            return step - 5, str(error)
+    return -1, ""
+
+
+def hurt_parameter(engine: Engine) -> None:
+    flip_(engine.model[2].weight, 7, 3)
+
+
+def hurt_moment(engine: Engine) -> None:
+    entries = engine.optimizer.state[engine.model[2].weight]
+    flip_(entries["exp_avg_sq" if "exp_avg_sq" in entries else "momentum_buffer"], 7, 3)
+
+
+def train_harmed(rank: int, size: int) -> dict[str, tuple[int, str]]:
+    kinds = [(k, h) for k, h in itertools.product(("dense", "adamw", "dgc", "dgc adamw"), ("parameter", "moment"))]
+    return {f"{kind}, {harm}": trained(kind, harm, rank) for kind, harm in kinds if (kind, harm) != ("dgc", "moment")}
+
+
+def test_a_bit_that_flips_on_one_rank_is_diverged_on_all(ranks: Pool) -> None:
+    answers = ranks.run(train_harmed, timeout_s=120)
+    for case, (updates, text) in answers[0].items():
+        assert 0 <= updates <= EVERY, case
+        assert "2.weight" in text, case
+        assert "between update " in text, case
+        assert answers[1][case] == (updates, text)
+
+
+def train_whole(rank: int, size: int) -> str:
+    engine = engine_of("adamw", model_of())
+    ema = [p.detach().clone() for p in engine.model.parameters()]
+    for step in range(3 * EVERY):
+        engine.train_step(*data(rank, step))
+        if step == 5:  # on all ranks alike
+            with torch.no_grad():
+                for p, average in zip(engine.model.parameters(), ema, strict=True):
+                    p.copy_(average)
+        if step == 9:
+            engine.load_state_dict(engine.state_dict())
+        if step == 12:
+            engine.optimizer.param_groups[0]["weight_decay"] = 0.1
+        if step == 14:
+            for p in engine.model.parameters():
+                p.data = p.data.t().contiguous().t() if rank == 1 and p.dim() == 2 else p.data
+    return str(engine.step)
+
+
+def test_what_all_ranks_change_alike_and_what_lies_otherwise_in_memory_is_no_error(ranks: Pool) -> None:
+    assert ranks.run(train_whole) == ["24", "24"]
+
+
+def change_setting(rank: int, size: int, kind: str, key: str, value: Any) -> None:
+    engine = engine_of(kind, model_of())
+    for step in range(6):
+        engine.train_step(*data(rank, step))
+        if step == 4 and rank == 1:
+            engine.optimizer.param_groups[0][key] = value
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [("dense", "weight_decay", 0.1), ("adamw", "betas", (0.9, 0.99)), ("dgc", "momentum", 0.8)],
+)
+def test_a_hyper_parameter_changed_on_one_rank_is_named_on_all(kind: str, key: str, value: Any, ranks: Pool) -> None:
+    answers = ranks.run(change_setting, kind, key, value, expect_errors=True)
+    for answer in answers:
+        assert isinstance(answer, Raised)
+        assert answer.type_name == "Mismatch"
+        assert key in answer.text
+        assert str(value) in answer.text
+
+
+def step_in_another_order(rank: int, size: int, kind: str, steps: int) -> None:
+    if kind == "optimizer":
+        models = [model_of(), model_of()]
+        optimizers = [DGCMomentum(m.parameters(), 0.01, min_numel=64, sparsity=(0.9,)) for m in models]
+        for step in range(steps + 1):
+            for i in (1, 0) if rank == 1 and step == steps else (0, 1):
+                optimizers[i].zero_grad()
+                nn.functional.cross_entropy(models[i](data(rank, step)[0]), data(rank, step)[1]).backward()
+                optimizers[i].step()
+        return
+    engines = [engine_of(kind, model_of()) for _ in range(2)]
+    for step in range(steps + 1):
+        for i in (1, 0) if rank == 1 and step == steps else (0, 1):
+            engines[i].train_step(*data(rank, step))
+
+
+@pytest.mark.parametrize("kind", ["dense", "dgc", "dgc adamw", "optimizer"])
+@pytest.mark.parametrize("steps", [0, 5])
+def test_engines_stepped_in_another_order_are_a_mismatch(kind: str, steps: int, ranks: Pool) -> None:
+    for answer in ranks.run(step_in_another_order, kind, steps, expect_errors=True):
+        assert isinstance(answer, Raised)
+        assert answer.type_name == "Mismatch"
+        assert "order" in answer.text
+
+
+def test_any_bit_counts_and_the_layout_in_memory_does_not() -> None:
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(3, 5), (70_000,), (1,), (4, 8, 3, 3), (9, 20_001)]
+    tensors = [torch.randn(shape, generator=generator) for shape in shapes]
+    whole = checksum(tensors)
+    for tensor in tensors:
+        for _ in range(20):
+            place = int(torch.randint(tensor.numel(), (), generator=generator))
+            bit = int(torch.randint(32, (), generator=generator))
+            flip_(tensor, place, bit)
+            assert checksum(tensors) != whole
+            flip_(tensor, place, bit)
+    tensors[3] = tensors[3].to(memory_format=torch.channels_last)
+    tensors[4] = tensors[4].t().contiguous().t()
+    assert checksum(tensors) == whole
+    assert checksum(list(reversed(tensors))) != whole
+
+
+def test_any_type_and_any_size_has_a_checksum() -> None:
+    odd = [torch.zeros(0), torch.tensor(2.0), torch.ones(5, dtype=torch.complex64), torch.ones(7).bfloat16()]
+    odd += [torch.tensor([True] * 9), torch.arange(300_001)[1:].bfloat16(), torch.tensor([float("nan")])]
+    assert checksum(odd) == checksum([each.clone() for each in odd])
+    assert checksum([]) == 0
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, True, None])
+def test_digest_every_is_a_number_of_updates(value: Any) -> None:
+    model = model_of()
+    with pytest.raises((TypeError, ValueError), match="digest_every"):
+        DGCMomentum(model.parameters(), 0.1, digest_every=value)
+    with pytest.raises((TypeError, ValueError), match="digest_every"):
+        engine_of("dense", model, digest_every=value)
