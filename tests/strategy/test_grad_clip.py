@@ -1,5 +1,6 @@
 """Clipping that `prepare` is given works with every optimizer, on the mean gradient, before the update."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -39,6 +40,10 @@ def bounded(clip: Any, model: nn.Module) -> None:
             grad.mul_(clip.c / size)
 
 
+def wide(values: list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
 def flat(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
@@ -65,12 +70,12 @@ def clipped(rank: int, size: int, maker: str, clip: str, fields: dict[str, Any])
 @pytest.mark.parametrize("maker", MAKERS)
 def test_the_mean_gradient_is_clipped_before_the_update(maker: str, clip: str, ranks: Pool) -> None:
     for got, expected in ranks.run(clipped, maker, clip, {}):
-        assert torch.allclose(torch.tensor(got), torch.tensor(expected), rtol=0, atol=1e-9)
+        assert torch.allclose(wide(got), wide(expected), rtol=0, atol=1e-9)
 
 
 def test_a_merged_gradient_is_clipped_as_a_whole(ranks: Pool) -> None:
     for got, expected in ranks.run(clipped, "AdamW", "global", {"gradient_merge": tw.GradientMerge(2)}):
-        assert torch.allclose(torch.tensor(got), torch.tensor(expected), rtol=0, atol=1e-9)
+        assert torch.allclose(wide(got), wide(expected), rtol=0, atol=1e-9)
 
 
 def test_it_is_unscaled_before(ranks: Pool) -> None:
@@ -108,7 +113,7 @@ def test_under_local_updates_each_rank_clips_its_own(ranks: Pool) -> None:
     (a, b), (c, d) = ranks.run(local)
     assert a != c
     for got, expected in ((a, b), (c, d)):
-        assert torch.allclose(torch.tensor(got), torch.tensor(expected), rtol=0, atol=1e-12)
+        assert torch.allclose(wide(got), wide(expected), rtol=0, atol=1e-12)
 
 
 def stages(rank: int, size: int, count: int) -> dict[str, Tensor]:
@@ -225,3 +230,56 @@ def test_row_sparse_gradients_keep_their_rows() -> None:
         float((p.grad.coalesce().values() if p.grad.is_sparse else p.grad).pow(2).sum()) for p in model.parameters()
     )
     assert total**0.5 == pytest.approx(0.01)
+
+
+# ---- clipping that comes too late
+
+
+def late(engine: Any, model: nn.Module, change: Any, steps: int = 3) -> list[str]:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for step in range(steps):
+            x, y = batch(step, 0)
+            engine.minimize(cross_entropy(model(x), y))
+            change()
+    return [str(each.message) for each in said]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"dgc": tw.DGC(min_numel=64)}, {"gradient_merge": tw.GradientMerge(2)}, {"localsgd": tw.LocalSGD(4)}],
+    ids=["no field", "dgc", "merge", "local"],
+)
+def test_clipping_after_minimize_is_noticed_once_with_the_cure(fields: dict[str, Any]) -> None:
+    model = make_model(plain=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = tw.DistributedStrategy(**fields).prepare(model, optimizer)
+    (said,) = late(engine, model, lambda: nn.utils.clip_grad_norm_(model.parameters(), 1e6))
+    assert "grad_clip=" in said
+    assert "0.weight" in said
+
+
+@pytest.mark.parametrize("how", ["zero_grad", "to zero", "to None", "nothing", "read"])
+def test_what_does_no_harm_is_not_noticed(how: str) -> None:
+    model = make_model(plain=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    engine = tw.DistributedStrategy().prepare(model, optimizer)
+    changes: dict[str, Any] = {
+        "zero_grad": optimizer.zero_grad,
+        "to zero": lambda: optimizer.zero_grad(set_to_none=False),
+        "to None": model.zero_grad,
+        "nothing": lambda: None,
+        "read": lambda: [float(p.grad.norm()) for p in model.parameters()],
+    }
+    assert late(engine, model, changes[how]) == []
+
+
+def test_a_gradient_put_there_by_hand_is_noticed() -> None:
+    model = make_model(plain=True)
+    engine = tw.DistributedStrategy().prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def put() -> None:
+        model[0].weight.grad = torch.ones_like(model[0].weight)
+
+    (said,) = late(engine, model, put)
+    assert "no effect" in said

@@ -98,6 +98,7 @@ class DistributedStrategy:
         *,
         grad_clip: Clip | None = None,
         digest_every: int = 64,
+        find_unused_parameters: bool = False,
     ) -> Engine:
         """Make the engine that trains `model` by this strategy; the same call on every rank.
 
@@ -113,6 +114,9 @@ class DistributedStrategy:
             digest_every: Updates within which ranks that do not hold the same are found, >= 1: a digest of parameters
                 and optimizer rides in the agreement of every update; under local updates, in that of every averaging.
                 0 compares nothing.
+            find_unused_parameters: Whether ranks may use different parameters in a step: a gradient that is absent
+                counts as zero where at least one rank has one. Costs 24 bytes a rank and update, a byte for every
+                parameter where ranks differ, and the exchange follows the backward pass. Without it that is an error.
 
         Raises:
             StrategyError: The strategy does not go with this model, optimizer or number of ranks; nothing has changed.
@@ -120,7 +124,15 @@ class DistributedStrategy:
         """
         from thinwire.strategy.prepare import prepare
 
-        return prepare(self, model, optimizer, loss_fn, grad_clip=grad_clip, digest_every=digest_every)
+        return prepare(
+            self,
+            model,
+            optimizer,
+            loss_fn,
+            grad_clip=grad_clip,
+            find_unused_parameters=find_unused_parameters,
+            digest_every=digest_every,
+        )
 
     def explain(
         self, model: nn.Module | None = None, optimizer: Optimizer | None = None, *, grad_clip: Clip | None = None

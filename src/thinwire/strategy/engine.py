@@ -16,11 +16,15 @@ from thinwire import _validate as check
 from thinwire.amp import LossScaler
 from thinwire.comm import Group, require_agreement
 from thinwire.core.storage import with_own_storage
+from thinwire.errors import Mismatch, PeerLost, PeerStalled
 from thinwire.optim.layerwise import LayerwiseOptimizer
 from thinwire.pipeline.runner import PipelineRunner
 from thinwire.step.merge import GradientSum
 from thinwire.strategy import saving
-from thinwire.strategy.exchanges import Exchange
+from thinwire.strategy.absent import AbsentAsZero
+from thinwire.strategy.exchanges import Exchange, LocalSteps
+from thinwire.strategy.joining import Joining
+from thinwire.strategy.left_gradients import LeftGradients
 from thinwire.strategy.moving_buffers import MovingBuffers
 from thinwire.strategy.overlap import Overlap
 from thinwire.sync.exchange import Verdict
@@ -49,6 +53,10 @@ class Parts:
     merge_avg: bool
     overlap: Overlap | None
     """Begins the exchange during the backward pass; None where it comes after it."""
+    absent: AbsentAsZero
+    """Completes gradients that this rank lacks, where that is asked for."""
+    find_unused: bool
+    """Whether it is asked for in every update."""
     runner: PipelineRunner | None
     stage: int
     """Of the pipeline; 0 without one."""
@@ -76,6 +84,8 @@ class Engine:
         """Updates made by this rank; without local updates the same on all."""
         self._dropped_before = 0
         self._bytes_before = 0
+        self._left = LeftGradients(parts.params)
+        self._joining: Joining | None = None
         # the engine's hooks stand on the model and the optimizer, and must not outlive it
         self._finalizer = weakref.finalize(self, _close, parts)
         self._trained = set(parts.params.values()) | {p for p in _params_of(parts.optimizer) if p.requires_grad}
@@ -111,17 +121,18 @@ class Engine:
             ValueError: The loss is no scalar; a batch that the micro-batches of a pipeline do not divide.
             ThinwireError: The exchange failed: see `thinwire.errors`.
         """
-        self._require_open()
-        self._require_known_params()
+        self._begin_microstep()
         parts = self._parts
         if parts.runner is not None:
             self._require_loss_function("train_step")
             self._clear_grads()
             loss = parts.runner.step(inputs, targets)
             self._finish_microstep(loss)
+            self._left.remember()
             return loss
         loss = self._loss_of(inputs, targets, "train_step")
-        self._minimize(loss)
+        with self._advice():
+            self._minimize(loss)
         return loss.detach().reshape(())
 
     @torch.no_grad()
@@ -160,16 +171,50 @@ class Engine:
                 `prepare`, as in `train_step`.
             ThinwireError: The exchange failed: see `thinwire.errors`.
         """
-        self._require_open()
-        self._require_known_params()
         parts = self._parts
         if parts.runner is not None:
             raise RuntimeError(
                 "engine.minimize does not work under pipeline: the loss lives on the last stage, use "
                 "engine.train_step(inputs, targets)"
             )
-        self._minimize(loss)
+        self._begin_microstep()
+        with self._advice():
+            self._minimize(loss)
         return [], [(p, p.grad) for p in parts.params.values() if p.grad is not None]
+
+    @contextlib.contextmanager
+    def join(self) -> Iterator[None]:
+        """Around a loop whose ranks have unequal numbers of batches: `with engine.join(): for x, y in loader: ...`.
+
+        A rank that leaves its loop goes on to take part in the exchanges of the others, with a gradient of zero, until
+        no rank has a batch left; all ranks then have made the same updates. Means are over all ranks, those without
+        batches included, so the last updates are smaller (`divide_by_initial_world_size` of DDP's join). What a rank
+        has kept by compression goes on being sent. Under local updates it changes nothing by itself, and takes part in
+        the averagings.
+
+        Must stand around the loop on all ranks. Leave the block by the end of the loop: an error inside it leaves at
+        once, as without `join`.
+
+        Raises:
+            RuntimeError: Inside another one; under pipeline, whose stages have their batches in common.
+            Mismatch: Another rank is in a step outside `join`.
+
+        Communication: 24 bytes a rank and microstep; under local updates once for every averaging.
+        """
+        self._require_open()
+        if self._joining is not None:
+            raise RuntimeError("engine.join() stands inside another one: use one around the whole loop")
+        if self._parts.runner is not None:
+            raise RuntimeError(
+                "engine.join() does not work under pipeline, whose stages need the same batches: give all replicas "
+                "equally many, such as by DistributedSampler"
+            )
+        self._joining = joining = Joining(self._parts.group, every=not self._parts.exchange.local)
+        try:
+            yield
+            joining.idle(self._idle_microstep)
+        finally:
+            self._joining = None
 
     def flush(self) -> None:
         """Apply the leftovers of a merge, then what local updates have on their way, then their last averaging.
@@ -187,9 +232,10 @@ class Engine:
             place = {"step": self._place(), "microsteps of the unfinished update": merge.microsteps}
             require_agreement(parts.group, place, what="flushing")
             if merge.microsteps:
-                self._update_from_merge(merge)
+                self._update_from_merge(merge, complete=True)
         parts.exchange.flush()
         self._settle_buffers()
+        self._left.remember()
 
     def mean_loss(self, loss: Tensor | float) -> Tensor:
         """The mean of a loss over the ranks, with equal weights; all ranks must call it.
@@ -324,13 +370,15 @@ class Engine:
         return {"step": self.step, "dropped_steps": self._dropped_steps(), "bytes_sent": self._bytes_sent()}
 
     def _place(self) -> int:
-        """What ranks have in common; of local steps each rank drops its own, and dropped ones count."""
-        return self.step + (self._dropped_steps() if self._parts.exchange.local else 0)
+        """What ranks have in common: updates, or local steps, of which each rank drops or leaves out its own."""
+        exchange = self._parts.exchange
+        return exchange.sync.step if isinstance(exchange, LocalSteps) else self.step
 
     def _bytes_sent(self) -> int:
         parts = self._parts
         agreements = 0 if parts.scaler is None else parts.scaler.bytes_sent
-        return self._bytes_before + parts.exchange.bytes_sent + parts.buffers.bytes_sent + agreements
+        besides = parts.buffers.bytes_sent + parts.absent.bytes_sent + agreements
+        return self._bytes_before + parts.exchange.bytes_sent + besides
 
     def _dropped_steps(self) -> int:
         return self._dropped_before + self._parts.exchange.dropped_steps
@@ -338,6 +386,40 @@ class Engine:
     def _require_open(self) -> None:
         if not self._finalizer.alive:
             raise RuntimeError("this engine was closed: prepare a new one")
+
+    def _begin_microstep(self) -> None:
+        self._require_open()
+        self._require_known_params()
+        self._left.look()
+        if self._joining is not None and self._joining.due:
+            self._joining.vote(active=True)
+
+    def _idle_microstep(self) -> None:
+        """What a rank without a batch does while others have one."""
+        merge = self._parts.merge
+        self._clear_grads()
+        if merge is None:
+            self._update({}, overflow=False)
+            return
+        merge.add({})
+        if merge.microsteps >= self._parts.merge_steps:
+            self._update_from_merge(merge)
+
+    @contextlib.contextmanager
+    def _advice(self) -> Iterator[None]:
+        try:
+            yield
+        except (PeerLost, PeerStalled, Mismatch) as error:
+            if self._joining is None:
+                error.add_note(
+                    "If ranks have unequal numbers of batches, train inside `with engine.join():`, or give all of them "
+                    "equally many."
+                )
+            raise
+
+    @property
+    def _all_have_batches(self) -> bool:
+        return self._joining is None or self._joining.all_active
 
     def _require_known_params(self) -> None:
         """No parameter may be updated that is not exchanged: ranks would part without a word."""
@@ -360,11 +442,13 @@ class Engine:
         self._clear_grads()
         scaler = self._parts.scaler
         self._backward(loss if scaler is None else scaler.scaled(loss), loss.detach())
+        self._left.remember()
 
     def _backward(self, scaled: Tensor, loss: Tensor) -> None:
         """Backward pass, exchange and update; the exchange begins in the backward pass where an update follows it."""
         overlap, merge = self._parts.overlap, self._parts.merge
-        if overlap is None or (merge is not None and merge.microsteps + 1 < self._parts.merge_steps):
+        merging = merge is not None and merge.microsteps + 1 < self._parts.merge_steps
+        if overlap is None or merging or not self._all_have_batches:
             scaled.backward()  # type: ignore[no-untyped-call]
             self._finish_microstep(loss)
             return
@@ -403,14 +487,22 @@ class Engine:
         if parts.merge.microsteps >= parts.merge_steps:
             self._update_from_merge(parts.merge)
 
-    def _update_from_merge(self, merge: GradientSum) -> None:
+    def _update_from_merge(self, merge: GradientSum, *, complete: bool = False) -> None:
         overflow = merge.overflowed  # which the draining clears
         grads = merge.drain(avg=self._parts.merge_avg)
-        self._update(grads, overflow=overflow)
+        self._update(grads, overflow=overflow, complete=complete)
 
-    def _update(self, grads: dict[str, Tensor], *, overflow: bool) -> None:
-        """One update from this rank's unscaled gradients, or none if they overflowed somewhere."""
+    def _update(self, grads: dict[str, Tensor], *, overflow: bool, complete: bool = False) -> None:
+        """One update from this rank's unscaled gradients, or none if they overflowed somewhere.
+
+        `complete`: what this rank lacks and another has counts as zero, as it does where ranks ran out of batches.
+        """
         parts = self._parts
+        if parts.exchange.local and not grads:
+            parts.exchange.skip()  # it counts, for the averagings
+            self._settle_turn()
+            return
+        complete = complete or parts.find_unused or not self._all_have_batches
         scaler, verdict = parts.scaler, Verdict.AGAIN
         if parts.overlap is not None and parts.overlap.flying:
             verdict = parts.overlap.settle(grads, overflow=overflow)
@@ -423,9 +515,18 @@ class Engine:
         if overflow:
             self._dropped_before += 1
             parts.exchange.skip()
-        elif verdict is not Verdict.DROP and parts.exchange.update(self.step, grads):
-            self.step += 1
+        elif verdict is not Verdict.DROP:
+            if complete and not parts.exchange.local:
+                grads = parts.absent.completed(grads)
+            if parts.exchange.update(self.step, grads):
+                self.step += 1
         self._settle_buffers()
+        self._settle_turn()
+
+    def _settle_turn(self) -> None:
+        exchange = self._parts.exchange
+        if self._joining is not None and isinstance(exchange, LocalSteps):
+            self._joining.due = exchange.sync.synced
 
     def _settle_buffers(self) -> None:
         if not self._parts.exchange.local:

@@ -25,6 +25,7 @@ from thinwire.pipeline.runner import PipelineRunner
 from thinwire.step.autocast import autocast_forward
 from thinwire.step.merge import GradientSum
 from thinwire.step.recompute import matches, recompute
+from thinwire.strategy.absent import AbsentAsZero
 from thinwire.strategy.across_stages import DropTogether
 from thinwire.strategy.adopt import adopt
 from thinwire.strategy.clipping import require_one_clip, take_clip_
@@ -65,6 +66,15 @@ class _Place:
         return None if self.grid is None else self.grid.replica_group
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Told:
+    """What `prepare` was given beside strategy, model and optimizer."""
+
+    loss_fn: Callable[..., Any] | None
+    grad_clip: Clip | None
+    find_unused_parameters: bool
+
+
 @dataclass(frozen=True, slots=True)
 class _Undo:
     """A handle made of a function that may be called twice."""
@@ -95,8 +105,14 @@ def prepare(
     *,
     grad_clip: Clip | None = None,
     digest_every: int = DIGEST_EVERY,
+    find_unused_parameters: bool = False,
 ) -> Engine:
     """See `DistributedStrategy.prepare`."""
+    told = _Told(
+        loss_fn=loss_fn,
+        grad_clip=grad_clip,
+        find_unused_parameters=check.boolean("find_unused_parameters", find_unused_parameters),
+    )
     _check_kinds(model, optimizer, loss_fn, grad_clip)
     digest_every = check.integer("digest_every", digest_every, at_least=0)
     group = Group()
@@ -109,12 +125,12 @@ def prepare(
             f"the fleet description says dp_degree={strategy.expected_replicas}, and there are {group.size} ranks, "
             f"which make {place.replicas} replicas: start as many ranks as it says, or leave dp_degree out to use all"
         )
-    plan = _agreed_plan(strategy, model, optimizer, grad_clip, group, place)
+    plan = _agreed_plan(strategy, model, optimizer, told, group, place)
     plan.digest_every = digest_every
     handles: list[Any] = []
     try:
         copy_from_first_([*model.parameters(), *model.buffers()], group, what="copying the model of rank 0")
-        return _assembled(strategy, model, loss_fn, grad_clip, plan, group, place, handles)
+        return _assembled(strategy, model, told, plan, group, place, handles)
     except BaseException:
         for handle in reversed(handles):
             handle.remove()
@@ -141,22 +157,25 @@ def _agreed_plan(
     strategy: "DistributedStrategy",
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    grad_clip: Clip | None,
+    told: _Told,
     group: Group,
     place: _Place,
 ) -> _Plan:
     """The plan, or this rank's own error, or one that names the rank which has an error: on all ranks at once."""
     facts = model_facts(model, optimizer, digest=not _is_local(strategy))
-    facts["grad_clip of prepare"] = repr(grad_clip)
+    facts |= {
+        "grad_clip of prepare": repr(told.grad_clip),
+        "find_unused_parameters of prepare": told.find_unused_parameters,
+    }
     problem: Exception | None = None
     plan = None
     try:
-        plan = _planned(strategy, model, optimizer, grad_clip, place)
+        plan = _planned(strategy, model, optimizer, told.grad_clip, place)
     except (TypeError, ValueError, RuntimeError) as error:
         problem = error
-    told = None if problem is None else f"{type(problem).__name__}: {problem}"
+    reason = None if problem is None else f"{type(problem).__name__}: {problem}"
     try:
-        require_agreement(group, {"problem": told, **facts}, what="preparing the engine")
+        require_agreement(group, {"problem": reason, **facts}, what="preparing the engine")
     except BaseException as error:
         if plan is not None:
             plan.restore()
@@ -250,8 +269,7 @@ def _require_own_params(names: Mapping[Parameter, str], optimizer: torch.optim.O
 def _assembled(
     strategy: "DistributedStrategy",
     model: nn.Module,
-    loss_fn: Callable[..., Any] | None,
-    grad_clip: Clip | None,
+    told: _Told,
     plan: _Plan,
     group: Group,
     place: _Place,
@@ -272,16 +290,19 @@ def _assembled(
     if strategy.pipeline is not None:
         assert place.grid is not None, "made for the pipeline"
         scale = (lambda: 1.0) if scaler is None else (lambda: scaler.scale)
-        runner = PipelineRunner(plan.stage, strategy.pipeline, place.grid, loss_fn, dtype=dtype, scale=scale)
+        runner = PipelineRunner(plan.stage, strategy.pipeline, place.grid, told.loss_fn, dtype=dtype, scale=scale)
     merge = strategy.gradient_merge
     if plan.sync is not None:
         handles.append(_Undo(plan.sync.__enter__().close))
-    clip = take_clip_(plan.optimizer, grad_clip, place.grid)
+    clip = take_clip_(plan.optimizer, told.grad_clip, place.grid)
     handles.append(clip)
     exchange, overlap = _exchange(strategy, model, plan, place, clip.clip), None
     # the vote on early messages is one of all ranks; an optimizer that was given a group of its own asks only those
+    peers = place.replica_group
     partly = isinstance(plan.optimizer, DGCMomentum) and plan.optimizer.process_group is not None
-    alone = runner is not None or place.replicas == 1 or partly
+    if isinstance(plan.optimizer, DGCMomentum):
+        peers = plan.optimizer.process_group
+    alone = runner is not None or place.replicas == 1 or partly or told.find_unused_parameters
     if not alone and isinstance(exchange, InOptimizer | MeanThenStep):
         compressing = isinstance(exchange, InOptimizer) or plan.compressor is not None
         size = BUCKET_BYTES if compressing else DENSE_BUCKET_BYTES
@@ -290,11 +311,13 @@ def _assembled(
     parts = Parts(
         model=plan.stage,
         optimizer=plan.optimizer,
-        loss_fn=loss_fn,
+        loss_fn=told.loss_fn,
         params=plan.params,
         group=group,
         exchange=exchange,
         overlap=overlap,
+        absent=AbsentAsZero(plan.params, Group(peers)),
+        find_unused=told.find_unused_parameters and plan.sync is None,
         buffers=MovingBuffers(plan.stage, Group(place.replica_group)),
         scaler=scaler,
         merge=None if merge is None or merge.k_steps == 1 else GradientSum(),

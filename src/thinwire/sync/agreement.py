@@ -179,7 +179,8 @@ def _refuse_partial_gradients(reports: Sequence[Report], names: Sequence[str], w
             having = [rank for rank in range(len(reports)) if rank not in without]
             raise Mismatch(
                 f"{what}: parameter {name} has a gradient on ranks {having} but none on ranks {without}. "
-                "Every rank must use the same parameters in a step (add 0 * parameter.sum() to the loss of the others)"
+                "Every rank must use the same parameters in a step (give find_unused_parameters=True to "
+                "prepare, or add 0 * parameter.sum() to the loss of the others)"
             )
 
 

@@ -1,0 +1,72 @@
+"""Parameters that have a gradient on some ranks only: where one rank has one, the others' counts as zero."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from thinwire.comm import Group, elsewhere
+
+__all__ = ["AbsentAsZero"]
+
+_TYPES = (
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex32,
+    torch.complex64,
+    torch.complex128,
+)
+_CODES = {dtype: code for code, dtype in enumerate(_TYPES, start=1)}
+
+
+class AbsentAsZero:
+    """Completes the gradients of an update by zeros, in the type of those that other ranks have.
+
+    A parameter without gradient on all ranks stays without.
+
+    Communication: 24 bytes a rank and update where all have the same, else a byte for every parameter besides.
+
+    Args:
+        params: What is trained, by name, in the same order on all ranks.
+        group: The ranks that exchange; its own bytes are counted.
+    """
+
+    def __init__(self, params: Mapping[str, Parameter], group: Group) -> None:
+        self._params, self._group = params, group
+
+    @property
+    def bytes_sent(self) -> int:
+        """By this rank."""
+        return self._group.bytes_sent
+
+    @property
+    def bytes_received(self) -> int:
+        """By this rank."""
+        return self._group.bytes_received
+
+    @property
+    def wait_s(self) -> float:
+        """Of this rank."""
+        return self._group.wait_s
+
+    def completed(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """New gradients by name; all ranks must call it.
+
+        Raises:
+            Mismatch: A rank is in another call of this library.
+        """
+        mine = bytes(_CODES[grads[name].dtype] if name in grads else 0 for name in self._params)
+        what = "comparing which parameters have a gradient"
+        answers = self._group.gather_bytes(mine, what=what)
+        for rank, answer in enumerate(answers):
+            if len(answer) != len(mine) or max(answer, default=0) > len(_TYPES):
+                raise elsewhere(what, rank)
+        whole = dict(grads)
+        for (name, param), codes in zip(self._params.items(), zip(*answers, strict=True), strict=True):
+            code = next(filter(None, codes), 0)
+            if code and name not in grads:
+                whole[name] = torch.zeros_like(param, dtype=_TYPES[code - 1], requires_grad=False)
+        return whole

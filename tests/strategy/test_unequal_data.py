@@ -1,0 +1,351 @@
+"""Ranks with unequal numbers of batches, and parameters that only some ranks use."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import thinwire as tw
+from tests.ranks import Pool, Raised
+from tests.strategy.training import batch, make_model
+
+cross_entropy = nn.functional.cross_entropy
+DOUBLE: dict[str, Any] = {"dtype": torch.float64}
+ALL_SENT = tw.DGC(sparsity=(0.0,), min_numel=1, value_bits=32)
+
+
+def wide(values: list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def flat(model: nn.Module) -> list[float]:
+    return [float(v) for p in model.parameters() for v in p.detach().reshape(-1)]
+
+
+def sgd(model: nn.Module, momentum: float = 0.0) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.2, momentum=momentum)
+
+
+# ---- unequal numbers of batches
+
+
+def joined(rank: int, size: int, counts: list[int], fields: dict[str, Any], maker: str) -> dict[str, Any]:
+    """As many batches as `counts` says for each rank."""
+    model = make_model(plain=True, **DOUBLE)
+    optimizer = sgd(model) if maker == "sgd" else torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-3)
+    engine = tw.DistributedStrategy(**fields).prepare(model, optimizer, cross_entropy)
+    losses = []
+    with engine.join():
+        for step in range(counts[rank]):
+            losses.append(float(engine.train_step(*batch(step, rank, **DOUBLE))))
+    engine.flush()
+    again = float(engine.train_step(*batch(99, rank, **DOUBLE)))
+    engine.flush()
+    return {"params": flat(model), "step": engine.step, "losses": losses, "again": again}
+
+
+def by_one_process(counts: list[int], merged: int, maker: str) -> list[float]:
+    """Ranks that ran out count with a gradient of zero."""
+    model = make_model(plain=True, **DOUBLE)
+    optimizer = sgd(model) if maker == "sgd" else torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-3)
+    size, microsteps = len(counts), 0
+    optimizer.zero_grad()
+    for step in range(max(counts)):
+        for part in range(size):
+            if step < counts[part]:
+                x, y = batch(step, part, **DOUBLE)
+                (cross_entropy(model(x), y) / size).backward()
+        microsteps += 1
+        if microsteps == merged or step == max(counts) - 1:
+            for p in model.parameters():
+                p.grad /= microsteps
+            optimizer.step()
+            optimizer.zero_grad()
+            microsteps = 0
+    for part in range(size):  # once more, and flushed
+        x, y = batch(99, part, **DOUBLE)
+        (cross_entropy(model(x), y) / size).backward()
+    optimizer.step()
+    return flat(model)
+
+
+CASES: dict[str, tuple[dict[str, Any], str]] = {
+    "dense": ({}, "sgd"),
+    "dense AdamW": ({}, "adamw"),
+    "DGCMomentum": ({"dgc": ALL_SENT}, "sgd"),
+    "compressor": ({"dgc": ALL_SENT}, "adamw"),
+    "merge": ({"gradient_merge": tw.GradientMerge(2)}, "adamw"),
+    "merge and DGCMomentum": ({"gradient_merge": tw.GradientMerge(3), "dgc": ALL_SENT}, "sgd"),
+}
+
+
+@pytest.mark.parametrize("counts", [[6, 3], [2, 5], [4, 4], [0, 3]], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_that_ran_out_count_with_zero(case: str, counts: list[int], ranks: Pool) -> None:
+    fields, maker = CASES[case]
+    results = ranks.run(joined, counts, fields, maker)
+    merged = fields["gradient_merge"].k_steps if "gradient_merge" in fields else 1
+    expected = wide(by_one_process(counts, merged, maker))
+    assert results[0]["params"] == results[1]["params"]
+    # what travels by dgc is float32
+    assert torch.allclose(wide(results[0]["params"]), expected, rtol=0, atol=1e-6 if "dgc" in fields else 1e-12)
+    assert results[0]["step"] == results[1]["step"]
+    assert [len(result["losses"]) for result in results] == counts
+
+
+def test_three_ranks_that_run_out_one_after_the_other(ranks: Pool) -> None:
+    results = ranks.run(joined, [1, 4, 2], {}, "adamw", size=3)
+    expected = wide(by_one_process([1, 4, 2], 1, "adamw"))
+    for result in results:
+        assert torch.allclose(wide(result["params"]), expected, rtol=0, atol=1e-9)
+
+
+def residuals_joined(rank: int, size: int) -> tuple[list[float], int]:
+    model = make_model(plain=True)
+    strategy = tw.DistributedStrategy(dgc=tw.DGC(sparsity=(0.75,), min_numel=64, value_bits=8))
+    engine = strategy.prepare(model, sgd(model, 0.9), cross_entropy)
+    with engine.join():
+        for step in range(8 if rank else 3):
+            engine.train_step(*batch(step, rank))
+    return flat(model), engine.step
+
+
+def test_what_a_rank_has_not_sent_goes_on_being_sent(ranks: Pool) -> None:
+    (first, step), (second, _) = ranks.run(residuals_joined)
+    assert first == second
+    assert step == 8
+
+
+def local_joined(rank: int, size: int, config: str, counts: list[int]) -> tuple[list[float], int, list[float]]:
+    model = make_model(plain=True, **DOUBLE)
+    fields: dict[str, Any] = {
+        "localsgd": {"localsgd": tw.LocalSGD(4, begin_step=0)},
+        "adaptive": {"adaptive_localsgd": tw.AdaptiveLocalSGD(2, max_k_steps=4)},
+        "fragments": {"localsgd": tw.LocalSGD(4, begin_step=0, fragments=2, delay=1)},
+        "merge": {"localsgd": tw.LocalSGD(2, begin_step=0), "gradient_merge": tw.GradientMerge(2)},
+    }[config]
+    engine = tw.DistributedStrategy(**fields).prepare(model, sgd(model), cross_entropy)
+    with engine.join():
+        for step in range(counts[rank]):
+            engine.train_step(*batch(step, rank, **DOUBLE))
+    own = flat(model)
+    engine.flush()
+    return flat(model), engine.stats()["step"], own
+
+
+@pytest.mark.parametrize("counts", [[6, 3], [1, 9], [4, 4], [0, 5]], ids=str)
+@pytest.mark.parametrize("config", ["localsgd", "adaptive", "fragments", "merge"])
+def test_under_local_updates_ranks_that_ran_out_take_part_in_averagings(
+    config: str, counts: list[int], ranks: Pool
+) -> None:
+    (first, _, _), (second, _, _) = ranks.run(local_joined, config, counts)
+    assert first == second
+
+
+def test_the_averaged_change_of_local_updates_is_over_all_ranks(ranks: Pool) -> None:
+    (got, taken, _), (_, others, _) = ranks.run(local_joined, "localsgd", [4, 1])
+    assert (taken, others) == (4, 1)
+    nets = [make_model(plain=True, **DOUBLE) for _ in range(2)]
+    for part, count in enumerate([4, 1]):
+        optimizer = sgd(nets[part])
+        for step in range(count):
+            optimizer.zero_grad()
+            x, y = batch(step, part, **DOUBLE)
+            cross_entropy(nets[part](x), y).backward()
+            optimizer.step()
+    mean = torch.tensor([flat(net) for net in nets], **DOUBLE).mean(0)
+    assert torch.allclose(torch.tensor(got, **DOUBLE), mean, rtol=0, atol=1e-12)
+
+
+def saved_after(rank: int, size: int, folder: str) -> bool:
+    """A checkpoint of an engine whose ranks took unequal numbers of local steps."""
+    results = []
+    for resumed in (False, True):
+        model = make_model(plain=True, **DOUBLE)
+        strategy = tw.DistributedStrategy(localsgd=tw.LocalSGD(4, begin_step=0))
+        engine = strategy.prepare(model, sgd(model, 0.9), cross_entropy)
+        if resumed:
+            engine.load(folder)
+        else:
+            with engine.join():
+                for step in range(6 if rank else 3):
+                    engine.train_step(*batch(step, rank, **DOUBLE))
+            engine.save(folder)
+        for step in range(10, 16):
+            engine.train_step(*batch(step, rank, **DOUBLE))
+        engine.flush()
+        results.append(flat(model))
+        engine.close()
+    return results[0] == results[1]
+
+
+def test_an_engine_saves_after_a_join(ranks: Pool, tmp_path: Any) -> None:
+    assert ranks.run(saved_after, str(tmp_path)) == [True, True]
+
+
+def misjoined(rank: int, size: int) -> None:
+    model = make_model(plain=True)
+    engine = tw.DistributedStrategy().prepare(model, sgd(model), cross_entropy)
+    if rank == 0:
+        with engine.join():
+            engine.train_step(*batch(0, 0))
+    else:
+        engine.train_step(*batch(0, 0))
+
+
+def test_a_join_on_some_ranks_only_is_an_error_in_words(ranks: Pool) -> None:
+    for raised in ranks.run(misjoined, expect_errors=True, group_timeout_s=5.0):
+        assert isinstance(raised, Raised)
+        assert raised.type_name == "Mismatch"
+
+
+def stopping(rank: int, size: int) -> str:
+    """Without a join, one rank stops earlier, and its process group ends."""
+    model = make_model(plain=True)
+    engine = tw.DistributedStrategy().prepare(model, sgd(model), cross_entropy)
+    try:
+        for step in range(2 + 4 * rank):
+            engine.train_step(*batch(step, rank))
+    except Exception as error:
+        return f"{type(error).__name__}: {error} {' '.join(getattr(error, '__notes__', []))}"
+    return ""
+
+
+def test_without_a_join_the_others_hear_what_to_do(ranks: Pool) -> None:
+    _, told = ranks.run(stopping, group_timeout_s=5.0)
+    assert "engine.join()" in told
+
+
+def failing(rank: int, size: int) -> str:
+    model = make_model(plain=True)
+    engine = tw.DistributedStrategy().prepare(model, sgd(model), cross_entropy)
+    with pytest.raises(KeyError), engine.join():
+        engine.train_step(*batch(0, rank))
+        raise KeyError("mine")
+    with pytest.raises(RuntimeError, match="inside another"), engine.join(), engine.join():
+        pass
+    engine.train_step(*batch(1, rank))
+    return "went on"
+
+
+def test_an_error_inside_leaves_the_join_at_once(ranks: Pool) -> None:
+    assert ranks.run(failing) == ["went on"] * 2
+
+
+def test_alone_it_changes_nothing() -> None:
+    (result,) = [joined(0, 1, [3], {}, "sgd")]
+    assert torch.allclose(wide(result["params"]), wide(by_one_process([3], 1, "sgd")))
+
+
+def staged(rank: int, size: int) -> None:
+    model = make_model(plain=True)
+    strategy = tw.DistributedStrategy(pipeline=tw.Pipeline(stages=2, micro_batches=2))
+    engine = strategy.prepare(model, sgd(model), cross_entropy)
+    with engine.join():
+        pass
+
+
+def test_a_pipeline_refuses_it(ranks: Pool) -> None:
+    for raised in ranks.run(staged, expect_errors=True):
+        assert isinstance(raised, Raised)
+        assert "pipeline" in raised.text
+
+
+# ---- parameters that only some ranks use
+
+
+class Branches(nn.Module):
+    """Each rank may take another branch; one is taken by nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.stem = nn.Linear(8, 8, dtype=torch.float64)
+        self.branches = nn.ModuleList(nn.Linear(8, 4, dtype=torch.float64) for _ in range(3))
+
+    def forward(self, x: Tensor, branch: int) -> Tensor:
+        taken: Tensor = self.branches[branch](torch.tanh(self.stem(x)))
+        return taken
+
+
+def branching(rank: int, size: int, fields: dict[str, Any], maker: str, told: bool, k: int) -> list[float]:
+    model = Branches()
+    optimizer = sgd(model) if maker == "sgd" else torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-3)
+    extra = {"find_unused_parameters": True} if told else {}
+    engine = tw.DistributedStrategy(**fields).prepare(model, optimizer, cross_entropy, **extra)
+    for step in range(6 * k):
+        x, y = batch(step, rank, **DOUBLE)
+        engine.train_step((x, (step + rank) % 2 if step < 4 * k else 0), y)
+    return flat(model)
+
+
+def branching_alone(size: int, maker: str, k: int) -> list[float]:
+    model = Branches()
+    optimizer = sgd(model) if maker == "sgd" else torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-3)
+    for update in range(6):
+        optimizer.zero_grad()
+        for step in range(k * update, k * update + k):
+            for part in range(size):
+                x, y = batch(step, part, **DOUBLE)
+                (cross_entropy(model(x, (step + part) % 2 if step < 4 * k else 0), y) / size / k).backward()
+        optimizer.step()
+    return flat(model)
+
+
+@pytest.mark.parametrize(
+    ("fields", "maker"),
+    [
+        ({}, "sgd"),
+        ({}, "adamw"),
+        ({"dgc": ALL_SENT}, "sgd"),
+        ({"dgc": ALL_SENT}, "adamw"),
+        ({"gradient_merge": tw.GradientMerge(2)}, "adamw"),
+    ],
+    ids=["dense", "AdamW", "DGCMomentum", "compressor", "merge"],
+)
+def test_an_absent_gradient_counts_as_zero_where_another_rank_has_one(
+    fields: dict[str, Any], maker: str, ranks: Pool
+) -> None:
+    k = 2 if "gradient_merge" in fields else 1
+    results = ranks.run(branching, fields, maker, True, k)
+    assert results[0] == results[1]
+    expected = wide(branching_alone(2, maker, k))
+    assert torch.allclose(wide(results[0]), expected, rtol=0, atol=1e-6 if "dgc" in fields else 1e-12)
+
+
+def test_without_being_told_it_is_an_error_that_names_the_parameter_and_the_cure(ranks: Pool) -> None:
+    for raised in ranks.run(branching, {}, "sgd", False, 1, expect_errors=True):
+        assert isinstance(raised, Raised)
+        assert raised.type_name == "Mismatch"
+        assert "branches.0" in raised.text
+        assert "find_unused_parameters=True" in raised.text
+
+
+def test_the_same_on_all_ranks_or_a_mismatch(ranks: Pool) -> None:
+    for raised in ranks.run(one_told, expect_errors=True):
+        assert isinstance(raised, Raised)
+        assert "find_unused_parameters" in raised.text
+
+
+def one_told(rank: int, size: int) -> None:
+    model = Branches()
+    tw.DistributedStrategy().prepare(model, sgd(model), cross_entropy, find_unused_parameters=rank == 1)
+
+
+def narrow(rank: int, size: int) -> tuple[list[float], int]:
+    """Gradients that a loss scale makes float32, in a model of bfloat16."""
+    torch.manual_seed(3)
+    model = nn.ModuleList(nn.Linear(8, 4, dtype=torch.bfloat16) for _ in range(2))
+    strategy = tw.DistributedStrategy(amp=tw.AMP("bfloat16", tw.FixedLossScale(4.0)))
+    engine = strategy.prepare(model, sgd(model), find_unused_parameters=True)
+    for step in range(2):
+        x, y = batch(step, rank)
+        engine.minimize(cross_entropy(model[rank](x.bfloat16()).float(), y))
+    return flat(model), engine.stats()["bytes_sent"]
+
+
+def test_absent_gradients_have_the_type_of_those_that_are_there(ranks: Pool) -> None:
+    (first, sent), (second, _) = ranks.run(narrow)
+    assert first == second
+    assert sent > 0
