@@ -4,5 +4,6 @@ from thinwire.checkpoint.combine import combine
 from thinwire.checkpoint.loading import Loaded, load
 from thinwire.checkpoint.random_state import random_state, set_random_state
 from thinwire.checkpoint.saving import save
+from thinwire.checkpoint.together import together
 
-__all__ = ["Loaded", "combine", "load", "random_state", "save", "set_random_state"]
+__all__ = ["Loaded", "combine", "load", "random_state", "save", "set_random_state", "together"]

@@ -19,8 +19,8 @@ __all__ = ["Candidate"]
 class Candidate:
     """A checkpoint that may be the one to load."""
 
-    def __init__(self, path: Path, manifest: Manifest, parts: Sequence[int], rank: int) -> None:
-        """`parts` are those of the ranks that load, `rank` is this one of them.
+    def __init__(self, path: Path, manifest: Manifest, parts: Sequence[int], rank: int, *, combined: bool) -> None:
+        """`parts` are those of the ranks that load, `rank` is this one of them; `combined`: in any case.
 
         Raises:
             CheckpointMismatch: There is no state for these parts.
@@ -34,7 +34,7 @@ class Candidate:
         peers = [r for r, part in enumerate(parts) if part == parts[rank]]
         old = [r for r, part in enumerate(manifest.parts) if part == parts[rank]]
         self._position = peers.index(rank)
-        self._is_own = len(old) == len(peers)
+        self._is_own = len(old) == len(peers) and not combined
         self._sources = [old[self._position]] if self._is_own else old
         self._trees: list[Any] = []
         self._intact: set[str] = set()

@@ -9,7 +9,8 @@ Rules, chosen by path (`model/blocks.0.weight`: keys joined by "/"; the first ma
   float64 (complex128) in the order of the ranks and rounded once; what is bit-identical on all of them stays as it is.
   Anything else under this rule: `first`.
 - `mean_zero`: as `mean`, but a rank that lacks the tensor, where others have it, counts as zero. For what is pending.
-- `first`: that of the first rank that has it. The default of ints, bools, str, bytes and other tensors.
+- `first`: that of the first rank that has it, as a whole where the path is that of a dict, list or tuple. The default
+  of ints, bools, str, bytes and other tensors.
 - `min`, `max`, `sum`: element by element, of ints too; of bools `min` is all and `max` is any.
 
 None beside something is as absent as a missing key. Dicts are joined, keys in order of their first appearance. Lists
@@ -78,9 +79,9 @@ class _Combiner:
     def node(self, path: str, nodes: list[Any]) -> Any:
         """`nodes` has an entry for every old rank, None where it has nothing."""
         present = [node for node in nodes if node is not None]
-        if not present:
-            return None
-        first = present[0]
+        first = present[0] if present else None
+        if first is None or self._rule(path) == "first":
+            return with_tensors(first, self.read)
         if all(is_random_state(node) for node in present):
             return self._random_state(present)
         if all(isinstance(node, Mapping) for node in present):
@@ -94,10 +95,11 @@ class _Combiner:
                 return kind(self.node(_joined(path, i), column) for i, column in enumerate(columns))
         return self._leaf(path, present, absent=len(nodes) - len(present))
 
+    def _rule(self, path: str) -> str:
+        return next((rule for pattern, rule in self.rules.items() if fnmatchcase(path, pattern)), "mean")
+
     def _leaf(self, path: str, present: list[Any], *, absent: int) -> Any:
-        rule = next((rule for pattern, rule in self.rules.items() if fnmatchcase(path, pattern)), "mean")
-        if rule == "first":
-            return with_tensors(present[0], self.read)
+        rule = self._rule(path)
         if all(isinstance(value, Tensor | TensorRef) for value in present):
             return self._tensor(path, rule, present, absent if rule == "mean_zero" else 0)
         if all(isinstance(value, int | float) and not isinstance(value, bool) for value in present):

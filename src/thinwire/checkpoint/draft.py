@@ -40,6 +40,8 @@ class Draft:
 
     def open(self, state: Any, facts: Mapping[str, Any], part: int) -> Opened:
         """Survey the state, make the directory and leave a token in it by which ranks see that they share it."""
+        if isinstance(state, Exception):
+            raise state
         self.facts = encoded(dict(facts), None)
         self._tree = encoded(state, self._tensors)
         for device in {tensor.device for tensor in self._tensors.values() if tensor.is_cuda}:

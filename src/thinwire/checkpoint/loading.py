@@ -1,7 +1,7 @@
 """Finding the newest checkpoint that is whole on all ranks, and reading it."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike
@@ -12,7 +12,7 @@ from thinwire._validate import integer
 from thinwire.checkpoint.candidate import Candidate
 from thinwire.checkpoint.combine import Rule, require_rules
 from thinwire.checkpoint.folder import Found, found
-from thinwire.checkpoint.manifest import MANIFEST
+from thinwire.checkpoint.manifest import MANIFEST, Manifest
 from thinwire.checkpoint.together import by_rank, together
 from thinwire.checkpoint.tree import decoded
 from thinwire.comm import Group
@@ -38,7 +38,12 @@ class Loaded:
 
 
 def load(
-    directory: str | PathLike[str], *, group: Group, part: int = 0, rules: Mapping[str, Rule] | None = None
+    directory: str | PathLike[str],
+    *,
+    group: Group,
+    part: int = 0,
+    rules: Mapping[str, Rule] | None = None,
+    combined: bool = False,
 ) -> Loaded:
     """Read the newest checkpoint that is whole on every rank.
 
@@ -54,6 +59,7 @@ def load(
         group: The ranks.
         part: Pipeline stage of this rank.
         rules: For another number of ranks: what to do with the values at which paths, see `combine`.
+        combined: Whether ranks get what `combine` makes even where as many go on as have saved.
 
     Raises:
         TypeError, ValueError: `part` or `rules` is not what it must be.
@@ -74,7 +80,8 @@ def load(
     known = {(serial, key): step for row in opened for serial, key, step in row["whole"]}
     for (_, key), step in sorted(known.items(), reverse=True):
         verified: list[Candidate] = []
-        verify = partial(_verify, root, entries.get(key), step, parts, group.rank, verified)
+        of = partial(Candidate, parts=parts, rank=group.rank, combined=combined)
+        verify = partial(_verify, root, entries.get(key), step, of, verified)
         answers = together(group, "verifying a checkpoint", verify)
         if any(answers):
             problems += [(step, text) for text in by_rank(answers)]
@@ -101,12 +108,12 @@ def _look(root: Path, part: int, whole: dict[str, Found]) -> dict[str, Any]:
 
 
 def _verify(
-    root: Path, entry: Found | None, step: int, parts: Sequence[int], rank: int, verified: list[Candidate]
+    root: Path, entry: Found | None, step: int, of: Callable[[Path, Manifest], Candidate], verified: list[Candidate]
 ) -> str | None:
     """What is wrong with a checkpoint on this rank; None: nothing, and it is added to `verified`."""
     if entry is None or entry.manifest is None:
         return f"{root} lacks the checkpoint of step {step} that other ranks have: copy its folder there"
-    candidate = Candidate(entry.path, entry.manifest, parts, rank)
+    candidate = of(entry.path, entry.manifest)
     try:
         candidate.verify()
     except CheckpointCorrupt as error:

@@ -39,7 +39,8 @@ def save(
         directory: Where checkpoints are kept, one folder each; made with its parents. Ranks on machines without a
             common file system each name one of their own, which then holds the files of its own ranks.
         state: Of this rank: nested dicts (str or int keys), lists and tuples of None, bool, int, float, str, bytes and
-            dense tensors of any device, dtype and strides. Read only.
+            dense tensors of any device, dtype and strides. Read only. An exception stands for a state that this rank
+            failed to put together: all ranks hear of it.
         step: Updates done, or local steps where ranks update on their own; the same on all ranks.
         group: The ranks.
         facts: What is common to all ranks, as `state` but without tensors.

@@ -172,7 +172,8 @@ class CommonOptimizer(TwoPhase):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave; one of torch's class of the same name is taken too.
 
-        Floating-point state of this library's own methods keeps float32 (float64 for float64 parameters).
+        Floating-point state of this library's own methods keeps float32 (float64 for float64 parameters). Where named
+        parameters were given, then and now, names decide whose state it is, in any order of groups and parameters.
 
         Raises:
             ValueError: The groups do not fit, or the position is missing while a schedule drives the rate.

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from thinwire.core.decay import L1Decay, L2Decay, Regularizer
 from thinwire.core.precision import state_dtype
+from thinwire.optim.by_name import in_order, names_of
 
-__all__ = ["laid_out", "packed", "restoring", "state_dtype"]
+__all__ = ["laid_out", "packed", "remembered", "restoring", "state_dtype"]
 
 _REGULARIZERS: dict[str, type[L1Decay | L2Decay]] = {"L1Decay": L1Decay, "L2Decay": L2Decay}
 
@@ -48,9 +49,10 @@ def restoring(
 
     def before(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         extra.update(read_extra(state_dict))
+        saved, here = state_dict["param_groups"], optimizer.param_groups
         return {
             **state_dict,
-            "param_groups": _unpacked(state_dict["param_groups"], optimizer.param_groups),
+            "param_groups": _unpacked(in_order(saved, names_of(saved), names_of(here)), here),
             "state": {k: v if as_loaded is None else _hidden(v) for k, v in state_dict["state"].items()},
         }
 
@@ -70,6 +72,19 @@ def restoring(
     finally:
         for handle in handles:
             handle.remove()
+
+
+def remembered(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """What puts `optimizer` back to where it is now after a `load_state_dict`, which makes new groups and new state."""
+    attributes, position = dict(vars(optimizer)), getattr(optimizer, "position", None)
+
+    def undo() -> None:
+        vars(optimizer).clear()
+        vars(optimizer).update(attributes)
+        if position is not None and "_common" in attributes:
+            attributes["_common"].position = position
+
+    return undo
 
 
 def _plain(regularizer: Regularizer | None) -> list[Any] | None:

@@ -63,5 +63,8 @@ class DropTogether:
         self._inner.load_state_dict(state["inner"])
         self._drops.total, self._drops.in_a_row = state["dropped"], state["in a row"]
 
+    def start_anew(self) -> None:
+        self._inner.start_anew()
+
     def close(self) -> None:
         self._inner.close()

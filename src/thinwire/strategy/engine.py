@@ -1,10 +1,12 @@
 """The engine: one call per mini-batch, from the forward pass to the update."""
 
 import contextlib
+import logging
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from thinwire import _validate as check
 from thinwire.amp import LossScaler
 from thinwire.comm import Group, require_agreement
 from thinwire.core.storage import with_own_storage
-from thinwire.errors import Mismatch, PeerLost, PeerStalled
+from thinwire.errors import CheckpointMissing, Mismatch, PeerLost, PeerStalled
 from thinwire.optim.layerwise import LayerwiseOptimizer
 from thinwire.pipeline.runner import PipelineRunner
 from thinwire.step.merge import GradientSum
@@ -31,6 +33,7 @@ from thinwire.sync.exchange import Verdict
 
 __all__ = ["Engine", "Parts"]
 
+_log = logging.getLogger("thinwire")
 LossFunction = Callable[[Any, Any], Tensor]
 
 
@@ -82,6 +85,8 @@ class Engine:
         self._parts = parts
         self.step = 0
         """Updates made by this rank; without local updates the same on all."""
+        self.extra: Any = None
+        """What `save` was given as `extra`, after `load`; None before it, and where nothing was given."""
         self._dropped_before = 0
         self._bytes_before = 0
         self._left = LeftGradients(parts.params)
@@ -286,61 +291,120 @@ class Engine:
         return stats
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a later step depends on, of this rank: plain values and copies of tensors. No communication."""
-        return saving.saved(self._parts, self._counters())
+        """All that a later step depends on, of this rank: plain values and copies of tensors. No communication.
+
+        Schedulers of torch that drive the optimizer are in it.
+
+        Raises:
+            TypeError: A scheduler's state is nothing that a file can hold.
+        """
+        return saving.with_facts(saving.saved(self._parts, self._counters()), self._parts)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict` of the same rank, bit for bit; on all ranks. No communication.
 
+        Warns:
+            UserWarning: A scheduler of then is missing now, or the other way round.
+
         Raises:
             TypeError: No mapping.
-            ValueError: The state belongs to another model or strategy.
+            ValueError: The state belongs to another model or strategy; nothing has changed.
         """
         self._require_open()
-        counters = saving.load(state, self._parts)
-        self.step = counters["step"]
-        self._dropped_before += counters["dropped_steps"] - self._dropped_steps()
-        self._bytes_before += counters["bytes_sent"] - self._bytes_sent()
+        self._go_on(saving.load(state, self._parts))
 
-    def save(self, directory: str | Path) -> Path:
+    def save(self, directory: str | Path, extra: Any = None, keep: int | None = 2) -> Path:
         """Write a checkpoint, every rank its part; the folder and its parents are created.
 
-        Until the new one is whole, the one before it is what loads; the two newest are kept.
+        Until the new one is whole, the one before it is what loads.
 
         The folder is named after the updates made; under local updates, where an overflow concerns its rank alone,
         after the local steps, those dropped included, which are the same on all ranks.
 
         Args:
             directory: The folder of all checkpoints of this run; on a file system of all ranks, or of each machine.
+            extra: Whatever else a later step depends on, of this rank: plain values, tensors, and objects with a
+                `state_dict` (a sampler, an average of the weights, a `GradScaler`), in dicts, lists and tuples.
+                Torch's schedulers that drive `engine.optimizer` are saved without being named.
+            keep: How many checkpoints stay, this one included; at least 1, None for all. The newest that stays beside
+                this one is read before an older one is deleted: one that is damaged does not count.
 
         Returns:
             The folder of this checkpoint.
 
         Raises:
-            CheckpointError: It could not be written, on whichever rank; on all ranks. Training may go on.
+            CheckpointError: It could not be written, on whichever rank, or `extra` or a scheduler holds what cannot be
+                saved; on all ranks. Training may go on.
             Mismatch: Ranks are at different places, or some of them did not call it.
         """
-        return saving.save(directory, self.state_dict(), self._parts, self._place())
+        state = partial(saving.saved, self._parts, self._counters(), extra)
+        return saving.save(directory, state, self._parts, self._place(), keep)
 
-    def load(self, directory: str | Path) -> Path:
+    def load(self, directory: str | Path, if_any: bool = False) -> Path | None:
         """Continue from the newest whole checkpoint in `directory`, also one of another number of ranks.
 
         With the same number of ranks training continues bit for bit. With another one every rank gets the mean of the
         ranks' floating-point state, so that the update still pending is kept; counts of ranks that dropped local steps
         each for itself (updates made, dropped steps, the step of the optimizer's state) go on from those of rank 0,
-        and the smallest loss scale is that of all.
+        the smallest loss scale is that of all, and `extra` is that of rank 0.
+
+        Settings of the strategy on which no state depends (intervals, sparsity, clipping, ...) may be others than when
+        it was written: those of this engine count, and a line in the log of `thinwire` says which have changed.
+        Parameters and groups of the optimizer may be in another order: names decide.
+
+        Schedulers of torch that drive `engine.optimizer` go on where they were if they are there already: make them
+        before this call. Nothing changes on any rank where one of them cannot take its part over.
+
+        Args:
+            directory: What `save` was given.
+            if_any: Whether to return None where there is nothing yet, as at the first start of a run.
 
         Returns:
-            The folder that was loaded.
+            The folder that was loaded. `engine.extra` is then what `save` was given, `state_dict()` in the place of
+            objects: `sampler.load_state_dict(engine.extra["sampler"])`.
+
+        Warns:
+            UserWarning: What was saved later is damaged; a scheduler of then is missing now, or the other way round.
 
         Raises:
-            CheckpointError: There is none, or it belongs to another strategy.
+            CheckpointMissing: There is none, not even a damaged one.
+            CheckpointMismatch: It belongs to another strategy, model or optimizer; names all that differs.
             CheckpointCorrupt: All that are there are damaged.
+            CheckpointError: Anything else; these three are of its kind.
         """
         self._require_open()
-        loaded = saving.read(directory, self._parts)
-        self.load_state_dict(loaded.state)
-        return loaded.path
+        try:
+            return saving.read(directory, self._parts, self._take_over)
+        except CheckpointMissing:
+            if not if_any:
+                raise
+            self.extra = None
+            _log.info("no checkpoint in %s yet: training starts from the beginning", directory)
+            return None
+
+    def load_parameters(self, directory: str | Path) -> Path:
+        """Take the parameters and buffers of the newest whole checkpoint, and nothing else, to begin anew with them.
+
+        For a checkpoint of another strategy or optimizer, which `load` refuses. Ranks that had different ones get their
+        mean. Momentum, residuals, counters, schedules and `extra` are those of this engine.
+
+        Args:
+            directory: What `save` was given.
+
+        Returns:
+            The folder that was read.
+
+        Raises:
+            RuntimeError: This engine has made updates.
+            CheckpointMissing, CheckpointMismatch, CheckpointCorrupt: As in `load`; nothing has changed.
+        """
+        self._require_open()
+        if self._place():
+            raise RuntimeError(
+                f"this engine has made {self._place()} updates, whose momentum and residuals belong to other "
+                "parameters: call load_parameters right after prepare"
+            )
+        return saving.load_parameters(directory, self._parts)
 
     def close(self) -> None:
         """Take everything off the model and the optimizer; the engine cannot train any more. May be called twice.
@@ -350,6 +414,15 @@ class Engine:
         this stage. A new engine with the same fields goes on with it.
         """
         self._finalizer()
+
+    def _take_over(self, state: Mapping[str, Any], **told: Any) -> None:
+        self._go_on(saving.load_all(state, self._parts, **told))
+
+    def _go_on(self, restored: Mapping[str, Any]) -> None:
+        self.step = restored["step"]
+        self._dropped_before += restored["dropped_steps"] - self._dropped_steps()
+        self._bytes_before += restored["bytes_sent"] - self._bytes_sent()
+        self.extra = restored["extra"]
 
     def _loss_of(self, inputs: Any, targets: Any, caller: str) -> Tensor:
         self._require_loss_function(caller)

@@ -62,6 +62,9 @@ class Exchange(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave."""
 
+    def start_anew(self) -> None:
+        """Parameters were replaced on all ranks alike, before the first update."""
+
     def close(self) -> None:
         """Take every hook off."""
 
@@ -106,6 +109,9 @@ class _EveryStep:
         pass
 
     def flush(self) -> None:
+        pass
+
+    def start_anew(self) -> None:
         pass
 
     def close(self) -> None:
@@ -265,6 +271,9 @@ class LocalSteps:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.sync.load_state_dict(state)
+
+    def start_anew(self) -> None:
+        self.sync.start_anew()
 
     def close(self) -> None:
         self.sync.close()

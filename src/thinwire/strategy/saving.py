@@ -1,6 +1,9 @@
 """The state of an engine as one tree of plain values and tensors, and back; on disk and off it."""
 
-from collections.abc import Mapping
+import logging
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -8,18 +11,28 @@ import torch
 from torch import Tensor
 
 from thinwire import _validate as check
-from thinwire.checkpoint import Loaded, random_state, set_random_state
+from thinwire.checkpoint import Loaded, random_state, set_random_state, together
 from thinwire.checkpoint import load as load_checkpoint
 from thinwire.checkpoint import save as save_checkpoint
 from thinwire.checkpoint.combine import Rule
-from thinwire.errors import CheckpointError
+from thinwire.errors import CheckpointMismatch
+from thinwire.optim.by_name import in_order
+from thinwire.optim.saving import remembered
+from thinwire.strategy import schedulers
+from thinwire.strategy.extra import plain
+from thinwire.strategy.fitting import Change, changes_of, misfits, settings_in_groups
 
 if TYPE_CHECKING:
     from thinwire.strategy.engine import Parts
 
-__all__ = ["load", "read", "save", "saved"]
+__all__ = ["Restored", "load", "load_all", "load_parameters", "read", "save", "saved", "with_facts"]
+
+_log = logging.getLogger("thinwire")
+Restored = dict[str, Any]
+"""What an engine itself goes on with: counters, and what the user had given."""
 
 _OTHER_RANKS: dict[str, Rule] = {
+    "extra": "first",
     "loss_scale/scale": "min",
     "merge/overflowed": "max",
     "merge/sums/*": "mean_zero",
@@ -32,25 +45,99 @@ _OTHER_RANKS: dict[str, Rule] = {
 """On another number of ranks, what is not simply the mean of those that have it: sums (absent ranks gave 0), counts."""
 
 
-def saved(parts: "Parts", counters: Mapping[str, int]) -> dict[str, Any]:
-    """Everything that a later step depends on, copied where the engine would go on to change it."""
+def saved(parts: "Parts", counters: Mapping[str, int], extra: Any = None) -> dict[str, Any]:
+    """Everything that a later step depends on, copied where the engine would go on to change it.
+
+    Raises:
+        TypeError: A scheduler's state, or something in `extra`, is nothing that a file can hold.
+    """
     return {
         "counters": dict(counters),
         "parameters": _copied(_parameters(parts)),
         "buffers": _copied(dict(parts.model.named_buffers())),
         "optimizer": _copied(parts.optimizer.state_dict()),
+        "optimizer_names": _names(parts),
+        "schedulers": _copied(schedulers.saved(parts.optimizer, extra)),
         "exchange": _copied(parts.exchange.state_dict()),
         "loss_scale": None if parts.scaler is None else parts.scaler.state_dict(),
         "merge": None if parts.merge is None else _copied(parts.merge.state_dict()),
         "random": random_state(),
+        "extra": _copied(plain(extra)),
     }
 
 
-@torch.no_grad()
-def load(state: Mapping[str, Any], parts: "Parts") -> dict[str, int]:
-    """Put everything back and return the counters; what can be checked is checked before anything changes."""
+def with_facts(state: Mapping[str, Any], parts: "Parts") -> dict[str, Any]:
+    """What `saved` gave, for `load`; a checkpoint has the facts beside it, once for all ranks."""
+    return {**state, "facts": _copied(parts.facts)}
+
+
+def load(state: Mapping[str, Any], parts: "Parts") -> Restored:
+    """Put everything back and return what the engine goes on with; where that fails, nothing has changed."""
     check.instance("state", state, Mapping, advice="pass what engine.state_dict() returned")
+    if "facts" not in state:
+        raise ValueError("state is not one of an engine: missing ['facts']. Pass what engine.state_dict() returned")
+    changes, problems = _compared(state["facts"], parts)
+    if problems:
+        raise ValueError(f"state does not fit: {'; '.join(problems)}. Prepare the engine as it was then")
+    rest = {key: value for key, value in state.items() if key != "facts"}
+    restored = load_all(rest, parts, keep=settings_in_groups(changes), agreed=lambda problem: None)
+    _tell_of_changes("the state", changes)
+    return restored
+
+
+@torch.no_grad()
+def load_all(
+    state: Mapping[str, Any],
+    parts: "Parts",
+    *,
+    keep: Collection[str],
+    agreed: Callable[[Exception | None], None],
+) -> Restored:
+    """`load`, with what several ranks need.
+
+    Args:
+        state: What `saved` gave.
+        parts: Of the engine; changed as a whole or not at all.
+        keep: Keys of the optimizer's groups whose values here stay in force.
+        agreed: Called with this rank's error, or None, before parameters change; raises where any rank has one.
+    """
+    with ExitStack() as undo:
+        problem: Exception | None = None
+        try:
+            counters = _checked(state, parts)
+            found = schedulers.matched(state["schedulers"], parts.optimizer)
+            undo.callback(remembered(parts.optimizer))
+            _load_optimizer(state, parts, keep)
+            undo.callback(schedulers.restored(found.pairs))
+            if parts.scaler is not None:
+                undo.callback(parts.scaler.load_state_dict, parts.scaler.state_dict())
+                parts.scaler.load_state_dict(state["loss_scale"])
+            if parts.merge is not None:
+                undo.callback(parts.merge.load_state_dict, parts.merge.state_dict())
+                if state["merge"] is None:
+                    parts.merge.clear()
+                else:
+                    parts.merge.load_state_dict(state["merge"])
+        except Exception as error:
+            problem = error
+        agreed(problem)
+        if problem is not None:
+            raise problem
+        parts.exchange.load_state_dict(state["exchange"])  # which checks everything before it changes anything
+        undo.pop_all()
+    for places, values in ((_parameters(parts), state["parameters"]), (_buffers(parts), state["buffers"])):
+        for name, place in places.items():
+            place.copy_(values[name])
+    parts.buffers.forget()
+    set_random_state(state["random"])
+    _tell_of_schedulers(found)
+    return {**counters, "extra": state["extra"]}
+
+
+def _checked(state: Mapping[str, Any], parts: "Parts") -> dict[str, int]:
+    """The counters, once it is clear that the state is one of such an engine."""
     wanted = {"counters", "parameters", "buffers", "optimizer", "exchange", "loss_scale", "merge", "random"}
+    wanted |= {"optimizer_names", "schedulers", "extra"}
     if state.keys() != wanted:
         raise ValueError(
             f"state is not one of an engine: missing {sorted(wanted - state.keys())}, "
@@ -59,44 +146,131 @@ def load(state: Mapping[str, Any], parts: "Parts") -> dict[str, int]:
     kinds = ("step", "dropped_steps", "bytes_sent")
     counters = {key: check.integer(key, state["counters"].get(key), at_least=0) for key in kinds}
     _require_same("loss_scale", state["loss_scale"], parts.scaler)
-    _require_same("merge", state["merge"], parts.merge)
-    parameters, buffers = _parameters(parts), dict(parts.model.named_buffers())
-    for kind, places in (("parameters", parameters), ("buffers", buffers)):
+    merged = 0 if state["merge"] is None else state["merge"]["microsteps"]
+    if merged and parts.merge is None:
+        raise ValueError(
+            f"state has {merged} merged microsteps of an unfinished update, and the engine has no gradient_merge: "
+            "prepare it with one, or call engine.flush() before saving"
+        )
+    for kind, places in (("parameters", _parameters(parts)), ("buffers", _buffers(parts))):
         check.same_shapes(kind, state[kind], places, advice="Load a state of the same model")
-    for places, values in ((parameters, state["parameters"]), (buffers, state["buffers"])):
-        for name, place in places.items():
-            place.copy_(values[name])
-    parts.optimizer.load_state_dict(state["optimizer"])
-    parts.exchange.load_state_dict(state["exchange"])
-    if parts.scaler is not None:
-        parts.scaler.load_state_dict(state["loss_scale"])
-    if parts.merge is not None:
-        parts.merge.load_state_dict(state["merge"])
-    parts.buffers.forget()
-    set_random_state(state["random"])
     return counters
 
 
-def save(directory: str | Path, state: Mapping[str, Any], parts: "Parts", step: int) -> Path:
+def _load_optimizer(state: Mapping[str, Any], parts: "Parts", keep: Collection[str]) -> None:
+    saved_groups, groups = state["optimizer"]["param_groups"], parts.optimizer.param_groups
+    kept = [{key: group[key] for key in keep if key in group} for group in groups]
+    ordered = in_order(saved_groups, state["optimizer_names"], _names(parts))
+    parts.optimizer.load_state_dict({**state["optimizer"], "param_groups": ordered})
+    for group, values in zip(parts.optimizer.param_groups, kept, strict=True):
+        group.update(values)
+
+
+def _tell_of_schedulers(found: schedulers.Matched) -> None:
+    for kind in found.missing:
+        warnings.warn(
+            f"the state has a scheduler {kind}, and the optimizer of this engine has no such scheduler now: its rates "
+            "would begin anew. Make it before engine.load, which then restores it, or pass it in extra= when you save "
+            "and load its state yourself",
+            UserWarning,
+            stacklevel=4,
+        )
+    for kind in found.unsaved:
+        warnings.warn(
+            f"the optimizer of this engine has a scheduler {kind}, and there is no state for it: it starts from its "
+            "beginning, or goes on from where it is. If you do not want that, let it take the steps that were made",
+            UserWarning,
+            stacklevel=4,
+        )
+
+
+def save(
+    directory: str | Path, state: Callable[[], Mapping[str, Any]], parts: "Parts", step: int, keep: int | None
+) -> Path:
     """Write a checkpoint; see `Engine.save`."""
-    return save_checkpoint(directory, state, step=step, group=parts.group, facts=parts.facts, part=parts.stage)
+    content: Any
+    try:
+        content = state()
+    except Exception as error:  # the others are about to wait for this rank
+        content = error
+    return save_checkpoint(
+        directory, content, step=step, group=parts.group, facts=parts.facts, part=parts.stage, keep=keep
+    )
 
 
-def read(directory: str | Path, parts: "Parts") -> Loaded:
-    """The newest whole checkpoint, if it is one of the same strategy."""
+def read(directory: str | Path, parts: "Parts", apply: Callable[..., None]) -> Path:
+    """Find the newest whole checkpoint, see that it fits, and let `apply(state, keep=, agreed=)` take it over."""
     loaded = load_checkpoint(directory, group=parts.group, part=parts.stage, rules=_OTHER_RANKS)
-    for key, here in parts.facts.items():
-        there = loaded.facts.get(key)
-        if there != here:
-            raise CheckpointError(
-                f"{loaded.path} does not fit: {key} was {there} when it was written and is {here} in this engine. "
-                f"Prepare the engine as it was then; model weights alone can be taken from engine.state_dict()"
-            )
-    return loaded
+    changes, problems = _compared(loaded.facts, parts)
+    if problems:
+        raise _misfit(loaded, "; ".join(problems))
+
+    def agreed(problem: Exception | None) -> None:
+        def act() -> None:
+            if problem is not None:
+                raise _misfit(loaded, str(problem)) from problem
+
+        together(parts.group, "taking over a checkpoint", act)
+
+    apply(loaded.state, keep=settings_in_groups(changes), agreed=agreed)
+    _tell_of_changes(str(loaded.path), changes)
+    return loaded.path
+
+
+def _compared(facts: Mapping[str, Any], parts: "Parts") -> tuple[list[Change], list[str]]:
+    changes = changes_of(facts.get("strategy", {}), parts.facts["strategy"])
+    return changes, misfits(facts, parts.facts, changes)
+
+
+def _tell_of_changes(what: str, changes: list[Change]) -> None:
+    if changes:
+        told = ", ".join(f"{change.name} was {change.before} and is {change.now}" for change in changes)
+        _log.warning("%s goes on with other settings: %s", what, told)
+
+
+@torch.no_grad()
+def load_parameters(directory: str | Path, parts: "Parts") -> Path:
+    """The parameters and buffers alone; see `Engine.load_parameters`."""
+    loaded = load_checkpoint(directory, group=parts.group, part=parts.stage, rules=_OTHER_RANKS, combined=True)
+
+    def fits() -> None:
+        for kind, places in (("parameters", _parameters(parts)), ("buffers", _buffers(parts))):
+            try:
+                check.same_shapes(kind, loaded.state[kind], places, advice="Load a checkpoint of the same model")
+            except ValueError as error:
+                raise CheckpointMismatch(f"{loaded.path}: {error}") from error
+
+    together(parts.group, "taking over the parameters of a checkpoint", fits)
+    for kind, places in (("parameters", _parameters(parts)), ("buffers", _buffers(parts))):
+        for name, place in places.items():
+            place.copy_(loaded.state[kind][name])
+    parts.buffers.forget()
+    parts.exchange.start_anew()
+    return loaded.path
+
+
+def _misfit(loaded: Loaded, problem: str) -> CheckpointMismatch:
+    return CheckpointMismatch(
+        f"{loaded.path} does not fit: {problem}. Prepare the engine as it was then, or begin anew with the parameters "
+        "alone: engine.load_parameters(directory)"
+    )
 
 
 def _parameters(parts: "Parts") -> dict[str, Tensor]:
     return dict(parts.model.named_parameters())
+
+
+def _buffers(parts: "Parts") -> dict[str, Tensor]:
+    return dict(parts.model.named_buffers())
+
+
+def _names(parts: "Parts") -> list[list[str]] | None:
+    """The names in the model of the optimizer's parameters, by group; None where one of them has none."""
+    names: dict[Tensor, str] = {p: name for name, p in parts.model.named_parameters()}
+    groups: Sequence[Any] = [group["params"] for group in parts.optimizer.param_groups]
+    if any(p not in names for group in groups for p in group):
+        return None
+    return [[names[p] for p in group] for group in groups]
 
 
 def _copied(tree: Any) -> Any:

@@ -70,6 +70,12 @@ class Averaging:
         self.momentum = {n: torch.zeros_like(a) for n, a in self.anchors.items()} if outer.momentum else {}
         self.errors = {n: torch.zeros_like(self.anchors[n]) for n, p in params.items() if changes.compresses(p)}
 
+    @torch.no_grad()
+    def anchor_(self) -> None:
+        """Take the parameters as they are for anchors."""
+        for name, anchor in self.anchors.items():
+            anchor.copy_(widened(self._params[name]))
+
     def measure(
         self, step: int, values: Mapping[str, Tensor], extras: Mapping[str, Tensor], *, keep: bool = False
     ) -> Flight:

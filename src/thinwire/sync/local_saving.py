@@ -62,6 +62,7 @@ def load(state: Mapping[str, Any], turns: Turns) -> None:
         setattr(turns.counters, key, state[key])
     for key in _PACE:
         setattr(turns.pace, key, state[key])
+    turns.pace.k_steps = turns.pace.allowed(state["k_steps"])
     turns.synced = False
     turns.pending = None
     if pending is not None:  # it travels again when its time has come

@@ -279,6 +279,10 @@ class LocalUpdates:
         local_saving.load(state, self._open_turns())
         self._restore_bytes(state["bytes_sent"])
 
+    def start_anew(self) -> None:
+        """Measure the next averaging from the parameters as they are, which must be equal on all ranks."""
+        self._open_turns().averaging.anchor_()
+
     def _restore_bytes(self, bytes_sent: int) -> None:
         assert self._group is not None
         self._bytes_elsewhere = bytes_sent - self._group.bytes_sent

@@ -25,12 +25,17 @@ class Pace:
         self._rate = 0.0
         self._dropped = False
         self.k_steps = config.init_k_steps if isinstance(config, AdaptiveLocalSGD) else config.k_steps
+        self._fixed = self.k_steps
         self.first_loss: float | None = None
         self.first_rate: float | None = None
         if self._adaptive is not None and "lr" not in optimizer.param_groups[0]:
             raise ValueError(
                 "AdaptiveLocalSGD needs an optimizer whose first group has a learning rate `lr`; use LocalSGD"
             )
+
+    def allowed(self, k_steps: int) -> int:
+        """The interval with which a saved state goes on: the saved one as far as the config leaves it open."""
+        return self._fixed if self._adaptive is None else min(k_steps, self._adaptive.max_k_steps)
 
     @property
     def lacks_start(self) -> bool:

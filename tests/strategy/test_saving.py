@@ -1,0 +1,534 @@
+"""What an engine saves beside its own state, and what it finds and refuses when it loads: all or nothing."""
+
+import logging
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler as torch_schedulers
+
+import thinwire as tw
+from tests.checkpoint.states import same
+from tests.ranks import Pool, Raised
+from tests.strategy.training import FIELDS, batch, digest, make_engine, make_model, make_optimizer, train
+from thinwire.errors import CheckpointError, CheckpointMismatch, CheckpointMissing
+
+
+def prepared(
+    strategy: tw.DistributedStrategy | None = None, *, make: Callable[..., Any] | None = None, **model: Any
+) -> Any:
+    net = make_model(plain=True, **model)
+    optimizer = make(net) if make else make_optimizer(net, ())
+    return (strategy or tw.DistributedStrategy()).prepare(net, optimizer, nn.functional.cross_entropy)
+
+
+# ---- nothing there yet, and how many stay
+
+
+def test_nothing_there_yet_is_none_where_that_is_allowed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = prepared()
+    before = digest(engine)
+    with caplog.at_level(logging.INFO, "thinwire"):
+        assert engine.load(tmp_path / "run", if_any=True) is None
+    assert "starts from the beginning" in caplog.text
+    assert (digest(engine), engine.extra) == (before, None)
+    with pytest.raises(CheckpointMissing, match=r"there is no checkpoint in .*run"):
+        engine.load(tmp_path / "run")
+    path = engine.save(tmp_path / "run")
+    assert engine.load(tmp_path / "run", if_any=True) == path
+
+
+def test_a_damaged_one_is_not_nothing(tmp_path: Path) -> None:
+    engine = prepared()
+    (engine.save(tmp_path) / "rank_00000.json").write_text("?")
+    with pytest.raises(CheckpointError, match="no checkpoint is whole"):
+        engine.load(tmp_path, if_any=True)
+
+
+@pytest.mark.parametrize(("keep", "left"), [(1, 1), (3, 3), (None, 4)])
+def test_how_many_stay(tmp_path: Path, keep: int | None, left: int) -> None:
+    engine = prepared()
+    for step in range(4):
+        train(engine, (), step, step + 1)
+        engine.save(tmp_path, keep=keep)
+    assert len(list(tmp_path.iterdir())) == left
+
+
+# ---- whatever else the user has
+
+
+class Sampler:
+    """Something of the user's with a state."""
+
+    def __init__(self) -> None:
+        self.seen, self.order = 0, torch.arange(3)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen, "order": self.order, "nested": OrderedDict(a=[1, (2.5, None)])}
+
+
+def test_what_the_user_gave_comes_back(tmp_path: Path) -> None:
+    engine = prepared()
+    sampler = Sampler()
+    sampler.seen = 7
+    ema = nn.Linear(2, 2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    given = {
+        "epoch": 3,
+        "best": 1.5,
+        "names": ["a", ("b", None, True)],
+        "average": torch.arange(4, dtype=torch.bfloat16),
+        "sampler": sampler,
+        "ema": ema,
+        "scaler": scaler,
+        3: {"deep": [Sampler()]},
+    }
+    engine.save(tmp_path, extra=given)
+    again = prepared()
+    again.load(tmp_path)
+    found = again.extra
+    assert same(found["sampler"], {"seen": 7, "order": torch.arange(3), "nested": {"a": [1, (2.5, None)]}})
+    assert found[3]["deep"][0]["seen"] == 0
+    assert same(
+        {key: found[key] for key in ("epoch", "best", "names", "average")},
+        {k: given[k] for k in ("epoch", "best", "names", "average")},
+    )
+    ema.load_state_dict(found["ema"])
+    other = torch.amp.GradScaler("cpu")
+    other.load_state_dict(found["scaler"])
+    assert other.get_scale() == 8.0
+    engine.save(tmp_path)
+    again.load(tmp_path)
+    assert again.extra is None
+
+
+@pytest.mark.parametrize(
+    ("extra", "needle"),
+    [
+        ({"f": [print]}, r"extra\['f'\]\[0\] is of type builtin_function_or_method"),
+        ({"g": torch.Generator()}, r"extra\['g'\] is of type Generator.*get_state\(\)"),
+        ({(1, 2): 3}, "has the key"),
+        (object(), "extra is of type object"),
+    ],
+)
+def test_what_cannot_be_saved_is_refused_with_its_place(tmp_path: Path, extra: Any, needle: str) -> None:
+    with pytest.raises(CheckpointError, match=needle):
+        prepared().save(tmp_path, extra=extra)
+    assert list(tmp_path.iterdir()) == []
+
+
+def extra_of_each(rank: int, size: int, folder: str) -> Any:
+    engine = make_engine((), plain=True)
+    engine.save(folder, extra={"rank": rank, "order": [rank] * (rank + 1), "loss": float(rank)})
+    engine.load(folder)
+    return engine.extra
+
+
+def extra_here(rank: int, size: int, folder: str) -> Any:
+    engine = make_engine((), plain=True)
+    engine.load(folder)
+    return engine.extra
+
+
+def test_every_rank_gets_its_own_and_other_numbers_of_ranks_that_of_rank_0(ranks: Pool, tmp_path: Path) -> None:
+    answers = ranks.run(extra_of_each, str(tmp_path), size=2)
+    assert answers == [{"rank": r, "order": [r] * (r + 1), "loss": float(r)} for r in range(2)]
+    assert ranks.run(extra_here, str(tmp_path), size=3) == [answers[0]] * 3
+
+
+def broken_extra(rank: int, size: int, folder: str) -> None:
+    make_engine((), plain=True).save(folder, extra={"x": print} if rank == 1 else None)
+
+
+def test_what_one_rank_cannot_save_is_an_error_on_all(ranks: Pool, tmp_path: Path) -> None:
+    for answer in ranks.run(broken_extra, str(tmp_path), size=2, expect_errors=True):
+        assert isinstance(answer, Raised) and answer.type_name == "CheckpointError"
+        assert "rank 1: " in answer.text and "extra['x']" in answer.text
+
+
+# ---- schedulers
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "lambda": lambda o: torch_schedulers.LambdaLR(o, lambda n: 0.5**n),
+    "multiplicative": lambda o: torch_schedulers.MultiplicativeLR(o, lambda n: 0.9),
+    "step": lambda o: torch_schedulers.StepLR(o, 2, 0.5),
+    "multi-step": lambda o: torch_schedulers.MultiStepLR(o, [1, 3, 3, 4], 0.5),
+    "constant": lambda o: torch_schedulers.ConstantLR(o, 0.5, 3),
+    "linear": lambda o: torch_schedulers.LinearLR(o, 0.5, 1.0, 8),
+    "exponential": lambda o: torch_schedulers.ExponentialLR(o, 0.9),
+    "polynomial": lambda o: torch_schedulers.PolynomialLR(o, 9, 2.0),
+    "cosine": lambda o: torch_schedulers.CosineAnnealingLR(o, 9),
+    "restarts": lambda o: torch_schedulers.CosineAnnealingWarmRestarts(o, 2),
+    "cyclic": lambda o: torch_schedulers.CyclicLR(o, 0.01, 0.1, 3),
+    "one cycle": lambda o: torch_schedulers.OneCycleLR(o, 0.1, total_steps=20),
+    "sequential": lambda o: torch_schedulers.SequentialLR(
+        o, [torch_schedulers.ConstantLR(o, 0.1, 3), torch_schedulers.ExponentialLR(o, 0.9)], [3]
+    ),
+    "chained": lambda o: torch_schedulers.ChainedScheduler(
+        [torch_schedulers.ConstantLR(o, 0.1, 3), torch_schedulers.ExponentialLR(o, 0.9)]
+    ),
+    "plateau": lambda o: torch_schedulers.ReduceLROnPlateau(o, factor=0.5, patience=0),
+    "ours": lambda o: tw.schedules.ScheduledLR(o, tw.schedules.CosineDecay(0.0, 0.1, 9)),
+}
+
+
+def rates(engine: Any, scheduler: Any, first: int, last: int) -> list[float]:
+    used = []
+    for step in range(first, last):
+        used.append(float(engine.optimizer.param_groups[0]["lr"]))
+        engine.train_step(*batch(step, 0))
+        if isinstance(scheduler, torch_schedulers.ReduceLROnPlateau):
+            scheduler.step(1.0)
+        else:
+            scheduler.step()
+    return used
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler")
+def test_a_scheduler_goes_on_where_it_was(tmp_path: Path, kind: str) -> None:
+    straight = prepared()
+    scheduler = SCHEDULERS[kind](straight.optimizer)
+    rates(straight, scheduler, 0, 3)
+    straight.save(tmp_path)
+    expected = rates(straight, scheduler, 3, 8)
+    assert len(set(expected)) > 1 or kind == "constant"
+
+    resumed = prepared()
+    again = SCHEDULERS[kind](resumed.optimizer)
+    resumed.load(tmp_path)
+    assert rates(resumed, again, 3, 8) == expected
+    assert digest(resumed) == digest(straight)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler")
+def test_two_of_a_kind_are_told_apart_by_their_settings(tmp_path: Path) -> None:
+    def both(optimizer: Any, order: int) -> list[Any]:
+        makes = [lambda: torch_schedulers.StepLR(optimizer, 2, 0.5), lambda: torch_schedulers.StepLR(optimizer, 3, 0.1)]
+        made = [make() for make in makes[::order]]
+        return made[::order]
+
+    straight = prepared()
+    pair = both(straight.optimizer, 1)
+    for scheduler, count in zip(pair, (4, 1), strict=True):
+        for _ in range(count):
+            scheduler.step()
+    straight.save(tmp_path)
+    resumed = prepared()
+    found = both(resumed.optimizer, -1)
+    resumed.load(tmp_path)
+    assert [s.last_epoch for s in found] == [4, 1]
+
+
+def test_a_scheduler_that_is_missing_or_new_is_told(tmp_path: Path) -> None:
+    engine = prepared()
+    scheduler = SCHEDULERS["step"](engine.optimizer)
+    engine.save(tmp_path / "with")
+    del scheduler
+    with pytest.warns(UserWarning, match=r"StepLR.*has no such scheduler now.*before engine\.load"):
+        engine.load(tmp_path / "with")
+    engine.save(tmp_path / "without")
+    scheduler = SCHEDULERS["cosine"](engine.optimizer)
+    with pytest.warns(UserWarning, match=r"CosineAnnealingLR.*no state for it.*starts from its beginning"):
+        engine.load(tmp_path / "without")
+    assert scheduler.last_epoch == 0
+
+
+def test_whoever_keeps_a_scheduler_in_extra_restores_it_alone(tmp_path: Path) -> None:
+    engine = prepared()
+    scheduler = SCHEDULERS["step"](engine.optimizer)
+    rates(engine, scheduler, 0, 3)
+    engine.save(tmp_path, extra={"scheduler": scheduler})
+    resumed = prepared()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        resumed.load(tmp_path)
+    again = SCHEDULERS["step"](resumed.optimizer)
+    again.load_state_dict(resumed.extra["scheduler"])
+    assert again.last_epoch == 3
+
+
+class Odd(torch_schedulers.StepLR):
+    """Of somebody who keeps what no file can hold."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "file": print}
+
+
+def test_a_scheduler_that_cannot_be_saved_is_refused_aloud(tmp_path: Path) -> None:
+    engine = prepared()
+    kept = Odd(engine.optimizer, 2)
+    with pytest.raises(CheckpointError, match=r"Odd.*cannot be saved.*file.*builtin_function"):
+        engine.save(tmp_path)
+    assert kept.last_epoch == 0
+
+
+# ---- strategies that differ
+
+CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "k_steps": ({"gradient_merge": tw.GradientMerge(2)}, {"gradient_merge": tw.GradientMerge(3, avg=False)}),
+    "merge on": ({}, {"gradient_merge": tw.GradientMerge(3)}),
+    "sparsity": (
+        {"dgc": tw.DGC(1, sparsity=(0.75,), min_numel=64)},
+        {"dgc": tw.DGC(4, 3, sparsity=(0.5, 0.9), min_numel=64, value_bits=4, local_grad_clip_norm=3.0)},
+    ),
+    "k_steps of local updates": (
+        {"localsgd": tw.LocalSGD(2, compression=tw.Sparse(0.5))},
+        {"localsgd": tw.LocalSGD(5, 2, outer_lr=0.5, compression=tw.Sparse(0.9, value_bits=4))},
+    ),
+    "recompute": ({}, {"recompute": tw.Recompute(("1",))}),
+    "loss scale": (
+        {"amp": tw.AMP("bfloat16", tw.DynamicLossScale(64.0))},
+        {"amp": tw.AMP("bfloat16", tw.DynamicLossScale(128.0, scale_window=7))},
+    ),
+    "lars": ({"lars": tw.LARS(0.02)}, {"lars": tw.LARS(0.05, 1e-3)}),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_settings_that_touch_no_state_may_change(tmp_path: Path, case: str, caplog: pytest.LogCaptureFixture) -> None:
+    before, after = (tw.DistributedStrategy(**fields) for fields in CHANGES[case])
+    engine = prepared(before)
+    train(engine, (), 0, 4)
+    engine.save(tmp_path)
+    engine.close()
+    changed = prepared(after)
+    fresh = [dict(group) for group in changed.optimizer.param_groups]
+    changed.load(tmp_path)
+    assert digest(changed) == digest(engine)
+    assert "goes on with other settings" in caplog.text
+    assert case != "sparsity" or "dgc.sparsity was [0.75] and is [0.5, 0.9]" in caplog.text
+    for key in ("sparsity", "rampup_begin_step", "rampup_step", "local_grad_clip_norm", "trust_coefficient"):
+        assert changed.optimizer.param_groups[0].get(key) == fresh[0].get(key), "the new setting must be in force"
+    if case == "k_steps of local updates":
+        assert changed.stats()["k_steps"] == 5
+    train(changed, (), 4, 8)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "min_numel": (
+        {"dgc": tw.DGC(1, sparsity=(0.75,), min_numel=64)},
+        {"dgc": tw.DGC(1, sparsity=(0.75,), min_numel=100)},
+        r"strategy\.dgc\.min_numel was 64 when it was written and is 100 in this engine",
+    ),
+    "compression": (
+        {"localsgd": tw.LocalSGD(2)},
+        {"localsgd": tw.LocalSGD(2, compression=tw.Sparse(0.9))},
+        r"strategy\.localsgd\.compression was nothing when",
+    ),
+    "outer momentum": (
+        {"localsgd": tw.LocalSGD(2)},
+        {"localsgd": tw.LocalSGD(2, outer_momentum=0.5)},
+        r"strategy\.localsgd\.outer_momentum was 0\.0 when",
+    ),
+    "dgc off": ({"dgc": tw.DGC(1, min_numel=64)}, {}, r"strategy\.dgc was .* and is nothing in this engine"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_settings_that_touch_state_are_named_with_both_values_and_the_way_on(tmp_path: Path, case: str) -> None:
+    before, after, needle = REFUSED[case]
+    engine = prepared(tw.DistributedStrategy(**before))
+    train(engine, (), 0, 3)
+    engine.save(tmp_path)
+    engine.close()
+    other = prepared(tw.DistributedStrategy(**after))
+    with pytest.raises(CheckpointMismatch, match=needle) as caught:
+        other.load(tmp_path, if_any=True)
+    assert "engine.load_parameters" in str(caught.value)
+    assert other.load_parameters(tmp_path).name == "step_0000000003"
+    assert digest(other) == digest(engine)
+    assert other.step == 0
+    train(other, (), 3, 6)
+
+
+def test_a_merge_that_is_not_finished_keeps_its_field(tmp_path: Path) -> None:
+    engine = prepared(tw.DistributedStrategy(gradient_merge=tw.GradientMerge(2)))
+    train(engine, (), 0, 3)
+    engine.save(tmp_path)
+    with pytest.raises(CheckpointMismatch, match=r"1 merged microsteps.*engine\.flush\(\) before"):
+        prepared().load(tmp_path)
+
+
+def diverging(rank: int, size: int, folder: str, fields: tuple[str, ...]) -> str:
+    engine = make_engine(fields, plain=True)
+    train(engine, fields, 0, 3)
+    engine.save(folder)
+    other = make_engine((), plain=True)
+    other.load_parameters(folder)
+    train(other, (), 3, 6)
+    other.close()
+    return digest(other)
+
+
+@pytest.mark.parametrize("fields", [("localsgd",), ("dgc",), ("lamb",)])
+def test_parameters_alone_are_the_same_on_all_ranks(ranks: Pool, tmp_path: Path, fields: tuple[str, ...]) -> None:
+    """Ranks that were between two averagings had different ones: their mean is taken."""
+    first, second = ranks.run(diverging, str(tmp_path), fields, size=2)
+    assert first == second
+
+
+def onto_local(rank: int, size: int, folder: str) -> tuple[str, float]:
+    made = make_engine((), plain=True)
+    train(made, (), 0, 30)
+    made.save(folder)
+    made.close()
+    config = tw.LocalSGD(4, 0, outer_lr=0.5, outer_momentum=0.5)
+    other = make_engine(("localsgd",), replace={"localsgd": config}, plain=True)
+    other.load_parameters(folder)
+    before = [p.detach().clone() for p in other.model.parameters()]
+    train(other, (), 30, 34)
+    moved = max(float((p.detach() - b).abs().max()) for p, b in zip(other.model.parameters(), before, strict=True))
+    other.close()
+    return digest(other), moved
+
+
+def test_parameters_alone_begin_local_updates_anew(ranks: Pool, tmp_path: Path) -> None:
+    """The next averaging is measured from them, and not from the model as it was made."""
+    (first, moved), (second, _) = ranks.run(onto_local, str(tmp_path), size=2)
+    assert first == second
+    assert moved < 0.2
+
+
+def test_parameters_alone_are_for_an_engine_that_has_not_trained(tmp_path: Path) -> None:
+    engine = prepared()
+    engine.save(tmp_path)
+    train(engine, (), 0, 1)
+    with pytest.raises(RuntimeError, match="has made 1 update"):
+        engine.load_parameters(tmp_path)
+
+
+# ---- all or nothing
+
+
+def groups_of(model: nn.Module, sizes: tuple[int, ...]) -> Any:
+    params = list(model.named_parameters())
+    cuts = [sum(sizes[:i]) for i in range(len(sizes) + 1)] + [len(params)]
+    groups = [{"params": params[a:b], "lr": 0.1 + i} for i, (a, b) in enumerate(pairwise(cuts))]
+    return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+
+
+@pytest.mark.parametrize("sizes", [((2,), (3,)), ((2, 2), (2,)), ((1,), ())])
+def test_other_groups_are_an_error_before_anything_changes(tmp_path: Path, sizes: Any) -> None:
+    engine = prepared(make=lambda net: groups_of(net, sizes[0]))
+    train(engine, (), 0, 3)
+    engine.save(tmp_path, extra=1)
+    other = prepared(make=lambda net: groups_of(net, sizes[1]))
+    train(other, (), 5, 7)
+    before, state = digest(other), other.state_dict()
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    with pytest.raises(CheckpointMismatch, match=r"does not fit: .*group"):
+        other.load(tmp_path)
+    assert torch.equal(torch.rand(2), expected), "random numbers were touched"
+    assert (digest(other), other.step, other.extra) == (before, 2, None)
+    after = other.state_dict()
+    assert same(after["optimizer"], state["optimizer"])
+
+
+def test_a_hook_that_refuses_the_state_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    engine = prepared()
+    train(engine, (), 0, 3)
+    engine.save(tmp_path)
+    other = prepared()
+    train(other, (), 5, 7)
+    scheduler = SCHEDULERS["step"](other.optimizer)
+    before, state = digest(other), other.state_dict()
+
+    def refuse(_: Any) -> None:
+        raise OSError("not this one")
+
+    other.optimizer.register_load_state_dict_post_hook(refuse)
+    with pytest.raises(CheckpointError, match="not this one"):
+        other.load(tmp_path)
+    assert (digest(other), other.step, scheduler.last_epoch) == (before, 2, 0)
+    assert same(other.state_dict()["optimizer"], state["optimizer"])
+
+
+def refused_on_one(rank: int, size: int, folder: str) -> tuple[str, bool, list[float]]:
+    engine = make_engine((), plain=True)
+    train(engine, (), 0, 3)
+    engine.save(folder)
+    other = make_engine((), plain=True)
+    before = digest(other)
+    if rank == 1:
+        other.optimizer.register_load_state_dict_post_hook(lambda _: (_ for _ in ()).throw(OSError("not here")))
+    try:
+        other.load(folder)
+    except CheckpointError as error:
+        text = str(error)
+    unchanged = digest(other) == before
+    return text, unchanged, train(other, (), 0, 2)
+
+
+def test_what_one_rank_refuses_no_rank_loads(ranks: Pool, tmp_path: Path) -> None:
+    for text, unchanged, losses in ranks.run(refused_on_one, str(tmp_path), size=2):
+        assert "rank 1: " in text and "not here" in text
+        assert unchanged
+        assert len(losses) == 2
+
+
+# ---- names decide whose state it is
+
+
+def shuffled(model: nn.Module, order: int, *, named: bool, kind: Callable[..., Any], **settings: Any) -> Any:
+    params = list(model.named_parameters())[::order]
+    return kind(params if named else [p for _, p in params], lr=0.05, **settings)
+
+
+KINDS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
+    "torch's SGD": (torch.optim.SGD, {"momentum": 0.9}, {}),
+    "torch's AdamW": (torch.optim.AdamW, {}, {}),
+    "our AdamW": (tw.optim.AdamW, {}, {}),
+    "DGC": (torch.optim.SGD, {"momentum": 0.9}, {"dgc": FIELDS["dgc"]}),
+    "LAMB with DGC": (torch.optim.AdamW, {}, {"dgc": FIELDS["dgc"], "lamb": FIELDS["lamb"]}),
+}
+
+
+def by_name(engine: Any) -> dict[str, dict[str, torch.Tensor]]:
+    names = {p: name for name, p in engine.model.named_parameters()}
+    return {names[p]: dict(entries) for p, entries in engine.optimizer.state.items()}
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_order_of_the_optimizer_does_not_matter_to_an_engine(tmp_path: Path, kind: str, named: bool) -> None:
+    make, settings, fields = KINDS[kind]
+    strategy = tw.DistributedStrategy(**fields)
+    if not named and fields:
+        strategy = tw.DistributedStrategy(dgc=fields["dgc"])
+    first = prepared(strategy, make=lambda net: shuffled(net, 1, named=named, kind=make, **settings))
+    train(first, (), 0, 4)
+    first.save(tmp_path)
+    other = prepared(strategy, make=lambda net: shuffled(net, -1, named=named, kind=make, **settings))
+    other.load(tmp_path)
+    found, expected = by_name(other), by_name(first)
+    assert found.keys() == expected.keys()
+    assert all(same(found[name], expected[name]) for name in expected)
+
+
+def test_a_group_of_other_parameters_is_an_error_that_names_one(tmp_path: Path) -> None:
+    engine = prepared(make=lambda net: groups_of(net, (2,)))
+    train(engine, (), 0, 2)
+    engine.save(tmp_path)
+
+    def other_groups(net: nn.Module) -> Any:
+        params = list(net.named_parameters())[::-1]
+        n = len(params)
+        return torch.optim.SGD([{"params": params[: n - 2]}, {"params": params[n - 2 :]}], lr=0.05, momentum=0.9)
+
+    same_groups = prepared(make=other_groups)
+    same_groups.load(tmp_path)
+    assert [len(group["params"]) for group in same_groups.optimizer.param_groups] == [6, 2]
+    assert [group["lr"] for group in same_groups.optimizer.param_groups] == [1.1, 0.1]
+    another = prepared(make=lambda net: groups_of(net, (3,)))
+    with pytest.raises(CheckpointMismatch, match=r"group.*1\.0\.weight"):
+        another.load(tmp_path)
