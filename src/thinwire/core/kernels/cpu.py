@@ -63,8 +63,17 @@ def commit_(
 ) -> None:
     """See `thinwire.core.feedback.commit_`."""
     what = folding(grad, residual, momentum_buffer, momentum, nesterov)
-    places, values, bits = as_array(indices), as_array(sent), np.uint32(seed)
-    in_parts(residual.numel(), lambda start, stop: jit_fold.commit(*what, bits, start, stop, places, values))
+    places, values = as_array(indices), as_array(sent).astype(what.dtype, copy=False)
+
+    def work(start: int, stop: int) -> None:
+        first, last = np.searchsorted(places, (start, stop))
+        part = start, stop, places[first:last], values[first:last]
+        if residual.dtype == torch.bfloat16:
+            jit_fold.commit_bfloat16(*what, np.uint32(seed), *part, np.empty(last - first, np.float32))
+        else:
+            jit_fold.commit(*what, *part)
+
+    in_parts(residual.numel(), work)
     tell_autograd([residual] if momentum_buffer is None else [residual, momentum_buffer])
 
 
@@ -90,21 +99,19 @@ def is_ascending(indices: Tensor) -> bool:
 def encode_positions(indices: Tensor, low_bits: int, low_bytes: int, high_bytes: int) -> Tensor:
     """See `thinwire.core.index_code.encode_positions`."""
     code, positions = np.zeros(low_bytes + high_bytes, np.uint8), as_array(indices)
-    low = code[:low_bytes]
     if low_bits:
-        in_parts(len(positions), lambda start, stop: jit_codes.low_fields(positions, low_bits, start, stop, low))
-    jit_codes.set_high_parts(positions, low_bits, code[low_bytes:])
+        in_parts(len(positions), lambda start, stop: jit_codes.pack_fields(positions, low_bits, start, stop, code, 0))
+    jit_codes.set_high_parts(positions, low_bits, code, low_bytes)
     return torch.from_numpy(code)
 
 
 def decode_positions(code: Tensor, k: int, low_bits: int, low_bytes: int) -> tuple[Tensor, int]:
     """See `thinwire.core.kernels.reference.decode_positions`."""
     raw, room = as_array(code), np.empty(k, np.int64)
-    low = raw[:low_bytes]
-    count = jit_codes.find_high_parts(raw[low_bytes:], low_bits, room)
+    count = jit_codes.find_high_parts(raw, low_bytes, len(raw) - low_bytes, low_bits, room)
     indices = room[:count]
     if low_bits:
-        in_parts(len(indices), lambda start, stop: jit_codes.add_low_fields(low, low_bits, start, stop, indices))
+        in_parts(len(indices), lambda start, stop: jit_codes.add_low_fields(raw, 0, low_bits, start, stop, indices))
     return torch.from_numpy(indices), count
 
 
@@ -118,16 +125,19 @@ def encode_values(values: Tensor, bits: int, k: int) -> tuple[Tensor, Tensor]:
         code[: sent.nbytes] = sent.view(np.uint8)
         return torch.from_numpy(code), torch.from_numpy(sent)
     scales, sent = _scales(x, bits, k), np.empty(len(x), np.float32)
-    low, high = float(scales[0]), float(scales[-1])
     code[:scale_bytes] = scales.view(np.uint8)
 
     def work(start: int, stop: int) -> None:
-        fields, part = np.empty(stop - start, np.uint16), x[start:stop]
+        part, its_sent, at = x[start:stop], sent[start:stop], scale_bytes + start * bits // 8
+        if bits == 1:
+            jit_codes.sign_fields(part, scales[0], code, at, its_sent)
+            return
+        fields = np.empty(stop - start, np.int64)
         if bits <= 4:
-            jit_codes.book_fields(part, _FLOAT32_MAX, scales, bits - 1, fields, sent[start:stop])
+            jit_codes.book_fields(part, scales, bits - 1, fields, its_sent)
         else:
-            jit_codes.grid_fields(part, _FLOAT32_MAX, low, high, bits - 1, fields, sent[start:stop])
-        jit_codes.pack_fields(fields, bits, code[scale_bytes + start * bits // 8 :])
+            jit_codes.grid_fields(part, float(scales[0]), float(scales[1]), bits - 1, fields, its_sent)
+        jit_codes.pack_fields(fields, bits, 0, stop - start, code, at)
 
     in_parts(len(x), work)
     return torch.from_numpy(code), torch.from_numpy(sent)
@@ -140,13 +150,19 @@ def decode_values(code: Tensor, count: int, bits: int) -> Tensor:
         values.view(np.uint8)[:] = raw[: values.nbytes]
         return torch.from_numpy(values)
     scale_bytes = 4 * SCALE_COUNT[bits]
-    fields, scales = raw[scale_bytes:], np.empty(SCALE_COUNT[bits], np.float32)
+    scales = np.empty(SCALE_COUNT[bits], np.float32)
     scales.view(np.uint8)[:] = raw[:scale_bytes]  # a copy, since the bytes may lie anywhere
-    if bits <= 4:
-        in_parts(count, lambda start, stop: jit_codes.decode_book(fields, bits, scales, start, stop, values))
-    else:
-        low, high = map(float, scales)
-        in_parts(count, lambda start, stop: jit_codes.decode_grid(fields, bits, low, high, start, stop, values))
+
+    def work(start: int, stop: int) -> None:
+        if bits == 1:
+            jit_codes.decode_signs(raw, scale_bytes, scales[0], start, stop, values)
+        elif bits <= 4:
+            jit_codes.decode_book(raw, scale_bytes, bits, scales, start, stop, values)
+        else:
+            levels = float(scales[0]), float(scales[1])
+            jit_codes.decode_grid(raw, scale_bytes, bits, *levels, start, stop, values)
+
+    in_parts(count, work)
     return torch.from_numpy(values)
 
 
@@ -159,18 +175,19 @@ def sum_sparse(indices: list[Tensor], values: list[Tensor], dtype: torch.dtype) 
     for more_indices, more_values in zip(map(as_array, indices[1:]), map(as_array, values[1:]), strict=True):
         room = len(union) + len(more_indices)
         merged, merged_sums = np.empty(room, np.int64), np.empty(room, sums.dtype)
-        count = jit_codes.merge(union, sums, more_indices, more_values, merged, merged_sums)
+        count = jit_codes.merge(union, sums, len(union), more_indices, more_values, merged, merged_sums)
         union, sums = merged[:count], merged_sums[:count]
     return torch.from_numpy(union), torch.from_numpy(sums)
 
 
 def _scales(x: Array, bits: int, k: int) -> Array:
-    magnitudes = jit_codes.capped_magnitudes(x, _FLOAT32_MAX)
-    scales = np.zeros(SCALE_COUNT[bits], np.float64)
+    magnitudes, scales = np.empty(len(x)), np.zeros(SCALE_COUNT[bits])
+    jit_codes.capped_magnitudes(x, magnitudes)
     if bits == 1:
-        scales[0] = jit_codes.halving_sum(magnitudes) / k
+        scales[0] = jit_codes.halving_sum(magnitudes, 0, len(x)) / k
     elif bits <= 4:
-        jit_codes.split_at_means(magnitudes, bits - 1, scales)
+        edges = np.empty(len(scales) + 1, np.int64)
+        jit_codes.split_at_means(magnitudes, bits - 1, np.empty(len(x)), edges, scales)
     elif len(x):
         scales[:] = magnitudes.min(), magnitudes.max()
     return scales.astype(np.float32)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from thinwire.core.kernels import cpu, has_address, jit_lists, jit_select, share_memory
 from thinwire.core.kernels.changed import tell_autograd
-from thinwire.core.kernels.cpu_select import bits_of, folding, read_as, room_for
+from thinwire.core.kernels.cpu_select import bits_of, folding, marks, read_as, room_for, sampling
 from thinwire.core.kernels.cpu_slots import decode_slots, encode_slots
 from thinwire.core.kernels.fold import Fold
 from thinwire.core.kernels.threads import SMALLEST_PART, in_spans
@@ -67,16 +67,17 @@ def step_along_list_(
     numbers = [[p.numel(), *(i.numel() for i, _ in own)] for p, own in zip(params, parts, strict=True)]
     like, like_values = _like(params[0].dtype), _like(parts[0][0][1].dtype)
     table, counts = np.array(rows, np.int64), np.array(numbers, np.int64)
-    typed_rates = np.array(rates, like.dtype)
+    typed_rates, came = np.array(rates, like.dtype), counts[:, 1:].sum(axis=1)
 
     def work(first: int, last: int) -> None:
-        divisor = like.dtype.type(sources)
-        jit_lists.step_along(table, counts, first, last, like, like_values, typed_rates, divisor)
+        divisor, room = like.dtype.type(sources), int(came[first:last].max())
+        scratch = [np.empty(room, dtype) for dtype in (np.int64, like.dtype, np.int64, like.dtype)]
+        jit_lists.step_along(table, counts, first, last, like, like_values, typed_rates, divisor, *scratch)
 
     if share_memory(params):
         work(0, len(params))
     else:
-        in_spans(counts[:, 1:].sum(axis=1), work)
+        in_spans(came, work)
     tell_autograd(params)
 
 
@@ -131,14 +132,16 @@ def _propose_kind(folds: Sequence[Fold], ks: Sequence[int]) -> list[tuple[Tensor
     kind = _kind_of(folds)
     rows, sizes = np.array(kind.rows, np.int64), [fold.residual.numel() for fold in folds]
     starts = np.cumsum([0, *ks])
-    numbers = np.stack((np.array(sizes), np.array(ks), starts[:-1]), axis=1).astype(np.int64)
+    samples = [sampling(n, k) for n, k in zip(sizes, ks, strict=True)]
+    numbers = np.column_stack((sizes, ks, starts[:-1], samples)).astype(np.int64)
     indices, values = np.empty(starts[-1], np.int64), np.empty(starts[-1], kind.momentum.dtype)
     finite = np.empty(len(folds), np.bool_)
 
     def work(first: int, last: int) -> None:
-        room = max(_room(n, k) for n, k in zip(sizes[first:last], ks[first:last], strict=True))
-        room_values = np.empty(room, values.dtype)
-        scratch = np.empty(room, np.int64), room_values, bits_of(room_values)
+        largest = zip(sizes[first:last], ks[first:last], samples[first:last], strict=True)
+        room = max(max(runs * jit_select.RUN, room_for(n, k)) for n, k, (runs, _, _) in largest)
+        room_values, digits = np.empty(room, values.dtype), np.empty(jit_select.DIGITS, np.int64)
+        scratch = np.empty(room, np.int64), room_values, bits_of(room_values), *marks(), digits
         kinds = kind.like_grad, kind.like_state, kind.momentum, kind.mode
         jit_lists.propose(rows, numbers, first, last, *kinds, *scratch, indices, values, finite)
 
@@ -152,25 +155,25 @@ def _propose_kind(folds: Sequence[Fold], ks: Sequence[int]) -> list[tuple[Tensor
 
 def _commit_kind(folds: Sequence[Fold], sent: Sequence[Sparse], seeds: Sequence[int]) -> None:
     kind = _kind_of(folds)
+    state = torch.float64 if kind.momentum.dtype == np.float64 else torch.float32
+    if any(values.dtype != state for _, values in sent):
+        sent = [(indices, values.to(state)) for indices, values in sent]
     pairs = [(indices.contiguous(), values.contiguous()) for indices, values in sent]
     rows = np.array(
         [(*row, i.data_ptr(), x.data_ptr()) for row, (i, x) in zip(kind.rows, pairs, strict=True)], np.int64
     )
-    sizes = [fold.residual.numel() for fold in folds]
-    numbers = np.stack((np.array(sizes), np.array([i.numel() for i, _ in pairs])), axis=1).astype(np.int64)
-    like_sent, all_seeds = _like(pairs[0][1].dtype), np.array(seeds, np.uint32)
+    sizes, counts = [fold.residual.numel() for fold in folds], [indices.numel() for indices, _ in pairs]
+    numbers, all_seeds = np.column_stack((sizes, counts)).astype(np.int64), np.array(seeds, np.uint32)
 
     def work(first: int, last: int) -> None:
-        kinds = kind.like_grad, kind.like_state, like_sent, kind.momentum, kind.mode
-        jit_lists.commit(rows, numbers, first, last, *kinds, all_seeds)
+        rest = rows, numbers, first, last, kind.like_grad, kind.like_state, kind.momentum, kind.mode
+        if folds[0].residual.dtype == torch.bfloat16:
+            jit_lists.commit_bfloat16(*rest, all_seeds, np.empty(max(counts[first:last]), np.float32))
+        else:
+            jit_lists.commit(*rest)
 
     in_spans(sizes, work)
     tell_autograd([tensor for fold in folds for tensor in fold[1:3] if tensor is not None])
-
-
-def _room(n: int, k: int) -> int:
-    """Entries that selecting `k` of `n` needs as scratch."""
-    return max(int(jit_select.sample_shape(n, k)[0]) * jit_select.RUN, room_for(n, k))
 
 
 def _like(dtype: torch.dtype) -> Array:

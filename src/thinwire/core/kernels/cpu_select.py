@@ -12,13 +12,15 @@ from torch import Tensor
 from thinwire.core.kernels import jit_fold, jit_select
 from thinwire.core.kernels.threads import in_parts, in_turns
 
-__all__ = ["Folding", "as_array", "bits_of", "folding", "largest", "read_as", "room_for"]
+__all__ = ["Folding", "as_array", "bits_of", "folding", "largest", "marks", "read_as", "room_for", "sampling"]
 
 Array = NDArray[Any]
 _Part = tuple[Array, Array]
 
 _SMALLEST_ROOM = 8192  # candidates; below, clearing the histograms costs more than sorting out
 _FEW = 1 << 17  # candidates; below, handing them to threads costs more than sorting them out
+_SAMPLE_HITS = 64  # of the k largest, how many a sample should hold: the fewer, the more candidates are needed
+_SMALLEST_SAMPLE = 1024
 _BINS_BITS = 13  # of the histogram of all keys: 2^this many bins
 
 
@@ -67,13 +69,35 @@ def largest(what: Folding, k: int) -> _Part:
         return _best(parts, k)
     indices, values = (np.concatenate(of_all) for of_all in zip(*parts, strict=True))
     if count > k:
-        jit_select.keep_largest(indices, values, bits_of(values), count, k)
+        jit_select.keep_largest(indices, values, bits_of(values), count, k, np.empty(jit_select.DIGITS, np.int64))
     return indices[:k], values[:k]
 
 
 def room_for(n: int, k: int) -> int:
     """Entries of scratch that the candidates for the `k` largest of `n` need."""
     return min(n, max(2 * k, _SMALLEST_ROOM) + jit_select.BLOCK)
+
+
+def sampling(n: int, k: int) -> tuple[int, int, int]:
+    """How to judge the `k`-th largest of `n` by a sample: its runs of neighbours, how far apart they begin, and a rank.
+
+    Somewhat more than `k` of all are as large as the one of that rank in the sample: six standard deviations of an
+    independent sample more, since neighbours are alike, which widens the spread. No runs where a sample is no use.
+    """
+    if n < 16 * _SMALLEST_SAMPLE:
+        return 0, 0, 4
+    length = jit_select.RUN
+    runs = min(max(_SAMPLE_HITS * (n // k), 16 * _SMALLEST_SAMPLE), max(n // 64, _SMALLEST_SAMPLE)) // length
+    stride = n // runs // length * length
+    runs = (n - length) // stride + 1
+    hits = runs * length * k / n
+    return runs, stride, int(hits + 6 * hits**0.5 + 4)
+
+
+def marks() -> tuple[Array, Array]:
+    """Scratch of `jit_select.scan`: bytes, and the same memory as words."""
+    room = np.empty(jit_select.BLOCK, np.uint8)
+    return room, room.view(np.uint64)
 
 
 def as_array(tensor: Tensor) -> Array:
@@ -89,11 +113,9 @@ def bits_of(values: Array) -> Array:
 
 def _estimated_floor(what: Folding, k: int) -> Any:
     """A magnitude that somewhat more than `k` entries reach, judged by a sample; 0 where a sample is no use."""
-    n = len(what.residual)
-    runs, stride = jit_select.sample_shape(n, k)
+    runs, stride, wanted = sampling(len(what.residual), k)
     length = jit_select.RUN
     values = np.empty(runs * length, what.dtype)
-    wanted = int(jit_select.floor_rank(len(values), n, k))
     if wanted >= len(values):
         return what.dtype.type(0)
     in_parts(len(values), lambda a, b: jit_select.sample(*what, a // length, b // length, stride, values))
@@ -106,7 +128,8 @@ def _candidates(what: Folding, k: int, floor: Any) -> list[_Part]:
     def work(start: int, stop: int) -> _Part:
         room = room_for(stop - start, k)
         indices, values = np.empty(room, np.int64), np.empty(room, what.dtype)
-        count = jit_select.scan(*what, start, stop, k, floor, indices, values, bits_of(values))
+        scratch = *marks(), np.empty(jit_select.DIGITS, np.int64)
+        count = jit_select.scan(*what, start, stop, k, floor, indices, values, bits_of(values), *scratch)
         return indices[:count], values[:count]
 
     return in_parts(len(what.residual), work)
@@ -134,10 +157,12 @@ def _best(parts: list[_Part], k: int) -> _Part:
     ends = np.cumsum(above + tied)[:-1]
     indices, values = np.empty(k, np.int64), np.empty(k, parts[0][1].dtype)
     _of_all(
-        lambda part, own, its_ties, to, x: jit_select.keep_above(part[0], part[1], own, key, its_ties, to, x),
+        lambda part, own, its_ties, to, x: jit_select.keep_above(
+            part[0], part[1], own, len(own), key, its_ties, to, x, len(to)
+        ),
         parts,
         bits,
-        tied,
+        tied.tolist(),
         np.split(indices, ends),
         np.split(values, ends),
     )

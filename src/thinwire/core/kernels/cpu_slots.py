@@ -19,6 +19,8 @@ Parts = Sequence[tuple[Tensor, Tensor]]
 
 _LARGEST_SLOT = 2 * SMALLEST_PART
 """Entries; a larger one is worth several threads for itself."""
+_LEVELS = 8
+"""At most, of a book."""
 
 
 def encode_slots(slots: Array, parts: Parts, bits: int, *, spare: bool, code: Array) -> tuple[list[Tensor], int] | None:
@@ -40,16 +42,39 @@ def encode_slots(slots: Array, parts: Parts, bits: int, *, spare: bool, code: Ar
         return None
     table = np.array([(i.data_ptr(), x.data_ptr(), x.numel()) for i, x in parts], np.int64).reshape(-1, 3)
     starts, like = _starts(table[:, 2]), np.empty(0, np.float64 if dtype == torch.float64 else np.float32)
-    sent, carried = np.empty(int(table[:, 2].sum()), np.float32), []
+    sent, kept, right = np.empty(int(table[:, 2].sum()), np.float32), np.zeros(len(slots), np.int64), []
+    nonzero: dict[int, Tensor] = {}
+    compact: list[Parts] = []
 
     def work(first: int, last: int) -> None:
-        rest = (bits, SCALE_COUNT[bits], spare, like, code, sent, starts)
-        carried.append(jit_slots.encode(slots, table, first, last, *rest))
+        fits = jit_slots.encode_positions(slots, table, first, last, like, code, kept)
+        right.append(fits)
+        if not fits:
+            return
+        for t in (first + np.flatnonzero(kept[first:last] != table[first:last, 2])).tolist():
+            indices, values = parts[t]
+            nonzero[t] = values != 0
+            some = indices[nonzero[t]], values[nonzero[t]]
+            compact.append([some])  # so that their memory stays
+            table[t] = some[0].data_ptr(), some[1].data_ptr(), kept[t]
+            jit_slots.encode_positions(slots, table, t, t + 1, like, code, kept)
+        room, rest = int(table[first:last, 2].max()), (like, code, sent, starts)
+        if bits == 1:
+            jit_slots.encode_signs(slots, table, first, last, spare, *rest, np.empty(room))
+        elif bits == 32:
+            jit_slots.encode_floats(slots, table, first, last, *rest)
+        else:
+            levels = np.empty(room), np.empty(_LEVELS + 1, np.int64), np.empty(_LEVELS), np.empty(room, np.int64)
+            jit_slots.encode_levels(slots, table, first, last, bits, _scales(bits), *rest, np.empty(room), *levels)
 
     in_spans(slots[:, 1], work)
-    if min(carried) < 0:
+    if not all(right):
         return None
-    return list(torch.split(torch.from_numpy(sent), table[:, 2].tolist())), sum(carried)
+    all_sent = list(torch.split(torch.from_numpy(sent), [values.numel() for _, values in parts]))
+    for t, places in nonzero.items():
+        decoded = all_sent[t][: int(kept[t])].clone()
+        all_sent[t].zero_()[places] = decoded
+    return all_sent, int(kept.sum())
 
 
 def decode_slots(slots: Array, code: Array, bits: int) -> list[tuple[Tensor, Tensor]] | None:
@@ -67,8 +92,15 @@ def decode_slots(slots: Array, code: Array, bits: int) -> list[tuple[Tensor, Ten
     indices, values, right = np.empty(room, np.int64), np.empty(room, np.float32), []
 
     def work(first: int, last: int) -> None:
-        rest = (bits, SCALE_COUNT[bits], code, starts, indices, values, counts)
-        right.append(jit_slots.decode(slots, first, last, *rest))
+        if not jit_slots.decode_positions(slots, first, last, code, starts, indices, counts):
+            right.append(False)
+        elif bits == 1:
+            right.append(jit_slots.decode_signs(slots, first, last, code, starts, values, counts))
+        elif bits == 32:
+            right.append(jit_slots.decode_floats(slots, first, last, code, starts, values, counts))
+        else:
+            rest = code, starts, values, counts
+            right.append(jit_slots.decode_levels(slots, first, last, bits, _scales(bits), *rest))
 
     in_spans(ks, work)
     if not all(right):
@@ -82,6 +114,10 @@ def decode_slots(slots: Array, code: Array, bits: int) -> list[tuple[Tensor, Ten
         )
     spans = list(zip(starts.tolist(), (starts + counts).tolist(), strict=True))
     return [(torch.from_numpy(indices[a:b]), torch.from_numpy(values[a:b])) for a, b in spans]
+
+
+def _scales(bits: int) -> Array:
+    return np.empty(SCALE_COUNT[bits], np.float32)
 
 
 def _worth_it(slots: Array) -> bool:

@@ -1,29 +1,41 @@
-"""What compiled loops need below numba's own functions: arrays over an address, and bits of a word."""
+"""What compiled loops need below numba's own functions, in few instructions, which compile at once."""
 
 from typing import Any
 
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
-from numba.np.numpy_support import carray
+from numba.np import arrayobj
 
-from thinwire.core.kernels.jit import jit
+__all__ = ["array_at", "bits_of", "magnitude_of", "read_float", "trailing_zeros", "wide", "write_float"]
 
-__all__ = ["array_at", "trailing_zeros"]
+_make_array: Any = arrayobj.make_array
+_populate_array: Any = arrayobj.populate_array
 
 
-def _pointer_code(context: Any, address: Any, like: Any) -> Any:
-    """How the number `address` becomes a pointer to entries of the type of the array `like`."""
+def _array_code(context: Any, address: Any, length: Any, like: Any) -> Any:
+    """A flat array of `length` entries at `address`, of the type of `like`; nobody checks that they are there."""
+    flat: Any = types.Array
 
     def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], target.get_value_type(signature.return_type))
+        array = _make_array(signature.return_type)(target, builder)
+        entry = target.get_data_type(like.dtype)
+        nbytes = target.get_constant(types.intp, target.get_abi_sizeof(entry))
+        _populate_array(
+            array,
+            data=builder.inttoptr(arguments[0], entry.as_pointer()),
+            shape=[arguments[1]],
+            strides=[nbytes],
+            itemsize=nbytes,
+            meminfo=None,
+        )
+        return array._getvalue()
 
-    pointer: Any = types.CPointer
-    return pointer(like.dtype)(address, like), generate
+    return flat(like.dtype, 1, "C")(types.int64, types.int64, like), generate
 
 
 def _trailing_zeros_code(context: Any, word: Any) -> Any:
-    """One instruction; zero, for which it is undefined, is left to the caller."""
+    """How many bits below the lowest one that is set, of an unsigned integer other than zero, where it is undefined."""
 
     def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
@@ -31,17 +43,68 @@ def _trailing_zeros_code(context: Any, word: Any) -> Any:
     return word(word), generate
 
 
-_pointer: Any = intrinsic(_pointer_code)
-_trailing_zeros: Any = intrinsic(_trailing_zeros_code)
+def _wide_code(context: Any, entry: Any) -> Any:
+    """An entry in the type that is computed in: a bfloat16, which comes as uint16, as float32."""
+
+    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if entry != types.uint16:
+            return arguments[0]
+        word = builder.zext(arguments[0], ir.IntType(32))
+        return builder.bitcast(builder.shl(word, ir.Constant(ir.IntType(32), 16)), ir.FloatType())
+
+    return (types.float32 if entry == types.uint16 else entry)(entry), generate
 
 
-@jit
-def array_at(address: int, length: int, like: Any) -> Any:
-    """A flat array of `length` entries at `address`, of the type of `like`; nobody checks that they are there."""
-    return carray(_pointer(address, like), (length,))
+def _bits_code(context: Any, number: Any) -> Any:
+    """The bits of a float32, as uint32."""
+
+    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.IntType(32))
+
+    return types.uint32(types.float32), generate
 
 
-@jit
-def trailing_zeros(word: Any) -> Any:
-    """How many bits below the lowest one that is set, of an unsigned integer other than zero."""
-    return _trailing_zeros(word)
+def _magnitude_code(context: Any, key: Any, like: Any) -> Any:
+    """The number of the bits `key`, int64, in the type of the array `like`: float32 or float64."""
+
+    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if like.dtype == types.float64:
+            return builder.bitcast(arguments[0], ir.DoubleType())
+        return builder.bitcast(builder.trunc(arguments[0], ir.IntType(32)), ir.FloatType())
+
+    return like.dtype(types.int64, like), generate
+
+
+def _float_at(target: Any, builder: Any, kind: Any, code: Any, at: Any) -> Any:
+    """Pointer to a float32 at the byte `at` of the array `code`, which may be no multiple of four; nobody checks it."""
+    data = _make_array(kind)(target, builder, value=code).data
+    return builder.bitcast(builder.gep(data, [at]), ir.FloatType().as_pointer())
+
+
+def _read_code(context: Any, code: Any, at: Any) -> Any:
+    """The float32 in the four bytes of `code`, uint8, from `at` on."""
+
+    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.load(_float_at(target, builder, signature.args[0], *arguments), align=1)
+
+    return types.float32(code, types.int64), generate
+
+
+def _write_code(context: Any, code: Any, at: Any, number: Any) -> Any:
+    """Write the float32 `number` into the four bytes of `code`, uint8, from `at` on."""
+
+    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        *place, value = arguments
+        builder.store(value, _float_at(target, builder, signature.args[0], *place), align=1)
+        return target.get_dummy_value()
+
+    return types.void(code, types.int64, types.float32), generate
+
+
+array_at: Any = intrinsic(_array_code)
+bits_of: Any = intrinsic(_bits_code)
+magnitude_of: Any = intrinsic(_magnitude_code)
+read_float: Any = intrinsic(_read_code)
+trailing_zeros: Any = intrinsic(_trailing_zeros_code)
+wide: Any = intrinsic(_wide_code)
+write_float: Any = intrinsic(_write_code)

@@ -5,10 +5,18 @@ import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from types import CellType, FunctionType
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
-__all__ = ["jit"]
+import numpy as np
 
+__all__ = ["Int", "i64", "jit", "jit_inline", "u64"]
+
+Int: TypeAlias = Any
+"""An int64, which Python's and NumPy's integers both become."""
+i64: Any = np.int64
+u64: Any = np.uint64
+"""Indices of arrays are unsigned in hot loops: a signed one might count from the end, which costs a comparison."""
+_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -21,9 +29,16 @@ def jit(function: F) -> F:
 
     known = _with_the_state_of_its_sources(function)
     try:
-        return cast("F", numba.njit(cache=True, nogil=True, error_model="numpy")(known))
+        return cast("F", numba.njit(cache=True, **_OPTIONS)(known))
     except RuntimeError:  # numba found no folder for its cache
-        return cast("F", numba.njit(nogil=True, error_model="numpy")(known))
+        return cast("F", numba.njit(**_OPTIONS)(known))
+
+
+def jit_inline(function: F) -> F:
+    """Compiled into each of its callers, which costs less than a function of its own where there is one caller."""
+    import numba
+
+    return cast("F", numba.njit(inline="always", **_OPTIONS)(function))
 
 
 def _with_the_state_of_its_sources(function: F) -> F:

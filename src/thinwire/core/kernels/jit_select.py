@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from thinwire.core.kernels.intrinsics import trailing_zeros
-from thinwire.core.kernels.jit import jit
-from thinwire.core.kernels.jit_fold import MOMENTUM, PLAIN, VALUES, folded, wide
+from thinwire.core.kernels.intrinsics import magnitude_of, trailing_zeros, wide
+from thinwire.core.kernels.jit import Int, i64, jit, jit_inline, u64
+from thinwire.core.kernels.jit_fold import MOMENTUM, PLAIN, VALUES, folded
 
 Array = NDArray[Any]
 
@@ -20,21 +20,69 @@ BLOCK = 64
 RUN = 16
 """Neighbours that are sampled together: they share a cache line."""
 _DIGIT_BITS = 11
-_SAMPLE_HITS = 64  # of the k largest, how many a sample should hold: the fewer, the more candidates are needed
-_SMALLEST_SAMPLE = 1024
+DIGITS = 1 << _DIGIT_BITS
+"""Numbers of scratch that `keep_largest` and `scan` need."""
 
 
 @jit
-def _key(bits: Any) -> Any:
-    """Of the integer view of a float32 or float64."""
-    if isinstance(bits, np.int32):
-        return bits & np.int32(0x7FFFFFFF)
-    return bits & np.int64(0x7FFFFFFFFFFFFFFF)
+def scan(
+    grad: Array,
+    residual: Array,
+    buffer: Array,
+    m: Any,
+    mode: Int,
+    start: Int,
+    stop: Int,
+    k: Int,
+    floor: Any,
+    indices: Array,
+    values: Array,
+    bits: Array,
+    marks: Array,
+    words: Array,
+    histogram: Array,
+) -> Int:
+    """Candidates for the `k` largest of [start, stop) that are at least `floor`, ascending; returns how many.
+
+    Once the room is used up only the `k` largest so far stay, and later ones have to exceed the last of them.
+    Values that are not finite are candidates always. `floor` is not NaN; `bits` is the integer view of `values`.
+    Scratch: `marks`, of BLOCK bytes, of which `words` is the view as uint64, and `histogram`, of DIGITS numbers.
+    """
+    count = u64(0)
+    first = u64(start)
+    end = u64(stop)
+    block = u64(BLOCK)
+    while first < end:
+        length = min(block, end - first)
+        if length < block:
+            marks[:] = 0
+        _mark(grad, residual, buffer, m, mode, first, length, floor, marks)
+        marked = u64(0)
+        for eighth in range(u64(8)):
+            marked |= words[eighth]
+        if marked:
+            if count + length > u64(len(indices)):
+                floor = np.nextafter(
+                    keep_largest(indices, values, bits, i64(count), k, histogram), values.dtype.type(np.inf)
+                )
+                count = u64(k)
+            marked = u64(0)
+            for eighth in range(u64(8)):  # eight bytes of one bit each become one byte
+                byte = (words[eighth] * u64(0x0102040810204080)) >> u64(56)
+                marked |= byte << (u64(8) * eighth)
+            while marked:
+                i = first + trailing_zeros(marked)
+                indices[count] = i
+                values[count] = folded(grad[i], residual[i], buffer[i], m, mode)
+                count += u64(1)
+                marked &= marked - u64(1)
+        first += block
+    return i64(count)
 
 
-@jit
+@jit_inline
 def _mark(
-    grad: Array, residual: Array, buffer: Array, m: Any, mode: int, first: Any, length: Any, floor: Any, marks: Array
+    grad: Array, residual: Array, buffer: Array, m: Any, mode: Int, first: Any, length: Any, floor: Any, marks: Array
 ) -> None:
     """Set `marks` to whether the folded residual from `first` on reaches `floor`, or is not a number."""
     if mode == VALUES:
@@ -55,154 +103,92 @@ def _mark(
 
 
 @jit
-def scan(
-    grad: Array,
-    residual: Array,
-    buffer: Array,
-    m: Any,
-    mode: int,
-    start: int,
-    stop: int,
-    k: int,
-    floor: Any,
-    indices: Array,
-    values: Array,
-    bits: Array,
-) -> int:
-    """Candidates for the `k` largest of [start, stop) that are at least `floor`, ascending; returns how many.
-
-    Once the room is used up only the `k` largest so far stay, and later ones have to exceed the last of them.
-    Values that are not finite are candidates always. `floor` is not NaN; `bits` is the integer view of `values`.
-    """
-    marks = np.zeros(BLOCK, np.uint8)
-    words = marks.view(np.uint64)
-    count = np.uint64(0)
-    first = np.uint64(start)
-    end = np.uint64(stop)
-    block = np.uint64(BLOCK)
-    while first < end:
-        length = min(block, end - first)
-        if length < block:
-            marks[:] = 0
-        _mark(grad, residual, buffer, m, mode, first, length, floor, marks)
-        marked = np.uint64(0)
-        for word in words:
-            marked |= word
-        if marked:
-            if count + length > len(indices):
-                floor = np.nextafter(keep_largest(indices, values, bits, int(count), k), values.dtype.type(np.inf))
-                count = np.uint64(k)
-            marked = np.uint64(0)
-            for eighth in range(np.uint64(8)):  # eight bytes of one bit each become one byte
-                byte = (words[eighth] * np.uint64(0x0102040810204080)) >> np.uint64(56)
-                marked |= byte << (np.uint64(8) * eighth)
-            while marked:
-                i = first + trailing_zeros(marked)
-                indices[count] = i
-                values[count] = folded(grad[i], residual[i], buffer[i], m, mode)
-                count += np.uint64(1)
-                marked &= marked - np.uint64(1)
-        first += block
-    return int(count)
-
-
-@jit
-def keep_largest(indices: Array, values: Array, bits: Array, count: int, k: int) -> Any:
+def keep_largest(indices: Array, values: Array, bits: Array, count: Int, k: Int, histogram: Array) -> Any:
     """Move the `k` largest of the first `count` candidates to the front, in order.
 
     Returns the k-th magnitude, infinity in place of NaN, which could be the floor of nothing.
-    Of equal magnitudes the first ones stay. `bits` is the integer view of `values`.
+    Of equal magnitudes the first ones stay. `bits` is the integer view of `values`; `histogram` scratch of DIGITS.
     """
-    high = 31 if bits.itemsize == 4 else 63
-    prefix = np.int64(0)
+    mask = i64(0x7FFFFFFF if bits.itemsize == 4 else 0x7FFFFFFFFFFFFFFF)
+    high = i64(31 if bits.itemsize == 4 else 63)
+    prefix = i64(0)
     wanted = k
     while high > 0:
         low = max(high - _DIGIT_BITS, 0)
-        digit_mask = (1 << (high - low)) - 1
-        histogram = np.zeros(digit_mask + 1, np.int64)
-        for i in range(count):
-            key = _key(bits[i])
+        digit_mask = (i64(1) << (high - low)) - 1
+        histogram[:] = 0
+        for i in range(u64(count)):
+            key = i64(bits[i]) & mask
             if (key >> high) == prefix:
-                histogram[(key >> low) & digit_mask] += 1
+                histogram[u64((key >> low) & digit_mask)] += 1
         digit = digit_mask
         while histogram[digit] < wanted:
             wanted -= histogram[digit]
             digit -= 1
         prefix = (prefix << (high - low)) | digit
         high = low
-    keep_above(indices[:count], values[:count], bits[:count], int(prefix), wanted, indices[:k], values[:k])
-    return np.fmin(np.array([prefix], bits.dtype).view(values.dtype)[0], values.dtype.type(np.inf))
-
-
-@jit
-def count_keys(bits: Array, shift: int, bins: Array) -> None:
-    """Histogram of the keys, into the zeroed `bins` of 2^shift keys each."""
-    for own in bits:
-        bins[_key(own) >> shift] += 1
-
-
-@jit
-def keys_between(bits: Array, low: int, high: int, keys: Array) -> None:
-    """The keys in [low, high), for which there is just room in `keys`."""
-    count = 0
-    for own in bits:
-        key = np.int64(_key(own))
-        if low <= key < high:
-            keys[count] = key
-            count += 1
+    keep_above(indices, values, bits, count, prefix, wanted, indices, values, k)
+    floor = magnitude_of(prefix, values)
+    return floor if floor < values.dtype.type(np.inf) else values.dtype.type(np.inf)
 
 
 @jit
 def keep_above(
-    indices: Array, values: Array, bits: Array, key: int, ties: int, kept_indices: Array, kept_values: Array
+    indices: Array,
+    values: Array,
+    bits: Array,
+    count: Int,
+    key: Int,
+    ties: Int,
+    kept_indices: Array,
+    kept_values: Array,
+    room: Int,
 ) -> None:
-    """Those of larger keys, and the first `ties` of the very key, in order; as many as there is room for.
+    """Of the first `count` those of larger keys, and the first `ties` of the very key, in order; at most `room`.
 
     What is kept may lie in the memory of the candidates, from their beginning on.
     """
-    kept = np.uint64(0)
-    for i in range(np.uint64(len(indices))):
-        if kept == len(kept_indices):
+    mask = i64(0x7FFFFFFF if bits.itemsize == 4 else 0x7FFFFFFFFFFFFFFF)
+    kept, most = u64(0), u64(room)
+    for i in range(u64(count)):
+        if kept == most:
             break
-        own = _key(bits[i])
+        own = i64(bits[i]) & mask
         kept_indices[kept] = indices[i]  # written always and kept by the counter, since a branch would be mispredicted
         kept_values[kept] = values[i]
         keep = own > key
         if own == key and ties > 0:
             ties -= 1
             keep = True
-        kept += np.uint64(keep)
+        kept += u64(keep)
 
 
 @jit
-def sample_shape(n: int, k: int) -> tuple[int, int]:
-    """How many runs of neighbours a sample of `n` entries consists of, if `k` are wanted, and how far apart they begin.
-
-    Nothing where a sample is no use.
-    """
-    if n < 16 * _SMALLEST_SAMPLE:
-        return 0, 0
-    runs = min(max(_SAMPLE_HITS * (n // k), 16 * _SMALLEST_SAMPLE), max(n // 64, _SMALLEST_SAMPLE)) // RUN
-    stride = n // runs // RUN * RUN
-    return (n - RUN) // stride + 1, stride
+def count_keys(bits: Array, shift: Int, bins: Array) -> None:
+    """Histogram of the keys, into the zeroed `bins` of 2^shift keys each."""
+    mask = i64(0x7FFFFFFF if bits.itemsize == 4 else 0x7FFFFFFFFFFFFFFF)
+    for i in range(u64(len(bits))):
+        bins[u64((i64(bits[i]) & mask) >> shift)] += 1
 
 
 @jit
-def floor_rank(count: int, n: int, k: int) -> int:
-    """The place in a sample of `count` of `n` entries that somewhat more than `k` entries of all reach.
-
-    Six standard deviations of an independent sample more: neighbours are alike, which widens the spread.
-    """
-    hits = count * k / n
-    return int(hits + 6 * hits**0.5 + 4)
+def keys_between(bits: Array, low: Int, high: Int, keys: Array) -> None:
+    """The keys in [low, high), for which there is just room in `keys`."""
+    mask = i64(0x7FFFFFFF if bits.itemsize == 4 else 0x7FFFFFFFFFFFFFFF)
+    count = u64(0)
+    for i in range(u64(len(bits))):
+        key = i64(bits[i]) & mask
+        if low <= key < high:
+            keys[count] = key
+            count += u64(1)
 
 
 @jit
 def sample(
-    grad: Array, residual: Array, buffer: Array, m: Any, mode: int, first: int, last: int, stride: int, values: Array
+    grad: Array, residual: Array, buffer: Array, m: Any, mode: Int, first: Int, last: Int, stride: Int, values: Array
 ) -> None:
     """Folded residual of the runs [first, last), each in its place in `values`."""
-    for run in range(np.uint64(first), np.uint64(last)):
-        for i in range(np.uint64(RUN)):
-            at = run * np.uint64(stride) + i
-            values[run * np.uint64(RUN) + i] = folded(grad[at], residual[at], buffer[at], m, mode)
+    for run in range(u64(first), u64(last)):
+        for i in range(u64(RUN)):
+            at = run * u64(stride) + i
+            values[run * u64(RUN) + i] = folded(grad[at], residual[at], buffer[at], m, mode)
