@@ -27,7 +27,7 @@ def main() -> None:
         x = torch.randn(512, 64)
         loss = engine.train_step(x, teacher(x).argmax(1))
         if rank == 0 and step % 25 == 24:
-            ratios = engine.stats()["trust_ratios"]
+            ratios = engine.trust_ratios()
             print(f"step {step + 1}: loss {loss.item():.3f}, trust ratio of the first layer {ratios['0.weight']:.2g}")
     engine.flush()
     if dist.is_initialized():

@@ -1,6 +1,7 @@
 """Train neural networks over ordinary networks."""
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 from thinwire._version import __version__
@@ -12,12 +13,16 @@ if TYPE_CHECKING:
     from thinwire.core.loss_scale import DynamicLossScale, FixedLossScale
     from thinwire.errors import StrategyError
     from thinwire.optim.config import LAMB, LARS
+    from thinwire.optim.dgc_momentum import Attached
     from thinwire.pipeline.config import Pipeline
     from thinwire.step.config import AMP, GradientMerge, Recompute
     from thinwire.strategy.distributed_strategy import DistributedStrategy
+    from thinwire.strategy.engine import Engine
     from thinwire.sync.dgc_config import DGC
     from thinwire.sync.local_config import AdaptiveLocalSGD, LocalSGD, Sparse
-    from thinwire.sync.local_sgd import local_sgd
+    from thinwire.sync.local_sgd import LocalUpdates, local_sgd
+
+logging.getLogger("thinwire").addHandler(logging.NullHandler())
 
 __all__ = [
     "AMP",
@@ -25,17 +30,20 @@ __all__ = [
     "LAMB",
     "LARS",
     "AdaptiveLocalSGD",
+    "Attached",
     "ClipByGlobalNorm",
     "ClipByNorm",
     "ClipByValue",
     "DistributedStrategy",
     "Diverged",
     "DynamicLossScale",
+    "Engine",
     "FixedLossScale",
     "GradientMerge",
     "L1Decay",
     "L2Decay",
     "LocalSGD",
+    "LocalUpdates",
     "Pipeline",
     "Recompute",
     "Sparse",
@@ -52,6 +60,7 @@ _MODULES = {"amp", "errors", "optim", "schedules"}
 _HOMES = {
     "AMP": "thinwire.step.config",
     "AdaptiveLocalSGD": "thinwire.sync.local_config",
+    "Attached": "thinwire.optim.dgc_momentum",
     "ClipByGlobalNorm": "thinwire.core.clip",
     "ClipByNorm": "thinwire.core.clip",
     "ClipByValue": "thinwire.core.clip",
@@ -59,6 +68,7 @@ _HOMES = {
     "DistributedStrategy": "thinwire.strategy.distributed_strategy",
     "Diverged": "thinwire.errors",
     "DynamicLossScale": "thinwire.core.loss_scale",
+    "Engine": "thinwire.strategy.engine",
     "FixedLossScale": "thinwire.core.loss_scale",
     "GradientMerge": "thinwire.step.config",
     "L1Decay": "thinwire.core.decay",
@@ -66,6 +76,7 @@ _HOMES = {
     "LAMB": "thinwire.optim.config",
     "LARS": "thinwire.optim.config",
     "LocalSGD": "thinwire.sync.local_config",
+    "LocalUpdates": "thinwire.sync.local_sgd",
     "Pipeline": "thinwire.pipeline.config",
     "Recompute": "thinwire.step.config",
     "Sparse": "thinwire.sync.local_config",

@@ -1,5 +1,6 @@
 """Loss scale for training in a narrow type."""
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
@@ -21,6 +22,8 @@ from thinwire.core.loss_scale import (
 )
 
 __all__ = ["DynamicLossScale", "FixedLossScale", "LossScaler"]
+
+_log = logging.getLogger("thinwire")
 
 
 class LossScaler:
@@ -75,6 +78,16 @@ class LossScaler:
     def bytes_sent(self) -> int:
         """What this rank gave to agreements, with headers; counted on one rank too."""
         return 0 if self._group is None else self._group.bytes_sent
+
+    @property
+    def bytes_received(self) -> int:
+        """What came from other ranks in agreements."""
+        return 0 if self._group is None else self._group.bytes_received
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds in which this rank waited for agreements."""
+        return 0.0 if self._group is None else self._group.wait_s
 
     @property
     def dropped_steps(self) -> int:
@@ -142,7 +155,10 @@ class LossScaler:
         Raises:
             NonFinite: More than 1000 steps in a row have been dropped.
         """
+        before = self._state.scale
         self._state = next_scale(self.config, self._state, overflow=overflow)
+        if overflow:
+            _log.info("an update was dropped for an overflow; the loss scale goes from %g to %g", before, self.scale)
 
     def take_scale(self, scale: float) -> None:
         """Go on with the scale of another rank; where it is a new one, the count of good updates starts anew."""

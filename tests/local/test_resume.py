@@ -65,7 +65,8 @@ def test_resuming_is_bit_exact(ranks: Pool, name: str, stop: int) -> None:
     for straight, resumed, stats, stats_again in ranks.run(resume, CONFIGS[name], stop, size=2):
         assert resumed == straight
         if "delay" not in name:  # what was on its way travels twice
-            assert stats_again == stats
+            of_this_process = {"bytes_received": 0, "wait_s": 0}
+            assert {**stats_again, **of_this_process} == {**stats, **of_this_process}
 
 
 def mean_of(states: list[Any]) -> Any:

@@ -185,7 +185,8 @@ def side_by_side(rank: int, size: int, name: str) -> tuple[list[bool], int, str]
             engine.train_step(x, y)
         pairs = zip(early.model.parameters(), late.model.parameters(), strict=True)
         same.append(all(torch.equal(a, b) for a, b in pairs))
-        stats = [{**engine.stats(), "bytes_sent": 0, "ratio": 0} for engine in (early, late)]
+        traffic = ("bytes_sent", "bytes_received", "bytes_between_nodes", "ratio", "wait_s")
+        stats = [{**engine.stats(), **dict.fromkeys(traffic, 0)} for engine in (early, late)]
         same.append(stats[0] == stats[1])
     states = [engine.state_dict() for engine in (early, late)]
     for state in states:
@@ -252,6 +253,7 @@ def when(rank: int, size: int) -> tuple[list[str], list[str], list[str], list[st
             events.clear()
         x, y = batch(6, rank)
         cross_entropy(engine.model(x), y).backward()  # of the user's own: nobody else has to call it
+        engine.model.zero_grad()  # or a warning says that the engine does not take them
         found.append(list(events))
         events.clear()
         engine.train_step(x, y)

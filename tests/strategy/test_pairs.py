@@ -39,7 +39,7 @@ def five_updates(rank: int, size: int, fields: Sequence[str]) -> tuple[list[floa
     # five steps are few and every one sees another batch: falling is judged on the first batch again
     again = train(engine, fields, 0, 2)
     engine.flush()
-    stats = engine.stats()
+    stats = {**engine.stats(), "pending": engine.pending}
     engine.close()
     assert world_rank() == rank
     return [losses[0], sum(again) / 2], digest(engine), stats

@@ -6,6 +6,7 @@ from thinwire.comm.group import Group, Pending, require_process_group
 from thinwire.comm.handshake import elsewhere, mapping_of, require_agreement
 from thinwire.comm.identity import next_identity
 from thinwire.comm.nodes import Nodes, Sources, node_size_of, sources_of
+from thinwire.comm.waits import long_waits_logged
 
 __all__ = [
     "BucketTap",
@@ -15,6 +16,7 @@ __all__ = [
     "Sources",
     "by_rank",
     "elsewhere",
+    "long_waits_logged",
     "mapping_of",
     "next_identity",
     "node_size_of",

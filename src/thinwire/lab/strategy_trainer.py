@@ -40,7 +40,7 @@ class Prepared:
         begin_s = time.perf_counter()
         loss = self.engine.train_step(inputs, targets)
         step_s = time.perf_counter() - begin_s
-        waiting = bool(self.engine.stats()["pending"])
+        waiting = bool(self.engine.pending)
         if waiting:
             self.local_step_s = step_s
         elif self.local_step_s:

@@ -1,6 +1,5 @@
 """SGD with momentum over deep gradient compression: each rank sends its few largest accumulated entries."""
 
-import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from thinwire.core.message import WIRE_VERSION
 from thinwire.core.precision import named_state_dtype, narrowed, state_dtype, stored_dtype
 from thinwire.core.rounding import rounding_seed, store_
 from thinwire.core.select import count_sent
+from thinwire.core.stats import numbers
 from thinwire.core.value_code import VALUE_BITS
 from thinwire.optim.base import CommonOptimizer
 from thinwire.optim.two_phase import ParamGrad
@@ -291,21 +291,23 @@ class DGCMomentum(CommonOptimizer):
         self._exchange.abandon(reason)
         self._forget()
 
-    def stats(self) -> dict[str, Any]:
-        """This rank so far: `step`, `bytes_sent` with headers, `bytes_dense`, `ratio`, `dropped_steps`.
+    def stats(self) -> dict[str, float]:
+        """This rank so far, flat and in numbers only; the names are those of `thinwire.core.stats.numbers`.
 
         With nodes `bytes_sent` has the dense traffic inside the node too; `bytes_between_nodes` is what left it.
+        `sparsity` is that of the first group in the next update.
         """
         sources = None if self._exchange is None else self._exchange.sources
-        sent = 0 if sources is None else sources.bytes_sent
-        return {
-            "step": self.position,
-            "bytes_sent": sent,
-            "bytes_dense": self._dense_bytes,
-            "ratio": self._dense_bytes / sent if sent else math.inf,
-            "dropped_steps": 0 if self._exchange is None else self._exchange.drops.total,
-            "bytes_between_nodes": sources.bytes_between_nodes if isinstance(sources, Nodes) else sent,
-        }
+        return numbers(
+            step=self.position,
+            dropped_steps=0 if self._exchange is None else self._exchange.drops.total,
+            sparsity=self._sparsity_of(self.param_groups[0]) or 0.0,
+            bytes_sent=0 if sources is None else sources.bytes_sent,
+            bytes_received=0 if sources is None else sources.bytes_received,
+            bytes_between_nodes=sources.bytes_between_nodes if isinstance(sources, Nodes) else None,
+            bytes_dense=self._dense_bytes,
+            wait_s=0.0 if sources is None else sources.wait_s,
+        )
 
     def _check_hyperparameters(self, values: Mapping[str, Any]) -> None:
         momentum = check.real("momentum", values["momentum"], at_least=0)
@@ -425,11 +427,15 @@ class DGCMomentum(CommonOptimizer):
 
     def _count_sent(self, param: Tensor) -> int | None:
         """How many entries of the tensor are sent in this step; None where all of them are, densely."""
-        group = self._facts(param).group
-        if self.position < group["rampup_begin_step"] or not self._compressible(param):
+        sparsity = self._sparsity_of(self._facts(param).group)
+        return None if sparsity is None or not self._compressible(param) else count_sent(param.numel(), sparsity)
+
+    def _sparsity_of(self, group: Mapping[str, Any]) -> float | None:
+        """The fraction that compressed tensors of the group keep back in this update; None where they are dense."""
+        if self.position < group["rampup_begin_step"]:
             return None
         ramp = (group["rampup_begin_step"], group["rampup_step"], group["sparsity"])
-        return count_sent(param.numel(), sparsity_at(self.position, *ramp))
+        return sparsity_at(self.position, *ramp)
 
     def _fold(self, param: Tensor, grad: Tensor) -> Fold:
         state, group = self._state_of(param, residual=True), self._facts(param).group
@@ -629,6 +635,16 @@ class Attached:
         """Whether buckets wait for `step`, because a loss scaler is in use."""
         self._optimizer: DGCMomentum | None = optimizer
         self._tap = tap
+
+    def stats(self) -> dict[str, float]:
+        """Of the optimizer: see `DGCMomentum.stats`.
+
+        Raises:
+            RuntimeError: After `remove`.
+        """
+        if self._optimizer is None:
+            raise RuntimeError("this handle was removed: ask optimizer.stats()")
+        return self._optimizer.stats()
 
     def remove(self) -> None:
         """Move the exchange back into `step`, which then finds local gradients; may be called twice."""

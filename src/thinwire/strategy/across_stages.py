@@ -29,6 +29,13 @@ class DropTogether:
     def bytes_sent(self) -> int:
         return self._inner.bytes_sent + self._everybody.bytes_sent
 
+    def counts(self, step: int) -> dict[str, float]:
+        """As of the exchange inside, and what the agreement of all stages adds."""
+        counts, votes = self._inner.counts(step), self._everybody
+        besides: dict[str, float] = {"bytes_received": votes.bytes_received, "bytes_between_nodes": votes.bytes_sent}
+        besides["wait_s"] = votes.wait_s
+        return {key: value + besides.get(key, 0) for key, value in counts.items()}
+
     @property
     def dropped_steps(self) -> int:
         return self._drops.total

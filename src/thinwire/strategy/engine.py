@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,7 +15,8 @@ from torch.nn import Parameter
 
 from thinwire import _validate as check
 from thinwire.amp import LossScaler
-from thinwire.comm import Group, require_agreement
+from thinwire.comm import Group, long_waits_logged, require_agreement
+from thinwire.core.stats import numbers
 from thinwire.core.storage import with_own_storage
 from thinwire.errors import CheckpointMissing, Mismatch, PeerLost, PeerStalled
 from thinwire.optim.layerwise import LayerwiseOptimizer
@@ -34,6 +34,7 @@ from thinwire.sync.exchange import Verdict
 __all__ = ["Engine", "Parts"]
 
 _log = logging.getLogger("thinwire")
+
 LossFunction = Callable[[Any, Any], Tensor]
 
 
@@ -260,35 +261,48 @@ class Engine:
         total = group.sum_(value.to(group.device), what="the mean loss").wait()
         return (total / group.size).cpu().reshape(())
 
-    def stats(self) -> dict[str, Any]:
-        """This rank so far.
+    def stats(self) -> dict[str, float]:
+        """This rank so far, flat and in numbers only; the names are those of `thinwire.core.stats.numbers`.
 
         Returns:
-            `step` updates made by this rank; `bytes_sent` message bytes given to exchanges, headers and agreements
-            included; `bytes_dense` 4 bytes per trainable element and update; `ratio` of the two, larger is better;
-            `dropped_steps`; `k_steps` interval in force; `loss_scale`; `microsteps` of an unfinished update;
-            `pending`, what `flush` would apply, in words; `trust_ratios` by parameter name under LARS and LAMB.
+            `step` updates made by this rank; `microsteps` of an unfinished update; `dropped_steps`; `averagings`;
+            `k_steps` interval in force; `sparsity` of the next exchange, the fraction that is not sent; `loss_scale`;
+            `bytes_sent` message bytes given to exchanges, headers and agreements included, and of these
+            `bytes_between_nodes`; `bytes_received`; `bytes_dense` 4 bytes per trainable element and update; `ratio`
+            bytes_dense / bytes_sent, larger is better; `wait_s` seconds of waiting for exchanges. Bytes received and
+            waiting are those of this process.
         """
         parts = self._parts
-        sent = self._bytes_sent()
-        dense = 4 * self.step * sum(p.numel() for p in parts.params.values())
+        counts = dict(parts.exchange.counts(self.step))
+        votes = [part for part in (parts.buffers, parts.absent, parts.scaler) if part is not None]
+        between = counts.pop("bytes_between_nodes", None)
+        return numbers(
+            step=self.step,
+            microsteps=0 if parts.merge is None else parts.merge.microsteps,
+            dropped_steps=self._dropped_steps(),
+            averagings=int(counts.get("averagings", 0)),
+            k_steps=parts.exchange.k_steps,
+            sparsity=counts["sparsity"],
+            loss_scale=1.0 if parts.scaler is None else parts.scaler.scale,
+            bytes_sent=self._bytes_sent(),
+            bytes_received=int(counts["bytes_received"]) + sum(part.bytes_received for part in votes),
+            bytes_between_nodes=None if between is None else int(between) + sum(part.bytes_sent for part in votes),
+            bytes_dense=4 * self.step * sum(p.numel() for p in parts.params.values()),
+            wait_s=self._wait_s(),
+        )
+
+    @property
+    def pending(self) -> str:
+        """What `flush` would apply, in words, such as "2 merged microsteps"; empty where there is nothing."""
+        parts = self._parts
         microsteps = 0 if parts.merge is None else parts.merge.microsteps
         waiting = [f"{microsteps} merged microsteps"] if microsteps else []
-        waiting += [parts.exchange.pending] if parts.exchange.pending else []
-        stats: dict[str, Any] = {
-            "step": self.step,
-            "bytes_sent": sent,
-            "bytes_dense": dense,
-            "ratio": dense / sent if sent else math.inf,
-            "dropped_steps": self._dropped_steps(),
-            "k_steps": parts.exchange.k_steps,
-            "loss_scale": 1.0 if parts.scaler is None else parts.scaler.scale,
-            "microsteps": microsteps,
-            "pending": " and ".join(waiting),
-        }
-        if isinstance(parts.optimizer, LayerwiseOptimizer):
-            stats["trust_ratios"] = parts.optimizer.trust_ratios()
-        return stats
+        return " and ".join([*waiting, parts.exchange.pending] if parts.exchange.pending else waiting)
+
+    def trust_ratios(self) -> dict[str | Tensor, float]:
+        """The trust ratio of every parameter in the last update, by name, under LARS and LAMB; empty elsewhere."""
+        optimizer = self._parts.optimizer
+        return optimizer.trust_ratios() if isinstance(optimizer, LayerwiseOptimizer) else {}
 
     def state_dict(self) -> dict[str, Any]:
         """All that a later step depends on, of this rank: plain values and copies of tensors. No communication.
@@ -453,6 +467,11 @@ class Engine:
         besides = parts.buffers.bytes_sent + parts.absent.bytes_sent + agreements
         return self._bytes_before + parts.exchange.bytes_sent + besides
 
+    def _wait_s(self) -> float:
+        parts = self._parts
+        votes = (part.wait_s for part in (parts.buffers, parts.absent, parts.scaler) if part is not None)
+        return parts.exchange.counts(self.step)["wait_s"] + sum(votes)
+
     def _dropped_steps(self) -> int:
         return self._dropped_before + self._parts.exchange.dropped_steps
 
@@ -480,8 +499,10 @@ class Engine:
 
     @contextlib.contextmanager
     def _advice(self) -> Iterator[None]:
+        """Around what exchanges."""
         try:
-            yield
+            with long_waits_logged(f"step {self.step}", self._wait_s):
+                yield
         except (PeerLost, PeerStalled, Mismatch) as error:
             if self._joining is None:
                 error.add_note(
@@ -586,6 +607,7 @@ class Engine:
                 overflow = verdict is Verdict.OVERFLOW
             scaler.update(overflow)  # first, since local updates may hand the new scale to the others in this step
         if overflow:
+            _log.info("step %d was dropped for an overflow", self.step)
             self._dropped_before += 1
             parts.exchange.skip()
         elif verdict is not Verdict.DROP:

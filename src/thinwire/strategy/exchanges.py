@@ -35,6 +35,9 @@ class Exchange(Protocol):
 
     local: bool
 
+    def counts(self, step: int) -> dict[str, float]:
+        """Further numbers of `thinwire.core.stats`, ahead of update `step`."""
+
     @property
     def bytes_sent(self) -> int: ...
     @property
@@ -131,6 +134,9 @@ class MeanThenStep(_EveryStep):
     def bytes_sent(self) -> int:
         return self._mean.bytes_sent
 
+    def counts(self, step: int) -> dict[str, float]:
+        return self._mean.counts(step)
+
     @property
     def dropped_steps(self) -> int:
         return self._mean.drops.total
@@ -178,6 +184,13 @@ class InOptimizer(_EveryStep):
     @property
     def bytes_sent(self) -> int:
         return int(self._optimizer.stats()["bytes_sent"])
+
+    def counts(self, step: int) -> dict[str, float]:
+        stats = self._optimizer.stats()
+        counts = {key: stats[key] for key in ("bytes_received", "wait_s", "sparsity")}
+        if stats["bytes_between_nodes"] != stats["bytes_sent"]:  # there are nodes
+            counts["bytes_between_nodes"] = stats["bytes_between_nodes"]
+        return counts
 
     @property
     def dropped_steps(self) -> int:
@@ -238,6 +251,10 @@ class LocalSteps:
     @property
     def bytes_sent(self) -> int:
         return int(self.sync.stats()["bytes_sent"])
+
+    def counts(self, step: int) -> dict[str, float]:
+        stats = self.sync.stats()
+        return {key: stats[key] for key in ("bytes_received", "wait_s", "sparsity", "averagings")}
 
     @property
     def k_steps(self) -> int:

@@ -30,6 +30,16 @@ class MovingBuffers:
         """By this rank."""
         return self._group.bytes_sent
 
+    @property
+    def bytes_received(self) -> int:
+        """By this rank."""
+        return self._group.bytes_received
+
+    @property
+    def wait_s(self) -> float:
+        """Of this rank."""
+        return self._group.wait_s
+
     def forget(self) -> None:
         """Take the buffers as they are now for equal: after loading a state."""
         if self._group.size > 1:

@@ -1,5 +1,7 @@
 """From a strategy, a model and an optimizer to an engine: every check comes before anything is changed."""
 
+import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
     from thinwire.strategy.distributed_strategy import DistributedStrategy
 
 __all__ = ["prepare"]
+
+_log = logging.getLogger("thinwire")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -115,6 +119,7 @@ def prepare(
     )
     _check_kinds(model, optimizer, loss_fn, grad_clip)
     digest_every = check.integer("digest_every", digest_every, at_least=0)
+    begin_s = time.perf_counter()
     group = Group()
     facts = {**strategy_facts(strategy), "digest_every": digest_every}
     require_agreement(group, facts, what="comparing strategies")
@@ -130,7 +135,11 @@ def prepare(
     handles: list[Any] = []
     try:
         copy_from_first_([*model.parameters(), *model.buffers()], group, what="copying the model of rank 0")
-        return _assembled(strategy, model, told, plan, group, place, handles)
+        engine = _assembled(strategy, model, told, plan, group, place, handles)
+        kind, fields = type(optimizer).__name__, ", ".join(strategy.on) or "no field"
+        took_s = time.perf_counter() - begin_s
+        _log.info("the engine is ready after %.1f s: %s, %s, %d ranks", took_s, fields, kind, group.size)
+        return engine
     except BaseException:
         for handle in reversed(handles):
             handle.remove()

@@ -1,6 +1,7 @@
 """What ranks tell each other around an exchange: nobody moves before everybody has the same view of the step."""
 
 import json
+import logging
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,6 +17,7 @@ __all__ = ["ABSENT", "DENSE", "MAX_DROPS_IN_A_ROW", "ROW_SPARSE", "Drops", "Repo
 
 ABSENT, DENSE, ROW_SPARSE = "0", "1", "2"
 MAX_DROPS_IN_A_ROW = 10
+_log = logging.getLogger("thinwire")
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,4 +228,5 @@ class Drops:
                 "Lower the learning rate, clip gradients, or look at the data of that rank"
             )
         warnings.warn(text, UserWarning, stacklevel=2)
+        _log.warning(text)
         return True

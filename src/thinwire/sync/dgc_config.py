@@ -88,6 +88,12 @@ class DGC:
         """In what the residual of this tensor is stored."""
         return stored_dtype(param, named_state_dtype(self.state_dtype))
 
+    def sparsity_in_force(self, step: int) -> float:
+        """Fraction of a compressed tensor that update `step` (from 0) does not send; 0 before compression begins."""
+        if step < self.rampup_begin_step:
+            return 0.0
+        return sparsity_at(step, self.rampup_begin_step, self.rampup_step, self.sparsity)
+
     def count_at(self, step: int, numel: int) -> int | None:
         """Entries sent of `numel` in update `step` (from 0); None before compression begins."""
         if step < self.rampup_begin_step:

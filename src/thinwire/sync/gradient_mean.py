@@ -72,7 +72,8 @@ class GradientMean:
         trainers = sources.size if num_trainers is None else num_trainers
         self._trainers = check.integer("num_trainers", trainers, at_least=1)
         self._nodes_compared = False
-        self._bytes_sent = 0
+        self._bytes_sent = self._bytes_received = self._bytes_between_nodes = 0
+        self._wait_s = 0.0
         self._step = 0
         self._exchange = GradientExchange(
             group,
@@ -102,6 +103,17 @@ class GradientMean:
     def bytes_sent(self) -> int:
         """What this rank gave to `reduce`, with headers and agreements; counted on one rank too."""
         return self._bytes_sent
+
+    def counts(self, step: int) -> dict[str, float]:
+        """Further numbers of `thinwire.core.stats`, ahead of update `step`."""
+        counts = {
+            "bytes_received": self._bytes_received,
+            "wait_s": self._wait_s,
+            "sparsity": 0.0 if self._dgc is None else self._dgc.sparsity_in_force(step),
+        }
+        if isinstance(self._exchange.sources, Nodes):
+            counts["bytes_between_nodes"] = self._bytes_between_nodes
+        return counts
 
     @torch.no_grad()
     def reduce(
@@ -176,11 +188,16 @@ class GradientMean:
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        before = self._exchange.sources.bytes_sent
+        sources = self._exchange.sources
+        sent, received, waited = sources.bytes_sent, sources.bytes_received, sources.wait_s
+        crossed = _crossed(sources)
         try:
             yield
         finally:
-            self._bytes_sent += self._exchange.sources.bytes_sent - before
+            self._bytes_sent += sources.bytes_sent - sent
+            self._bytes_received += sources.bytes_received - received
+            self._bytes_between_nodes += _crossed(sources) - crossed
+            self._wait_s += sources.wait_s - waited
 
     def _compare_nodes(self) -> None:
         """The ranks of a node propose the same only if they hold the same."""
@@ -272,6 +289,10 @@ class GradientMean:
         mean = grad.detach().zero_() if fits else torch.zeros(param.shape, dtype=values.dtype, device=values.device)
         mean.view(-1)[indices] = values
         return mean
+
+
+def _crossed(sources: Sources) -> int:
+    return sources.bytes_between_nodes if isinstance(sources, Nodes) else sources.bytes_sent
 
 
 def _agreed_sources(group: Group, dgc: DGC) -> Sources:

@@ -1,6 +1,6 @@
 """Local updates: ranks train on their own and average their parameters now and then."""
 
-import math
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict
 from types import TracebackType
@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from thinwire import _validate as check
 from thinwire._version import __version__
-from thinwire.comm import Group, require_agreement
+from thinwire.comm import Group, long_waits_logged, require_agreement
 from thinwire.core.message import WIRE_VERSION
 from thinwire.core.outer import OuterRule
+from thinwire.core.stats import numbers
 from thinwire.sync import local_saving
 from thinwire.sync.averaging import Averaging, Flight
 from thinwire.sync.change_rule import change_rule
@@ -26,6 +27,7 @@ from thinwire.sync.turns import Counters, OwnScale, Turns, parts_of
 
 __all__ = ["LocalUpdates", "local_sgd"]
 
+_log = logging.getLogger("thinwire")
 _open: "list[LocalUpdates]" = []
 """The blocks that have been entered and not been left, in this process."""
 
@@ -109,7 +111,8 @@ class LocalUpdates:
         self._process_group = process_group
         self._pace = Pace(config, optimizer)
         self._counters = Counters(last=config.begin_step)
-        self._bytes_elsewhere = 0
+        self._bytes_elsewhere = self._received_before = self._skipped = 0
+        self._waited_before = 0.0
         self._group: Group | None = None
         self._turns: Turns | None = None
         self._hooks: list[Any] = []
@@ -143,10 +146,11 @@ class LocalUpdates:
             scaler=self._scaler,
         )
         self._restore_bytes(0)  # what it takes to start is not an exchange of updates
+        self._received_before, self._waited_before = group.bytes_received, group.wait_s
         optimizer = self._tensors.optimizer
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(lambda *_: turns.after_step()),
+            optimizer.register_step_post_hook(lambda *_: self._after_step(turns)),
         ]
         _open.append(self)
         return self
@@ -176,6 +180,16 @@ class LocalUpdates:
             return loss
 
         return (optimizer,), {**kwargs, "closure": then_noted}
+
+    def _after_step(self, turns: Turns) -> None:
+        assert self._group is not None, "open"
+        group, k_steps = self._group, self.k_steps
+        with long_waits_logged(f"local step {self.step + 1}", lambda: group.wait_s):
+            turns.after_step()
+        if self.synced:
+            _log.debug("averaged after local step %d", self.step)
+        if self.k_steps != k_steps:
+            _log.info("ranks average every %d steps from now on, not every %d", self.k_steps, k_steps)
 
     def close(self) -> None:
         """Take the hooks off, without an averaging; may be called twice. Leaving the block does it."""
@@ -231,7 +245,8 @@ class LocalUpdates:
         """
         turns = self._open_turns()
         self._pace.before_step(self.step + 1, dropped=True)
-        turns.after_step()
+        self._skipped += 1
+        self._after_step(turns)
 
     def flush(self) -> None:
         """Apply a result that is on its way, and average everything if there were steps since all ranks were equal.
@@ -244,22 +259,28 @@ class LocalUpdates:
         """
         self._open_turns().flush()
 
-    def stats(self) -> dict[str, Any]:
-        """This rank so far: `step`, `k_steps`, `averagings`, `bytes_sent`, `bytes_dense`, `ratio`.
+    def stats(self) -> dict[str, float]:
+        """This rank so far, flat and in numbers only; the names are those of `thinwire.core.stats.numbers`.
 
         `bytes_sent` counts the messages of averagings with their headers and agreements, not the copy of the model at
-        the start; `bytes_dense` 4 bytes per trainable element and step.
+        the start; `bytes_dense` 4 bytes per trainable element and step; `dropped_steps` the calls of `skip_step`.
         """
-        sent = 0 if self._group is None else self._group.bytes_sent + self._bytes_elsewhere
-        dense = 4 * self._tensors.numel * self.step
-        return {
-            "step": self.step,
-            "k_steps": self.k_steps,
-            "averagings": self._counters.averagings,
-            "bytes_sent": sent,
-            "bytes_dense": dense,
-            "ratio": dense / sent if sent else math.inf,
-        }
+        group, sparse = self._group, self._config.compression
+        sparsity = 0.0 if sparse is None else sparse.sparsity
+        if self._dgc is not None:
+            sparsity = self._dgc.sparsity_in_force(self.step)
+        return numbers(
+            step=self.step,
+            dropped_steps=self._skipped,
+            averagings=self._counters.averagings,
+            k_steps=self.k_steps,
+            sparsity=sparsity,
+            loss_scale=1.0 if self._scaler is None else self._scaler.scale,
+            bytes_sent=0 if group is None else group.bytes_sent + self._bytes_elsewhere,
+            bytes_received=0 if group is None else group.bytes_received - self._received_before,
+            bytes_dense=4 * self._tensors.numel * self.step,
+            wait_s=0.0 if group is None else group.wait_s - self._waited_before,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """All that a later step depends on, of this rank, as plain values and copies of tensors.
@@ -267,7 +288,7 @@ class LocalUpdates:
         Between two averagings it holds this rank's own parameters and buffers too, since those of rank 0 are copied on
         entry; `load_state_dict` puts them back. The optimizer's state is the optimizer's. No communication.
         """
-        return local_saving.saved(self._open_turns(), self.stats()["bytes_sent"])
+        return local_saving.saved(self._open_turns(), int(self.stats()["bytes_sent"]))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict` of the same rank, bit for bit; inside the block, on all ranks. No communication.

@@ -1,0 +1,56 @@
+"""What a rank has done so far, under one set of names: flat, numbers only."""
+
+import math
+
+__all__ = ["numbers"]
+
+
+def numbers(
+    *,
+    step: int,
+    bytes_sent: int,
+    bytes_dense: int,
+    bytes_received: int = 0,
+    bytes_between_nodes: int | None = None,
+    wait_s: float = 0.0,
+    sparsity: float = 0.0,
+    microsteps: int = 0,
+    dropped_steps: int = 0,
+    averagings: int = 0,
+    k_steps: int = 1,
+    loss_scale: float = 1.0,
+) -> dict[str, float]:
+    """The statistics of an engine, of local updates, or of an optimizer that exchanges.
+
+    Args:
+        step: Updates made by this rank; local steps where it trains locally.
+        bytes_sent: Message bytes that this rank gave to exchanges, with headers and agreements.
+        bytes_dense: What dense gradients would have been: 4 bytes per trainable element and update.
+        bytes_received: What came from other ranks, in this process.
+        bytes_between_nodes: Of `bytes_sent` what left the node; all of it where that is None.
+        wait_s: Seconds in which this rank was blocked until an exchange was over, in this process.
+        sparsity: Fraction of a compressed tensor that is not sent in the next exchange; 0 where nothing is left out.
+        microsteps: Of an unfinished update.
+        dropped_steps: Updates that were dropped.
+        averagings: Of parameters, under local updates.
+        k_steps: Updates between two exchanges that are in force.
+        loss_scale: Factor of the next loss; 1 without one.
+
+    Returns:
+        All of these by name, and `ratio`, bytes_dense / bytes_sent: larger is better, infinite where nothing was sent.
+    """
+    return {
+        "step": step,
+        "microsteps": microsteps,
+        "dropped_steps": dropped_steps,
+        "averagings": averagings,
+        "k_steps": k_steps,
+        "sparsity": sparsity,
+        "loss_scale": loss_scale,
+        "bytes_sent": bytes_sent,
+        "bytes_received": bytes_received,
+        "bytes_between_nodes": bytes_sent if bytes_between_nodes is None else bytes_between_nodes,
+        "bytes_dense": bytes_dense,
+        "ratio": bytes_dense / bytes_sent if bytes_sent else math.inf,
+        "wait_s": wait_s,
+    }
