@@ -28,7 +28,7 @@ def compressed() -> None:
     dgc = tw.optim.DGCMomentum(model.named_parameters(), lr=0.1, sparsity=(0.75, 0.9375, 0.99), rampup_step=32)
     model, optimizer, loader = accelerator.prepare(model, dgc, loader)
     dgc.attach(model)  # new, on what prepare returned: the exchange runs in its backward pass
-    accelerator.register_for_checkpointing(PerRankState(dgc))  # new: save_state by itself keeps rank 0's residuals only
+    PerRankState(dgc).register(accelerator)  # new: save_state by itself keeps the residuals of rank 0 only
 
     for epoch in range(4):
         for x, y in loader:

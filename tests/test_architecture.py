@@ -25,7 +25,8 @@ MAY_IMPORT = {
     "step": BASE | {"core"},
     "pipeline": BASE | {"core", "comm"},
     "checkpoint": BASE | {"comm"},
-    "integrations": BASE | {"comm", "sync", "optim"},
+    # each rank's state goes into a file of its own
+    "integrations": BASE | {"comm", "sync", "optim", "checkpoint"},
     # the only one that knows two methods at once
     "strategy": BASE | {"schedules", "core", "comm", "sync", "optim", "amp", "step", "pipeline", "checkpoint"},
     "lab": BASE | {"schedules", "optim", "amp", "strategy", "sync"},

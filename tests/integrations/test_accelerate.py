@@ -51,7 +51,7 @@ class Compressed:
         self.dgc = dgc(model)
         self.model, self.optimizer, self.loader = accelerator.prepare(model, self.dgc, DataLoader(data, BATCH))
         self.dgc.attach(self.model)
-        accelerator.register_for_checkpointing(PerRankState(self.dgc))
+        PerRankState(self.dgc).register(accelerator)
 
     def epoch(self, clip: float | None = None) -> list[float]:
         losses = []
@@ -131,6 +131,9 @@ def resumed(rank: int, size: int, folder: Path) -> dict[str, Any]:
 
 def test_a_saved_state_resumes_bit_for_bit_with_the_residuals_of_every_rank(ranks: Pool, tmp_path: Path) -> None:
     answers = ranks.run(resumed, tmp_path)
+    assert sorted(p.name for p in tmp_path.glob("per_rank*")) == [
+        f"per_rank_0.rank_0000{rank}.safetensors" for rank in range(2)
+    ]
     assert not equal(answers[0]["saved"], answers[1]["saved"])
     for answer in answers:
         assert equal(answer["saved"], answer["loaded"])

@@ -191,6 +191,23 @@ def test_a_checkpoint_resumes_bit_for_bit(ranks: Pool, tmp_path: Path, method: s
         assert not equal(answers[0]["pending"], answers[1]["pending"])
 
 
+def kept_one(rank: int, size: int, folder: Path) -> None:
+    with as_under_torchrun(rank, size):
+        from lightning.pytorch.callbacks import ModelCheckpoint
+
+        from thinwire.integrations.lightning import CompressedExchange
+
+        keep = ModelCheckpoint(dirpath=folder, filename="{epoch}", every_n_epochs=1, save_top_k=1)
+        trainer = trainer_of("ddp", [CompressedExchange(), keep], folder, enable_checkpointing=True)
+        trainer.fit(module(dgc), loader(rank))
+
+
+def test_the_files_of_the_ranks_go_with_their_checkpoint(ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(kept_one, tmp_path)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["epoch=3.ckpt", *(f"epoch=3.ckpt.0.rank_0000{rank}.safetensors" for rank in range(2))]
+
+
 def misused(rank: int, size: int, folder: Path, how: str) -> None:
     with as_under_torchrun(rank, size):
         from lightning.pytorch.plugins import MixedPrecision

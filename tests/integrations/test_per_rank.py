@@ -1,6 +1,6 @@
-"""The states of all ranks in one: everybody gets the own back, other numbers of ranks the mean."""
+"""A file for each rank beside a checkpoint: everybody gets the own back, other numbers of ranks the mean."""
 
-from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +9,8 @@ import torch
 import thinwire as tw
 from tests.integrations.task import dgc, equal, parameters, residuals, task
 from tests.ranks import Pool, Raised
+from thinwire.checkpoint import write_rank_file
+from thinwire.errors import CheckpointError
 from thinwire.integrations import PerRankState
 
 
@@ -35,57 +37,115 @@ def steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, c
         optimizer.zero_grad()
 
 
-def there_and_back(rank: int, size: int) -> dict[str, Any]:
+def there_and_back(rank: int, size: int, folder: str) -> dict[str, Any]:
     model, _ = task()
     optimizer = dgc(model)
     steps(model, optimizer, rank, 8)
-    saved = PerRankState(optimizer).state_dict()
+    saved = PerRankState(optimizer, folder=folder).state_dict()
     again, _ = task()
     again.load_state_dict(model.state_dict())
     second = dgc(again)
-    PerRankState(second).load_state_dict(deepcopy(saved))  # torch keeps the very tensors that it loads
+    PerRankState(second, folder=folder).load_state_dict(saved)
     mine = residuals(optimizer)
-    both = (residuals(second), second.position)
+    both = ([r.clone() for r in residuals(second)], second.position)
     steps(model, optimizer, rank, 3)
     steps(again, second, rank, 3)
     return {"saved": saved, "residuals": mine, "loaded": both, "equal": equal(parameters(model), parameters(again))}
 
 
-def test_every_rank_gets_its_own_state_back(ranks: Pool) -> None:
-    answers = ranks.run(there_and_back)
-    assert not equal(answers[0]["residuals"], answers[1]["residuals"])
+def test_every_rank_gets_its_own_state_back(ranks: Pool, tmp_path: Path) -> None:
+    answers = ranks.run(there_and_back, str(tmp_path / "new" / "folder"))
+    assert answers[0]["saved"] == answers[1]["saved"], "any rank may be the one that writes it"
     for answer in answers:
-        assert equal(answer["residuals"], answer["loaded"][0])
         assert answer["loaded"][1] == 8
         assert answer["equal"]
+    assert not equal(answers[0]["loaded"][0], answers[1]["loaded"][0])
 
 
-def on_fewer(rank: int, size: int, saved: dict[str, Any]) -> list[torch.Tensor]:
+class Counting:
+    """State of many numbers."""
+
+    def __init__(self, numel: int) -> None:
+        self.value = torch.zeros(numel)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.value = state_dict["value"]
+
+
+def sent_for(rank: int, size: int, folder: str, numel: int) -> tuple[int, int]:
+    part = PerRankState(Counting(numel), folder=folder)
+    saved = part.state_dict()
+    part.load_state_dict(saved)
+    group = part._joined()
+    return group.bytes_sent + group.bytes_received, len(repr(saved))
+
+
+def test_what_travels_does_not_grow_with_the_state(ranks: Pool, tmp_path: Path) -> None:
+    """45 M parameters went over the wire once for every rank."""
+    for numel in (10, 5_000_000):
+        for travelled, kept in ranks.run(sent_for, str(tmp_path), numel):
+            assert travelled < 2000
+            assert kept < 1000
+
+
+def on_fewer(rank: int, size: int, saved: dict[str, Any], folder: str) -> list[torch.Tensor]:
     optimizer = dgc(task()[0])
-    PerRankState(optimizer).load_state_dict(saved)
+    PerRankState(optimizer, folder=folder).load_state_dict(saved)
     return residuals(optimizer)
 
 
 @pytest.mark.parametrize("size", [0, 1, 3])
-def test_another_number_of_ranks_keeps_the_mean_of_the_residuals(ranks: Pool, size: int) -> None:
+def test_another_number_of_ranks_keeps_the_mean_of_the_residuals(ranks: Pool, size: int, tmp_path: Path) -> None:
     """And so the update that was still pending."""
-    first, second = ranks.run(there_and_back)
-    for loaded in ranks.run(on_fewer, first["saved"], size=size):
-        for a, b, c in zip(first["residuals"], second["residuals"], loaded, strict=True):
+    first, second = ranks.run(there_and_back, str(tmp_path))
+    for loaded in ranks.run(on_fewer, first["saved"], str(tmp_path), size=size):
+        for a, b, c in zip(first["loaded"][0], second["loaded"][0], loaded, strict=True):
             torch.testing.assert_close((a.double() + b.double()) / 2, c.double(), rtol=1e-6, atol=1e-9)
 
 
-def test_what_has_no_mean_is_an_error() -> None:
+def of_two(folder: Path, *values: Any) -> dict[str, Any]:
+    """What two ranks would have saved."""
+    files = [folder / f"per_rank.rank_{rank:05d}.safetensors" for rank in range(len(values))]
+    return {
+        "name": "per_rank",
+        "sha256": [write_rank_file(file, {"value": value}) for file, value in zip(files, values, strict=True)],
+    }
+
+
+def test_what_has_no_mean_is_an_error(tmp_path: Path) -> None:
     for first, second in [(1, 2), ("a", "b"), (torch.tensor(1), torch.tensor(2)), ([1.0], [1.0, 2.0]), (None, 1)]:
-        saved = {"ranks": [{"value": {"x": first}}, {"value": {"x": second}}]}
-        with pytest.raises(ValueError, match=r"2 ranks, value, x.*resume on as many ranks"):
-            PerRankState(Box()).load_state_dict(saved)
+        saved = of_two(tmp_path, {"x": first}, {"x": second})
+        with pytest.raises(CheckpointError, match=r"2 ranks, value, x.*resume on as many ranks"):
+            PerRankState(Box(), folder=tmp_path).load_state_dict(saved)
 
 
-def test_nested_values_keep_their_kinds() -> None:
+@pytest.mark.parametrize("harm", ["missing", "damaged", "of another save"])
+def test_a_file_that_does_not_belong_to_the_checkpoint_is_an_error(tmp_path: Path, harm: str) -> None:
+    part = PerRankState(Box({"x": torch.ones(3)}), folder=tmp_path)
+    saved = part.state_dict()
+    [file] = tmp_path.iterdir()
+    if harm == "missing":
+        file.unlink()
+    elif harm == "damaged":
+        file.write_bytes(file.read_bytes()[:-1] + b"!")
+    else:
+        PerRankState(Box({"x": torch.zeros(3)}), folder=tmp_path).state_dict()
+    box = Box("before")
+    with pytest.raises(
+        CheckpointError,
+        match=rf"per_rank\.rank_00000\.safetensors is {'not there' if harm == 'missing' else 'damaged'}",
+    ):
+        PerRankState(box, folder=tmp_path).load_state_dict(saved)
+    assert box.value == "before"
+
+
+def test_nested_values_keep_their_kinds(tmp_path: Path) -> None:
     box = Box()
     values = [{"a": (0.1, [torch.full((2,), x, dtype=torch.bfloat16)]), "b": torch.tensor(3)} for x in (1.0, 2.0)]
-    PerRankState(box).load_state_dict({"ranks": [{"value": value} for value in values]})
+    PerRankState(box, folder=tmp_path).load_state_dict(of_two(tmp_path, *values))
     assert box.value["a"][0] == 0.1
     assert box.value["a"][1][0].tolist() == [1.5, 1.5]
     assert box.value["a"][1][0].dtype == torch.bfloat16
@@ -93,38 +153,42 @@ def test_nested_values_keep_their_kinds() -> None:
     assert box.value["b"].dtype == torch.int64
 
 
-def failing(rank: int, size: int) -> None:
-    PerRankState(Box(OSError("the disk is on fire") if rank == 1 else 0)).state_dict()
+def failing(rank: int, size: int, folder: str) -> None:
+    PerRankState(Box(OSError("the disk is on fire") if rank == 1 else 0), folder=folder).state_dict()
 
 
-def test_an_error_of_one_rank_is_an_error_of_all(ranks: Pool) -> None:
-    for answer in ranks.run(failing, expect_errors=True):
+def test_an_error_of_one_rank_is_an_error_of_all(ranks: Pool, tmp_path: Path) -> None:
+    for answer in ranks.run(failing, str(tmp_path), expect_errors=True):
         assert isinstance(answer, Raised)
-        assert answer.type_name == "ThinwireError"
+        assert answer.type_name == "CheckpointError"
         assert "rank 1" in answer.text
         assert "the disk is on fire" in answer.text
 
 
-def local_updates(rank: int, size: int) -> tuple[bool, int]:
+def local_updates(rank: int, size: int, folder: str) -> bool:
     def train(saved: list[dict[str, Any]] | None, *counts: int) -> tuple[torch.nn.Module, list[dict[str, Any]]]:
         model, _ = task()
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         with tw.local_sgd(model, optimizer, tw.LocalSGD(k_steps=5, begin_step=1)) as sync:
-            parts = [PerRankState(sync), PerRankState(optimizer)]
+            parts = [PerRankState(sync, name="sync"), PerRankState(optimizer, name="optimizer")]
             for part, state in zip(parts, saved or [], strict=False):
-                part.load_state_dict(deepcopy(state))
-            for count in counts:
-                kept = deepcopy([part.state_dict() for part in parts])
+                part.folder = folder
+                part.load_state_dict(state)
+            kept = []
+            for i, count in enumerate(counts):
+                for part in parts:
+                    part.folder = folder if i else f"{folder}/first"
+                kept = [part.state_dict() for part in parts]
                 steps(model, optimizer, rank, count)
         return model, kept
 
     first, halfway = train(None, 3, 4)
-    second, _ = train(halfway, 4)
-    return equal(parameters(first), parameters(second)), halfway[0]["ranks"][0]["step"]
+    second, _ = train(halfway, 4)  # which saves once more, with the very same content
+    return equal(parameters(first), parameters(second))
 
 
-def test_local_updates_between_two_averagings(ranks: Pool) -> None:
-    assert ranks.run(local_updates) == [(True, 3), (True, 3)]
+def test_local_updates_between_two_averagings(ranks: Pool, tmp_path: Path) -> None:
+    assert ranks.run(local_updates, str(tmp_path)) == [True, True]
 
 
 def test_wrong_arguments() -> None:
@@ -132,5 +196,5 @@ def test_wrong_arguments() -> None:
         PerRankState(3)
     with pytest.raises(ValueError, match="got the keys \\['value'\\]"):
         PerRankState(Box()).load_state_dict({"value": 1})
-    with pytest.raises(ValueError, match="under 'ranks'"):
-        PerRankState(Box()).load_state_dict({"ranks": []})
+    with pytest.raises(ValueError, match=r"does not know where.*register\(accelerator\)"):
+        PerRankState(Box()).state_dict()

@@ -3,7 +3,18 @@
 from thinwire.checkpoint.combine import combine
 from thinwire.checkpoint.loading import Loaded, load
 from thinwire.checkpoint.random_state import random_state, set_random_state
+from thinwire.checkpoint.rank_file import read_rank_file, write_rank_file
 from thinwire.checkpoint.saving import save
 from thinwire.checkpoint.together import together
 
-__all__ = ["Loaded", "combine", "load", "random_state", "save", "set_random_state", "together"]
+__all__ = [
+    "Loaded",
+    "combine",
+    "load",
+    "random_state",
+    "read_rank_file",
+    "save",
+    "set_random_state",
+    "together",
+    "write_rank_file",
+]

@@ -20,7 +20,7 @@ from thinwire.checkpoint.manifest import tensor_file
 from thinwire.checkpoint.tree import TensorRef
 from thinwire.errors import CheckpointCorrupt
 
-__all__ = ["TensorReader", "digest", "write_tensors"]
+__all__ = ["TensorReader", "digest", "readable", "restored", "write_tensors"]
 
 _CODES = {
     torch.float64: "F64",
@@ -37,12 +37,15 @@ _CODES = {
 """What every version of safetensors knows; other dtypes are written as bytes and named in the rank's JSON file."""
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, str]:
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> tuple[int, str]:
     """Write a new safetensors file and force it to the disk, holding no more than one tensor on the CPU at a time.
 
     Args:
         path: Must not exist.
         tensors: By name; dense, on any device, of any strides; read only.
+        metadata: Text by key, for the header of the file.
 
     Returns:
         The size in bytes and the SHA-256 in hex of what was written.
@@ -52,7 +55,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, str]:
     """
     hasher, size = hashlib.sha256(), 0
     with path.open("xb") as file:
-        pieces: Iterator[bytes | memoryview] = chain([_header(tensors)], map(_bytes, tensors.values()))
+        pieces: Iterator[bytes | memoryview] = chain([_header(tensors, metadata)], map(_bytes, tensors.values()))
         for view in pieces:
             file.write(view)
             hasher.update(view)
@@ -86,31 +89,39 @@ class TensorReader:
             stored: Tensor = self._opened(ref.rank).get_tensor(ref.name)
         except (SafetensorError, OSError) as error:
             raise CheckpointCorrupt(f"{where} cannot be read: {error}") from error
-        if ref.dtype not in _CODES and stored.numel() == math.prod(ref.shape) * ref.dtype.itemsize:
-            # a clone is aligned for any dtype, a view into a file need not be
-            return stored.clone().view(ref.dtype).reshape(ref.shape)
-        if stored.dtype != ref.dtype or tuple(stored.shape) != ref.shape:
-            raise CheckpointCorrupt(
-                f"{where} is {stored.dtype} of {tuple(stored.shape)}, not {ref.dtype} of {ref.shape}"
-            )
-        return stored.clone()
+        return restored(stored, ref, where)
 
     def _opened(self, rank: int) -> Any:
         if rank not in self._files:
             path = self._folder / tensor_file(rank)
-            file = safe_open(self._readable(path), framework="pt", device="cpu")
+            file = safe_open(readable(path, self._stack), framework="pt", device="cpu")
             self._files[rank] = self._stack.enter_context(file)
         return self._files[rank]
 
-    def _readable(self, path: Path) -> str | Path:
-        """A name by which safetensors can open a file: it takes text only, and a name on Linux is any bytes."""
-        try:
-            str(path).encode()
-        except UnicodeEncodeError:
-            descriptor = os.open(path, os.O_RDONLY)
-            self._stack.callback(os.close, descriptor)
-            return f"/proc/self/fd/{descriptor}"
-        return path
+
+def restored(stored: Tensor, ref: TensorRef, where: str) -> Tensor:
+    """What was written, from what safetensors made of it, in memory of its own.
+
+    Raises:
+        CheckpointCorrupt: It is another tensor; begins with `where`.
+    """
+    if ref.dtype not in _CODES and stored.numel() == math.prod(ref.shape) * ref.dtype.itemsize:
+        # a clone is aligned for any dtype, a view into a file need not be
+        return stored.clone().view(ref.dtype).reshape(ref.shape)
+    if stored.dtype != ref.dtype or tuple(stored.shape) != ref.shape:
+        raise CheckpointCorrupt(f"{where} is {stored.dtype} of {tuple(stored.shape)}, not {ref.dtype} of {ref.shape}")
+    return stored.clone()
+
+
+def readable(path: Path, stack: ExitStack) -> str | Path:
+    """A name by which safetensors can open a file: it takes text only, and a name on Linux is any bytes."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        descriptor = os.open(path, os.O_RDONLY)
+        stack.callback(os.close, descriptor)
+        return f"/proc/self/fd/{descriptor}"
+    return path
 
 
 def digest(tensor: Tensor) -> str:
@@ -124,8 +135,9 @@ def _bytes(tensor: Tensor) -> memoryview:
     return bits(tensor).numpy().data
 
 
-def _header(tensors: Mapping[str, Tensor]) -> bytes:
-    entries, offset = {}, 0
+def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> bytes:
+    entries: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    offset = 0
     for name, tensor in tensors.items():
         size = tensor.numel() * tensor.element_size()
         code, shape = _CODES.get(tensor.dtype), list(tensor.shape)

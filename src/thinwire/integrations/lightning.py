@@ -1,5 +1,6 @@
 """Callbacks and a strategy for the Trainer of Lightning; imports the package `lightning`, which is optional."""
 
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -16,25 +17,68 @@ __all__ = ["CompressedExchange", "LocalAveraging", "UnwrappedDDP"]
 
 
 class _Part(Callback):
-    """Keeps the state of every rank in Lightning's checkpoint, which by itself has that of rank 0 only."""
+    """Keeps the state of every rank beside Lightning's checkpoint, which by itself has that of rank 0 only.
+
+    Each rank writes a file of its own beside the checkpoint, and deletes it when the checkpoint is deleted. Lightning
+    asks callbacks for their state before it says where it goes, so the trainer's strategy is asked: its
+    `save_checkpoint` and `remove_checkpoint` run on all ranks.
+    """
 
     def __init__(self) -> None:
         self._states: list[PerRankState] = []
         self._saved: list[dict[str, Any]] = []
+        self._strategy: Any = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of all ranks; Lightning calls it on all of them."""
-        return {"states": [state.state_dict() for state in self._states]}
+        """What `save_checkpoint` fills in; Lightning calls it on all ranks."""
+        return {"states": []}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Remember what was saved: the optimizers are restored after the callbacks, and would undo it."""
         self._saved = state_dict["states"]
 
-    def _keep(self, *parts: Stateful) -> None:
+    def _keep(self, trainer: Trainer, *parts: Stateful) -> None:
         self._states = [PerRankState(part) for part in parts]
         for state, saved in zip(self._states, self._saved, strict=False):
+            state.folder = Path(trainer.ckpt_path).parent
             state.load_state_dict(saved)
         self._saved = []
+        self._let_go()
+        self._strategy = strategy = trainer.strategy
+        save, remove = strategy.save_checkpoint, strategy.remove_checkpoint
+
+        def save_checkpoint(checkpoint: dict[str, Any], filepath: str | Path, *args: Any, **kwargs: Any) -> None:
+            if self.state_key in checkpoint.get("callbacks", {}):
+                checkpoint["callbacks"][self.state_key] = {"states": self._written(filepath)}
+            save(checkpoint, filepath, *args, **kwargs)
+
+        def remove_checkpoint(filepath: str | Path) -> None:
+            remove(filepath)
+            for i, state in enumerate(self._states):
+                state.remove(Path(filepath).parent, _name(filepath, i))
+
+        strategy.save_checkpoint, strategy.remove_checkpoint = save_checkpoint, remove_checkpoint
+
+    def _written(self, filepath: str | Path) -> list[dict[str, Any]]:
+        if "://" in str(filepath):
+            raise ValueError(
+                f"the checkpoint goes to {filepath}, where a rank cannot write its file beside it: save to a folder of "
+                "the file system, and copy it from there"
+            )
+        for i, state in enumerate(self._states):
+            state.folder, state.name = Path(filepath).parent, _name(filepath, i)
+        return [state.state_dict() for state in self._states]
+
+    def _let_go(self) -> None:
+        """Take the strategy's methods back; may be called twice."""
+        if self._strategy is not None:
+            for name in ("save_checkpoint", "remove_checkpoint"):
+                vars(self._strategy).pop(name, None)
+            self._strategy = None
+
+
+def _name(filepath: str | Path, i: int) -> str:
+    return f"{Path(filepath).name}.{i}"
 
 
 class CompressedExchange(_Part):
@@ -43,7 +87,7 @@ class CompressedExchange(_Part):
     The exchange then runs in the backward pass; without it DDP would average densely first. Batches that
     `accumulate_grad_batches` only accumulates send nothing. Clip with `local_grad_clip_norm` of the optimizer:
     `gradient_clip_val` would change gradients that have been sent, which is an error. Residuals and momentum of all
-    ranks are in Lightning's checkpoints.
+    ranks lie in files beside Lightning's checkpoints.
 
     Raises:
         TypeError: At the start of the fit: the one optimizer is no `DGCMomentum`, or the model is not wrapped in DDP.
@@ -53,14 +97,18 @@ class CompressedExchange(_Part):
         """Attach; called after Lightning has restored a checkpoint."""
         optimizer = _only_optimizer(trainer)
         check.instance("the optimizer of configure_optimizers", optimizer, DGCMomentum)
-        self._keep(optimizer)
+        self._keep(trainer, optimizer)
         if trainer.world_size > 1:
             self._handle = optimizer.attach(trainer.strategy.model)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Detach."""
+        """Detach; what saves checkpoints stays, for one that is saved after the fit."""
         if trainer.world_size > 1:
             self._handle.remove()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Take off what was put on the strategy."""
+        self._let_go()
 
 
 class UnwrappedDDP(DDPStrategy):
@@ -74,8 +122,8 @@ class LocalAveraging(_Part):
     """Local updates: averages the parameters when their turn has come. Needs `strategy=UnwrappedDDP()`.
 
     Works with any optimizer of the module. `sync` is what `local_sgd` returned, from the start of the fit on. The loss
-    that `training_step` returns is observed for an adaptive interval. The state of all ranks is in Lightning's
-    checkpoints.
+    that `training_step` returns is observed for an adaptive interval. The state of all ranks lies in files beside
+    Lightning's checkpoints.
 
     Args:
         config: `LocalSGD` or `AdaptiveLocalSGD`.
@@ -108,7 +156,7 @@ class LocalAveraging(_Part):
             )
         optimizer = _only_optimizer(trainer)
         self.sync = local_sgd(pl_module, optimizer, self._config, process_group=self._process_group).__enter__()
-        self._keep(self.sync, optimizer)
+        self._keep(trainer, self.sync, optimizer)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         """Observe the loss of the whole batch: Lightning has divided it by the batches that it accumulates."""
@@ -121,6 +169,7 @@ class LocalAveraging(_Part):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave the block without an averaging."""
+        self._let_go()
         if self._states:
             self.sync.close()
 

@@ -1,19 +1,18 @@
 """One state_dict for what differs from rank to rank, for frameworks that save only what rank 0 has."""
 
-import io
+import weakref
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.checkpoint import read_rank_file, together, write_rank_file
 from thinwire.comm import Group
-from thinwire.errors import ThinwireError
 
-__all__ = ["PerRankState", "Stateful"]
-
-_STATE, _ERROR = b"s", b"e"
+__all__ = ["Accelerates", "PerRankState", "Stateful"]
 
 
 class Stateful(Protocol):
@@ -26,66 +25,148 @@ class Stateful(Protocol):
         """Continue from what `state_dict` gave."""
 
 
+class Accelerates(Protocol):
+    """What `PerRankState.register` needs of Accelerate's `Accelerator`."""
+
+    def register_for_checkpointing(self, *objects: Any) -> Any:
+        """Save and load the states of objects."""
+
+    def register_save_state_pre_hook(self, hook: Any, /) -> Any:
+        """Call `hook(models, weights, output_dir)` before anything is saved."""
+
+    def register_load_state_pre_hook(self, hook: Any, /) -> Any:
+        """Call `hook(models, input_dir)` before anything is loaded."""
+
+
 class PerRankState:
-    """The states of all ranks in one state_dict, for checkpoints that rank 0 writes alone.
+    """The states of all ranks for checkpoints that rank 0 writes alone: each rank writes a file of its own beside it.
 
     Accelerate and Lightning save the optimizer of rank 0 and load it everywhere. The residuals and the momentum of
     `DGCMomentum`, and everything under local updates, differ from rank to rank: that checkpoint alone would put the
-    pending update of one rank in the place of all others. Register this beside it.
+    pending update of one rank in the place of all others. With Accelerate `PerRankState(dgc).register(accelerator)` is
+    all; Lightning's callbacks do it by themselves; in a loop of your own set `folder` to that of the checkpoint.
 
     Args:
         stateful: A `DGCMomentum`, what `local_sgd` returned, or any optimizer under local updates.
         process_group: The ranks whose states differ; None for all of them. One process alone works too.
+        folder: Where the files lie: that of the checkpoint. May be set later, and anew for every checkpoint.
+        name: Tells it from others in the same folder.
 
-    **State**: `{"ranks": [state_dict of rank 0, of rank 1, ...]}`, on the CPU.
-    **Communication** in `state_dict`, which all ranks must call: one all-gather of all states, so that each rank holds
-    the states of all ranks for a moment. `load_state_dict` communicates nothing.
-    **Failure**: where one rank has no state to give, all ranks raise `ThinwireError` with its reason.
+    **State**: names and checksums only, in the dictionary that rank 0 saves; a rank's state in the safetensors file
+    `NAME.rank_00000.safetensors` of the folder, which is replaced as a whole.
+    **Communication**: about 100 bytes a rank, in `state_dict` and `load_state_dict`, which all ranks must call.
+    **Failure**: what one rank cannot write or read is a `CheckpointError` on all of them, with rank and cause.
     """
 
-    def __init__(self, stateful: Stateful, process_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        stateful: Stateful,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        folder: str | Path | None = None,
+        name: str = "per_rank",
+    ) -> None:
         for method in ("state_dict", "load_state_dict"):
             if not callable(getattr(stateful, method, None)):
                 raise TypeError(f"stateful must have {method}(), got {type(stateful).__name__}")
+        self.folder = folder
+        self.name = name
         self._stateful = stateful
         self._process_group = process_group
         self._group: Group | None = None
 
+    def register(self, accelerator: Accelerates) -> "PerRankState":
+        """Let Accelerate save and load it: the files lie in the folder of `save_state` and `load_state`.
+
+        Args:
+            accelerator: Of the loop; several of these may be registered with it.
+
+        Returns:
+            This object.
+        """
+        number = _registered.get(accelerator, 0)
+        _registered[accelerator] = number + 1
+        self.name = f"{self.name}_{number}"
+
+        def at_save(_: object, __: object, output_dir: str) -> None:
+            self.folder = output_dir
+
+        def at_load(_: object, input_dir: str) -> None:
+            self.folder = input_dir
+
+        accelerator.register_save_state_pre_hook(at_save)
+        accelerator.register_load_state_pre_hook(at_load)
+        accelerator.register_for_checkpointing(self)
+        return self
+
     def state_dict(self) -> dict[str, Any]:
-        """The state of every rank; to be called by all of them.
+        """Write this rank's state into its file; to be called by all ranks.
+
+        Returns:
+            What belongs into the checkpoint: the same on all ranks, a few bytes for each.
 
         Raises:
-            ThinwireError: A rank's state could not be read, or a rank is gone.
+            ValueError: There is no folder yet.
+            CheckpointError: A rank's state could not be read or written; on all ranks.
         """
+        folder, group = self._required_folder(), self._joined()
+        state: Any
         try:
-            payload, cause = _STATE + _packed(self._stateful.state_dict()), None
+            state = self._stateful.state_dict()
         except Exception as error:  # the others are about to wait for this rank
-            payload, cause = _ERROR + f"{type(error).__name__}: {error}".encode(), error
-        answers = self._joined().gather_bytes(payload, what="collecting the states of all ranks")
-        for rank, answer in enumerate(answers):
-            if answer.startswith(_ERROR):
-                raise ThinwireError(f"rank {rank} has no state to save: {answer[1:].decode()}") from cause
-        return {"ranks": [_unpacked(answer[1:]) for answer in answers]}
+            state = error
+
+        def write() -> str:
+            if isinstance(state, Exception):
+                raise state
+            return write_rank_file(self._file(folder, self.name, group.rank), state)
+
+        sums = together(group, "writing the states of all ranks", write)
+        return {"name": self.name, "sha256": sums}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take this rank's own state back; under another number of ranks, the mean of what was saved.
 
         The mean of the residuals is the update that was still pending, so nothing of it is lost, and the mean of the
-        momentum is what its next part would have been.
+        momentum is what its next part would have been. All ranks must call it.
 
         Raises:
-            ValueError: It is no such state, or, under another number of ranks, the ranks differ in more than
-                floating-point tensors.
+            ValueError: It is no such state, or there is no folder yet.
+            CheckpointError: A file is missing or damaged, or the ranks differ in more than floating-point tensors under
+                another number of ranks; on all ranks. Nothing has changed.
         """
-        saved = state_dict.get("ranks")
-        if not isinstance(saved, Sequence) or not saved:
+        sums, name = state_dict.get("sha256"), state_dict.get("name")
+        if not isinstance(sums, Sequence) or not sums or not isinstance(name, str):
             raise ValueError(
-                f"state_dict must hold the states of all ranks under 'ranks', got the keys {sorted(state_dict)}: "
-                "load what PerRankState.state_dict() gave"
+                f"state_dict must hold the name and the checksums of the ranks' files, got the keys "
+                f"{sorted(state_dict)}: load what PerRankState.state_dict() gave"
             )
-        group = self._joined()
-        own = saved[group.rank] if len(saved) == group.size else _mean(saved, f"{len(saved)} ranks")
-        self._stateful.load_state_dict(own)
+        folder, group, own = self._required_folder(), self._joined(), list[Any]()
+
+        def read() -> None:
+            ranks = [group.rank] if len(sums) == group.size else range(len(sums))
+            states = [read_rank_file(self._file(folder, name, rank), sums[rank]) for rank in ranks]
+            own.append(states[0] if len(states) == 1 else _mean(states, f"{len(states)} ranks"))
+
+        together(group, "reading the states of all ranks", read)
+        self._stateful.load_state_dict(own[0])
+
+    def remove(self, folder: str | Path, name: str) -> None:
+        """Delete this rank's file of a checkpoint that is deleted; no communication."""
+        self._file(Path(folder), name, self._joined().rank).unlink(missing_ok=True)
+
+    def _required_folder(self) -> Path:
+        if self.folder is None:
+            raise ValueError(
+                "PerRankState does not know where each rank's file belongs: call "
+                "PerRankState(...).register(accelerator) in the place of accelerator.register_for_checkpointing, or "
+                "set folder= to the folder of the checkpoint"
+            )
+        return Path(self.folder)
+
+    @staticmethod
+    def _file(folder: Path, name: str, rank: int) -> Path:
+        return folder / f"{Path(name).name}.rank_{rank:05d}.safetensors"
 
     def _joined(self) -> Group:
         if self._group is None:
@@ -93,14 +174,7 @@ class PerRankState:
         return self._group
 
 
-def _packed(state: dict[str, Any]) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    return buffer.getvalue()
-
-
-def _unpacked(payload: bytes) -> Any:
-    return torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
+_registered: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
 
 
 def _mean(values: Sequence[Any], where: str) -> Any:
