@@ -22,6 +22,10 @@ def once(attack: Attack, pool: Pool, seed: int) -> Outcome:
         return Outcome("crash", f"the attack itself failed: {type(error).__name__}: {error}")
 
 
+def _fits(attack: Attack, name: str) -> bool:
+    return name == attack.letter if len(name) == 1 else name in attack.name
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="letters, or parts of names; all without any")
@@ -30,7 +34,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--list", action="store_true")
     given = parser.parse_args()
-    chosen = [a for a in ATTACKS if not given.names or any(n == a.letter or n in a.name for n in given.names)]
+    chosen = [a for a in ATTACKS if not given.names or any(_fits(a, name) for name in given.names)]
     if given.list:
         print("\n".join(f"{a.letter}  {a.times:4}  {a.name}" for a in chosen))
         return 0
