@@ -18,12 +18,15 @@ import torch.distributed as dist
 
 from tests.ranks import Pool
 
+pytestmark = pytest.mark.timeout(300)  # two to three runs each, on machines that do other things too
+
 FOLDER = Path(__file__).parent.parent / "examples" / "gpt"
 STEPS = 30
 
 
 def run(rank: int, size: int, name: str, changes: dict[str, str], port: int, steps: int, out: str) -> str:
     """What one rank of the script prints; it makes its own process group, as under torchrun."""
+    dist.barrier()  # else the other may still be connecting
     dist.destroy_process_group()
     text = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
     for old, new in changes.items():
@@ -73,13 +76,18 @@ EVERY_STEP = {"tw.LocalSGD(k_steps=5)": "tw.LocalSGD(k_steps=1)"}
 SAME_BATCHES = {"world + rank)": "world)"}
 
 
-@pytest.mark.parametrize("name", ["plain", "attach", "local"])
+@pytest.mark.parametrize("name", ["plain", "engine", "attach", "local"])
 def test_resumed_in_the_middle_it_ends_as_undisturbed(ranks: Pool, tmp_path: Path, name: str) -> None:
     whole = losses(ranks, name, tmp_path / "whole")
     first = losses(ranks, name, tmp_path / "parts", steps=STEPS // 2)
     second = losses(ranks, name, tmp_path / "parts")
     assert len(first) == STEPS // 2 + 2
     assert_same(whole, first | second, within=0)
+
+
+def test_the_engine_is_ddp(ranks: Pool, tmp_path: Path) -> None:
+    """But for the clipping, whose factor is 1 / max(norm, 1) here and 1 / (norm + 1e-6) in torch."""
+    assert_same(losses(ranks, "plain", tmp_path / "plain"), losses(ranks, "engine", tmp_path / "engine"), within=2e-6)
 
 
 def test_dgc_before_its_ramp_in_ddp_is_sgd_in_ddp(ranks: Pool, tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ def train_until_it_fails(
     rank: int, size: int, way: str, meeting: tuple[str, int], namespace: str, folder: str, save: bool
 ) -> Seen:
     """Train until an error comes, and say how long the call took that raised it."""
+    dist.barrier()  # else the other may still be connecting
     dist.destroy_process_group()
     home = os.open("/proc/self/ns/net", os.O_RDONLY)
     seen = Seen(more={"pid": os.getpid()})

@@ -52,8 +52,7 @@ def train(folder: Path, restarts: int, seed: int, incarnation: int) -> str:
     optimizer = torch.optim.SGD(model.named_parameters(), lr=0.05, momentum=0.9)
     strategy = tw.DistributedStrategy(dgc=tw.DGC(sparsity=(0.99,), min_numel=1000))
     engine = strategy.prepare(model, optimizer, torch.nn.functional.cross_entropy)
-    if any((folder / "checkpoints").glob("step_*")):
-        engine.load(folder / "checkpoints")
+    engine.load(folder / "checkpoints", if_any=True)
     begin = engine.step
     chance = random.Random(1000 * seed + incarnation)
     victim, life, moment_s = chance.randrange(size), chance.randint(2, LONGEST_LIFE_STEPS), chance.random() * 0.01
