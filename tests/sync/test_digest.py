@@ -1,6 +1,7 @@
 """Ranks that must hold the same: what differs is `Diverged` on all of them, within a known number of updates."""
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,7 +54,7 @@ def trained(kind: str, harm: str, rank: int) -> tuple[int, str]:
     for step in range(5):
         engine.train_step(*data(rank, step))
     if rank == 1:
-        {"parameter": hurt_parameter, "moment": hurt_moment}[harm](engine)
+        {"parameter": hurt_parameter, "moment": hurt_moment, "residual": hurt_residual}[harm](engine)
     for step in range(5, 5 + EVERY + 1):
         try:
             engine.train_step(*data(rank, step))
@@ -71,9 +72,15 @@ def hurt_moment(engine: Engine) -> None:
     flip_(entries["exp_avg_sq" if "exp_avg_sq" in entries else "momentum_buffer"], 7, 3)
 
 
+def hurt_residual(engine: Engine) -> None:
+    entries = engine.optimizer.state[engine.model[2].weight]
+    flip_(entries["residual"] if "residual" in entries else engine._parts.exchange._mean.residuals["2.weight"], 7, 3)
+
+
 def train_harmed(rank: int, size: int) -> dict[str, tuple[int, str]]:
-    kinds = [(k, h) for k, h in itertools.product(("dense", "adamw", "dgc", "dgc adamw"), ("parameter", "moment"))]
-    return {f"{kind}, {harm}": trained(kind, harm, rank) for kind, harm in kinds if (kind, harm) != ("dgc", "moment")}
+    cases = list(itertools.product(("dense", "adamw", "dgc", "dgc adamw"), ("parameter", "moment")))
+    cases += [("dgc", "residual"), ("dgc adamw", "residual")]
+    return {f"{kind}, {harm}": trained(kind, harm, rank) for kind, harm in cases}
 
 
 def test_a_bit_that_flips_on_one_rank_is_diverged_on_all(ranks: Pool) -> None:
@@ -85,8 +92,8 @@ def test_a_bit_that_flips_on_one_rank_is_diverged_on_all(ranks: Pool) -> None:
         assert answers[1][case] == (updates, text)
 
 
-def train_whole(rank: int, size: int) -> str:
-    engine = engine_of("adamw", model_of())
+def train_whole(rank: int, size: int, kind: str) -> str:
+    engine = engine_of(kind, model_of())
     ema = [p.detach().clone() for p in engine.model.parameters()]
     for step in range(3 * EVERY):
         engine.train_step(*data(rank, step))
@@ -96,6 +103,12 @@ def train_whole(rank: int, size: int) -> str:
                     p.copy_(average)
         if step == 9:
             engine.load_state_dict(engine.state_dict())
+        if step == 11:
+            for entries in engine.optimizer.state.values():
+                if "residual" in entries:  # what every rank has for itself may be changed by each
+                    with torch.no_grad():
+                        entries["residual"].mul_(rank)
+                        entries["momentum_buffer"].mul_(rank)
         if step == 12:
             engine.optimizer.param_groups[0]["weight_decay"] = 0.1
         if step == 14:
@@ -104,8 +117,9 @@ def train_whole(rank: int, size: int) -> str:
     return str(engine.step)
 
 
-def test_what_all_ranks_change_alike_and_what_lies_otherwise_in_memory_is_no_error(ranks: Pool) -> None:
-    assert ranks.run(train_whole) == ["24", "24"]
+@pytest.mark.parametrize("kind", ["adamw", "dgc"])
+def test_what_is_changed_on_purpose_and_what_lies_otherwise_in_memory_is_no_error(kind: str, ranks: Pool) -> None:
+    assert ranks.run(train_whole, kind) == ["24", "24"]
 
 
 def change_setting(rank: int, size: int, kind: str, key: str, value: Any) -> None:
@@ -152,6 +166,59 @@ def test_engines_stepped_in_another_order_are_a_mismatch(kind: str, steps: int, 
         assert isinstance(answer, Raised)
         assert answer.type_name == "Mismatch"
         assert "order" in answer.text
+
+
+def train_locally(rank: int, size: int, harm: str) -> tuple[int, str]:
+    model = model_of()
+    model[0].bias.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    config = tw.LocalSGD(2, outer_momentum=0.5, compression=tw.Sparse(0.9))
+    with tw.local_sgd(model, optimizer, config, digest_every=EVERY) as sync:
+        for step in range(6 + EVERY):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(data(rank, step)[0]), data(rank, step)[1]).backward()
+            if step == 6 and rank == 1:
+                assert sync._turns is not None
+                averaging = sync._turns.averaging
+                held = {"anchor": averaging.anchors, "outer": averaging.momentum, "kept error": averaging.errors}
+                flip_({"frozen": model[0].bias, **{k: v["2.weight"] for k, v in held.items()}}[harm], 7, 3)
+            try:
+                optimizer.step()
+            except tw.Diverged as error:
+                sync.close()
+                return step, str(error)
+    return -1, ""
+
+
+@pytest.mark.parametrize("harm", ["anchor", "outer", "kept error", "frozen"])
+def test_a_bit_that_flips_under_local_updates_is_found_at_an_averaging(harm: str, ranks: Pool) -> None:
+    first, second = ranks.run(train_locally, harm)
+    assert first == second
+    assert 6 <= first[0] <= 6 + EVERY, first
+    assert ("0.bias" if harm == "frozen" else "2.weight") in first[1]
+
+
+def save_harmed(rank: int, size: int, kind: str, harm: str, folder: str) -> None:
+    engine = engine_of(kind, model_of(), digest_every=64)
+    for step in range(4):
+        engine.train_step(*data(rank, step))
+    engine.save(folder)
+    if rank == 1:
+        {"parameter": hurt_parameter, "moment": hurt_moment, "residual": hurt_residual}[harm](engine)
+    engine.save(folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "harm"), [("adamw", "parameter"), ("adamw", "moment"), ("dgc", "residual"), ("dgc adamw", "residual")]
+)
+def test_no_checkpoint_is_written_of_ranks_that_do_not_hold_the_same(
+    kind: str, harm: str, ranks: Pool, tmp_path: Path
+) -> None:
+    for answer in ranks.run(save_harmed, kind, harm, str(tmp_path), expect_errors=True):
+        assert isinstance(answer, Raised)
+        assert answer.type_name == "Diverged"
+        assert "2.weight" in answer.text
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_any_bit_counts_and_the_layout_in_memory_does_not() -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.comm.failures import explain_failure
-from thinwire.errors import ThinwireError
+from thinwire.errors import PayloadCorrupt, ThinwireError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -198,13 +198,17 @@ class Group:
         One round of 24 bytes where all ranks say the same, which is what they do in a healthy step; a second one,
         padded to the longest, where they differ.
         """
-        mine = _DIGEST.pack(len(payload), hashlib.blake2b(payload, digest_size=16).digest())
+        mine = _head(payload)
         heads = self._gather_now(mine, what)
         if all(head == mine for head in heads):
             return [payload] * self.size
         lengths = [_DIGEST.unpack(head)[0] for head in heads]
         rows = self._gather_now(payload.ljust(max(lengths), b"\0"), what)
-        return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+        answers = [row[:length] for row, length in zip(rows, lengths, strict=True)]
+        for rank, (answer, head) in enumerate(zip(answers, heads, strict=True)):
+            if _head(answer) != head:
+                raise PayloadCorrupt(f"{what}: what came from rank {rank} was damaged on its way. Nothing was applied")
+        return answers
 
     def _gather_now(self, payload: bytes, what: str) -> list[bytes]:
         message = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self.device)
@@ -233,6 +237,10 @@ class Group:
             raise explain_failure(
                 error, what=what, rank=self.rank, size=self.size, timeout_s=self.timeout_s, store=self._store
             ) from error
+
+
+def _head(payload: bytes) -> bytes:
+    return _DIGEST.pack(len(payload), hashlib.blake2b(payload, digest_size=16).digest())
 
 
 def require_process_group(value: object) -> None:

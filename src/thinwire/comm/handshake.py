@@ -1,7 +1,8 @@
 """Agreement before anything moves: what ranks must have in common, compared once, first difference named."""
 
 import json
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from thinwire.comm.group import Group
@@ -10,7 +11,20 @@ from thinwire.errors import Mismatch
 __all__ = ["elsewhere", "mapping_of", "require_agreement"]
 
 
-def require_agreement(group: Group, facts: Mapping[str, Any], *, what: str) -> None:
+_SAME_SCRIPT = "All ranks must run the same script with the same settings"
+_VERSIONS = "versions"
+_told: set[str] = set()
+"""The warnings that this process has given."""
+
+
+def require_agreement(
+    group: Group,
+    facts: Mapping[str, Any],
+    *,
+    what: str,
+    cures: Mapping[str, str] | None = None,
+    versions: Mapping[str, str] | None = None,
+) -> None:
     """Compare `facts` over the ranks.
 
     Args:
@@ -18,6 +32,8 @@ def require_agreement(group: Group, facts: Mapping[str, Any], *, what: str) -> N
         facts: What they must have in common: strings, numbers, booleans, None, lists and mappings of these. The order
             of entries is the order in which differences are looked for.
         what: The occasion in plain words, for errors.
+        cures: What to do where an entry of `facts` differs, by its name; sentences.
+        versions: What may differ, and is warned of once in a process.
 
     Raises:
         Mismatch: On every rank, with the same text: the first entry that differs, both values, both ranks. Or a rank
@@ -25,20 +41,37 @@ def require_agreement(group: Group, facts: Mapping[str, Any], *, what: str) -> N
 
     Communication: `Group.gather_bytes`, 24 bytes a rank when all agree.
     """
-    answers = group.gather_bytes(json.dumps(facts).encode(), what=what)
+    told = {**facts, _VERSIONS: dict(versions)} if versions else dict(facts)
+    answers = group.gather_bytes(json.dumps(told).encode(), what=what)
     rows = [mapping_of(answer) for answer in answers]
     for rank, row in enumerate(rows):
         if facts and not facts.keys() & row.keys():
             raise elsewhere(what, rank)
+    if versions:
+        _warn_of_versions([row.pop(_VERSIONS, {}) for row in rows])
     first, *others = (dict(_entries("", row)) for row in rows)
     for rank, other in enumerate(others, start=1):
         for where in [*first, *other]:
             ours, theirs = (entries.get(where, "nothing") for entries in (first, other))
             if ours != theirs:
-                raise Mismatch(
-                    f"{what}: {where} differs: rank 0 has {ours}, rank {rank} has {theirs}. "
-                    "All ranks must run the same script with the same settings"
+                cure = (cures or {}).get(where.split(".")[0], _SAME_SCRIPT)
+                raise Mismatch(f"{what}: {where} differs: rank 0 has {ours}, rank {rank} has {theirs}. {cure}")
+
+
+def _warn_of_versions(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Builds that speak the same over the wire train together, and may round differently."""
+    for key in dict.fromkeys(key for row in rows for key in row):
+        for rank, row in enumerate(rows):
+            if row.get(key) != rows[0].get(key):
+                text = (
+                    f"{key} is {rows[0].get(key)} on rank 0 and {row.get(key)} on rank {rank}. They train together; "
+                    "where builds round differently replicas part, which is then an error. The same build everywhere "
+                    "is safest"
                 )
+                if text not in _told:
+                    _told.add(text)
+                    warnings.warn(text, UserWarning, stacklevel=4)
+                break
 
 
 def elsewhere(what: str, rank: int) -> Mismatch:

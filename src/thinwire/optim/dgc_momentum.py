@@ -24,6 +24,7 @@ from thinwire.comm import (
     sources_of,
     tap_buckets,
 )
+from thinwire.core.arithmetic import CURES, arithmetic
 from thinwire.core.clip import ClipByNorm, clipped
 from thinwire.core.decay import Regularizer
 from thinwire.core.feedback import Fold, commit_list_, in_chunks, propose_list
@@ -42,6 +43,7 @@ from thinwire.sync.digest import DIGEST_EVERY, RollingDigest
 from thinwire.sync.exchange import GradientExchange, Verdict
 from thinwire.sync.local_limit import limited
 from thinwire.sync.node_state import make_common_
+from thinwire.sync.own_state import OwnState
 from thinwire.sync.round import Round, SparseGradient
 from thinwire.sync.steady import Steady
 from thinwire.sync.traffic import EXCHANGES
@@ -279,6 +281,18 @@ class DGCMomentum(CommonOptimizer):
         keys = self._listing.keys
         return self._exchange.settle(self.position, {keys[p]: g for p, g in grads.items() if p in keys}, **told)
 
+    @torch.no_grad()
+    def require_equal(self) -> None:
+        """Compare all that ranks must hold alike, and the memory of what is this rank's own; on all ranks.
+
+        Nothing before the first step, or where `digest_every` is 0.
+
+        Raises:
+            Diverged: On every rank.
+        """
+        if self._exchange is not None:
+            self._exchange.require_equal(self.position)
+
     def release(self) -> None:
         """Forget what was settled and not taken."""
         assert self._exchange is not None, "steady was not None"
@@ -339,6 +353,8 @@ class DGCMomentum(CommonOptimizer):
             if done is None:
                 return False
             self._apply(pairs, rates, done)
+            if exchange.own is not None:
+                exchange.own.seal(self.position + 1)
         finally:
             self._forget()
         self._dense_bytes += sum(4 * p.numel() for p in self._ordered_params() if p.requires_grad)
@@ -531,7 +547,8 @@ class DGCMomentum(CommonOptimizer):
         except ValueError as error:  # the others must hear of it first
             problem = error
         facts = self._common_facts(names, width if problem is None else str(problem))
-        require_agreement(group, facts, what="comparing settings and parameters")
+        versions = {"thinwire": __version__, "torch": str(torch.__version__)}
+        require_agreement(group, facts, what="comparing settings and parameters", cures=CURES, versions=versions)
         if problem is not None:
             raise problem
         if self._exchange is not None:
@@ -547,7 +564,8 @@ class DGCMomentum(CommonOptimizer):
             exchange=self.exchange,
         )
         made.buckets = self._bucket_keys()
-        made.optimizer, made.identity, made.digest = self, self._identity, self._new_digest()
+        made.optimizer = self
+        self._watch(made)
         return made
 
     def _bucket_keys(self) -> list[list[int]]:
@@ -558,14 +576,14 @@ class DGCMomentum(CommonOptimizer):
         """Belong to an engine: what this one is called in agreements, and how often it is compared."""
         self._identity, self.digest_every = identity, digest_every
         if self._exchange is not None:
-            self._exchange.identity, self._exchange.digest = identity, self._new_digest()
+            self._watch(self._exchange)
 
-    def _new_digest(self) -> RollingDigest | None:
-        if not self.digest_every:
-            return None
-        digest = RollingDigest(self._params_by_name, self._common_state, every=self.digest_every)
-        digest.start_from(self.position)
-        return digest
+    def _watch(self, exchange: GradientExchange) -> None:
+        exchange.identity, exchange.digest, exchange.own = self._identity, None, None
+        if self.digest_every:
+            exchange.digest = RollingDigest(self._params_by_name, self._common_state, every=self.digest_every)
+            exchange.digest.start_from(self.position)
+            exchange.own = OwnState(self._own_state)
 
     def _params_by_name(self) -> dict[str, Tensor]:
         return {f"parameter {name}": p for name, p in zip(self._listing.names, self._listing.params, strict=True)}
@@ -576,6 +594,16 @@ class DGCMomentum(CommonOptimizer):
             f"momentum_buffer of {name}": self.state[p]["momentum_buffer"]
             for name, p in zip(self._listing.names, self._listing.params, strict=True)
             if p in self.state and "momentum_buffer" in self.state[p] and not self._compressible(p)
+        }
+
+    def _own_state(self) -> dict[str, Tensor]:
+        """Momentum and residuals of tensors that are, or will be, compressed: this rank's, or its node's."""
+        return {
+            f"{key} of {name}": entry
+            for name, p in zip(self._listing.names, self._listing.params, strict=True)
+            if p in self.state and self._compressible(p)
+            for key, entry in self.state[p].items()
+            if isinstance(entry, Tensor)
         }
 
     def _state_by_name(self) -> dict[str, Tensor]:
@@ -592,8 +620,6 @@ class DGCMomentum(CommonOptimizer):
         params = self._ordered_params()
         plain = [{k: repr(v) for k, v in g.items() if k not in ("params", "param_names")} for g in self.param_groups]
         return {
-            "thinwire": __version__,
-            "torch": torch.__version__,
             "wire version": WIRE_VERSION,
             "value_bits": self.value_bits,
             "state_dtype": self.state_dtype,
@@ -601,6 +627,7 @@ class DGCMomentum(CommonOptimizer):
             "node_size": self.node_size,
             "ranks of a node": node,
             "exchange": self.exchange,
+            **arithmetic(next((p.device for p in params), torch.device("cpu"))),
             **self.shared_settings(),
             "digest_every": self.digest_every,
             "step": self.position,

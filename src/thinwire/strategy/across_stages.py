@@ -60,6 +60,9 @@ class DropTogether:
     def skip(self) -> None:
         self._inner.skip()
 
+    def require_equal(self, step: int) -> None:
+        self._inner.require_equal(step)
+
     def flush(self) -> None:
         self._inner.flush()
 

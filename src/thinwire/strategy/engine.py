@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import struct
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -258,8 +259,9 @@ class Engine:
         if value.numel() != 1:
             raise ValueError(f"loss must have one element, got {value.numel()}: take its mean first")
         group = self._parts.group
-        total = group.sum_(value.to(group.device), what="the mean loss").wait()
-        return (total / group.size).cpu().reshape(())
+        answers = group.gather_bytes(struct.pack("<d", value.item()), what="the mean loss")
+        total = sum(struct.unpack("<d", answer)[0] for answer in answers)
+        return torch.tensor(total / group.size, dtype=torch.float64)
 
     def stats(self) -> dict[str, float]:
         """This rank so far, flat and in numbers only; the names are those of `thinwire.core.stats.numbers`.
@@ -349,8 +351,10 @@ class Engine:
         Raises:
             CheckpointError: It could not be written, on whichever rank, or `extra` or a scheduler holds what cannot be
                 saved; on all ranks. Training may go on.
+            Diverged: Ranks do not hold the same; nothing was written.
             Mismatch: Ranks are at different places, or some of them did not call it.
         """
+        self._parts.exchange.require_equal(self.step)
         state = partial(saving.saved, self._parts, self._counters(), extra)
         return saving.save(directory, state, self._parts, self._place(), keep)
 
@@ -624,8 +628,17 @@ class Engine:
             self._joining.due = exchange.sync.synced
 
     def _settle_buffers(self) -> None:
-        if not self._parts.exchange.local:
+        if self._parts.exchange.local:
+            return
+        try:
             self._parts.buffers.settle()
+        except (PeerLost, PeerStalled) as error:
+            text = str(error).replace(
+                "Nothing of this exchange was applied",
+                "The update before it was made on this rank: parameters, optimizer and counters have moved, the "
+                "buffers are this rank's own",
+            )
+            raise type(error)(text) from error
 
 
 def _params_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

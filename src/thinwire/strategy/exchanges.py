@@ -59,6 +59,9 @@ class Exchange(Protocol):
     def flush(self) -> None:
         """Finish what is on its way."""
 
+    def require_equal(self, step: int) -> None:
+        """Raise `Diverged` on all ranks that share an update unless they hold what they must."""
+
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of what later updates depend on, the optimizer's aside."""
 
@@ -161,6 +164,9 @@ class MeanThenStep(_EveryStep):
     def settle(self, step: int, grads: Grads, **told: Any) -> Verdict:
         return self._mean.settle(step, grads, **told)
 
+    def require_equal(self, step: int) -> None:
+        self._mean.require_equal(step)
+
     def release(self) -> None:
         self._mean.release()
 
@@ -216,6 +222,9 @@ class InOptimizer(_EveryStep):
 
     def settle(self, step: int, grads: Grads, **told: Any) -> Verdict:
         return self._optimizer.settle({self._params[name]: grad for name, grad in grads.items()}, **told)
+
+    def require_equal(self, step: int) -> None:
+        self._optimizer.require_equal()
 
     def release(self) -> None:
         self._optimizer.release()
@@ -282,6 +291,9 @@ class LocalSteps:
 
     def flush(self) -> None:
         self.sync.flush()
+
+    def require_equal(self, step: int) -> None:
+        self.sync.require_equal()
 
     def state_dict(self) -> dict[str, Any]:
         return self.sync.state_dict()

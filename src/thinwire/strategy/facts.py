@@ -15,18 +15,21 @@ from thinwire.sync.local_model import looks
 if TYPE_CHECKING:
     from thinwire.strategy.distributed_strategy import DistributedStrategy
 
-__all__ = ["checkpoint_facts", "model_facts", "strategy_facts"]
+__all__ = ["checkpoint_facts", "model_facts", "strategy_facts", "versions"]
 
 
 def strategy_facts(strategy: "DistributedStrategy") -> dict[str, Any]:
     """What ranks must have in common before they make process groups together."""
     return {
-        "thinwire": __version__,
-        "torch": torch.__version__,
         "wire version": WIRE_VERSION,
         "strategy": strategy.to_dict(),
         "dp_degree": strategy.expected_replicas,
     }
+
+
+def versions() -> dict[str, str]:
+    """What may differ between ranks."""
+    return {"thinwire": __version__, "torch": str(torch.__version__)}
 
 
 def checkpoint_facts(

@@ -1,10 +1,13 @@
 """Buffers that change while a model trains, such as running statistics: after every update those of rank 0 count."""
 
+import json
+
 import torch
 from torch import Tensor, nn
 
-from thinwire.comm import Group
+from thinwire.comm import Group, elsewhere, mapping_of
 from thinwire.comm.replicate import copy_from_first_
+from thinwire.errors import Mismatch
 
 __all__ = ["MovingBuffers"]
 
@@ -47,14 +50,31 @@ class MovingBuffers:
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Make them equal; all ranks must call it."""
+        """Make them equal; all ranks must call it.
+
+        Raises:
+            Mismatch: A buffer is of another shape or type on some of the ranks, or is there on some of them only;
+                on all ranks, before any buffer is copied.
+        """
         if not self._seen or self._group.size == 1:
             return
         buffers = dict(self._model.named_buffers())
-        mine = "\n".join(self._changed(buffers))
-        answers = self._group.gather_bytes(mine.encode(), what="comparing which buffers changed")
-        changed = {name for answer in answers for name in answer.decode().split("\n")}
+        gone = sorted(self._seen.keys() - buffers.keys())
+        mine = {name: _looks(buffers[name]) for name in self._changed(buffers)} | dict.fromkeys(gone, "not there")
+        what = "comparing which buffers changed"
+        answers = self._group.gather_bytes(json.dumps({"buffers": mine}).encode(), what=what)
+        told = [mapping_of(answer) for answer in answers]
+        for rank, row in enumerate(told):
+            if "buffers" not in row:
+                raise elsewhere(what, rank)
+        rows: list[dict[str, str]] = [row["buffers"] for row in told]
+        changed = dict.fromkeys(name for row in rows for name in row)
+        for name in changed:
+            before = _looks(self._seen[name]) if name in self._seen else "not there"
+            _require_alike(name, [row.get(name, before) for row in rows])
         moved = [name for name in buffers if name in changed]
+        for name in gone:
+            del self._seen[name]
         if moved:
             copy_from_first_((buffers[name] for name in moved), self._group, what="copying the buffers of rank 0")
         self._seen.update({name: buffers[name].detach().clone() for name in moved})
@@ -62,9 +82,25 @@ class MovingBuffers:
     def _changed(self, buffers: dict[str, Tensor]) -> list[str]:
         # by value: batch norm writes its statistics without raising their version counter
         names = list(buffers)
+        if not names:
+            return []
         flags = [_differs(buffers[name], self._seen.get(name)) for name in names]
         together = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
         return [name for name, flag in zip(names, together, strict=True) if flag]
+
+
+def _require_alike(name: str, looks: list[str]) -> None:
+    for rank, each in enumerate(looks):
+        if each != looks[0]:
+            raise Mismatch(
+                f"buffer {name} is {looks[0]} on rank 0 and {each} on rank {rank}, so that of rank 0 cannot be copied "
+                "to all. Keep what differs from rank to rank, such as a cache, in a plain attribute of the module. "
+                "The update before this was made, and no buffer was copied"
+            )
+
+
+def _looks(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def _differs(now: Tensor, before: Tensor | None) -> Tensor:

@@ -19,9 +19,11 @@ from thinwire.comm import Group, next_identity, require_agreement
 from thinwire.comm.grid import Grid
 from thinwire.comm.nodes import require_divisor
 from thinwire.comm.replicate import copy_from_first_
+from thinwire.core.arithmetic import CURES, arithmetic
 from thinwire.core.clip import Clip, ClipByGlobalNorm, ClipByNorm, ClipByValue
 from thinwire.errors import StrategyError, ThinwireError
 from thinwire.optim.dgc_momentum import DGCMomentum
+from thinwire.optim.layerwise import LayerwiseOptimizer
 from thinwire.pipeline.cut import cut
 from thinwire.pipeline.runner import PipelineRunner
 from thinwire.step.autocast import autocast_forward
@@ -33,7 +35,7 @@ from thinwire.strategy.adopt import adopt
 from thinwire.strategy.clipping import require_one_clip, take_clip_
 from thinwire.strategy.engine import Engine, Parts
 from thinwire.strategy.exchanges import Clipping, Exchange, InOptimizer, LocalSteps, MeanThenStep
-from thinwire.strategy.facts import checkpoint_facts, model_facts, strategy_facts
+from thinwire.strategy.facts import checkpoint_facts, model_facts, strategy_facts, versions
 from thinwire.strategy.holding import Hold, require_free
 from thinwire.strategy.in_place import become_
 from thinwire.strategy.moving_buffers import MovingBuffers
@@ -122,7 +124,8 @@ def prepare(
     begin_s = time.perf_counter()
     group = Group()
     facts = {**strategy_facts(strategy), "digest_every": digest_every}
-    require_agreement(group, facts, what="comparing strategies")
+    facts |= _arithmetic(strategy, model, optimizer)
+    require_agreement(group, facts, what="comparing strategies", cures=CURES, versions=versions())
     grid = None if strategy.pipeline is None else Grid(strategy.pipeline.stages)
     place = _Place(grid=grid, replicas=group.size if grid is None else grid.replicas)
     if strategy.expected_replicas not in (None, place.replicas):
@@ -132,6 +135,8 @@ def prepare(
         )
     plan = _agreed_plan(strategy, model, optimizer, told, group, place)
     plan.digest_every = digest_every
+    if plan.sync is not None:
+        plan.sync.digest_every = digest_every
     handles: list[Any] = []
     try:
         copy_from_first_([*model.parameters(), *model.buffers()], group, what="copying the model of rank 0")
@@ -381,3 +386,10 @@ def _digest(plan: _Plan) -> RollingDigest | None:
     params = {f"parameter {name}": p for name, p in plan.stage.named_parameters()}
     names: dict[torch.Tensor, str] = {p: name for name, p in plan.params.items()}
     return RollingDigest(lambda: params, lambda: optimizer_state(plan.optimizer, names), every=plan.digest_every)
+
+
+def _arithmetic(strategy: "DistributedStrategy", model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """What decides how replicas round, where all of them update alike."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    layerwise = bool(strategy.lamb or strategy.lars) or isinstance(optimizer, LayerwiseOptimizer)
+    return arithmetic(device, kernels=layerwise and not _is_local(strategy))

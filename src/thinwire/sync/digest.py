@@ -59,26 +59,30 @@ class RollingDigest:
         self._layout: list[tuple[str, torch.Size]] = []
         self._slices: list[list[_Piece]] = [[]] * every
         self._good: dict[str, int] = {}
-        self._whole = 0
+        self._whole = self._since = self._slice = 0
 
-    def at(self, step: int) -> str:
-        """The digest for the agreement of this update, in hexadecimal digits."""
+    def at(self, step: int, turn: int | None = None) -> str:
+        """The digest for the agreement of this update, in hexadecimal digits.
+
+        Args:
+            step: Updates made before.
+            turn: Counts the digests, where not every update has one.
+        """
+        self._slice = (step if turn is None else turn) % self._every
         slowly = _whole_ones(self._slowly())
         self._cut(slowly)
-        pieces = [piece.of(slowly[piece.name]) for piece in self._slices[step % self._every]]
+        pieces = [piece.of(slowly[piece.name]) for piece in self._slices[self._slice]]
         return f"{checksum([*pieces, *_whole_ones(self._at_once()).values()]):016x}"
 
     def agreed(self, step: int) -> None:
         """All ranks have given the same digest for this update."""
-        self._good.update((str(piece), step) for piece in self._slices[step % self._every])
+        self._good.update((str(piece), step) for piece in self._slices[self._slice])
         self._whole = step
 
     def start_from(self, step: int) -> None:
         """Take all ranks for equal after this update: all of it has been compared, or loaded."""
         self._good.clear()
         self._since = self._whole = step
-
-    _since = 0
 
     def require_equal(self, group: Group, step: int) -> None:
         """Compare everything at once.

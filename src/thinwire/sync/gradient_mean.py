@@ -20,6 +20,7 @@ from thinwire.sync.digest import RollingDigest
 from thinwire.sync.exchange import GradientExchange, Verdict
 from thinwire.sync.local_limit import locally_clipped
 from thinwire.sync.node_state import make_common_
+from thinwire.sync.own_state import OwnState
 from thinwire.sync.round import Round, SparseGradient
 from thinwire.sync.traffic import GATHER
 
@@ -93,6 +94,8 @@ class GradientMean:
     def watch(self, digest: RollingDigest | None, identity: str) -> None:
         """Have what all ranks must hold alike compared at every step, and which engine each of them steps."""
         self._exchange.digest, self._exchange.identity = digest, identity
+        if digest is not None and self.residuals:
+            self._exchange.own = OwnState(lambda: {f"residual of {name}": v for name, v in self.residuals.items()})
 
     @property
     def drops(self) -> Drops:
@@ -177,6 +180,11 @@ class GradientMean:
         self._step = step
         with self._counted():
             return self._exchange.settle(step, {self._keys[n]: g for n, g in grads.items() if n in self._keys}, **told)
+
+    def require_equal(self, step: int) -> None:
+        """Compare all that ranks must hold alike; see `GradientExchange.require_equal`."""
+        with self._counted():
+            self._exchange.require_equal(step)
 
     def release(self) -> None:
         """Forget what was settled and not taken."""
@@ -276,6 +284,8 @@ class GradientMean:
             commit_list_(folds, [done.sent(key) for key in keys], seeds)
             for key, fold in zip(keys, folds, strict=True):
                 done.add_kept_(key, fold.residual)
+        if self._exchange.own is not None:
+            self._exchange.own.seal(self._step + 1)
         mine = with_own_storage(grads) if reuse else set()
         return {self._names[key]: self._mean(key, grad, done, reuse=key in mine) for key, grad in grads.items()}
 

@@ -44,6 +44,11 @@ class LocalModel:
         """Trainable elements."""
         return sum(p.numel() for p in self.params.values())
 
+    @property
+    def device(self) -> torch.device:
+        """Of the first parameter."""
+        return next(iter(self.params.values())).device
+
     def facts(self) -> dict[str, Any]:
         """What all ranks must have in common."""
         return {"optimizer": type(self.optimizer).__name__, "layout": [f"{n}: {t}" for n, t in self._layout.items()]}

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from thinwire import _validate as check
 from thinwire._version import __version__
-from thinwire.comm import Group, long_waits_logged, require_agreement
+from thinwire.comm import Group, long_waits_logged, next_identity, require_agreement
+from thinwire.core.arithmetic import CURES, arithmetic
 from thinwire.core.message import WIRE_VERSION
 from thinwire.core.outer import OuterRule
 from thinwire.core.stats import numbers
@@ -20,6 +21,7 @@ from thinwire.sync import local_saving
 from thinwire.sync.averaging import Averaging, Flight
 from thinwire.sync.change_rule import change_rule
 from thinwire.sync.dgc_config import DGC
+from thinwire.sync.digest import DIGEST_EVERY
 from thinwire.sync.local_config import AdaptiveLocalSGD, LocalConfig, LocalSGD
 from thinwire.sync.local_model import LocalModel
 from thinwire.sync.pace import Pace
@@ -38,6 +40,7 @@ def local_sgd(
     config: LocalConfig,
     *,
     process_group: dist.ProcessGroup | None = None,
+    digest_every: int = DIGEST_EVERY,
 ) -> "LocalUpdates":
     """Training on every rank alone, with an averaging of the parameters now and then, as a context manager.
 
@@ -48,6 +51,8 @@ def local_sgd(
         optimizer: Any optimizer of its parameters that does not exchange by itself. Every call of its `step` counts.
         config: `LocalSGD` or `AdaptiveLocalSGD`.
         process_group: The ranks that average; None for all of them. One process alone works too.
+        digest_every: Steps within which a difference between the ranks' anchors, outer momentum or frozen parameters is
+            found, at an averaging: at every one where averagings are farther apart. 0 compares nothing.
 
     Returns:
         A context manager. Entering it compares the model over the ranks by name and copies rank 0's parameters and
@@ -57,7 +62,7 @@ def local_sgd(
         TypeError: An argument of another kind; a model or an optimizer that exchanges gradients itself.
         ValueError: More fragments than parameters, or an optimizer of something else.
     """
-    return LocalUpdates(model, optimizer, config, process_group=process_group)
+    return LocalUpdates(model, optimizer, config, process_group=process_group, digest_every=digest_every)
 
 
 class LocalUpdates:
@@ -90,7 +95,9 @@ class LocalUpdates:
         process_group: dist.ProcessGroup | None = None,
         dgc: DGC | None = None,
         scaler: OwnScale | None = None,
+        digest_every: int = DIGEST_EVERY,
     ) -> None:
+        self.digest_every = check.integer("digest_every", digest_every, at_least=0)
         check.instance("config", config, (LocalSGD, AdaptiveLocalSGD))
         if dgc is not None:
             check.instance("dgc", dgc, DGC)
@@ -127,10 +134,13 @@ class LocalUpdates:
                 "that averages parameters leaves it with engine.close())"
             )
         self._group = group = Group(self._process_group)
-        facts = {"thinwire": __version__, "wire": WIRE_VERSION, "config": type(self._config).__name__}
+        facts: dict[str, Any] = {"wire": WIRE_VERSION, "config": type(self._config).__name__}
         facts |= {"settings": asdict(self._config), "dgc": None if self._dgc is None else asdict(self._dgc)}
+        facts |= {"digest_every": self.digest_every}
+        facts |= arithmetic(self._tensors.device)
         facts |= {"misuse": self._tensors.difference(), **self._tensors.facts()}
-        require_agreement(group, facts, what="setting up local updates")
+        versions = {"thinwire": __version__, "torch": str(torch.__version__)}
+        require_agreement(group, facts, what="setting up local updates", cures=CURES, versions=versions)
         if (problem := self._tensors.difference()) is not None:
             raise RuntimeError(problem)
         self._tensors.copy_from_first(group)
@@ -144,6 +154,8 @@ class LocalUpdates:
             averaging=Averaging(group, self._tensors.params, outer=outer, changes=changes),
             counters=self._counters,
             scaler=self._scaler,
+            identity=f"local updates {next_identity(self._process_group)}",
+            digest_every=self.digest_every,
         )
         self._restore_bytes(0)  # what it takes to start is not an exchange of updates
         self._received_before, self._waited_before = group.bytes_received, group.wait_s
@@ -258,6 +270,14 @@ class LocalUpdates:
             ThinwireError: As in any averaging.
         """
         self._open_turns().flush()
+
+    def require_equal(self) -> None:
+        """Compare all that ranks must hold alike, and the memory of what is this rank's own; on all ranks.
+
+        Raises:
+            Diverged: On every rank.
+        """
+        self._open_turns().require_equal()
 
     def stats(self) -> dict[str, float]:
         """This rank so far, flat and in numbers only; the names are those of `thinwire.core.stats.numbers`.

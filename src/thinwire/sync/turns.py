@@ -1,16 +1,20 @@
 """Which averaging follows after a local step, and how it is carried out: measure, agree, send, verify, apply."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
+
+from torch import Tensor
 
 from thinwire.comm import Group
 from thinwire.core.fragments import cut
 from thinwire.errors import PayloadCorrupt
 from thinwire.sync.agreement import Report, agree_on_step
 from thinwire.sync.averaging import Averaging, Flight
+from thinwire.sync.digest import RollingDigest
 from thinwire.sync.local_config import LocalConfig
 from thinwire.sync.local_model import LocalModel
+from thinwire.sync.own_state import OwnState
 from thinwire.sync.pace import Pace
 
 __all__ = ["Counters", "OwnScale", "Turns", "parts_of"]
@@ -59,6 +63,8 @@ class Turns:
         averaging: Averaging,
         counters: Counters,
         scaler: OwnScale | None,
+        identity: str = "",
+        digest_every: int = 0,
     ) -> None:
         self.tensors = tensors
         self.pace = pace
@@ -72,6 +78,36 @@ class Turns:
         self._config = config
         self._parts = parts_of(tensors, config.fragments)
         self._scaler = scaler
+        self._identity = identity
+        self.digest: RollingDigest | None = None
+        """Of anchors, outer momentum and what does not train, at every averaging."""
+        self.own: OwnState | None = None
+        """Of what this rank has kept back."""
+        if digest_every:
+            slices = max(1, digest_every // pace.k_steps)
+            self.digest = RollingDigest(self._anchors, self._outer_momentum, every=slices)
+            self.digest.start_from(counters.step)
+            self.own = OwnState(lambda: {f"kept error of {name}": e for name, e in averaging.errors.items()})
+
+    def require_equal(self) -> None:
+        """See `LocalUpdates.require_equal`."""
+        if self.digest is not None:
+            self._vote(Report(self.counters.step, "comparing everything", damaged=self._damage()))
+            if self._group.size > 1:
+                self.digest.require_equal(self._group, self.counters.step)
+
+    def _anchors(self) -> dict[str, Tensor]:
+        frozen = {f"parameter {n}": p for n, p in self.tensors.model.named_parameters() if n not in self.tensors.params}
+        return {f"anchor of parameter {name}": anchor for name, anchor in self.averaging.anchors.items()} | frozen
+
+    def _outer_momentum(self) -> dict[str, Tensor]:
+        return {f"outer momentum of {name}": entry for name, entry in self.averaging.momentum.items()}
+
+    def _damage(self) -> str | None:
+        return None if self.own is None else self.own.damage(self.counters.step)
+
+    def _vote(self, report: Report, digest: RollingDigest | None = None) -> list[Report]:
+        return agree_on_step(self._group, replace(report, engine=self._identity), [], digest)
 
     def after_step(self) -> None:
         """Count a local step and do what follows from it."""
@@ -90,7 +126,7 @@ class Turns:
 
     def flush(self) -> None:
         """See `LocalUpdates.flush`."""
-        agree_on_step(self._group, Report(self.counters.step, "flushing"), [])
+        self._vote(Report(self.counters.step, "flushing"))
         self._land()
         if self.counters.step > self.counters.whole:
             self._average_all("averaging for the last time", with_loss=False)
@@ -148,7 +184,9 @@ class Turns:
         loss, rate = self.pace.report()
         scale = None if self._scaler is None else self._scaler.scale
         report = Report(self.counters.step, phase, misuse=problem, loss=loss, rate=rate, scale=scale, state=state)
-        return agree_on_step(self._group, report, [])
+        if state or phase.startswith("averaging"):
+            report = replace(report, damaged=self._damage())
+        return self._vote(report)
 
     def _share_scale(self, reports: Sequence[Report]) -> None:
         scales = [report.scale for report in reports if report.scale is not None]
@@ -165,10 +203,15 @@ class Turns:
             flight.round.finish()
         except PayloadCorrupt as refusal:
             corrupt = str(refusal)
-        agree_on_step(self._group, Report(flight.step, "averaged", corrupt=corrupt), [])
+        report = Report(flight.step, "averaged", corrupt=corrupt, misuse=self.tensors.difference())
+        if self.digest is not None and self._group.size > 1:
+            report = replace(report, digest=self.digest.at(flight.step, self.counters.averagings))
+        self._vote(report, self.digest)
         names = list(flight.moved)
         self.averaging.commit_(flight, {**self.tensors.buffers(), **self.tensors.state(names)})
         self.counters.averagings += 1
+        if self.own is not None:
+            self.own.seal(self.counters.step)
 
     def _land(self) -> None:
         if self.pending is not None:

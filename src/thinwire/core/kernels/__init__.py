@@ -29,6 +29,7 @@ __all__ = [
     "CompiledSteps",
     "Kernels",
     "ListKernels",
+    "body_name",
     "compiled_steps",
     "for_device",
     "for_lists",
@@ -134,6 +135,14 @@ def for_device(device: torch.device) -> Kernels:
     if choice == "auto" and device.type == "cpu":
         return _numba_kernels() or reference
     return reference
+
+
+def body_name(device: torch.device) -> str:
+    """Which body `for_device` chooses, in a word."""
+    kernels = for_device(device)
+    if kernels is reference:
+        return "reference"
+    return "numba" if kernels is _numba_kernels() else "triton"
 
 
 def is_static(device: torch.device) -> bool:

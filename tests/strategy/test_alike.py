@@ -1,0 +1,114 @@
+"""What ranks must have in common beside their strategy: builds, processors, kernels and the shapes of buffers."""
+
+import os
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import thinwire as tw
+from tests.ranks import Pool, Raised
+from thinwire.optim import DGCMomentum
+
+
+def prepared(rank: int, size: int, way: str, setting: str) -> list[str]:
+    """What was warned of."""
+    build, body = torch.__version__, os.environ.get("THINWIRE_KERNELS")
+    if rank == 1 and setting == "build":
+        torch.__version__ = "2.13.0+cu128"
+    if rank == 1 and setting == "denormals":
+        torch.set_flush_denormal(True)
+    if rank == 1 and setting == "kernels":
+        os.environ["THINWIRE_KERNELS"] = "reference"
+    try:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            start(way)
+            start(way)
+        return [str(warning.message) for warning in told]
+    finally:
+        torch.__version__ = build
+        torch.set_flush_denormal(False)
+        os.environ.pop("THINWIRE_KERNELS", None)
+        if body is not None:
+            os.environ["THINWIRE_KERNELS"] = body
+
+
+def start(way: str) -> None:
+    torch.manual_seed(1)
+    model = nn.Linear(4, 3)
+    if way == "DGCMomentum":
+        optimizer = DGCMomentum(model.parameters(), 0.1)
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    elif way == "local_sgd":
+        with tw.local_sgd(model, torch.optim.SGD(model.parameters(), 0.1), tw.LocalSGD(2)):
+            pass
+    else:
+        strategy = tw.DistributedStrategy(lamb=tw.LAMB()) if way == "lamb" else tw.DistributedStrategy()
+        strategy.prepare(model, torch.optim.Adam(model.parameters(), 0.1))
+
+
+@pytest.mark.parametrize("way", ["engine", "DGCMomentum", "local_sgd"])
+def test_another_build_of_torch_is_a_warning_and_no_error(way: str, ranks: Pool) -> None:
+    for told in ranks.run(prepared, way, "build"):
+        assert len(told) == 1, told
+        assert "2.13.0+cu128" in told[0]
+    ranks.close()  # what was warned of once in a process is not warned of again
+
+
+@pytest.mark.parametrize("way", ["engine", "DGCMomentum", "local_sgd"])
+def test_numbers_that_become_zero_on_one_rank_are_a_mismatch(way: str, ranks: Pool) -> None:
+    for answer in ranks.run(prepared, way, "denormals", expect_errors=True):
+        assert isinstance(answer, Raised)
+        assert answer.type_name == "Mismatch"
+        assert "set_flush_denormal" in answer.text
+
+
+def test_another_body_of_the_kernels_is_a_mismatch_where_it_rounds_otherwise(ranks: Pool) -> None:
+    for answer in ranks.run(prepared, "lamb", "kernels", expect_errors=True):
+        assert isinstance(answer, Raised)
+        assert answer.type_name == "Mismatch"
+        assert "THINWIRE_KERNELS=reference" in answer.text
+    assert ranks.run(prepared, "engine", "kernels") == [[], []]
+
+
+class Growing(nn.Module):
+    """Batch norm beside a cache that grows by this rank's rows."""
+
+    def __init__(self, rows: int, start: int) -> None:
+        super().__init__()
+        self.norm, self.out, self.rows = nn.BatchNorm1d(4), nn.Linear(4, 3), rows
+        self.register_buffer("cache", torch.zeros(start, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.cache = torch.cat([self.cache, x.detach()[: self.rows]])
+        return self.out(self.norm(x))
+
+
+def grow(rank: int, size: int, rows: tuple[int, int], local: bool) -> Any:
+    torch.manual_seed(2)
+    model = Growing(rows[rank], 1)
+    fields: dict[str, Any] = {"localsgd": tw.LocalSGD(1)} if local else {}
+    engine = tw.DistributedStrategy(**fields).prepare(
+        model, torch.optim.SGD(model.parameters(), 0.1), nn.functional.cross_entropy
+    )
+    for _ in range(4):
+        engine.train_step(torch.randn(6, 4), torch.randint(3, (6,)))
+    return model.norm.running_mean.tolist(), tuple(model.cache.shape)
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_a_buffer_of_another_shape_on_one_rank_is_a_mismatch_on_all(local: bool, ranks: Pool) -> None:
+    for answer in ranks.run(grow, (1, 2), local, expect_errors=True):
+        assert isinstance(answer, Raised)
+        assert answer.type_name == ("ThinwireError" if local else "Mismatch")
+        assert "cache" in answer.text
+
+
+def test_a_buffer_that_grows_alike_is_copied(ranks: Pool) -> None:
+    first, second = ranks.run(grow, (2, 2), False)
+    assert first == second
+    assert first[1] == (9, 4)
