@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections import Counter
@@ -38,6 +39,7 @@ def main() -> int:
     if given.list:
         print("\n".join(f"{a.letter}  {a.times:4}  {a.name}" for a in chosen))
         return 0
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # what the store says of itself fills pages
     rows, pool = [], Pool()
     print(f"{'':2} {'attack':48} {'made':>5} " + " ".join(f"{v:>7}" for v in VERDICTS) + "  updates  seconds")
     try:

@@ -23,7 +23,7 @@ class Surprise(RuntimeError):
     """What the user's code raises."""
 
 
-class Raising(torch.optim.SGD):
+class _RaisingOnce:
     """An optimizer that raises once, when told."""
 
     raising = False
@@ -32,7 +32,15 @@ class Raising(torch.optim.SGD):
         if self.raising:
             self.raising = False
             raise Surprise("the optimizer")
-        return super().step(closure)
+        return super().step(closure)  # type: ignore[misc]
+
+
+class Raising(_RaisingOnce, torch.optim.SGD):
+    """Plain descent, whose mean gradient is dense."""
+
+
+class RaisingAdamW(_RaisingOnce, torch.optim.AdamW):
+    """Stays what it is under DGC, which compresses the mean gradient that it gets."""
 
 
 def raised(rank: int, size: int, where: str, everywhere: bool, seed: int) -> Seen:
@@ -40,18 +48,17 @@ def raised(rank: int, size: int, where: str, everywhere: bool, seed: int) -> See
     chance = random.Random(seed)
     victim, at = chance.randrange(size), 3 + chance.randrange(5)
     mine = everywhere or rank == victim
-    model, lr = small_model(), 0.05
+    model = small_model()
     fields: dict[str, Any] = {"dgc": tw.DGC(**DGC)} if "dgc" in where else {}
     merge = 2 if "merge" in where else 1
     if merge > 1:
         fields["gradient_merge"] = tw.GradientMerge(merge)
-    kind = Raising if where.startswith("optimizer") else torch.optim.SGD
-    momentum = 0.0 if kind is Raising else 0.9
-    given = kind(model.named_parameters(), lr=lr, momentum=momentum)
-    if kind is Raising and "dgc" in where:  # an optimizer that is not taken apart: AdamW's mean is compressed
-        given = type("RaisingAdamW", (torch.optim.AdamW,), {"step": Raising.step, "raising": False})(
-            model.named_parameters(), lr=1e-3
-        )
+    if not where.startswith("optimizer"):
+        given: Any = torch.optim.SGD(model.named_parameters(), lr=0.05, momentum=0.9)
+    elif "dgc" in where:
+        given = RaisingAdamW(model.named_parameters(), lr=1e-3)
+    else:
+        given = Raising(model.named_parameters(), lr=0.05)
     engine = tw.DistributedStrategy(**fields).prepare(model, given, nn.functional.cross_entropy)
     optimizer = engine.optimizer
     armed = [False]
@@ -74,7 +81,7 @@ def raised(rank: int, size: int, where: str, everywhere: bool, seed: int) -> See
     for number in range(at + 6):
         if number == at and mine:
             armed[0] = True
-            if kind is Raising:
+            if where.startswith("optimizer"):
                 optimizer.raising = True
         for _ in range(merge):
             before = state()
