@@ -97,8 +97,32 @@ def test_missing_packages_are_named_with_the_way_to_get_them(
     monkeypatch.setattr(cli, "_EXTRAS", ("rich", "no_such_package"))
     with pytest.raises(SystemExit) as stop:
         cli.main(["compare"])
-    assert stop.value.code == 1
+    assert stop.value.code == 2
     assert capsys.readouterr().err == "thinwire: the command line needs no_such_package: pip install 'thinwire[cli]'\n"
+
+
+WITHOUT = """
+import sys
+sys.modules.update(dict.fromkeys({names!r}))  # importing any of them fails
+from thinwire import cli
+cli.main({arguments!r})
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "missing"),
+    [
+        (["--version"], ("matplotlib", "rich", "cyclopts", "torch")),
+        (["--help"], ("matplotlib", "torch", "numba")),
+        (["compare", "--help"], ("matplotlib", "torch", "numba")),
+        (["explain", "examples/strategies/slow_network.yaml"], ("matplotlib", "numba", "pyroute2")),
+    ],
+)
+def test_nothing_is_needed_that_is_not_used(arguments: list[str], missing: tuple[str, ...]) -> None:
+    code = WITHOUT.format(names=missing, arguments=arguments)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.strip()
 
 
 BAD_FILES = {

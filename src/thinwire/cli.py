@@ -10,9 +10,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
+from thinwire._version import __version__
+
 __all__ = ["main"]
 
-_EXTRAS = ("cyclopts", "rich", "matplotlib")
+_EXTRAS = ("cyclopts", "rich")
 _FAILED, _BAD_INPUT, _INTERRUPTED, _TERMINATED = 1, 2, 130, 143
 
 
@@ -22,9 +24,13 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     Args:
         arguments: Instead of those of the process.
     """
+    typed = list(sys.argv[1:] if arguments is None else arguments)
+    if typed == ["--version"]:  # works without any extra
+        print(__version__)
+        sys.exit(0)
     missing = [name for name in _EXTRAS if importlib.util.find_spec(name) is None]
     if missing:
-        _exit(_FAILED, f"the command line needs {', '.join(missing)}: pip install 'thinwire[cli]'")
+        _exit(_BAD_INPUT, f"the command line needs {', '.join(missing)}: pip install 'thinwire[cli]'")
     from cyclopts import CycloptsError
 
     from thinwire.errors import ThinwireError
@@ -35,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         app.command(explain, help_epilogue=EXAMPLE)
     try:
         with _orderly_termination():
-            app(list(sys.argv[1:] if arguments is None else arguments), exit_on_error=False, print_error=False)
+            app(typed, exit_on_error=False, print_error=False)
             sys.stdout.flush()  # here, where a reader that has left is seen
     except (CycloptsError, ValueError) as error:
         _exit(_BAD_INPUT, _one_line(error))

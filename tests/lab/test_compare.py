@@ -6,19 +6,25 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.lab.spaces import alive, descendants, namespace_of, needs_netns, processes_in, until
+from tests.lab.spaces import NETNS, alive, descendants, namespace_of, needs_netns, processes_in, until
 from thinwire.lab import compare as comparison
 from thinwire.lab import netns
 from thinwire.lab.compare import compare
 from thinwire.lab.launch import WorkerError
 from thinwire.lab.progress import Silent
+from thinwire.lab.recipe import Recipe
 from thinwire.lab.settings import Settings
+from thinwire.lab.strategies import choose
 from thinwire.lab.text import Corpus
+
+BAD = ("Raises", "Diverges", "Dies")
+EXAMPLES = Path(__file__).parents[2] / "examples" / "strategies"
 
 
 def settings(out: Path, **changes: Any) -> Settings:
@@ -150,15 +156,106 @@ def test_a_failing_worker_is_named_and_nothing_is_left(tmp_path: Path) -> None:
 def test_what_was_measured_before_a_failure_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_one = comparison._run
 
-    def second_fails(name: str, *rest: Any) -> dict[str, Any]:
-        if name == "dgc":
+    def first_fails(config: dict[str, Any], *rest: Any) -> dict[str, Any]:
+        if config["strategy"] == "dgc":
             raise WorkerError("worker 1 failed: it was a test")
-        return run_one(name, *rest)
+        return run_one(config, *rest)
 
-    monkeypatch.setattr(comparison, "_run", second_fails)
-    results = compare(settings(tmp_path, link="loopback", strategies=["dense", "dgc"], steps=5), Silent())
+    monkeypatch.setattr(comparison, "_run", first_fails)
+    results = compare(settings(tmp_path, link="loopback", strategies=["dgc", "dense"], steps=5), Silent())
     assert [run["strategy"] for run in results["strategies"]] == ["dense"]
     assert results["failed"] == {"strategy": "dgc", "error": "worker 1 failed: it was a test"}
+    assert results["interrupted"] is None
+
+
+@pytest.mark.fault
+@pytest.mark.slow  # four trainings, three of which fail
+def test_a_strategy_that_raises_diverges_or_dies_does_not_stop_the_others(tmp_path: Path) -> None:
+    (good,) = choose(["dense"])
+    bad = [Recipe(name, "of the tests", f"tests.lab.bad_trainers:{name}", 0.1, "nobody") for name in BAD]
+    asked = replace(settings(tmp_path, link="loopback", steps=12), strategies=(*bad, good))
+    kept: list[dict[str, Any]] = []
+    results = compare(asked, Silent(), kept.append)
+    assert kept == []  # nothing had finished before the last one
+    assert [run["strategy"] for run in results["strategies"]] == ["dense"]
+    why = {failure["strategy"]: failure["error"] for failure in results["failures"]}
+    assert why.keys() == set(BAD)
+    assert "worker 1 failed: RuntimeError: of the tests" in why["Raises"]
+    assert "the training diverged: held-out loss nan" in why["Diverges"]
+    assert "worker 1 was killed by SIGKILL" in why["Dies"]
+
+
+def test_a_file_that_does_not_go_with_the_model_is_refused_before_anything_trains(tmp_path: Path) -> None:
+    bad, good = tmp_path / "bad.yaml", tmp_path / "good.yaml"
+    bad.write_text('lamb: {exclude_from_weight_decay: ["*.bias"]}\n')
+    good.write_text("gradient_merge: {k_steps: 2}\n")
+    out = tmp_path / "out"
+    more = ["--link", "loopback", "--steps", "4", "--strategies", "dense", str(good), str(bad)]
+    done = subprocess.run(command(out, *more), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+    assert f"strategies='{bad}' does not go with the model: StrategyError" in done.stderr
+    assert "'*.bias'" in done.stderr
+    assert "good" not in done.stderr
+    assert list(out.iterdir()) == []
+
+
+@pytest.mark.slow  # a check and three trainings
+def test_every_strategy_that_is_shipped_as_an_example_runs(tmp_path: Path) -> None:
+    files = [str(path) for path in sorted(EXAMPLES.glob("*.yaml"))]
+    assert len(files) >= 3
+    results = compare(settings(tmp_path, link="loopback", strategies=files, steps=8), Silent())
+    assert [run["strategy"] for run in results["strategies"]] == [Path(file).stem for file in files]
+
+
+@pytest.mark.slow  # numba compiles every kernel of DGC
+def test_no_strategy_compiles_on_its_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))
+    results = compare(settings(tmp_path / "out", link="loopback", strategies=["dgc"], steps=8), Silent())
+    run = results["strategies"][0]
+    assert run["preparation_seconds"] > run["seconds"]
+    assert max(run["step_ms"]) < 1000
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "by", "link"),
+    [
+        (signal.SIGINT, 130, "Ctrl-C", "loopback"),
+        pytest.param(signal.SIGTERM, 143, "SIGTERM", "100mbit", marks=NETNS),
+    ],
+)
+def test_what_has_finished_survives_an_interruption(
+    number: int, status: int, by: str, link: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    more = ["--link", link, "--strategies", "dense", "localsgd", "fp16", "--seconds", "1"]
+    process = started(command(out, *more))
+    until(lambda: (out / ".work" / "localsgd" / "config.json").exists() or process.poll() is not None)
+    before = json.loads((out / "results.json").read_text())
+    assert before["interrupted"] == {"by": None, "during": None, "progress": None, "not_begun": ["localsgd", "fp16"]}
+    family = descendants(process.pid)
+    process.send_signal(number)
+    printed, errors = process.communicate(timeout=60)
+    assert process.returncode == status
+    assert errors == ("thinwire: interrupted; every worker has been ended\n" if by == "Ctrl-C" else "")
+    until(lambda: not any(alive(pid) for pid in family), 20)
+    results = json.loads((out / "results.json").read_text())
+    assert [run["strategy"] for run in results["strategies"]] == ["dense"]
+    assert results["interrupted"] == {"by": by, "during": "localsgd", "progress": 0.0, "not_begun": ["fp16"]}
+    page = (out / "report.html").read_text()
+    for text in (printed, page):
+        assert f"interrupted by {by}" in text
+        assert "localsgd" in text
+    assert sorted(path.name for path in out.iterdir() if path.suffix != ".yaml") == ["report.html", "results.json"]
+
+
+def started(words: list[str]) -> subprocess.Popen[str]:
+    """A command that Ctrl-C reaches, even where the tests run in a shell's background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def workers_below(pid: int) -> list[int]:
@@ -176,12 +273,7 @@ class Running:
 
     def __init__(self, out: Path, *more: str) -> None:
         self.out = out
-        self.process = subprocess.Popen(
-            command(out, "--link", "20mbit", "--strategies", "dense", "--steps", "100000", *more),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        self.process = started(command(out, "--link", "20mbit", "--strategies", "dense", "--steps", "100000", *more))
         until(lambda: list(out.glob(".work/*/rank0.jsonl")) and "step" in self._diary())
         self.family = descendants(self.process.pid)
         mine = namespace_of(os.getpid())

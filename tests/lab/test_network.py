@@ -12,14 +12,14 @@ import pytest
 
 from tests.lab.spaces import NETNS, processes_in
 from thinwire.lab.link import Link
-from thinwire.lab.netns import network
+from thinwire.lab.netns import Network, network
 from thinwire.lab.spaces import inside
 
 pytestmark = NETNS
 
 
 @contextmanager
-def connection(link: Link) -> Iterator[tuple[socket.socket, socket.socket]]:
+def connection(link: Link) -> Iterator[tuple[socket.socket, socket.socket, Network]]:
     """Two connected sockets, each in a namespace of its own."""
     with network(2, link) as net:
 
@@ -34,7 +34,7 @@ def connection(link: Link) -> Iterator[tuple[socket.socket, socket.socket]]:
             with near:
                 for end in (near, far):
                     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                yield near, far
+                yield near, far, net
 
 
 def seconds_for(source: socket.socket, sink: socket.socket, count: int) -> float:
@@ -51,9 +51,20 @@ def seconds_for(source: socket.socket, sink: socket.socket, count: int) -> float
 def test_the_bucket_shapes_both_directions() -> None:
     count = 4_000_000
     link = Link.parse("20mbit")
-    with connection(link) as (near, far):
+    with connection(link) as (near, far, _):
         for source, sink in ((near, far), (far, near)):
             assert seconds_for(source, sink, count) >= 0.8 * link.seconds(count)
+
+
+@pytest.mark.parametrize("latency", ["0ms", "1ms"])
+def test_the_limit_can_be_lifted_and_put_back(latency: str) -> None:
+    """So that strategies prepare themselves without waiting for a slow line."""
+    count, link = 1_000_000, Link.parse("4mbit", latency)
+    with connection(link) as (near, far, net):
+        net.lift()
+        assert seconds_for(near, far, count) < 0.5 * link.seconds(count)
+        net.limit()
+        assert seconds_for(far, near, count) >= 0.8 * link.seconds(count)
 
 
 def test_what_a_worker_receives_is_shaped_too() -> None:
@@ -76,7 +87,7 @@ def test_what_a_worker_receives_is_shaped_too() -> None:
 
 
 def test_latency_delays_every_message() -> None:
-    with connection(Link.parse("none", "20ms")) as (near, far):
+    with connection(Link.parse("none", "20ms")) as (near, far, _):
         begin_s = time.monotonic()
         for _ in range(5):
             near.sendall(b"x")
@@ -88,7 +99,7 @@ def test_latency_delays_every_message() -> None:
 
 def test_a_delayed_link_is_shaped_too_and_loses_nothing() -> None:
     link = Link.parse("20mbit", "5ms")
-    with connection(link) as (near, far):
+    with connection(link) as (near, far, _):
         assert seconds_for(near, far, 2_000_000) >= 0.8 * link.seconds(2_000_000)
         near.sendall(bytes(range(256)) * 40)
         received = b""

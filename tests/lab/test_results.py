@@ -8,12 +8,19 @@ from typing import Any
 
 import pytest
 
+from thinwire.lab.axes import Axis
 from thinwire.lab.link import Link
+from thinwire.lab.measures import Column, bytes_text, tables
+from thinwire.lab.plots import PALETTE
 from thinwire.lab.report import render, write_report
 from thinwire.lab.results import KEYS, seconds_to_loss, summarise, write_json
 from thinwire.lab.settings import Settings
-from thinwire.lab.table import bytes_text, lines, print_table
+from thinwire.lab.strategies import STRATEGIES
+from thinwire.lab.table import print_table
 from thinwire.lab.text import Corpus
+from thinwire.lab.winner import BEST, document_of, write_best
+from thinwire.strategy.distributed_strategy import DistributedStrategy
+from thinwire.sync.dgc_config import DGC
 
 
 def run(strategy: str, losses: list[float], step_s: float, sent: float) -> dict[str, Any]:
@@ -41,6 +48,7 @@ def run(strategy: str, losses: list[float], step_s: float, sent: float) -> dict[
         "library_bytes_per_step": sent,
         "kernel_sent_bytes_per_step": 1.05 * sent,
         "kernel_received_bytes_per_step": 1.05 * sent,
+        "preparation_seconds": 5.1,
         "settings": {"lr": 0.1, "sparsity": [0.75, 0.999]},
     }
 
@@ -61,9 +69,10 @@ def results(*, emulated: bool = True, failed: dict[str, str] | None = None, tune
         machine={"cores": 2},
         emulated=emulated,
         reason=None if emulated else "needs root",
-        failed=failed,
+        failures=[failed] if failed else [],
+        interrupted=None,
         started_s=0.0,
-        common={},
+        common={"ramp_steps": 20},
     )
 
 
@@ -109,13 +118,38 @@ def test_json_comes_back_as_it_was(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
 
 
+def columns(measured: dict[str, Any]) -> dict[str, Column]:
+    return {column.whole_label: column for table in tables(measured) for column in table.columns}
+
+
 def test_columns_that_were_not_measured_are_not_shown() -> None:
-    emulated, local = dict(lines(results())), dict(lines(results(emulated=False)))
-    assert emulated["sent per step, by the kernel"] == ["4.2 kB", "10.5 B"]
-    assert "sent per step, by the kernel" not in local
-    assert "training time on the asked link" not in emulated
+    emulated, local = columns(results()), columns(results(emulated=False))
+    assert emulated["the same, counted by the kernel, B"].texts == ("4,200", "10")
+    assert "the same, counted by the kernel, B" not in local
+    assert "training time on the asked link, s" not in emulated
     # 20 steps of 4000 bytes at 100 Mbit/s are 6.4 ms
-    assert local["training time on the asked link"] == ["20.0 s", "6.0 s"]
+    assert local["training time on the asked link, s"].texts == ("20.0", "6.0")
+
+
+def test_a_column_has_one_unit_and_one_precision_and_marks_its_best() -> None:
+    found = columns(results())
+    assert found["held-out loss at the end, nats per byte"] == Column(
+        "held-out loss at the end", "nats per byte", ("3.000", "3.500"), frozenset({0})
+    )
+    assert found["time to dense's loss (3.000), s"] == Column(
+        "time to dense's loss (3.000)", "s", ("20.0", "-"), frozenset({0})
+    )
+    assert found["time to the loss that all reached (3.500), s"].texts == ("15.0", "6.0")
+    # the last of that name; in the smallest unit that a number in it needs
+    assert found["bytes per worker to that loss, B"].texts == ("60,000", "200")
+    assert found["bytes per worker and step, B"].texts == ("4,000", "10")
+    assert found["times fewer bytes than dense"] == Column(
+        "times fewer bytes than dense", "", ("1.0", "400.0"), frozenset({1})
+    )
+    assert found["communication share, %"].texts == ("75", "17")
+    assert found["compute-only step, ms"].best == frozenset()  # the same work for all
+    assert found["steps"].best == frozenset()  # as many for all, as asked
+    assert found["preparation, s"].texts == ("5.1", "5.1")
 
 
 @pytest.mark.parametrize(
@@ -125,28 +159,30 @@ def test_bytes_for_people(count: float, text: str) -> None:
     assert bytes_text(count) == text
 
 
-def test_the_table_fits_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    print_table(results())
-    printed = capsys.readouterr().out
-    assert printed.startswith("2 workers, each in a network namespace")
-    assert "…" not in printed
-    assert max(map(len, printed.splitlines())) <= 80
-
-
-def test_many_strategies_are_printed_below_each_other(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("width", [80, 200])
+def test_the_table_fits_a_terminal(
+    width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("COLUMNS", str(width))
     measured = results()
     measured["strategies"] = [{**measured["strategies"][0], "strategy": f"adaptive-local-{i}"} for i in range(6)]
+    measured["strategies"][3]["final_loss"] = 2.5
     print_table(measured)
     printed = capsys.readouterr().out
     assert "…" not in printed
-    for i in range(6):
-        assert printed.count(f"adaptive-local-{i}") == 1
-    labels = [label for label, _ in lines(measured)]
-    assert all(printed.count(f" {label} ") == printed.count(f" {labels[0]} ") >= 2 for label in labels)
+    assert max(map(len, printed.splitlines())) <= width
+    counts = {printed.count(f" adaptive-local-{i} ") for i in range(6)}
+    assert len(counts) == 1  # every strategy has its row in every table
+    assert printed.count("2.500*") == 1
+    assert "2.500 " not in printed
+
+
+def test_the_command_prints_the_verdict_first(capsys: pytest.CaptureFixture[str]) -> None:
+    measured = results(failed={"strategy": "powersgd", "error": "it [broke]"})
+    print_table(measured)
+    printed = capsys.readouterr().out
+    assert " ".join(printed.split()).startswith(measured["verdict"])
+    assert "powersgd failed: it [broke]" in printed
 
 
 class Outside(HTMLParser):
@@ -172,49 +208,126 @@ def test_the_report_needs_nothing_else(tmp_path: Path) -> None:
     outside = Outside()
     outside.feed(page)
     assert outside.loads == []
-    assert not {"script", "link", "img", "iframe"} & outside.tags
+    assert not {"link", "img", "iframe", "object", "base"} & outside.tags
     assert "http" not in page
-    assert page.count("<svg") == 2
     assert "@import" not in page
-    assert "url(http" not in page
+    assert "url(" not in page
+    assert len(page) < 100_000
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_the_report_can_be_read_without_eyes() -> None:
+    page = render(results())
+    assert '<html lang="en">' in page
+    assert "<title>thinwire compare: dense, dgc</title>" in page
+    assert page.count("<h1>") == page.count("<main>") == 1
+    plots = re.findall(r"<svg class=.plot[^>]*>", page)
+    assert len(plots) == 6  # three plots, for wide and for narrow pages
+    assert all('role="img"' in plot and "aria-label=" in plot for plot in plots)
+    cells = re.findall(r"<th[^>]*>", page)
+    assert cells
+    assert all("scope=" in cell for cell in cells if not cell.startswith("<thead"))
+    assert page.count('class="best" title="the best of its column"') == page.count('class="best"') > 0
+    assert "dense: loss 4.000 at 10.0 s, step 10, 40 kB sent per worker" in page  # on hover
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("shade", [0, 1])
+def test_colours_can_be_told_from_the_page(shade: int) -> None:
+    style = render(results())
+    names = ("page", "ink", "soft", "panel", "warn", "best")
+    colour = {name: re.findall(rf"--{name}: (#[0-9a-f]{{6}})", style)[shade] for name in names}
+    for text in (colour["ink"], colour["soft"], colour["warn"], *(pair[shade] for pair in PALETTE)):
+        assert contrast(text, colour["page"]) >= 4.5, text
+    assert contrast(colour["soft"], colour["panel"]) >= 4.5
+    assert contrast(colour["ink"], colour["best"]) >= 4.5
+    assert len({pair[shade] for pair in PALETTE}) == 8
 
 
 def test_the_report_suits_light_and_dark_and_escapes_what_it_shows() -> None:
     page = render(results())
     assert "prefers-color-scheme: dark" in page
     assert "a &lt;test&gt;" in page
-    for number in range(2):
-        assert page.count(f"var(--series-{number})") >= 3
-    # no colour of matplotlib's own is left that would not follow the page
     plots = "".join(re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL))
-    assert re.findall(r"#[0-9a-f]{6}", plots) == []
+    for number in range(2):
+        assert plots.count(f"var(--series-{number})") >= 3
+    assert re.findall(r"#[0-9a-f]{6}", plots) == []  # every colour follows the page
 
 
-def test_many_strategies_keep_their_colours_apart_from_the_text() -> None:
+def test_the_report_says_how_to_make_it_again_and_how_to_use_what_won(tmp_path: Path) -> None:
     measured = results()
-    measured["strategies"] = measured["strategies"] * 4
-    svg = re.findall(r"<svg.*?</svg>", render(measured), flags=re.DOTALL)[0]
-    for number in range(8):
-        assert 0 < svg.count(f"var(--series-{number})") < svg.count("var(--ink)")
+    assert measured["command"] == (
+        "thinwire compare --workers 2 --link 100mbit --strategies dense dgc --steps 20 --size tiny --batch 2 --seed 0"
+    )
+    measured["winner"] = "dgc"
+    page = render(measured)
+    assert measured["command"] in page
+    assert "sparsity: [0.75, 0.9375, 0.984375, 0.996, 0.999]" in page
+    assert write_best(measured, "dgc", tmp_path) == tmp_path / BEST
+    strategy = DistributedStrategy.load(tmp_path / BEST)
+    assert strategy.dgc == DGC(rampup_step=20, sparsity=(0.75, 0.9375, 0.984375, 0.996, 0.999), value_bits=1)
+    assert write_best(measured, None, tmp_path) is None  # a file of an earlier winner would mislead
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / BEST).write_text("dgc: {}\n")  # not ours
+    assert write_best(measured, None, tmp_path) is None
+    assert (tmp_path / BEST).exists()
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_strategy_can_be_used_elsewhere(name: str) -> None:
+    recipe = STRATEGIES[name]
+    document = document_of(recipe, 20)
+    if document is None:
+        assert recipe.code is not None
+        compile(recipe.code, name, "exec")
+    else:
+        fields = DistributedStrategy.from_dict(document).on
+        assert list(fields) == ([recipe.field] if recipe.field else [])
+
+
+@pytest.mark.parametrize(
+    ("values", "logarithmic"),
+    [([0.0, 90.3], False), ([2.41, 2.68], False), ([5.0], False), ([0.0], False), ([1e3, 9e8], True), ([7e5], True)],
+)
+def test_axes_hold_their_values_and_have_a_few_round_ticks(values: list[float], logarithmic: bool) -> None:
+    axis = Axis.around(values, 50, 900, logarithmic=logarithmic)
+    assert all(50 <= axis.place(value) <= 900 for value in values)
+    for count in (4, 8):
+        ticks = axis.ticks(count)
+        assert 1 <= len(ticks) <= count + 3
+        assert all(50 <= axis.place(tick) <= 900 for tick in ticks)
+        assert all(len(f"{tick:.6g}") <= 8 for tick in ticks)
 
 
 def test_the_report_says_first_that_nothing_was_emulated() -> None:
     page = render(results(emulated=False))
-    body = page[page.index("<body>") :]
-    assert re.sub(r"<[^>]*>", "", body).strip().startswith("The link of 100mbit was NOT emulated (needs root)")
+    body = re.sub(r"<[^>]*>", "", page[page.index("<body>") :]).strip()
+    assert body.startswith("By an estimate for a link of 100mbit, which was NOT emulated, ")
+    assert "The link of 100mbit was NOT emulated (needs root)" in body.split("Result")[0]
 
 
 def test_losses_that_settings_were_chosen_by_are_named_as_such() -> None:
-    assert lines(results())[1][0] == "held-out loss, nats per byte"
-    assert lines(results(tune=True))[1][0] == "loss on the validation part, nats per byte"
+    assert "held-out loss at the end, nats per byte" in columns(results())
+    assert "loss on the validation part at the end, nats per byte" in columns(results(tune=True))
     assert "kept for choosing settings" in results(tune=True)["headline"]
     assert "kept for choosing settings" in results(tune=True, emulated=False)["headline"]
 
 
 def test_the_report_names_a_failure() -> None:
-    assert "powersgd failed: it &lt;broke&gt;" in render(
-        results(failed={"strategy": "powersgd", "error": "it <broke>"})
-    )
+    page = render(results(failed={"strategy": "powersgd", "error": "it <broke>"}))
+    assert 'powersgd</th><td role="cell" class="failure" colspan="' in page
+    assert "failed: it &lt;broke&gt;" in page
+    assert "powersgd failed and is left out." in page
 
 
 def test_links_are_described_as_asked() -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import App, Parameter, Token
 
@@ -108,17 +108,42 @@ def _run(settings: Settings, quiet: bool) -> None:
     from thinwire.lab.compare import compare as measure
     from thinwire.lab.launch import WorkerError
     from thinwire.lab.progress import display_for
+
+    kept: list[dict[str, Any]] = []
+
+    def keep(results: dict[str, Any]) -> None:
+        _write(results, settings.out)
+        kept.append(results)
+
+    try:
+        keep(measure(settings, display_for(quiet=quiet), keep))
+    except (KeyboardInterrupt, SystemExit):
+        if kept:
+            _print(kept[-1], settings.out)
+        raise
+    _print(kept[-1], settings.out)
+    if failures := kept[-1]["failures"]:
+        raise WorkerError("\n".join(f"{failure['strategy']}: {failure['error']}" for failure in failures))
+
+
+def _write(results: Mapping[str, Any], out: Path) -> None:
     from thinwire.lab.report import write_report
     from thinwire.lab.results import write_json
-    from thinwire.lab.table import print_table
+    from thinwire.lab.winner import write_best
 
-    results = measure(settings, display_for(quiet=quiet))
-    write_json(results, settings.out / "results.json")
-    write_report(results, settings.out / "report.html")
+    write_json(results, out / "results.json")
+    write_report(results, out / "report.html")
+    write_best(results, results["winner"], out)
+
+
+def _print(results: Mapping[str, Any], out: Path) -> None:
+    from thinwire.lab.table import print_table
+    from thinwire.lab.winner import BEST
+
     print_table(results)
-    print(f"report: {settings.out / 'report.html'}")
-    if results["failed"]:
-        raise WorkerError(f"{results['failed']['strategy']}: {results['failed']['error']}")
+    print(f"report: {out / 'report.html'}")
+    if (out / BEST).exists():
+        print(f"strategy file of {results['winner']}: {out / BEST}")
 
 
 compare.__doc__ = (compare.__doc__ or "").replace(

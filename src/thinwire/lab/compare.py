@@ -7,15 +7,16 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from thinwire.lab.diary import GO
 from thinwire.lab.launch import WorkerError, run_workers
-from thinwire.lab.machine import describe_machine
+from thinwire.lab.ledger import Ledger
 from thinwire.lab.netns import Network, network, why_unavailable
 from thinwire.lab.progress import Display
-from thinwire.lab.results import summarise
+from thinwire.lab.recipe import Recipe
 from thinwire.lab.settings import Settings
 from thinwire.lab.shape import ModelShape
 from thinwire.lab.text import Corpus, read_folder, read_standard_library
@@ -26,66 +27,124 @@ _MOMENTUM = 0.9
 _FEWEST_EVALUATIONS, _HELD_OUT_SEQUENCES = 8, 64
 _LONGEST_RAMP_STEPS, _RAMP_STEPS_BY_CLOCK = 100, 60
 _SHORTEST_TIMEOUT_S = 60.0
+_SHOWN = ("momentum", "ramp_steps", "timeout_s", "context", "held_out_sequences")
 
 
-def compare(settings: Settings, display: Display) -> dict[str, Any]:
+Keep = Callable[[dict[str, Any]], None]
+
+
+def compare(settings: Settings, display: Display, keep: Keep | None = None) -> dict[str, Any]:
     """Trains every strategy in turn over the same link and returns what was measured.
+
+    A strategy that fails is named under `failures`, with the reason, and the others are trained all the same.
 
     Args:
         settings: What to compare.
         display: Told about the progress.
+        keep: Called with the results so far after each strategy but the last one, and when SIGTERM or Ctrl-C arrives
+            (`SystemExit`, `KeyboardInterrupt`), if a strategy has finished by then; `interrupted` says what is missing.
 
     Returns:
         The content of `results.json`; the keys are described in `thinwire.lab.results`.
 
     Raises:
-        ValueError: The text or the size cannot be used.
-        WorkerError: A worker of the first strategy failed. Later ones end the comparison and are named under `failed`,
-            so that what was measured before them is kept. Nothing is left running in any case.
+        ValueError: The text or the size cannot be used, or a strategy does not go with the model; nothing has trained.
+        WorkerError: No strategy could be trained. Nothing is left running in any case.
     """
     shape = settings.shape
     corpus = read_folder(settings.text) if settings.text else read_standard_library()
     reason = why_unavailable() if settings.link.emulated else None
     started_s = time.time()
-    runs: list[dict[str, Any]] = []
-    failed: dict[str, str] | None = None
     with _work_folder(settings.out) as work, _place(settings, reason) as place:
         common = {**_common(settings, shape, place), **_write_corpus(corpus, work, tune=settings.tune)}
-        for recipe in settings.strategies:
-            name = recipe.name
-            own = {"strategy": name, "trainer": recipe.trainer, "options": dict(recipe.options)}
-            config = {**common, **own, "lr": settings.lr or recipe.lr}
-            try:
-                runs.append(_run(name, config, settings, place, work / name, display))
-            except WorkerError as error:
-                if not runs:
-                    raise WorkerError(f"{name}: {error}") from error
-                failed = {"strategy": name, "error": str(error)}
-                break
-    return summarise(
-        runs,
-        settings=settings,
-        shape=shape,
-        corpus=corpus,
-        machine=describe_machine(),
-        emulated=place is not None,
-        reason=reason,
-        failed=failed,
-        started_s=started_s,
-        common={key: common[key] for key in ("momentum", "ramp_steps", "timeout_s", "context", "held_out_sequences")},
-    )
+        ledger = Ledger(
+            settings=settings,
+            corpus=corpus,
+            emulated=place is not None,
+            reason=reason,
+            started_s=started_s,
+            common={key: common[key] for key in _SHOWN},
+        )
+        _check(common, settings, work / ".check", display)
+        try:
+            for recipe in settings.strategies:
+                ledger.begin(recipe.name)
+                try:
+                    ledger.finish(_run(_config_of(recipe, common, settings), settings, place, work, display, ledger))
+                except WorkerError as error:
+                    ledger.fail(str(error))
+                if keep is not None and ledger.runs and ledger.missing:
+                    keep(ledger.results(by=None))
+        except (KeyboardInterrupt, SystemExit) as stop:
+            if keep is not None and ledger.runs:
+                keep(ledger.results(by="Ctrl-C" if isinstance(stop, KeyboardInterrupt) else "SIGTERM"))
+            raise
+    if not ledger.runs:
+        raise WorkerError("\n".join(f"{failure['strategy']}: {failure['error']}" for failure in ledger.failures))
+    return ledger.results()
+
+
+def _config_of(recipe: Recipe, common: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+    own = {"strategy": recipe.name, "trainer": recipe.trainer, "options": dict(recipe.options)}
+    return {**common, **own, "lr": settings.lr or recipe.lr}
+
+
+def _check(common: Mapping[str, Any], settings: Settings, work: Path, display: Display) -> None:
+    """Tries the strategy files on the model; those that come with the command are known to go with it."""
+    files = {recipe.name: recipe for recipe in settings.strategies if recipe.file is not None}
+    if not files:
+        return
+    candidates = [_config_of(recipe, {}, settings) for recipe in files.values()]
+    config = {**common, "task": "thinwire.lab.checking:Check", "candidates": candidates, "interface": None}
+    refused: dict[str, str] = {}
+    name = ""
+    try:
+        with (
+            display.strategy("checking") as bar,
+            contextlib.closing(run_workers(config, settings.workers, None, work)) as news,
+        ):
+            for event in news:
+                if event["event"] == "checking":
+                    name = event["strategy"]
+                    bar.note(f"trying {name} on the model")
+                elif event["event"] == "result":
+                    refused = event["refused"]
+    except WorkerError as error:
+        raise WorkerError(f"{name}, which was tried before the training: {error}") from error
+    if refused:
+        raise ValueError(
+            "; ".join(
+                f"strategies={files[name].file!r} does not go with the model: {why}" for name, why in refused.items()
+            )
+            + "; nothing has been trained"
+        )
 
 
 def _run(
-    name: str, config: Mapping[str, Any], settings: Settings, place: Network | None, work: Path, display: Display
+    config: Mapping[str, Any], settings: Settings, place: Network | None, work: Path, display: Display, ledger: Ledger
 ) -> dict[str, Any]:
+    """One strategy; it prepares itself over links without a limit, and trains over limited ones."""
+    name = config["strategy"]
     result: dict[str, Any] = {}
-    with display.strategy(name) as bar, contextlib.closing(run_workers(config, settings.workers, place, work)) as news:
+    if place:
+        place.lift()
+    config = {**config, "launched_unix_s": time.time()}
+    with (
+        display.strategy(name) as bar,
+        contextlib.closing(run_workers(config, settings.workers, place, work / name)) as news,
+    ):
+        bar.note("preparing: processes, imports, kernels")
         for event in news:
-            if event["event"] == "result":
-                result = {key: value for key, value in event.items() if key not in ("event", "unix_s")}
-            else:
-                bar.update(event["progress"], event["step"], event["loss"])
+            match event["event"]:
+                case "prepared":
+                    if place:
+                        place.limit()
+                    (work / name / GO).touch()
+                case "result":
+                    result = {key: value for key, value in event.items() if key not in ("event", "unix_s")}
+                case _:
+                    ledger.progress = event["progress"]
+                    bar.update(event["progress"], event["step"], event["loss"])
         bar.done()
     return result
 

@@ -25,7 +25,9 @@ from thinwire.lab.spaces import inside, quiet_ipv6, shape
 __all__ = ["delayed_links"]
 
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
-_MTU = 9000  # large packets: a process that moves every one of them must not become the bottleneck
+# Large packets, since a process that moves every one of them must not become the bottleneck; small ones on slow links,
+# whose token bucket would never let a large one through.
+_MTU, _SLOW_MTU, _SLOW_BIT_S = 9000, 1500, 2e7
 _QUEUE_PACKETS = 10_000
 
 
@@ -70,7 +72,7 @@ def _worker_end(address: str, link: Link) -> int:
         ip.link("set", index=ip.link_lookup(ifname="lo")[0], state="up")
         wire = ip.link_lookup(ifname="eth0")[0]
         ip.addr("add", index=wire, address=address, prefixlen=24)
-        ip.link("set", index=wire, state="up", mtu=_MTU, txqlen=_QUEUE_PACKETS)
+        ip.link("set", index=wire, state="up", mtu=_mtu(link), txqlen=_QUEUE_PACKETS)
         shape(ip, wire, link)
     return end
 
@@ -83,10 +85,14 @@ def _hub_end(rank: int, address: str, link: Link) -> int:
     end = _open_tun(f"port{rank}")
     with IPRoute() as ip:
         port = ip.link_lookup(ifname=f"port{rank}")[0]
-        ip.link("set", index=port, state="up", mtu=_MTU, txqlen=_QUEUE_PACKETS)
+        ip.link("set", index=port, state="up", mtu=_mtu(link), txqlen=_QUEUE_PACKETS)
         ip.route("add", dst=f"{address}/32", oif=port)
         shape(ip, port, link)
     return end
+
+
+def _mtu(link: Link) -> int:
+    return _SLOW_MTU if link.rate_bit_s is not None and link.rate_bit_s < _SLOW_BIT_S else _MTU
 
 
 def _open_tun(name: str) -> int:

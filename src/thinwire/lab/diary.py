@@ -7,7 +7,10 @@ import time
 from pathlib import Path
 from typing import Any, final
 
-__all__ = ["Diary"]
+__all__ = ["GO", "Diary"]
+
+GO = "go"
+"""Name of the file, beside the diaries, by which the command says that the clock may start."""
 
 _SECONDS_BETWEEN_EVENTS = 0.2
 

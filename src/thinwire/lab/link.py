@@ -6,11 +6,12 @@ import re
 from dataclasses import dataclass
 from math import inf, isfinite
 
-__all__ = ["Link", "parse_latency", "parse_rate"]
+__all__ = ["FASTEST_BIT_S", "Link", "parse_latency", "parse_rate"]
 
 _UNITS_BIT_S = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-_SLOWEST_BIT_S, _FASTEST_BIT_S = 1e4, 3e10  # the kernel's rate field ends at 2**32 bytes a second
+_SLOWEST_BIT_S = 1e4
+FASTEST_BIT_S = 3e10  # the kernel's rate field ends at 2**32 bytes a second
 _LATEST_S = 5.0
 _EXAMPLES = "write a number and a unit, such as 500kbit, 100mbit or 1gbit"
 
@@ -62,7 +63,12 @@ class Link:
         delay = f" + {self.latency_s * 1e3:g}ms" if self.latency_s else ""
         if not self.emulated:
             return "loopback"
-        return ("none" if self.rate_bit_s is None else _rate_text(self.rate_bit_s)) + delay
+        return self.rate_text + delay
+
+    @property
+    def rate_text(self) -> str:
+        """The rate as the command line writes it."""
+        return "none" if self.rate_bit_s is None else _rate_text(self.rate_bit_s)
 
 
 def parse_rate(text: str) -> float:
@@ -74,7 +80,7 @@ def parse_rate(text: str) -> float:
     rate = _number_with_unit(text, _UNITS_BIT_S)
     if rate is None:
         raise ValueError(f"link={text!r} is not a rate: {_EXAMPLES}, or none, or loopback")
-    if not _SLOWEST_BIT_S <= rate <= _FASTEST_BIT_S:
+    if not _SLOWEST_BIT_S <= rate <= FASTEST_BIT_S:
         raise ValueError(f"link={text!r} is out of range: a rate from 10kbit to 30gbit is allowed; {_EXAMPLES}")
     return rate
 

@@ -12,15 +12,16 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
-from thinwire.lab.link import Link
+from thinwire.lab.link import FASTEST_BIT_S, Link
 from thinwire.lab.spaces import inside, new_namespace, quiet_ipv6, shape
 
 __all__ = ["Network", "network", "why_unavailable"]
 
 _PREFIX = "10.77.0."
+_DELAYED_BIT_S = 1e8  # what the process that delays packets carries without losing any
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,32 @@ class Network:
     Attributes:
         namespace_fds: One open descriptor per worker, for `enter_network`.
         addresses: IPv4 address of each worker.
+        hub_fd: Namespace in which the far ends of the links are.
+        link: What the links are limited to; their limits can be lifted for a while.
         interface: Name of the interface inside every worker's namespace.
     """
 
     namespace_fds: tuple[int, ...]
     addresses: tuple[str, ...]
+    hub_fd: int
+    link: Link
     interface: str = "eth0"
+
+    def lift(self) -> None:
+        """Makes both ends of every link fast, or leaves them as they are where they are faster."""
+        fast_bit_s = _DELAYED_BIT_S if self.link.latency_s else FASTEST_BIT_S
+        self._shape(replace(self.link, rate_bit_s=max(fast_bit_s, self.link.rate_bit_s or 0)))
+
+    def limit(self) -> None:
+        """Puts the limit of the rate back."""
+        self._shape(self.link)
+
+    def _shape(self, link: Link) -> None:
+        if self.link.rate_bit_s is None:
+            return
+        for fd in self.namespace_fds:
+            inside(fd, lambda: _reshape((self.interface,), link))
+        inside(self.hub_fd, lambda: _reshape([f"port{rank}" for rank in range(len(self.addresses))], link))
 
 
 def why_unavailable() -> str | None:
@@ -82,7 +103,15 @@ def network(workers: int, link: Link) -> Iterator[Network]:
             inside(hub_fd, lambda: _build_bridge(worker_fds, link))
             for fd, address in zip(worker_fds, addresses, strict=True):
                 inside(fd, lambda address=address: _build_worker_side(address, link))  # type: ignore[misc]
-        yield Network(worker_fds, addresses)
+        yield Network(worker_fds, addresses, hub_fd, link)
+
+
+def _reshape(interfaces: Iterable[str], link: Link) -> None:
+    from pyroute2 import IPRoute
+
+    with IPRoute() as ip:
+        for name in interfaces:
+            shape(ip, ip.link_lookup(ifname=name)[0], link, "change")
 
 
 def _build_bridge(worker_fds: tuple[int, ...], link: Link) -> None:

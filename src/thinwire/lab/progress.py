@@ -19,6 +19,10 @@ _SECONDS_BETWEEN_LINES = 10.0
 class Bar(Protocol):
     """Progress of one strategy."""
 
+    def note(self, text: str) -> None:
+        """Shows what goes on before the first step."""
+        ...
+
     def update(self, progress: float, step: int, loss: float) -> None:
         """Shows that `progress` in [0, 1] of the run is over."""
         ...
@@ -45,6 +49,9 @@ class Silent:
         """See `Display`."""
         yield self
 
+    def note(self, text: str) -> None:
+        """See `Bar`."""
+
     def update(self, progress: float, step: int, loss: float) -> None:
         """See `Bar`."""
 
@@ -61,6 +68,10 @@ class Plain:
         """See `Display`."""
         self.name, self.begin_s, self.last_s = name, time.monotonic(), time.monotonic()
         yield self
+
+    def note(self, text: str) -> None:
+        """See `Bar`."""
+        print(f"{self.name}: {text}", file=sys.stderr, flush=True)
 
     def update(self, progress: float, step: int, loss: float) -> None:
         """See `Bar`."""
@@ -99,6 +110,9 @@ class Rich:
 class _RichBar:
     def __init__(self, progress: Progress, task: TaskID) -> None:
         self.progress, self.task = progress, task
+
+    def note(self, text: str) -> None:
+        self.progress.update(self.task, note=text)
 
     def update(self, progress: float, step: int, loss: float) -> None:
         self.progress.update(self.task, completed=progress, note=f"step {step}, loss {loss:.3f}")

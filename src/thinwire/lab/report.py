@@ -1,72 +1,77 @@
-"""The report as one HTML file that needs nothing else: no script, no font, no image from elsewhere."""
+"""The report as one HTML file that needs nothing else: style and script are inside, and nothing is loaded."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from html import escape
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from thinwire.lab.plots import PALETTE, loss_plot
-from thinwire.lab.table import lines
+from thinwire.lab.measures import Table, tables
+from thinwire.lab.plots import PALETTE, loss_plots, sample
+from thinwire.lab.results import interruption
+from thinwire.lab.winner import to_use
 
 __all__ = ["render", "write_report"]
 
-_STYLE = """
-:root { color-scheme: light dark; --page: #ffffff; --ink: #1c2430; --soft: #5a6675; --line: #d8dee6; --panel: #f6f8fa; }
-@media (prefers-color-scheme: dark) {
-  :root { --page: #12161c; --ink: #e6ebf2; --soft: #9aa7b8; --line: #303a47; --panel: #1a2029; }
-}
-* { box-sizing: border-box; }
-body { margin: 0 auto; padding: 2rem 1.25rem 4rem; max-width: 62rem; background: var(--page); color: var(--ink);
-  font: 16px/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.5rem; margin: 0 0 1rem; } h2 { font-size: 1.1rem; margin: 2.5rem 0 .75rem; }
-.headline { margin: 0 0 1rem; padding: .75rem 1rem; background: var(--panel); border-left: 4px solid var(--series-0); }
-.headline.warn { border-left-color: #d97706; font-weight: 600; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th, td { padding: .35rem .75rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; color: var(--soft); font-weight: 400; white-space: normal; }
-thead th { font-weight: 600; } .swatch { display: inline-block; width: .7em; height: .7em; border-radius: 50%;
-  margin-right: .4em; }
-figure { margin: 0 0 1.5rem; } svg { width: 100%; height: auto; } svg text { font-family: system-ui, sans-serif; }
-figcaption, .note { color: var(--soft); font-size: .9rem; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1.25rem; margin: 0; }
-dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
-"""
+_PLOTS = (
+    ("Loss against time", "seconds", "training time in seconds, evaluation not counted", ""),
+    (
+        "Loss against bytes",
+        "library_bytes",
+        "bytes sent per worker, logarithmic",
+        "Counted by the library; the evaluation before the first step is left out.",
+    ),
+    ("Loss against steps", "step", "steps", ""),
+)
+_STEP_NOTE = (
+    "A steady step is one after the ramp of the method. The compute-only step is the same step "
+    "without any exchange, on a copy of the model, measured in between. The communication share is "
+    "the part of a steady step beyond it: waiting for the wire, and coding what is sent."
+)
+_RESULT_NOTE = (
+    "★ marks the best of its column. Times to a loss are read off the curves by straight lines "
+    "between evaluations, for all strategies alike; evaluation and preparation are not part of them. "
+    "Preparation is what comes before the clock starts: processes, imports, compilation of kernels, "
+    "and each part of the strategy used once on a copy of the model."
+)
 
 
 def render(results: Mapping[str, Any]) -> str:
     """The whole page for the content of `results.json`."""
+    runs = results["strategies"]
+    result, *others = tables(results)
+    first, _, rest = results["verdict"].partition(". ")
     warn = "" if results["link"]["emulated"] or results["link"]["reason"] is None else " warn"
-    time_axis = "training time in seconds, evaluation not counted"
-    byte_axis = "bytes sent per worker, as counted by the library"
+    missing = interruption(results)
+    summaries = {run["strategy"]: _strategy_text(run) for run in runs}
     return "\n".join(
         [
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>thinwire compare: {escape(', '.join(run['strategy'] for run in results['strategies']))}</title>",
-            f"<style>{_STYLE}{_series_colours(len(results['strategies']))}</style>\n</head>\n<body>",
-            f'<p class="headline{warn}">{escape(results["headline"])}</p>',
-            _failure(results["failed"]),
-            "<h1>One model, one link, several strategies</h1>",
-            _table(results),
-            '<p class="note">A steady step is one after the ramp of the method. "Without exchange" is the same step '
-            "on a copy of the model, measured in between. The share for the wire includes coding what is sent.</p>",
-            "<h2>Loss against time</h2>",
-            f"<figure>{loss_plot(results, 'seconds', time_axis)}</figure>",
-            "<h2>Loss against bytes</h2>",
-            f"<figure>{loss_plot(results, 'library_bytes', byte_axis)}"
-            "<figcaption>Logarithmic; the evaluation before the first step is left out.</figcaption></figure>",
+            f"<title>thinwire compare: {escape(', '.join(run['strategy'] for run in runs))}</title>",
+            f"<style>{_series_colours(len(runs))}{_resource('report.css')}</style>\n</head>\n<body>\n<main>",
+            f"<h1>{escape(first if not rest else first + '.')}</h1>",
+            f'<p class="lead">{escape(rest)}</p>' if rest else "",
+            f'<p class="headline{warn}">{escape(results["headline"])} One run of each strategy, seed '
+            f"{results['settings']['seed']}.</p>",
+            f'<p class="headline warn">{escape(missing)}</p>' if missing else "",
+            _table(result, results),
+            *(_plot(results, *plot) for plot in _PLOTS),
+            *_to_use(results, results["winner"]),
+            "<h2>Make it again</h2>",
+            _copied("command", results["command"]),
+            *(_table(table, results) for table in others),
             "<h2>Strategies</h2>",
-            _definitions({run["strategy"]: _strategy_text(run) for run in results["strategies"]}),
+            _definitions(summaries),
             *(
-                f"<h2>{title}</h2>\n{_definitions(results[key])}"
-                for title, key in (("Settings", "settings"), ("Model", "model"), ("Text", "text"), ("Link", "link"))
+                f"<details><summary>{key.capitalize()}</summary>\n{_definitions(results[key])}</details>"
+                for key in ("settings", "model", "text", "link", "machine")
             ),
-            f"<h2>Machine</h2>\n{_definitions(results['machine'])}",
             f'<p class="note">thinwire {escape(results["thinwire"])}, {escape(results["started"])}. '
-            "Every figure and every evaluation is in results.json beside this file.</p>\n</body>\n</html>\n",
+            "Every figure and every evaluation is in results.json beside this file.</p>\n</main>",
+            f"<script>{_resource('report.js')}</script>\n</body>\n</html>\n",
         ]
     )
 
@@ -78,6 +83,10 @@ def write_report(results: Mapping[str, Any], path: Path) -> None:
     draft.replace(path)
 
 
+def _resource(name: str) -> str:
+    return "\n" + files("thinwire.lab").joinpath(name).read_text(encoding="utf-8")
+
+
 def _series_colours(count: int) -> str:
     light, dark = (
         " ".join(f"--series-{number}: {PALETTE[number % len(PALETTE)][shade]};" for number in range(count))
@@ -86,23 +95,81 @@ def _series_colours(count: int) -> str:
     return f":root {{ {light} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n"
 
 
-def _failure(failed: Mapping[str, str] | None) -> str:
-    if failed is None:
+def _table(table: Table, results: Mapping[str, Any]) -> str:
+    heads = "".join(_head(f"{escape(column.label)}{_unit(column.unit)}") for column in table.columns)
+    rows = [
+        _row(f"{sample(row)}{escape(run['strategy'])}", _cells(table, row))
+        for row, run in enumerate(results["strategies"])
+    ]
+    note = _STEP_NOTE
+    if table.title == "Result":
+        note = _RESULT_NOTE
+        rows += [
+            _row(
+                escape(failure["strategy"]),
+                f'<td role="cell" class="failure" colspan="{len(table.columns)}">failed: '
+                f"{escape(failure['error'])}</td>",
+                ' class="failed"',
+            )
+            for failure in results["failures"]
+        ]
+    return "\n".join(
+        [
+            f'<h2>{table.title}</h2>\n<table role="table" aria-label="{table.title}">',
+            f'<thead role="rowgroup"><tr role="row">{_head("strategy")}{heads}</tr></thead>',
+            '<tbody role="rowgroup">',
+            *rows,
+            f'</tbody>\n</table>\n<p class="note">{note}</p>',
+        ]
+    )
+
+
+# the roles are those of the elements, which narrow pages lay out as blocks and thereby take from them
+def _head(content: str) -> str:
+    return f'<th scope="col" role="columnheader">{content}</th>'
+
+
+def _row(head: str, cells: str, more: str = "") -> str:
+    return f'<tr role="row"{more}><th scope="row" role="rowheader">{head}</th>{cells}</tr>'
+
+
+def _cells(table: Table, row: int) -> str:
+    return "".join(
+        f'<td role="cell"{_best(row in column.best)} data-label="{escape(column.whole_label)}">'
+        f'<span class="value">{escape(column.texts[row])}</span></td>'
+        for column in table.columns
+    )
+
+
+def _best(best: bool) -> str:
+    return ' class="best" title="the best of its column"' if best else ""
+
+
+def _unit(unit: str) -> str:
+    return f', <span class="unit">{escape(unit)}</span>' if unit else ""
+
+
+def _plot(results: Mapping[str, Any], title: str, axis: str, label: str, caption: str) -> str:
+    drawings = loss_plots(results, axis, label)
+    if not drawings:
         return ""
-    return f'<p class="headline warn">{escape(failed["strategy"])} failed: {escape(failed["error"])}</p>'
+    names = "".join(
+        f"<li>{sample(number)}{escape(run['strategy'])}</li>" for number, run in enumerate(results["strategies"])
+    )
+    told = f"<figcaption>{caption}</figcaption>" if caption else ""
+    return f'<h2>{title}</h2>\n<figure><ul class="legend">{names}</ul>\n{drawings}\n{told}</figure>'
 
 
-def _table(results: Mapping[str, Any]) -> str:
-    heads = "".join(
-        f'<th><span class="swatch" style="background: var(--series-{number})"></span>{escape(run["strategy"])}</th>'
-        for number, run in enumerate(results["strategies"])
-    )
-    body = "\n".join(
-        f"<tr><td>{escape(label)}</td>{''.join(f'<td>{escape(text)}</td>' for text in texts)}</tr>"
-        for label, texts in lines(results)
-    )
-    table = f"<table>\n<thead><tr><th></th>{heads}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>"
-    return f'<div class="scroll">{table}</div>'
+def _to_use(results: Mapping[str, Any], winner: str | None) -> list[str]:
+    """The winner's strategy file, or the lines of torch that make it."""
+    use = to_use(results, winner)
+    if use is None:
+        return []
+    return [f"<h2>To train with {escape(use.strategy)}</h2>", f"<p>{escape(use.how)}</p>", _copied("use", use.text)]
+
+
+def _copied(name: str, text: str) -> str:
+    return f'<button type="button" data-copy="{name}">copy</button>\n<pre id="{name}">{escape(text)}</pre>'
 
 
 def _strategy_text(run: Mapping[str, Any]) -> str:
@@ -122,4 +189,6 @@ def _definitions(entries: Mapping[str, Any]) -> str:
 def _value_text(value: Any) -> str:
     if isinstance(value, list | tuple):
         return " ".join(map(_value_text, value))
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_value_text(entry)}" for key, entry in value.items())
     return f"{value:g}" if isinstance(value, float) else str(value)

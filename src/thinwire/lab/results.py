@@ -13,26 +13,36 @@ from thinwire._version import __version__
 from thinwire.lab.settings import Settings
 from thinwire.lab.shape import ModelShape
 from thinwire.lab.text import Corpus
+from thinwire.lab.verdict import verdict
+from thinwire.lab.winner import document_of
 
-__all__ = ["FORMAT", "KEYS", "common_loss", "seconds_to_loss", "summarise", "write_json"]
+__all__ = ["FORMAT", "KEYS", "common_loss", "interruption", "seconds_to_loss", "summarise", "write_json"]
 
 FORMAT = 1
 
 KEYS = {
     "format": "version of this file's layout",
     "headline": "where the run took place; says first of all if the link was not emulated",
+    "verdict": "what the comparison has shown, in a sentence or a few",
+    "winner": "the strategy to take on this link, as far as the comparison shows it, or null",
+    "command": "the command line that makes the comparison again",
     "link": "the link asked for, whether it was emulated, and why not",
     "settings": "what the command was told, and what all strategies share",
     "model": "shape and number of parameters",
     "text": "source, size and SHA-256 of the text",
     "machine": "processor, cores, memory, versions",
-    "failed": "the strategy that ended the comparison early and its error, or null",
+    "failed": "the first strategy that failed and its error, or null",
+    "failures": "every strategy that failed, and its error",
+    "interrupted": "null, or what interrupted the comparison ('by'; null while it runs, or where it was killed), the "
+    "strategy that was at work and its progress, and those that had not begun",
     "common_loss": "the lowest held-out loss that every strategy reached, nats per byte",
     "dense_loss": "the held-out loss that dense ended with, nats per byte; null where dense was not compared",
     "strategies[]": "one entry per strategy, in the order of the command line, with the keys below",
     "strategies[].final_loss": "held-out loss at the end, nats per byte; the same sequences for every strategy",
     "strategies[].best_loss": "lowest held-out loss of all evaluations",
-    "strategies[].seconds": "training time; evaluation and start-up are not part of it",
+    "strategies[].seconds": "training time; evaluation and preparation are not part of it",
+    "strategies[].preparation_seconds": "from the start of the processes until the clock of the training started: "
+    "imports, compilation of kernels, and every part of the strategy used once on a copy of the model",
     "strategies[].seconds_to_common_loss": "training time until the common loss, interpolated between evaluations",
     "strategies[].seconds_to_dense_loss": "likewise until the loss that dense ended with; null if never",
     "strategies[].bytes_to_dense_loss": "bytes that a worker had sent by then, as the library counts them",
@@ -53,6 +63,8 @@ KEYS = {
     "strategies[].evaluations[]": "step, seconds, loss, and the bytes that one worker has sent so far by both counts",
     "strategies[].step_ms[]": "every step of rank 0, in milliseconds",
     "strategies[].settings": "learning rate and the method's own settings",
+    "strategies[].document": "the content of its strategy file; null for torch's own hooks",
+    "strategies[].code": "lines of Python that set up torch's own hook; null for strategies of thinwire",
 }
 
 
@@ -79,18 +91,22 @@ def summarise(
     machine: Mapping[str, Any],
     emulated: bool,
     reason: str | None,
-    failed: Mapping[str, str] | None,
+    failures: Sequence[Mapping[str, str]],
+    interrupted: Mapping[str, Any] | None,
     started_s: float,
     common: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Adds to the raw runs what follows from them, and says under which circumstances they came about."""
     common_target = common_loss(runs)
     dense_target = next((run["evaluations"][-1]["loss"] for run in runs if run["strategy"] == "dense"), None)
-    return {
+    results = {
         "format": FORMAT,
         "thinwire": __version__,
         "started": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(started_s)),
         "headline": _headline(settings, emulated, reason),
+        "verdict": "",
+        "winner": None,
+        "command": settings.command,
         "link": {
             "asked": str(settings.link),
             "rate_bit_s": settings.link.rate_bit_s,
@@ -123,12 +139,27 @@ def summarise(
             "sha256": corpus.digest,
         },
         "machine": dict(machine),
-        "failed": failed,
+        "failed": dict(failures[0]) if failures else None,
+        "failures": [dict(failure) for failure in failures],
+        "interrupted": interrupted,
         "common_loss": common_target,
         "dense_loss": dense_target,
-        "strategies": [_derive(run, settings, common_target, dense_target, emulated) for run in runs],
+        "strategies": [_derive(run, settings, common_target, dense_target, emulated, common) for run in runs],
         "keys": KEYS,
     }
+    outcome = verdict(results)
+    return {**results, "verdict": outcome.text, "winner": outcome.winner}
+
+
+def interruption(results: Mapping[str, Any]) -> str | None:
+    """What is missing and why, in a sentence; None where the comparison has come to its end."""
+    told = results["interrupted"]
+    if told is None:
+        return None
+    by = f"was interrupted by {told['by']}" if told["by"] else "had not come to its end when this was written"
+    during = f" during {told['during']} (at {told['progress']:.0%})" if told["during"] else ""
+    later = f"; {', '.join(told['not_begun'])} had not begun" if told["not_begun"] else ""
+    return f"The comparison {by}{during}{later}."
 
 
 def write_json(results: Mapping[str, Any], path: Path) -> None:
@@ -139,7 +170,12 @@ def write_json(results: Mapping[str, Any], path: Path) -> None:
 
 
 def _derive(
-    run: dict[str, Any], settings: Settings, target: float, dense_target: float | None, emulated: bool
+    run: dict[str, Any],
+    settings: Settings,
+    target: float,
+    dense_target: float | None,
+    emulated: bool,
+    common: Mapping[str, Any],
 ) -> dict[str, Any]:
     recipe = next(recipe for recipe in settings.strategies if recipe.name == run["strategy"])
     points = run["evaluations"]
@@ -147,6 +183,8 @@ def _derive(
     sent = run["library_bytes_per_step"]
     derived = {
         "summary": recipe.summary,
+        "document": document_of(recipe, common["ramp_steps"]),
+        "code": recipe.code,
         "final_loss": points[-1]["loss"],
         "best_loss": min(point["loss"] for point in points),
         "seconds_to_common_loss": seconds_to_loss(points, target),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
@@ -27,7 +28,8 @@ class Settings:
         strategies: By name or from files, each name once.
         steps: Updates per strategy; None where `seconds` is given.
         seconds: Budget of training time per strategy; None where `steps` is given.
-        shape: Of the model.
+        size: Of the model, as it was typed.
+        shape: The same, in numbers.
         text: Folder with text; None is Python's own standard library.
         out: Folder for the report.
         batch: Sequences per worker and step.
@@ -42,6 +44,7 @@ class Settings:
     strategies: tuple[Recipe, ...]
     steps: int | None
     seconds: float | None
+    size: str
     shape: ModelShape
     text: Path | None
     out: Path
@@ -98,6 +101,7 @@ class Settings:
             strategies=choose(strategies),
             steps=steps,
             seconds=seconds,
+            size=size,
             shape=parse_size(size),
             text=text,
             out=out,
@@ -106,6 +110,20 @@ class Settings:
             lr=lr,
             tune=tune,
         )
+
+    @property
+    def command(self) -> str:
+        """The command line that makes the same comparison, but for the folder of the report."""
+        words = ["thinwire", "compare", "--workers", str(self.workers)]
+        words += ["--link", "loopback" if not self.link.emulated else self.link.rate_text]
+        words += ["--latency", f"{self.link.latency_s * 1e3:g}ms"] if self.link.latency_s else []
+        words += ["--strategies", *(recipe.file or recipe.name for recipe in self.strategies)]
+        words += ["--steps", str(self.steps)] if self.seconds is None else ["--seconds", f"{self.seconds:g}"]
+        words += ["--size", self.size, "--batch", str(self.batch), "--seed", str(self.seed)]
+        words += ["--text", str(self.text)] if self.text is not None else []
+        words += ["--lr", f"{self.lr:g}"] if self.lr is not None else []
+        words += ["--tune"] if self.tune else []
+        return shlex.join(words)
 
 
 def _within(name: str, value: int, least: int, most: int) -> None:

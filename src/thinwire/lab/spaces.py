@@ -77,10 +77,10 @@ def tbf_settings(rate_bit_s: float) -> dict[str, int]:
     return {"rate": round(rate_byte_s), "burst": burst, "limit": burst + max(round(rate_byte_s * _QUEUE_S), 30_000)}
 
 
-def shape(ip: Any, index: int, link: Link) -> None:
-    """Puts the token bucket on what interface `index` sends."""
+def shape(ip: Any, index: int, link: Link, command: str = "add") -> None:
+    """Puts the token bucket on what interface `index` sends; with the command "change" another in its place."""
     if link.rate_bit_s is not None:
-        ip.tc("add", "tbf", index, handle=0x10000, **tbf_settings(link.rate_bit_s))
+        ip.tc(command, "tbf", index, handle=0x10000, **tbf_settings(link.rate_bit_s))
 
 
 def quiet_ipv6() -> None:

@@ -69,10 +69,38 @@ _SYNC = "sync.stats(), each message once, however many ranks it goes to"
 _LOCAL = "thinwire.lab.local_trainers:Local"
 # The rates of fp16, powersgd and dgc are the better of 0.07 and 0.15, at as many steps as 90 s over 100 Mbit/s allow.
 # Those of dense and of the local ones were chosen at what 20 Mbit/s allows: the grid is in benchmarks/README.md.
-register(Recipe("dense", "DDP, every gradient in float32", f"{_HERE}:Dense", 0.1, _RING))
-register(Recipe("fp16", "DDP with torch's hook, gradients in float16", f"{_HERE}:HalfPrecision", 0.07, _RING))
-register(Recipe("powersgd", "DDP with torch's PowerSGD hook, rank 2", f"{_HERE}:PowerSGD", 0.15, _RING))
-register(Recipe("dgc", "deep gradient compression, 0.1 % of the entries at one bit", f"{_HERE}:DGC", 0.15, _OWN))
+_FP16_CODE = """\
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+"""
+_POWERSGD_CODE = """\
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
+
+ddp = DistributedDataParallel(model, bucket_cap_mb=10_000)  # with two buckets the hook never returns on gloo
+state = powersgd.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=5)
+ddp.register_comm_hook(state, powersgd.powerSGD_hook)
+"""
+register(Recipe("dense", "DDP, every gradient in float32", f"{_HERE}:Dense", 0.1, _RING, field=""))
+register(
+    Recipe(
+        "fp16", "DDP with torch's hook, gradients in float16", f"{_HERE}:HalfPrecision", 0.07, _RING, code=_FP16_CODE
+    )
+)
+register(
+    Recipe("powersgd", "DDP with torch's PowerSGD hook, rank 2", f"{_HERE}:PowerSGD", 0.15, _RING, code=_POWERSGD_CODE)
+)
+register(
+    Recipe(
+        "dgc",
+        "deep gradient compression, 0.1 % of the entries at one bit",
+        f"{_HERE}:DGC",
+        0.15,
+        _OWN,
+        {"sparsity": [0.75, 0.9375, 0.984375, 0.996, 0.999], "value_bits": 1},
+        field="dgc",
+    )
+)
 register(
     Recipe(
         "localsgd",
@@ -81,6 +109,7 @@ register(
         0.1,
         _SYNC,
         {"k_steps": 32},
+        field="localsgd",
     )
 )
 register(
@@ -91,6 +120,7 @@ register(
         0.1,
         _SYNC,
         {"init_k_steps": 64, "max_k_steps": 64},
+        field="adaptive_localsgd",
     )
 )
 register(
@@ -101,6 +131,7 @@ register(
         0.1,
         _SYNC,
         {"k_steps": 32, "begin_step": 0, "outer_lr": 0.7, "outer_momentum": 0.9, "outer_nesterov": True},
+        field="localsgd",
     )
 )
 register(
@@ -111,5 +142,6 @@ register(
         0.1,
         _SYNC,
         {"k_steps": 16, "compression": {"sparsity": 0.9, "value_bits": 2}},
+        field="localsgd",
     )
 )

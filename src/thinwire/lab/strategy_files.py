@@ -50,6 +50,7 @@ def recipe_of_file(word: str) -> Recipe:
         _rate(strategy),
         "engine.stats()",
         {"document": strategy.to_dict()},
+        file=word,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
@@ -178,17 +178,19 @@ class PowerSGD(_DDPTrainer):
 class DGC(_DDPTrainer):
     """Only the largest thousandth of every tensor is sent, the rest waits in the residual."""
 
-    _SPARSITY = (0.75, 0.9375, 0.984375, 0.996, 0.999)
-
-    def __init__(self, model: nn.Module, setup: Setup) -> None:
+    def __init__(self, model: nn.Module, setup: Setup, *, sparsity: Sequence[float], value_bits: int) -> None:
         from thinwire.optim import DGCMomentum
 
         super().__init__(model, setup)
-        own: dict[str, Any] = {"sparsity": self._SPARSITY, "rampup_step": setup.ramp_steps, "value_bits": 1}
+        own: dict[str, Any] = {
+            "sparsity": tuple(sparsity),
+            "rampup_step": setup.ramp_steps,
+            "value_bits": value_bits,
+        }
         self.compressor = DGCMomentum(model.named_parameters(), lr=0.0, momentum=setup.momentum, **own)
         self.optimizer = self.compressor
         self.handle = self.compressor.attach(self.ddp)
-        levels = len(self._SPARSITY)
+        levels = len(sparsity)
         self.steady_from_step = 1 + -(-setup.ramp_steps * (levels - 1) // levels)
         self.settings = {**self.settings, **own}
 

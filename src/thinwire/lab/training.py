@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from math import isfinite
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any, final
 
@@ -13,17 +14,25 @@ import torch.distributed as dist
 
 from thinwire.errors import ThinwireError
 from thinwire.lab.batches import Batches
-from thinwire.lab.diary import Diary
+from thinwire.lab.diary import GO, Diary
 from thinwire.lab.measure import BareStep, kernel_bytes, mean_loss
 from thinwire.lab.model import ByteTransformer
 from thinwire.lab.pace import ByClock, BySteps, Pace, rate_factor
+from thinwire.lab.rehearsal import rehearse
 from thinwire.lab.shape import ModelShape
 from thinwire.lab.trainers import Setup, build_trainer
 
-__all__ = ["TrainingRun"]
+__all__ = ["TrainingRun", "initial_model"]
 
 _BARE_STEPS_UNTIMED, _BARE_STEPS_AT_START, _BARE_STEPS_BETWEEN = 2, 4, 2
 _FEWEST_STEADY_STEPS = 5
+_POLL_S = 0.02
+
+
+def initial_model(config: Mapping[str, Any]) -> ByteTransformer:
+    """The model that every strategy starts from, equal on all ranks."""
+    torch.manual_seed(config["seed"])
+    return ByteTransformer(ModelShape(config["width"], config["layers"], config["context"]))
 
 
 @final
@@ -32,14 +41,14 @@ class TrainingRun:
 
     def __init__(self, config: Mapping[str, Any], diary: Diary) -> None:
         self.config, self.diary = config, diary
-        torch.manual_seed(config["seed"])
-        model = ByteTransformer(ModelShape(config["width"], config["layers"], config["context"]))
+        model = initial_model(config)
         self.batches = Batches(config, dist.get_rank())
         self.held_out = self.batches.held_out_batches(dist.get_rank(), dist.get_world_size())
         self.bare = BareStep(model, config["momentum"])
         self.bare.measure(_BARE_STEPS_UNTIMED, self.batches.batch, self.batches.context)
         self.bare.seconds.clear()  # those paid for memory and caches
         self.bare.measure(_BARE_STEPS_AT_START, self.batches.batch, self.batches.context)
+        rehearse(config, model, config["batch"])
         setup = Setup(config["momentum"], config["ramp_steps"])
         self.trainer = build_trainer(config["trainer"], config["options"], model, setup)
         self.step_s: list[float] = []
@@ -55,6 +64,7 @@ class TrainingRun:
     def train(self) -> dict[str, Any]:
         """All the steps; returns what was measured, means over the ranks where ranks differ."""
         pace = self._pace()
+        self._wait_for_the_link()
         self._evaluate()
         due = stop = False
         while not stop:
@@ -79,6 +89,15 @@ class TrainingRun:
                 self.diary.write("evaluation", progress=pace.progress(self.step), step=self.step, loss=point["loss"])
         self.trainer.close()
         return self._result()
+
+    def _wait_for_the_link(self) -> None:
+        """Preparation is over on all ranks; the command puts the limits of the link in force and then says so."""
+        dist.barrier()
+        self.diary.write("prepared")
+        go = Path(self.config["events"]) / GO
+        while not go.exists():
+            time.sleep(_POLL_S)
+        self.preparation_s = time.time() - self.config["launched_unix_s"]
 
     def _pace(self) -> Pace:
         steps, evaluations = self.config["steps"], self.config["evaluations"]
@@ -138,6 +157,7 @@ class TrainingRun:
             "strategy": self.config["strategy"],
             "steps": self.step,
             "seconds": sum(self.step_s),
+            "preparation_seconds": self.preparation_s,
             "parameters": sum(p.numel() for p in self.trainer.module.parameters()),
             "evaluations": self.evaluations,
             "steady_from_step": steady,

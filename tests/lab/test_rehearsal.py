@@ -1,0 +1,64 @@
+"""What is done before the clock starts uses every part of a strategy, and changes nothing."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import Pool
+from thinwire.lab.rehearsal import rehearse, shortened
+from thinwire.lab.strategies import STRATEGIES, choose
+from thinwire.lab.trainers import Setup, build_trainer
+from thinwire.lab.training import initial_model
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "strategies").glob("*.yaml"))
+STEPS = 4
+
+
+def test_intervals_become_short_and_nothing_else_changes() -> None:
+    local = {"k_steps": 64, "begin_step": 200, "fragments": 8, "delay": 5, "outer_lr": 0.7, "average_state": 3}
+    assert shortened({"document": {"localsgd": local}}) == {
+        "document": {
+            "localsgd": {**local, "k_steps": 4, "begin_step": 1, "fragments": 2, "delay": 1, "average_state": True}
+        }
+    }
+    dgc = {"rampup_begin_step": 0, "rampup_step": 800, "sparsity": [0.75, 0.999]}
+    assert shortened(dgc) == {**dgc, "rampup_step": 5}
+    assert shortened({"k_steps": 2, "begin_step": 0}) == {"k_steps": 2, "begin_step": 0}
+    assert shortened({"loss_scale": {"dynamic": {"init_loss_scale": 65536.0}}})["loss_scale"]["dynamic"] == {
+        "init_loss_scale": 1024.0
+    }
+
+
+def config_of(word: str) -> dict[str, Any]:
+    (recipe,) = choose([word])
+    own = {"trainer": recipe.trainer, "options": dict(recipe.options), "lr": recipe.lr}
+    return {**own, "momentum": 0.9, "context": 16, "width": 64, "layers": 2, "seed": 0}
+
+
+def losses(rank: int, size: int, word: str, rehearsed: bool) -> tuple[list[float], list[float], float]:
+    """Of a few steps on each rank, the parameters after them, and the bytes counted."""
+    config = config_of(word)
+    model = initial_model(config)
+    random = torch.get_rng_state()
+    if rehearsed:
+        rehearse(config, model, 1)
+        assert torch.equal(torch.get_rng_state(), random)
+        assert all(p.grad is None for p in model.parameters())
+    trainer = build_trainer(config["trainer"], config["options"], model, Setup(0.9, 10))
+    text = torch.Generator().manual_seed(rank)
+    found = []
+    for _ in range(STEPS):
+        for group in trainer.optimizer.param_groups:
+            group["lr"] = config["lr"]
+        batch = torch.randint(256, (2, 17), generator=text)
+        found.append(float(trainer.train_step(batch[:, :-1], batch[:, 1:])))
+    trainer.finish()
+    trainer.close()
+    return found, [float(p.detach().sum()) for p in trainer.module.parameters()], trainer.sent_bytes()
+
+
+@pytest.mark.parametrize("word", [*STRATEGIES, *map(str, EXAMPLES)], ids=lambda word: Path(word).stem)
+def test_a_rehearsal_changes_no_bit_of_the_training(word: str, ranks: Pool) -> None:
+    assert ranks.run(losses, word, True, size=2) == ranks.run(losses, word, False, size=2)

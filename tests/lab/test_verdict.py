@@ -1,0 +1,131 @@
+"""The verdict is true in all cases: who won, who did not finish, and that nothing was emulated."""
+
+import re
+from typing import Any
+
+import pytest
+
+from tests.lab.test_results import results, run
+from thinwire.lab.results import common_loss, seconds_to_loss
+from thinwire.lab.verdict import Verdict, verdict
+
+
+def judged(*runs: dict[str, Any], seconds: float | None = 20.0, **changes: Any) -> Verdict:
+    """The verdict on runs, whose times to a loss are worked out as in `summarise`."""
+    dense = next((one["evaluations"][-1]["loss"] for one in runs if one["strategy"] == "dense"), None)
+    common = common_loss(runs)
+    for one in runs:
+        points = one["evaluations"]
+        one["final_loss"], one["best_loss"] = points[-1]["loss"], min(point["loss"] for point in points)
+        for which, loss in (("dense", dense), ("common", common)):
+            one[f"seconds_to_{which}_loss"] = None if loss is None else seconds_to_loss(points, loss)
+            one[f"bytes_to_{which}_loss"] = None if loss is None else seconds_to_loss(points, loss, "library_bytes")
+    whole = {**results(), "strategies": list(runs), "dense_loss": dense, "common_loss": common, **changes}
+    whole["settings"] = {**whole["settings"], "seconds": seconds, "steps": None if seconds else 20}
+    return verdict(whole)
+
+
+def dense(*losses: float) -> dict[str, Any]:
+    return run("dense", list(losses or (5.0, 4.0, 3.0)), 1.0, 4000)
+
+
+def test_what_a_person_would_repeat() -> None:
+    found = judged(dense(), run("dgc", [5.0, 3.5, 2.5, 2.0], 0.5, 80))
+    assert found == Verdict(
+        "On this link (100mbit) dgc reached dense's loss (3.000) in 7.5 s instead of 20.0 s (2.7 times as fast), "
+        "with 67 times fewer bytes.",
+        "dgc",
+    )
+
+
+def test_where_dense_wins_it_says_so() -> None:
+    found = judged(dense(), run("dgc", [5.0, 4.5, 4.0], 1.0, 80))
+    assert found.winner == "dense"
+    assert found.text == (
+        "On this link (100mbit) no other strategy reached dense's loss (3.000) within 20 s; "
+        "the nearest was dgc with 4.000."
+    )
+    late = judged(dense(), run("dgc", [5.0, 4.0, 3.5, 3.0], 1.0, 80))
+    assert late.winner == "dense"
+    assert "dense was the fastest to its own loss (3.000): 20.0 s; next came dgc with 30.0 s (1.5 times" in late.text
+    assert "33 times fewer bytes" in late.text
+
+
+def test_times_that_are_alike_are_not_called_faster() -> None:
+    for other, winner in (
+        (run("dgc", [5.0, 4.0, 3.0], 0.97, 80), "dgc"),
+        (run("slow", [5.0, 4.0, 3.0], 1.0, 4000), "dense"),
+    ):
+        found = judged(dense(), other)
+        assert "about as soon as dense itself" in found.text
+        assert "times as fast" not in found.text
+        assert found.winner == winner
+
+
+def test_as_many_steps_for_all_are_not_as_much_time() -> None:
+    found = judged(dense(), run("dgc", [5.0, 4.5, 4.0], 0.1, 80), seconds=None)
+    assert found.winner == "dgc"
+    assert "no other strategy reached dense's loss (3.000) within 20 steps" in found.text
+    assert (
+        "By time, dgc was the first at the loss that all reached (4.000): 2.0 s, where dense, the next, took 10.0 s"
+        in (found.text)
+    )
+    assert found.text.endswith("At the end dense had the lowest loss (3.000; dgc 4.000).")
+
+
+def test_without_dense_the_loss_that_all_reached_decides() -> None:
+    found = judged(run("fp16", [5.0, 4.0, 3.0], 1.0, 2000), run("dgc", [5.0, 4.0, 2.5], 0.5, 80))
+    assert found.winner == "dgc"
+    assert (
+        "dgc was the first at the loss that all reached (3.000): 8.3 s, where fp16, the next, took 20.0 s" in found.text
+    )
+    assert "dense" not in found.text
+
+
+def test_one_strategy_alone_wins_nothing() -> None:
+    found = judged(dense())
+    assert found.winner is None
+    assert found.text == (
+        "On this link (100mbit) dense came to a held-out loss of 3.000 after 20 steps in 20.0 s; "
+        "there is no other strategy to compare it with."
+    )
+
+
+def test_a_run_that_learned_nothing_is_no_measure() -> None:
+    nothing = judged(dense(5.0, 5.2, 5.1), run("dgc", [5.0, 4.0, 3.0], 1.0, 80))
+    assert nothing.winner is None
+    assert "dense learned nothing in this run" in nothing.text
+    other = judged(run("fp16", [5.0, 4.0, 3.0], 1.0, 2000), run("dgc", [5.0, 5.5, 5.5], 1.0, 80))
+    assert other.winner is None
+    assert "dgc learned nothing in this run" in other.text
+
+
+def test_what_is_missing_is_said() -> None:
+    failures = [{"strategy": name, "error": "it broke"} for name in ("dgc", "fp16")]
+    assert judged(dense(), failures=failures).text.endswith("dgc and fp16 failed and are left out.")
+    told = {"by": "Ctrl-C", "during": "dgc", "progress": 0.4, "not_begun": ["fp16"]}
+    assert judged(dense(), interrupted=told).text.endswith("The comparison is not complete: dgc and fp16 are missing.")
+
+
+def test_a_link_that_was_not_emulated_is_only_estimated() -> None:
+    link = {**results(emulated=False)["link"], "rate_bit_s": 8000.0, "asked": "8kbit"}
+    found = judged(dense(), run("dgc", [5.0, 4.0, 3.0], 2.0, 80), link=link)
+    # dense: 20 s of training and 80 s for 80 kB; dgc: 40 s and 1.6 s
+    assert found.text.startswith(
+        "By an estimate for a link of 8kbit, which was NOT emulated, dgc reached dense's loss (3.000) "
+        "in 41.6 s instead of 100.0 s (2.4 times as fast)"
+    )
+    asked = {"asked": "loopback", "rate_bit_s": None, "latency_s": 0.0, "emulated": False, "reason": None}
+    assert judged(dense(), run("dgc", [5.0, 4.0, 3.0], 2.0, 80), link=asked).text.startswith(
+        "Over this machine's loopback dense was the fastest"
+    )
+
+
+@pytest.mark.parametrize("names", [("dense", "dgc"), ("dgc", "dense")])
+def test_the_loss_is_looked_for_in_the_same_way_for_all(names: tuple[str, str]) -> None:
+    """Two equal curves are equally soon at dense's loss, dense's own included, and also if it rose again at the end."""
+    for losses in ([5.0, 4.0, 3.0], [5.0, 3.0, 3.5]):
+        found = judged(*(run(name, losses, 1.0, 4000) for name in names))
+        times = re.findall(r"\((\d+\.\d) s and (\d+\.\d) s\)", found.text)
+        assert len(times) == 1
+        assert times[0][0] == times[0][1]
