@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "pipeline": BASE | {"core", "comm"},
     "checkpoint": BASE | {"comm"},
     # each rank's state goes into a file of its own
-    "integrations": BASE | {"comm", "sync", "optim", "checkpoint"},
+    "integrations": BASE | {"core", "comm", "sync", "optim", "checkpoint"},
     # the only one that knows two methods at once
     "strategy": BASE | {"schedules", "core", "comm", "sync", "optim", "amp", "step", "pipeline", "checkpoint"},
     "lab": BASE | {"schedules", "optim", "amp", "strategy", "sync"},

@@ -4,7 +4,7 @@ from thinwire.comm.busy import by_rank, while_busy
 from thinwire.comm.ddp import BucketTap, tap_buckets
 from thinwire.comm.group import Group, Pending, require_process_group
 from thinwire.comm.handshake import elsewhere, mapping_of, require_agreement
-from thinwire.comm.identity import next_identity
+from thinwire.comm.identity import next_identity, place_in
 from thinwire.comm.nodes import Nodes, Sources, node_size_of, sources_of
 from thinwire.comm.waits import long_waits_logged
 
@@ -20,6 +20,7 @@ __all__ = [
     "mapping_of",
     "next_identity",
     "node_size_of",
+    "place_in",
     "require_agreement",
     "require_process_group",
     "sources_of",

@@ -4,7 +4,7 @@ import weakref
 
 import torch.distributed as dist
 
-__all__ = ["next_identity"]
+__all__ = ["next_identity", "place_in"]
 
 _made: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
 
@@ -25,3 +25,10 @@ def next_identity(process_group: dist.ProcessGroup | None = None) -> int:
         return 0
     _made[parent] = _made.get(parent, 0) + 1
     return _made[parent]
+
+
+def place_in(process_group: dist.ProcessGroup | None = None) -> tuple[int, int]:
+    """This rank's number among these ranks, and how many they are; (0, 1) where there is no process group yet."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return 0, 1
+    return max(dist.get_rank(process_group), 0), max(dist.get_world_size(process_group), 1)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from thinwire.checkpoint import read_rank_file, together, write_rank_file
 from thinwire.comm import Group
+from thinwire.core.origin import without_origin
 
 __all__ = ["Accelerates", "PerRankState", "Stateful"]
 
@@ -146,7 +147,7 @@ class PerRankState:
         def read() -> None:
             ranks = [group.rank] if len(sums) == group.size else range(len(sums))
             states = [read_rank_file(self._file(folder, name, rank), sums[rank]) for rank in ranks]
-            own.append(states[0] if len(states) == 1 else _mean(states, f"{len(states)} ranks"))
+            own.append(states[0] if len(states) == 1 else _mean(without_origin(states), f"{len(states)} ranks"))
 
         together(group, "reading the states of all ranks", read)
         self._stateful.load_state_dict(own[0])

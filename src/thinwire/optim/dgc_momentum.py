@@ -1,5 +1,6 @@
 """SGD with momentum over deep gradient compression: each rank sends its few largest accumulated entries."""
 
+import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from thinwire.comm import (
     Nodes,
     next_identity,
     node_size_of,
+    place_in,
     require_agreement,
     require_process_group,
     sources_of,
@@ -30,6 +32,7 @@ from thinwire.core.decay import Regularizer
 from thinwire.core.feedback import Fold, commit_list_, in_chunks, propose_list
 from thinwire.core.merge import step_along_list_
 from thinwire.core.message import WIRE_VERSION
+from thinwire.core.origin import ORIGIN, Origin, checksum_of, without_origin
 from thinwire.core.precision import named_state_dtype, narrowed, state_dtype, stored_dtype
 from thinwire.core.rounding import rounding_seed, store_
 from thinwire.core.select import count_sent
@@ -49,6 +52,9 @@ from thinwire.sync.steady import Steady
 from thinwire.sync.traffic import EXCHANGES
 
 __all__ = ["Attached", "DGCMomentum"]
+
+_OWN = ("momentum_buffer", "residual")
+"""State that differs from rank to rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,6 +328,50 @@ class DGCMomentum(CommonOptimizer):
             bytes_dense=self._dense_bytes,
             wait_s=0.0 if sources is None else sources.wait_s,
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch, with `position`; of this rank, which `load_state_dict` compares.
+
+        `state` has an entry `origin` beside the residual of one parameter: rank, ranks, position and a checksum of
+        residuals and momentum, as an int64 tensor, which every way of saving keeps.
+        """
+        state_dict = self.plain_state_dict()
+        state = state_dict["state"]
+        first = next((key for key, entries in state.items() if "residual" in entries), None)
+        if first is not None:
+            origin = Origin(*place_in(self._process_group), self.position, _own_checksum(state))
+            state_dict["state"] = {**state, first: {**state[first], ORIGIN: origin.packed()}}
+        return state_dict
+
+    def plain_state_dict(self) -> dict[str, Any]:
+        """`state_dict` without the origin, for whoever keeps ranks apart by other means."""
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch, with `position`; names decide whose state it is where named parameters were given.
+
+        Warns:
+            UserWarning: It is another rank's, its tensors come from several ranks, or it has lost its position.
+
+        Raises:
+            ValueError: The groups or shapes do not fit; nothing has changed.
+        """
+        state = state_dict["state"]
+        origin = next((o for entries in state.values() if (o := Origin.read(entries.get(ORIGIN)))), None)
+        bare = {**state_dict, "state": {key: without_origin(entries) for key, entries in state.items()}}
+        if origin is not None and "position" not in bare:
+            bare["position"] = origin.position
+        super().load_state_dict(bare)
+        problem = None
+        if origin is not None:
+            problem = origin.problem(*place_in(self._process_group), _own_checksum(state))
+        elif "position" not in bare and any("residual" in entries for entries in state.values()):
+            problem = (
+                "the state has no position, so that the rampup of sparsity begins anew at update 0: save what "
+                "state_dict() gives as a whole, or set state_dict['position'] to the number of updates made"
+            )
+        if problem is not None:
+            warnings.warn(f"thinwire.optim.DGCMomentum: {problem}", UserWarning, stacklevel=2)
 
     def _check_hyperparameters(self, values: Mapping[str, Any]) -> None:
         momentum = check.real("momentum", values["momentum"], at_least=0)
@@ -688,6 +738,11 @@ def _sample(grad: Tensor) -> Tensor:
 
 def _alike(a: Tensor, b: Tensor) -> Tensor:
     return ((a == b) | (a.isnan() & b.isnan())).all()
+
+
+def _own_checksum(state: Mapping[Any, Mapping[str, Any]]) -> int:
+    """Of residuals and momentum, wherever they lie."""
+    return checksum_of([entries[key] for entries in state.values() for key in _OWN if key in entries])
 
 
 def _wide(param: Tensor) -> torch.dtype:

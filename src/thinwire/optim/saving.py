@@ -15,6 +15,8 @@ from thinwire.optim.by_name import in_order, names_of
 __all__ = ["laid_out", "packed", "remembered", "restoring", "state_dtype"]
 
 _REGULARIZERS: dict[str, type[L1Decay | L2Decay]] = {"L1Decay": L1Decay, "L2Decay": L2Decay}
+_LIKE_THE_PARAMETER = ("momentum_buffer", "residual", "exp_avg", "exp_avg_sq")
+"""State that has the shape of its parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +52,11 @@ def restoring(
     def before(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         extra.update(read_extra(state_dict))
         saved, here = state_dict["param_groups"], optimizer.param_groups
+        groups = in_order(saved, names_of(saved), names_of(here))
+        _require_shapes(groups, state_dict["state"], here)
         return {
             **state_dict,
-            "param_groups": _unpacked(in_order(saved, names_of(saved), names_of(here)), here),
+            "param_groups": _unpacked(groups, here),
             "state": {k: v if as_loaded is None else _hidden(v) for k, v in state_dict["state"].items()},
         }
 
@@ -72,6 +76,20 @@ def restoring(
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _require_shapes(groups: list[dict[str, Any]], state: Mapping[Any, Any], here: list[dict[str, Any]]) -> None:
+    """Without names an order that is another may still show."""
+    keys = (key for group in groups for key in group["params"])
+    params = (param for group in here for param in group["params"])
+    for i, (key, param) in enumerate(zip(keys, params, strict=False)):  # torch compares how many there are
+        for name in _LIKE_THE_PARAMETER:
+            value = state.get(key, {}).get(name)
+            if isinstance(value, Tensor) and value.shape != param.shape:
+                raise ValueError(
+                    f"the state does not fit: {name} of parameter {i} has shape {tuple(value.shape)}, the parameter "
+                    f"has {tuple(param.shape)}. Give the optimizer the parameters in the same order, or named ones"
+                )
 
 
 def remembered(optimizer: torch.optim.Optimizer) -> Callable[[], None]:

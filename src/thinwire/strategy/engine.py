@@ -320,7 +320,7 @@ class Engine:
         """Continue from a `state_dict` of the same rank, bit for bit; on all ranks. No communication.
 
         Warns:
-            UserWarning: A scheduler of then is missing now, or the other way round.
+            UserWarning: It is another rank's; a scheduler of then is missing now, or the other way round.
 
         Raises:
             TypeError: No mapping.

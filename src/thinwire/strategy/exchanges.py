@@ -296,7 +296,7 @@ class LocalSteps:
         self.sync.require_equal()
 
     def state_dict(self) -> dict[str, Any]:
-        return self.sync.state_dict()
+        return self.sync.plain_state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.sync.load_state_dict(state)

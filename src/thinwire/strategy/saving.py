@@ -15,6 +15,8 @@ from thinwire.checkpoint import Loaded, random_state, set_random_state, together
 from thinwire.checkpoint import load as load_checkpoint
 from thinwire.checkpoint import save as save_checkpoint
 from thinwire.checkpoint.combine import Rule
+from thinwire.comm import place_in
+from thinwire.core.origin import ORIGIN, Origin, checksum_of
 from thinwire.errors import CheckpointMismatch
 from thinwire.optim.by_name import in_order
 from thinwire.optim.saving import remembered
@@ -55,7 +57,7 @@ def saved(parts: "Parts", counters: Mapping[str, int], extra: Any = None) -> dic
         "counters": dict(counters),
         "parameters": _copied(_parameters(parts)),
         "buffers": _copied(dict(parts.model.named_buffers())),
-        "optimizer": _copied(parts.optimizer.state_dict()),
+        "optimizer": _copied(getattr(parts.optimizer, "plain_state_dict", parts.optimizer.state_dict)()),
         "optimizer_names": _names(parts),
         "schedulers": _copied(schedulers.saved(parts.optimizer, extra)),
         "exchange": _copied(parts.exchange.state_dict()),
@@ -67,8 +69,9 @@ def saved(parts: "Parts", counters: Mapping[str, int], extra: Any = None) -> dic
 
 
 def with_facts(state: Mapping[str, Any], parts: "Parts") -> dict[str, Any]:
-    """What `saved` gave, for `load`; a checkpoint has the facts beside it, once for all ranks."""
-    return {**state, "facts": _copied(parts.facts)}
+    """What `saved` gave, for `load`, with what it fits and whose it is; a checkpoint has both beside it."""
+    origin = Origin(*place_in(), state["counters"]["step"], checksum_of(_of_ranks(state)))
+    return {**state, "facts": _copied(parts.facts), ORIGIN: origin.packed()}
 
 
 def load(state: Mapping[str, Any], parts: "Parts") -> Restored:
@@ -79,10 +82,19 @@ def load(state: Mapping[str, Any], parts: "Parts") -> Restored:
     changes, problems = _compared(state["facts"], parts)
     if problems:
         raise ValueError(f"state does not fit: {'; '.join(problems)}. Prepare the engine as it was then")
-    rest = {key: value for key, value in state.items() if key != "facts"}
+    rest = {key: value for key, value in state.items() if key not in ("facts", ORIGIN)}
+    origin = Origin.read(state.get(ORIGIN))
     restored = load_all(rest, parts, keep=settings_in_groups(changes), agreed=lambda problem: None)
     _tell_of_changes("the state", changes)
+    problem = None if origin is None else origin.problem(*place_in(), checksum_of(_of_ranks(rest)))
+    if problem is not None:
+        warnings.warn(f"thinwire: {problem}", UserWarning, stacklevel=3)
     return restored
+
+
+def _of_ranks(state: Mapping[str, Any]) -> list[Any]:
+    """The parts of a state that differ from rank to rank."""
+    return [state["optimizer"]["state"], state["exchange"], state["merge"]]
 
 
 @torch.no_grad()

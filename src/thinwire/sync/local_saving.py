@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from thinwire import _validate as check
+from thinwire.core.origin import checksum_of
 from thinwire.sync.local_model import LocalModel
 from thinwire.sync.turns import Counters, Turns
 
-__all__ = ["load", "saved"]
+__all__ = ["load", "own_checksum", "saved"]
 
 _ADVICE = "Load a state of the same model and the same config"
 
@@ -34,6 +35,13 @@ def saved(turns: Turns, bytes_sent: int) -> dict[str, Any]:
         else {"step": flight.step, "measured": _copied(flight.measured or {}), "extras": _copied(flight.extras)},
         "local": _copied(_local(turns.tensors)) if counters.step > counters.whole else None,
     }
+
+
+def own_checksum(state: Mapping[str, Any]) -> int:
+    """Of what is this rank's own in a state; 0 where there is nothing of the kind."""
+    errors = [error for error in (state.get("errors") or {}).values() if bool(error.any())]
+    measured = (state.get("pending") or {}).get("measured")
+    return checksum_of([errors, measured, state.get("local")])
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """Local updates: ranks train on their own and average their parameters now and then."""
 
 import logging
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
 from types import TracebackType
@@ -12,9 +13,10 @@ from torch import Tensor, nn
 
 from thinwire import _validate as check
 from thinwire._version import __version__
-from thinwire.comm import Group, long_waits_logged, next_identity, require_agreement
+from thinwire.comm import Group, long_waits_logged, next_identity, place_in, require_agreement
 from thinwire.core.arithmetic import CURES, arithmetic
 from thinwire.core.message import WIRE_VERSION
+from thinwire.core.origin import ORIGIN, Origin, without_origin
 from thinwire.core.outer import OuterRule
 from thinwire.core.stats import numbers
 from thinwire.sync import local_saving
@@ -76,7 +78,7 @@ class LocalUpdates:
 
     **State** in `state_dict`: counters, interval, first loss and rate, anchors, outer momentum, kept errors, a result
     that is on its way, and this rank's own parameters between two averagings. Every rank saves its own. On another
-    number of ranks each may load the mean of the old ranks' tensors, which keeps the mean of errors and parameters.
+    number of ranks each may load the mean of the old ranks' tensors without its `origin`, which says whose it was.
     **Communication** per averaging: 24 bytes a rank of agreement before and after (more where losses or scales differ),
     one all-reduce per dtype, and for what is compressed one all-gather of equally long messages. Between two averagings
     nothing, but for the first loss and rate of an adaptive interval.
@@ -308,16 +310,32 @@ class LocalUpdates:
         Between two averagings it holds this rank's own parameters and buffers too, since those of rank 0 are copied on
         entry; `load_state_dict` puts them back. The optimizer's state is the optimizer's. No communication.
         """
+        state = self.plain_state_dict()
+        place = place_in(self._process_group)
+        return {**state, ORIGIN: Origin(*place, self.step, local_saving.own_checksum(state)).packed()}
+
+    def plain_state_dict(self) -> dict[str, Any]:
+        """`state_dict` without the origin, for whoever keeps ranks apart by other means."""
         return local_saving.saved(self._open_turns(), int(self.stats()["bytes_sent"]))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict` of the same rank, bit for bit; inside the block, on all ranks. No communication.
 
+        Warns:
+            UserWarning: It is another rank's, and has what is its own: parameters between averagings, kept errors.
+
         Raises:
             RuntimeError: The block has not been entered.
             ValueError: The state belongs to another model or config; nothing has changed.
         """
+        origin = Origin.read(state.get(ORIGIN)) if isinstance(state, Mapping) else None
+        state = without_origin(state)
         local_saving.load(state, self._open_turns())
+        own = local_saving.own_checksum(state)
+        if origin is not None and (origin.checksum or own):
+            problem = origin.problem(*place_in(self._process_group), own)
+            if problem is not None:
+                warnings.warn(f"thinwire.local_sgd: {problem}", UserWarning, stacklevel=2)
         self._restore_bytes(state["bytes_sent"])
 
     def start_anew(self) -> None:

@@ -1,0 +1,83 @@
+"""Whose state it is that was saved, for state that differs from rank to rank."""
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["ORIGIN", "Origin", "checksum_of", "without_origin"]
+
+ORIGIN = "origin"
+"""The key under which an origin lies in a state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a state comes from."""
+
+    rank: int
+    """Which rank's it is."""
+    ranks: int
+    """How many there were."""
+    position: int
+    """Updates that had been made."""
+    checksum: int
+    """Of what is the rank's own, as `checksum_of` gives it."""
+
+    def packed(self) -> Tensor:
+        """As a tensor, which every way of saving keeps: int64, shape (4,)."""
+        return torch.tensor(astuple(self), dtype=torch.int64)
+
+    @classmethod
+    def read(cls, value: object) -> "Origin | None":
+        """What `packed` gave; None for anything else."""
+        if not isinstance(value, Tensor) or value.numel() != 4 or value.dtype != torch.int64:
+            return None
+        return cls(*value.reshape(-1).tolist())
+
+    def problem(self, rank: int, ranks: int, checksum: int) -> str | None:
+        """What is wrong when this rank loads it, in words: it is another rank's, or not what was saved.
+
+        The state of a single process is good for any number of ranks: the mean of what is pending stays the same.
+
+        Args:
+            rank: That loads.
+            ranks: There are now.
+            checksum: Of what is loaded.
+        """
+        cure = (
+            "Residuals and momentum that are still to be applied are each rank's own: let every rank save and load its "
+            "own with engine.save and engine.load, thinwire.integrations.PerRankState, or one file for each rank"
+        )
+        if self.ranks > 1 and (self.rank, self.ranks) != (rank, ranks):
+            return f"rank {rank} of {ranks} loads the state that rank {self.rank} of {self.ranks} saved. {cure}"
+        if self.checksum != checksum:
+            return (
+                f"rank {rank} of {ranks} loads a state that is not what was saved: its tensors were changed or come "
+                f"from several ranks, as torch.distributed.checkpoint mixes them. {cure}"
+            )
+        return None
+
+
+def checksum_of(tree: Any) -> int:
+    """The sum of the CRC-32 of all tensors in a tree, in any order: 63 bits.
+
+    Args:
+        tree: Nested mappings, lists and tuples; anything but tensors is left out. Read only.
+    """
+    if isinstance(tree, Tensor):
+        flat = tree.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return zlib.crc32(flat.numpy().data)
+    if isinstance(tree, Mapping):
+        tree = [value for key, value in tree.items() if key != ORIGIN]
+    return sum(map(checksum_of, tree)) % (1 << 63) if isinstance(tree, list | tuple) else 0
+
+
+def without_origin(tree: Any) -> Any:
+    """The same tree without any origin; containers are new, leaves the same."""
+    if isinstance(tree, Mapping):
+        return {key: without_origin(value) for key, value in tree.items() if key != ORIGIN}
+    return type(tree)(map(without_origin, tree)) if type(tree) in (list, tuple) else tree
