@@ -18,7 +18,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $(INSTALLED)
 
-demo: $(INSTALLED)  ## train dense and compressed over the same slow link, side by side (about three minutes)
+demo: $(INSTALLED)  ## train dense and compressed over the same slow link, side by side (within three minutes)
 	$(BIN)/thinwire compare --workers 2 --link 100mbit --strategies dense fp16 powersgd dgc --size small --seconds 18 --out runs/demo
 
 test: $(INSTALLED)  ## everything that must hold
