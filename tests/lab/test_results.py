@@ -295,6 +295,23 @@ def test_every_strategy_can_be_used_elsewhere(name: str) -> None:
         assert list(fields) == ([recipe.field] if recipe.field else [])
 
 
+def test_no_text_of_a_plot_leaves_its_drawing() -> None:
+    measured = results()
+    for entry in measured["strategies"]:
+        for point, sent in zip(entry["evaluations"], (0.0, 3e7, 1e8), strict=True):
+            point["library_bytes"] = sent
+    plots = re.findall(r'<svg class="plot.*?</svg>', render(measured), flags=re.DOTALL)
+    assert len(plots) == 6
+    ends = 0
+    for plot in plots:
+        width = float(re.findall(r'viewBox="0 0 (\d+)', plot)[0])
+        for x, anchor, text in re.findall(r'<text class="tick" x="([\d.]+)"[^>]*anchor="(\w+)">([^<]*)<', plot):
+            share = {"start": 1.0, "middle": 0.5, "end": 0.0}[anchor]
+            assert float(x) + share * 7 * len(text) <= width, text
+            ends += anchor == "end" and "MB" in text
+    assert ends  # "100 MB" would have left it
+
+
 @pytest.mark.parametrize(
     ("values", "logarithmic"),
     [([0.0, 90.3], False), ([2.41, 2.68], False), ([5.0], False), ([0.0], False), ([1e3, 9e8], True), ([7e5], True)],

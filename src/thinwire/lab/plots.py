@@ -29,6 +29,8 @@ _SHAPES = (
     '<path d="M-4.2-2.4-2.4-4.2 0-1.8 2.4-4.2 4.2-2.4 1.8 0 4.2 2.4 2.4 4.2 0 1.8-2.4 4.2-4.2 2.4-1.8 0Z"/>',
     '<path d="M-1.4-4.4H1.4V4.4H-1.4Z"/>',
 )  # fmt: skip
+_WIDE = 7.5
+"""Room for a letter of a tick's text, in units of the drawing."""
 _DASHES = ("", "", "", "", "7 3", "2 3", "9 3 2 3", "4 2")
 
 
@@ -124,10 +126,18 @@ def _grid(frame: _Frame, x: Axis, y: Axis, form: Callable[[float], str]) -> list
     rules += [f"M{x.place(tick):.1f} {frame.top:g}V{bottom:g}" for tick in x.ticks(frame.x_ticks)]
     texts = [
         *(_text(frame.left - 6, y.place(tick) + 4, f"{tick:.3g}", "end") for tick in y.ticks(frame.y_ticks)),
-        *(_text(x.place(tick), bottom + 17, form(tick), "middle") for tick in x.ticks(frame.x_ticks)),
+        *(_under(frame, x.place(tick), form(tick)) for tick in x.ticks(frame.x_ticks)),
     ]
     edge = f"M{frame.left:g} {frame.top:g}V{bottom:g}H{right:g}"
     return [f'<path class="grid" d="{"".join(rules)}"/>', f'<path class="edge" d="{edge}"/>', *texts]
+
+
+def _under(frame: _Frame, x: float, text: str) -> str:
+    """A tick's text below the frame, moved to the left where it would leave the drawing."""
+    y = frame.height - frame.bottom + 17
+    if x + _WIDE * len(text) / 2 > frame.width:
+        return _text(frame.width - 1, y, text, "end")
+    return _text(x, y, text, "middle")
 
 
 def _text(x: float, y: float, text: str, anchor: str, kind: str = "tick") -> str:

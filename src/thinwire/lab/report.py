@@ -15,15 +15,16 @@ from thinwire.lab.winner import to_use
 
 __all__ = ["render", "write_report"]
 
+_ABOVE = "Lines that come in over the upper edge begin at the loss before the first step."
 _PLOTS = (
-    ("Loss against time", "seconds", "training time in seconds, evaluation not counted", ""),
+    ("Loss against time", "seconds", "training time in seconds, evaluation not counted", _ABOVE),
     (
         "Loss against bytes",
         "library_bytes",
         "bytes sent per worker, logarithmic",
         "Counted by the library; the evaluation before the first step is left out.",
     ),
-    ("Loss against steps", "step", "steps", ""),
+    ("Loss against steps", "step", "steps", _ABOVE),
 )
 _STEP_NOTE = (
     "A steady step is one after the ramp of the method. The compute-only step is the same step "
