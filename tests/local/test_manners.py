@@ -429,3 +429,17 @@ def subgroup(rank: int, size: int) -> str:
 
 def test_leaving_without_a_step_averages_nothing(ranks: Pool) -> None:
     assert len(set(ranks.run(subgroup, size=4))) == 4
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As some packages make them: an Optimizer by name, without its constructor."""
+
+    def __init__(self, inside: torch.optim.Optimizer) -> None:
+        self.optimizer = inside
+        self.param_groups = inside.param_groups
+
+
+def test_a_wrapper_that_takes_no_hooks_is_refused_in_words() -> None:
+    model = Bag()
+    with pytest.raises(TypeError, match="the optimizer that it wraps"):
+        tw.local_sgd(model, Wrapper(sgd(model)), tw.LocalSGD(2))

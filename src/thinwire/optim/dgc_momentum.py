@@ -315,14 +315,16 @@ class DGCMomentum(CommonOptimizer):
         """This rank so far, flat and in numbers only; the names are those of `thinwire.core.stats.numbers`.
 
         With nodes `bytes_sent` has the dense traffic inside the node too; `bytes_between_nodes` is what left it.
-        `sparsity` is that of the first group in the next update.
+        `sparsity` is that of the first group in the next update. Where a DistributedDataParallel model was found that
+        averages besides, because `attach` was forgotten, what it sends counts too.
         """
         sources = None if self._exchange is None else self._exchange.sources
+        besides = 0 if self._exchange is None else self._exchange.bytes_before
         return numbers(
             step=self.position,
             dropped_steps=0 if self._exchange is None else self._exchange.drops.total,
             sparsity=self._sparsity_of(self.param_groups[0]) or 0.0,
-            bytes_sent=0 if sources is None else sources.bytes_sent,
+            bytes_sent=besides + (0 if sources is None else sources.bytes_sent),
             bytes_received=0 if sources is None else sources.bytes_received,
             bytes_between_nodes=sources.bytes_between_nodes if isinstance(sources, Nodes) else None,
             bytes_dense=self._dense_bytes,

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,7 @@ from thinwire.sync.dgc_config import DGC
 from thinwire.sync.digest import DIGEST_EVERY, RollingDigest, optimizer_state
 from thinwire.sync.gradient_mean import GradientMean
 from thinwire.sync.local_sgd import LocalUpdates
+from thinwire.sync.unwrapping import bare_optimizer
 
 if TYPE_CHECKING:
     from thinwire.strategy.distributed_strategy import DistributedStrategy
@@ -119,6 +120,7 @@ def prepare(
         grad_clip=grad_clip,
         find_unused_parameters=check.boolean("find_unused_parameters", find_unused_parameters),
     )
+    optimizer = cast("torch.optim.Optimizer", bare_optimizer(optimizer))  # of a wrong kind, it is refused next
     _check_kinds(model, optimizer, loss_fn, grad_clip)
     digest_every = check.integer("digest_every", digest_every, at_least=0)
     begin_s = time.perf_counter()

@@ -55,6 +55,8 @@ class Report:
     """Of what all ranks must hold alike before this step; see `RollingDigest`."""
     damaged: str | None = None
     """What of this rank's own state changed since the library last wrote it."""
+    likeness: str | None = None
+    """Of a sample of what this rank brings, in the first steps; see `Likeness`."""
     scale: float | None = None
     """This rank's loss scale, where each rank has its own."""
     state: list[str] = field(default_factory=list)

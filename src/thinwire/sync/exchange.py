@@ -14,6 +14,7 @@ from thinwire.errors import PayloadCorrupt, ThinwireError
 from thinwire.sync.agreement import ABSENT, DENSE, ROW_SPARSE, Drops, Report, agree_on_step
 from thinwire.sync.digest import RollingDigest
 from thinwire.sync.flags import Flags, dense_flag, read_flags
+from thinwire.sync.likeness import Likeness
 from thinwire.sync.own_state import OwnState
 from thinwire.sync.round import Round, SparseGradient
 from thinwire.sync.settings import Settings
@@ -93,6 +94,9 @@ class GradientExchange:
         """Of what all ranks must hold alike before every step, if that is to be compared."""
         self.own: OwnState | None = None
         """What only this rank holds, if its memory is to be watched; whoever writes it seals it."""
+        self.likeness = Likeness("gradients")
+        self.bytes_before = 0
+        """What a DistributedDataParallel model that averages besides has sent, since it was found."""
         self._settings = Settings()
         self.steady = Steady()
         """Which tensors have a dense gradient on every rank, step after step."""
@@ -245,7 +249,7 @@ class GradientExchange:
         sparse, dense, finite = self._split(grads)
         [bad], _ = read_flags([finite])
         report = Report(step, "proposed", kinds=self._kinds(grads), non_finite=bad, overflow=overflow, misuse=misuse)
-        reports = self._agree(report)
+        reports = self._agree_and_compare(report, grads)
         self.steady.see([each.kinds for each in reports])
         if self._dropped(reports, last=False):
             return None
@@ -273,7 +277,7 @@ class GradientExchange:
     ) -> Round | None:
         """As flat, but only the mean over a node shows what it would send; the vote tells if it is not finite."""
         report = Report(step, "proposed", kinds=self._kinds(grads), overflow=overflow, misuse=misuse)
-        reports = self._agree(report)
+        reports = self._agree_and_compare(report, grads)
         self.steady.see([each.kinds for each in reports])
         if self._dropped(reports, last=False):
             return None
@@ -343,6 +347,15 @@ class GradientExchange:
             report = replace(report, sum_non_finite=one_round.sum_non_finite)
         rates = [] if self.optimizer is None else _rates_of(self.optimizer)
         return self._agree(replace(report, rates=rates))
+
+    def _agree_and_compare(self, report: Report, grads: Mapping[int, Tensor]) -> list[Report]:
+        """Also whether all ranks bring the same, which would make the exchange useless."""
+        reports = self._agree(replace(report, likeness=self.likeness.of(grads.values(), self.group.size)))
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        self.likeness.hear([each.likeness for each in reports], (p for group in groups for p in group["params"]))
+        if self.likeness.averaged_before:
+            self.bytes_before += sum(grad.numel() * grad.element_size() for grad in grads.values())
+        return reports
 
     def _agree(self, report: Report) -> list[Report]:
         settings = [] if self.optimizer is None else self._settings.of(self.optimizer)

@@ -198,11 +198,11 @@ class GradientMean:
     def _counted(self) -> Iterator[None]:
         sources = self._exchange.sources
         sent, received, waited = sources.bytes_sent, sources.bytes_received, sources.wait_s
-        crossed = _crossed(sources)
+        crossed, besides = _crossed(sources), self._exchange.bytes_before
         try:
             yield
         finally:
-            self._bytes_sent += sources.bytes_sent - sent
+            self._bytes_sent += sources.bytes_sent - sent + self._exchange.bytes_before - besides
             self._bytes_received += sources.bytes_received - received
             self._bytes_between_nodes += _crossed(sources) - crossed
             self._wait_s += sources.wait_s - waited

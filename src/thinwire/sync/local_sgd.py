@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from thinwire.sync.local_config import AdaptiveLocalSGD, LocalConfig, LocalSGD
 from thinwire.sync.local_model import LocalModel
 from thinwire.sync.pace import Pace
 from thinwire.sync.turns import Counters, OwnScale, Turns, parts_of
+from thinwire.sync.unwrapping import bare_optimizer
 
 __all__ = ["LocalUpdates", "local_sgd"]
 
@@ -51,6 +52,7 @@ def local_sgd(
     Args:
         model: The bare model, the same on all ranks; not wrapped in DistributedDataParallel.
         optimizer: Any optimizer of its parameters that does not exchange by itself. Every call of its `step` counts.
+            One that Accelerate, the Trainer of transformers or Lightning has wrapped is taken out of its wrapper.
         config: `LocalSGD` or `AdaptiveLocalSGD`.
         process_group: The ranks that average; None for all of them. One process alone works too.
         digest_every: Steps within which a difference between the ranks' anchors, outer momentum or frozen parameters is
@@ -112,6 +114,7 @@ class LocalUpdates:
                     "dgc.state_dtype is 'bfloat16', but what an averaging does not send is kept in the type of its "
                     "anchor: leave state_dtype out"
                 )
+        optimizer = cast("torch.optim.Optimizer", bare_optimizer(optimizer))  # of a wrong kind, it is refused below
         self._tensors = LocalModel(model, optimizer)
         parts_of(self._tensors, config.fragments)  # refuses more fragments than parameters
         self._config = config
@@ -122,6 +125,7 @@ class LocalUpdates:
         self._counters = Counters(last=config.begin_step)
         self._bytes_elsewhere = self._received_before = self._skipped = 0
         self._waited_before = 0.0
+        self._sent_by_ddp = 0
         self._group: Group | None = None
         self._turns: Turns | None = None
         self._hooks: list[Any] = []
@@ -200,6 +204,8 @@ class LocalUpdates:
         group, k_steps = self._group, self.k_steps
         with long_waits_logged(f"local step {self.step + 1}", lambda: group.wait_s):
             turns.after_step()
+        if turns.likeness.averaged_before:
+            self._sent_by_ddp += sum(p.numel() * p.element_size() for p in self._tensors.params.values())
         if self.synced:
             _log.debug("averaged after local step %d", self.step)
         if self.k_steps != k_steps:
@@ -298,7 +304,7 @@ class LocalUpdates:
             k_steps=self.k_steps,
             sparsity=sparsity,
             loss_scale=1.0 if self._scaler is None else self._scaler.scale,
-            bytes_sent=0 if group is None else group.bytes_sent + self._bytes_elsewhere,
+            bytes_sent=self._sent_by_ddp + (0 if group is None else group.bytes_sent + self._bytes_elsewhere),
             bytes_received=0 if group is None else group.bytes_received - self._received_before,
             bytes_dense=4 * self._tensors.numel * self.step,
             wait_s=0.0 if group is None else group.wait_s - self._waited_before,

@@ -12,6 +12,7 @@ from thinwire.errors import PayloadCorrupt
 from thinwire.sync.agreement import Report, agree_on_step
 from thinwire.sync.averaging import Averaging, Flight
 from thinwire.sync.digest import RollingDigest
+from thinwire.sync.likeness import Likeness
 from thinwire.sync.local_config import LocalConfig
 from thinwire.sync.local_model import LocalModel
 from thinwire.sync.own_state import OwnState
@@ -72,6 +73,7 @@ class Turns:
         self.counters = counters
         self.synced = False
         """Whether the last step took part in an averaging (with a delay: measured one)."""
+        self.likeness = Likeness("changes")
         self.pending: Flight | None = None
         """An averaging that is on its way."""
         self._group = group
@@ -173,20 +175,22 @@ class Turns:
             if (culprit := flight.first_not_finite()) is not None:
                 problem = f"{culprit} is not finite at the averaging of step {step}: lower the learning rate, clip"
                 problem += " gradients, or look at the data of that rank"
-        reports = self._agree(phase, problem, list(state))
+        likeness = None if flight is None else self.likeness.of(flight.moved.values(), self._group.size)
+        reports = self._agree(phase, problem, list(state), likeness)
+        self.likeness.hear([report.likeness for report in reports], self.tensors.params.values())
         assert flight is not None
         # a rank whose parameters got no gradient yet has no state to give
         common = set(state).intersection(*(report.state for report in reports))
         flight.extras = {key: v for key, v in flight.extras.items() if key not in state or key in common}
         return flight, reports
 
-    def _agree(self, phase: str, problem: str | None, state: list[str]) -> list[Report]:
+    def _agree(self, phase: str, problem: str | None, state: list[str], likeness: str | None = None) -> list[Report]:
         loss, rate = self.pace.report()
         scale = None if self._scaler is None else self._scaler.scale
         report = Report(self.counters.step, phase, misuse=problem, loss=loss, rate=rate, scale=scale, state=state)
         if state or phase.startswith("averaging"):
             report = replace(report, damaged=self._damage())
-        return self._vote(report)
+        return self._vote(replace(report, likeness=likeness))
 
     def _share_scale(self, reports: Sequence[Report]) -> None:
         scales = [report.scale for report in reports if report.scale is not None]

@@ -1,0 +1,98 @@
+"""A forgotten `attach`, or local updates inside DDP, is noticed, and the statistics do not claim what is not saved."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire as tw
+from tests.ranks import Pool
+from tests.strategy.training import batch, make_model
+
+cross_entropy = nn.functional.cross_entropy
+SPARSE: dict[str, Any] = {"sparsity": (0.99,), "min_numel": 64}
+
+
+def told(rank: int, size: int, case: str, same_data: bool = False) -> tuple[list[str], dict[str, float], list[float]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 4)) if "wide" in case else make_model(plain=True)
+    ddp = DistributedDataParallel(model) if "ddp" in case else model
+    dgc = tw.optim.DGCMomentum(model.parameters(), lr=0.1, **SPARSE)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        stats = trained(case, rank * (not same_data), model, ddp, dgc, sgd)
+    values = [float(v) for p in model.parameters() for v in p.detach().reshape(-1)]
+    return [str(each.message) for each in said], stats, values
+
+
+def trained(case: str, part: int, model: nn.Module, ddp: nn.Module, dgc: Any, sgd: Any) -> dict[str, float]:
+    steps = [batch(step, part) for step in range(12)]
+    if "local" in case:
+        with tw.local_sgd(model, sgd, tw.LocalSGD(2, compression=tw.Sparse(0.99))) as sync:
+            for x, y in steps:
+                sgd.zero_grad()
+                cross_entropy(ddp(x), y).backward()
+                sgd.step()
+            return sync.stats()
+    if "engine" in case:
+        engine = tw.DistributedStrategy(dgc=tw.DGC(**SPARSE)).prepare(model, sgd)
+        for x, y in steps:
+            engine.minimize(cross_entropy(ddp(x), y))
+        return engine.stats()
+    if "attached" in case:
+        dgc.attach(ddp)
+    for x, y in steps:
+        dgc.zero_grad()
+        cross_entropy(ddp(x), y).backward()
+        dgc.step()
+    return dict(dgc.stats())
+
+
+@pytest.mark.parametrize("case", ["ddp wide", "ddp engine wide", "ddp local wide"])
+def test_a_dense_average_before_is_noticed_once_and_counted(case: str, ranks: Pool) -> None:
+    for said, stats, values in (answers := ranks.run(told, case)):
+        assert len(said) == 1
+        assert "DistributedDataParallel averages" in said[0]
+        assert ("ddp.module" if "local" in case else "optimizer.attach(ddp)") in said[0]
+        assert stats["ratio"] < 2  # dense in nearly every step, and what is sparse besides
+        assert values == answers[0][2]
+
+
+@pytest.mark.parametrize("case", ["bare", "ddp attached", "engine", "local"])
+def test_a_healthy_run_hears_nothing(case: str, ranks: Pool) -> None:
+    for said, stats, _ in ranks.run(told, case):
+        assert said == []
+        assert stats["bytes_sent"] > 0
+
+
+@pytest.mark.parametrize("case", ["bare", "engine", "local"])
+def test_ranks_with_the_same_data_hear_it_once_and_go_on(case: str, ranks: Pool) -> None:
+    for said, _, _ in ranks.run(told, case, True):
+        assert len(said) == 1
+        assert "same batches" in said[0]
+
+
+@pytest.mark.parametrize("case", ["bare", "engine", "local"])
+def test_alone_nothing_is_compared(case: str) -> None:
+    assert told(0, 1, case)[0] == []
+
+
+def still(rank: int, size: int) -> list[str]:
+    """Gradients of zero say nothing."""
+    model = make_model(plain=True)
+    optimizer = tw.optim.DGCMomentum(model.parameters(), lr=0.1, **SPARSE)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            for p in model.parameters():
+                p.grad = torch.zeros_like(p)
+            optimizer.step()
+    return [str(each.message) for each in said]
+
+
+def test_gradients_of_zero_are_no_reason(ranks: Pool) -> None:
+    assert ranks.run(still) == [[], []]
