@@ -121,7 +121,7 @@ def test_bytes_received_count_what_came(ranks: Pool) -> None:
     """Dense gradients as a whole, and agreements."""
     (stats, *_) = ranks.run(dense)
     whole = stats["bytes_dense"]
-    assert whole < stats["bytes_received"] < whole + 200 * stats["step"]
+    assert whole < stats["bytes_received"] < whole + 2000
 
 
 def dense(rank: int, size: int) -> dict[str, Any]:

@@ -349,3 +349,21 @@ def test_absent_gradients_have_the_type_of_those_that_are_there(ranks: Pool) -> 
     (first, sent), (second, _) = ranks.run(narrow)
     assert first == second
     assert sent > 0
+
+
+def rows_joined(rank: int, size: int) -> list[float]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Flatten(), nn.Linear(8, 2))
+    optimizer = tw.optim.LazyAdam(model.parameters(), lr=0.1)
+    amp = tw.AMP("bfloat16", tw.DynamicLossScale(init_loss_scale=8.0, scale_window=2))
+    engine = tw.DistributedStrategy(amp=amp).prepare(model, optimizer, cross_entropy)
+    with engine.join():
+        for step in range(5 if rank else 2):
+            engine.train_step(torch.tensor([[step, 7 - rank]]), torch.tensor([rank]))
+    assert engine.step == 5
+    return [*flat(model), engine.stats()["loss_scale"]]
+
+
+def test_row_sparse_gradients_and_a_loss_scale_join_too(ranks: Pool) -> None:
+    first, second = ranks.run(rows_joined)
+    assert first == second

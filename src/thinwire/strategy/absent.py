@@ -20,10 +20,12 @@ _TYPES = (
     torch.complex128,
 )
 _CODES = {dtype: code for code, dtype in enumerate(_TYPES, start=1)}
+_ROW_SPARSE = 16
+"""Added to the code of a row-sparse gradient: optimizers treat these in their own way, on all ranks or on none."""
 
 
 class AbsentAsZero:
-    """Completes the gradients of an update by zeros, in the type of those that other ranks have.
+    """Completes the gradients of an update by zeros, in type and layout of those that other ranks have.
 
     A parameter without gradient on all ranks stays without.
 
@@ -58,15 +60,28 @@ class AbsentAsZero:
         Raises:
             Mismatch: A rank is in another call of this library.
         """
-        mine = bytes(_CODES[grads[name].dtype] if name in grads else 0 for name in self._params)
+        mine = bytes(_code(grads[name]) if name in grads else 0 for name in self._params)
         what = "comparing which parameters have a gradient"
         answers = self._group.gather_bytes(mine, what=what)
         for rank, answer in enumerate(answers):
-            if len(answer) != len(mine) or max(answer, default=0) > len(_TYPES):
+            if len(answer) != len(mine) or any(code % _ROW_SPARSE > len(_TYPES) for code in answer):
                 raise elsewhere(what, rank)
         whole = dict(grads)
         for (name, param), codes in zip(self._params.items(), zip(*answers, strict=True), strict=True):
             code = next(filter(None, codes), 0)
             if code and name not in grads:
-                whole[name] = torch.zeros_like(param, dtype=_TYPES[code - 1], requires_grad=False)
+                whole[name] = _zeros(param, code)
         return whole
+
+
+def _code(grad: Tensor) -> int:
+    return _CODES[grad.dtype] + (_ROW_SPARSE if grad.is_sparse else 0)
+
+
+def _zeros(param: Parameter, code: int) -> Tensor:
+    dtype = _TYPES[code % _ROW_SPARSE - 1]
+    if code < _ROW_SPARSE:
+        return torch.zeros_like(param, dtype=dtype, requires_grad=False)
+    rows = torch.zeros((1, 0), dtype=torch.int64, device=param.device)
+    values = torch.zeros((0, *param.shape[1:]), dtype=dtype, device=param.device)
+    return torch.sparse_coo_tensor(rows, values, param.shape, is_coalesced=True, check_invariants=False)
