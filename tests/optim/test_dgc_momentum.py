@@ -602,7 +602,7 @@ def test_a_rank_killed_between_two_buckets_leaves_the_others_unchanged(ranks: Po
 
 def other_calls(rank: int, size: int) -> None:
     p, optimizer = one_param()
-    p.grad = torch.ones(600)
+    p.grad = torch.full((600,), 1.0 + rank)
     optimizer.step()
     if rank == 0:
         optimizer.step()

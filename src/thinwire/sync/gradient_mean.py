@@ -246,6 +246,8 @@ class GradientMean:
         for name, residual in self.residuals.items():
             residual.copy_(narrowed(came[name], residual.dtype))
         self._nodes_compared = False
+        if bytes_sent:
+            self._exchange.likeness.skip()
         self.drops.total, self.drops.in_a_row, self._bytes_sent = total, in_a_row, bytes_sent
 
     def _misuse(self, grads: Mapping[str, Tensor]) -> str | None:

@@ -33,6 +33,10 @@ class Likeness:
         self._equal_in_a_row = 0
         self._done = False
 
+    def skip(self) -> None:
+        """Compare nothing any more: the run that goes on has been compared."""
+        self._done = True
+
     def of(self, tensors: Iterable[Tensor], ranks: int) -> str | None:
         """Of a sample of what this rank brings; None where that is nothing but zeros, or nothing is to be compared."""
         if self._done or ranks == 1:
