@@ -47,8 +47,9 @@ def require_agreement(
     for rank, row in enumerate(rows):
         if facts and not facts.keys() & row.keys():
             raise elsewhere(what, rank)
-    if versions:
-        _warn_of_versions([row.pop(_VERSIONS, {}) for row in rows])
+    builds = [row.pop(_VERSIONS, None) for row in rows]
+    if all(build is not None for build in builds):  # else a rank compares something else, which is told below
+        _warn_of_versions(builds)
     first, *others = (dict(_entries("", row)) for row in rows)
     for rank, other in enumerate(others, start=1):
         for where in [*first, *other]:
