@@ -24,6 +24,7 @@ class Model(nn.Module):
     def __init__(self, vocabulary: int, width: int, blocks: int) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
+        nn.init.normal_(self.tokens.weight, std=0.02)
         self.blocks = nn.Sequential(
             *(nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(blocks))
         )

@@ -33,9 +33,11 @@ def main() -> int:
     parser.add_argument("--times", type=int, help="at most so many of each")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--quick", action="store_true", help="only the few that run as tests")
     parser.add_argument("--list", action="store_true")
     given = parser.parse_args()
     chosen = [a for a in ATTACKS if not given.names or any(_fits(a, name) for name in given.names)]
+    chosen = [a for a in chosen if a.quick or not given.quick]
     if given.list:
         print("\n".join(f"{a.letter}  {a.times:4}  {a.name}" for a in chosen))
         return 0

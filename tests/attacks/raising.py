@@ -283,23 +283,22 @@ _PLACES = (
 )  # fmt: skip
 ATTACKS = [
     *(
-        Attack("e", f"{place}, {'every rank' if all_ else 'one rank'}", raises(place, everywhere=all_), times=10,
-               quick=(place, all_) == ("optimizer raises, dgc", True))
+        Attack("e", f"{place}, {'every rank' if all_ else 'one rank'}", raises(place, everywhere=all_), times=10)
         for place in _PLACES
         for all_ in (False, True)
     ),
     Attack("e", "killed while buffers are compared", dies_in_buffers, times=5),
     *(
-        Attack("f", f"sparsity changed on one rank, {way}", sparsity(way), times=10, quick=way == "dgc")
+        Attack("f", f"sparsity changed on one rank, {way}", sparsity(way), times=10)
         for way in ("dgc", "alone", "attach")
     ),
     *(
-        Attack("f", f"a vote claims 2^60 bytes, {way}", boasts(way), times=10, quick=way == "dgc")
+        Attack("f", f"a vote claims 2^60 bytes, {way}", boasts(way), times=10)
         for way in ("dense", "dgc", "local")
     ),
-    Attack("g", "one outlier clipped after attach, one rank", clips(everywhere=False), times=20, quick=True),
+    Attack("g", "one outlier clipped after attach, one rank", clips(everywhere=False), times=20),
     Attack("g", "one outlier clipped after attach, every rank", clips(everywhere=True), times=20),
-    Attack("g", "a sum overflows, dense", overflows("dense"), times=10, quick=True),
+    Attack("g", "a sum overflows, dense", overflows("dense"), times=10),
     Attack("g", "a sum overflows, gather", overflows("dgc", "gather"), times=10),
     Attack("g", "a sum overflows, split", overflows("dgc", "split"), times=10),
 ]  # fmt: skip

@@ -1,5 +1,6 @@
 """What the attacks train: a small model in any of the ways, with a place at which something is done to one rank."""
 
+import ctypes
 import hashlib
 import random
 import time
@@ -167,20 +168,21 @@ def under_attack(trainer: Trainer, attack: Callable[[], None] | None, *, at: int
                     seen.error, seen.text = type(error).__name__, str(error)
                     seen.family = isinstance(error, ThinwireError)
     seen.after, seen.common = trainer.digest(), trainer.common()
+    if trainer.sync is not None:
+        seen.before = seen.after  # the step of this rank alone is made before the averaging that fails
     if seen.error:
         seen.updates = max(seen.updates, 0) + 1
     return seen
 
 
 def flip_bit(tensor: Tensor, chance: random.Random) -> str:
-    """Change one bit of one entry, in place, which must change the value; returns what was done."""
-    flat = tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1)
-    assert flat.data_ptr() == tensor.data_ptr()
-    index = chance.randrange(flat.numel())
-    bit = chance.randrange(8 * flat.element_size())
-    raw = flat.view(torch.uint8)
-    raw[index * flat.element_size() + bit // 8] ^= 1 << (bit % 8)
-    return f"bit {bit} of entry {index}"
+    """Change one bit of one entry, in memory: torch does not hear of it; returns what was done."""
+    assert tensor.is_contiguous() or tensor.t().is_contiguous(), "its memory has no holes"
+    count = tensor.numel() * tensor.element_size()
+    memory = (ctypes.c_uint8 * count).from_address(tensor.data_ptr())
+    byte, bit = chance.randrange(count), chance.randrange(8)
+    memory[byte] ^= 1 << bit
+    return f"bit {bit} of byte {byte}"
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
