@@ -40,8 +40,8 @@ def main() -> None:
             print(f"step {step + 1}: loss {loss.item():.3f}")
     engine.flush()
 
-    engine.save("checkpoints")  # every rank its part; survives a kill at any point
-    engine.load("checkpoints")  # goes on bit for bit, also on another number of ranks
+    engine.save("checkpoints", extra={"epoch": 1})  # every rank its part; survives a kill at any point
+    engine.load("checkpoints", if_any=True)  # goes on bit for bit, also on another number of ranks; engine.extra
     if dist.is_initialized():
         dist.destroy_process_group()
 
