@@ -7,7 +7,7 @@ import torch.distributed as dist
 from tests.ranks import Pool
 from thinwire import StrategyError
 from thinwire.comm import Group
-from thinwire.comm import grid as grid_module
+from thinwire.comm import private as private_module
 from thinwire.comm.grid import Grid
 from thinwire.errors import ThinwireError
 
@@ -61,7 +61,7 @@ def made_twice_then_released(rank: int, size: int) -> str:
     assert first.stage_group is second.stage_group
     assert Grid(1).stage_group is not first.stage_group
     dist.all_reduce(torch.ones(1), group=first.stage_group)
-    grid_module._release_groups()
+    private_module._release_all()
     with pytest.raises(ThinwireError, match="released") as caught:
         _ = second.stage_group
     with pytest.raises(ThinwireError, match="released"):

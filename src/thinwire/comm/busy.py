@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from thinwire.comm.deadline import own_deadlines
 from thinwire.comm.group import Group
 from thinwire.comm.handshake import elsewhere, mapping_of
 from thinwire.errors import ThinwireError
@@ -118,7 +119,8 @@ def _answers(group: Group, what: str, work: _Work, limit_s: float | None) -> lis
             answer = {"busy": True}
             if limit_s is not None and time.monotonic() - begun >= limit_s:
                 answer = {"problem": f"it did not end within {limit_s:g} s", "late": True}
-        rows = group.gather_bytes(json.dumps({"work": what, **answer}).encode(), what=what)
+        with own_deadlines():
+            rows = group.gather_bytes(json.dumps({"work": what, **answer}).encode(), what=what)
         answers = [mapping_of(row) for row in rows]
         for rank, row in enumerate(answers):
             if row.get("work") != what:

@@ -1,18 +1,14 @@
-"""Turning what a backend says about a broken exchange into one of our errors."""
+"""Turning what a backend says about a broken exchange into one of our errors, and saying truly whose fault it is."""
 
 import re
-import time
-from typing import TYPE_CHECKING
 
+from thinwire.comm.courier import Courier, Sighting
 from thinwire.errors import PeerLost, PeerStalled, ThinwireError
 
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+__all__ = ["explain_failure"]
 
-__all__ = ["explain_failure", "silent_ranks"]
-
-_KEY = "thinwire/failed"
-
+_PATIENCE_S = 0.5
+"""For the reports of ranks that are alive: their exchange fails within milliseconds of this one's."""
 _STALLED = re.compile(r"timed? ?out|timeout|watchdog", re.IGNORECASE)
 _LOST = re.compile(
     r"connection (closed|reset|refused|aborted)|closed by peer|broken pipe|remote (worker|process)|socket|aborted",
@@ -20,61 +16,83 @@ _LOST = re.compile(
 )
 
 
-def silent_ranks(store: "Store", rank: int, size: int, *, patience_s: float) -> list[int] | None:
-    """The ranks that do not say, within `patience_s` seconds, that their exchange failed too.
-
-    The backend knows addresses, not ranks. A rank that is dead or stopped cannot report, all others do.
-
-    Args:
-        store: Of the group; its host may be the dead rank.
-        rank: This rank, which reports.
-        size: Number of ranks in the group.
-        patience_s: How long to wait for the reports of others.
-
-    Returns:
-        Ascending, or None where the store does not answer.
-    """
-    try:
-        store.set(f"{_KEY}/{rank}", "1")
-        deadline = time.monotonic() + patience_s
-        while True:
-            silent = [r for r in range(size) if not store.check([f"{_KEY}/{r}"])]
-            if not silent or time.monotonic() > deadline:
-                return silent
-            time.sleep(0.02)
-    except RuntimeError:  # the store went with its host; the error at hand matters more
-        return None
-
-
 def explain_failure(
-    error: RuntimeError, *, what: str, rank: int, size: int, timeout_s: float, store: "Store | None"
+    error: RuntimeError, *, what: str, rank: int, size: int, within: str, courier: Courier | None
 ) -> ThinwireError:
-    """The error to raise on this rank for a collective that failed; keep `error` as its cause.
+    """The error to raise on this rank for a collective that failed; keep `error` as its cause. Takes at most 1 s.
 
     Args:
         error: What the backend raised.
         what: The exchange in plain words, such as "gathering messages".
         rank: This rank.
         size: Number of ranks in the group.
-        timeout_s: Time-out of the group, in seconds.
-        store: Of the group, through which ranks that still live report; None where there is none.
+        within: For how long this rank has waited at most, with the unit.
+        courier: Through which ranks that still live report; None where there is none.
 
     Returns:
-        `PeerStalled` for a time-out, `PeerLost` for a closed connection, else `ThinwireError`.
+        `PeerStalled` for a time-out, here or on the rank that hung up; `PeerLost` for a closed connection; else
+        `ThinwireError`.
     """
     text = str(error)
     stalled, lost = _STALLED.search(text), _LOST.search(text)
     where = f"rank {rank} of {size}, {what}"
     if not (stalled or lost):
         return ThinwireError(f"{where} failed: {text}")
-    silent = silent_ranks(store, rank, size, patience_s=2.0 if stalled else 0.5) if store is not None else None
-    who = f"rank {', '.join(map(str, silent))}" if silent else "another rank"
-    if stalled:
-        return PeerStalled(
-            f"{where}: {who} did not take part within {timeout_s:g} s. See the logs of the others: one is "
-            f"stopped, far slower, or does not call this step. Nothing of this exchange was applied. ({text})"
+    seen = None if courier is None else courier.ask("stalled" if stalled else "lost", _PATIENCE_S)
+    others = None if seen is None else {r: s for r, s in enumerate(seen) if r != rank}
+    if stalled or (others and any(s is not None and s.failed == "stalled" for s in others.values())):
+        return PeerStalled(f"{where}: {_who_stalled(others, within, what, known=courier is not None)} ({text})")
+    return PeerLost(f"{where}: {_who_left(others)}; restart from the last checkpoint. ({text})")
+
+
+def _who_stalled(others: dict[int, Sighting | None] | None, within: str, what: str, *, known: bool) -> str:
+    end = "Nothing of this exchange was applied."
+    if others is None:
+        why = (
+            "The store of the process group does not answer either: its host, or the network of this rank, is stopped "
+            "or cut off. "
         )
-    return PeerLost(
-        f"{where}: {who} closed its connection, it died or left after an error of its own. Nothing of this "
-        f"exchange was applied; restart from the last checkpoint. ({text})"
+        return f"another rank did not take part within {within}. {why if known else ''}{end}"
+    away = {r: s for r, s in others.items() if s is None or not (s.failed or (s.waiting and not _is_silent(s)))}
+    if away:
+        told = "; ".join(f"rank {rank} {_place_of(sighting)}" for rank, sighting in away.items())
+        return f"rank {', '.join(map(str, away))} did not take part within {within}: {told}. {end}"
+    elsewhere = {r: s for r, s in others.items() if s is not None and s.what != what}
+    told = "; ".join(f"rank {rank} {_place_of(sighting)}" for rank, sighting in (elsewhere or others).items())
+    return (
+        f"no exchange came about within {within}, though all ranks are alive: {told}. The network between them "
+        f"is cut, or they do not make the same calls. {end}"
     )
+
+
+def _who_left(others: dict[int, Sighting | None] | None) -> str:
+    left = "closed its connection, it died or left after an error of its own. Nothing of this exchange was applied"
+    if others is None:
+        return f"another rank {left}"
+    silent = [rank for rank, sighting in others.items() if sighting is None or not sighting.failed]
+    if not silent:
+        return (
+            "a connection was closed, though all ranks are alive: the network cut it. Nothing of this exchange was "
+            "applied"
+        )
+    names = ", ".join(map(str, silent))
+    return f"{f'rank {names}' if len(silent) == 1 else f'one of the ranks {names}'} {left}"
+
+
+def _is_silent(sighting: Sighting) -> bool:
+    """Whether it is too long ago for a rank that is alive, with room for a busy machine."""
+    return sighting.age_s > max(3 * sighting.interval_s, 2.0)
+
+
+def _place_of(sighting: Sighting | None) -> str:
+    if sighting is None:
+        return "has never been heard of"
+    if not sighting.what:
+        where = "before its first exchange"
+    elif sighting.waiting:
+        where = f"waiting {sighting.since_s:.0f} s for others in {sighting.what!r}"
+    else:
+        where = f"at work of its own for {sighting.since_s:.0f} s after {sighting.what!r}"
+    if _is_silent(sighting):
+        return f"has not been heard of for {sighting.age_s:.0f} s, it is stopped, cut off or gone (it was {where})"
+    return f"was alive {sighting.age_s:.1f} s ago, {where}"

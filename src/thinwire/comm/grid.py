@@ -1,13 +1,14 @@
 """The process groups of pipelines that train side by side: one over the stages of a replica, one over the replicas."""
 
-import atexit
-import contextlib
+import datetime
 import weakref
 
 import torch.distributed as dist
 
+from thinwire.comm.deadline import seconds_of
 from thinwire.comm.failures import explain_failure
-from thinwire.comm.group import DEFAULT_TIMEOUT_S, Group, _release_all, _timeout_s, new_group
+from thinwire.comm.group import Group
+from thinwire.comm.private import Private, timeout_s_of
 from thinwire.errors import StrategyError, ThinwireError
 
 __all__ = ["Grid"]
@@ -23,14 +24,18 @@ class Grid:
         replica: Which pipeline this rank belongs to, from 0.
         peers: The stages of this rank's replica, for what they agree on; their traffic is apart from `stage_group`'s.
 
-    Communication: making it is collective over all ranks; the groups are made once for each number of stages. Their
-        time-out is the smaller of the world's and 120 s, and they are let go of at exit.
+    Args:
+        stages: Stages of a pipeline.
+        timeout: As for `Group`.
+
+    Communication: making it is collective over all ranks; the groups are made once for each number of stages and each
+        time-out, and they are let go of at exit.
 
     Raises:
         StrategyError: The number of ranks is no multiple of `stages`.
     """
 
-    def __init__(self, stages: int) -> None:
+    def __init__(self, stages: int, timeout: float | datetime.timedelta | None = None) -> None:
         joined = dist.is_available() and dist.is_initialized()
         rank, size = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
         if size % stages:
@@ -41,9 +46,9 @@ class Grid:
             )
         self.stages, self.replicas = stages, size // stages
         self.replica, self.stage = divmod(rank, stages)
-        self._groups: list[dist.ProcessGroup] = _groups_of(self) if joined else []
+        self._groups: tuple[Private, Private] | None = _groups_of(self, seconds_of(timeout)) if joined else None
         self._joined = joined
-        self.peers = Group(self.stage_group)
+        self.peers = Group(self.stage_group, timeout)
 
     @property
     def stage_group(self) -> dist.ProcessGroup | None:
@@ -66,45 +71,39 @@ class Grid:
             `PeerStalled`, `PeerLost` or `ThinwireError`, as for `Group`; ranks are counted within the replica.
         """
         peers = self.peers
+        shared = peers._shared
         return explain_failure(
-            error, what=what, rank=peers.rank, size=peers.size, timeout_s=peers.timeout_s, store=peers._store
+            error,
+            what=what,
+            rank=peers.rank,
+            size=peers.size,
+            within=f"{peers.timeout_s:g} s",
+            courier=None if shared is None else shared.courier,
         )
 
     def _group(self, which: int) -> dist.ProcessGroup | None:
         if not self._joined:
             return None
-        if not self._groups:
+        group = None if self._groups is None else self._groups[which].group
+        if group is None:
             raise ThinwireError("the pipeline's process groups have been released: nothing can be exchanged at exit")
-        return self._groups[which]
+        return group
 
 
-_shared: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, list[dist.ProcessGroup]]]" = (
-    weakref.WeakKeyDictionary()
-)
+_Made = dict[tuple[int, float], tuple[Private, Private]]
+_shared: "weakref.WeakKeyDictionary[dist.ProcessGroup, _Made]" = weakref.WeakKeyDictionary()
 
 
-def _groups_of(grid: Grid) -> list[dist.ProcessGroup]:
-    """[stage_group, replica_group] of this rank, made once, in a list that is emptied at exit."""
+def _groups_of(grid: Grid, own_s: float | None) -> tuple[Private, Private]:
+    """The groups of the stages and of the replicas that this rank belongs to, made once."""
     world = dist.group.WORLD
     assert world is not None
-    made = _shared.setdefault(world, {})
-    if grid.stages not in made:
+    timeout_s = timeout_s_of(world) if own_s is None else own_s
+    made, key = _shared.setdefault(world, {}), (grid.stages, timeout_s)
+    if key not in made:
         first = grid.replica * grid.stages
-        timeout_s = min(_timeout_s(world), DEFAULT_TIMEOUT_S)
-        made[grid.stages] = [
-            new_group(list(range(first, first + grid.stages)), timeout_s),
-            new_group([replica * grid.stages + grid.stage for replica in range(grid.replicas)], timeout_s),
-        ]
-    return made[grid.stages]
-
-
-@atexit.register
-def _release_groups() -> None:
-    """Let go of the groups, those made over them first; for the reason see `thinwire.comm.group`."""
-    _release_all()
-    for holder in [groups for made in list(_shared.values()) for groups in made.values()]:
-        for group in holder:
-            if dist.is_initialized():
-                with contextlib.suppress(ValueError, AssertionError):  # it belongs to a world that was destroyed before
-                    dist.destroy_process_group(group)
-        holder.clear()
+        stages = list(range(first, first + grid.stages))
+        replicas = [replica * grid.stages + grid.stage for replica in range(grid.replicas)]
+        # transfers between stages are torch's own, so the backend has to watch the time
+        made[key] = Private(stages, timeout_s, timed=True), Private(replicas, timeout_s, timed=True)
+    return made[key]

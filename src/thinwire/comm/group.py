@@ -1,29 +1,35 @@
 """The ranks that exchange, as one object that also works alone."""
 
-import atexit
-import contextlib
 import datetime
 import hashlib
+import logging
 import struct
 import time
-import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from functools import partial
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.comm.courier import here
+from thinwire.comm.deadline import left_s, one_deadline, progressed, seconds_of, waited
 from thinwire.comm.failures import explain_failure
+from thinwire.comm.pieces import piece_bytes, pieces_of, rows_of, shares_of
+from thinwire.comm.private import Private, fly, landed, private_group, timeout_s_of
 from thinwire.errors import PayloadCorrupt, ThinwireError
 
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+__all__ = ["Group", "Pending", "require_process_group"]
 
-__all__ = ["DEFAULT_TIMEOUT_S", "Group", "Pending", "new_group", "require_process_group"]
-
-DEFAULT_TIMEOUT_S = 120.0
+_SLICE_S = 1.0
+"""After which a wait looks at the clock, and lets a signal in."""
+_NEWS_S = 10.0
+_ALONE_S = 1800.0
+_LONGEST_BYTES = 64 << 20
+_log = logging.getLogger("thinwire")
 _DIGEST = struct.Struct("<Q16s")
 _T = TypeVar("_T")
 
@@ -43,24 +49,39 @@ class Group:
     """The ranks that exchange with each other; one process without a process group is a group of one.
 
     A private process group carries the library's traffic, one for each group of the user, so that collectives of the
-    user cannot interleave with it; its time-out is the smaller of the given group's own and 120 s.
+    user cannot interleave with it.
+
+    Args:
+        process_group: The ranks; None for all of them.
+        timeout: For how long a rank waits for others, in seconds or as a timedelta; None: as long as `process_group`
+            itself would. The same on all ranks. What is larger than a few MiB goes in pieces, each of which has this
+            time for itself.
+
+    Raises:
+        TypeError, ValueError: `process_group` or `timeout` is none, or this rank does not belong to the group.
+        PeerLost, PeerStalled: A rank died or did not come while the private group was made.
 
     Communication: making the first one over given ranks is collective over them. `bytes_sent` counts every byte given
     to an exchange, on one rank too; `bytes_received` what came from others, the result of a sum as a whole; `wait_s`
     the seconds for which this rank was blocked until an exchange was over.
-    Failure: a dead or stopped rank is `PeerLost` or `PeerStalled` on the others, within the time-out.
+    Failure: a dead rank is `PeerLost` on the others, a stopped one `PeerStalled` within a second after the time-out.
+        After that nothing goes over these ranks any more.
     """
 
     node_size = 1
     """Ranks that count as one: every rank is a source of its own here; see `Nodes`."""
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        timeout: float | datetime.timedelta | None = None,
+    ) -> None:
         require_process_group(process_group)
+        own_s = seconds_of(timeout)
         self.bytes_sent = self.bytes_received = 0
         self.wait_s = 0.0
-        self.timeout_s = DEFAULT_TIMEOUT_S
-        self._holder: list[dist.ProcessGroup] = []
-        self._store: Store | None = None
+        self.timeout_s = _ALONE_S if own_s is None else own_s
+        self._shared: Private | None = None
         if not (dist.is_available() and dist.is_initialized()):
             if process_group is not None:
                 raise ValueError(
@@ -72,24 +93,27 @@ class Group:
         self.size = dist.get_world_size(process_group)
         if self.rank < 0:
             raise ValueError("process_group does not contain this rank: pass the group that this rank belongs to")
+        parent = process_group if process_group is not None else dist.group.WORLD
+        assert parent is not None
+        self.timeout_s = timeout_s_of(parent) if own_s is None else own_s
         if self.size > 1:
-            parent = process_group if process_group is not None else dist.group.WORLD
-            assert parent is not None
-            self.timeout_s = min(_timeout_s(parent), DEFAULT_TIMEOUT_S)
-            self._holder = _private_group(parent, self.timeout_s)
-            self._store = _store_of(self._holder[0])
+            self._shared = private_group(parent, self.timeout_s)
 
     @classmethod
-    def over_private(cls, holder: list[dist.ProcessGroup], timeout_s: float) -> "Group":
-        """A group over a process group that is the library's own already, in a list that is emptied at exit."""
+    def over_private(cls, private: Private, timeout_s: float) -> "Group":
+        """A group over a process group that is the library's own already."""
+        assert private.group is not None, "made just now"
         group = cls.__new__(cls)
         group.bytes_sent = group.bytes_received = 0
         group.wait_s = 0.0
         group.timeout_s = timeout_s
-        group.rank, group.size = dist.get_rank(holder[0]), dist.get_world_size(holder[0])
-        group._holder = holder
-        group._store = _store_of(holder[0])
+        group.rank, group.size = dist.get_rank(private.group), dist.get_world_size(private.group)
+        group._shared = private
         return group
+
+    def one_deadline(self) -> AbstractContextManager[None]:
+        """Let all that is waited for inside count against one time-out, this group's; see `one_deadline`."""
+        return one_deadline(self.timeout_s)
 
     @property
     def global_ranks(self) -> list[int]:
@@ -98,24 +122,25 @@ class Group:
 
     @property
     def _private(self) -> dist.ProcessGroup:
-        if not self._holder:  # never go on alone, nor over the user's own group
+        shared = self._shared
+        if shared is None or shared.group is None:  # never go on alone, nor over the user's own group
             raise ThinwireError("the library's process group has been released: nothing can be exchanged at exit")
-        if not _lives(self._holder[0]):
+        if not shared.lives:
             raise ThinwireError(
                 "the process group was destroyed, so nothing can be exchanged over it: call destroy_process_group "
                 "after the last step, save and flush; after a new init_process_group make a new engine or optimizer"
             )
-        if self._holder[0] in _abandoned:
+        if shared.abandoned is not None:
             raise ThinwireError(
                 "an exchange was left half-way, so ranks are at different places "
-                f"({_abandoned[self._holder[0]]}): start again from the last checkpoint"
+                f"({shared.abandoned}): start again from the last checkpoint"
             )
-        return self._holder[0]
+        return shared.group
 
     def abandon(self, reason: str) -> None:
         """Refuse all further traffic of the library over these ranks: it would meet what is still on its way."""
-        if self._holder:
-            _abandoned[self._holder[0]] = reason
+        if self._shared is not None:
+            self._shared.abandoned = reason
 
     @property
     def device(self) -> torch.device:
@@ -139,12 +164,14 @@ class Group:
         if self.size == 1:
             return Pending(lambda: message.unsqueeze(0))
         out = message.new_empty(self.size * message.numel())
-        launch = (
-            getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        )  # the newer name comes with 2.13
-        return self._launched(
-            lambda: launch(out, message, group=self._private, async_op=True), out.view(self.size, -1), what
-        )
+        rows, limit = out.view(self.size, -1), piece_bytes(self.timeout_s)
+        if message.numel() <= limit:
+            # the newer name comes with 2.13
+            launch = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            launches = [partial(launch, out, message)]
+        else:
+            launches = [partial(dist.all_gather, to, piece) for to, piece in rows_of(rows, message, limit)]
+        return self._launched(launches, lambda: rows, what, [out, message])
 
     def deal(self, parts: Tensor, lengths: Sequence[int], *, what: str) -> Pending[Tensor]:
         """Launch an exchange in which every rank gives every rank a byte string of its own.
@@ -163,13 +190,19 @@ class Group:
         self.bytes_received += (self.size - 1) * mine
         if self.size == 1:
             return Pending(lambda: parts.unsqueeze(0))
-        out = parts.new_empty(self.size * mine)
+        limit = piece_bytes(self.timeout_s)
+        if max(lengths) * self.size <= limit:
+            rounds = [(parts, list(lengths))]
+        else:
+            rounds = list(shares_of(parts, lengths, limit))
+        outs = [parts.new_empty(self.size * given[self.rank]) for _, given in rounds]
+        launches = [
+            partial(dist.all_to_all_single, out, piece, [given[self.rank]] * self.size, given)
+            for out, (piece, given) in zip(outs, rounds, strict=True)
+        ]
+        pieces = [piece for piece, _ in rounds]
         return self._launched(
-            lambda: dist.all_to_all_single(
-                out, parts, [mine] * self.size, list(lengths), group=self._private, async_op=True
-            ),
-            out.view(self.size, -1),
-            what,
+            launches, lambda: torch.cat([out.view(self.size, -1) for out in outs], 1), what, [*outs, *pieces]
         )
 
     def sum_(self, buffer: Tensor, *, what: str) -> Pending[Tensor]:
@@ -178,7 +211,8 @@ class Group:
         if self.size == 1:
             return Pending(lambda: buffer)
         self.bytes_received += buffer.numel() * buffer.element_size()
-        return self._launched(lambda: dist.all_reduce(buffer, group=self._private, async_op=True), buffer, what)
+        pieces = pieces_of(buffer, piece_bytes(self.timeout_s))
+        return self._launched([partial(dist.all_reduce, piece) for piece in pieces], lambda: buffer, what, [buffer])
 
     def broadcast_(self, buffer: Tensor, *, what: str) -> Pending[Tensor]:
         """Launch a broadcast that overwrites `buffer` with that of rank 0, whose bytes are counted there."""
@@ -188,21 +222,32 @@ class Group:
             self.bytes_sent += buffer.numel() * buffer.element_size()
         else:
             self.bytes_received += buffer.numel() * buffer.element_size()
-        return self._launched(
-            lambda: dist.broadcast(buffer, group=self._private, group_src=0, async_op=True), buffer, what
-        )
+        pieces = pieces_of(buffer, piece_bytes(self.timeout_s))
+        launches = [partial(dist.broadcast, piece, group_src=0) for piece in pieces]
+        return self._launched(launches, lambda: buffer, what, [buffer])
 
     def gather_bytes(self, payload: bytes, *, what: str) -> list[bytes]:
         """Every rank's byte string, of any lengths, in rank order.
 
         One round of 24 bytes where all ranks say the same, which is what they do in a healthy step; a second one,
         padded to the longest, where they differ.
+
+        Raises:
+            PayloadCorrupt: A rank claims more than 64 MiB and 16 times what the shortest one sends, on every rank; or
+                what came from a rank is not what it sent, on the rank that sees it.
         """
         mine = _head(payload)
         heads = self._gather_now(mine, what)
         if all(head == mine for head in heads):
             return [payload] * self.size
         lengths = [_DIGEST.unpack(head)[0] for head in heads]
+        bound = _LONGEST_BYTES + 16 * min(lengths)
+        for rank, length in enumerate(lengths):
+            if length > bound:
+                raise PayloadCorrupt(
+                    f"{what}: rank {rank} claims to send {length} bytes, and at most {bound} can be right beside "
+                    f"{min(lengths)} bytes of another rank: its message is damaged. Nothing was applied on any rank"
+                )
         rows = self._gather_now(payload.ljust(max(lengths), b"\0"), what)
         answers = [row[:length] for row, length in zip(rows, lengths, strict=True)]
         for rank, (answer, head) in enumerate(zip(answers, heads, strict=True)):
@@ -215,28 +260,86 @@ class Group:
         rows = self.gather(message, what=what).wait().cpu()
         return [row.numpy().tobytes() for row in rows]
 
-    def _launched(self, launch: Callable[[], dist.Work], result: Tensor, what: str) -> Pending[Tensor]:
-        work = self._guarded(launch, what)
+    def _launched(
+        self,
+        launches: Sequence[Callable[..., dist.Work]],
+        result: Callable[[], Tensor],
+        what: str,
+        held: Sequence[Tensor],
+    ) -> Pending[Tensor]:
+        """Launch all pieces of an exchange; `held` are the tensors that must not go before it has ended."""
+        group = self._private
+        works = []
+        for launch in launches:
+            try:
+                work = launch(group=group, async_op=True)
+            except RuntimeError as error:
+                raise self._explained(error, what, self.timeout_s) from error
+            fly(group, work, held)
+            works.append(work)
 
         def finish() -> Tensor:
+            here(what, waiting=True)
             begin_s = time.perf_counter()
             try:
-                self._guarded(work.wait, what)
+                self._wait_for_all(works, what, sum(tensor.nbytes for tensor in held))
             finally:
                 self.wait_s += time.perf_counter() - begin_s
-            return result
+                here(what, waiting=False)
+            return result()
 
         return Pending(finish)
 
-    def _guarded(self, call: Callable[[], _T], what: str) -> _T:
-        try:
-            return call()
-        except ThinwireError:
-            raise
-        except RuntimeError as error:
-            raise explain_failure(
-                error, what=what, rank=self.rank, size=self.size, timeout_s=self.timeout_s, store=self._store
-            ) from error
+    def _wait_for_all(self, works: Sequence[dist.Work], what: str, nbytes: int) -> None:
+        begun = told = time.monotonic()
+        for done, work in enumerate(works):
+            self._wait_for(work, what)
+            if len(works) == 1:
+                return
+            progressed()
+            now = time.monotonic()
+            if now - told >= _NEWS_S:
+                told, share = now, (done + 1) / len(works)
+                left = (now - begun) * (1 - share) / share
+                rate = nbytes * share / (now - begun) / 1e6
+                _log.info("%s: %.0f %% done, %.2f MB/s, about %.0f s left", what, 100 * share, rate, left)
+
+    def _wait_for(self, work: dist.Work, what: str) -> None:
+        """Wait for one work, for as long as it may take."""
+        assert self._shared is not None, "something was launched"
+        limit_s, begun = left_s(self.timeout_s), time.monotonic()
+        while True:
+            try:
+                if self._shared.watched_here:
+                    left = limit_s - (time.monotonic() - begun)
+                    work.wait(datetime.timedelta(seconds=max(min(left, _SLICE_S), 0.001)))
+                else:
+                    work.wait()
+                landed(work)
+                waited(time.monotonic() - begun)
+                return
+            except RuntimeError as error:
+                if work.is_completed():
+                    landed(work)
+                    if work.is_success():
+                        continue  # it ended just now
+                elif time.monotonic() - begun < limit_s:
+                    continue
+                raise self._explained(error, what, limit_s) from error
+
+    def _explained(self, error: RuntimeError, what: str, limit_s: float) -> ThinwireError:
+        """What to raise; from here on nothing else goes over these ranks."""
+        if isinstance(error, ThinwireError):
+            return error
+        assert self._shared is not None, "something was launched"
+        within = f"{self.timeout_s:g} s"
+        if limit_s < 0.99 * self.timeout_s:
+            within = f"the {limit_s:.1f} s that were left of {within} for the whole call"
+        told = explain_failure(
+            error, what=what, rank=self.rank, size=self.size, within=within, courier=self._shared.courier
+        )
+        self.abandon(str(told))
+        return told
 
 
 def _head(payload: bytes) -> bytes:
@@ -253,71 +356,3 @@ def require_process_group(value: object) -> None:
         f"process_group must be a torch.distributed.ProcessGroup or None for all ranks, got {value!r} of type "
         f"{type(value).__name__}: pass what new_group returned"
     )
-
-
-def new_group(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:
-    """A process group of the given global ranks, this one among them; collective over them.
-
-    Raises:
-        PeerLost, PeerStalled: One of the ranks died, or did not come within the time-out.
-    """
-    try:
-        group: dist.ProcessGroup = dist.new_group(
-            ranks=ranks, timeout=datetime.timedelta(seconds=timeout_s), use_local_synchronization=True
-        )
-    except RuntimeError as error:
-        raise explain_failure(
-            error,
-            what="making a process group",
-            rank=ranks.index(dist.get_rank()),
-            size=len(ranks),
-            timeout_s=timeout_s,
-            store=None,
-        ) from error
-    return group
-
-
-_abandoned: "weakref.WeakKeyDictionary[dist.ProcessGroup, str]" = weakref.WeakKeyDictionary()
-_shared: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[dist.ProcessGroup]]" = weakref.WeakKeyDictionary()
-
-
-def _private_group(parent: dist.ProcessGroup, timeout_s: float) -> list[dist.ProcessGroup]:
-    """The library's own group over the ranks of `parent`, made once for each, in a list that is emptied at exit."""
-    if parent not in _shared:
-        private = new_group(dist.get_process_group_ranks(parent), timeout_s)
-        _shared[parent] = [private]
-    return _shared[parent]
-
-
-@atexit.register
-def _release_all() -> None:
-    """Let go of the private groups, which joins their threads.
-
-    A thread of the backend that lets go of a tensor once the interpreter is finalizing aborts the process.
-    """
-    for holder in list(_shared.values()):
-        if holder and dist.is_initialized():
-            with contextlib.suppress(ValueError, AssertionError):  # it belongs to a world that was destroyed before
-                dist.destroy_process_group(holder[0])
-        holder.clear()
-
-
-def _lives(group: dist.ProcessGroup) -> bool:
-    """Whether nobody has called `destroy_process_group` for it or for the world."""
-    try:
-        dist.get_backend(group)
-    except (ValueError, AssertionError):
-        return False
-    return True
-
-
-def _store_of(group: dist.ProcessGroup) -> "Store | None":
-    return group.get_group_store() if hasattr(group, "get_group_store") else None
-
-
-def _timeout_s(group: dist.ProcessGroup) -> float:
-    """The time-out that the user gave to a group; torch offers no public way to ask."""
-    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
-    options = getattr(group._get_backend(device), "options", None)
-    timeout = getattr(options, "_timeout", None)
-    return timeout.total_seconds() if timeout is not None else DEFAULT_TIMEOUT_S

@@ -1,7 +1,5 @@
 """Ranks that share a node, taken together: only one of them speaks to other nodes."""
 
-import atexit
-import contextlib
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -9,7 +7,8 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.comm.group import Group, Pending, new_group
+from thinwire.comm.group import Group, Pending
+from thinwire.comm.private import Private
 
 __all__ = ["Nodes", "Sources", "job_ranks", "node_size_of", "require_divisor", "sources_of"]
 
@@ -42,7 +41,9 @@ class Nodes:
         self.inner = Group.over_private(inner, everybody.timeout_s)
         self.crossing: Group | None = None
         if place == 0:
-            self.crossing = Group.over_private(leaders, everybody.timeout_s) if leaders else _Alone(everybody)
+            self.crossing = _Alone(everybody)
+            if leaders is not None:
+                self.crossing = Group.over_private(leaders, everybody.timeout_s)
 
     @property
     def bytes_sent(self) -> int:
@@ -110,8 +111,7 @@ class _Alone(Group):
         self.wait_s = 0.0
         self.timeout_s = everybody.timeout_s
         self.rank, self.size = 0, 1
-        self._holder = []
-        self._store = None
+        self._shared = None
 
 
 def job_ranks() -> list[int]:
@@ -176,30 +176,17 @@ def _launched_size(ranks: Sequence[int]) -> tuple[int, str]:
     return local, f"LOCAL_WORLD_SIZE={local} and {len(blocks)} machines"
 
 
-_Holder = list[dist.ProcessGroup]
-_shared: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[_Holder, _Holder]]]" = (
-    weakref.WeakKeyDictionary()
-)
+_Made = tuple[Private, Private | None]
+_shared: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, _Made]]" = weakref.WeakKeyDictionary()
 
 
-def _groups_of(nodes: Nodes) -> tuple[_Holder, _Holder]:
-    """The process groups of this node and of the leaders, made once, in lists that are emptied at exit."""
+def _groups_of(nodes: Nodes) -> _Made:
+    """The process groups of this node and of the leaders, made once; the latter on leaders of several nodes."""
     everybody, width = nodes.everybody, nodes.node_size
     made = _shared.setdefault(everybody._private, {})
     if width not in made:
         ranks, first = everybody.global_ranks, nodes.rank * width
-        inner = [new_group(ranks[first : first + width], everybody.timeout_s)]
+        inner = Private(ranks[first : first + width], everybody.timeout_s)
         crossing = nodes.size > 1 and everybody.rank == first
-        made[width] = inner, [new_group(ranks[::width], everybody.timeout_s)] if crossing else []
+        made[width] = inner, Private(ranks[::width], everybody.timeout_s) if crossing else None
     return made[width]
-
-
-@atexit.register
-def _release_nodes() -> None:
-    """Let go of the groups before those that they were made over; for the reason see `thinwire.comm.group`."""
-    for holder in [each for made in list(_shared.values()) for pair in made.values() for each in pair]:
-        for group in holder:
-            if dist.is_initialized():
-                with contextlib.suppress(ValueError, AssertionError):  # it belongs to a world that was destroyed before
-                    dist.destroy_process_group(group)
-        holder.clear()

@@ -1,0 +1,205 @@
+"""Who is alive, and where: every rank says it to the store now and then, and asks only when an exchange has failed."""
+
+import contextlib
+import json
+import os
+import queue
+import socket
+import stat
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+__all__ = ["Courier", "Sighting", "here", "stop_all"]
+
+_KEY = "thinwire/alive"
+_SHORTEST_S, _LONGEST_S = 0.5, 5.0
+_place: list[tuple[str, bool, float]] = [("", False, time.monotonic())]
+"""The last exchange of this process, whether it is waited for, and since when it is or is not; replaced as a whole."""
+_connecting = threading.Lock()
+
+
+def here(what: str, *, waiting: bool) -> None:
+    """Note where this process is: it waits for `what`, or has left it for work of its own."""
+    _place[0] = what, waiting, time.monotonic()
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """What is known of a rank that has said something.
+
+    Attributes:
+        age_s: Since it last did, by the clocks of both, which began when the group was made.
+        interval_s: In which it does.
+        what: The exchange that it was in or had left; empty before its first.
+        waiting: Whether it was waiting there.
+        since_s: For how long, at that time.
+        failed: How an exchange of this group failed there: "stalled", "lost" or empty.
+    """
+
+    age_s: float
+    interval_s: float
+    what: str
+    waiting: bool
+    since_s: float
+    failed: str
+
+
+class Courier:
+    """Carries this rank's signs of life to the store of a group, on a thread of its own.
+
+    A client of the store is busy until the store's host has answered, and that host may be stopped or cut off: the
+    thread has a connection of its own, saying takes no answer, and `ask` gives up by closing the connection. So the
+    main thread waits no longer than it wants to, and no thread is left in the middle of a call at exit, where it would
+    abort the interpreter.
+    """
+
+    def __init__(self, store: "Store", rank: int, size: int, timeout_s: float) -> None:
+        self._rank, self._size = rank, size
+        self._begun = time.monotonic()
+        self.interval_s = min(max(timeout_s / 10, _SHORTEST_S), _LONGEST_S)
+        self._failed = ""
+        self._wanted: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
+        self._host = _host_of(store)
+        self._others: set[int] = set()
+        self._mine: set[int] | None = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(store,), name="thinwire-alive", daemon=True)
+        _couriers.append(self)
+        self._thread.start()
+
+    def ask(self, failed: str, patience_s: float) -> Sequence[Sighting | None] | None:
+        """Say that an exchange has failed here, and hear about all ranks.
+
+        Args:
+            failed: "stalled" or "lost".
+            patience_s: How long to wait for ranks that have not said the same; the answer comes within half a second
+                of it.
+
+        Returns:
+            By rank, None for one that has never been heard of; None where the store does not answer.
+        """
+        if not self._thread.is_alive():
+            return None
+        question = _Question(failed, time.monotonic() + patience_s)
+        self._wanted.put(question)
+        question.answered.wait(patience_s + 0.4)
+        if not question.answered.is_set():
+            self.stop()
+        return question.answer
+
+    def stop(self) -> None:
+        """End the thread, within a second; may be called more than once."""
+        self._over.set()
+        self._wanted.put(None)
+        if threading.current_thread() is self._thread:  # the collector of garbage runs on any thread
+            return
+        self._thread.join(0.2)
+        if self._thread.is_alive():
+            self._hang_up()
+            self._thread.join(0.8)
+        with contextlib.suppress(ValueError):
+            _couriers.remove(self)
+
+    def _run(self, store: "Store") -> None:
+        # whatever the store says or does not: it is asked only to make an error clearer
+        with contextlib.suppress(RuntimeError, ValueError):
+            with _connecting:
+                self._others = _sockets_to(self._host)
+                own: Store = store.clone()  # type: ignore[attr-defined]  # torch has it, its stub not
+                self._mine = _sockets_to(self._host) - self._others
+            del store
+            own.set_timeout(timedelta(seconds=_LONGEST_S))
+            while not self._over.is_set():
+                own.set(f"{_KEY}/{self._rank}", self._sign())
+                with contextlib.suppress(queue.Empty):
+                    question = self._wanted.get(timeout=self.interval_s)
+                    if question is not None:
+                        self._failed = question.failed
+                        own.set(f"{_KEY}/{self._rank}", self._sign())
+                        self._answer(own, question)
+
+    def _sign(self) -> str:
+        what, waiting, since = _place[0]
+        now = time.monotonic()
+        sign = {"at": now - self._begun, "what": what, "waiting": waiting, "for": now - since, "failed": self._failed}
+        return json.dumps(sign)
+
+    def _answer(self, store: "Store", question: "_Question") -> None:
+        while True:
+            seen = self._seen(store)
+            if all(s is not None and s.failed for s in seen) or time.monotonic() >= question.until:
+                question.answer = seen
+                question.answered.set()
+                return
+            time.sleep(0.02)
+
+    def _seen(self, store: "Store") -> list[Sighting | None]:
+        keys = [f"{_KEY}/{rank}" for rank in range(self._size)]
+        if store.check(keys):
+            return [self._sighting(answer) for answer in store.multi_get(keys)]
+        return [self._sighting(store.get(key)) if store.check([key]) else None for key in keys]
+
+    def _sighting(self, answer: bytes) -> Sighting:
+        sign: dict[str, Any] = json.loads(answer)
+        age_s = max(time.monotonic() - self._begun - sign["at"], 0.0)
+        return Sighting(age_s, self.interval_s, sign["what"], sign["waiting"], sign["for"], sign["failed"])
+
+    def _hang_up(self) -> None:
+        """Close the connection under a call that waits for an answer, or for the connection itself."""
+        mine = self._mine if self._mine is not None else _sockets_to(self._host) - self._others
+        for descriptor in mine & _sockets_to(self._host):
+            with contextlib.suppress(OSError), _duplicate(descriptor) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+class _Question:
+    def __init__(self, failed: str, until: float) -> None:
+        self.failed, self.until = failed, until
+        self.answered = threading.Event()
+        self.answer: list[Sighting | None] | None = None
+
+
+_couriers: list[Courier] = []
+
+
+def stop_all() -> None:
+    """End all threads: at exit, before anything that they use goes."""
+    for courier in list(_couriers):
+        courier.stop()
+
+
+def _host_of(store: "Store") -> int | None:
+    """The port of the store's host, None where the store is no server."""
+    inner: Any = getattr(store, "_underlying_non_prefix_store", store)
+    port = getattr(inner, "port", None)
+    return port if isinstance(port, int) else None
+
+
+def _sockets_to(port: int | None) -> set[int]:
+    """The descriptors of this process that are connected to a port, where the system tells."""
+    found = set()
+    descriptors = Path("/proc/self/fd")
+    for entry in list(descriptors.iterdir()) if port is not None and descriptors.is_dir() else ():
+        with contextlib.suppress(OSError), _duplicate(int(entry.name)) as connection:
+            if connection.getpeername()[1] == port:
+                found.add(int(entry.name))
+    return found
+
+
+def _duplicate(descriptor: int) -> socket.socket:
+    """A socket beside the one behind a descriptor, to be closed on its own.
+
+    Raises:
+        OSError: It is none, or has been closed.
+    """
+    if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+        raise OSError(f"descriptor {descriptor} is no socket")
+    return socket.socket(fileno=os.dup(descriptor))

@@ -1,0 +1,76 @@
+"""How long a rank waits for others: one time-out for a whole call, whatever number of exchanges it makes."""
+
+import datetime
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from thinwire import _validate as check
+
+__all__ = ["left_s", "one_deadline", "own_deadlines", "progressed", "seconds_of", "waited"]
+
+
+class _Call(threading.local):
+    """What is left of the time-out of the outermost call that this thread is in; None outside of any."""
+
+    timeout_s: float | None = None
+    left_s: float | None = None
+
+
+_call = _Call()
+
+
+@contextmanager
+def one_deadline(timeout_s: float) -> Iterator[None]:
+    """Let all waiting for others in here count against one time-out; in another such block, against that one's.
+
+    What counts is the time for which this rank is blocked: its own work in between takes nothing off.
+    """
+    if _call.left_s is not None:
+        yield
+        return
+    _call.timeout_s = _call.left_s = timeout_s
+    try:
+        yield
+    finally:
+        _call.timeout_s = _call.left_s = None
+
+
+@contextmanager
+def own_deadlines() -> Iterator[None]:
+    """Let every wait in here have the whole time-out for itself: for work that is known to go on."""
+    outer = _call.timeout_s, _call.left_s
+    _call.timeout_s = _call.left_s = None
+    try:
+        yield
+    finally:
+        _call.timeout_s, _call.left_s = outer
+
+
+def left_s(timeout_s: float) -> float:
+    """How long one wait may take, where each may take at most `timeout_s`."""
+    return timeout_s if _call.left_s is None else max(min(timeout_s, _call.left_s), 0.0)
+
+
+def waited(seconds: float) -> None:
+    """Count time for which this rank was blocked."""
+    if _call.left_s is not None:
+        _call.left_s -= seconds
+
+
+def progressed() -> None:
+    """A part of something large has arrived: the time-out of the call begins anew."""
+    _call.left_s = _call.timeout_s
+
+
+def seconds_of(timeout: float | datetime.timedelta | None) -> float | None:
+    """A user's `timeout=` in seconds; None stays None, for the process group's own.
+
+    Raises:
+        TypeError: No number and no timedelta.
+        ValueError: Not positive or not finite.
+    """
+    if timeout is None:
+        return None
+    seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
+    return check.real("timeout, in seconds or as a timedelta,", seconds, above=0)

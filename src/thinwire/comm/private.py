@@ -1,0 +1,188 @@
+"""The process groups of the library's own: made within a limit, shared, and let go of at exit without blocking."""
+
+import atexit
+import contextlib
+import ctypes
+import datetime
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.comm.courier import Courier, stop_all
+from thinwire.comm.deadline import left_s
+from thinwire.comm.failures import explain_failure
+
+__all__ = ["Private", "fly", "landed", "private_group", "store_of", "timeout_s_of"]
+
+_T = TypeVar("_T")
+_Flight = tuple[dist.ProcessGroup, dist.Work, Sequence[Tensor]]
+_NEVER = datetime.timedelta(days=30)
+_EXIT_PATIENCE_S = 0.5
+_SLACK_S = 1.6
+"""A wait at the store ends up to a second late."""
+_LONGEST_UNKNOWN_S = 1800.0
+"""The time-out of a backend that does not say its own; torch's default."""
+
+
+class Private:
+    """One process group with its courier, shared by all who exchange over the same ranks.
+
+    Attributes:
+        courier: Tells the others that this rank is alive; None where the group has no store.
+        abandoned: Why nothing may be exchanged over it any more; None while that is not so.
+
+    Args:
+        ranks: Global ranks, this one among them; making it is collective over them.
+        timeout_s: For the making; and for every exchange, where `timed`.
+        timed: Whether the backend watches the time. Else whoever waits does: then an exchange may be launched long
+            before others get to it, and a large one may take as long as it makes progress.
+
+    Raises:
+        PeerLost, PeerStalled: One of the ranks died, or did not come within the time-out.
+    """
+
+    def __init__(self, ranks: list[int], timeout_s: float, *, timed: bool = False) -> None:
+        self._group: dist.ProcessGroup | None = _new_group(ranks, timeout_s)
+        self.abandoned: str | None = None
+        self.courier: Courier | None = None
+        gloo = dist.get_backend(self._group) == "gloo"
+        if gloo and not timed:
+            # set afterwards: the same value limits the making
+            self._group._get_backend(torch.device("cpu"))._set_default_timeout(_NEVER)
+        self.watched_here = gloo and not timed
+        store = None if timed else store_of(self._group)
+        if store is not None:
+            self.courier = Courier(store, dist.get_rank(self._group), len(ranks), timeout_s)
+            weakref.finalize(self, self.courier.stop).atexit = False
+        _made.append(weakref.ref(self))
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group; None once it has been released."""
+        return self._group
+
+    @property
+    def lives(self) -> bool:
+        """Whether nobody has called `destroy_process_group` for it or for the world."""
+        try:
+            dist.get_backend(self._group)
+        except (ValueError, AssertionError):
+            return False
+        return True
+
+    def release(self) -> None:
+        """Let go of the group, which joins its threads, unless one of them may be blocked."""
+        group, self._group = self._group, None
+        stuck = any(flight[0] is group for flight in _flying.values())
+        if group is not None and not stuck and dist.is_initialized():
+            with contextlib.suppress(ValueError, AssertionError):  # it belongs to a world that was destroyed before
+                dist.destroy_process_group(group)
+
+
+_made: list[weakref.ref[Private]] = []
+_shared: "weakref.WeakKeyDictionary[dist.ProcessGroup, Private]" = weakref.WeakKeyDictionary()
+_flying: dict[int, _Flight] = {}
+
+
+def private_group(parent: dist.ProcessGroup, timeout_s: float) -> Private:
+    """The library's own group over the ranks of `parent`, made once for each; `timeout_s` limits the making."""
+    if parent not in _shared:
+        _shared[parent] = Private(dist.get_process_group_ranks(parent), timeout_s)
+    return _shared[parent]
+
+
+def fly(group: dist.ProcessGroup, work: dist.Work, tensors: Sequence[Tensor]) -> None:
+    """Remember what is on its way: neither its group nor its tensors may go before it has ended."""
+    if len(_flying) > 1000:
+        for key, (_, other, _) in list(_flying.items()):
+            if other.is_completed():
+                del _flying[key]
+    _flying[id(work)] = group, work, tensors
+
+
+def landed(work: dist.Work) -> None:
+    """Forget it: it has ended, well or not."""
+    _flying.pop(id(work), None)
+
+
+def store_of(group: dist.ProcessGroup) -> Any:
+    """The store through which the ranks of a group found each other, or None."""
+    return group.get_group_store() if hasattr(group, "get_group_store") else None
+
+
+def timeout_s_of(group: dist.ProcessGroup) -> float:
+    """The time-out that the user gave to a group; torch offers no public way to ask."""
+    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    options = getattr(group._get_backend(device), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    return timeout.total_seconds() if timeout is not None else _LONGEST_UNKNOWN_S
+
+
+def _new_group(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:
+    limit_s = max(left_s(timeout_s), 0.1)
+    timeout = datetime.timedelta(seconds=limit_s)
+
+    def make() -> dist.ProcessGroup:
+        group: dist.ProcessGroup = dist.new_group(ranks=ranks, timeout=timeout, use_local_synchronization=True)
+        return group
+
+    try:
+        # a store whose host is stopped answers never, whatever its time-out; nccl wants the thread of its device
+        return make() if dist.get_backend() == "nccl" else _within(limit_s + _SLACK_S, make)
+    except RuntimeError as error:
+        raise explain_failure(
+            error,
+            what="making a process group",
+            rank=ranks.index(dist.get_rank()),
+            size=len(ranks),
+            within=f"{limit_s:g} s",
+            courier=None,
+        ) from error
+
+
+def _within(limit_s: float, make: Callable[[], _T]) -> _T:
+    """The result of `make`, which is left behind on a thread of its own where it takes longer."""
+    results: list[_T] = []
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(make())
+        except BaseException as failure:
+            failures.append(failure)
+
+    thread = threading.Thread(target=run, name="thinwire-connect", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if failures:
+        raise failures[0]
+    if not results:
+        raise RuntimeError("Timed out: neither the ranks nor the store answer")
+    return results[0]
+
+
+@atexit.register
+def _release_all() -> None:
+    """Let go of all groups, the latest first, which joins their threads.
+
+    A thread of the backend that lets go of a tensor once the interpreter is finalizing aborts the process; one that is
+    blocked in an exchange would hold it up. What is still on its way is therefore kept for ever.
+    """
+    stop_all()
+    until = time.monotonic() + _EXIT_PATIENCE_S
+    for key, flight in list(_flying.items()):
+        while not flight[1].is_completed() and time.monotonic() < until:
+            time.sleep(0.01)
+        if flight[1].is_completed():
+            del _flying[key]
+        else:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(flight))
+    for private in [made() for made in reversed(_made)]:
+        if private is not None:
+            private.release()

@@ -1,0 +1,104 @@
+"""Starts trainees, stops or cuts one of them, and tells when the others heard of it and when they were gone."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Ended", "Trainees", "trainees"]
+
+_SCRIPT = Path(__file__).with_name("trainee.py")
+_ENTER = Path(__file__).parents[2] / "src/thinwire/lab/enter.py"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a rank ended.
+
+    Attributes:
+        type_name: Of its error.
+        text: Of its error.
+        error_s: From the attack to the error, seconds.
+        exit_s: From the attack to the end of the process, seconds.
+        exit_code: Of the process.
+    """
+
+    type_name: str
+    text: str
+    error_s: float
+    exit_s: float
+    exit_code: int
+
+
+class Trainees:
+    """Processes of one job."""
+
+    def __init__(self, processes: list[subprocess.Popen[bytes]]) -> None:
+        self.processes = processes
+
+    def ended(self, who: list[int], attack: Callable[[], None], limit_s: float) -> list[Ended | None]:
+        """Attack, and wait for the ranks `who`; None for one that has not ended within the limit."""
+        begun, wall = time.monotonic(), time.time()
+        attack()
+        ends: dict[int, float] = {}
+        while len(ends) < len(who) and time.monotonic() - begun < limit_s:
+            for rank in who:
+                if rank not in ends and self.processes[rank].poll() is not None:
+                    ends[rank] = time.monotonic() - begun
+            time.sleep(0.02)
+        return [self._ended(rank, ends[rank], wall) if rank in ends else None for rank in who]
+
+    def _ended(self, rank: int, exit_s: float, wall: float) -> Ended:
+        process = self.processes[rank]
+        assert process.stdout is not None
+        line = process.stdout.read().strip().splitlines()
+        told = json.loads(line[-1]) if line else {"type": "none", "text": "", "at": wall}
+        return Ended(told["type"], told["text"], told["at"] - wall, exit_s, process.returncode)
+
+    def stop(self, rank: int) -> None:
+        """SIGSTOP."""
+        os.kill(self.processes[rank].pid, signal.SIGSTOP)
+
+
+@contextmanager
+def trainees(
+    kind: str, size: int, timeout_s: float, *, address: str = "127.0.0.1", namespaces: tuple[int, ...] = ()
+) -> Iterator[Trainees]:
+    """Ranks that train, rank 0 with the store; all are killed in the end."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    processes = []
+    try:
+        for rank in range(size):
+            fd = namespaces[rank] if namespaces else -1
+            command = [sys.executable, str(_ENTER), str(fd), str(os.getpid()), sys.executable, str(_SCRIPT)]
+            processes.append(
+                subprocess.Popen(
+                    [*command, kind, str(rank), str(size), address, str(port), str(timeout_s)],
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    pass_fds=namespaces,
+                    env={**os.environ, "OMP_NUM_THREADS": "1"} | ({"GLOO_SOCKET_IFNAME": "eth0"} if namespaces else {}),
+                )
+            )
+        for process in processes:
+            assert process.stdout is not None
+            assert b"trains" in process.stdout.readline()
+        yield Trainees(processes)
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGCONT)
+            process.kill()
+        for process in processes:
+            process.wait(10)
+            assert process.stdout is not None
+            process.stdout.close()

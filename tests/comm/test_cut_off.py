@@ -1,0 +1,83 @@
+"""Whatever is stopped or cut, every rank hears of it within two seconds after its time-out, truly, and can end."""
+
+import random
+import time
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from tests.comm.cutting import Ended, trainees
+from tests.lab.spaces import needs_netns
+from thinwire.lab.link import Link
+from thinwire.lab.netns import network
+from thinwire.lab.spaces import inside
+
+TIMEOUT_S = 5.0
+LIMIT_S = TIMEOUT_S + 2
+
+
+def check(ends: Sequence[Ended | None]) -> list[str]:
+    """The texts of the errors, which came in time, from processes that came to an end of their own."""
+    for end in ends:
+        assert end is not None, "a rank is still blocked"
+        assert (end.type_name, end.exit_code) == ("PeerStalled", 1)
+        assert end.error_s < LIMIT_S
+    return [end.text for end in ends if end is not None]
+
+
+@pytest.mark.fault
+@pytest.mark.slow  # a time-out that a loaded machine keeps
+@pytest.mark.parametrize("kind", ["votes", "engine"])
+def test_the_host_of_the_store_is_stopped(kind: str) -> None:
+    with trainees(kind, 3, TIMEOUT_S) as job:
+        time.sleep(random.random())
+        texts = check(job.ended([1, 2], lambda: job.stop(0), 40))
+    assert all("The store of the process group does not answer either" in text for text in texts)
+
+
+@pytest.mark.fault
+@pytest.mark.slow  # a time-out that a loaded machine keeps
+def test_another_rank_is_stopped() -> None:
+    with trainees("votes", 3, TIMEOUT_S) as job:
+        time.sleep(random.random())
+        texts = check(job.ended([0, 2], lambda: job.stop(1), 40))
+    assert all("rank 1 did not take part within 5 s: rank 1 has not been heard of for" in text for text in texts)
+
+
+def down(namespace: int, _: Sequence[str]) -> None:
+    """Take the interface inside a namespace down."""
+    from pyroute2 import IPRoute
+
+    def act() -> None:
+        with IPRoute() as ip:
+            ip.link("set", index=ip.link_lookup(ifname="eth0")[0], state="down")
+
+    inside(namespace, act)
+
+
+def drop(namespace: int, addresses: Sequence[str]) -> None:
+    """Drop, without a word, what goes from a namespace to the given addresses."""
+    from pyroute2 import IPRoute
+
+    def act() -> None:
+        with IPRoute() as ip:
+            for address in addresses:
+                ip.route("add", dst=f"{address}/32", type="blackhole")
+
+    inside(namespace, act)
+
+
+@pytest.mark.fault
+@pytest.mark.slow  # a time-out that a loaded machine keeps
+@needs_netns
+@pytest.mark.parametrize(("cut", "victim"), [(down, 0), (drop, 1)])
+def test_the_network_of_a_rank_is_cut(cut: Callable[[int, Sequence[str]], None], victim: int) -> None:
+    with network(3, Link.parse("100mbit")) as net:
+        others = [address for rank, address in enumerate(net.addresses) if rank != victim]
+        namespaces = net.namespace_fds
+        with trainees("engine", 3, TIMEOUT_S, address=net.addresses[0], namespaces=namespaces) as job:
+            time.sleep(random.random())
+            texts = check(job.ended([0, 1, 2], lambda: cut(namespaces[victim], others), 40))
+    if victim == 1:  # the others reach the store
+        assert all("rank 1 has not been heard of for" in texts[rank] for rank in (0, 2))
+        assert "does not answer either" in texts[1]
