@@ -237,7 +237,7 @@ class Group:
                 what came from a rank is not what it sent, on the rank that sees it.
         """
         mine = _head(payload)
-        heads = self._gather_now(mine, what)
+        heads = self.gather_now(mine, what)
         if all(head == mine for head in heads):
             return [payload] * self.size
         lengths = [_DIGEST.unpack(head)[0] for head in heads]
@@ -248,14 +248,15 @@ class Group:
                     f"{what}: rank {rank} claims to send {length} bytes, and at most {bound} can be right beside "
                     f"{min(lengths)} bytes of another rank: its message is damaged. Nothing was applied on any rank"
                 )
-        rows = self._gather_now(payload.ljust(max(lengths), b"\0"), what)
+        rows = self.gather_now(payload.ljust(max(lengths), b"\0"), what)
         answers = [row[:length] for row, length in zip(rows, lengths, strict=True)]
         for rank, (answer, head) in enumerate(zip(answers, heads, strict=True)):
             if _head(answer) != head:
                 raise PayloadCorrupt(f"{what}: what came from rank {rank} was damaged on its way. Nothing was applied")
         return answers
 
-    def _gather_now(self, payload: bytes, what: str) -> list[bytes]:
+    def gather_now(self, payload: bytes, what: str) -> list[bytes]:
+        """Every rank's byte string, equally long on all of them, in rank order."""
         message = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self.device)
         rows = self.gather(message, what=what).wait().cpu()
         return [row.numpy().tobytes() for row in rows]

@@ -1,18 +1,31 @@
 """Making replicas equal: tensors of rank 0 copied to all."""
 
-from collections.abc import Iterable
+import hashlib
+import logging
+import struct
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from thinwire.comm.deadline import own_deadlines
 from thinwire.comm.group import Group
+from thinwire.errors import PayloadCorrupt
 
-__all__ = ["copy_from_first_"]
+__all__ = ["copy_from_first_", "make_equal_"]
+
+_DIGEST_BYTES = 16
+_FIRST_BYTES, _SMALLEST_BYTES, _LARGEST_BYTES = 256 << 10, 16 << 10, 16 << 20
+_PIECE_S, _NEWS_S = 2.0, 5.0
+_SECONDS = struct.Struct("<d")
+_log = logging.getLogger("thinwire")
 
 
 @torch.no_grad()
 def copy_from_first_(tensors: Iterable[Tensor], group: Group, *, what: str) -> None:
-    """Overwrite `tensors` with those of rank 0, whatever their dtypes.
+    """Overwrite `tensors` with those of rank 0, whatever their dtypes, and whether or not they differ.
 
     Args:
         tensors: The same shapes, dtypes and order on all ranks; empty ones are passed over.
@@ -24,15 +37,113 @@ def copy_from_first_(tensors: Iterable[Tensor], group: Group, *, what: str) -> N
     held = [tensor for tensor in tensors if tensor.numel()]
     for device in dict.fromkeys(tensor.device for tensor in held):
         here = [tensor for tensor in held if tensor.device == device]
-        flat = torch.cat([_real(tensor).contiguous().reshape(-1).view(torch.uint8) for tensor in here])
+        flat = torch.cat([_bytes_of(tensor) for tensor in here])
         group.broadcast_(flat, what=what).wait()
         at = 0
         for tensor in here:
             nbytes = tensor.numel() * tensor.element_size()
-            # a copy, since a view of another type needs an aligned start
-            real = _real(tensor)
-            real.copy_(flat[at : at + nbytes].clone().view(real.dtype).view(real.shape))
+            _write_(tensor, flat[at : at + nbytes])
             at += nbytes
+
+
+@torch.no_grad()
+def make_equal_(tensors: Mapping[str, Tensor], group: Group, *, what: str) -> None:
+    """Give those of `tensors` that differ between ranks the value of rank 0, all of them or none.
+
+    However slow the line is: the copy goes in pieces whose size follows the speed, so that each takes a small part of
+    the time-out, and the log of `thinwire` tells the progress every 5 s. What has arrived is compared with the digests
+    of rank 0 before anything is written.
+
+    Args:
+        tensors: By name; the same names, shapes, dtypes and order on all ranks.
+        group: The ranks.
+        what: The occasion in plain words, for errors and the log.
+
+    Raises:
+        PayloadCorrupt: A tensor arrived damaged on some rank; on every rank, and nothing was written.
+        PeerLost, PeerStalled: See `thinwire.errors`.
+
+    Communication: 24 bytes a rank where all are equal. Else 16 bytes for every tensor, the bytes of those that differ
+        from rank 0 to all, and 8 bytes a rank for every piece of 16 KiB to 16 MiB.
+    """
+    if group.size == 1:
+        return
+    held = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
+    with own_deadlines():
+        digests = [_digest(_bytes_of(tensor)) for tensor in held.values()]
+        rows = group.gather_bytes(b"".join(digests), what=f"{what}: comparing it")
+        wanted = [rows[0][at : at + _DIGEST_BYTES] for at in range(0, len(rows[0]), _DIGEST_BYTES)]
+        moved = [i for i in range(len(wanted)) if len({row[i * _DIGEST_BYTES :][:_DIGEST_BYTES] for row in rows}) > 1]
+        names, theirs = list(held), list(held.values())
+        sources = [_bytes_of(theirs[i]).to(group.device) for i in moved]
+        if group.rank > 0:
+            sources = [torch.empty_like(source) for source in sources]
+        _copy_(sources, group, what)
+        bad = [names[i] for i, came in zip(moved, sources, strict=True) if _digest(came) != wanted[i]]
+        if moved:
+            answers = group.gather_bytes("\n".join(bad).encode(), what=f"{what}: verifying it")
+            for rank, answer in enumerate(answers):
+                if answer:
+                    name = answer.decode(errors="replace").split("\n", 1)[0]
+                    raise PayloadCorrupt(
+                        f"{what}: {name} arrived damaged on rank {rank}. Nothing was written on any rank: start again"
+                    )
+    for i, came in zip(moved, sources, strict=True):
+        if digests[i] != wanted[i]:
+            _write_(theirs[i], came)
+
+
+def _copy_(buffers: list[Tensor], group: Group, what: str) -> None:
+    """Overwrite byte tensors, one stream, with those of rank 0."""
+    total, done = sum(buffer.numel() for buffer in buffers), 0
+    size = max(min(_FIRST_BYTES, int(group.timeout_s * 8192)), _SMALLEST_BYTES)
+    target_s = min(group.timeout_s / 20, _PIECE_S)
+    begun = told = time.monotonic()
+    while done < total:
+        parts = list(_parts(buffers, done, done + size))
+        piece, begin_s = torch.cat(parts), time.monotonic()
+        group.broadcast_(piece, what=what).wait()
+        taken_s = time.monotonic() - begin_s
+        at = 0
+        for part in parts:
+            part.copy_(piece[at : at + part.numel()])
+            at += part.numel()
+        done += piece.numel()
+        # all ranks follow the slowest, so that all cut alike
+        said = group.gather_now(_SECONDS.pack(taken_s), what=what)
+        slowest_s = max(_SECONDS.unpack(answer)[0] for answer in said)
+        growth = min(target_s / max(slowest_s, 1e-9), 4.0)
+        size = int(min(max(size * growth, _SMALLEST_BYTES), _LARGEST_BYTES))
+        now = time.monotonic()
+        if now - told >= _NEWS_S:
+            told, rate = now, done / (now - begun)
+            left_s = (total - done) / rate
+            shown = (what, done / 1e6, total / 1e6, rate / 1e6, left_s)
+            _log.info("%s: %.1f of %.1f MB, %.2f MB/s, about %.0f s left", *shown)
+
+
+def _parts(buffers: list[Tensor], first: int, end: int) -> Iterator[Tensor]:
+    """Views of the bytes `first` to `end` of the stream."""
+    starts = [0]
+    for buffer in buffers:
+        starts.append(starts[-1] + buffer.numel())
+    for buffer, (start, stop) in zip(buffers, pairwise(starts), strict=True):
+        if start < end and stop > first:
+            yield buffer[max(first - start, 0) : end - start]
+
+
+def _digest(content: Tensor) -> bytes:
+    return hashlib.blake2b(memoryview(content.cpu().numpy()), digest_size=_DIGEST_BYTES).digest()
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return _real(tensor).contiguous().reshape(-1).view(torch.uint8)
+
+
+def _write_(tensor: Tensor, content: Tensor) -> None:
+    real = _real(tensor)
+    # a copy, since a view of another type needs an aligned start
+    real.copy_(content.clone().view(real.dtype).view(real.shape))
 
 
 def _real(tensor: Tensor) -> Tensor:
