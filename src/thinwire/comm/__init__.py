@@ -2,6 +2,7 @@
 
 from thinwire.comm.busy import by_rank, while_busy
 from thinwire.comm.ddp import BucketTap, tap_buckets
+from thinwire.comm.deadline import one_deadline, own_deadlines, seconds_of
 from thinwire.comm.group import Group, Pending, require_process_group
 from thinwire.comm.handshake import elsewhere, mapping_of, require_agreement
 from thinwire.comm.identity import next_identity, place_in
@@ -20,9 +21,12 @@ __all__ = [
     "mapping_of",
     "next_identity",
     "node_size_of",
+    "one_deadline",
+    "own_deadlines",
     "place_in",
     "require_agreement",
     "require_process_group",
+    "seconds_of",
     "sources_of",
     "tap_buckets",
     "while_busy",

@@ -48,8 +48,8 @@ def own_deadlines() -> Iterator[None]:
 
 
 def left_s(timeout_s: float) -> float:
-    """How long one wait may take, where each may take at most `timeout_s`."""
-    return timeout_s if _call.left_s is None else max(min(timeout_s, _call.left_s), 0.0)
+    """How long one wait may take: what is left of the call that it is in, or `timeout_s` outside of any."""
+    return timeout_s if _call.left_s is None else max(_call.left_s, 0.0)
 
 
 def waited(seconds: float) -> None:
@@ -59,7 +59,7 @@ def waited(seconds: float) -> None:
 
 
 def progressed() -> None:
-    """A part of something large has arrived: the time-out of the call begins anew."""
+    """A part of something large has arrived: the time-out of the call, if there is one, begins anew."""
     _call.left_s = _call.timeout_s
 
 

@@ -133,7 +133,7 @@ def _parts(buffers: list[Tensor], first: int, end: int) -> Iterator[Tensor]:
 
 
 def _digest(content: Tensor) -> bytes:
-    return hashlib.blake2b(memoryview(content.cpu().numpy()), digest_size=_DIGEST_BYTES).digest()
+    return hashlib.blake2b(content.cpu().numpy().data, digest_size=_DIGEST_BYTES).digest()
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

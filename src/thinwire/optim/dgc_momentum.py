@@ -1,5 +1,6 @@
 """SGD with momentum over deep gradient compression: each rank sends its few largest accumulated entries."""
 
+import datetime
 import warnings
 import zlib
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from thinwire.comm import (
     place_in,
     require_agreement,
     require_process_group,
+    seconds_of,
     sources_of,
     tap_buckets,
 )
@@ -97,6 +99,8 @@ class DGCMomentum(CommonOptimizer):
         process_group: The ranks that exchange; None for all of them. One process alone works too.
         digest_every: Updates within which a difference between the ranks' parameters, or in momentum that is averaged
             densely, is found, >= 1; 0 compares nothing.
+        timeout: For how long a rank waits for others in one call, in seconds or as a timedelta; None: as long as the
+            process group itself would. The same on all ranks.
         grad_clip: `ClipByNorm` only: its c is C for compressed tensors and a plain limit for those that stay dense.
         regularizer: `L1Decay` or `L2Decay`, treated as `weight_decay` is.
         exclude_from_weight_decay: Patterns over names, or a predicate (name, parameter) -> bool.
@@ -155,6 +159,7 @@ class DGCMomentum(CommonOptimizer):
         exchange: str = "auto",
         process_group: dist.ProcessGroup | None = None,
         digest_every: int = DIGEST_EVERY,
+        timeout: float | datetime.timedelta | None = None,
         grad_clip: ClipByNorm | None = None,
         regularizer: Regularizer | None = None,
         exclude_from_weight_decay: Any = None,
@@ -186,6 +191,7 @@ class DGCMomentum(CommonOptimizer):
         check.one_of("exchange", exchange, EXCHANGES)
         self.exchange = exchange
         self.digest_every = check.integer("digest_every", digest_every, at_least=0)
+        self.timeout_s = seconds_of(timeout)
         require_process_group(process_group)
         self._process_group = process_group
         self._identity = f"optimizer {next_identity(process_group)}"
@@ -393,6 +399,10 @@ class DGCMomentum(CommonOptimizer):
 
     def _update(self, pairs: list[ParamGrad], rates: list[float]) -> bool:
         exchange = self._joined()
+        with exchange.group.one_deadline():
+            return self._exchanged(exchange, pairs, rates)
+
+    def _exchanged(self, exchange: GradientExchange, pairs: list[ParamGrad], rates: list[float]) -> bool:
         overflow = self._read_scaler()
         if overflow is not None and exchange.in_flight and self._attached is not None:
             exchange.discard()  # proposals made before the scale was known are in the wrong unit
@@ -578,7 +588,7 @@ class DGCMomentum(CommonOptimizer):
         """The exchange with the other ranks, after the comparison that must precede it."""
         names, known = self._listing.names, self._exchange
         if known is None or known.names != names:
-            group = Group(self._process_group) if known is None else known.group
+            group = Group(self._process_group, self.timeout_s) if known is None else known.group
             known = self._compared(group, names)
             self._exchange = known
         self._compare_nodes(known)
@@ -599,6 +609,7 @@ class DGCMomentum(CommonOptimizer):
         except ValueError as error:  # the others must hear of it first
             problem = error
         facts = self._common_facts(names, width if problem is None else str(problem))
+        facts["timeout in seconds"] = group.timeout_s
         versions = {"thinwire": __version__, "torch": str(torch.__version__)}
         require_agreement(group, facts, what="comparing settings and parameters", cures=CURES, versions=versions)
         if problem is not None:
@@ -693,13 +704,14 @@ class DGCMomentum(CommonOptimizer):
         }
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("value_bits", "state_dtype", "num_trainers", "node_size", "exchange", "digest_every")
+        own = ("value_bits", "state_dtype", "num_trainers", "node_size", "exchange", "digest_every", "timeout_s")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._process_group = self.__dict__.get("_process_group")
         self.digest_every = self.__dict__.get("digest_every", DIGEST_EVERY)
+        self.timeout_s = self.__dict__.get("timeout_s")
         self._identity = "a copied optimizer"
         self._nodes_compared = False  # loaded state may differ inside a node
         self._fresh = self.__dict__.get("_fresh", {})

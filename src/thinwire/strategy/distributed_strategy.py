@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -98,6 +99,7 @@ class DistributedStrategy:
         *,
         grad_clip: Clip | None = None,
         digest_every: int = 64,
+        timeout: float | datetime.timedelta | None = None,
         find_unused_parameters: bool = False,
     ) -> Engine:
         """Make the engine that trains `model` by this strategy; the same call on every rank.
@@ -114,6 +116,9 @@ class DistributedStrategy:
             digest_every: Updates within which ranks that do not hold the same are found, >= 1: a digest of parameters
                 and optimizer rides in the agreement of every update; under local updates, in that of every averaging.
                 0 compares nothing.
+            timeout: For how long a rank waits for others in one call, in seconds or as a timedelta; None: as long as
+                the process group itself would. The same on all ranks. Saving, copying the model at the start and
+                compiling may take longer, as long as they go on.
             find_unused_parameters: Whether ranks may use different parameters in a step: a gradient that is absent
                 counts as zero where at least one rank has one. Costs 24 bytes a rank and update, a byte for every
                 parameter where ranks differ, and the exchange follows the backward pass. Without it that is an error.
@@ -132,6 +137,7 @@ class DistributedStrategy:
             grad_clip=grad_clip,
             find_unused_parameters=find_unused_parameters,
             digest_every=digest_every,
+            timeout=timeout,
         )
 
     def explain(

@@ -133,12 +133,13 @@ class Engine:
         if parts.runner is not None:
             self._require_loss_function("train_step")
             self._clear_grads()
-            loss = parts.runner.step(inputs, targets)
-            self._finish_microstep(loss)
+            with parts.group.one_deadline():
+                loss = parts.runner.step(inputs, targets)
+                self._finish_microstep(loss)
             self._left.remember()
             return loss
         loss = self._loss_of(inputs, targets, "train_step")
-        with self._advice():
+        with self._advice(), parts.group.one_deadline():
             self._minimize(loss)
         return loss.detach().reshape(())
 
@@ -185,7 +186,7 @@ class Engine:
                 "engine.train_step(inputs, targets)"
             )
         self._begin_microstep()
-        with self._advice():
+        with self._advice(), parts.group.one_deadline():
             self._minimize(loss)
         return [], [(p, p.grad) for p in parts.params.values() if p.grad is not None]
 
@@ -235,13 +236,14 @@ class Engine:
         self._require_open()
         parts = self._parts
         merge = parts.merge
-        if merge is not None:
-            place = {"step": self._place(), "microsteps of the unfinished update": merge.microsteps}
-            require_agreement(parts.group, place, what="flushing")
-            if merge.microsteps:
-                self._update_from_merge(merge, complete=True)
-        parts.exchange.flush()
-        self._settle_buffers()
+        with parts.group.one_deadline():
+            if merge is not None:
+                place = {"step": self._place(), "microsteps of the unfinished update": merge.microsteps}
+                require_agreement(parts.group, place, what="flushing")
+                if merge.microsteps:
+                    self._update_from_merge(merge, complete=True)
+            parts.exchange.flush()
+            self._settle_buffers()
         self._left.remember()
 
     def mean_loss(self, loss: Tensor | float) -> Tensor:

@@ -1,5 +1,6 @@
 """From a strategy, a model and an optimizer to an engine: every check comes before anything is changed."""
 
+import datetime
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -15,10 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import _validate as check
 from thinwire.amp import LossScaler
-from thinwire.comm import Group, next_identity, require_agreement
+from thinwire.comm import Group, next_identity, require_agreement, seconds_of
 from thinwire.comm.grid import Grid
 from thinwire.comm.nodes import require_divisor
-from thinwire.comm.replicate import copy_from_first_
+from thinwire.comm.replicate import make_equal_
 from thinwire.core.arithmetic import CURES, arithmetic
 from thinwire.core.clip import Clip, ClipByGlobalNorm, ClipByNorm, ClipByValue
 from thinwire.errors import StrategyError, ThinwireError
@@ -112,6 +113,7 @@ def prepare(
     *,
     grad_clip: Clip | None = None,
     digest_every: int = DIGEST_EVERY,
+    timeout: float | datetime.timedelta | None = None,
     find_unused_parameters: bool = False,
 ) -> Engine:
     """See `DistributedStrategy.prepare`."""
@@ -124,11 +126,11 @@ def prepare(
     _check_kinds(model, optimizer, loss_fn, grad_clip)
     digest_every = check.integer("digest_every", digest_every, at_least=0)
     begin_s = time.perf_counter()
-    group = Group()
-    facts = {**strategy_facts(strategy), "digest_every": digest_every}
+    group = Group(None, timeout)
+    facts = {**strategy_facts(strategy), "digest_every": digest_every, "timeout in seconds": group.timeout_s}
     facts |= _arithmetic(strategy, model, optimizer)
     require_agreement(group, facts, what="comparing strategies", cures=CURES, versions=versions())
-    grid = None if strategy.pipeline is None else Grid(strategy.pipeline.stages)
+    grid = None if strategy.pipeline is None else Grid(strategy.pipeline.stages, timeout)
     place = _Place(grid=grid, replicas=group.size if grid is None else grid.replicas)
     if strategy.expected_replicas not in (None, place.replicas):
         raise StrategyError(
@@ -138,10 +140,12 @@ def prepare(
     plan = _agreed_plan(strategy, model, optimizer, told, group, place)
     plan.digest_every = digest_every
     if plan.sync is not None:
-        plan.sync.digest_every = digest_every
+        plan.sync.digest_every, plan.sync.timeout_s = digest_every, seconds_of(timeout)
     handles: list[Any] = []
     try:
-        copy_from_first_([*model.parameters(), *model.buffers()], group, what="copying the model of rank 0")
+        replicas: dict[str, torch.Tensor] = {f"parameter {name}": p for name, p in model.named_parameters()}
+        replicas |= {f"buffer {name}": b for name, b in model.named_buffers()}
+        make_equal_(replicas, group, what="copying the model of rank 0")
         engine = _assembled(strategy, model, told, plan, group, place, handles)
         kind, fields = type(optimizer).__name__, ", ".join(strategy.on) or "no field"
         took_s = time.perf_counter() - begin_s

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import _validate as check
 from thinwire.comm import Group
-from thinwire.comm.replicate import copy_from_first_
+from thinwire.comm.replicate import make_equal_
 
 __all__ = ["LocalModel", "looks"]
 
@@ -88,13 +88,12 @@ class LocalModel:
         }
 
     def copy_from_first(self, group: Group) -> None:
-        """Overwrite parameters, frozen ones too, and floating-point buffers with those of rank 0.
+        """Give parameters, frozen ones too, and floating-point buffers the values of rank 0, where they differ.
 
-        Communication: one broadcast per device.
+        Communication: that of `make_equal_`.
         """
-        copy_from_first_(
-            [*self.model.parameters(), *self.buffers().values()], group, what="copying the model of rank 0"
-        )
+        params = {f"parameter {name}": p for name, p in self.model.named_parameters()}
+        make_equal_({**params, **self.buffers()}, group, what="copying the model of rank 0")
 
 
 def _check_kinds(model: object, optimizer: object) -> None:

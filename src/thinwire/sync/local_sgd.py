@@ -1,5 +1,6 @@
 """Local updates: ranks train on their own and average their parameters now and then."""
 
+import datetime
 import logging
 import warnings
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from thinwire import _validate as check
 from thinwire._version import __version__
-from thinwire.comm import Group, long_waits_logged, next_identity, place_in, require_agreement
+from thinwire.comm import Group, long_waits_logged, next_identity, place_in, require_agreement, seconds_of
 from thinwire.core.arithmetic import CURES, arithmetic
 from thinwire.core.message import WIRE_VERSION
 from thinwire.core.origin import ORIGIN, Origin, without_origin
@@ -44,6 +45,7 @@ def local_sgd(
     *,
     process_group: dist.ProcessGroup | None = None,
     digest_every: int = DIGEST_EVERY,
+    timeout: float | datetime.timedelta | None = None,
 ) -> "LocalUpdates":
     """Training on every rank alone, with an averaging of the parameters now and then, as a context manager.
 
@@ -57,6 +59,8 @@ def local_sgd(
         process_group: The ranks that average; None for all of them. One process alone works too.
         digest_every: Steps within which a difference between the ranks' anchors, outer momentum or frozen parameters is
             found, at an averaging: at every one where averagings are farther apart. 0 compares nothing.
+        timeout: For how long a rank waits for others in one call, in seconds or as a timedelta; None: as long as
+            the process group itself would. The same on all ranks.
 
     Returns:
         A context manager. Entering it compares the model over the ranks by name and copies rank 0's parameters and
@@ -66,7 +70,9 @@ def local_sgd(
         TypeError: An argument of another kind; a model or an optimizer that exchanges gradients itself.
         ValueError: More fragments than parameters, or an optimizer of something else.
     """
-    return LocalUpdates(model, optimizer, config, process_group=process_group, digest_every=digest_every)
+    return LocalUpdates(
+        model, optimizer, config, process_group=process_group, digest_every=digest_every, timeout=timeout
+    )
 
 
 class LocalUpdates:
@@ -100,7 +106,9 @@ class LocalUpdates:
         dgc: DGC | None = None,
         scaler: OwnScale | None = None,
         digest_every: int = DIGEST_EVERY,
+        timeout: float | datetime.timedelta | None = None,
     ) -> None:
+        self.timeout_s = seconds_of(timeout)
         self.digest_every = check.integer("digest_every", digest_every, at_least=0)
         check.instance("config", config, (LocalSGD, AdaptiveLocalSGD))
         if dgc is not None:
@@ -139,10 +147,10 @@ class LocalUpdates:
                 "this model is in a local_sgd block already: leave that one first, they cannot be nested (an engine "
                 "that averages parameters leaves it with engine.close())"
             )
-        self._group = group = Group(self._process_group)
+        self._group = group = Group(self._process_group, self.timeout_s)
         facts: dict[str, Any] = {"wire": WIRE_VERSION, "config": type(self._config).__name__}
         facts |= {"settings": asdict(self._config), "dgc": None if self._dgc is None else asdict(self._dgc)}
-        facts |= {"digest_every": self.digest_every}
+        facts |= {"digest_every": self.digest_every, "timeout in seconds": group.timeout_s}
         facts |= arithmetic(self._tensors.device)
         facts |= {"misuse": self._tensors.difference(), **self._tensors.facts()}
         versions = {"thinwire": __version__, "torch": str(torch.__version__)}
@@ -202,7 +210,7 @@ class LocalUpdates:
     def _after_step(self, turns: Turns) -> None:
         assert self._group is not None, "open"
         group, k_steps = self._group, self.k_steps
-        with long_waits_logged(f"local step {self.step + 1}", lambda: group.wait_s):
+        with group.one_deadline(), long_waits_logged(f"local step {self.step + 1}", lambda: group.wait_s):
             turns.after_step()
         if turns.likeness.averaged_before:
             self._sent_by_ddp += sum(p.numel() * p.element_size() for p in self._tensors.params.values())
@@ -277,7 +285,10 @@ class LocalUpdates:
             Mismatch: Ranks are at different steps.
             ThinwireError: As in any averaging.
         """
-        self._open_turns().flush()
+        turns, group = self._open_turns(), self._group
+        assert group is not None, "open"
+        with group.one_deadline():
+            turns.flush()
 
     def require_equal(self) -> None:
         """Compare all that ranks must hold alike, and the memory of what is this rank's own; on all ranks.

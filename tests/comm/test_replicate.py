@@ -1,0 +1,107 @@
+"""Replicas are made equal: nothing travels where they are, and what travels is verified before it is written."""
+
+import logging
+import time
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ranks import Pool
+from thinwire.comm import Group
+from thinwire.comm import replicate as replicate_module
+from thinwire.comm.replicate import make_equal_
+
+
+def tensors(rank: int) -> dict[str, Tensor]:
+    """Equal on all ranks but for `other`, `complex` and `flags`."""
+    generator = torch.Generator().manual_seed(rank)
+    return {
+        "same": torch.arange(1000.0),
+        "empty": torch.empty(0),
+        "other": torch.randn(700, 500, generator=generator).t(),
+        "complex": torch.full((3,), complex(rank, 1)),
+        "count": torch.tensor(7),
+        "flags": torch.tensor([rank == 0, True]),
+        "half": torch.ones(5, dtype=torch.bfloat16),
+    }
+
+
+def equal_afterwards(rank: int, size: int) -> tuple[bool, int, int]:
+    held, group = tensors(rank), Group()
+    versions = held["same"]._version
+    make_equal_(held, group, what="copying")
+    alike = all(torch.equal(value, tensors(0)[name]) for name, value in held.items())
+    sent = group.bytes_sent
+    make_equal_(held, group, what="copying")
+    assert held["same"]._version == versions
+    return alike, sent, group.bytes_sent - sent
+
+
+def test_only_what_differs_travels(ranks: Pool) -> None:
+    answers = ranks.run(equal_afterwards, size=3)
+    assert [alike for alike, _, _ in answers] == [True] * 3
+    assert 1_400_000 < answers[0][1] < 1_402_000
+    assert [again for _, _, again in answers] == [24] * 3
+
+
+def flipped(rank: int, size: int) -> bool:
+    held, group, real = tensors(rank), Group(), Group.broadcast_
+
+    def damaging(self: Group, buffer: Tensor, *, what: str) -> object:
+        pending = real(self, buffer, what=what)
+        if rank == 1:
+            pending.wait()
+            buffer[buffer.numel() // 2] ^= 4
+            return type(pending)(lambda: buffer)
+        return pending
+
+    Group.broadcast_ = damaging  # type: ignore[method-assign,assignment]
+    try:
+        make_equal_(held, group, what="copying")
+    finally:
+        Group.broadcast_ = real  # type: ignore[method-assign]
+        assert all(torch.equal(value, tensors(rank)[name]) for name, value in held.items())
+    return True
+
+
+@pytest.mark.fault
+def test_a_flipped_bit_is_an_error_on_all_ranks_and_nothing_is_written(ranks: Pool) -> None:
+    answers = ranks.run(flipped, size=3, expect_errors=True)
+    assert {(a.type_name, a.text) for a in answers} == {("PayloadCorrupt", answers[0].text)}
+    assert "copying: other arrived damaged on rank 1" in answers[0].text
+
+
+def slow_line(rank: int, size: int) -> tuple[float, list[str]]:
+    """Every piece takes time in proportion to its size, the whole of them more than the time-out."""
+    real, told = Group.broadcast_, []
+
+    class Told(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            told.append(record.getMessage())
+
+    def slowly(self: Group, buffer: Tensor, *, what: str) -> object:
+        time.sleep(buffer.numel() / 200e3)
+        return real(self, buffer, what=what)
+
+    group = Group(timeout=3)
+    log = logging.getLogger("thinwire")
+    log.addHandler(Told())
+    log.setLevel(logging.INFO)
+    replicate_module._NEWS_S, news = 1.0, replicate_module._NEWS_S
+    Group.broadcast_ = slowly  # type: ignore[method-assign,assignment]
+    begin = time.monotonic()
+    try:
+        make_equal_(tensors(rank), group, what="copying")
+    finally:
+        Group.broadcast_ = real  # type: ignore[method-assign]
+        replicate_module._NEWS_S = news
+        log.handlers.clear()
+    return time.monotonic() - begin, told
+
+
+def test_a_copy_may_take_longer_than_the_time_out_and_tells_its_progress(ranks: Pool) -> None:
+    for seconds, told in ranks.run(slow_line):
+        assert seconds > 6
+        assert len(told) >= 3
+        assert told[0].startswith("copying: ") and " of 1.4 MB, " in told[0] and told[0].endswith(" s left")
