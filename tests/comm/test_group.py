@@ -1,9 +1,12 @@
 """The seam to the ranks: gathers, sums, agreement, and how failures are named."""
 
 import gc
+import math
 import os
 import signal
+import struct
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,7 +15,9 @@ import torch.distributed as dist
 
 from tests.ranks import Lost, Pool, Raised
 from thinwire.comm import Group, Nodes, require_agreement, sources_of
+from thinwire.comm import group as group_module
 from thinwire.comm import private as private_module
+from thinwire.errors import PeerStalled, ThinwireError
 
 
 def gather_bytes(rank: int, size: int, payloads: list[bytes]) -> tuple[list[bytes], int]:
@@ -238,3 +243,102 @@ def shared_then_released(rank: int, size: int) -> tuple[bool, bool]:
 def test_groups_over_the_same_ranks_share_one_that_is_released_at_exit(ranks: Pool) -> None:
     """Else its threads outlive the interpreter, and abort the process at exit."""
     assert ranks.run(shared_then_released) == [(True, True)] * 2
+
+
+def timeouts_of(rank: int, size: int) -> tuple[float, float, float]:
+    own, longer = Group(), Group(timeout=timedelta(minutes=10))
+    assert own._shared is longer._shared
+    begin = time.monotonic()
+    shorter = Group(timeout=1.5)
+    if rank == 1:
+        time.sleep(6)
+    else:
+        with pytest.raises(PeerStalled, match=r"within 1\.5 s: rank 1 was alive"):
+            shorter.gather_bytes(b"", what="test")
+        with pytest.raises(ThinwireError, match="left half-way"):
+            longer.gather_bytes(b"", what="test")
+    return own.timeout_s, longer.timeout_s, time.monotonic() - begin
+
+
+@pytest.mark.fault
+def test_every_group_keeps_the_time_out_that_it_was_given(ranks: Pool) -> None:
+    """That of the process group is not cut down, and groups over the same ranks may have others."""
+    answers = ranks.run(timeouts_of, group_timeout_s=300)
+    assert [answer[:2] for answer in answers] == [(300.0, 600.0)] * 2
+    assert answers[0][2] < 3.5
+
+
+@pytest.mark.parametrize("timeout", [0, -1, math.nan, math.inf, timedelta(0)])
+def test_a_time_out_that_is_none_is_refused(timeout: float) -> None:
+    with pytest.raises(ValueError, match="timeout, in seconds or as a timedelta, must be a finite number > 0"):
+        Group(timeout=timeout)
+    with pytest.raises(TypeError, match="timeout, in seconds or as a timedelta, must be a number"):
+        Group(timeout="5")  # type: ignore[arg-type]
+
+
+def late_twice(rank: int, size: int) -> float:
+    group = Group(timeout=4)
+    group.gather_bytes(b"", what="warming up")
+    begin = time.monotonic()
+    if rank == 1:
+        for _ in range(2):
+            time.sleep(2.5)
+            group.gather_bytes(b"", what="test")
+        return 0.0
+    with (
+        pytest.raises(PeerStalled, match=r"within the 1\.\d s that were left of 4 s for the whole call"),
+        group.one_deadline(),
+    ):
+        for _ in range(2):
+            group.gather_bytes(b"", what="test")
+    return time.monotonic() - begin
+
+
+@pytest.mark.fault
+def test_a_call_of_several_exchanges_has_one_deadline(ranks: Pool) -> None:
+    first, second = ranks.run(late_twice, expect_errors=True)
+    assert 3.9 < first < 6
+    assert isinstance(second, float | Raised)
+
+
+def claims_too_much(rank: int, size: int) -> None:
+    real = group_module._head
+
+    def lying(payload: bytes) -> bytes:
+        return struct.pack("<Q", 1 << 60) + real(payload)[8:]
+
+    if rank == 1:
+        group_module._head = lying
+    try:
+        Group().gather_bytes(bytes([rank]), what="voting")
+    finally:
+        group_module._head = real
+
+
+@pytest.mark.fault
+def test_a_vote_that_claims_to_be_huge_is_an_error_on_all_ranks(ranks: Pool) -> None:
+    answers = ranks.run(claims_too_much, size=3, expect_errors=True)
+    assert {(a.type_name, a.text) for a in answers} == {("PayloadCorrupt", answers[0].text)}
+    assert f"rank 1 claims to send {1 << 60} bytes" in answers[0].text
+
+
+def in_pieces(rank: int, size: int) -> tuple[bool, bool, bool]:
+    generator = torch.Generator().manual_seed(rank)
+    small, large = Group(timeout=2), Group()  # pieces of 64 KiB, and none
+    values = torch.randn(100_003, generator=generator)
+    whole, cut = values.clone(), values.clone()
+    large.sum_(whole, what="test").wait()
+    small.sum_(cut, what="test").wait()
+    everywhere = small.gather(cut.view(torch.uint8), what="test").wait()
+    equal = all(torch.equal(row, everywhere[0]) for row in everywhere)
+    message = values.view(torch.uint8)
+    gathered = torch.equal(large.gather(message, what="test").wait(), small.gather(message, what="test").wait())
+    lengths = [100_000 + 70_000 * receiver for receiver in range(size)]
+    parts = message[: sum(lengths)] if sum(lengths) <= message.numel() else message.repeat(3)[: sum(lengths)]
+    dealt = torch.equal(large.deal(parts, lengths, what="test").wait(), small.deal(parts, lengths, what="test").wait())
+    return torch.allclose(whole, cut) and equal and (size > 2 or torch.equal(whole, cut)), gathered, dealt
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_pieces_make_the_same_whole(ranks: Pool, size: int) -> None:
+    assert ranks.run(in_pieces, size=size) == [(True, True, True)] * size

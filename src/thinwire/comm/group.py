@@ -201,9 +201,12 @@ class Group:
             for out, (piece, given) in zip(outs, rounds, strict=True)
         ]
         pieces = [piece for piece, _ in rounds]
-        return self._launched(
-            launches, lambda: torch.cat([out.view(self.size, -1) for out in outs], 1), what, [*outs, *pieces]
-        )
+
+        def rows() -> Tensor:
+            views = [out.view(self.size, -1) for out in outs]
+            return views[0] if len(views) == 1 else torch.cat(views, 1)
+
+        return self._launched(launches, rows, what, [*outs, *pieces])
 
     def sum_(self, buffer: Tensor, *, what: str) -> Pending[Tensor]:
         """Launch an all-reduce that overwrites `buffer` with its sum over the ranks, bit-identical on all of them."""
@@ -308,7 +311,7 @@ class Group:
     def _wait_for(self, work: dist.Work, what: str) -> None:
         """Wait for one work, for as long as it may take."""
         assert self._shared is not None, "something was launched"
-        limit_s, begun = left_s(self.timeout_s), time.monotonic()
+        limit_s, begun, ended = left_s(self.timeout_s), time.monotonic(), False
         while True:
             try:
                 if self._shared.watched_here:
@@ -322,8 +325,9 @@ class Group:
             except RuntimeError as error:
                 if work.is_completed():
                     landed(work)
-                    if work.is_success():
-                        continue  # it ended just now
+                    if not ended:  # perhaps it did so just now, and well
+                        ended = True
+                        continue
                 elif time.monotonic() - begun < limit_s:
                     continue
                 raise self._explained(error, what, limit_s) from error

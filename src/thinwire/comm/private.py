@@ -17,6 +17,7 @@ from torch import Tensor
 from thinwire.comm.courier import Courier, stop_all
 from thinwire.comm.deadline import left_s
 from thinwire.comm.failures import explain_failure
+from thinwire.comm.restarts import warn_of_restarts
 
 __all__ = ["Private", "fly", "landed", "private_group", "store_of", "timeout_s_of"]
 
@@ -93,6 +94,7 @@ _flying: dict[int, _Flight] = {}
 def private_group(parent: dist.ProcessGroup, timeout_s: float) -> Private:
     """The library's own group over the ranks of `parent`, made once for each; `timeout_s` limits the making."""
     if parent not in _shared:
+        warn_of_restarts()
         _shared[parent] = Private(dist.get_process_group_ranks(parent), timeout_s)
     return _shared[parent]
 

@@ -1,0 +1,35 @@
+"""A job that torchrun may restart is told what the restart needs."""
+
+import warnings
+
+import pytest
+
+from tests.ranks import Pool
+from thinwire.comm import Group
+from thinwire.comm.restarts import warn_of_restarts
+
+MAY_FAIL = {"RANK": "0", "TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
+def warned(rank: int, size: int, environment: dict[str, str]) -> list[str]:
+    warn_of_restarts.cache_clear()
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        Group()
+        Group()
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_restart_that_is_likely_to_fail_is_warned_of_once(ranks: Pool) -> None:
+    told, _ = ranks.run(warned, MAY_FAIL)
+    assert len(told) == 1
+    assert "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun" in told[0]
+
+
+@pytest.mark.parametrize(
+    "other", [{"RANK": "1"}, {"TORCHELASTIC_MAX_RESTARTS": "0"}, {"TORCHELASTIC_USE_AGENT_STORE": "False"}]
+)
+def test_nothing_is_said_where_there_is_nothing_to_do(ranks: Pool, other: dict[str, str]) -> None:
+    assert ranks.run(warned, {**MAY_FAIL, **other}) == [[], []]
