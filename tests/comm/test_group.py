@@ -337,7 +337,8 @@ def in_pieces(rank: int, size: int) -> tuple[bool, bool, bool]:
     lengths = [100_000 + 70_000 * receiver for receiver in range(size)]
     parts = message[: sum(lengths)] if sum(lengths) <= message.numel() else message.repeat(3)[: sum(lengths)]
     dealt = torch.equal(large.deal(parts, lengths, what="test").wait(), small.deal(parts, lengths, what="test").wait())
-    return torch.allclose(whole, cut) and equal and (size > 2 or torch.equal(whole, cut)), gathered, dealt
+    near = torch.allclose(whole, cut, atol=1e-6)  # the order of additions is that of the pieces
+    return near and equal and (size > 2 or torch.equal(whole, cut)), gathered, dealt
 
 
 @pytest.mark.parametrize("size", [2, 3])
