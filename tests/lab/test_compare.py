@@ -170,6 +170,7 @@ def test_what_was_measured_before_a_failure_is_kept(tmp_path: Path, monkeypatch:
 
 @pytest.mark.fault
 @pytest.mark.slow  # four trainings, three of which fail
+@pytest.mark.timeout(400)
 def test_a_strategy_that_raises_diverges_or_dies_does_not_stop_the_others(tmp_path: Path) -> None:
     (good,) = choose(["dense"])
     bad = [Recipe(name, "of the tests", f"tests.lab.bad_trainers:{name}", 0.1, "nobody") for name in BAD]
@@ -201,6 +202,7 @@ def test_a_file_that_does_not_go_with_the_model_is_refused_before_anything_train
 
 
 @pytest.mark.slow  # a check and three trainings
+@pytest.mark.timeout(400)
 def test_every_strategy_that_is_shipped_as_an_example_runs(tmp_path: Path) -> None:
     files = [str(path) for path in sorted(EXAMPLES.glob("*.yaml"))]
     assert len(files) >= 3
@@ -209,6 +211,7 @@ def test_every_strategy_that_is_shipped_as_an_example_runs(tmp_path: Path) -> No
 
 
 @pytest.mark.slow  # numba compiles every kernel of DGC
+@pytest.mark.timeout(400)
 def test_no_strategy_compiles_on_its_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))
     results = compare(settings(tmp_path / "out", link="loopback", strategies=["dgc"], steps=8), Silent())
