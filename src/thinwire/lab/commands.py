@@ -66,8 +66,8 @@ def compare(
 ) -> None:
     """Train a small language model under several strategies over the same link; report loss against time and bytes.
 
-    Prints a verdict and tables, and writes report.html, results.json and the winner's strategy file into the folder --out.
-    What has finished is kept when Ctrl-C or SIGTERM ends the comparison, or when a strategy fails.
+    Prints a verdict and tables, and writes report.html, results.json and the winner's strategy file into
+    the folder --out. What has finished is kept when Ctrl-C or SIGTERM ends the comparison, or a strategy fails.
 
     Args:
         workers: Processes that train together, each in a network of its own where the system allows it.
