@@ -1,6 +1,7 @@
 """Ranks that must hold the same: what differs is `Diverged` on all of them, within a known number of updates."""
 
 import itertools
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 import thinwire as tw
 from tests.ranks import Pool, Raised
+from thinwire.comm import Group, Pending
 from thinwire.core.checksum import checksum
 from thinwire.optim import DGCMomentum
 from thinwire.strategy.engine import Engine
@@ -253,3 +255,178 @@ def test_digest_every_is_a_number_of_updates(value: Any) -> None:
         DGCMomentum(model.parameters(), 0.1, digest_every=value)
     with pytest.raises((TypeError, ValueError), match="digest_every"):
         engine_of("dense", model, digest_every=value)
+
+
+def change_sparsity(rank: int, size: int, way: str) -> None:
+    model = model_of()
+    if way == "engine":
+        engine = engine_of("dgc", model)
+        for step in range(8):
+            if step == 6 and rank == 1:
+                engine.optimizer.param_groups[0]["sparsity"] = (0.5,)
+            engine.train_step(*data(rank, step))
+        return
+    optimizer = DGCMomentum(model.parameters(), 0.01, min_numel=64, sparsity=(0.9,))
+    ddp = nn.parallel.DistributedDataParallel(model)
+    if way == "attached":
+        optimizer.attach(ddp)
+    else:
+        tap = DGCMomentum(model.parameters(), 0.0).attach(ddp)  # takes the exchange of DDP's own away
+        tap.remove()
+    for step in range(8):
+        if step == 6 and rank == 1:
+            optimizer.param_groups[0]["sparsity"] = (0.5,)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(ddp(data(rank, step)[0]), data(rank, step)[1]).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("way", ["engine", "attached", "alone"])
+def test_a_sparsity_changed_on_one_rank_is_a_mismatch_on_all(way: str, ranks: Pool) -> None:
+    for answer in ranks.run(change_sparsity, way, expect_errors=True):
+        assert isinstance(answer, Raised)
+        assert answer.type_name == "Mismatch"
+        assert "sparsity" in answer.text
+
+
+def clip_after_attach(rank: int, size: int, way: str) -> None:
+    torch.manual_seed(1)
+    model = nn.Linear(400, 300)
+    optimizer = DGCMomentum(model.parameters(), 0.01, min_numel=64, sparsity=(0.9,))
+    ddp = nn.parallel.DistributedDataParallel(model)
+    optimizer.attach(ddp)
+    for step in range(3):
+        optimizer.zero_grad()
+        ddp(torch.randn(5, 400)).pow(2).mean().backward()
+        assert model.weight.grad is not None
+        if rank == 1 and step == 2:
+            at = model.weight.grad.abs().argmax()
+            (model.weight.grad.data if way == "data" else model.weight.grad).view(-1)[at] *= 0.5
+        optimizer.step()
+
+
+@pytest.mark.parametrize("way", ["in place", "data"])
+def test_one_outlier_that_is_clipped_after_it_was_sent_is_an_error_on_all(way: str, ranks: Pool) -> None:
+    for answer in ranks.run(clip_after_attach, way, expect_errors=True):
+        assert isinstance(answer, Raised)
+        assert "was changed between backward() and step()" in answer.text
+
+
+def overflow_in_the_sum(rank: int, size: int, way: str, early: int) -> tuple[int, float]:
+    torch.manual_seed(1)
+    model = nn.Linear(40, 30)
+    fields = {} if way == "dense" else {"dgc": tw.DGC(sparsity=(0.9,), min_numel=64, value_bits=32, exchange=way)}
+    engine = tw.DistributedStrategy(**fields).prepare(model, torch.optim.SGD(model.parameters(), 0.01, momentum=0.9))
+    for step in range(early + 1):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            engine.minimize((model.weight * (3e38 if step == early else 1.0)).sum() + model.bias.sum())
+    return int(engine.stats()["dropped_steps"]), float(model.weight.detach().abs().max())
+
+
+@pytest.mark.parametrize("early", [0, 5])
+@pytest.mark.parametrize("way", ["dense", "gather", "split"])
+def test_finite_gradients_whose_sum_is_not_drop_the_step(way: str, early: int, ranks: Pool) -> None:
+    first, second = ranks.run(overflow_in_the_sum, way, early)
+    assert first == second
+    assert first[0] == 1
+    assert first[1] < 10
+
+
+def flip_in_a_sum(rank: int, size: int, kind: str) -> None:
+    plain = Group.sum_
+
+    def damaged(self: Group, buffer: Tensor, *, what: str) -> Any:
+        pending = plain(self, buffer, what=what)
+        if rank != 1 or "averaging dense" not in what or f"step {3}," not in what:
+            return pending
+
+        def finish() -> Tensor:
+            total = pending.wait()
+            flip_(total, total.numel() // 2, 5)
+            return total
+
+        return Pending(finish)
+
+    Group.sum_ = damaged  # type: ignore[method-assign]
+    try:
+        if kind == "local":
+            model = model_of()
+            optimizer = torch.optim.SGD(model.parameters(), 0.05)
+            with tw.local_sgd(model, optimizer, tw.LocalSGD(2)):
+                for step in range(6):
+                    optimizer.zero_grad()
+                    nn.functional.cross_entropy(model(data(rank, step)[0]), data(rank, step)[1]).backward()
+                    optimizer.step()
+            return
+        engine = engine_of(kind, model_of())
+        for step in range(6):
+            engine.train_step(*data(rank, step))
+    finally:
+        Group.sum_ = plain  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("kind", ["dense", "dgc", "local"])
+def test_a_bit_that_flips_in_a_dense_sum_is_found_before_it_is_applied(kind: str, ranks: Pool) -> None:
+    for answer in ranks.run(flip_in_a_sum, kind, expect_errors=True):
+        assert isinstance(answer, Raised)
+        assert answer.type_name == "PayloadCorrupt"
+        assert "Nothing was applied" in answer.text
+
+
+def flip_at_random(rank: int, size: int, count: int) -> list[tuple[str, int]]:
+    """Of every flip where it was, and after how many updates it was found; -1 if never."""
+    chance = torch.Generator().manual_seed(11)
+    places = [
+        ("dense", "parameter"),
+        ("dense", "momentum_buffer"),
+        ("adamw", "parameter"),
+        ("adamw", "exp_avg"),
+        ("adamw", "exp_avg_sq"),
+        ("dgc", "parameter"),
+        ("dgc", "momentum_buffer"),
+        ("dgc", "residual"),
+        ("dgc adamw", "residual"),
+    ]
+    found = []
+    for turn in range(count):
+        kind, where = places[turn % len(places)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # steps that are dropped
+            engine = engine_of(kind, model_of(turn))
+            begin = 3 + draw(chance, 6)
+            for step in range(begin):
+                engine.train_step(*data(rank, step))
+            names = [name for name, p in engine.model.named_parameters() if where != "residual" or p.numel() > 64]
+            name, bit = names[draw(chance, len(names))], draw(chance, 32)
+            p = engine.model.get_parameter(name)
+            place = draw(chance, p.numel())
+            if rank == 1:
+                entries = {"parameter": p, **engine.optimizer.state[p]}
+                mean = getattr(engine._parts.exchange, "_mean", None)
+                flip_(entries[where] if where in entries else mean.residuals[name], place, bit)
+            found.append((f"{kind}, {where} {name}[{place}] bit {bit}", updates_until_found(engine, rank, begin)))
+    return found
+
+
+def draw(chance: torch.Generator, below: int) -> int:
+    return int(torch.randint(below, (), generator=chance))
+
+
+def updates_until_found(engine: Engine, rank: int, begin: int) -> int:
+    for step in range(begin, begin + EVERY + 2):
+        try:
+            engine.train_step(*data(rank, step))
+        except tw.Diverged:
+            return step - begin + 1
+    return -1
+
+
+@pytest.mark.parametrize(
+    "count",
+    [27, pytest.param(200, marks=pytest.mark.slow)],  # 200 engines train for up to half a minute
+)
+def test_every_bit_that_flips_is_found_within_the_promised_number_of_updates(count: int, ranks: Pool) -> None:
+    first, second = ranks.run(flip_at_random, count, timeout_s=400)
+    assert first == second
+    assert [each for each in first if not 0 < each[1] <= EVERY] == []

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["checksum", "word_sums"]
+__all__ = ["bit_sums", "checksum", "word_sums"]
 
 _WORDS = 512
 """64-bit words of a block, whose sum has one weight."""
@@ -56,8 +56,13 @@ def word_sums(tensors: Sequence[Tensor]) -> list[int]:
     Args:
         tensors: On one device; read only.
     """
-    sums = [_word_sum(flat_bytes(tensor)) for tensor in tensors]
+    sums = bit_sums(tensors)
     return torch.stack(sums).tolist() if sums else []
+
+
+def bit_sums(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """`word_sums` as int64 tensors of shape () where the tensors are; no host synchronization."""
+    return [_word_sum(flat_bytes(tensor)) for tensor in tensors]
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:

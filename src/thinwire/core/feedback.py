@@ -10,13 +10,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from thinwire.core.checksum import word_sums
 from thinwire.core.kernels import for_device, for_lists
 from thinwire.core.kernels.fold import Fold
 
-__all__ = ["Fold", "FoldRule", "Proposal", "commit_", "commit_list_", "in_chunks", "propose", "propose_list"]
+__all__ = ["Fold", "FoldRule", "Proposal", "Seal", "commit_", "commit_list_", "in_chunks", "propose", "propose_list"]
 
 
 _CHUNK = 1 << 22
@@ -155,27 +158,72 @@ def propose_list(folds: Sequence[Fold], ks: Sequence[int]) -> list[Proposal]:
     return [propose(*fold[:3], k, FoldRule(fold.momentum, fold.nesterov)) for fold, k in zip(folds, ks, strict=True)]
 
 
-def commit_list_(folds: Sequence[Fold], sent: Sequence[tuple[Tensor, Tensor]], seeds: Sequence[int | None]) -> None:
+class Seal(NamedTuple):
+    """What a commit found and left, by the sums of `thinwire.core.checksum.word_sums`."""
+
+    residual_before: int
+    buffer_before: int
+    residual: int
+    buffer: int
+
+
+def commit_list_(
+    folds: Sequence[Fold], sent: Sequence[tuple[Tensor, Tensor]], seeds: Sequence[int | None], *, sealed: bool = False
+) -> list[Seal]:
     """`commit_` for many tensors; changes residuals and momentum buffers in place.
 
     Args:
         folds: Per tensor its gradient, state and rule: those of the proposal.
         sent: Per tensor (indices, values), as for `commit_`.
         seeds: Per tensor, as for `commit_`.
+        sealed: Whether to say what was found and left; in compiled loops that is almost free.
+
+    Returns:
+        Per tensor, if `sealed`; without momentum buffer its sums are 0.
 
     Raises:
         ValueError: As in `commit_`.
     """
     lists = for_lists(folds[0].residual.device) if folds else None
+    fused = lists is not None and all(fold.residual.dtype != torch.bfloat16 for fold in folds)
+    before = [_rests(fold, fused) for fold in folds] if sealed else []
     if lists is None:
         for fold, part, seed in zip(folds, sent, seeds, strict=True):
             commit_(*fold[:3], *part, FoldRule(fold.momentum, fold.nesterov), seed=seed)
-        return
+        return _seals(before, folds, [None] * len(folds)) if sealed else []
     for fold, (indices, values), seed in zip(folds, sent, seeds, strict=True):
         _check_state(fold.grad, fold.residual, fold.momentum_buffer)
         _check_sent(indices, values)
         _check_seed(seed, fold.residual)
-    lists.commit_list_(folds, sent, [seed or 0 for seed in seeds])
+    sums = lists.commit_list_(folds, sent, [seed or 0 for seed in seeds])
+    return _seals(before, folds, sums if fused else [None] * len(folds)) if sealed else []
+
+
+def _rests(fold: Fold, fused: bool) -> list[int]:
+    """The sums of residual and buffer, or where loops make them, of the last entry that fills no word."""
+    states = [fold.residual, *([] if fold.momentum_buffer is None else [fold.momentum_buffer])]
+    if not fused:
+        return word_sums(states)
+    filled = fold.residual.numel() * fold.residual.element_size() // 8 * 8 // fold.residual.element_size()
+    return [0, 0] if filled == fold.residual.numel() else word_sums([state[filled:] for state in states])
+
+
+def _seals(
+    before: Sequence[Sequence[int]], folds: Sequence[Fold], sums: Sequence[NDArray[np.int64] | None]
+) -> list[Seal]:
+    found = []
+    for rests, fold, own in zip(before, folds, sums, strict=True):
+        fused = own is not None
+        four = [0, 0, 0, 0] if own is None else own.tolist()
+        for place, rest in enumerate((*rests[:2], *[0] * (2 - len(rests)), *_rests(fold, fused)[:2])):
+            four[place] += rest
+        found.append(Seal(*(_wrapped(each) for each in four)))
+    return found
+
+
+def _wrapped(number: int) -> int:
+    """As a signed number of 64 bits."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def _check_k(k: int, residual: Tensor) -> None:

@@ -29,6 +29,7 @@ from thinwire.comm import (
     tap_buckets,
 )
 from thinwire.core.arithmetic import CURES, arithmetic
+from thinwire.core.checksum import bit_sums
 from thinwire.core.clip import ClipByNorm, clipped
 from thinwire.core.decay import Regularizer
 from thinwire.core.feedback import Fold, commit_list_, in_chunks, propose_list
@@ -136,6 +137,10 @@ class DGCMomentum(CommonOptimizer):
     _buckets: Sequence[Sequence[Tensor]] = ()
     _inverse_scale = 1.0
     _dense_bytes = 0
+    _agreed: list[dict[str, Any]] | None = None
+    """Per group what says how many entries are sent, as all ranks last agreed on it."""
+    _in_force: list[dict[str, Any]] | None = None
+    """The same while buckets are launched, before the agreement of their step."""
     _nodes_compared = False
     """Whether the ranks of a node are known to hold the same state."""
 
@@ -284,7 +289,7 @@ class DGCMomentum(CommonOptimizer):
         """
         assert self._exchange is not None, "steady was not None"
         self._compare_nodes(self._exchange)
-        self._exchange.launch_bucket(self.position, bucket, self._signed(grads))
+        self._launched(bucket, self._signed(grads))
 
     @torch.no_grad()
     def settle(self, grads: Mapping[Tensor, Tensor], **told: Any) -> Verdict:
@@ -412,6 +417,7 @@ class DGCMomentum(CommonOptimizer):
             grads = {keys[p]: self._unscaled(p, g) for p, g in pairs}
             unchanged = self._unchanged_since_backward(grads) if exchange.in_flight else None
             done = exchange.exchange(self.position, grads, overflow=overflow, unchanged=unchanged)
+            self._agreed = self._ramps()
             if done is None:
                 return False
             self._apply(pairs, rates, done)
@@ -450,8 +456,10 @@ class DGCMomentum(CommonOptimizer):
         return None if found is None else bool(found)
 
     def _unchanged_since_backward(self, grads: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Per gradient that has been launched whether it is still the same, as far as its sample shows."""
-        return {key: _alike(_sample(g), self._samples[key]) for key, g in grads.items() if key in self._samples}
+        """Per gradient that has been launched whether it is still the same, by the sum of its bits."""
+        keys = [key for key in grads if key in self._samples]
+        now = bit_sums([grads[key] for key in keys])
+        return {key: words == self._samples[key] for key, words in zip(keys, now, strict=True)}
 
     def _unscaled(self, param: Tensor, grad: Tensor) -> Tensor:
         return grad if self._inverse_scale == 1.0 else grad.to(_wide(param)) * self._inverse_scale
@@ -505,8 +513,11 @@ class DGCMomentum(CommonOptimizer):
 
     def _count_sent(self, param: Tensor) -> int | None:
         """How many entries of the tensor are sent in this step; None where all of them are, densely."""
-        sparsity = self._sparsity_of(self._facts(param).group)
-        return None if sparsity is None or not self._compressible(param) else count_sent(param.numel(), sparsity)
+        facts = self._facts(param)
+        told = facts.group if self._in_force is None else self._in_force[facts.group_index]
+        sparsity = self._sparsity_of(told)
+        dense = sparsity is None or not compressible(param, told["min_numel"])
+        return None if dense or sparsity is None else count_sent(param.numel(), sparsity)
 
     def _sparsity_of(self, group: Mapping[str, Any]) -> float | None:
         """The fraction that compressed tensors of the group keep back in this update; None where they are dense."""
@@ -520,6 +531,20 @@ class DGCMomentum(CommonOptimizer):
         u, v = state["momentum_buffer"].view(-1), state["residual"].view(-1)
         return Fold(self._contribution(param, grad), v, u, group["momentum"], group["nesterov"])
 
+    def _launched(self, bucket: int, grads: Mapping[int, Tensor]) -> None:
+        """Send as many entries as all ranks have agreed on: lengths must fit before the vote finds a difference."""
+        assert self._exchange is not None
+        self._in_force = self._agreed
+        try:
+            self._exchange.launch_bucket(self.position, bucket, grads)
+        finally:
+            self._in_force = None
+
+    def _ramps(self) -> list[dict[str, Any]]:
+        """Per group what says how many entries are sent."""
+        keys = ("rampup_begin_step", "rampup_step", "sparsity", "min_numel")
+        return [{key: group[key] for key in keys} for group in self.param_groups]
+
     def _launch_bucket(self, bucket: int, params: Sequence[Parameter], grads: Sequence[Tensor]) -> None:
         """Called in the backward pass of the attached model."""
         assert self._exchange is not None
@@ -529,8 +554,8 @@ class DGCMomentum(CommonOptimizer):
         self._compare_nodes(self._exchange)
         with torch.no_grad():
             signed = self._signed(dict(zip(params, grads, strict=True)))
-            self._exchange.launch_bucket(self.position, bucket, signed)
-            self._samples.update({key: _sample(grad) for key, grad in signed.items()})
+            self._launched(bucket, signed)
+            self._samples.update(zip(signed, bit_sums(list(signed.values())), strict=True))
 
     def _signed(self, grads: Mapping[Any, Tensor]) -> dict[int, Tensor]:
         keys = self._listing.keys
@@ -556,7 +581,18 @@ class DGCMomentum(CommonOptimizer):
         for param, (key, grad) in zip(params, grads.items(), strict=True):
             self.state[param] = self._state_of(param, residual=True)
             folds.append(self._fold(param, done.gradient(key, self._unscaled(param, grad))))
-        commit_list_(folds, [done.sent(key) for key in grads], [self._seed(key) for key in grads])
+        sent, seeds = [done.sent(key) for key in grads], [self._seed(key) for key in grads]
+        own = None if self._exchange is None else self._exchange.own
+        if own is None:
+            commit_list_(folds, sent, seeds)
+        else:
+            names = [self._listing.names[key] for key in grads]
+            states = {f"{k} of {n}": self.state[p][k] for n, p in zip(names, params, strict=True) for k in _OWN}
+            expected = own.expected(states)
+            seals = commit_list_(folds, sent, seeds, sealed=True)
+            found = {f"residual of {n}": (s.residual_before, s.residual) for n, s in zip(names, seals, strict=True)}
+            found |= {f"momentum_buffer of {n}": (s.buffer_before, s.buffer) for n, s in zip(names, seals, strict=True)}
+            own.changed(self.position + 1, states, expected, found)
         for key, fold in zip(grads, folds, strict=True):
             done.add_kept_(key, fold.residual)
         step_along_list_(
@@ -615,6 +651,7 @@ class DGCMomentum(CommonOptimizer):
         if problem is not None:
             raise problem
         if self._exchange is not None:
+            self._agreed = self._ramps()
             self._exchange.names = list(names)
             self._exchange.buckets, self._exchange.steady = self._bucket_keys(), Steady()
             return self._exchange
@@ -629,6 +666,7 @@ class DGCMomentum(CommonOptimizer):
         made.buckets = self._bucket_keys()
         made.optimizer = self
         self._watch(made)
+        self._agreed = self._ramps()
         return made
 
     def _bucket_keys(self) -> list[list[int]]:
@@ -745,13 +783,7 @@ class Attached:
             self._optimizer = None
 
 
-def _sample(grad: Tensor) -> Tensor:
-    """Some entries, by which a gradient that was changed is recognised."""
-    return grad.reshape(-1)[:: max(1, grad.numel() // 64)].clone()
-
-
-def _alike(a: Tensor, b: Tensor) -> Tensor:
-    return ((a == b) | (a.isnan() & b.isnan())).all()
+_OWN = ("residual", "momentum_buffer")
 
 
 def _own_checksum(state: Mapping[Any, Mapping[str, Any]]) -> int:

@@ -356,6 +356,7 @@ class Engine:
             Diverged: Ranks do not hold the same; nothing was written.
             Mismatch: Ranks are at different places, or some of them did not call it.
         """
+        require_agreement(self._parts.group, {"place of the checkpoint": self._place()}, what="saving")
         self._parts.exchange.require_equal(self.step)
         state = partial(saving.saved, self._parts, self._counters(), extra)
         return saving.save(directory, state, self._parts, self._place(), keep)

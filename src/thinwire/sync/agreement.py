@@ -13,9 +13,11 @@ from thinwire.errors import Diverged, Mismatch, NonFinite, PayloadCorrupt, Thinw
 if TYPE_CHECKING:
     from thinwire.sync.digest import RollingDigest
 
-__all__ = ["ABSENT", "DENSE", "MAX_DROPS_IN_A_ROW", "ROW_SPARSE", "Drops", "Report", "agree_on_step"]
+__all__ = ["ABSENT", "COMPARING", "DENSE", "MAX_DROPS_IN_A_ROW", "ROW_SPARSE", "Drops", "Report", "agree_on_step"]
 
 ABSENT, DENSE, ROW_SPARSE = "0", "1", "2"
+COMPARING = "comparing everything"
+"""The phase in which ranks compare all that they must hold alike, before a checkpoint."""
 MAX_DROPS_IN_A_ROW = 10
 _log = logging.getLogger("thinwire")
 
@@ -53,6 +55,8 @@ class Report:
     """The other hyper-parameters of each parameter group, likewise, as JSON."""
     digest: str | None = None
     """Of what all ranks must hold alike before this step; see `RollingDigest`."""
+    sums: int = 0
+    """Of the dense sums that have arrived, which are the same on all ranks unless a message was damaged."""
     damaged: str | None = None
     """What of this rank's own state changed since the library last wrote it."""
     likeness: str | None = None
@@ -126,6 +130,8 @@ def _refuse_different_places(reports: Sequence[Report], what: str) -> None:
             )
     first = (reports[0].step, reports[0].phase)
     for rank, report in enumerate(reports):
+        if report.phase != first[1] and COMPARING in (report.phase, first[1]):
+            raise elsewhere(what, rank)
         if (report.step, report.phase) != first:
             raise Mismatch(
                 f"{what}: rank 0 is at step {first[0]} ({first[1]}), "
@@ -167,7 +173,13 @@ def _refuse_different_settings(reports: Sequence[Report], what: str) -> None:
 def _refuse_divergence(group: Group, reports: Sequence[Report], digest: "RollingDigest | None") -> None:
     for rank, report in enumerate(reports):
         if report.damaged is not None:
-            raise Diverged(f"rank {rank}: {report.damaged}. Nothing was applied on any rank")
+            raise Diverged(f"rank {rank}: {report.damaged}. Nothing of update {report.step + 1} was applied")
+    for rank, report in enumerate(reports):
+        if report.sums != reports[0].sums:
+            raise PayloadCorrupt(
+                f"agreeing on step {report.step}: the sums of dense tensors that arrived on rank 0 and rank {rank} "
+                "differ: a message was damaged on its way. Nothing was applied on any rank"
+            )
     if digest is None or reports[0].digest is None:
         return
     if any(report.digest != reports[0].digest for report in reports):

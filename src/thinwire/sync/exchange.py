@@ -11,7 +11,7 @@ from torch import Tensor
 
 from thinwire.comm import Group, Nodes, Sources
 from thinwire.errors import PayloadCorrupt, ThinwireError
-from thinwire.sync.agreement import ABSENT, DENSE, ROW_SPARSE, Drops, Report, agree_on_step
+from thinwire.sync.agreement import ABSENT, COMPARING, DENSE, ROW_SPARSE, Drops, Report, agree_on_step
 from thinwire.sync.digest import RollingDigest
 from thinwire.sync.flags import Flags, dense_flag, read_flags
 from thinwire.sync.likeness import Likeness
@@ -190,10 +190,12 @@ class GradientExchange:
         self._require_intact()
         if self.digest is None:
             return
-        damage = None if self.own is None else self.own.damage(step)
-        self._agree(Report(step, "comparing everything", damaged=damage))
+        damage = None if self.own is None else self.own.damage(step, everything=True)
+        sent = self.group.bytes_sent
+        self._agree(Report(step, COMPARING, damaged=damage))
         if self.group.size > 1:
             self.digest.require_equal(self.group, step)
+        self.group.bytes_sent = sent  # no exchange of an update
 
     def release(self) -> None:
         """Forget a settled exchange that was not asked for."""
@@ -296,13 +298,20 @@ class GradientExchange:
         own = grads[bad].coalesce().values() if grads[bad].is_sparse else grads[bad]
         return replace(report, sum_non_finite=bad) if all_finite(own) else replace(report, non_finite=bad)
 
+    def _blaming_sum(self, report: Report, bad: int | None, grads: Mapping[int, Tensor]) -> Report:
+        """The report with a dense mean that is not finite: for this rank's own gradient, or only added to others."""
+        if bad is None or bad not in grads or isinstance(self.sources, Nodes):
+            return replace(report, sum_non_finite=bad)
+        return replace(report, sum_non_finite=bad) if all_finite(grads[bad]) else replace(report, non_finite=bad)
+
     def _round(self, step: int, row_sparse: Collection[int] = frozenset()) -> Round:
         return Round(
             self.sources, step=step, value_bits=self._value_bits, row_sparse=row_sparse, exchange=self._exchange
         )
 
     def _send(self, flying: Round, bucket: int, grads: Mapping[int, Tensor]) -> None:
-        sparse, dense, finite = self._split(grads)
+        # what is not finite shows in the sum, which is looked at anyway
+        sparse, dense, finite = self._split(grads, look=self.sources.size == 1 or isinstance(self.sources, Nodes))
         self._finite.update(finite)
         flying.launch(bucket, sparse, dense)
 
@@ -345,6 +354,10 @@ class GradientExchange:
             report = replace(report, corrupt=str(refusal))
         if report.sum_non_finite is None:
             report = replace(report, sum_non_finite=one_round.sum_non_finite)
+        if self._check_dense and report.sum_non_finite is None and report.non_finite is None:
+            report = self._blaming_sum(report, one_round.dense_non_finite, grads)
+        if digest is not None:
+            report = replace(report, sums=one_round.dense_digest)
         rates = [] if self.optimizer is None else _rates_of(self.optimizer)
         return self._agree(replace(report, rates=rates))
 
@@ -365,18 +378,18 @@ class GradientExchange:
     def _dropped(self, reports: Sequence[Report], *, last: bool = True) -> bool:
         """Whether this step is dropped; what made a gradient overflow may be damage on one rank: all is compared."""
         bad = any(r.overflow or r.non_finite is not None or r.sum_non_finite is not None for r in reports)
-        if bad and self.digest is not None and self.group.size > 1:
-            self.digest.require_equal(self.group, reports[0].step)
+        if bad:
+            self.require_equal(reports[0].step)
         return self.drops.needed(reports, self.names, last=last)
 
     def _split(
-        self, grads: Mapping[int, Tensor]
+        self, grads: Mapping[int, Tensor], *, look: bool = True
     ) -> tuple[dict[int, SparseGradient], dict[int, Tensor], dict[int, bool | Tensor]]:
-        """What is sent sparsely, what densely, and whether each of them is finite."""
+        """What is sent sparsely, what densely, and whether each is finite; dense ones only where they are looked at."""
         sparse = self._propose({key: grad for key, grad in grads.items() if not grad.is_sparse})
         dense = {key: g.to_dense() if g.is_sparse else g for key, g in grads.items() if key not in sparse}
         finite = {key: item.proposal.finite for key, item in sparse.items()}
-        if self._check_dense:
+        if self._check_dense and look:
             waiting = {key: flag for key, grad in dense.items() if (flag := dense_flag(grad)) is not None}
             known = {key: grad for key, grad in dense.items() if key not in waiting}
             finite |= waiting | dict.fromkeys(not_finite(known), False)

@@ -183,8 +183,7 @@ class GradientMean:
 
     def require_equal(self, step: int) -> None:
         """Compare all that ranks must hold alike; see `GradientExchange.require_equal`."""
-        with self._counted():
-            self._exchange.require_equal(step)
+        self._exchange.require_equal(step)
 
     def release(self) -> None:
         """Forget what was settled and not taken."""
@@ -283,13 +282,21 @@ class GradientMean:
         for keys in in_chunks({key: grad.numel() for key, grad in grads.items() if done.is_sparse(key)}):
             folds = [self._fold(key, done.gradient(key, grads[key])) for key in keys]
             seeds = [rounding_seed(self._step, key) for key in keys]
-            commit_list_(folds, [done.sent(key) for key in keys], seeds)
+            own, states = self._exchange.own, {f"residual of {n}": self.residuals[n] for n in map(self._name, keys)}
+            expected = {} if own is None else own.expected(states)
+            seals = commit_list_(folds, [done.sent(key) for key in keys], seeds, sealed=own is not None)
+            if own is not None:
+                sums = [(seal.residual_before, seal.residual) for seal in seals]
+                own.changed(self._step + 1, states, expected, dict(zip(states, sums, strict=True)))
             for key, fold in zip(keys, folds, strict=True):
                 done.add_kept_(key, fold.residual)
         if self._exchange.own is not None:
             self._exchange.own.seal(self._step + 1)
         mine = with_own_storage(grads) if reuse else set()
         return {self._names[key]: self._mean(key, grad, done, reuse=key in mine) for key, grad in grads.items()}
+
+    def _name(self, key: int) -> str:
+        return self._names[key]
 
     def _mean(self, key: int, grad: Tensor, done: Round, *, reuse: bool) -> Tensor:
         param = self._params[self._names[key]]

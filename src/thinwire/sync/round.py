@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Pending, Sources
+from thinwire.core.checksum import checksum
 from thinwire.core.feedback import Proposal
 from thinwire.core.kernels import is_static
 from thinwire.core.merge import divided_, sum_sparse
@@ -87,6 +88,10 @@ class Round:
         """The gradients that were folded in, where they are means over a node and not the rank's own."""
         self.sum_non_finite: int | None = None
         """The first tensor of which a sum over the sources is not finite, once finished."""
+        self.dense_non_finite: int | None = None
+        """Likewise among those that travelled densely, where a rank's own may be what is not finite."""
+        self.dense_digest = 0
+        """Of the bits of all dense sums, which are the same on all ranks."""
         self._group = group
         self._value_bits = value_bits
         self._exchange = exchange
@@ -192,11 +197,23 @@ class Round:
         return bad
 
     def _read_messages(self, flight: _Flight, layout: Layout, rows: Tensor) -> None:
+        largest = 0.0
         for source, row in enumerate(rows):
             rank = source * self._group.node_size
             message = unpack(layout, row, step=self.step, bucket=flight.bucket, source=rank)
             for key, part in zip(flight.keys, message.parts, strict=False):  # no parts in one that says "not finite"
                 self._parts.setdefault(key, []).append(part)
+            values = torch.cat([values for _, values in message.parts]) if message.parts else rows.new_empty(0)
+            largest += float(values.abs().max()) if values.numel() else 0.0
+        if not largest < torch.finfo(torch.float32).max:
+            self._look_for_overflow(flight.keys)
+
+    def _look_for_overflow(self, keys: list[int]) -> None:
+        """Note the first tensor whose sum over the sources passes what float32 holds, though no part does."""
+        for key in keys:
+            parts = self._parts.get(key)
+            if self.sum_non_finite is None and parts and not sum_sparse(parts, torch.float32)[1].isfinite().all():
+                self.sum_non_finite = key
 
     def _read_on_device(self, flight: _Flight, layout: Layout, rows: Tensor) -> Tensor:
         """Everything but the verdicts, one per message, which the host has not seen yet."""
@@ -228,9 +245,14 @@ class Round:
 
     def _split_dense(self, flight: _Flight, total: Tensor) -> None:
         mean = total.div_(self._group.size)
+        if self._group.size > 1:
+            self.dense_digest = (self.dense_digest * 1_000_003 + checksum([mean])) % (1 << 64)
         pieces = torch.split(mean, [shape.numel() for shape in flight.shapes])
         for key, piece, shape in zip(flight.keys, pieces, flight.shapes, strict=True):
             self._dense[key] = piece.view(shape)
+        if self._group.size > 1 and self.dense_non_finite is None and not bool(mean.sum().isfinite()):
+            bad = (key for key in flight.keys if not bool(self._dense[key].isfinite().all()))
+            self.dense_non_finite = next(bad, None)
 
     def is_sparse(self, key: int) -> bool:
         """Whether this tensor travelled in a message."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from thinwire.comm import Group
 from thinwire.core.fragments import cut
 from thinwire.errors import PayloadCorrupt
-from thinwire.sync.agreement import Report, agree_on_step
+from thinwire.sync.agreement import COMPARING, Report, agree_on_step
 from thinwire.sync.averaging import Averaging, Flight
 from thinwire.sync.digest import RollingDigest
 from thinwire.sync.likeness import Likeness
@@ -94,9 +94,11 @@ class Turns:
     def require_equal(self) -> None:
         """See `LocalUpdates.require_equal`."""
         if self.digest is not None:
-            self._vote(Report(self.counters.step, "comparing everything", damaged=self._damage()))
+            sent = self._group.bytes_sent
+            self._vote(Report(self.counters.step, COMPARING, damaged=self._damage()))
             if self._group.size > 1:
                 self.digest.require_equal(self._group, self.counters.step)
+            self._group.bytes_sent = sent  # no exchange of an update
 
     def _anchors(self) -> dict[str, Tensor]:
         frozen = {f"parameter {n}": p for n, p in self.tensors.model.named_parameters() if n not in self.tensors.params}
@@ -106,7 +108,7 @@ class Turns:
         return {f"outer momentum of {name}": entry for name, entry in self.averaging.momentum.items()}
 
     def _damage(self) -> str | None:
-        return None if self.own is None else self.own.damage(self.counters.step)
+        return None if self.own is None else self.own.damage(self.counters.step, everything=True)
 
     def _vote(self, report: Report, digest: RollingDigest | None = None) -> list[Report]:
         return agree_on_step(self._group, replace(report, engine=self._identity), [], digest)
@@ -209,7 +211,11 @@ class Turns:
             corrupt = str(refusal)
         report = Report(flight.step, "averaged", corrupt=corrupt, misuse=self.tensors.difference())
         if self.digest is not None and self._group.size > 1:
-            report = replace(report, digest=self.digest.at(flight.step, self.counters.averagings))
+            report = replace(
+                report,
+                digest=self.digest.at(flight.step, self.counters.averagings),
+                sums=flight.round.dense_digest,
+            )
         self._vote(report, self.digest)
         names = list(flight.moved)
         self.averaging.commit_(flight, {**self.tensors.buffers(), **self.tensors.state(names)})

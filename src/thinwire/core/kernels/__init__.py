@@ -87,7 +87,7 @@ class ListKernels(Protocol):
 
     def commit_list_(  # noqa: D102
         self, folds: Sequence[Fold], sent: Sequence[tuple[Tensor, Tensor]], seeds: Sequence[int]
-    ) -> None: ...
+    ) -> list[NDArray[np.int64] | None]: ...
 
     def step_along_list_(  # noqa: D102
         self,

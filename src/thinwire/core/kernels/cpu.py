@@ -60,21 +60,34 @@ def commit_(
     momentum: float,
     nesterov: bool,
     seed: int,
-) -> None:
-    """See `thinwire.core.feedback.commit_`."""
+) -> NDArray[np.int64] | None:
+    """See `thinwire.core.feedback.commit_`; the sums of the words of residual and buffer before, then after.
+
+    None for bfloat16. The last entry is left out of the sums where it fills no word.
+    """
     what = folding(grad, residual, momentum_buffer, momentum, nesterov)
     places, values = as_array(indices), as_array(sent).astype(what.dtype, copy=False)
+    narrow = residual.dtype == torch.bfloat16
+    words, buffer_words = _words(what.residual), _words(what.buffer)
 
-    def work(start: int, stop: int) -> None:
+    def work(start: int, stop: int) -> NDArray[np.int64]:
+        sums = np.zeros(4, np.int64)
         first, last = np.searchsorted(places, (start, stop))
         part = start, stop, places[first:last], values[first:last]
-        if residual.dtype == torch.bfloat16:
+        if narrow:
             jit_fold.commit_bfloat16(*what, np.uint32(seed), *part, np.empty(last - first, np.float32))
         else:
-            jit_fold.commit(*what, *part)
+            jit_fold.commit(*what, *part, words, buffer_words, sums)
+        return sums
 
-    in_parts(residual.numel(), work)
+    sums = np.sum(in_parts(residual.numel(), work), axis=0)
     tell_autograd([residual] if momentum_buffer is None else [residual, momentum_buffer])
+    return None if narrow else sums
+
+
+def _words(array: Array) -> Array:
+    """As int64, as far as it fills words."""
+    return array[: array.nbytes // 8 * 8 // array.itemsize].view(np.int64)
 
 
 def store_(target: Tensor, values: Tensor, seed: int) -> None:

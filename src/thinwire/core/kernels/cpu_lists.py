@@ -40,16 +40,20 @@ def propose_list(folds: Sequence[Fold], ks: Sequence[int]) -> list[tuple[Tensor,
     return [found[place] for place in range(len(folds))]
 
 
-def commit_list_(folds: Sequence[Fold], sent: Sequence[Sparse], seeds: Sequence[int]) -> None:
-    """Changes residuals and momentum buffers: `cpu.commit_` of each tensor."""
+def commit_list_(folds: Sequence[Fold], sent: Sequence[Sparse], seeds: Sequence[int]) -> list[NDArray[np.int64] | None]:
+    """Changes residuals and momentum buffers: `cpu.commit_` of each tensor, with the sums that it gives."""
+    found: dict[int, NDArray[np.int64] | None] = {}
     for kind, places in _by_kind(folds, [values.dtype for _, values in sent]).items():
         if kind is None:
             for place in places:
                 fold, seed = folds[place], seeds[place]
-                cpu.commit_(*fold[:3], *sent[place], momentum=fold.momentum, nesterov=fold.nesterov, seed=seed)
+                rule = {"momentum": fold.momentum, "nesterov": fold.nesterov, "seed": seed}
+                found[place] = cpu.commit_(*fold[:3], *sent[place], **rule)  # type: ignore[arg-type]  # by name
         else:
             chosen = [folds[place] for place in places]
-            _commit_kind(chosen, [sent[place] for place in places], [seeds[place] for place in places])
+            sums = _commit_kind(chosen, [sent[place] for place in places], [seeds[place] for place in places])
+            found.update(zip(places, sums, strict=True))
+    return [found[place] for place in range(len(folds))]
 
 
 def step_along_list_(
@@ -153,7 +157,7 @@ def _propose_kind(folds: Sequence[Fold], ks: Sequence[int]) -> list[tuple[Tensor
     ]
 
 
-def _commit_kind(folds: Sequence[Fold], sent: Sequence[Sparse], seeds: Sequence[int]) -> None:
+def _commit_kind(folds: Sequence[Fold], sent: Sequence[Sparse], seeds: Sequence[int]) -> list[NDArray[np.int64] | None]:
     kind = _kind_of(folds)
     state = torch.float64 if kind.momentum.dtype == np.float64 else torch.float32
     if any(values.dtype != state for _, values in sent):
@@ -163,6 +167,7 @@ def _commit_kind(folds: Sequence[Fold], sent: Sequence[Sparse], seeds: Sequence[
         [(*row, i.data_ptr(), x.data_ptr()) for row, (i, x) in zip(kind.rows, pairs, strict=True)], np.int64
     )
     sizes, counts = [fold.residual.numel() for fold in folds], [indices.numel() for indices, _ in pairs]
+    sums = np.zeros((len(folds), 4), np.int64)
     numbers, all_seeds = np.column_stack((sizes, counts)).astype(np.int64), np.array(seeds, np.uint32)
 
     def work(first: int, last: int) -> None:
@@ -170,10 +175,11 @@ def _commit_kind(folds: Sequence[Fold], sent: Sequence[Sparse], seeds: Sequence[
         if folds[0].residual.dtype == torch.bfloat16:
             jit_lists.commit_bfloat16(*rest, all_seeds, np.empty(max(counts[first:last]), np.float32))
         else:
-            jit_lists.commit(*rest)
+            jit_lists.commit(*rest, sums)
 
     in_spans(sizes, work)
     tell_autograd([tensor for fold in folds for tensor in fold[1:3] if tensor is not None])
+    return [None] * len(folds) if folds[0].residual.dtype == torch.bfloat16 else list(sums)
 
 
 def _like(dtype: torch.dtype) -> Array:

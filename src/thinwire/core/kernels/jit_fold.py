@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thinwire.core.kernels.intrinsics import bits_of, wide
-from thinwire.core.kernels.jit import Int, jit, jit_inline, u64
+from thinwire.core.kernels.jit import Int, i64, jit, jit_inline, u64
 
 Array = NDArray[Any]
 
@@ -36,15 +36,31 @@ def folded(g: Any, v: Any, u: Any, m: Any, mode: Int) -> Any:
 
 @jit
 def commit(
-    grad: Array, residual: Array, buffer: Array, m: Any, mode: Int, start: Int, stop: Int, indices: Array, sent: Array
+    grad: Array,
+    residual: Array,
+    buffer: Array,
+    m: Any,
+    mode: Int,
+    start: Int,
+    stop: Int,
+    indices: Array,
+    sent: Array,
+    words: Array,
+    buffer_words: Array,
+    sums: Array,
 ) -> None:
     """Fold [start, stop) for good, take off what was sent and clear the momentum there; state is float32 or float64.
 
-    `indices`, strictly ascending, are all in [start, stop).
+    `indices`, strictly ascending, are all in [start, stop). `words` and `buffer_words` are residual and buffer as int64
+    as far as they fill words; their sums before and after are added to `sums`: residual and buffer before, after.
     """
     at = 0
     for first in range(start, stop, _SPAN):
         last = min(first + _SPAN, stop)
+        low, high = u64(first * residual.itemsize // 8), u64(last * residual.itemsize // 8)
+        sums[0] += _sum(words, low, high)
+        if mode != PLAIN:
+            sums[1] += _sum(buffer_words, low, high)
         _fold(grad, residual, buffer, m, mode, u64(first), u64(last))
         while at < len(indices) and indices[at] < last:
             i = u64(indices[at])
@@ -52,6 +68,17 @@ def commit(
             if mode != PLAIN:
                 buffer[i] = 0
             at += 1
+        sums[2] += _sum(words, low, high)
+        if mode != PLAIN:
+            sums[3] += _sum(buffer_words, low, high)
+
+
+@jit
+def _sum(words: Array, low: Any, high: Any) -> Any:
+    total = i64(0)
+    for i in range(low, high):
+        total += words[i]
+    return total
 
 
 @jit_inline
