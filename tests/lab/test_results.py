@@ -159,6 +159,15 @@ def test_bytes_for_people(count: float, text: str) -> None:
     assert bytes_text(count) == text
 
 
+def test_the_loss_that_all_reached_is_shown_where_it_says_something() -> None:
+    label = "time to the loss that all reached (3.500), s"
+    measured = results()
+    assert label in columns(measured)
+    assert label not in columns({**measured, "strategies": measured["strategies"][1:], "dense_loss": None})
+    reached = [{**run, "seconds_to_dense_loss": 1.0} for run in measured["strategies"]]
+    assert label not in columns({**measured, "strategies": reached})
+
+
 @pytest.mark.parametrize("width", [80, 200])
 def test_the_table_fits_a_terminal(
     width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

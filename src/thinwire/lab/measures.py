@@ -55,6 +55,7 @@ def tables(results: Mapping[str, Any]) -> tuple[Table, ...]:
     runs = results["strategies"]
     by_steps = results["settings"]["seconds"] is None
     dense, common = results["dense_loss"], results["common_loss"]
+    # the loss that all reached says no more where all reached dense's, and nothing where there is one strategy
     all_reached = dense is not None and all(run["seconds_to_dense_loss"] is not None for run in runs)
     loss = "held-out loss" if results["settings"]["loss_of"] == "the held-out part" else "loss on the validation part"
     result = [
@@ -63,7 +64,7 @@ def tables(results: Mapping[str, Any]) -> tuple[Table, ...]:
         _seconds("training time on the asked link", runs, "seconds_on_asked_link", min if by_steps else None),
         _fixed(f"{loss} at the end", "nats per byte", runs, "final_loss", 3, min),
         *(_until("dense", f"dense's loss ({dense:.3f})", runs) if dense is not None else ()),
-        *(() if all_reached else _until("common", f"the loss that all reached ({common:.3f})", runs)),
+        *(() if all_reached or len(runs) == 1 else _until("common", f"the loss that all reached ({common:.3f})", runs)),
         _seconds("preparation", runs, "preparation_seconds", None),
     ]
     step = [
