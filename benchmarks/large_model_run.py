@@ -158,7 +158,5 @@ def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def _sent_bytes() -> int:
     """Of all interfaces of this namespace, as the kernel counts them, headers and answers included."""
-    total = 0
-    for folder in Path("/sys/class/net").iterdir():
-        total += int((folder / "statistics" / "tx_bytes").read_text())
-    return total
+    lines = Path("/proc/self/net/dev").read_text().splitlines()[2:]
+    return sum(int(line.partition(":")[2].split()[8]) for line in lines)

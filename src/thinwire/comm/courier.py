@@ -189,7 +189,8 @@ def _sockets_to(port: int | None) -> set[int]:
     descriptors = Path("/proc/self/fd")
     for entry in list(descriptors.iterdir()) if port is not None and descriptors.is_dir() else ():
         with contextlib.suppress(OSError), _duplicate(int(entry.name)) as connection:
-            if connection.getpeername()[1] == port:
+            # the name of the other end of a pipe within this machine is a text, often an empty one
+            if connection.family != socket.AF_UNIX and connection.getpeername()[1] == port:
                 found.add(int(entry.name))
     return found
 
