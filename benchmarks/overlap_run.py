@@ -1,7 +1,7 @@
 """What every rank of `benchmarks.overlap` does: contenders take turns, each step timed, each bucket watched."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -76,14 +76,19 @@ def watched_groups(watch: Watch) -> Iterator[None]:
     """Follow the messages and dense buckets of the library, agreements aside."""
     plain = Group._launched
 
-    def launched(self: Group, launch: Callable[[], dist.Work], result: Tensor, what: str) -> Any:
-        def start() -> dist.Work:
-            work = launch()
-            if "bucket" in what:
-                watch.follow(work.get_future())
-            return work
+    def launched(
+        self: Group, launches: Sequence[Callable[..., dist.Work]], result: Any, what: str, held: Sequence[Tensor]
+    ) -> Any:
+        def watching(launch: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
+            def start(**how: Any) -> dist.Work:
+                work = launch(**how)
+                if "bucket" in what:
+                    watch.follow(work.get_future())
+                return work
 
-        return plain(self, start, result, what)
+            return start
+
+        return plain(self, [watching(launch) for launch in launches], result, what, held)
 
     Group._launched = launched  # type: ignore[method-assign]
     try:
