@@ -430,3 +430,32 @@ def test_every_bit_that_flips_is_found_within_the_promised_number_of_updates(cou
     first, second = ranks.run(flip_at_random, count, timeout_s=400)
     assert first == second
     assert [each for each in first if not 0 < each[1] <= EVERY] == []
+
+
+def raise_after_the_exchange(rank: int, size: int, kind: str) -> tuple[str, str]:
+    engine = engine_of(kind, model_of())
+    raised = ""
+    for step in range(6):
+        if step == 4 and rank == 1:
+
+            def fail(*_: object) -> None:
+                raise KeyError("a hook of the user's")
+
+            handle = engine.optimizer.register_step_post_hook(fail)
+        try:
+            engine.train_step(*data(rank, step))
+        except KeyError as error:
+            raised = error.__notes__[0]
+            handle.remove()
+        except tw.errors.ThinwireError as error:
+            return raised, str(error)
+    return raised, ""
+
+
+@pytest.mark.parametrize("kind", ["dense", "dgc", "dgc adamw"])
+def test_an_optimizer_that_raises_after_the_exchange_is_heard_of_in_the_next_update(kind: str, ranks: Pool) -> None:
+    (nothing, first), (told, second) = ranks.run(raise_after_the_exchange, kind)
+    assert nothing == ""
+    assert "came after the exchange" in told
+    assert first == second
+    assert "rank 1: after the exchange of update 5" in first

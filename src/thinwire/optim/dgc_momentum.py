@@ -298,6 +298,11 @@ class DGCMomentum(CommonOptimizer):
         keys = self._listing.keys
         return self._exchange.settle(self.position, {keys[p]: g for p, g in grads.items() if p in keys}, **told)
 
+    def spoil(self, reason: str) -> None:
+        """Tell all ranks, in the next agreement, that this one did not finish its update."""
+        assert self._exchange is not None, "it has made an update"
+        self._exchange.spoiled = reason
+
     @torch.no_grad()
     def require_equal(self) -> None:
         """Compare all that ranks must hold alike, and the memory of what is this rank's own; on all ranks.

@@ -148,7 +148,12 @@ class MeanThenStep(_EveryStep):
         means = self._mean.reduce(step, grads, reuse=True)
         if means is None:
             return False
-        apply_(self._optimizer, self._params, self._clip(_as_given(means, grads)))
+        try:
+            apply_(self._optimizer, self._params, self._clip(_as_given(means, grads)))
+        except Exception as error:
+            self._mean.spoil(_spoiled(step, error))
+            error.add_note(_SPOILED_HERE)
+            raise
         return True
 
     @property
@@ -204,7 +209,13 @@ class InOptimizer(_EveryStep):
 
     def update(self, step: int, grads: Grads) -> bool:
         before = self._optimizer.position
-        apply_(self._optimizer, self._params, grads)
+        try:
+            apply_(self._optimizer, self._params, grads)
+        except Exception as error:
+            if self._optimizer.position > before:
+                self._optimizer.spoil(_spoiled(step, error))
+                error.add_note(_SPOILED_HERE)
+            raise
         return self._optimizer.position > before
 
     @property
@@ -306,6 +317,20 @@ class LocalSteps:
 
     def close(self) -> None:
         self.sync.close()
+
+
+_SPOILED_HERE = (
+    "this came after the exchange of the update: what was sent has left this rank's residuals, other ranks have made "
+    "the update, and they hear of it in the next one. Restart all ranks from the last checkpoint"
+)
+
+
+def _spoiled(step: int, error: Exception) -> str:
+    """What other ranks are told of an update that this one could not finish."""
+    return (
+        f"after the exchange of update {step + 1} its optimizer, or a hook of it, raised {type(error).__name__}: "
+        f"{error}. Others have made that update; restart all ranks from the last checkpoint"
+    )
 
 
 def apply_(optimizer: torch.optim.Optimizer, params: Mapping[str, Parameter], grads: Grads) -> None:

@@ -117,6 +117,7 @@ def _refuse_trouble(reports: Sequence[Report]) -> None:
     for rank, report in enumerate(reports):
         if report.misuse is not None:
             raise ThinwireError(f"rank {rank}: {report.misuse}. Nothing was applied on any rank")
+    for rank, report in enumerate(reports):  # where a rank says why, its messages are refused for that
         if report.corrupt is not None:
             raise PayloadCorrupt(f"rank {rank} refused a message: {report.corrupt}. Nothing was applied on any rank")
 

@@ -92,6 +92,8 @@ class GradientExchange:
         """Which of the engines and optimizers over these ranks this is."""
         self.digest: RollingDigest | None = None
         """Of what all ranks must hold alike before every step, if that is to be compared."""
+        self.spoiled: str | None = None
+        """Why this rank did not finish its last update, for the error that all ranks raise in the next one."""
         self.own: OwnState | None = None
         """What only this rank holds, if its memory is to be watched; whoever writes it seals it."""
         self.likeness = Likeness("gradients")
@@ -372,7 +374,7 @@ class GradientExchange:
 
     def _agree(self, report: Report) -> list[Report]:
         settings = [] if self.optimizer is None else self._settings.of(self.optimizer)
-        report = replace(report, engine=self.identity, settings=settings)
+        report = replace(report, engine=self.identity, settings=settings, misuse=report.misuse or self.spoiled)
         return agree_on_step(self.group, report, self.names, self.digest)
 
     def _dropped(self, reports: Sequence[Report], *, last: bool = True) -> bool:

@@ -181,6 +181,10 @@ class GradientMean:
         with self._counted():
             return self._exchange.settle(step, {self._keys[n]: g for n, g in grads.items() if n in self._keys}, **told)
 
+    def spoil(self, reason: str) -> None:
+        """Tell all ranks, in the next agreement, that this one did not finish its update."""
+        self._exchange.spoiled = reason
+
     def require_equal(self, step: int) -> None:
         """Compare all that ranks must hold alike; see `GradientExchange.require_equal`."""
         self._exchange.require_equal(step)
