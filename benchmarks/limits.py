@@ -61,6 +61,11 @@ def split_entries(result: Any) -> float:
     return float(result["counted"][-1]["split"]["entries"] / result["k"])
 
 
+def compiling_dgc(result: Any) -> float:
+    """Processor seconds that compiling for DGC at one bit a value takes, where nothing is in the cache."""
+    return float(next(row["cpu"] for row in result["compiling_s"] if row["work"] == "DGC, one bit a value"))
+
+
 def compiled_again(result: Any) -> float:
     """Functions that a process compiles although an earlier one has filled the cache."""
     return float(sum(row["compiled"] for row in result["steps_s"] if row["cache"] == "warm"))
@@ -96,6 +101,7 @@ LIMITS = [
     Limit("LAMB step : `torch.optim.AdamW(fused=True)`", "optimizers", 2.2, lamb("torch AdamW, fused")),
     Limit("split exchange, entries sent and received of 1,024 sources : k", "scaling", 6.0, split_entries),
     Limit("import, added to torch's", "startup", 0.05, lambda result: float(result["imports_s"]["thinwire"]), " s"),
+    Limit("compiling for DGC with an empty cache, processor", "startup", 6.0, compiling_dgc, " s"),
     Limit("functions compiled where the cache is warm", "startup", 0, compiled_again),
     Limit(
         "Peak memory, DGCMomentum attached with state in bfloat16 : plain DDP with SGD's momentum",

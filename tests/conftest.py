@@ -1,27 +1,21 @@
 """Fixtures of the whole test run."""
 
 from collections.abc import Iterator
+from typing import get_args
 
 import pytest
 import torch
 
 from tests.ranks import Pool
-from thinwire.optim import DGCMomentum, Lamb
+from thinwire.core.kernels.needs import Work, needs_of
+from thinwire.core.kernels.warm import warm_up
 
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Pool]:
     """The pool of gloo processes."""
-    _fill_the_cache()
+    for work in get_args(Work):  # what most tests need, ahead of all time limits
+        warm_up(needs_of(work, [torch.zeros(1)]))
     pool = Pool()
     yield pool
     pool.close()
-
-
-def _fill_the_cache() -> None:
-    """Compile what most tests need, which takes half a minute on a fresh machine, ahead of all time limits."""
-    params = [torch.nn.Parameter(torch.ones(20_000)) for _ in range(2)]
-    for param in params:
-        param.grad = torch.ones_like(param)
-    for optimizer in (DGCMomentum(params, lr=0.1), DGCMomentum(params[:1], lr=0.1), Lamb(params)):
-        optimizer.step()

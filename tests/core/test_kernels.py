@@ -11,7 +11,7 @@ import torch
 
 from thinwire.core import kernels
 from thinwire.core.index_code import decode_positions, position_bytes
-from thinwire.core.kernels import cpu, cpu_select, jit, reference, threads
+from thinwire.core.kernels import cpu, cpu_select, reference, threads
 from thinwire.core.value_code import VALUE_BITS
 from thinwire.errors import PayloadCorrupt
 
@@ -234,7 +234,7 @@ assert kernels.for_device(torch.device("cpu")).__name__.endswith("reference")
     assert_succeeds(run_python(code, NUMBA_DISABLE_JIT="1"))
 
 
-def test_a_package_in_an_archive_compiles_without_a_cache(tmp_path):
+def test_a_package_in_an_archive_compiles_into_the_cache_of_the_user(tmp_path):
     archive = shutil.make_archive(str(tmp_path / "thinwire"), "zip", Path(kernels.__file__).parents[3], "thinwire")
     code = f"""
 import sys
@@ -243,7 +243,9 @@ sys.path.insert(0, {archive!r})
 from thinwire.core.kernels import jit_select
 assert {archive!r} in jit_select.__file__
 """
-    assert_succeeds(run_python(code, PYTHONPATH=""))
+    environment = {"PYTHONPATH": "", "XDG_CACHE_HOME": str(tmp_path / "home"), "NUMBA_CACHE_DIR": ""}
+    assert_succeeds(run_python(code, **environment))
+    assert list((tmp_path / "home").rglob("*.loop"))
 
 
 def test_loops_tell_autograd_of_what_they_change():
@@ -253,19 +255,6 @@ def test_loops_tell_autograd_of_what_they_change():
     target = torch.zeros(100, dtype=torch.bfloat16)
     cpu.store_(target, grad, 0)
     assert target._version == 1
-
-
-def test_without_a_folder_for_its_cache_numba_still_compiles(monkeypatch):
-    import numba
-
-    def refusing(*functions, cache=False, **options):
-        if cache:
-            raise RuntimeError("cannot cache function: no locator available")
-        return compiled(*functions, **options)
-
-    compiled = numba.njit
-    monkeypatch.setattr(numba, "njit", refusing)
-    assert jit.jit(lambda x: x + 1)(2) == 3
 
 
 def run_python(code, **environment):
@@ -302,7 +291,7 @@ assert top_k(x, 3).tolist() == [0, 1, 2]
 def test_several_processes_may_compile_at_once_into_an_empty_cache(tmp_path):
     for process in [run_python(TOP_K, NUMBA_CACHE_DIR=str(tmp_path)) for _ in range(2)]:
         assert_succeeds(process)
-    assert list(tmp_path.rglob("*.nbi"))
+    assert list(tmp_path.rglob("*.loop"))
 
 
 STEP = """
@@ -329,8 +318,8 @@ def test_a_second_process_compiles_nothing(tmp_path):
 
 
 SOURCES_HAVE_CHANGED = f"""
-from thinwire.core.kernels import jit
-jit._sources_digest = lambda: "another one"
+from thinwire.core.kernels import jit_cache
+jit_cache.sources_digest = lambda: "another one"
 {STEP}
 from thinwire.core.kernels import jit_steps
 assert jit_steps.lars.stats.cache_misses and not jit_steps.lars.stats.cache_hits

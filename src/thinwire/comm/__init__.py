@@ -5,7 +5,7 @@ from thinwire.comm.ddp import BucketTap, tap_buckets
 from thinwire.comm.deadline import one_deadline, own_deadlines, seconds_of
 from thinwire.comm.group import Group, Pending, require_process_group
 from thinwire.comm.handshake import elsewhere, mapping_of, require_agreement
-from thinwire.comm.identity import next_identity, place_in
+from thinwire.comm.identity import is_alone, next_identity, place_in
 from thinwire.comm.nodes import Nodes, Sources, node_size_of, sources_of
 from thinwire.comm.waits import long_waits_logged
 
@@ -17,6 +17,7 @@ __all__ = [
     "Sources",
     "by_rank",
     "elsewhere",
+    "is_alone",
     "long_waits_logged",
     "mapping_of",
     "next_identity",

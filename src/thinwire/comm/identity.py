@@ -4,9 +4,14 @@ import weakref
 
 import torch.distributed as dist
 
-__all__ = ["next_identity", "place_in"]
+__all__ = ["is_alone", "next_identity", "place_in"]
 
 _made: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
+
+
+def is_alone() -> bool:
+    """Whether this process has no process group, so that nobody waits for it."""
+    return not (dist.is_available() and dist.is_initialized())
 
 
 def next_identity(process_group: dist.ProcessGroup | None = None) -> int:
@@ -18,7 +23,7 @@ def next_identity(process_group: dist.ProcessGroup | None = None) -> int:
     Returns:
         0 where there is no process group yet: such a number is known to this process only, and nothing is compared.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if is_alone():
         return 0
     parent = process_group if process_group is not None else dist.group.WORLD
     if not isinstance(parent, dist.ProcessGroup):

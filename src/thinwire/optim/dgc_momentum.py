@@ -19,6 +19,7 @@ from thinwire.comm import (
     BucketTap,
     Group,
     Nodes,
+    is_alone,
     next_identity,
     node_size_of,
     place_in,
@@ -27,12 +28,15 @@ from thinwire.comm import (
     seconds_of,
     sources_of,
     tap_buckets,
+    while_busy,
 )
 from thinwire.core.arithmetic import CURES, arithmetic
 from thinwire.core.checksum import bit_sums
 from thinwire.core.clip import ClipByNorm, clipped
 from thinwire.core.decay import Regularizer
 from thinwire.core.feedback import Fold, commit_list_, in_chunks, propose_list
+from thinwire.core.kernels.needs import Need, needs_of
+from thinwire.core.kernels.warm import warm_up, warm_up_beside
 from thinwire.core.merge import step_along_list_
 from thinwire.core.message import WIRE_VERSION
 from thinwire.core.origin import ORIGIN, Origin, checksum_of, without_origin
@@ -217,6 +221,14 @@ class DGCMomentum(CommonOptimizer):
         }
         super().__init__(groups, defaults)
         self._close()
+        (warm_up if is_alone() else warm_up_beside)(self.needs)
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """The compiled loops that its exchange calls."""
+        params = [p for group in self.param_groups for p in group["params"] if compressible(p, group["min_numel"])]
+        state = torch.bfloat16 if self.state_dtype == "bfloat16" else None
+        return needs_of("sparse", params, state_dtype=state, value_bits=self.value_bits)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in the base class; the next step compares settings and parameters over the ranks anew."""
@@ -655,6 +667,7 @@ class DGCMomentum(CommonOptimizer):
         require_agreement(group, facts, what="comparing settings and parameters", cures=CURES, versions=versions)
         if problem is not None:
             raise problem
+        while_busy(group, "compiling loops", lambda: float(warm_up(self.needs) > 0))
         if self._exchange is not None:
             self._agreed = self._ramps()
             self._exchange.names = list(names)

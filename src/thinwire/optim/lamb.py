@@ -52,6 +52,8 @@ class Lamb(LayerwiseOptimizer):
     `trust_clip=(0, 10)`); the formula in Paddle's documentation divides by b^t, which its code does not.
     """
 
+    _loops = "lamb"
+
     def __init__(
         self,
         params: Any,

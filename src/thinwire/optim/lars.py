@@ -54,6 +54,8 @@ class Lars(LayerwiseOptimizer):
     optimizer, whose momentum does not contain the rate.
     """
 
+    _loops = "lars"
+
     def __init__(
         self,
         params: Any,

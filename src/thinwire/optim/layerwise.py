@@ -1,10 +1,13 @@
 """What LARS and LAMB share beside the trust ratio: lists of tensors in runs, and the ratios to be read."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
+from thinwire.comm import is_alone
+from thinwire.core.kernels.needs import Need, Work, needs_of
+from thinwire.core.kernels.warm import warm_up, warm_up_beside
 from thinwire.optim.own import OwnOptimizer
 from thinwire.optim.two_phase import ParamGrad
 
@@ -27,6 +30,17 @@ class LayerwiseOptimizer(OwnOptimizer):
     """Base of the methods that scale the update of every tensor by a trust ratio of its own."""
 
     _ratios: dict[Tensor, Tensor] | None = None
+    _loops: ClassVar[Work]
+    """The compiled loops of the method."""
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """The compiled loops that an update calls."""
+        return needs_of(self._loops, (p for group in self.param_groups for p in group["params"]))
+
+    def _close(self) -> None:
+        super()._close()
+        (warm_up if is_alone() else warm_up_beside)(self.needs)
 
     def trust_ratios(self) -> dict[str | Tensor, float]:
         """The trust ratio of every parameter in the last update, for logs; 1 where the method does not scale.
@@ -39,6 +53,8 @@ class LayerwiseOptimizer(OwnOptimizer):
         return {self._facts(param).name or param: float(ratio) for param, ratio in ratios.items()}
 
     def _update(self, pairs: list[ParamGrad], rates: list[float]) -> bool:
+        if self._ratios is None:
+            warm_up(self.needs)
         self._ratios = {}
         return super()._update(pairs, rates)
 

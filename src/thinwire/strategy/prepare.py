@@ -16,12 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import _validate as check
 from thinwire.amp import LossScaler
-from thinwire.comm import Group, next_identity, require_agreement, seconds_of
+from thinwire.comm import Group, next_identity, require_agreement, seconds_of, while_busy
 from thinwire.comm.grid import Grid
 from thinwire.comm.nodes import require_divisor
 from thinwire.comm.replicate import make_equal_
 from thinwire.core.arithmetic import CURES, arithmetic
 from thinwire.core.clip import Clip, ClipByGlobalNorm, ClipByNorm, ClipByValue
+from thinwire.core.kernels.needs import Need, needs_of
+from thinwire.core.kernels.warm import warm_up
 from thinwire.errors import StrategyError, ThinwireError
 from thinwire.optim.dgc_momentum import DGCMomentum
 from thinwire.optim.layerwise import LayerwiseOptimizer
@@ -143,6 +145,7 @@ def prepare(
         plan.sync.digest_every, plan.sync.timeout_s = digest_every, seconds_of(timeout)
     handles: list[Any] = []
     try:
+        while_busy(group, "compiling loops", lambda: float(warm_up(_needs(strategy, plan)) > 0))
         replicas: dict[str, torch.Tensor] = {f"parameter {name}": p for name, p in model.named_parameters()}
         replicas |= {f"buffer {name}": b for name, b in model.named_buffers()}
         make_equal_(replicas, group, what="copying the model of rank 0")
@@ -156,6 +159,17 @@ def prepare(
             handle.remove()
         plan.restore()
         raise
+
+
+def _needs(strategy: "DistributedStrategy", plan: _Plan) -> frozenset[Need]:
+    """The compiled loops that this training calls; local updates see to theirs."""
+    needs: frozenset[Need] = getattr(plan.optimizer, "needs", frozenset())
+    if strategy.dgc is not None and plan.sync is None and plan.compressor is not None:
+        dgc = strategy.dgc
+        state = torch.bfloat16 if dgc.state_dtype == "bfloat16" else None
+        params = filter(dgc.compresses, plan.params.values())
+        needs |= needs_of("sparse", params, state_dtype=state, value_bits=dgc.value_bits)
+    return needs
 
 
 def _check_kinds(model: object, optimizer: object, loss_fn: object, grad_clip: object) -> None:

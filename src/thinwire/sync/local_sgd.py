@@ -14,8 +14,18 @@ from torch import Tensor, nn
 
 from thinwire import _validate as check
 from thinwire._version import __version__
-from thinwire.comm import Group, long_waits_logged, next_identity, place_in, require_agreement, seconds_of
+from thinwire.comm import (
+    Group,
+    long_waits_logged,
+    next_identity,
+    place_in,
+    require_agreement,
+    seconds_of,
+    while_busy,
+)
 from thinwire.core.arithmetic import CURES, arithmetic
+from thinwire.core.kernels.needs import Need, needs_of
+from thinwire.core.kernels.warm import warm_up
 from thinwire.core.message import WIRE_VERSION
 from thinwire.core.origin import ORIGIN, Origin, without_origin
 from thinwire.core.outer import OuterRule
@@ -157,6 +167,7 @@ class LocalUpdates:
         require_agreement(group, facts, what="setting up local updates", cures=CURES, versions=versions)
         if (problem := self._tensors.difference()) is not None:
             raise RuntimeError(problem)
+        while_busy(group, "compiling loops", lambda: float(warm_up(self._needs()) > 0))
         self._tensors.copy_from_first(group)
         outer = OuterRule(self._config.outer_lr, self._config.outer_momentum, self._config.outer_nesterov)
         changes = change_rule(self._config.compression, self._dgc)
@@ -180,6 +191,12 @@ class LocalUpdates:
         ]
         _open.append(self)
         return self
+
+    def _needs(self) -> frozenset[Need]:
+        """The compiled loops that an averaging calls."""
+        params, rule = list(self._tensors.params.values()), change_rule(self._config.compression, self._dgc)
+        changes = needs_of("changes", filter(rule.compresses, params), value_bits=rule.value_bits)
+        return changes | needs_of("outer", params)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -23,7 +23,7 @@ from thinwire.core.lars import LarsRule
 from thinwire.core.outer import OuterRule
 from thinwire.core.trust_ratio import TrustRule
 
-__all__ = ["lamb_", "lars_", "outer_"]
+__all__ = ["lamb_", "lars_", "outer_", "scratch"]
 
 Array = NDArray[Any]
 Item = tuple[int, int, int]
@@ -48,7 +48,9 @@ def lamb_(
     trust, sums, ratios = _trust(rule.trust), table.empty_sums(), table.floats(*[1.0] * len(params))
 
     def work(items: Array, phase: int) -> None:
-        jit_steps.lamb(table.rows, table.sizes, items, phase, constants, trust, table.first_chunks, sums, ratios)
+        longest = int(table.sizes[items[:, 0]].max()) if phase == jit_steps.WHOLE else 0
+        rest = table.first_chunks, sums, ratios, *scratch(longest, table.dtype)
+        jit_steps.lamb(table.rows, table.sizes, items, phase, constants, trust, *rest)
 
     _with_norms(table, work)
     tell_autograd(params, exp_avgs, exp_avg_sqs)
@@ -65,7 +67,8 @@ def lars_(
     trust, sums, ratios = _trust(rule.trust), table.empty_sums(), table.floats(*[1.0] * len(params))
 
     def work(items: Array, phase: int) -> None:
-        jit_steps.lars(table.rows, table.sizes, items, phase, kind, constants, trust, table.first_chunks, sums, ratios)
+        rest = table.first_chunks, sums, ratios, scratch(0, table.dtype)[0]
+        jit_steps.lars(table.rows, table.sizes, items, phase, kind, constants, trust, *rest)
 
     if rule.trust.weight_decay:
         _with_norms(table, work)
@@ -83,6 +86,11 @@ def outer_(
     constants = table.floats(rule.lr, rule.momentum)
     _in_parts(table, lambda items: jit_steps.outer(table.rows, table.sizes, items, kind, constants))
     tell_autograd(anchors, buffers or ())
+
+
+def scratch(longest: int, dtype: Any) -> tuple[Array, Array]:
+    """Lanes and directions of a thread; see `jit_steps.lamb`."""
+    return np.zeros((2, jit_steps.LANES)), np.empty(max(longest, jit_steps.BLOCK), dtype)
 
 
 class _Table(NamedTuple):

@@ -1,10 +1,12 @@
-"""How the loops for the CPU are compiled, and when what was compiled earlier may be used again."""
+"""How the loops for the CPU are compiled.
 
-import functools
-import hashlib
+Compiling is dear, and every first user of a machine waits for it. What keeps it cheap: no array functions of numba's
+inside a loop (`np.empty` and a view cost 0.1 s each, a minimum 0.5 s, assigning to a slice 2 s, once for each type), so
+scratch comes as an argument; one type for one argument, so counts that a loop passes on are `i64`; and nothing in a
+loop that is needed rarely, such as the codes of several bits in the loop for one.
+"""
+
 from collections.abc import Callable
-from pathlib import Path
-from types import CellType, FunctionType
 from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
@@ -21,17 +23,17 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def jit(function: F) -> F:
-    """Compiled by numba without the GIL, cached on disk where any cache folder can be written.
+    """Compiled by numba without the GIL, cached on disk where a folder for it can be written; see `jit_cache`.
 
     Division is the processor's: raising an error on zero, as Python does, would keep loops from being vectorised.
     """
     import numba
 
-    known = _with_the_state_of_its_sources(function)
-    try:
-        return cast("F", numba.njit(cache=True, **_OPTIONS)(known))
-    except RuntimeError:  # numba found no folder for its cache
-        return cast("F", numba.njit(**_OPTIONS)(known))
+    from thinwire.core.kernels.jit_cache import LoopCache
+
+    compiled: Any = numba.njit(**_OPTIONS)(function)
+    compiled._cache = LoopCache(f"{function.__module__.rpartition('.')[2]}.{function.__qualname__}")
+    return cast("F", compiled)
 
 
 def jit_inline(function: F) -> F:
@@ -39,22 +41,3 @@ def jit_inline(function: F) -> F:
     import numba
 
     return cast("F", numba.njit(inline="always", **_OPTIONS)(function))
-
-
-def _with_the_state_of_its_sources(function: F) -> F:
-    """The same function, which must be a module's own, with a closure that becomes part of its key in numba's cache.
-
-    Numba by itself notices a change in the function's own file only, although all that it calls is compiled into it.
-    """
-    code = function.__code__.replace(co_freevars=("sources",))
-    closure = (CellType(_sources_digest()),)
-    known = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
-    known.__qualname__, known.__doc__ = function.__qualname__, function.__doc__
-    return cast("F", known)
-
-
-@functools.cache
-def _sources_digest() -> str:
-    """Of this folder's files; of nothing where they are not on disk, in which case numba caches nothing either."""
-    sources = sorted(Path(__file__).parent.glob("*.py"))
-    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()

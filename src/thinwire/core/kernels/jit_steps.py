@@ -14,7 +14,20 @@ from numpy.typing import NDArray
 from thinwire.core.kernels.intrinsics import array_at
 from thinwire.core.kernels.jit import jit
 
-__all__ = ["CHUNK", "MOVE", "NESTEROV", "NO_MOMENTUM", "PLAIN", "SUMS", "WHOLE", "lamb", "lars", "outer"]
+__all__ = [
+    "BLOCK",
+    "CHUNK",
+    "LANES",
+    "MOVE",
+    "NESTEROV",
+    "NO_MOMENTUM",
+    "PLAIN",
+    "SUMS",
+    "WHOLE",
+    "lamb",
+    "lars",
+    "outer",
+]
 
 Array = NDArray[Any]
 
@@ -24,9 +37,11 @@ WHOLE, SUMS, MOVE = range(3)
 """What is done with the items: all of it, which takes whole tensors; only the sums for the norms; only the rest."""
 NO_MOMENTUM, PLAIN, NESTEROV = range(3)
 """The kinds of momentum."""
-_BLOCK = 1024  # entries that stay in the first cache from their direction to its square
-_LANES = 128
-_ROWS = _BLOCK // _LANES // 2
+BLOCK = 1024
+"""Entries that stay in the first cache from their direction to its square."""
+LANES = 128
+"""Sums that grow side by side."""
+_ROWS = BLOCK // LANES // 2
 
 
 @jit
@@ -40,17 +55,14 @@ def lamb(
     first_chunks: Array,
     sums: Array,
     ratios: Array,
+    lanes: Array,
+    directions: Array,
 ) -> None:
     """LAMB on p, g, m, v; changes p, m, v, `sums` and `ratios`.
 
     `constants`: lr, b1, 1 - b1, b2, 1 - b2, 1/(1 - b1^t), 1/(1 - b2^t), eps, wd. `trust`: see `_trust_ratio`.
+    Scratch: `lanes`, zeros of shape (2, LANES), and `directions`, as long as a block, and as the longest for WHOLE.
     """
-    longest = np.int64(_BLOCK)
-    if phase == WHOLE:
-        for item in range(len(items)):
-            longest = max(longest, sizes[items[item, 0]])
-    directions = np.empty(longest, constants.dtype)
-    lanes = np.zeros((2, _LANES))
     for item in range(len(items)):
         tensor = items[item, 0]
         start, stop = np.uint64(items[item, 1]), np.uint64(items[item, 2])
@@ -60,7 +72,7 @@ def lamb(
         if phase != MOVE:
             first = start
             while first < stop:
-                last = min(first + np.uint64(_BLOCK), stop)
+                last = min(first + np.uint64(BLOCK), stop)
                 # a direction that is kept stands where its entry does; others take turns in the first block
                 shift = np.uint64(0) if phase == WHOLE else first
                 _lamb_block(p, g, m, v, constants, first, last, directions, shift)
@@ -120,12 +132,13 @@ def lars(
     first_chunks: Array,
     sums: Array,
     ratios: Array,
+    lanes: Array,
 ) -> None:
     """LARS on p, g and, with momentum, b; changes p, b, `sums` and `ratios`; `constants`: lr, momentum, wd.
 
     Without wd there is no ratio, and no sums are needed for MOVE.
+    `lanes`: zeros of shape (2, LANES), scratch.
     """
-    lanes = np.zeros((2, _LANES))
     for item in range(len(items)):
         tensor = items[item, 0]
         start, stop = np.uint64(items[item, 1]), np.uint64(items[item, 2])
@@ -135,7 +148,7 @@ def lars(
         if phase != MOVE:
             first = start
             while first < stop:
-                last = min(first + np.uint64(_BLOCK), stop)
+                last = min(first + np.uint64(BLOCK), stop)
                 _add_squares(p, first, last, lanes[0])
                 _add_squares(g, first, last, lanes[1])
                 first = last
@@ -216,26 +229,26 @@ def _trust_ratio(sums: Array, first_chunk: int, n: int, trust: Array) -> float:
 @jit
 def _add_squares(x: Array, first: Any, last: Any, lanes: Array) -> None:
     """Add the squares of [first, last), at most a block, to the sums `lanes`, float64; each lane takes every 128th."""
-    if last - first == _BLOCK:
-        for j in range(np.uint64(_LANES)):
+    if last - first == BLOCK:
+        for j in range(np.uint64(LANES)):
             upper = 0.0
             lower = 0.0
             for row in range(np.uint64(_ROWS)):  # unrolled by the compiler
-                a = np.float64(x[first + (np.uint64(2) * row) * np.uint64(_LANES) + j])
+                a = np.float64(x[first + (np.uint64(2) * row) * np.uint64(LANES) + j])
                 lower += a * a
-                b = np.float64(x[first + (np.uint64(2) * row + np.uint64(1)) * np.uint64(_LANES) + j])
+                b = np.float64(x[first + (np.uint64(2) * row + np.uint64(1)) * np.uint64(LANES) + j])
                 upper += b * b
             lanes[j] += lower + upper
     else:
         for i in range(last - first):
             a = np.float64(x[first + i])
-            lanes[i % np.uint64(_LANES)] += a * a
+            lanes[i % np.uint64(LANES)] += a * a
 
 
 @jit
 def _drain(lanes: Array, sums: Array) -> None:
     """Sums of the lanes by halves, into `sums`; leaves zeros."""
-    half = _LANES // 2
+    half = LANES // 2
     while half:
         for j in range(half):
             lanes[0, j] += lanes[0, half + j]
