@@ -120,6 +120,8 @@ def cut(how: str, way: str, *, save: bool = False) -> Callable[[Pool, int], Outc
                 size=SIZE, timeout_s=2 * LONGEST_S + 150, group_timeout_s=60, expect_errors=True,
             )  # fmt: skip
             attacker.join()
+            if in_network:
+                pool.close()  # what is left of the cut connections is not carried into the next attack
             made = Path(folder, "made").exists()
         return _verdict(how, answers) if made else Outcome("skipped", f"training did not begin: {answers}"[:500])
 

@@ -338,8 +338,8 @@ def damaged_cache(pool: Pool, seed: int) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         cache = Path(folder, "cache")
         shutil.copytree(whole, cache)
-        files = sorted(f for f in cache.rglob("*.nb?") if f.is_file())
-        for victim in chance.sample(files, chance.randint(1, 3)):
+        files = sorted(f for f in cache.rglob("*") if f.is_file() and f.stat().st_size)
+        for victim in chance.sample(files, min(len(files), chance.randint(1, 3))):
             content = bytearray(victim.read_bytes())
             how = chance.choice(("empty", "cut", "flip", "garbage"))
             if how == "empty":
