@@ -95,6 +95,7 @@ def grow(rank: int, size: int, rows: tuple[int, int], local: bool) -> Any:
     engine = tw.DistributedStrategy(**fields).prepare(
         model, torch.optim.SGD(model.parameters(), 0.1), nn.functional.cross_entropy
     )
+    torch.manual_seed(3 + rank)
     for _ in range(4):
         engine.train_step(torch.randn(6, 4), torch.randint(3, (6,)))
     return model.norm.running_mean.tolist(), tuple(model.cache.shape)

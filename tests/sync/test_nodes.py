@@ -439,10 +439,10 @@ def _die_at(optimizer: tw.optim.DGCMomentum, phase: str) -> None:
     """The process ends when it is about to launch this exchange."""
     original = Group._launched
 
-    def launched(self: Group, launches: Any, result: Any, what: str, held: Any) -> Any:
+    def launched(self: Group, launches: Any, result: Any, what: str, held: Any, **kind: Any) -> Any:
         if what.startswith(phase):
             os.kill(os.getpid(), 9)
-        return original(self, launches, result, what, held)
+        return original(self, launches, result, what, held, **kind)
 
     Group._launched = launched  # type: ignore[method-assign]
 

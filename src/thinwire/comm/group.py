@@ -159,6 +159,10 @@ class Group:
         Returns:
             Pending uint8 tensor of shape (size, B), row r from rank r.
         """
+        return self._gather(message, what, control=False)
+
+    def _gather(self, message: Tensor, what: str, *, control: bool) -> Pending[Tensor]:
+        """As `gather`; `control` messages go beside the data and meet others of their kind only."""
         self.bytes_sent += message.numel()
         self.bytes_received += (self.size - 1) * message.numel()
         if self.size == 1:
@@ -171,7 +175,7 @@ class Group:
             launches = [partial(launch, out, message)]
         else:
             launches = [partial(dist.all_gather, to, piece) for to, piece in rows_of(rows, message, limit)]
-        return self._launched(launches, lambda: rows, what, [out, message])
+        return self._launched(launches, lambda: rows, what, [out, message], control=control)
 
     def deal(self, parts: Tensor, lengths: Sequence[int], *, what: str) -> Pending[Tensor]:
         """Launch an exchange in which every rank gives every rank a byte string of its own.
@@ -261,7 +265,7 @@ class Group:
     def gather_now(self, payload: bytes, what: str) -> list[bytes]:
         """Every rank's byte string, equally long on all of them, in rank order."""
         message = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self.device)
-        rows = self.gather(message, what=what).wait().cpu()
+        rows = self._gather(message, what, control=True).wait().cpu()
         return [row.numpy().tobytes() for row in rows]
 
     def _launched(
@@ -270,9 +274,13 @@ class Group:
         result: Callable[[], Tensor],
         what: str,
         held: Sequence[Tensor],
+        *,
+        control: bool = False,
     ) -> Pending[Tensor]:
         """Launch all pieces of an exchange; `held` are the tensors that must not go before it has ended."""
         group = self._private
+        if control and self._shared is not None:
+            group = self._shared.control
         works = []
         for launch in launches:
             try:

@@ -35,6 +35,9 @@ class Private:
     """One process group with its courier, shared by all who exchange over the same ranks.
 
     Attributes:
+        control: The process group of the small messages by which ranks agree, beside that of the data: a rank that
+            makes another call than the others meets them in an agreement, never in a message of another length, for
+            which gloo aborts the process.
         courier: Tells the others that this rank is alive; None where the group has no store.
         abandoned: Why nothing may be exchanged over it any more; None while that is not so.
 
@@ -53,9 +56,11 @@ class Private:
         self.abandoned: str | None = None
         self.courier: Courier | None = None
         gloo = dist.get_backend(self._group) == "gloo"
+        self.control = _new_group(ranks, timeout_s) if gloo and not timed else self._group
         if gloo and not timed:
-            # set afterwards: the same value limits the making
-            self._group._get_backend(torch.device("cpu"))._set_default_timeout(_NEVER)
+            for group in (self._group, self.control):
+                # set afterwards: the same value limits the making
+                group._get_backend(torch.device("cpu"))._set_default_timeout(_NEVER)
         self.watched_here = gloo and not timed
         store = None if timed else store_of(self._group)
         if store is not None:
@@ -78,12 +83,14 @@ class Private:
         return True
 
     def release(self) -> None:
-        """Let go of the group, which joins its threads, unless one of them may be blocked."""
-        group, self._group = self._group, None
-        stuck = any(flight[0] is group for flight in _flying.values())
-        if group is not None and not stuck and dist.is_initialized():
-            with contextlib.suppress(ValueError, AssertionError):  # it belongs to a world that was destroyed before
-                dist.destroy_process_group(group)
+        """Let go of the groups, which joins their threads, unless one of these may be blocked."""
+        groups = [] if self._group is None else list(dict.fromkeys([self._group, self.control]))
+        self._group = None
+        for group in groups:
+            stuck = any(flight[0] is group for flight in _flying.values())
+            if not stuck and dist.is_initialized():
+                with contextlib.suppress(ValueError, AssertionError):  # of a world that was destroyed before
+                    dist.destroy_process_group(group)
 
 
 _made: list[weakref.ref[Private]] = []
