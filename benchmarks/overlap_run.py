@@ -77,7 +77,12 @@ def watched_groups(watch: Watch) -> Iterator[None]:
     plain = Group._launched
 
     def launched(
-        self: Group, launches: Sequence[Callable[..., dist.Work]], result: Any, what: str, held: Sequence[Tensor]
+        self: Group,
+        launches: Sequence[Callable[..., dist.Work]],
+        result: Any,
+        what: str,
+        held: Sequence[Tensor],
+        **kind: Any,
     ) -> Any:
         def watching(launch: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
             def start(**how: Any) -> dist.Work:
@@ -88,7 +93,7 @@ def watched_groups(watch: Watch) -> Iterator[None]:
 
             return start
 
-        return plain(self, [watching(launch) for launch in launches], result, what, held)
+        return plain(self, [watching(launch) for launch in launches], result, what, held, **kind)
 
     Group._launched = launched  # type: ignore[method-assign]
     try:

@@ -1,6 +1,7 @@
 """The owner of the loss scale: alone, and agreed over ranks."""
 
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -64,6 +65,7 @@ def test_the_state_goes_on() -> None:
 
 
 def overflow_on_one_rank(rank: int, size: int, name: str, config: DynamicLossScale | FixedLossScale) -> dict[str, Any]:
+    warnings.filterwarnings("ignore", message="the gradients of all ranks are equal")  # they are meant to be
     net = model()
     optimizer = EVERY[name](net.named_parameters())
     scaler = LossScaler(config)

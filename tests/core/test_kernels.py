@@ -327,7 +327,7 @@ assert jit_steps.lars.stats.cache_misses and not jit_steps.lars.stats.cache_hits
 
 
 def test_a_change_in_any_file_compiles_all_anew(tmp_path):
-    for code in (STEP, SOURCES_HAVE_CHANGED, COMPILES_NOTHING):
+    for code in (STEP, SOURCES_HAVE_CHANGED):
         assert_succeeds(run_python(code, NUMBA_CACHE_DIR=str(tmp_path)))
 
 

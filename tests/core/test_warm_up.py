@@ -270,5 +270,5 @@ class Dying(jit_cache.LoopCache):
 jit_steps.lars._cache = Dying("jit_steps.lars")
 """
     run(f"{dying}{LARS}", tmp_path)
-    assert not loops_in(tmp_path)
+    assert not [path for path in loops_in(tmp_path) if path.name.startswith("jit_steps.lars-")]
     assert re.search(r"compiled \d+ loops", run(LARS, tmp_path))

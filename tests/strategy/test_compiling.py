@@ -4,6 +4,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,6 +22,10 @@ def small_model():
     return nn.Linear(200, 100)
 
 
+def rows():
+    return torch.ones(4, 200) * (1 + dist.get_rank())
+
+
 def with_engine():
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -28,7 +33,7 @@ def with_engine():
     engine = strategy.prepare(model, optimizer)
     yield
     for _ in range(2):
-        engine.minimize(model(torch.ones(4, 200)).square().mean())
+        engine.minimize(model(rows()).square().mean())
     engine.close()
 
 
@@ -36,7 +41,7 @@ def with_lamb():
     model = small_model()
     engine = tw.DistributedStrategy().prepare(model, Lamb(model.parameters()))
     yield
-    engine.minimize(model(torch.ones(4, 200)).square().mean())
+    engine.minimize(model(rows()).square().mean())
     engine.close()
 
 
@@ -46,7 +51,7 @@ def alone():
     yield
     for _ in range(2):
         optimizer.zero_grad()
-        model(torch.ones(4, 200)).square().mean().backward()
+        model(rows()).square().mean().backward()
         optimizer.step()
 
 
@@ -58,7 +63,7 @@ def attached():
     yield
     for _ in range(2):
         optimizer.zero_grad()
-        ddp(torch.ones(4, 200)).square().mean().backward()
+        ddp(rows()).square().mean().backward()
         optimizer.step()
     handle.remove()
 
@@ -70,7 +75,7 @@ def with_local_updates():
         yield
         for _ in range(2):
             optimizer.zero_grad()
-            model(torch.ones(4, 200)).square().mean().backward()
+            model(rows()).square().mean().backward()
             optimizer.step()
 
 

@@ -62,7 +62,10 @@ def test_it_is_the_object_that_was_given(case: str) -> None:
     assert engine.optimizer is optimizer
     updates(engine, count=2)
     assert optimizer.state_dict()["state"]
-    assert str(optimizer.state_dict()) == str(engine.optimizer.state_dict()) == str(engine.state_dict()["optimizer"])
+    assert str(optimizer.state_dict()) == str(engine.optimizer.state_dict())
+    # the engine's checkpoints keep ranks apart by themselves
+    plain = getattr(optimizer, "plain_state_dict", optimizer.state_dict)
+    assert str(plain()) == str(engine.state_dict()["optimizer"])
 
 
 @ALL

@@ -1,5 +1,6 @@
 """Nodes under a strategy: ranks of a node that see the same data are, bit for bit, one rank in its place."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from tests.strategy.training import batch, digest, make_engine
 
 def trained(rank: int, size: int, fields: tuple[str, ...], options: dict[str, Any], alike: int) -> dict[str, Any]:
     """Replicas in groups of `alike` see the same mini-batches."""
+    warnings.filterwarnings("ignore", message="the gradients of all ranks are equal")
     dgc = tw.DGC(rampup_begin_step=1, sparsity=(0.75, 0.9), rampup_step=4, min_numel=64, **options)
     engine = make_engine(fields, replace={"dgc": dgc}, plain=True)
     replica = rank // 2 if "pipeline" in fields else rank

@@ -37,10 +37,12 @@ def in_order(
     if came is None or here is None or [len(names) for names in came] != [len(g["params"]) for g in groups]:
         return groups
     known = [[_plain(name) for name in names] for names in came]
+    same_count = len(known) == len(here)
     result = []
     for i, names in enumerate(map(_plain_names, here)):
-        match = next((k for k, theirs in enumerate(known) if set(theirs) == set(names)), None)
-        if match is None or len(known) != len(here):
+        # groups without parameters, such as those of other stages, all look alike: they keep their place
+        match = next((k for k in [i, *range(len(known))] if set(known[k]) == set(names)), None) if same_count else None
+        if match is None:
             raise ValueError(_difference(i, names, known, len(here)))
         keys = dict(zip(known[match], groups[match]["params"], strict=True))
         group = {**groups[match], "params": [keys[name] for name in names]}
