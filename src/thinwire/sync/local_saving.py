@@ -73,6 +73,8 @@ def load(state: Mapping[str, Any], turns: Turns) -> None:
     turns.pace.k_steps = turns.pace.allowed(state["k_steps"])
     turns.synced = False
     turns.pending = None
+    if turns.counters.averagings:
+        turns.likeness.skip()
     if pending is not None:  # it travels again when its time has come
         devices = {name: p.device for name, p in tensors.params.items()}
         measured = {name: value.to(devices[name]) for name, value in pending["measured"].items()}
