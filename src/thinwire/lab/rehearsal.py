@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,7 +58,9 @@ def rehearse(config: Mapping[str, Any], model: nn.Module, batch: int) -> None:
         torch.manual_seed(0)
         setup = Setup(config["momentum"], _RAMP_STEPS)
         trainer = build_trainer(config["trainer"], shortened(config["options"]), copy.deepcopy(model), setup)
-        inputs, targets = torch.randint(256, (2, batch, config["context"]))
+        # ranks that bring the same would be told so
+        own = torch.Generator().manual_seed(os.getpid())
+        inputs, targets = torch.randint(256, (2, batch, config["context"]), generator=own)
         for _ in range(trainer.steady_from_step + trainer.round_steps + 1):
             for group in trainer.optimizer.param_groups:
                 group["lr"] = _RATE_SHARE * config["lr"]
