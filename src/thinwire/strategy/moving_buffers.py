@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from thinwire.comm import Group, elsewhere, mapping_of
 from thinwire.comm.replicate import copy_from_first_
 from thinwire.errors import Mismatch
+from thinwire.sync.local_model import looks
 
 __all__ = ["MovingBuffers"]
 
@@ -60,7 +61,7 @@ class MovingBuffers:
             return
         buffers = dict(self._model.named_buffers())
         gone = sorted(self._seen.keys() - buffers.keys())
-        mine = {name: _looks(buffers[name]) for name in self._changed(buffers)} | dict.fromkeys(gone, "not there")
+        mine = {name: looks(buffers[name]) for name in self._changed(buffers)} | dict.fromkeys(gone, "not there")
         what = "comparing which buffers changed"
         answers = self._group.gather_bytes(json.dumps({"buffers": mine}).encode(), what=what)
         told = [mapping_of(answer) for answer in answers]
@@ -70,7 +71,7 @@ class MovingBuffers:
         rows: list[dict[str, str]] = [row["buffers"] for row in told]
         changed = dict.fromkeys(name for row in rows for name in row)
         for name in changed:
-            before = _looks(self._seen[name]) if name in self._seen else "not there"
+            before = looks(self._seen[name]) if name in self._seen else "not there"
             _require_alike(name, [row.get(name, before) for row in rows])
         moved = [name for name in buffers if name in changed]
         for name in gone:
@@ -89,18 +90,14 @@ class MovingBuffers:
         return [name for name, flag in zip(names, together, strict=True) if flag]
 
 
-def _require_alike(name: str, looks: list[str]) -> None:
-    for rank, each in enumerate(looks):
-        if each != looks[0]:
+def _require_alike(name: str, by_rank: list[str]) -> None:
+    for rank, each in enumerate(by_rank):
+        if each != by_rank[0]:
             raise Mismatch(
-                f"buffer {name} is {looks[0]} on rank 0 and {each} on rank {rank}, so that of rank 0 cannot be copied "
+                f"buffer {name} is {by_rank[0]} on rank 0 and {each} on rank {rank}, so that of rank 0 cannot be copied "
                 "to all. Keep what differs from rank to rank, such as a cache, in a plain attribute of the module. "
                 "The update before this was made, and no buffer was copied"
             )
-
-
-def _looks(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def _differs(now: Tensor, before: Tensor | None) -> Tensor:

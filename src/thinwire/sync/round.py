@@ -90,12 +90,11 @@ class Round:
         """The first tensor of which a sum over the sources is not finite, once finished."""
         self.dense_non_finite: int | None = None
         """Likewise among those that travelled densely, where a rank's own may be what is not finite."""
-        self.dense_digest = 0
-        """Of the bits of all dense sums, which are the same on all ranks."""
         self._group = group
         self._value_bits = value_bits
         self._exchange = exchange
         self._flights: list[_Flight] = []
+        self._sums: list[Tensor] = []
         self._sent: dict[int, tuple[Tensor, Tensor]] = {}
         self._parts: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
@@ -245,14 +244,22 @@ class Round:
 
     def _split_dense(self, flight: _Flight, total: Tensor) -> None:
         mean = total.div_(self._group.size)
-        if self._group.size > 1:
-            self.dense_digest = (self.dense_digest * 1_000_003 + checksum([mean])) % (1 << 64)
+        self._sums.append(mean)
         pieces = torch.split(mean, [shape.numel() for shape in flight.shapes])
         for key, piece, shape in zip(flight.keys, pieces, flight.shapes, strict=True):
             self._dense[key] = piece.view(shape)
         if self._group.size > 1 and self.dense_non_finite is None and not bool(mean.sum().isfinite()):
             bad = (key for key in flight.keys if not bool(self._dense[key].isfinite().all()))
             self.dense_non_finite = next(bad, None)
+
+    @property
+    def dense_digest(self) -> int:
+        """Of the bits of all dense sums, which are the same on all ranks: a pass over them, so ask once."""
+        digest = 0
+        if self._group.size > 1:
+            for mean in self._sums:
+                digest = (digest * 1_000_003 + checksum([mean])) % (1 << 64)
+        return digest
 
     def is_sparse(self, key: int) -> bool:
         """Whether this tensor travelled in a message."""
