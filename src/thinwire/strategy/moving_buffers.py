@@ -95,8 +95,8 @@ def _require_alike(name: str, by_rank: list[str]) -> None:
         if each != by_rank[0]:
             raise Mismatch(
                 f"buffer {name} is {by_rank[0]} on rank 0 and {each} on rank {rank}, so that of rank 0 cannot be "
-                "copied to all. Keep what differs from rank to rank, such as a cache, in a plain attribute of the module. "
-                "The update before this was made, and no buffer was copied"
+                "copied to all. Keep what differs from rank to rank, such as a cache, in a plain attribute of the "
+                "module. The update before this was made, and no buffer was copied"
             )
 
 
