@@ -1,0 +1,20 @@
+"""What every process of the pool has in memory when it starts, so that starting one takes milliseconds.
+
+The server that forks them imports this once. It must start no threads of torch: a fork does not
+take them along.
+"""
+
+from typing import get_args
+
+import torch
+
+import thinwire.strategy.engine  # noqa: F401
+from thinwire.core.kernels.needs import Work, needs_of
+from thinwire.core.kernels.warm import warm_up
+
+torch.set_num_threads(1)
+for _work in get_args(Work):
+    warm_up(needs_of(_work, [torch.zeros(1)]))
+_parameter = torch.nn.Parameter(torch.zeros(1))
+_parameter.grad = torch.ones(1)
+torch.optim.SGD([_parameter], 0.1).step()  # torch's first one imports for a second
