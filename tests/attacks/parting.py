@@ -16,6 +16,7 @@ import thinwire as tw
 from tests.attacks.outcome import Attack, Outcome, Seen, judged
 from tests.attacks.training import WAYS, batch, digest, flip_bit, make, small_model, under_attack
 from tests.ranks import Pool
+from thinwire.core import sealed
 
 __all__ = ["ATTACKS"]
 
@@ -242,8 +243,17 @@ class _Flipping:
         return done
 
 
-def on_the_wire(rank: int, size: int, way: str, names: tuple[str, ...], small: bool, seed: int) -> Seen:
-    """One bit of what one rank receives is flipped below the library, in a call of one kind."""
+def on_the_wire(
+    rank: int, size: int, way: str, names: tuple[str, ...], small: bool, sent: bool, whole: bool, seed: int
+) -> Seen:
+    """One bit of one rank's traffic is flipped below the library, in a call of one kind.
+
+    Args:
+        names: The collectives, of which the first that fits is hit.
+        small: Whether it is one of less than 2000 bytes.
+        sent: Whether the rank gives it damaged to all, or it alone gets it so.
+        whole: Whether dense sums are all-reduces, as those of larger models are.
+    """
     chance = random.Random(seed)
     victim, at = chance.randrange(size), 0 if names == ("broadcast",) else WARM + chance.randrange(8)
     armed = [False]
@@ -251,9 +261,14 @@ def on_the_wire(rank: int, size: int, way: str, names: tuple[str, ...], small: b
 
     def tapped(name: str) -> Callable[..., Any]:
         def call(tensor: torch.Tensor, *given: Any, **options: Any) -> Any:
+            nbytes = tensor.numel() * tensor.element_size()
+            fits = armed[0] and name in names and nbytes > 200 and (nbytes < 2000) == small
+            if fits and sent:
+                armed[0] = False
+                own = tensor if name == "all_reduce" else given[0]
+                flip_bit(own, chance)
             work = real[name](tensor, *given, **options)
-            fits = name in names and tensor.numel() and (tensor.numel() * tensor.element_size() < 2000) == small
-            if not armed[0] or not fits:
+            if not fits or sent:
                 return work
             armed[0] = False
             if work is None:
@@ -265,26 +280,39 @@ def on_the_wire(rank: int, size: int, way: str, names: tuple[str, ...], small: b
 
     for name in real:
         setattr(dist, name, tapped(name))
+    most = sealed._MOST_BYTES
+    sealed._MOST_BYTES = -1 if whole else most
     try:
         armed[0] = rank == victim and names == ("broadcast",)
         try:
-            trainer = make(way)
+            trainer = make(way, apart=names == ("broadcast",))
         except Exception as error:
             return Seen(type(error).__name__, isinstance(error, tw.errors.ThinwireError), str(error))
 
         def attack() -> None:
             armed[0] = True
 
-        return under_attack(trainer, attack if rank == victim else None, at=at, last=at + DIGEST_EVERY + 1)
+        seen = under_attack(trainer, attack if rank == victim else None, at=at, last=at + DIGEST_EVERY + 1)
+        seen.more["hit"] = not armed[0]
+        return seen
     finally:
+        sealed._MOST_BYTES = most
         for name, function in real.items():
             setattr(dist, name, function)
 
 
-def wire(way: str, *names: str, small: bool = False) -> Callable[[Pool, int], Outcome]:
+def wire(
+    way: str, *names: str, small: bool = False, sent: bool = False, whole: bool = False
+) -> Callable[[Pool, int], Outcome]:
     def make_it(pool: Pool, seed: int) -> Outcome:
-        answers = pool.run(on_the_wire, way, names, small, seed, timeout_s=120, expect_errors=True)
-        return judged(answers, within=DIGEST_EVERY)
+        given = (way, names, small, sent, whole, seed)
+        answers = pool.run(on_the_wire, *given, timeout_s=120, expect_errors=True)
+        if not all(getattr(answer, "more", {}).get("hit", True) for answer in answers):
+            return Outcome("crash", "no message was hit: the attack itself is wrong")
+        outcome = judged(answers, within=DIGEST_EVERY)
+        if sent and outcome.verdict == "held" and outcome.updates is None:
+            return Outcome("silent", "a damaged part went into the sum of all ranks")
+        return outcome
 
     return make_it
 
@@ -329,11 +357,16 @@ ATTACKS = [
         Attack("b", f"flush-to-zero on one rank, {way}", other_machine(way, "flush"), times=1)
         for way in ("dense", "adamw", "dgc", "lamb")
     ),
-    Attack("b", "bit of a dense mean, dense", wire("dense", "all_reduce"), times=30, quick=True),
-    Attack("b", "bit of a small sum, dense", wire("dense", "all_reduce", small=True), times=20),
-    Attack("b", "bit of a dense mean, dgc", wire("dgc", "all_reduce", small=True), times=20),
+    Attack("b", "bit of a dense mean, dense", wire("dense", "all_reduce", whole=True), times=30, quick=True),
+    Attack("b", "bit of a small mean, dense", wire("dense", *_GATHERS), times=20),
+    Attack("b", "bit of a small mean, dgc", wire("dgc", *_GATHERS, small=True), times=20),
+    *(
+        Attack("b", f"bit of a part of a small mean, {way}", wire(way, *_GATHERS, sent=True), times=20, quick=quick)
+        for way, quick in (("dense", True), ("dgc", False), ("local", False))
+    ),
+    Attack("b", "bit of a dense mean, dgc", wire("dgc", "all_reduce", small=True, whole=True), times=20),
     Attack("b", "bit of a gathered message, dgc", wire("dgc", *_GATHERS), times=20),
-    Attack("b", "bit of an averaging, local", wire("local", "all_reduce"), times=20),
+    Attack("b", "bit of an averaging, local", wire("local", "all_reduce", whole=True), times=20),
     Attack("b", "bit of the initial copy, dense", wire("dense", "broadcast"), times=10),
     Attack("b", "bit of the initial copy, local", wire("local", "broadcast"), times=10),
 ]

@@ -94,9 +94,12 @@ class Trainer:
         return digest({name: t for name, t in self.tensors().items() if not name.startswith(own)})
 
 
-def make(way: str, *, norm: bool = True, **options: Any) -> Trainer:
-    """Everything up to the first step; collective."""
+def make(way: str, *, norm: bool = True, apart: bool = False, **options: Any) -> Trainer:
+    """Everything up to the first step; collective. `apart`: with models that have to be made equal first."""
     model, rank = small_model(norm=norm), dist.get_rank()
+    if apart:
+        with torch.no_grad():
+            model[0].weight.add_(rank)
     loss_of = nn.functional.cross_entropy
     if way in ("attach", "alone"):
         optimizer: Any = tw.optim.DGCMomentum(model.named_parameters(), lr=0.05, momentum=0.9, **{**DGC, **options})

@@ -4,6 +4,7 @@ import itertools
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 import thinwire as tw
 from tests.ranks import Pool, Raised
 from thinwire.comm import Group, Pending
+from thinwire.core import sealed
 from thinwire.core.checksum import checksum
 from thinwire.optim import DGCMomentum
 from thinwire.strategy.engine import Engine
@@ -35,13 +37,17 @@ def data(rank: int, step: int, width: int = 64) -> tuple[Tensor, Tensor]:
     return torch.randn(6, width, generator=generator), torch.randint(5, (6,), generator=generator)
 
 
-def engine_of(kind: str, model: nn.Module, **given: Any) -> Engine:
+NODES = tw.DGC(sparsity=(0.9,), min_numel=64, node_size=2)
+
+
+def engine_of(kind: str, model: nn.Module, dgc: tw.DGC | None = None, **given: Any) -> Engine:
     fields: dict[str, Any] = {
         "dense": {},
         "adamw": {},
         "dgc": {"dgc": tw.DGC(sparsity=(0.9,), min_numel=64)},
         "dgc adamw": {"dgc": tw.DGC(sparsity=(0.9,), min_numel=64)},
     }[kind]
+    fields |= {} if dgc is None else {"dgc": dgc}
     if kind.endswith("adamw"):
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     else:
@@ -333,23 +339,35 @@ def test_finite_gradients_whose_sum_is_not_drop_the_step(way: str, early: int, r
     assert first[1] < 10
 
 
-def flip_in_a_sum(rank: int, size: int, kind: str) -> None:
-    plain = Group.sum_
+def hurting(rank: int, where: str) -> Any:
+    """`Group` whose dense sum of step 3 has a flipped bit on rank 1, or from it.
+
+    Args:
+        where: "sum", of an all-reduce; "arriving", of what rank 1 receives; "part", of what all get from rank 1.
+    """
+    plain = Group.sum_ if where == "sum" else Group.gather
 
     def damaged(self: Group, buffer: Tensor, *, what: str) -> Any:
+        hit = rank == 1 and "averaging dense" in what and "step 3," in what
+        if hit and where == "part":
+            flip_(buffer[: buffer.numel() // 4 * 4], buffer.numel() // 8, 5)
         pending = plain(self, buffer, what=what)
-        if rank != 1 or "averaging dense" not in what or f"step {3}," not in what:
+        if not hit or where == "part":
             return pending
 
         def finish() -> Tensor:
             total = pending.wait()
-            flip_(total, total.numel() // 2, 5)
+            flip_(total.view(-1)[: total.numel() // 4 * 4], total.numel() // 8, 5)
             return total
 
         return Pending(finish)
 
-    Group.sum_ = damaged  # type: ignore[method-assign]
-    try:
+    return patch.multiple(Group, **{"sum_" if where == "sum" else "gather": damaged})
+
+
+def flip_in_a_sum(rank: int, size: int, kind: str, where: str) -> None:
+    whole = patch.object(sealed, "_MOST_BYTES", -1 if where == "sum" else sealed._MOST_BYTES)
+    with whole, hurting(rank, where):
         if kind == "local":
             model = model_of()
             optimizer = torch.optim.SGD(model.parameters(), 0.05)
@@ -359,16 +377,30 @@ def flip_in_a_sum(rank: int, size: int, kind: str) -> None:
                     nn.functional.cross_entropy(model(data(rank, step)[0]), data(rank, step)[1]).backward()
                     optimizer.step()
             return
-        engine = engine_of(kind, model_of())
-        for step in range(6):
-            engine.train_step(*data(rank, step))
-    finally:
-        Group.sum_ = plain  # type: ignore[method-assign]
+        model = model_of()
+        engine = engine_of("dgc" if kind == "nodes" else kind, model, dgc=NODES if kind == "nodes" else None)
+        before: Any = None
+        try:
+            for step in range(6):
+                before = [p.detach().clone() for p in model.parameters()]
+                engine.train_step(*data(rank, step))
+        except tw.errors.PayloadCorrupt:
+            assert engine.step == 3
+            assert all(map(torch.equal, before, model.parameters()))
+            raise
 
 
-@pytest.mark.parametrize("kind", ["dense", "dgc", "local"])
-def test_a_bit_that_flips_in_a_dense_sum_is_found_before_it_is_applied(kind: str, ranks: Pool) -> None:
-    for answer in ranks.run(flip_in_a_sum, kind, expect_errors=True):
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    [
+        *itertools.product(("dense", "dgc", "local"), ("sum", "arriving", "part")),
+        ("nodes", "part"),
+        ("nodes", "arriving"),
+    ],
+)
+def test_a_bit_that_flips_in_a_dense_sum_is_found_before_it_is_applied(kind: str, where: str, ranks: Pool) -> None:
+    size = 4 if kind == "nodes" else 2
+    for answer in ranks.run(flip_in_a_sum, kind, where, size=size, expect_errors=True):
         assert isinstance(answer, Raised)
         assert answer.type_name == "PayloadCorrupt"
         assert "Nothing was applied" in answer.text

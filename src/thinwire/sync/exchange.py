@@ -136,7 +136,7 @@ class GradientExchange:
         flying, in_node = self._flying, self._in_node
         self._flying, self._in_node, self._finite = None, None, {}
         if in_node is not None:
-            in_node.means()
+            in_node.means(self._round(0))
         if flying is not None:
             with contextlib.suppress(PayloadCorrupt):  # nothing of it is used
                 flying.finish()
@@ -287,7 +287,7 @@ class GradientExchange:
             return None
         fresh, buckets = self._round(step, _row_sparse(grads, reports)), self._buckets_of(grads)
         in_node = [_InNode(nodes, step, number, {k: grads[k] for k in keys}) for number, keys in buckets]
-        means = {key: mean for each in in_node for key, mean in each.means().items()}
+        means = {key: mean for each in in_node for key, mean in each.means(fresh).items()}
         fresh.node_means.update(means)
         sparse, dense, finite = self._split(means)
         _launch_all(fresh, buckets, means, sparse, dense)
@@ -319,7 +319,7 @@ class GradientExchange:
 
     def _send_mean(self, flying: Round, in_node: "_InNode") -> None:
         """Wait for the mean over the node, which began a bucket ago, and send it to the other nodes."""
-        means = in_node.means()
+        means = in_node.means(flying)
         flying.node_means.update(means)
         self._send(flying, in_node.bucket, means)
 
@@ -435,12 +435,16 @@ class _InNode:
     def __init__(self, nodes: Nodes, step: int, bucket: int, grads: Mapping[int, Tensor]) -> None:
         self.bucket = bucket
         self.keys = list(grads)
+        self._node = nodes.rank
         self._round = Round(nodes.inner, step=step, value_bits=32)
         self._round.launch(bucket, {}, {key: g.to_dense() if g.is_sparse else g for key, g in grads.items()})
 
-    def means(self) -> dict[int, Tensor]:
-        """Wait for it; the same bits on all ranks of the node."""
-        self._round.finish()
+    def means(self, onward: Round) -> dict[int, Tensor]:
+        """Wait for it; the same bits on all ranks of the node. What is damaged `onward` refuses, in its vote."""
+        try:
+            self._round.finish()
+        except PayloadCorrupt as refusal:
+            onward.refused = f"inside node {self._node}, whose ranks count from 0: {refusal}"
         return {key: self._round.dense_mean(key) for key in self.keys}
 
 

@@ -15,6 +15,8 @@ from thinwire.core.kernels import is_static
 from thinwire.core.merge import divided_, sum_sparse
 from thinwire.core.message import Layout, Slot, pack, pack_nonfinite, unpack
 from thinwire.core.rounding import rounding_seed, store_
+from thinwire.core.sealed import opened_sum, sealed, travels_sealed
+from thinwire.errors import PayloadCorrupt
 from thinwire.sync.flags import Flags, read_flags
 from thinwire.sync.split_flight import SplitFlight
 from thinwire.sync.traffic import GATHER, SPLIT, chosen_exchange
@@ -47,6 +49,8 @@ class _Flight:
     split: SplitFlight | None = None
     dtypes: list[torch.dtype] = field(default_factory=list)
     shapes: list[torch.Size] = field(default_factory=list)
+    sealed: torch.dtype | None = None
+    """Of a dense buffer whose parts are gathered with checksums; None where it is an all-reduce."""
 
     def go_on(self, arrived: Tensor) -> Pending[Tensor]:
         """The second round, where there is one."""
@@ -68,8 +72,10 @@ class Round:
     host waits for it.
 
     Communication: per bucket one all-gather of equally long messages (where it has sparse tensors) and one all-reduce
-    per dtype (where it has dense ones). With `exchange="split"` an exchange of parts takes the place of the all-gather,
-    and `finish` adds an all-gather of sums. Where `group` is `Nodes`, all ranks of a node must launch the same bits.
+    per dtype (where it has dense ones); where the dense tensors of all other ranks have at most 64 KiB together, an
+    all-gather with a checksum for each. With `exchange="split"` an exchange of parts takes the place of the all-gather
+    of messages, and `finish` adds an all-gather of sums. Where `group` is `Nodes`, all ranks of a node must launch the
+    same bits.
     """
 
     def __init__(
@@ -90,6 +96,8 @@ class Round:
         """The first tensor of which a sum over the sources is not finite, once finished."""
         self.dense_non_finite: int | None = None
         """Likewise among those that travelled densely, where a rank's own may be what is not finite."""
+        self.refused: str | None = None
+        """What arrived damaged before it went into this exchange; `finish` refuses all of it for that."""
         self._group = group
         self._value_bits = value_bits
         self._exchange = exchange
@@ -159,9 +167,16 @@ class Round:
         if flat.dtype == torch.float16:
             # a sum of finite halves may pass 65504, which would look like an overflow of every rank
             flat = flat.float()
-        pending = self._group.sum_(flat, what=f"averaging dense tensors of step {self.step}, bucket {bucket}")
-        shapes = [grad.shape for grad in dense.values()]
-        self._flights.append(_Flight(bucket, list(dense), pending, shapes=shapes))
+        flight_of = functools.partial(_Flight, bucket, list(dense), shapes=[grad.shape for grad in dense.values()])
+        what = f"averaging dense tensors of step {self.step}, bucket {bucket}"
+        if travels_sealed(flat, self._group.size):
+            pending = self._group.gather(sealed(flat, self._place(bucket)), what=what)
+            self._flights.append(flight_of(pending, sealed=flat.dtype))
+        else:
+            self._flights.append(flight_of(self._group.sum_(flat, what=what)))
+
+    def _place(self, bucket: int) -> int:
+        return (self.step << 20) + bucket
 
     def finish(self, *flags: Flags) -> list[int | None]:
         """Wait for everything and check it.
@@ -182,7 +197,11 @@ class Round:
         arrived = [pending.wait() for pending in onward]
         verdicts: list[tuple[_Flight, Tensor, Tensor]] = []
         for flight, tensor in zip(self._flights, arrived, strict=True):
-            if flight.layout is None:
+            if flight.sealed is not None:
+                total, damaged = opened_sum(tensor, flight.sealed, self._place(flight.bucket))
+                self._split_dense(flight, total)
+                verdicts.append((flight, tensor, damaged))
+            elif flight.layout is None:
                 self._split_dense(flight, tensor)
             elif flight.split is not None:
                 self._read_sums(flight, flight.split, tensor)
@@ -193,6 +212,8 @@ class Round:
         bad, read = read_flags(flags, [verdict for *_, verdict in verdicts])
         for (flight, rows, _), verdict in zip(verdicts, read, strict=True):
             self._refuse(flight, rows, verdict)
+        if self.refused is not None:
+            raise PayloadCorrupt(self.refused)
         return bad
 
     def _read_messages(self, flight: _Flight, layout: Layout, rows: Tensor) -> None:
@@ -225,6 +246,11 @@ class Round:
 
     def _refuse(self, flight: _Flight, rows: Tensor, verdicts: list[int]) -> None:
         for source, verdict in enumerate(verdicts):
+            if verdict and flight.layout is None:
+                raise PayloadCorrupt(
+                    f"the dense tensors of rank {source * self._group.node_size} for bucket {flight.bucket} of step "
+                    f"{self.step} were refused: they do not fit their checksum"
+                )
             if verdict:
                 from thinwire.core import device_message
 
