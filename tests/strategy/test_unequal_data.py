@@ -367,3 +367,32 @@ def rows_joined(rank: int, size: int) -> list[float]:
 def test_row_sparse_gradients_and_a_loss_scale_join_too(ranks: Pool) -> None:
     first, second = ranks.run(rows_joined)
     assert first == second
+
+
+def rows_here_and_dense_there(rank: int, size: int) -> tuple[list[float], list[float]]:
+    """The same table is looked up on both ranks, and rank 1 also penalises a row of it, densely, in every other step."""
+
+    def make() -> tuple[nn.Sequential, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Flatten(), nn.Linear(8, 2))
+        return model, tw.optim.LazyAdam(model.parameters(), lr=0.1)
+
+    def loss_of(model: nn.Sequential, step: int, at: int) -> torch.Tensor:
+        found = cross_entropy(model(torch.tensor([[step, 7 - at]])), torch.tensor([at]))
+        return found + 0.1 * model[0].weight[3].square().sum() if at == 1 and step % 2 else found
+
+    model, optimizer = make()
+    engine = tw.DistributedStrategy().prepare(model, optimizer, digest_every=1)
+    whole, plain = make()
+    for step in range(5):
+        engine.minimize(loss_of(model, step, rank))
+        plain.zero_grad()
+        (sum(loss_of(whole, step, at) for at in range(size)) / size).backward()
+        plain.step()
+    return flat(model), flat(whole)
+
+
+def test_a_gradient_that_is_row_sparse_on_one_rank_only_is_treated_alike_on_all(ranks: Pool) -> None:
+    (first, alone), (second, _) = ranks.run(rows_here_and_dense_there)
+    assert first == second
+    assert first == pytest.approx(alone, abs=1e-6)

@@ -1,6 +1,6 @@
 """The three ways in which ranks share an update, behind one small protocol: the engine never asks which it has."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -149,7 +149,7 @@ class MeanThenStep(_EveryStep):
         if means is None:
             return False
         try:
-            apply_(self._optimizer, self._params, self._clip(_as_given(means, grads)))
+            apply_(self._optimizer, self._params, self._clip(_as_given(means, self._mean.row_sparse)))
         except Exception as error:
             self._mean.spoil(_spoiled(step, error))
             error.add_note(_SPOILED_HERE)
@@ -345,9 +345,12 @@ def apply_(optimizer: torch.optim.Optimizer, params: Mapping[str, Parameter], gr
             optimizer.step()
 
 
-def _as_given(means: Mapping[str, Tensor], grads: Grads) -> dict[str, Tensor]:
-    """Means of row-sparse gradients as row-sparse tensors again, for optimizers that touch the rows present only."""
-    return {name: _rows(mean) if grads[name].is_sparse else mean for name, mean in means.items()}
+def _as_given(means: Mapping[str, Tensor], row_sparse: Collection[str]) -> dict[str, Tensor]:
+    """Means of row-sparse gradients as row-sparse tensors again, for optimizers that touch the rows present only.
+
+    One that is dense on any rank is dense on all, as torch adds up a dense and a row-sparse gradient.
+    """
+    return {name: _rows(mean) if name in row_sparse else mean for name, mean in means.items()}
 
 
 def _rows(dense: Tensor) -> Tensor:

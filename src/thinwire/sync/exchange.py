@@ -1,7 +1,7 @@
 """The sequence of one gradient exchange: propose, agree, send, verify, vote. Only then may anybody change anything."""
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from typing import TypeVar
@@ -257,7 +257,7 @@ class GradientExchange:
         self.steady.see([each.kinds for each in reports])
         if self._dropped(reports, last=False):
             return None
-        fresh = self._round(step, _row_sparse(grads, reports))
+        fresh = self._round(step, reports, grads)
         _launch_all(fresh, self._buckets_of(grads), grads, sparse, dense)
         return self._settle(fresh, Report(step, "exchanged"), grads)
 
@@ -285,7 +285,7 @@ class GradientExchange:
         self.steady.see([each.kinds for each in reports])
         if self._dropped(reports, last=False):
             return None
-        fresh, buckets = self._round(step, _row_sparse(grads, reports)), self._buckets_of(grads)
+        fresh, buckets = self._round(step, reports, grads), self._buckets_of(grads)
         in_node = [_InNode(nodes, step, number, {k: grads[k] for k in keys}) for number, keys in buckets]
         means = {key: mean for each in in_node for key, mean in each.means(fresh).items()}
         fresh.node_means.update(means)
@@ -306,9 +306,15 @@ class GradientExchange:
             return replace(report, sum_non_finite=bad)
         return replace(report, sum_non_finite=bad) if all_finite(grads[bad]) else replace(report, non_finite=bad)
 
-    def _round(self, step: int, row_sparse: Collection[int] = frozenset()) -> Round:
+    def _round(self, step: int, reports: Sequence[Report] = (), keys: Iterable[int] = ()) -> Round:
+        sparse = {key: [report.kinds[key] == ROW_SPARSE for report in reports] for key in keys}
         return Round(
-            self.sources, step=step, value_bits=self._value_bits, row_sparse=row_sparse, exchange=self._exchange
+            self.sources,
+            step=step,
+            value_bits=self._value_bits,
+            row_sparse={key for key, ranks in sparse.items() if any(ranks)},
+            rows_only={key for key, ranks in sparse.items() if all(ranks)},
+            exchange=self._exchange,
         )
 
     def _send(self, flying: Round, bucket: int, grads: Mapping[int, Tensor]) -> None:
@@ -446,10 +452,6 @@ class _InNode:
         except PayloadCorrupt as refusal:
             onward.refused = f"inside node {self._node}, whose ranks count from 0: {refusal}"
         return {key: self._round.dense_mean(key) for key in self.keys}
-
-
-def _row_sparse(grads: Mapping[int, Tensor], reports: Sequence[Report]) -> set[int]:
-    return {key for key in grads if any(r.kinds[key] == ROW_SPARSE for r in reports)}
 
 
 def _launch_all(

@@ -72,6 +72,8 @@ class GradientMean:
         sources = group if dgc is None else _agreed_sources(group, dgc)
         trainers = sources.size if num_trainers is None else num_trainers
         self._trainers = check.integer("num_trainers", trainers, at_least=1)
+        self.row_sparse: frozenset[str] = frozenset()
+        """Whose gradients were row-sparse on every rank in the last `reduce`; the same on all of them."""
         self._nodes_compared = False
         self._bytes_sent = self._bytes_received = self._bytes_between_nodes = 0
         self._wait_s = 0.0
@@ -150,7 +152,10 @@ class GradientMean:
         with self._counted():
             self._compare_nodes()
             done = self._exchange.exchange(step, own, overflow=overflow, misuse=misuse)
-        return None if done is None else self._means(own, done, reuse=reuse)
+        if done is None:
+            return None
+        self.row_sparse = frozenset(self._names[key] for key in done.rows_only)
+        return self._means(own, done, reuse=reuse)
 
     def cut(self, buckets: Sequence[Sequence[str]]) -> None:
         """Which tensors travel together from now on, by name; the same on all ranks."""

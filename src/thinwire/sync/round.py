@@ -85,11 +85,14 @@ class Round:
         step: int,
         value_bits: int,
         row_sparse: Collection[int] = frozenset(),
+        rows_only: Collection[int] = frozenset(),
         exchange: str = GATHER,
     ) -> None:
         self.step = step
         self.row_sparse = row_sparse
         """Tensors whose gradient is row-sparse on some rank; they travel densely."""
+        self.rows_only = rows_only
+        """Those of them whose gradient is row-sparse on every rank."""
         self.node_means: dict[int, Tensor] = {}
         """The gradients that were folded in, where they are means over a node and not the rank's own."""
         self.sum_non_finite: int | None = None
