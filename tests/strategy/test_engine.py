@@ -3,8 +3,11 @@
 import copy
 import dataclasses
 import gc
+import os
+import signal
 import weakref
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
-from tests.ranks import Pool, Raised
+from tests.ranks import Lost, Pool, Raised
 from tests.strategy.training import FIELDS, batch, digest, make_engine, make_model, make_optimizer, train
+from thinwire.comm import Group
 
 cross_entropy = nn.functional.cross_entropy
 DOUBLE = {"dtype": torch.float64}
@@ -68,6 +72,67 @@ def buffers_after_an_update(rank: int, size: int) -> list[Tensor]:
 def test_replicas_have_equal_buffers_after_every_update(ranks: Pool) -> None:
     first, second = ranks.run(buffers_after_an_update, size=2)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def dying_after_an_update(rank: int, size: int) -> tuple[str, str, int, bool]:
+    """Rank 1 is killed when it has made update 4, before buffers are compared."""
+    engine = make_engine(())
+    train(engine, (), 0, 3)
+    before = digest(engine)
+    if rank == 1:
+        engine.optimizer.register_step_post_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    try:
+        train(engine, (), 3, 4)
+    except tw.errors.ThinwireError as error:
+        return type(error).__name__, str(error), engine.step, digest(engine) != before
+    return "", "", engine.step, False
+
+
+@pytest.mark.fault
+def test_where_a_rank_dies_while_buffers_are_compared_the_others_say_that_the_update_was_made(ranks: Pool) -> None:
+    first, killed, third = ranks.run(dying_after_an_update, size=3, group_timeout_s=8, expect_errors=True)
+    assert isinstance(killed, Lost)
+    for name, text, step, moved in (first, third):
+        assert name in ("PeerLost", "PeerStalled")
+        assert "parameters, optimizer and counters are those after it" in text
+        assert "Nothing" not in text
+        assert (step, moved) == (4, True)
+
+
+def damaged_buffers(rank: int, size: int) -> tuple[list[tuple[str, str, int]], bool]:
+    """Batch statistics arrive damaged on rank 1 after update 4; both ranks go on all the same."""
+    engine = make_engine(())
+    train(engine, (), 0, 3)
+    plain, told, kept = Group.broadcast_, [], True
+
+    def damaging(self: Group, buffer: Tensor, *, what: str) -> Any:
+        pending = plain(self, buffer, what=what)
+        if rank == 1 and engine.step == 4:
+            pending.wait()
+            buffer[buffer.numel() // 2] ^= 4
+            return type(pending)(lambda: buffer)
+        return pending
+
+    with patch.object(Group, "broadcast_", damaging):
+        for step in range(3, 6):
+            try:
+                train(engine, (), step, step + 1)
+            except tw.errors.PayloadCorrupt as error:
+                told.append((type(error).__name__, str(error), engine.step))
+                if rank == 1 and step == 3:  # nothing like a damaged one
+                    kept = all(b.abs().max() < 100 for b in engine.model.buffers())
+    return told, kept
+
+
+@pytest.mark.fault
+def test_batch_statistics_that_arrive_damaged_are_not_written_and_all_ranks_hear_of_it(ranks: Pool) -> None:
+    (first, _), (second, kept) = ranks.run(damaged_buffers, size=2)
+    assert kept
+    assert second[0][2] == 4
+    assert first[0][2] == 5
+    for _, text, _ in (*first, *second):
+        assert "copying the buffers of rank 0: they arrived damaged on rank 1" in text
+        assert "parameters, optimizer and counters are those after it" in text
 
 
 # ---- merge

@@ -370,7 +370,7 @@ def test_row_sparse_gradients_and_a_loss_scale_join_too(ranks: Pool) -> None:
 
 
 def rows_here_and_dense_there(rank: int, size: int) -> tuple[list[float], list[float]]:
-    """The same table is looked up on both ranks, and rank 1 also penalises a row of it, densely, in every other step."""
+    """Both ranks look up rows of one table, and rank 1 penalises one of them, densely, in every other step."""
 
     def make() -> tuple[nn.Sequential, torch.optim.Optimizer]:
         torch.manual_seed(0)

@@ -3,6 +3,7 @@
 from thinwire.comm.busy import by_rank, while_busy
 from thinwire.comm.ddp import BucketTap, tap_buckets
 from thinwire.comm.deadline import one_deadline, own_deadlines, seconds_of
+from thinwire.comm.failures import state_told
 from thinwire.comm.group import Group, Pending, require_process_group
 from thinwire.comm.handshake import elsewhere, mapping_of, require_agreement
 from thinwire.comm.identity import is_alone, next_identity, place_in
@@ -29,6 +30,7 @@ __all__ = [
     "require_process_group",
     "seconds_of",
     "sources_of",
+    "state_told",
     "tap_buckets",
     "while_busy",
 ]

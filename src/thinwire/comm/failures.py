@@ -1,11 +1,14 @@
 """Turning what a backend says about a broken exchange into one of our errors, and saying truly whose fault it is."""
 
 import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from thinwire.comm.courier import Courier, Sighting
 from thinwire.errors import PeerLost, PeerStalled, ThinwireError
 
-__all__ = ["explain_failure"]
+__all__ = ["explain_failure", "state_after_failure", "state_told"]
 
 _PATIENCE_S = 0.5
 """For the reports of ranks that are alive: their exchange fails within milliseconds of this one's."""
@@ -14,6 +17,32 @@ _LOST = re.compile(
     r"connection (closed|reset|refused|aborted)|closed by peer|broken pipe|remote (worker|process)|socket|aborted",
     re.IGNORECASE,
 )
+
+
+class _Told(threading.local):
+    state = "Nothing of this exchange was applied"
+
+
+_told = _Told()
+
+
+@contextmanager
+def state_told(state: str) -> Iterator[None]:
+    """What errors of the exchanges in here say of this rank's state, where it has moved before them.
+
+    Args:
+        state: A sentence without its full stop.
+    """
+    before, _told.state = _told.state, state
+    try:
+        yield
+    finally:
+        _told.state = before
+
+
+def state_after_failure() -> str:
+    """What an exchange that fails now leaves behind, as a sentence without its full stop."""
+    return _told.state
 
 
 def explain_failure(
@@ -46,7 +75,7 @@ def explain_failure(
 
 
 def _who_stalled(others: dict[int, Sighting | None] | None, within: str, what: str, *, known: bool) -> str:
-    end = "Nothing of this exchange was applied."
+    end = f"{state_after_failure()}."
     if others is None:
         why = (
             "The store of the process group does not answer either: its host, or the network of this rank, is stopped "
@@ -66,15 +95,12 @@ def _who_stalled(others: dict[int, Sighting | None] | None, within: str, what: s
 
 
 def _who_left(others: dict[int, Sighting | None] | None) -> str:
-    left = "closed its connection, it died or left after an error of its own. Nothing of this exchange was applied"
+    left = f"closed its connection, it died or left after an error of its own. {state_after_failure()}"
     if others is None:
         return f"another rank {left}"
     silent = [rank for rank, sighting in others.items() if sighting is None or not sighting.failed]
     if not silent:
-        return (
-            "a connection was closed, though all ranks are alive: the network cut it. Nothing of this exchange was "
-            "applied"
-        )
+        return f"a connection was closed, though all ranks are alive: the network cut it. {state_after_failure()}"
     names = ", ".join(map(str, silent))
     return f"{f'rank {names}' if len(silent) == 1 else f'one of the ranks {names}'} {left}"
 

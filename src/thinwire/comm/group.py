@@ -17,7 +17,7 @@ from torch import Tensor
 
 from thinwire.comm.courier import here
 from thinwire.comm.deadline import left_s, one_deadline, progressed, seconds_of, waited
-from thinwire.comm.failures import explain_failure
+from thinwire.comm.failures import explain_failure, state_after_failure
 from thinwire.comm.pieces import piece_bytes, pieces_of, rows_of, shares_of
 from thinwire.comm.private import Private, fly, landed, private_group, timeout_s_of
 from thinwire.errors import PayloadCorrupt, ThinwireError
@@ -253,13 +253,14 @@ class Group:
             if length > bound:
                 raise PayloadCorrupt(
                     f"{what}: rank {rank} claims to send {length} bytes, and at most {bound} can be right beside "
-                    f"{min(lengths)} bytes of another rank: its message is damaged. Nothing was applied on any rank"
+                    f"{min(lengths)} bytes of another rank: its message is damaged. {state_after_failure()}"
                 )
         rows = self.gather_now(payload.ljust(max(lengths), b"\0"), what)
         answers = [row[:length] for row, length in zip(rows, lengths, strict=True)]
         for rank, (answer, head) in enumerate(zip(answers, heads, strict=True)):
             if _head(answer) != head:
-                raise PayloadCorrupt(f"{what}: what came from rank {rank} was damaged on its way. Nothing was applied")
+                told = f"{what}: what came from rank {rank} was damaged on its way. {state_after_failure()}"
+                raise PayloadCorrupt(told)
         return answers
 
     def gather_now(self, payload: bytes, what: str) -> list[bytes]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.deadline import own_deadlines
+from thinwire.comm.failures import state_after_failure
 from thinwire.comm.group import Group
 from thinwire.errors import PayloadCorrupt
 
@@ -25,24 +26,34 @@ _log = logging.getLogger("thinwire")
 
 @torch.no_grad()
 def copy_from_first_(tensors: Iterable[Tensor], group: Group, *, what: str) -> None:
-    """Overwrite `tensors` with those of rank 0, whatever their dtypes, and whether or not they differ.
+    """Overwrite `tensors` with those of rank 0, whatever their dtypes, and whether or not they differ: all, or none.
 
     Args:
         tensors: The same shapes, dtypes and order on all ranks; empty ones are passed over.
         group: The ranks.
         what: The occasion in plain words, for errors.
 
-    Communication: one broadcast of all bytes per device.
+    Raises:
+        PayloadCorrupt: They arrived damaged here, which other ranks have not heard of; nothing was written.
+        PeerLost, PeerStalled: See `thinwire.errors`.
+
+    Communication: one broadcast of all bytes and a digest per device.
     """
     held = [tensor for tensor in tensors if tensor.numel()]
+    arrived: list[tuple[list[Tensor], Tensor]] = []
     for device in dict.fromkeys(tensor.device for tensor in held):
         here = [tensor for tensor in held if tensor.device == device]
-        flat = torch.cat([_bytes_of(tensor) for tensor in here])
-        group.broadcast_(flat, what=what).wait()
+        content = torch.cat([_bytes_of(tensor) for tensor in here])
+        seal = torch.frombuffer(bytearray(_digest(content)), dtype=torch.uint8).to(device)
+        arrived.append((here, group.broadcast_(torch.cat([content, seal]), what=what).wait()))
+    for _, message in arrived:
+        if _digest(message[:-_DIGEST_BYTES]) != message[-_DIGEST_BYTES:].cpu().numpy().tobytes():
+            raise PayloadCorrupt(f"{what}: they arrived damaged on rank {group.rank}. {state_after_failure()}")
+    for here, message in arrived:
         at = 0
         for tensor in here:
             nbytes = tensor.numel() * tensor.element_size()
-            _write_(tensor, flat[at : at + nbytes])
+            _write_(tensor, message[at : at + nbytes])
             at += nbytes
 
 

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from thinwire import _validate as check
 from thinwire.amp import LossScaler
-from thinwire.comm import Group, long_waits_logged, require_agreement
+from thinwire.comm import Group, long_waits_logged, require_agreement, state_told
 from thinwire.core.stats import numbers
 from thinwire.core.storage import with_own_storage
 from thinwire.errors import CheckpointMissing, Mismatch, PeerLost, PeerStalled
@@ -633,15 +633,14 @@ class Engine:
     def _settle_buffers(self) -> None:
         if self._parts.exchange.local:
             return
-        try:
+        with state_told(_UPDATE_MADE):
             self._parts.buffers.settle()
-        except (PeerLost, PeerStalled) as error:
-            text = str(error).replace(
-                "Nothing of this exchange was applied",
-                "The update before it was made on this rank: parameters, optimizer and counters have moved, the "
-                "buffers are this rank's own",
-            )
-            raise type(error)(text) from error
+
+
+_UPDATE_MADE = (
+    "The update before it stands on this rank: parameters, optimizer and counters are those after it, the buffers are "
+    "this rank's own"
+)
 
 
 def _params_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from thinwire.comm import state_told
 from thinwire.optim.dgc_momentum import DGCMomentum
 from thinwire.optim.two_phase import TwoPhase
 from thinwire.strategy.holding import passing
@@ -149,7 +150,9 @@ class MeanThenStep(_EveryStep):
         if means is None:
             return False
         try:
-            apply_(self._optimizer, self._params, self._clip(_as_given(means, self._mean.row_sparse)))
+            with state_told(_EXCHANGED):
+                clipped = self._clip(_as_given(means, self._mean.row_sparse))
+            apply_(self._optimizer, self._params, clipped)
         except Exception as error:
             self._mean.spoil(_spoiled(step, error))
             error.add_note(_SPOILED_HERE)
@@ -319,6 +322,9 @@ class LocalSteps:
         self.sync.close()
 
 
+_EXCHANGED = (
+    "The gradients had been exchanged before it: what was sent has left this rank's residuals, no parameter has moved"
+)
 _SPOILED_HERE = (
     "this came after the exchange of the update: what was sent has left this rank's residuals, other ranks have made "
     "the update, and they hear of it in the next one. Restart all ranks from the last checkpoint"

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from thinwire.comm import Group, elsewhere, mapping_of
 from thinwire.comm.replicate import copy_from_first_
-from thinwire.errors import Mismatch
+from thinwire.errors import Mismatch, PayloadCorrupt
 from thinwire.sync.local_model import looks
 
 __all__ = ["MovingBuffers"]
@@ -19,14 +19,16 @@ class MovingBuffers:
     DDP copies all buffers of rank 0 before every forward pass; this does it after the update and leaves out what did
     not change, so replicas are equal whenever somebody looks, and masks and tables are never sent.
 
-    Communication: nothing for a model without buffers, or on one rank; else 24 bytes a rank and the changed ones from
-        rank 0.
+    Communication: nothing for a model without buffers, or on one rank; else 24 bytes a rank, and the changed ones with
+        a digest from rank 0.
+    Failure: those that arrive damaged are an error here and, if this rank goes on, on all ranks at the next time.
     """
 
     def __init__(self, model: nn.Module, group: Group) -> None:
         self._model = model
         self._group = group
         self._seen: dict[str, Tensor] = {}
+        self._damage: str | None = None
         self.forget()
 
     @property
@@ -56,6 +58,7 @@ class MovingBuffers:
         Raises:
             Mismatch: A buffer is of another shape or type on some of the ranks, or is there on some of them only;
                 on all ranks, before any buffer is copied.
+            PayloadCorrupt: They arrived damaged, now here or before on any rank; none was written there.
         """
         if not self._seen or self._group.size == 1:
             return
@@ -63,11 +66,14 @@ class MovingBuffers:
         gone = sorted(self._seen.keys() - buffers.keys())
         mine = {name: looks(buffers[name]) for name in self._changed(buffers)} | dict.fromkeys(gone, "not there")
         what = "comparing which buffers changed"
-        answers = self._group.gather_bytes(json.dumps({"buffers": mine}).encode(), what=what)
+        report = {"buffers": mine} if self._damage is None else {"buffers": mine, "damage": self._damage}
+        answers = self._group.gather_bytes(json.dumps(report).encode(), what=what)
         told = [mapping_of(answer) for answer in answers]
         for rank, row in enumerate(told):
             if "buffers" not in row:
                 raise elsewhere(what, rank)
+            if "damage" in row:
+                raise PayloadCorrupt(row["damage"])
         rows: list[dict[str, str]] = [row["buffers"] for row in told]
         changed = dict.fromkeys(name for row in rows for name in row)
         for name in changed:
@@ -77,7 +83,11 @@ class MovingBuffers:
         for name in gone:
             del self._seen[name]
         if moved:
-            copy_from_first_((buffers[name] for name in moved), self._group, what="copying the buffers of rank 0")
+            try:
+                copy_from_first_((buffers[name] for name in moved), self._group, what="copying the buffers of rank 0")
+            except PayloadCorrupt as error:
+                self._damage = str(error)
+                raise
         self._seen.update({name: buffers[name].detach().clone() for name in moved})
 
     def _changed(self, buffers: dict[str, Tensor]) -> list[str]:
