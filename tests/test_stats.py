@@ -23,6 +23,7 @@ NAMES = {
     "k_steps",
     "sparsity",
     "loss_scale",
+    "applied_share",
     "bytes_sent",
     "bytes_received",
     "bytes_between_nodes",

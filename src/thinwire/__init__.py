@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from thinwire.strategy.distributed_strategy import DistributedStrategy
     from thinwire.strategy.engine import Engine
     from thinwire.sync.dgc_config import DGC
-    from thinwire.sync.local_config import AdaptiveLocalSGD, LocalSGD, Sparse
+    from thinwire.sync.local_config import AdaptiveLocalSGD, LocalSGD
     from thinwire.sync.local_sgd import LocalUpdates, local_sgd
+    from thinwire.sync.quantized_change import Quantized
+    from thinwire.sync.sparse_change import Sparse
 
 logging.getLogger("thinwire").addHandler(logging.NullHandler())
 
@@ -45,6 +47,7 @@ __all__ = [
     "LocalSGD",
     "LocalUpdates",
     "Pipeline",
+    "Quantized",
     "Recompute",
     "Sparse",
     "StrategyError",
@@ -78,8 +81,9 @@ _HOMES = {
     "LocalSGD": "thinwire.sync.local_config",
     "LocalUpdates": "thinwire.sync.local_sgd",
     "Pipeline": "thinwire.pipeline.config",
+    "Quantized": "thinwire.sync.quantized_change",
     "Recompute": "thinwire.step.config",
-    "Sparse": "thinwire.sync.local_config",
+    "Sparse": "thinwire.sync.sparse_change",
     "StrategyError": "thinwire.errors",
     "local_sgd": "thinwire.sync.local_sgd",
 }

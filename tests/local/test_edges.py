@@ -136,7 +136,7 @@ class Odd(nn.Module):
 def odd(rank: int, size: int) -> list[Tensor]:
     model = Odd()
     optimizer = sgd(model)
-    with tw.local_sgd(model, optimizer, tw.LocalSGD(1, compression=tw.Sparse(0.5))) as sync:
+    with tw.local_sgd(model, optimizer, tw.LocalSGD(1, compression=tw.Sparse(0.5, mean_over="all"))) as sync:
         model.w.grad = torch.full((3,), 10.0 * rank)
         model.none.grad = torch.ones(0)
         optimizer.step()

@@ -84,15 +84,15 @@ CASES: dict[str, tuple[tw.LocalSGD, dict[str, Any]]] = {
         {"k": 7, "parts": [["a"], ["b", "c", "d"]], "delay": 2, "outer": (0.8, 0.6, True)},
     ),
     "sparse": (
-        tw.LocalSGD(4, compression=tw.Sparse(0.75, value_bits=32, decay=0.9)),
+        tw.LocalSGD(4, compression=tw.Sparse(0.75, 32, 0.9, "all")),
         {"k": 4, "sparsity": 0.75, "decay": 0.9},
     ),
     "sparse, forgetting": (
-        tw.LocalSGD(4, begin_step=2, compression=tw.Sparse(0.9, value_bits=32, decay=0.0)),
+        tw.LocalSGD(4, begin_step=2, compression=tw.Sparse(0.9, 32, 0.0, "all")),
         {"k": 4, "begin": 2, "sparsity": 0.9, "decay": 0.0},
     ),
     "all at once": (
-        tw.LocalSGD(6, fragments=2, delay=1, outer_momentum=0.5, compression=tw.Sparse(0.8, value_bits=32, decay=1.0)),
+        tw.LocalSGD(6, fragments=2, delay=1, outer_momentum=0.5, compression=tw.Sparse(0.8, 32, 1.0, "all")),
         {
             "k": 6,
             "parts": [["a"], ["b", "c", "d"]],
@@ -246,7 +246,7 @@ def keep_books(rank: int, size: int, bits: int) -> float:
     """Largest error of: what the ranks sent in all, plus what they keep, is what they changed in all."""
     model = Bag()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = tw.LocalSGD(2, begin_step=0, compression=tw.Sparse(0.9, value_bits=bits, decay=1.0))
+    config = tw.LocalSGD(2, begin_step=0, compression=tw.Sparse(0.9, bits, 1.0, "all"))
     changed = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
     with tw.local_sgd(model, optimizer, config) as sync:

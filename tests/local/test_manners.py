@@ -187,7 +187,7 @@ def test_a_dropped_step_counts_and_its_loss_does_not(ranks: Pool) -> None:
         (lambda: tw.LocalSGD(4, outer_momentum=1.0), ValueError, "outer_momentum"),
         (lambda: tw.LocalSGD(4, outer_nesterov=True), ValueError, "outer_nesterov needs"),
         (lambda: tw.LocalSGD(4, outer_nesterov=1, outer_momentum=0.9), TypeError, "outer_nesterov"),  # type: ignore[arg-type]
-        (lambda: tw.LocalSGD(4, compression=0.9), TypeError, "compression must be Sparse"),  # type: ignore[arg-type]
+        (lambda: tw.LocalSGD(4, compression=0.9), TypeError, "compression must be Sparse or Quantized"),  # type: ignore[arg-type]
         (lambda: tw.LocalSGD(4, fragments=5), ValueError, "fragments must be at most k_steps=4, got 5"),
         (lambda: tw.LocalSGD(4, fragments=0), ValueError, "fragments"),
         (lambda: tw.LocalSGD(4, delay=4), ValueError, "delay must be below the 4 steps"),
@@ -363,8 +363,8 @@ def corrupted(rank: int, size: int) -> tuple[str, bool, str]:
             one_step(model, optimizer, step, rank)
         before = sync.state_dict()
         flight = sync.pending
-        assert flight is not None and flight.round is not None
-        pending = flight.round._flights[0].pending
+        assert flight is not None and flight.pending is not None
+        pending = flight.pending._pending
         finish = pending._finish
 
         def damage() -> Any:

@@ -16,8 +16,10 @@ CONFIGS = {
     "plain": tw.LocalSGD(6),
     "outer": tw.LocalSGD(5, outer_lr=0.7, outer_momentum=0.9, outer_nesterov=True),
     "sparse": tw.LocalSGD(5, compression=tw.Sparse(0.9)),
+    "quantized": tw.LocalSGD(5, compression=tw.Quantized(2)),
     "adaptive": tw.AdaptiveLocalSGD(4, begin_step=0),
     "fragments and delay": tw.LocalSGD(8, fragments=2, delay=3, outer_momentum=0.5, compression=tw.Sparse(0.8)),
+    "quantized, fragments and delay": tw.LocalSGD(8, fragments=2, delay=3, compression=tw.Quantized(decay=0.9)),
     "delay and state": tw.LocalSGD(6, delay=4, average_state=True),
 }
 

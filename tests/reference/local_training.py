@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tests.reference import whole_codes
+
 
 def interval(init, most, loss, first_loss, rate, first_rate):
     """The adaptive rule, with exact fractions where doubles would do."""
@@ -42,7 +44,7 @@ class Simulation:
     """`size` ranks with SGD and momentum; every tensor is a NumPy array by name."""
 
     def __init__(self, start, size, *, k, begin=1, lr=0.1, momentum=0.0, outer=(1.0, 0.0, False), parts=None, delay=0,
-                 sparsity=None, decay=1.0, ramp=None):  # fmt: skip
+                 sparsity=None, decay=1.0, ramp=None, senders=False, bits=None):  # fmt: skip
         self.names = list(start)
         self.ranks = [Rank({n: v.copy() for n, v in start.items()}) for _ in range(size)]
         self.anchor = {n: v.copy() for n, v in start.items()}
@@ -50,6 +52,7 @@ class Simulation:
         self.k, self.begin, self.lr, self.momentum, self.outer = k, begin, lr, momentum, outer
         self.parts = parts or [self.names]
         self.delay, self.sparsity, self.decay, self.ramp = delay, sparsity, decay, ramp
+        self.senders, self.bits = senders, bits
         self.step, self.last, self.turn, self.waiting = 0, begin, 0, None
         self.sent = {n: np.zeros_like(v) for n, v in start.items()}
 
@@ -105,7 +108,11 @@ class Simulation:
         sparsity = self.sparsity_at(at, values[0].size)
         if sparsity is not None:
             changes = [self.compressed(rank, name, c, sparsity) for rank, c in zip(self.ranks, changes, strict=True)]
+        elif self.bits is not None:
+            changes = [self.quantized(rank, name, c) for rank, c in zip(self.ranks, changes, strict=True)]
         mean = sum(changes) / len(changes)
+        if self.senders:
+            mean = sum(changes) / np.maximum(sum(c != 0 for c in changes), 1)
         rate, momentum, nesterov = self.outer
         self.buffer[name] = momentum * self.buffer[name] + mean
         step = mean + momentum * self.buffer[name] if nesterov else self.buffer[name]
@@ -132,3 +139,9 @@ class Simulation:
             q[i] = np.float64(np.float32(flat[i]))
         rank.error[name] = (flat - q).reshape(e.shape)
         return q.reshape(e.shape)
+
+    def quantized(self, rank, name, change):
+        e = self.decay * rank.error.get(name, np.zeros_like(change)) + change
+        q = np.array(whole_codes.sent(e.reshape(-1).tolist(), self.bits)).reshape(e.shape)
+        rank.error[name] = e - q
+        return q

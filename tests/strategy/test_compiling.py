@@ -68,10 +68,10 @@ def attached():
     handle.remove()
 
 
-def with_local_updates():
+def with_local_updates(compression=tw.Sparse(0.99)):  # noqa: B008 (it cannot change)
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with tw.local_sgd(model, optimizer, tw.LocalSGD(2, compression=tw.Sparse(0.99))):
+    with tw.local_sgd(model, optimizer, tw.LocalSGD(2, compression=compression)):
         yield
         for _ in range(2):
             optimizer.zero_grad()
@@ -79,7 +79,13 @@ def with_local_updates():
             optimizer.step()
 
 
-WAYS = {way.__name__: way for way in (with_engine, with_lamb, alone, attached, with_local_updates)}
+def with_quantized_changes():
+    yield from with_local_updates(tw.Quantized(4))
+
+
+WAYS = {
+    way.__name__: way for way in (with_engine, with_lamb, alone, attached, with_local_updates, with_quantized_changes)
+}
 
 
 def trained_beside_a_slow_compiler(rank, size, way):

@@ -33,6 +33,12 @@ loss_scales = st.one_of(
 )
 
 
+compressions = st.one_of(
+    st.builds(tw.Sparse, fractions, bits, fractions, st.sampled_from(["senders", "all"])),
+    st.builds(tw.Quantized, st.sampled_from([1, 2, 4, 8, 16]), fractions),
+)
+
+
 @st.composite
 def local_updates(draw: st.DrawFn, kind: Callable[..., Any]) -> Any:
     k_steps = draw(st.integers(1, 1000))
@@ -45,7 +51,7 @@ def local_updates(draw: st.DrawFn, kind: Callable[..., Any]) -> Any:
         outer_lr=draw(non_negative),
         outer_momentum=momentum,
         outer_nesterov=momentum > 0 and draw(st.booleans()),
-        compression=draw(st.none() | st.builds(tw.Sparse, fractions, bits, fractions)),
+        compression=draw(st.none() | compressions),
         fragments=fragments,
         delay=draw(st.integers(0, k_steps // fragments - 1)),
         average_state=draw(st.booleans()),
@@ -127,6 +133,17 @@ def test_the_loss_scale_carries_its_kind() -> None:
         assert list(document["amp"]["loss_scale"]) == [tag]
 
 
+def test_a_compression_carries_its_kind_and_one_without_is_sparse() -> None:
+    for compression, plain in (
+        (tw.Quantized(2), {"quantized": {"value_bits": 2, "decay": 1.0}}),
+        (tw.Sparse(0.9), {"sparsity": 0.9, "value_bits": 2, "decay": 0.95, "mean_over": "senders"}),
+    ):
+        strategy = tw.DistributedStrategy(localsgd=tw.LocalSGD(2, compression=compression))
+        assert strategy.to_dict()["localsgd"]["compression"] == plain
+    document = {"localsgd": {"k_steps": 2, "compression": {"sparse": {"sparsity": 0.9}}}}
+    assert tw.DistributedStrategy.from_dict(document).localsgd == tw.LocalSGD(2, compression=tw.Sparse(0.9))
+
+
 def test_ints_pass_for_floats_and_null_for_none() -> None:
     document = {"dgc": {"sparsity": [0], "local_grad_clip_norm": None}, "lars": None, "localsgd": {"k_steps": 2}}
     expected = tw.DistributedStrategy(dgc=tw.DGC(sparsity=(0.0,)), localsgd=tw.LocalSGD(2))
@@ -137,6 +154,13 @@ UNKNOWN: list[tuple[dict[str, Any], list[str]]] = [
     ({"dcg": {}}, ["strategy.dcg={}", "'dgc'"]),
     ({"dgc": {"sparsty": 0.9}}, ["strategy.dgc.sparsty=0.9", "'sparsity'"]),
     ({"localsgd": {"k_steps": 2, "compression": {"sparsity": 0.5, "value_bit": 2}}}, ["compression.value_bit=2"]),
+    ({"localsgd": {"k_steps": 2, "compression": {"quantised": {}}}}, ["compression.quantised={}", "'quantized'"]),
+    ({"localsgd": {"k_steps": 2, "compression": {"quantized": {"bits": 4}}}}, ["quantized.bits=4", "'value_bits'"]),
+    (
+        {"localsgd": {"k_steps": 2, "compression": {"quantized": {}, "sparsity": 0.5}}},
+        ["strategy.localsgd.compression must have one key of sparse and quantized"],
+    ),
+    ({"localsgd": {"k_steps": 2, "compression": {"value_bits": 4}}}, ["compression lacks sparsity"]),
     ({"amp": {"loss_scale": {"dynamc": {}}}}, ["strategy.amp.loss_scale.dynamc={}", "'dynamic'"]),
     ({"amp": {"loss_scale": {"fixed": {"scale": 3}}}}, ["strategy.amp.loss_scale.fixed.scale=3", "'loss_scale'"]),
     ({"zzz": 1, "lars": {"lars_coef": 1}, 3: 4}, ["strategy.zzz=1", "known are amp", "'lars_coeff'", "strategy.3=4"]),
@@ -165,6 +189,12 @@ WRONG: list[tuple[Any, type[Exception], list[str]]] = [
     ({"amp": {"loss_scale": 128}}, TypeError, ["strategy.amp.loss_scale must be a mapping", "128"]),
     ({"amp": {"loss_scale": {"fixed": {"loss_scale": "8"}}}}, TypeError, ["loss_scale.fixed.loss_scale", "'8'"]),
     ({"localsgd": {"k_steps": 2, "compression": 3}}, TypeError, ["strategy.localsgd.compression", "3"]),
+    (
+        {"localsgd": {"k_steps": 2, "compression": {"quantized": {"value_bits": 32}}}},
+        ValueError,
+        ["quantized.value_bits"],
+    ),
+    ({"localsgd": {"k_steps": 2, "compression": {"quantized": 4}}}, TypeError, ["compression.quantized", "4"]),
     ({"amp": {"dtype": "float8"}}, ValueError, ["strategy.amp.dtype", "'float8'", "bfloat16"]),
     ({"dgc": {"sparsity": [0.5, 1]}}, ValueError, ["strategy.dgc.sparsity[1]", "< 1"]),
     ({"recompute": {"checkpoints": []}}, ValueError, ["strategy.recompute.checkpoints"]),

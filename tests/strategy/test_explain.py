@@ -105,8 +105,11 @@ def test_local_updates_exchange_no_gradient(capsys: pytest.CaptureFixture[str]) 
         "largest 10 %",
         "4 bits",
         "counts 0.5 times",
+        "mean is over the ranks that sent it",
     ):
         assert part in text
+    text = text_of(capsys, localsgd=tw.LocalSGD(4, compression=tw.Quantized(1, decay=0.9)))
+    assert "every entry is sent in 1 bit; the rounding error is kept and counts 0.9 times" in text
 
 
 def test_a_pipeline_says_how_ranks_and_batches_must_divide(capsys: pytest.CaptureFixture[str]) -> None:

@@ -103,7 +103,11 @@ RESHARD: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         ("dgc", "lamb"),
         {"dgc": tw.DGC(sparsity=(0.9,), min_numel=64, node_size=2, exchange="split")},
     ),
-    "sparse local": (("localsgd",), {"localsgd": tw.LocalSGD(2, compression=tw.Sparse(0.9, decay=1.0))}),
+    "sparse local": (
+        ("localsgd",),
+        {"localsgd": tw.LocalSGD(2, compression=tw.Sparse(0.9, decay=1.0, mean_over="all"))},
+    ),
+    "quantized local": (("localsgd",), {"localsgd": tw.LocalSGD(2, compression=tw.Quantized(2))}),
     "between averagings": (("localsgd",), {"localsgd": tw.LocalSGD(5)}),
     "in a merge": (("gradient_merge",), {"gradient_merge": tw.GradientMerge(4)}),
     "pipeline": (("pipeline", "dgc"), {"dgc": tw.DGC(sparsity=(0.9,), min_numel=64)}),

@@ -283,6 +283,14 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"localsgd": tw.LocalSGD(2, compression=tw.Sparse(0.5))},
         {"localsgd": tw.LocalSGD(5, 2, outer_lr=0.5, compression=tw.Sparse(0.9, value_bits=4))},
     ),
+    "kind of compression": (
+        {"localsgd": tw.LocalSGD(2, compression=tw.Sparse(0.5, mean_over="all"))},
+        {"localsgd": tw.LocalSGD(2, compression=tw.Quantized(2))},
+    ),
+    "bits of a compression": (
+        {"localsgd": tw.LocalSGD(2, compression=tw.Quantized(2))},
+        {"localsgd": tw.LocalSGD(2, compression=tw.Quantized(8, decay=0.5))},
+    ),
     "recompute": ({}, {"recompute": tw.Recompute(("1",))}),
     "loss scale": (
         {"amp": tw.AMP("bfloat16", tw.DynamicLossScale(64.0))},

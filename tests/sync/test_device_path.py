@@ -72,11 +72,11 @@ def test_parameters_and_state_have_the_bits_of_the_host_path(ranks: Pool, name: 
         assert static[rank][1]["dropped_steps"] == (bad_step >= 0)
 
 
-def average(rank: int, size: int, static: bool) -> Any:
+def average(rank: int, size: int, static: bool, compression: Any) -> Any:
     with triton_kernels(256) if static else nullcontext():
         net = model()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        config = tw.LocalSGD(k_steps=2, compression=tw.Sparse(sparsity=0.8, value_bits=2))
+        config = tw.LocalSGD(k_steps=2, compression=compression)
         with tw.local_sgd(net, optimizer, config) as sync:
             for step in range(4):
                 optimizer.zero_grad()
@@ -87,9 +87,12 @@ def average(rank: int, size: int, static: bool) -> Any:
         return [p.detach().numpy() for p in net.parameters()]
 
 
-def test_averaged_changes_have_the_bits_of_the_host_path(ranks: Pool) -> None:
-    answers = ranks.run(average, True, timeout_s=PATIENCE_S)
-    for static, host in zip(answers, ranks.run(average, False), strict=True):
+@pytest.mark.parametrize(
+    "compression", [tw.Sparse(0.8), tw.Sparse(0.8, mean_over="all"), tw.Quantized(4), tw.Quantized(1)], ids=str
+)
+def test_averaged_changes_have_the_bits_of_the_host_path(ranks: Pool, compression: Any) -> None:
+    answers = ranks.run(average, True, compression, timeout_s=PATIENCE_S)
+    for static, host in zip(answers, ranks.run(average, False, compression), strict=True):
         for a, b in zip(static, host, strict=True):
             assert a.tobytes() == b.tobytes()
 

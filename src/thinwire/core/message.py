@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -29,12 +29,16 @@ __all__ = [
     "CHECKSUM",
     "HEADER_BYTES",
     "WIRE_VERSION",
+    "Form",
     "Layout",
     "Slot",
     "Unpacked",
     "header_words",
+    "opened",
     "pack",
     "pack_nonfinite",
+    "refused",
+    "sealed",
     "unpack",
 ]
 
@@ -47,6 +51,18 @@ CHECKSUM = (HEADER_BYTES - _CRC_BYTES, HEADER_BYTES)
 """First byte of the checksum and the one after the last."""
 _CULPRIT = struct.Struct("<I")
 _FLAG_NONFINITE = 1
+
+
+class Form(Protocol):
+    """What is known of a message before it comes; equal on all ranks."""
+
+    @property
+    def nbytes(self) -> int:
+        """Length of a message, header included."""
+
+    @property
+    def digest(self) -> int:
+        """64 bits that stand for the form in the header."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +156,7 @@ def pack(layout: Layout, step: int, bucket: int, parts: Sequence[tuple[Tensor, T
         all_sent.append(sent)
         carried += count
     payload = codes or [torch.zeros(_CULPRIT.size, dtype=torch.uint8)]
-    return _sealed(layout, step, bucket, payload, carried=carried), all_sent
+    return sealed(layout, step, bucket, payload, carried=carried), all_sent
 
 
 def pack_nonfinite(layout: Layout, step: int, bucket: int, culprit: int) -> Tensor:
@@ -163,7 +179,7 @@ def pack_nonfinite(layout: Layout, step: int, bucket: int, culprit: int) -> Tens
     payload = bytearray(layout.nbytes - HEADER_BYTES)
     _CULPRIT.pack_into(payload, 0, culprit)
     as_tensor = torch.frombuffer(payload, dtype=torch.uint8)
-    return _sealed(layout, step, bucket, [as_tensor], flags=_FLAG_NONFINITE)
+    return sealed(layout, step, bucket, [as_tensor], flags=_FLAG_NONFINITE)
 
 
 def unpack(layout: Layout, message: Tensor, *, step: int, bucket: int, source: int) -> Unpacked:
@@ -185,8 +201,51 @@ def unpack(layout: Layout, message: Tensor, *, step: int, bucket: int, source: i
     try:
         return _unpack(layout, message, step, bucket)
     except PayloadCorrupt as refusal:
-        message_name = f"the message of rank {source} for bucket {bucket} of step {step}"
-        raise PayloadCorrupt(f"{message_name} was refused and nothing applied: {refusal}") from None
+        raise refused(refusal, step=step, bucket=bucket, source=source) from None
+
+
+def refused(refusal: PayloadCorrupt, *, step: int, bucket: int, source: int) -> PayloadCorrupt:
+    """The same refusal with the rank that the message came from, and where it belonged."""
+    message = f"the message of rank {source} for bucket {bucket} of step {step}"
+    return PayloadCorrupt(f"{message} was refused and nothing applied: {refusal}")
+
+
+def sealed(form: Form, step: int, bucket: int, payload: list[Tensor], *, flags: int = 0, carried: int = 0) -> Tensor:
+    """The header with its checksum, and the payload, on the payload's device.
+
+    Args:
+        form: Of the message.
+        step: Update this belongs to, in [0, 2^64).
+        bucket: Number of the bucket, in [0, 65536).
+        payload: At least one, uint8, one dimension each.
+        flags: Of the header.
+        carried: Entries carried, in [0, 2^32).
+
+    Raises:
+        ValueError: A number does not fit its field.
+    """
+    raw = np.concatenate([np.zeros(HEADER_BYTES, np.uint8), *(part.cpu().numpy() for part in payload)])
+    stamped = _stamped(raw, form, step, bucket, flags=flags, carried=carried)
+    return torch.from_numpy(stamped).to(payload[0].device)
+
+
+def opened(form: Form, message: Tensor, step: int, bucket: int) -> tuple[memoryview, int, int]:
+    """The bytes of a message on the CPU, its flags and the entries it says to carry.
+
+    Raises:
+        PayloadCorrupt: It is damaged, of another form, or of another place.
+    """
+    _expect("length in bytes", message.numel(), form.nbytes)
+    raw = message.cpu().contiguous().numpy().data
+    header = _HEADER.unpack(raw[:HEADER_BYTES])
+    magic, version, flags, its_bucket, its_step, digest, carried, checksum = header
+    _expect("magic", magic, _MAGIC)
+    _expect("wire version", version, WIRE_VERSION)
+    _expect("checksum", checksum, _checksum(raw[: HEADER_BYTES - _CRC_BYTES], raw[HEADER_BYTES:]))
+    _expect("step", its_step, step)
+    _expect("bucket", its_bucket, bucket)
+    _expect("layout", digest, form.digest)
+    return raw, flags, carried
 
 
 def header_words(layout: Layout, step: int, bucket: int) -> tuple[int, int, int]:
@@ -213,15 +272,7 @@ def _encoded(slot: Slot, layout: Layout, indices: Tensor, values: Tensor) -> tup
 
 
 def _unpack(layout: Layout, message: Tensor, step: int, bucket: int) -> Unpacked:
-    _expect("length in bytes", message.numel(), layout.nbytes)
-    raw = message.cpu().contiguous().numpy().data
-    magic, version, flags, its_bucket, its_step, digest, carried, checksum = _HEADER.unpack(raw[:HEADER_BYTES])
-    _expect("magic", magic, _MAGIC)
-    _expect("wire version", version, WIRE_VERSION)
-    _expect("checksum", checksum, _checksum(raw[: HEADER_BYTES - _CRC_BYTES], raw[HEADER_BYTES:]))
-    _expect("step", its_step, step)
-    _expect("bucket", its_bucket, bucket)
-    _expect("layout", digest, layout.digest)
+    raw, flags, carried = opened(layout, message, step, bucket)
     if flags == _FLAG_NONFINITE:
         return Unpacked(_CULPRIT.unpack(raw[HEADER_BYTES : HEADER_BYTES + _CULPRIT.size])[0], [])
     _expect("flags", flags, 0)
@@ -248,20 +299,12 @@ def _expect(what: str, came: object, expected: object) -> None:
         raise PayloadCorrupt(f"{what} {came!r} came, expected {expected!r}")
 
 
-def _sealed(
-    layout: Layout, step: int, bucket: int, payload: list[Tensor], *, flags: int = 0, carried: int = 0
-) -> Tensor:
-    """The header with its checksum, and the payload."""
-    raw = np.concatenate([np.zeros(HEADER_BYTES, np.uint8), *(part.cpu().numpy() for part in payload)])
-    return torch.from_numpy(_stamped(raw, layout, step, bucket, flags=flags, carried=carried)).to(payload[0].device)
-
-
 def _stamped(
-    raw: NDArray[np.uint8], layout: Layout, step: int, bucket: int, *, flags: int = 0, carried: int = 0
+    raw: NDArray[np.uint8], form: Form, step: int, bucket: int, *, flags: int = 0, carried: int = 0
 ) -> NDArray[np.uint8]:
     """`raw` with the header in the place that is left for it at its beginning."""
     _check_place(step, bucket)
-    fields = (_MAGIC, WIRE_VERSION, flags, bucket, step, layout.digest, carried)
+    fields = (_MAGIC, WIRE_VERSION, flags, bucket, step, form.digest, carried)
     checksum = _checksum(_HEADER.pack(*fields, 0)[:-_CRC_BYTES], raw[HEADER_BYTES:].data)
     _HEADER.pack_into(raw.data, 0, *fields, checksum)
     return raw

@@ -19,6 +19,7 @@ def numbers(
     averagings: int = 0,
     k_steps: int = 1,
     loss_scale: float = 1.0,
+    applied_share: float = 1.0,
 ) -> dict[str, float]:
     """The statistics of an engine, of local updates, or of an optimizer that exchanges.
 
@@ -35,6 +36,8 @@ def numbers(
         averagings: Of parameters, under local updates.
         k_steps: Updates between two exchanges that are in force.
         loss_scale: Factor of the next loss; 1 without one.
+        applied_share: Estimated part of the ranks' mean change that compressed averagings have applied so far, see
+            `LocalUpdates.stats`; 1 where all of it is applied in time.
 
     Returns:
         All of these by name, and `ratio`, bytes_dense / bytes_sent: larger is better, infinite where nothing was sent.
@@ -47,6 +50,7 @@ def numbers(
         "k_steps": k_steps,
         "sparsity": sparsity,
         "loss_scale": loss_scale,
+        "applied_share": applied_share,
         "bytes_sent": bytes_sent,
         "bytes_received": bytes_received,
         "bytes_between_nodes": bytes_sent if bytes_between_nodes is None else bytes_between_nodes,

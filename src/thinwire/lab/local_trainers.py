@@ -22,15 +22,14 @@ class Local:
     Between two averagings no rank's parameters are the model: it is `agreed` right after one, when all are equal.
     """
 
-    def __init__(
-        self, model: nn.Module, setup: Setup, *, compression: Mapping[str, Any] | None = None, **settings: Any
-    ) -> None:
+    def __init__(self, model: nn.Module, setup: Setup, **settings: Any) -> None:
         self.module = model
         self.optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=setup.momentum)
-        config = _config(compression, settings)
+        config = _config(settings)
         self.round_steps = config.max_k_steps if isinstance(config, tw.AdaptiveLocalSGD) else config.k_steps
         self.steady_from_step = config.begin_step
-        self.settings: Mapping[str, Any] = {**settings, **(compression or {})}
+        self.settings: Mapping[str, Any] = {**settings, **(settings.get("compression") or {})}
+        self.settings = {key: value for key, value in self.settings.items() if key != "compression"}
         self.sync = tw.local_sgd(model, self.optimizer, config).__enter__()
         self.finish_s = 0.0
 
@@ -64,8 +63,8 @@ class Local:
         self.sync.close()
 
 
-def _config(compression: Mapping[str, Any] | None, settings: Mapping[str, Any]) -> tw.LocalSGD | tw.AdaptiveLocalSGD:
-    sparse = tw.Sparse(**compression) if compression else None
-    if "init_k_steps" in settings:
-        return tw.AdaptiveLocalSGD(**settings, compression=sparse)
-    return tw.LocalSGD(**settings, compression=sparse)
+def _config(settings: Mapping[str, Any]) -> tw.LocalSGD | tw.AdaptiveLocalSGD:
+    """The config that these settings would be in a strategy file."""
+    field = "adaptive_localsgd" if "init_k_steps" in settings else "localsgd"
+    config: tw.LocalSGD | tw.AdaptiveLocalSGD = tw.DistributedStrategy.from_dict({field: settings}).on[field]
+    return config

@@ -10,19 +10,23 @@ from thinwire.core.loss_scale import DynamicLossScale, FixedLossScale
 from thinwire.errors import StrategyError
 from thinwire.step.config import AMP
 from thinwire.strategy.distributed_strategy import CONFIGS, DistributedStrategy
-from thinwire.sync.local_config import AdaptiveLocalSGD, LocalSGD, Sparse
+from thinwire.sync.changes import COMPRESSIONS
+from thinwire.sync.local_config import AdaptiveLocalSGD, LocalSGD
+from thinwire.sync.sparse_change import Sparse
 
-__all__ = ["NESTED", "TAGGED", "from_dict", "ordered_fields", "to_dict"]
+__all__ = ["TAGGED", "from_dict", "kind_of", "ordered_fields", "to_dict"]
 
-NESTED: dict[tuple[type, str], type] = {
+TAGGED: dict[tuple[type, str], Mapping[str, type]] = {
+    (AMP, "loss_scale"): {"fixed": FixedLossScale, "dynamic": DynamicLossScale},
+    (LocalSGD, "compression"): COMPRESSIONS,
+    (AdaptiveLocalSGD, "compression"): COMPRESSIONS,
+}
+"""Keys of a config whose value is one of several configs: a mapping of one key, the tag."""
+_UNTAGGED: dict[tuple[type, str], type] = {
     (LocalSGD, "compression"): Sparse,
     (AdaptiveLocalSGD, "compression"): Sparse,
 }
-"""Keys of a config whose value is a config."""
-TAGGED: dict[tuple[type, str], dict[str, type]] = {
-    (AMP, "loss_scale"): {"fixed": FixedLossScale, "dynamic": DynamicLossScale},
-}
-"""Keys of a config whose value is one of several configs: a mapping of one key, the tag."""
+"""Of these the config that is written without its tag: what was the only one once."""
 
 _ROOT = "strategy"
 
@@ -67,11 +71,27 @@ def _plain(config: Any) -> dict[str, Any]:
 
 def _plain_value(kind: type, name: str, value: Any) -> Any:
     if (kind, name) in TAGGED:
-        tags = TAGGED[kind, name].items()
-        return {next(tag for tag, tagged in tags if isinstance(value, tagged)): _plain(value)}
-    if (kind, name) in NESTED:
-        return _plain(value)
+        tag = next(tag for tag, tagged in TAGGED[kind, name].items() if isinstance(value, tagged))
+        return _plain(value) if _is_untagged(kind, name, tag) else {tag: _plain(value)}
     return list(value) if isinstance(value, tuple) else value
+
+
+def _is_untagged(kind: type, name: str, tag: str) -> bool:
+    return _UNTAGGED.get((kind, name)) is TAGGED[kind, name][tag]
+
+
+def kind_of(kind: type, name: str, document: Mapping[str, Any]) -> tuple[str, Any]:
+    """The tag of a value of `TAGGED` in plain values, and what it says of that config.
+
+    Raises:
+        ValueError: It has another key beside the tag, or none.
+    """
+    tags = TAGGED[kind, name]
+    if (kind, name) in _UNTAGGED and not document.keys() & tags.keys():
+        return next(tag for tag in tags if _is_untagged(kind, name, tag)), document
+    if len(document) != 1:
+        raise ValueError(f"must have one key of {' and '.join(tags)}, got {dict(document)!r}")
+    return next(iter(document.items()))
 
 
 def _config(path: str, kind: type, document: Any, where: Callable[[str], str]) -> Any:
@@ -89,16 +109,15 @@ def _config(path: str, kind: type, document: Any, where: Callable[[str], str]) -
 
 
 def _value(path: str, kind: type, name: str, value: Any, where: Callable[[str], str]) -> Any:
-    if value is not None and (kind, name) in NESTED:
-        return _config(path, NESTED[kind, name], value, where)
-    if value is not None and (kind, name) in TAGGED:
-        tags = TAGGED[kind, name]
-        _require_mapping(path, value, where)
-        if len(value) != 1:
-            raise StrategyError(f"{where(path)}{path} must have one key of {' and '.join(tags)}, got {dict(value)!r}")
-        tag, document = next(iter(value.items()))
-        return _config(f"{path}.{tag}", tags[tag], document, where)
-    return value
+    if value is None or (kind, name) not in TAGGED:
+        return value
+    _require_mapping(path, value, where)
+    try:
+        tag, document = kind_of(kind, name, value)
+    except ValueError as error:
+        raise StrategyError(f"{where(path)}{path} {error}") from None
+    below = path if document is value else f"{path}.{tag}"
+    return _config(below, TAGGED[kind, name][tag], document, where)
 
 
 def _require_mapping(path: str, value: object, where: Callable[[str], str]) -> None:
@@ -129,6 +148,6 @@ def _keys(kind: type) -> dict[str, dict[str, Any]]:
 
 
 def _keys_below(kind: type, name: str) -> dict[str, Any]:
-    if (kind, name) in TAGGED:
-        return {tag: _keys(tagged) for tag, tagged in TAGGED[kind, name].items()}
-    return _keys(NESTED[kind, name]) if (kind, name) in NESTED else {}
+    below = {tag: _keys(tagged) for tag, tagged in TAGGED.get((kind, name), {}).items()}
+    untagged = _UNTAGGED.get((kind, name))
+    return below if untagged is None else {**_keys(untagged), **below}

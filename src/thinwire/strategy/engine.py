@@ -273,8 +273,8 @@ class Engine:
             `k_steps` interval in force; `sparsity` of the next exchange, the fraction that is not sent; `loss_scale`;
             `bytes_sent` message bytes given to exchanges, headers and agreements included, and of these
             `bytes_between_nodes`; `bytes_received`; `bytes_dense` 4 bytes per trainable element and update; `ratio`
-            bytes_dense / bytes_sent, larger is better; `wait_s` seconds of waiting for exchanges. Bytes received and
-            waiting are those of this process.
+            bytes_dense / bytes_sent, larger is better; `wait_s` seconds of waiting for exchanges; `applied_share` as in
+            `LocalUpdates.stats`. Bytes received and waiting are those of this process.
         """
         parts = self._parts
         counts = dict(parts.exchange.counts(self.step))
@@ -293,6 +293,7 @@ class Engine:
             bytes_between_nodes=None if between is None else int(between) + sum(part.bytes_sent for part in votes),
             bytes_dense=4 * self.step * sum(p.numel() for p in parts.params.values()),
             wait_s=self._wait_s(),
+            applied_share=counts.get("applied_share", 1.0),
         )
 
     @property

@@ -277,7 +277,7 @@ class LocalSteps:
 
     def counts(self, step: int) -> dict[str, float]:
         stats = self.sync.stats()
-        return {key: stats[key] for key in ("bytes_received", "wait_s", "sparsity", "averagings")}
+        return {key: stats[key] for key in ("bytes_received", "wait_s", "sparsity", "averagings", "applied_share")}
 
     @property
     def k_steps(self) -> int:

@@ -2,10 +2,13 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from thinwire.strategy.documents import from_dict, to_dict
+from thinwire.sync.change_protocol import ERRORS
+from thinwire.sync.changes import COMPRESSIONS
 
 __all__ = ["Change", "changes_of", "misfits", "settings_in_groups"]
 
@@ -36,7 +39,9 @@ _FREE = (
     *(
         f"{field}.compression.{key}"
         for field in ("localsgd", "adaptive_localsgd")
-        for key in ("sparsity", "value_bits", "decay")
+        for tag, kind in COMPRESSIONS.items()
+        if kind.kept.keys() == {ERRORS}  # those go on from each other's state
+        for key in (tag, f"{tag}.*", *(entry.name for entry in fields(kind)))
     ),
 )
 """Settings on which no state depends, by dotted name; whatever is new is not among them before somebody says so."""

@@ -23,6 +23,7 @@ from thinwire.optim.saving import remembered
 from thinwire.strategy import schedulers
 from thinwire.strategy.extra import plain
 from thinwire.strategy.fitting import Change, changes_of, misfits, settings_in_groups
+from thinwire.sync.changes import COMPRESSIONS
 
 if TYPE_CHECKING:
     from thinwire.strategy.engine import Parts
@@ -39,7 +40,7 @@ _OTHER_RANKS: dict[str, Rule] = {
     "merge/overflowed": "max",
     "merge/sums/*": "mean_zero",
     "exchange/*residuals/*": "mean_zero",
-    "exchange/errors/*": "mean_zero",
+    **{f"exchange/{kind}/*": rule for each in COMPRESSIONS.values() for kind, rule in each.kept.items()},
     "optimizer/state/*/residual": "mean_zero",
     "optimizer/state/*/step": "first",
     "optimizer/state/*/momentum_buffer": "mean_zero",

@@ -147,9 +147,8 @@ def _change(strategy: "DistributedStrategy", config: LocalConfig) -> str:
         nesterov = ", Nesterov" if config.outer_nesterov else ""
         said += f"; the mean change goes through an outer SGD, rate {config.outer_lr:g}, "
         said += f"momentum {config.outer_momentum:g}{nesterov}"
-    if (sparse := config.compression) is not None:
-        said += f"; of each tensor's change the largest {_share(sparse.sparsity)} are sent, "
-        said += f"{_bits(sparse.value_bits)} an entry; the rest is kept and counts {sparse.decay:g} times the next time"
+    if config.compression is not None:
+        said += f"; of each tensor's change {config.compression.explained()}"
     if (dgc := strategy.dgc) is not None:
         said += f"; {_from_begin(dgc)}of each tensor's change the largest {_ramp(dgc)} are sent, "
         said += f"{_bits(dgc.value_bits)} an entry; the rest is kept. Tensors below {dgc.min_numel} numbers go whole"

@@ -11,7 +11,7 @@ import yaml
 
 from thinwire.strategy.distributed_strategy import CONFIGS, DistributedStrategy
 from thinwire.strategy.doclines import attribute_lines
-from thinwire.strategy.documents import NESTED, TAGGED, from_dict, ordered_fields, to_dict
+from thinwire.strategy.documents import TAGGED, from_dict, kind_of, ordered_fields, to_dict
 from thinwire.strategy.yaml_reader import read_file
 
 __all__ = ["load", "save", "text_of"]
@@ -79,14 +79,12 @@ def _entries(config: type, document: dict[str, Any], depth: int) -> Iterator[str
         yield from _comment(about.get(name, ""), depth)
         if name not in document:
             yield f"{indent}# {name}: null"
-        elif (config, name) in NESTED:
-            yield f"{indent}{name}:"
-            yield from _entries(NESTED[config, name], document[name], depth + 1)
         elif (config, name) in TAGGED:
-            tag, nested = next(iter(document[name].items()))
+            tag, nested = kind_of(config, name, document[name])
+            tagged = nested is not document[name]
             yield f"{indent}{name}:"
-            yield f"{indent}  {tag}:"
-            yield from _entries(TAGGED[config, name][tag], nested, depth + 2)
+            yield from [f"{indent}  {tag}:"] if tagged else []
+            yield from _entries(TAGGED[config, name][tag], nested, depth + 1 + tagged)
         else:
             yield f"{indent}{name}: {_inline(document[name])}"
 

@@ -8,12 +8,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from thinwire.comm import Group
-from thinwire.core.feedback import Proposal
 from thinwire.core.outer import OuterRule, outer_list_, outer_step_
-from thinwire.core.select import top_k
-from thinwire.sync.change_rule import ChangeRule
+from thinwire.core.sketch import SKETCH_NUMEL, sketch
+from thinwire.errors import PayloadCorrupt
+from thinwire.sync.change_protocol import ERRORS, ChangeCompression, MeanChange
 from thinwire.sync.exchange import not_finite
-from thinwire.sync.round import Round, SparseGradient
+from thinwire.sync.pending_change import PendingChange
+from thinwire.sync.round import Round
 
 __all__ = ["Averaging", "Flight", "real_view", "widened"]
 
@@ -39,11 +40,41 @@ class Flight:
     """Per parameter what is to be sent: anchor minus parameter, with the kept error where it is compressed."""
     extras: dict[str, Tensor]
     """Buffers and optimizer state, averaged plainly."""
-    counts: dict[str, int]
-    """Entries to be sent, for the parameters that are compressed; the others travel densely."""
+    compressed: frozenset[str]
+    """The parameters whose change is compressed; the others travel densely."""
+    sketch: Tensor | None = None
+    """Of this rank's change, before anything that was kept; None where all of it is applied in time."""
     measured: dict[str, Tensor] | None = None
     """The parameters as they were, where local steps go on before the result is applied."""
     round: Round | None = None
+    """What travels densely."""
+    pending: PendingChange | None = None
+    """What travels compressed, if anything does."""
+    mean: MeanChange | None = None
+    """What came of it."""
+
+    def finish(self) -> None:
+        """Wait for everything and check it.
+
+        Raises:
+            PayloadCorrupt: A message is damaged or belongs elsewhere.
+            PeerLost, PeerStalled: See `Group`.
+        """
+        assert self.round is not None, "launched"
+        refusal = None
+        try:
+            self.mean = None if self.pending is None else self.pending.finish()
+        except PayloadCorrupt as error:  # first all collectives: no rank may leave others waiting
+            refusal = error
+        self.round.finish()
+        if refusal is not None:
+            raise refusal
+
+    @property
+    def digest(self) -> int:
+        """Of all sums that have arrived, which are the same on all ranks: a pass over them, so ask once."""
+        assert self.round is not None, "launched"
+        return self.round.dense_digest ^ (0 if self.pending is None else self.pending.digest)
 
     def first_not_finite(self) -> str | None:
         """The first tensor that must not be given to others."""
@@ -54,13 +85,15 @@ class Flight:
 
 
 class Averaging:
-    """Anchors, outer momentum and kept errors of all parameters by name, and how an averaging changes them.
+    """Anchors, outer momentum and what compression keeps of all parameters by name, and how an averaging changes them.
 
     An anchor S is a parameter's value after its last averaging, in float32 or wider, equal on all ranks; outer
     momentum is equal too; kept errors are this rank's own. Nothing changes before `commit_`.
     """
 
-    def __init__(self, group: Group, params: Mapping[str, Parameter], *, outer: OuterRule, changes: ChangeRule) -> None:
+    def __init__(
+        self, group: Group, params: Mapping[str, Parameter], *, outer: OuterRule, changes: ChangeCompression | None
+    ) -> None:
         self._group = group
         self._params = params
         self._outer = outer
@@ -68,7 +101,21 @@ class Averaging:
         self._keys = {name: key for key, name in enumerate(params)}
         self.anchors = {n: widened(p).clone(memory_format=torch.contiguous_format) for n, p in params.items()}
         self.momentum = {n: torch.zeros_like(a) for n, a in self.anchors.items()} if outer.momentum else {}
-        self.errors = {n: torch.zeros_like(self.anchors[n]) for n, p in params.items() if changes.compresses(p)}
+        self.kept: dict[str, dict[str, Tensor]] = {
+            kind: {} for kind in ((ERRORS,) if changes is None else changes.kept)
+        }
+        """What the compression keeps, by kind and name."""
+        for name, p in params.items():
+            if changes is not None and changes.compresses(p):
+                for kind, tensor in changes.begin(self.anchors[name]).items():
+                    self.kept[kind][name] = tensor
+        self.sketches = torch.zeros(2, SKETCH_NUMEL, dtype=torch.float64)
+        """Of all that the mean of the ranks has changed so far, and of all that was applied of it."""
+
+    @property
+    def errors(self) -> dict[str, Tensor]:
+        """What of each parameter's change was not sent, of this rank alone."""
+        return self.kept[ERRORS]
 
     @torch.no_grad()
     def anchor_(self) -> None:
@@ -81,31 +128,54 @@ class Averaging:
     ) -> Flight:
         """This rank's part of an averaging; `keep` copies what is measured, for a result that is applied later."""
         moved = {name: (self.anchors[name] - widened(value)).contiguous() for name, value in values.items()}
-        counts = {}
-        for name, change in moved.items():
-            count = self._changes.count_at(step, change.numel()) if name in self.errors else None
-            if count is not None:
-                counts[name] = count
-                change.add_(self.errors[name], alpha=self._changes.decay)
+        taken, changes = self._taken(step, moved), self._changes
+        own = None if changes is None or changes.conserves or not taken else self._sketched(moved)
+        for name in taken:
+            assert changes is not None, "something is compressed"
+            moved[name].add_(self.errors[name], alpha=changes.decay)
         measured = {name: value.detach().clone() for name, value in values.items()} if keep else None
         wide = {key: widened(value).clone() if keep else widened(value) for key, value in extras.items()}
-        return Flight(step, moved, wide, counts, measured)
+        return Flight(step, moved, wide, taken, own, measured)
+
+    def _taken(self, step: int, moved: Mapping[str, Tensor]) -> frozenset[str]:
+        """The parameters whose change is compressed at this step."""
+        if self._changes is None:
+            return frozenset()
+        takes = self._changes.takes
+        return frozenset(name for name, change in moved.items() if name in self.errors and takes(step, change.numel()))
 
     def launch(self, flight: Flight) -> None:
-        """Put it on the wire without waiting: one message for all that is compressed, one buffer per dtype of the rest.
+        """Put it on the wire without waiting: what the compression asks for, and one buffer per dtype of the rest.
 
-        Communication: sum_ per dtype; `gather` of the message.
+        Communication: sum_ per dtype; the collectives of the compression.
         """
-        sparse, dense = {}, {}
-        for name, moved in flight.moved.items():
-            if name in flight.counts:
-                sparse[self._keys[name]] = _proposed(moved, flight.counts[name])
-            else:
-                dense[self._keys[name]] = moved
-        dense |= {len(self._keys) + i: value for i, value in enumerate(flight.extras.values())}
-        flight.round = Round(self._group, step=flight.step, value_bits=self._changes.value_bits)
         # a flight that was loaded may hold its tensors in another order than the ranks' own
-        flight.round.launch(0, dict(sorted(sparse.items())), dict(sorted(dense.items())))
+        names = sorted(flight.moved, key=self._keys.__getitem__)
+        if flight.compressed:
+            assert self._changes is not None, "something is compressed"
+            folded = {name: flight.moved[name] for name in names if name in flight.compressed}
+            sending = self._changes.send(flight.step, folded, self.kept)
+            flight.pending = PendingChange(self._group, sending, f"averaging of step {flight.step}")
+        dense = {self._keys[name]: flight.moved[name] for name in names if name not in flight.compressed}
+        dense |= {len(self._keys) + i: value for i, value in enumerate(flight.extras.values())}
+        if flight.sketch is not None:
+            dense[self._sketch_key(flight)] = flight.sketch.float()
+        flight.round = Round(self._group, step=flight.step, value_bits=32)
+        flight.round.launch(0, {}, dense)
+
+    def _sketch_key(self, flight: Flight) -> int:
+        return len(self._keys) + len(flight.extras)
+
+    def _sketched(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The sketch of these parts of the model, one long vector, on the CPU."""
+        return torch.stack([sketch(tensor, self._keys[name]).cpu() for name, tensor in tensors.items()]).sum(0)
+
+    @property
+    def applied_share(self) -> float:
+        """See `LocalUpdates.stats`."""
+        change, applied = self.sketches
+        square = float(change @ change)
+        return float(applied @ change) / square if square else 1.0
 
     @torch.no_grad()
     def commit_(self, flight: Flight, extras: Mapping[str, Tensor]) -> None:
@@ -113,9 +183,10 @@ class Averaging:
 
         p <- S - step, S <- p. Where local steps went on after the measurement: p <- p + (S_new - p_measured).
         """
-        assert flight.round is not None
-        for names in self._batches(flight, flight.round):
-            changes = [self._mean_change(name, flight.moved[name], flight.round) for name in names]
+        assert flight.round is not None, "launched"
+        before = None if flight.sketch is None else self._sketched({n: self.anchors[n] for n in flight.moved})
+        for names in self._batches(flight):
+            changes = [self._mean_change(name, flight) for name in names]
             if self._is_plain(names[0], flight):
                 self._move_together(names, changes)
                 continue
@@ -125,23 +196,22 @@ class Averaging:
         for i, key in enumerate(flight.extras):
             mean = flight.round.dense_mean(len(self._keys) + i)
             real_view(extras[key]).copy_(mean)
+        if before is not None:
+            applied = before - self._sketched({n: self.anchors[n] for n in flight.moved})
+            mean = flight.round.dense_mean(self._sketch_key(flight))
+            self.sketches += torch.stack([mean.cpu().double(), applied])
 
-    def _mean_change(self, name: str, moved: Tensor, done: Round) -> Tensor:
+    def _mean_change(self, name: str, flight: Flight) -> Tensor:
         """The mean of what all ranks sent; what this one did not send stays in its error."""
-        key = self._keys[name]
-        if not done.is_sparse(key):
-            return done.dense_mean(key)
-        indices, sent = done.sent(key)
-        error = self.errors[name].copy_(moved)
-        error.view(-1)[indices] -= sent.to(error.dtype)
-        indices, mean = done.sparse_mean(key, moved.dtype)
-        change = torch.zeros_like(moved)
-        change.view(-1)[indices] = mean
-        return change
+        if name not in flight.compressed:
+            assert flight.round is not None, "launched"
+            return flight.round.dense_mean(self._keys[name])
+        assert flight.mean is not None, "finished"
+        return flight.mean.settle_(name, flight.moved[name], self.kept)
 
-    def _batches(self, flight: Flight, done: Round) -> list[list[str]]:
+    def _batches(self, flight: Flight) -> list[list[str]]:
         """All means that are there already in one, each of the others on its own, since it needs a buffer."""
-        together = [n for n in flight.moved if self._is_plain(n, flight) and not done.is_sparse(self._keys[n])]
+        together = [n for n in flight.moved if self._is_plain(n, flight) and n not in flight.compressed]
         alone = flight.moved.keys() - set(together)
         return ([together] if together else []) + [[name] for name in flight.moved if name in alone]
 
@@ -166,9 +236,3 @@ class Averaging:
         target = target.to(place.dtype)
         anchor.copy_(target)
         place.copy_(target if measured is None else widened(param) + (anchor - before))
-
-
-def _proposed(folded: Tensor, k: int) -> SparseGradient:
-    flat = folded.view(-1)
-    indices = top_k(flat, k)
-    return SparseGradient(Proposal(indices, flat[indices], finite=True), flat.numel(), k)

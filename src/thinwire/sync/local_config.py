@@ -3,37 +3,9 @@
 from dataclasses import KW_ONLY, dataclass
 
 from thinwire import _validate as check
-from thinwire.core.value_code import VALUE_BITS
+from thinwire.sync.changes import COMPRESSIONS, Compression
 
-__all__ = ["AdaptiveLocalSGD", "LocalConfig", "LocalSGD", "Sparse"]
-
-
-@dataclass(frozen=True)
-class Sparse:
-    """Only the largest entries of each parameter's change are sent; what stays behind is kept.
-
-    Attributes:
-        sparsity: Fraction that is **not** sent, in [0, 1).
-        value_bits: What one sent value costs: 1, 2, 4, 8, 16 or 32. The rounding error is kept.
-        decay: What is kept counts this much at the next averaging, in [0, 1]; 1 loses nothing, 0 keeps nothing.
-
-    Raises:
-        TypeError, ValueError: A wrong value.
-
-    Source: SparseLoCo, 2025, arXiv 2508.15706. Differs: selection per tensor instead of per chunk.
-    """
-
-    sparsity: float
-    value_bits: int = 2
-    decay: float = 0.95
-
-    def __post_init__(self) -> None:
-        sparsity = check.real("sparsity, the fraction that is not sent,", self.sparsity, at_least=0, below=1)
-        value_bits = check.integer("value_bits", self.value_bits)
-        check.one_of("value_bits", value_bits, VALUE_BITS)
-        decay = check.real("decay", self.decay, at_least=0, at_most=1)
-        for name, value in (("sparsity", sparsity), ("value_bits", value_bits), ("decay", decay)):
-            object.__setattr__(self, name, value)
+__all__ = ["AdaptiveLocalSGD", "LocalConfig", "LocalSGD"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +16,7 @@ class _Common:
     outer_lr: float = 1.0
     outer_momentum: float = 0.0
     outer_nesterov: bool = False
-    compression: Sparse | None = None
+    compression: Compression | None = None
     fragments: int = 1
     delay: int = 0
     average_state: bool = False
@@ -56,7 +28,8 @@ class _Common:
         if check.boolean("outer_nesterov", self.outer_nesterov) and self.outer_momentum == 0:
             raise ValueError("outer_nesterov needs an outer_momentum above 0, got outer_momentum=0")
         if self.compression is not None:
-            check.instance("compression", self.compression, Sparse, advice="write None or Sparse(sparsity)")
+            advice = "write None or one of these"
+            check.instance("compression", self.compression, tuple(COMPRESSIONS.values()), advice=advice)
         set_(self, "fragments", check.integer("fragments", self.fragments, at_least=1))
         if self.fragments > k_steps:
             raise ValueError(f"fragments must be at most {interval}={k_steps}, got {self.fragments}: one part a step")
@@ -80,7 +53,8 @@ class LocalSGD(_Common):
         outer_lr: Rate of the outer SGD, whose gradient is the averaged change, >= 0; 1 is plain averaging.
         outer_momentum: Its momentum, in [0, 1).
         outer_nesterov: Whether it looks ahead; needs outer_momentum.
-        compression: `Sparse` to send only the largest entries of the change; None sends all of it.
+        compression: `Sparse` to send only the largest entries of the change, `Quantized` to send all of them in a few
+            bits; None sends all of it.
         fragments: Parts of the model that take turns, 1 to k_steps; after `begin_step` one part is averaged every
             k_steps // fragments steps.
         delay: Local steps that go on while an averaging is on its way, 0 to k_steps // fragments - 1.

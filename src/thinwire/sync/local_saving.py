@@ -29,7 +29,8 @@ def saved(turns: Turns, bytes_sent: int) -> dict[str, Any]:
         "bytes_sent": bytes_sent,
         "anchors": _copied(averaging.anchors),
         "outer_momentum": _copied(averaging.momentum),
-        "errors": _copied(averaging.errors),
+        **{kind: _copied(tensors) for kind, tensors in averaging.kept.items()},
+        "sketches": averaging.sketches.clone(),
         "pending": None
         if flight is None
         else {"step": flight.step, "measured": _copied(flight.measured or {}), "extras": _copied(flight.extras)},
@@ -48,8 +49,9 @@ def own_checksum(state: Mapping[str, Any]) -> int:
 def load(state: Mapping[str, Any], turns: Turns) -> None:
     """Put everything back but the count of bytes; all is checked before anything changes."""
     averaging, tensors = turns.averaging, turns.tensors
-    places = {"anchors": averaging.anchors, "outer_momentum": averaging.momentum, "errors": averaging.errors}
-    wanted = {*_COUNTERS, *_PACE, *places, "bytes_sent", "pending", "local"}
+    places = {"anchors": averaging.anchors, "outer_momentum": averaging.momentum, **averaging.kept}
+    wanted = {*_COUNTERS, *_PACE, *places, "bytes_sent", "sketches", "pending", "local"}
+    state = {"sketches": torch.zeros_like(averaging.sketches), **state}  # states of 0.1 have none
     if wanted != state.keys():
         raise ValueError(
             f"state is not one of local_sgd: missing {sorted(wanted - state.keys())}, "
@@ -66,6 +68,7 @@ def load(state: Mapping[str, Any], turns: Turns) -> None:
     for kind, current in places.items():
         for name, tensor in current.items():
             tensor.copy_(state[kind][name])
+    averaging.sketches.copy_(state["sketches"])
     for key in _COUNTERS:
         setattr(turns.counters, key, state[key])
     for key in _PACE:

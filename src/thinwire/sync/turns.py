@@ -203,10 +203,9 @@ class Turns:
         """Send, verify, vote, and only then apply."""
         if flight.round is None:
             self.averaging.launch(flight)
-        assert flight.round is not None
         corrupt = None
         try:
-            flight.round.finish()
+            flight.finish()
         except PayloadCorrupt as refusal:
             corrupt = str(refusal)
         report = Report(flight.step, "averaged", corrupt=corrupt, misuse=self.tensors.difference())
@@ -214,7 +213,7 @@ class Turns:
             report = replace(
                 report,
                 digest=self.digest.at(flight.step, self.counters.averagings),
-                sums=flight.round.dense_digest,
+                sums=flight.digest,
             )
         self._vote(report, self.digest)
         names = list(flight.moved)

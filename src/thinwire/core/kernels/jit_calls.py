@@ -31,6 +31,8 @@ def calls_for(need: Need) -> _Calls:
     if need.work in ("lamb", "lars", "outer"):
         return [_step(need)]
     values = np.empty(0, np.float64 if need.dtype == torch.float64 else np.float32)
+    if need.work == "codes":
+        return _codes(need, values)
     calls = _select(need, values) + _codes(need, values) + _slots(need, values)
     return (_fold(need, values) if need.work == "sparse" else []) + calls
 

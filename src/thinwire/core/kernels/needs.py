@@ -9,8 +9,8 @@ from torch import Tensor
 
 __all__ = ["Need", "Work", "needs_of"]
 
-Work: TypeAlias = Literal["sparse", "changes", "lamb", "lars", "outer"]
-"""A sparse exchange of gradients, one of changes of parameters, or a compiled step."""
+Work: TypeAlias = Literal["sparse", "changes", "codes", "lamb", "lars", "outer"]
+"""A sparse exchange of gradients, one of changes of parameters, codes of whole changes, or a compiled step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ def needs_of(
         if device != "cpu" or not dtype.is_floating_point:
             continue
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        if work not in ("sparse", "changes"):
+        if work not in ("sparse", "changes", "codes"):
             needs.add(Need(work, wide))
             continue
         state = wide if wide == torch.float64 else state_dtype or wide

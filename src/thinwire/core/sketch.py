@@ -1,0 +1,46 @@
+"""A few sums that stand for a tensor of any size: inner products of tensors survive in them.
+
+Every entry is added, with a random sign, to one of 64 sums. For two tensors the inner product of
+their sums is, on average over the signs, that of the tensors, with a standard deviation of about
+1 / sqrt(64) of the product of their norms; and the sums of a sum are the sum of the sums. Of a tensor
+with more than 65,536 entries as many are drawn at random, with repetition, and scaled up.
+
+Signs and draws are those of a hash of position and key: the same in every averaging and on every rank.
+
+Source: count sketch, Charikar, Chen and Farach-Colton, 2002, section 3. Differs: one row, whose places
+follow from the position; only a sample of a large tensor.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from thinwire.core.kernels.reference import mixed
+
+__all__ = ["SKETCH_NUMEL", "sketch"]
+
+SKETCH_NUMEL = 64
+_MOST = 1 << 16
+_DRAWS, _SIGNS = 1, 2
+
+
+def sketch(values: Tensor, key: int) -> Tensor:
+    """The 64 sums of one tensor.
+
+    Args:
+        values: Any shape, real, finite; read only.
+        key: The tensor's place among all, >= 0, so that tensors add up as parts of one long vector.
+
+    Returns:
+        Shape (64,), float64, on `values.device`; no host synchronization.
+    """
+    flat = values.reshape(-1)
+    count = min(flat.numel(), _MOST)
+    places = torch.arange(count, device=flat.device)
+    signs = 1.0 - 2.0 * (mixed(mixed(places + (_SIGNS << 20)) + mixed(key)) & 1)
+    if count < flat.numel():
+        draws = mixed(mixed(places + (_DRAWS << 20)) + mixed(key)) % flat.numel()
+        flat, signs = flat[draws], signs * math.sqrt(flat.numel() / count)
+    signed = flat.double() * signs
+    return torch.nn.functional.pad(signed, (0, -count % SKETCH_NUMEL)).view(-1, SKETCH_NUMEL).sum(0)

@@ -1,0 +1,127 @@
+"""What a compression of changes tells those who average: pure functions of tensors, no word of ranks.
+
+A new one is a file with a config that has these methods, and a line in `sync.changes`.
+"""
+
+from collections.abc import Generator, Mapping, Sequence
+from typing import ClassVar, Literal, NamedTuple, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from thinwire.core.kernels.needs import Need
+
+__all__ = [
+    "ERRORS",
+    "AllGather",
+    "AllReduce",
+    "ChangeCompression",
+    "ErrorsOnly",
+    "Kept",
+    "MeanChange",
+    "Rule",
+    "Sending",
+]
+
+Rule: TypeAlias = Literal["mean", "mean_zero", "first"]
+"""What state becomes on another number of ranks; see `checkpoint.combine`."""
+Kept: TypeAlias = Mapping[str, Mapping[str, Tensor]]
+"""State by kind and name of the parameter."""
+ERRORS = "errors"
+"""The kind of state that there is always: what of a change was not sent, of this rank alone."""
+
+
+class AllGather(NamedTuple):
+    """Asks for the messages of all ranks."""
+
+    message: Tensor
+    """Shape (bytes,), uint8, equally long on all ranks; answered with shape (ranks, bytes)."""
+
+
+class AllReduce(NamedTuple):
+    """Asks for the sum over the ranks."""
+
+    buffer: Tensor
+    """Any shape, the same on all ranks; overwritten, and answered, with the sum: the same bits on all ranks."""
+
+
+class MeanChange(Protocol):
+    """What has arrived and is in order, before anything is applied."""
+
+    def settle_(self, name: str, folded: Tensor, kept: Kept) -> Tensor:
+        """The mean change of one parameter; changes `kept`: what this rank did not send is its error.
+
+        Args:
+            name: Of the parameter.
+            folded: What this rank had to send; read only.
+            kept: The state; an error has shape and dtype of `folded`, contiguous, and becomes `folded` less what this
+                rank sent. Of this parameter only.
+
+        Returns:
+            A new tensor like `folded`; the same bits on all ranks.
+        """
+
+
+Sending: TypeAlias = Generator[AllGather | AllReduce, Tensor, MeanChange]
+"""Collectives in turn, the same on all ranks, and at last the mean. What arrived damaged is refused (`PayloadCorrupt`)
+after the last of them, never between two: the other ranks would wait for this one."""
+
+
+class ChangeCompression(Protocol):
+    """What of the changes of parameters travels at an averaging, and what is kept; the same on all ranks.
+
+    What is folded is e <- decay * e + change, with an error e per parameter; what of it is not sent becomes e. Steps
+    are local steps, from 1.
+    """
+
+    kept: ClassVar[Mapping[str, Rule]]
+    """The kinds of its state, `ERRORS` among them, and what each becomes on another number of ranks."""
+
+    @property
+    def decay(self) -> float:
+        """What of a kept error counts at the next averaging, in [0, 1]."""
+
+    @property
+    def conserves(self) -> bool:
+        """Whether the mean over the ranks of all that was changed is applied in time: none lost, none counted twice."""
+
+    def compresses(self, param: Tensor) -> bool:
+        """Whether a parameter's change is ever compressed, so that it has an error."""
+
+    def begin(self, anchor: Tensor) -> dict[str, Tensor]:
+        """The state of a parameter at the start, by kind; an error is zeros like the anchor."""
+
+    def takes(self, step: int, numel: int) -> bool:
+        """Whether a change of so many entries, of such a parameter, is compressed after local step `step`."""
+
+    def send(self, step: int, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
+        """The collectives of one averaging.
+
+        Args:
+            step: Local step, for the headers of messages.
+            folded: By name what this rank has to send, contiguous, float32 or float64, finite; read only. All names
+                are taken at this step, at least one, in the same order on all ranks.
+            kept: The state; read only.
+        """
+
+    def sent_bytes(self, step: int, numels: Sequence[int]) -> int:
+        """What one rank gives to the collectives of `send`, exactly, headers included, from the sizes alone."""
+
+    def sparsity_at(self, step: int) -> float:
+        """Fraction of a compressed change that the averaging after `step` leaves out; 0 where nothing is."""
+
+    def needs(self, params: Sequence[Tensor]) -> frozenset[Need]:
+        """The compiled loops that `send` calls for these parameters."""
+
+    def explained(self) -> str:
+        """What happens to each tensor's change, in words, for `explain`."""
+
+
+class ErrorsOnly:
+    """For those whose state is the errors alone."""
+
+    kept: ClassVar[Mapping[str, Rule]] = {ERRORS: "mean_zero"}
+
+    def begin(self, anchor: Tensor) -> dict[str, Tensor]:
+        """See `ChangeCompression`."""
+        return {ERRORS: torch.zeros_like(anchor)}

@@ -1,0 +1,17 @@
+"""The compressions of changes that there are: the one place that a new one is entered."""
+
+from thinwire.sync.change_protocol import ChangeCompression
+from thinwire.sync.dgc_config import DGC
+from thinwire.sync.quantized_change import Quantized
+from thinwire.sync.sparse_change import RampedChange, Sparse
+
+__all__ = ["COMPRESSIONS", "Compression", "compression_of"]
+
+Compression = Sparse | Quantized
+COMPRESSIONS: dict[str, type[Compression]] = {"sparse": Sparse, "quantized": Quantized}
+"""The configs, each a `ChangeCompression`, by their tags in strategy files."""
+
+
+def compression_of(compression: Compression | None, dgc: DGC | None) -> ChangeCompression | None:
+    """The one of the two that is given; None where everything travels densely."""
+    return RampedChange(dgc) if compression is None and dgc is not None else compression

@@ -1,0 +1,234 @@
+"""Sparse changes: the largest entries of every change travel with their positions; the rest is kept."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from thinwire import _validate as check
+from thinwire.core.feedback import Proposal
+from thinwire.core.kernels import is_static
+from thinwire.core.kernels.needs import Need, needs_of
+from thinwire.core.merge import divided_, sum_sparse
+from thinwire.core.message import Layout, Slot, pack, unpack
+from thinwire.core.select import count_sent, top_k
+from thinwire.core.value_code import VALUE_BITS
+from thinwire.sync.change_protocol import ERRORS, AllGather, ErrorsOnly, Kept, Sending
+from thinwire.sync.dgc_config import DGC
+
+__all__ = ["RampedChange", "Sparse"]
+
+
+@dataclass(frozen=True)
+class Sparse(ErrorsOnly):
+    """Only the largest entries of each parameter's change are sent; what stays behind is kept.
+
+    Attributes:
+        sparsity: Fraction that is **not** sent, in [0, 1).
+        value_bits: What one sent value costs: 1, 2, 4, 8, 16 or 32. The rounding error is kept.
+        decay: What is kept counts this much at the next averaging, in [0, 1]; 1 loses nothing, 0
+            keeps nothing.
+        mean_over: "senders": an entry's mean is over the ranks that sent it; "all": over all ranks.
+            An entry that nobody sent stays as it is.
+
+    Raises:
+        TypeError, ValueError: A wrong value.
+
+    Source: SparseLoCo, 2025, arXiv 2508.15706, whose formula has the mean over all ranks and whose
+    code, CCLoco's too, that over the senders. Differs: selection per tensor instead of per chunk.
+    """
+
+    sparsity: float
+    value_bits: int = 2
+    decay: float = 0.95
+    mean_over: Literal["senders", "all"] = "senders"
+
+    def __post_init__(self) -> None:
+        named = "sparsity, the fraction that is not sent,"
+        sparsity = check.real(named, self.sparsity, at_least=0, below=1)
+        value_bits = check.integer("value_bits", self.value_bits)
+        check.one_of("value_bits", value_bits, VALUE_BITS)
+        decay = check.real("decay", self.decay, at_least=0, at_most=1)
+        check.one_of("mean_over", self.mean_over, ("senders", "all"))
+        for name, value in (("sparsity", sparsity), ("value_bits", value_bits), ("decay", decay)):
+            object.__setattr__(self, name, value)
+
+    @property
+    def conserves(self) -> bool:
+        """See `ChangeCompression`."""
+        return self.decay == 1 and self.mean_over == "all"
+
+    def explained(self) -> str:
+        """See `ChangeCompression`."""
+        bits = "1 bit" if self.value_bits == 1 else f"{self.value_bits} bits"
+        over = "the ranks that sent it" if self.mean_over == "senders" else "all ranks"
+        return (
+            f"the largest {100 * (1 - self.sparsity):.6g} % are sent, {bits} an entry, whose mean is over {over}; "
+            f"the rest is kept and counts {self.decay:g} times the next time"
+        )
+
+    def compresses(self, param: Tensor) -> bool:
+        """All parameters, whatever their size."""
+        return True
+
+    def takes(self, step: int, numel: int) -> bool:
+        """At every step."""
+        return True
+
+    def send(self, step: int, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
+        """See `ChangeCompression`: one all-gather."""
+        return _sent(step, folded, self._count, self.value_bits, over_senders=self.mean_over == "senders")
+
+    def sent_bytes(self, step: int, numels: Sequence[int]) -> int:
+        """See `ChangeCompression`."""
+        return _layout(numels, self._count, self.value_bits).nbytes
+
+    def sparsity_at(self, step: int) -> float:
+        """At every step the same."""
+        return self.sparsity
+
+    def needs(self, params: Sequence[Tensor]) -> frozenset[Need]:
+        """See `ChangeCompression`."""
+        return needs_of("changes", params, value_bits=self.value_bits)
+
+    def _count(self, numel: int) -> int:
+        return count_sent(numel, self.sparsity)
+
+
+@dataclass(frozen=True)
+class RampedChange(ErrorsOnly):
+    """Changes that travel by the ramp of a DGC: its sparsity at the step, its `value_bits` and `min_numel`.
+
+    The mean is over all ranks and what is kept does not decay, so everything is sent in time, as with its gradients.
+    """
+
+    dgc: DGC
+
+    decay: ClassVar[float] = 1.0
+    conserves: ClassVar[bool] = True
+
+    def explained(self) -> str:
+        """See `ChangeCompression`; the ramp is explained where the strategy is."""
+        return f"by {self.dgc}"
+
+    def compresses(self, param: Tensor) -> bool:
+        """See `DGC.compresses`."""
+        return self.dgc.compresses(param)
+
+    def takes(self, step: int, numel: int) -> bool:
+        """Not before the ramp begins."""
+        return self.dgc.count_at(step - 1, numel) is not None
+
+    def send(self, step: int, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
+        """See `ChangeCompression`: one all-gather."""
+        return _sent(step, folded, self._counting(step), self.dgc.value_bits, over_senders=False)
+
+    def sent_bytes(self, step: int, numels: Sequence[int]) -> int:
+        """See `ChangeCompression`."""
+        return _layout(numels, self._counting(step), self.dgc.value_bits).nbytes
+
+    def sparsity_at(self, step: int) -> float:
+        """That of the update that follows `step`."""
+        return self.dgc.sparsity_in_force(step)
+
+    def needs(self, params: Sequence[Tensor]) -> frozenset[Need]:
+        """See `ChangeCompression`."""
+        return needs_of("changes", params, value_bits=self.dgc.value_bits)
+
+    def _counting(self, step: int) -> Callable[[int], int]:
+        def count(numel: int) -> int:
+            found = self.dgc.count_at(step - 1, numel)
+            assert found is not None, "only what is taken is sent"
+            return found
+
+        return count
+
+
+def _layout(numels: Sequence[int], count: Callable[[int], int], value_bits: int) -> Layout:
+    return Layout(tuple(Slot(numel, count(numel)) for numel in numels), value_bits)
+
+
+def _sent(
+    step: int, folded: Mapping[str, Tensor], count: Callable[[int], int], value_bits: int, *, over_senders: bool
+) -> Sending:
+    """One message of the largest entries of each tensor."""
+    layout = _layout([tensor.numel() for tensor in folded.values()], count, value_bits)
+    proposals = [_proposed(tensor.view(-1), slot.k) for tensor, slot in zip(folded.values(), layout.slots, strict=True)]
+    static = is_static(proposals[0].values.device)
+    message, values = (_on_device if static else _on_host)(layout, step, proposals)
+    rows = yield AllGather(message)
+    sent = {name: (p.indices, v) for name, p, v in zip(folded, proposals, values, strict=True)}
+    arrived = (_rows_on_device if static else _rows_on_host)(layout, rows, step)
+    return _Largest(sent, dict(zip(folded, arrived, strict=True)), len(rows), over_senders)
+
+
+def _proposed(flat: Tensor, k: int) -> Proposal:
+    indices = top_k(flat, k)
+    return Proposal(indices, flat[indices], finite=True)
+
+
+def _on_host(layout: Layout, step: int, proposals: Sequence[Proposal]) -> tuple[Tensor, list[Tensor]]:
+    return pack(layout, step, 0, [(p.indices, p.values) for p in proposals])
+
+
+def _on_device(layout: Layout, step: int, proposals: Sequence[Proposal]) -> tuple[Tensor, list[Tensor]]:
+    from thinwire.core import device_message  # needs Triton
+
+    return device_message.pack(layout, step, 0, proposals)
+
+
+_Total: TypeAlias = Callable[[Tensor, bool], tuple[Tensor, Tensor]]
+"""For a tensor like the given one: positions, and the sums over the ranks in their order of what was sent there, or
+of ones, which counts the senders."""
+
+
+def _rows_on_host(layout: Layout, rows: Tensor, step: int) -> list[_Total]:
+    parts = [unpack(layout, row, step=step, bucket=0, source=rank).parts for rank, row in enumerate(rows)]
+
+    def total(came: Sequence[tuple[Tensor, Tensor]], like: Tensor, ones: bool) -> tuple[Tensor, Tensor]:
+        return sum_sparse([(i, torch.ones_like(v)) for i, v in came] if ones else came, like.dtype)
+
+    return [partial(total, came) for came in zip(*parts, strict=True)]
+
+
+def _rows_on_device(layout: Layout, rows: Tensor, step: int) -> list[_Total]:
+    from thinwire.core import device_message  # needs Triton
+
+    arrived = device_message.read(layout, rows, step=step, bucket=0)
+    for rank, verdict in enumerate(arrived.verdicts.tolist()):
+        if verdict:
+            device_message.explain(layout, rows[rank], verdict, step=step, bucket=0, source=rank)
+
+    def total(came: device_message.Rows, like: Tensor, ones: bool) -> tuple[Tensor, Tensor]:
+        came = came._replace(values=torch.ones_like(came.values)) if ones else came
+        return device_message.sum_rows(came, like.numel(), like.dtype)
+
+    return [partial(total, came) for came in arrived.parts]
+
+
+@dataclass(frozen=True, slots=True)
+class _Largest:
+    """What all ranks sent of each tensor; a `MeanChange`."""
+
+    sent: Mapping[str, tuple[Tensor, Tensor]]
+    """This rank's own, as the others decode it."""
+    totals: Mapping[str, _Total]
+    ranks: int
+    over_senders: bool
+
+    def settle_(self, name: str, folded: Tensor, kept: Kept) -> Tensor:
+        """See `MeanChange`."""
+        indices, values = self.sent[name]
+        error = kept[ERRORS][name].copy_(folded)
+        error.view(-1)[indices] -= values.to(error.dtype)
+        positions, mean = self.totals[name](folded, False)
+        if self.over_senders:
+            mean /= self.totals[name](folded, True)[1].clamp_(min=1)  # none where nothing was carried on a device
+        else:
+            divided_(mean, self.ranks)
+        change = torch.zeros_like(folded)
+        change.view(-1)[positions] = mean
+        return change

@@ -1,0 +1,464 @@
+"""Laws of what compresses changes: nothing lost, sizes known, means over those who sent, the share that is applied."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import thinwire as tw
+from tests.local.test_laws import Bag, digest, gradient, set_gradients, start_values, values
+from tests.ranks import Pool
+from tests.reference import whole_codes
+from tests.reference.local_training import Simulation
+from thinwire.comm import Group
+from thinwire.core.sketch import SKETCH_NUMEL
+from thinwire.sync.change_protocol import ERRORS, AllGather
+from thinwire.sync.changes import COMPRESSIONS, compression_of
+
+BITS = (1, 2, 4, 8, 16)
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+# ---- against the simulation
+
+
+def follow(rank: int, size: int, config: Any, steps: int) -> list[Any]:
+    model = Bag()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    found = []
+    with tw.local_sgd(model, optimizer, config) as sync:
+        for step in range(1, steps + 1):
+            set_gradients(model, step, rank)
+            optimizer.step()
+            found.append((values(model), {n: e.numpy() for n, e in sync.state_dict()["errors"].items()}))
+    return found
+
+
+CASES: dict[str, tuple[tw.LocalSGD, dict[str, Any]]] = {
+    **{f"{bits} bits": (tw.LocalSGD(3, compression=tw.Quantized(bits)), {"k": 3, "bits": bits}) for bits in BITS},
+    "4 bits, forgetting, outer, fragments and delay": (
+        tw.LocalSGD(
+            6,
+            fragments=2,
+            delay=2,
+            outer_lr=0.8,
+            outer_momentum=0.5,
+            outer_nesterov=True,
+            compression=tw.Quantized(decay=0.5),
+        ),
+        {
+            "k": 6,
+            "parts": [["a"], ["b", "c", "d"]],
+            "delay": 2,
+            "outer": (0.8, 0.5, True),
+            "bits": 4,
+            "decay": 0.5,
+        },
+    ),
+    "over the senders": (
+        tw.LocalSGD(4, compression=tw.Sparse(0.75, value_bits=32, decay=0.9)),
+        {"k": 4, "sparsity": 0.75, "decay": 0.9, "senders": True},
+    ),
+    "over the senders, outer, fragments and delay": (
+        tw.LocalSGD(6, fragments=2, delay=1, outer_momentum=0.5, compression=tw.Sparse(0.8, value_bits=32)),
+        {
+            "k": 6,
+            "parts": [["a"], ["b", "c", "d"]],
+            "delay": 1,
+            "outer": (1.0, 0.5, False),
+            "sparsity": 0.8,
+            "decay": 0.95,
+            "senders": True,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("size", [1, 3])
+def test_training_is_that_of_the_simulation(ranks: Pool, case: str, size: int) -> None:
+    """1e-6: scales are rounded to float32 from sums in another order, and such a difference stays in the errors."""
+    config, settings = CASES[case]
+    found = ranks.run(follow, config, 26, size=size)
+    oracle = Simulation({n: v.numpy() for n, v in start_values().items()}, size, lr=0.1, momentum=0.9, **settings)
+    for step in range(26):
+        oracle.advance(gradient)
+        for rank in range(size):
+            params, errors = found[rank][step]
+            for name, p in params.items():
+                np.testing.assert_allclose(p, oracle.ranks[rank].p[name], rtol=0, atol=1e-6)
+                kept = oracle.ranks[rank].error.get(name, np.zeros_like(p))
+                np.testing.assert_allclose(errors[name], kept, rtol=0, atol=1e-6)
+    assert any(e.any() for e in found[0][-1][1].values())
+
+
+# ---- conservation
+
+
+def keep_books(rank: int, size: int, compression: Any) -> float:
+    """Largest error of: what this rank sent in all, plus what it keeps, is what it changed and kept before."""
+    model = Bag(dtype=torch.float32)
+    optimizer = sgd(model)
+    worst = 0.0
+    with tw.local_sgd(model, optimizer, tw.LocalSGD(2, begin_step=0, compression=compression)) as sync:
+        averaging = sync._open_turns().averaging
+        sent: dict[str, Tensor] = {}
+        settle = averaging._mean_change
+
+        def noting(name: str, flight: Any) -> Tensor:
+            folded = flight.moved[name].clone()
+            mean = settle(name, flight)
+            sent[name] = folded - averaging.errors[name]
+            return mean
+
+        averaging._mean_change = noting  # type: ignore[method-assign]
+        for step in range(1, 201):
+            before = {n: e.clone() for n, e in averaging.errors.items()}
+            anchors = {n: a.clone() for n, a in averaging.anchors.items()}
+            start = {n: p.detach().clone() for n, p in model.named_parameters()}
+            set_gradients(model, step, rank)
+            change = {n: anchors[n] - (start[n] - 0.1 * p.grad) for n, p in model.named_parameters()}  # type: ignore[operator]
+            optimizer.step()
+            if not sync.synced:
+                continue
+            for name, error in averaging.errors.items():
+                lost = sent[name] + error - change[name] - compression.decay * before[name]
+                worst = max(worst, float(lost.abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize(
+    "compression",
+    [
+        *(tw.Quantized(bits) for bits in BITS),
+        tw.Quantized(2, decay=0.5),
+        tw.Sparse(0.9),
+        tw.Sparse(0.9, mean_over="all"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_is_sent_and_kept_is_what_changed_and_was_kept(ranks: Pool, compression: Any, size: int) -> None:
+    """1e-6: float32 sums of values of size 1."""
+    assert max(ranks.run(keep_books, compression, size=size)) < 1e-6
+
+
+def add_up(rank: int, size: int, bits: int) -> float:
+    """Largest error of: the anchors moved by the mean of all changes less the mean of what is kept."""
+    model = Bag()
+    optimizer = sgd(model)
+    changed = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with tw.local_sgd(model, optimizer, tw.LocalSGD(2, begin_step=0, compression=tw.Quantized(bits))) as sync:
+        for step in range(1, 401):
+            set_gradients(model, step, rank)
+            for name, p in model.named_parameters():
+                changed[name] += 0.1 * p.grad  # type: ignore[operator]
+            optimizer.step()
+        errors = sync.state_dict()["errors"]
+        assert sync.stats()["applied_share"] == 1
+    worst = 0.0
+    for name, p in model.named_parameters():
+        sums = torch.stack([changed[name], errors[name]]).detach()
+        if size > 1:
+            torch.distributed.all_reduce(sums)
+        worst = max(worst, float(((start[name] - p.detach()) * size + sums[1] - sums[0]).abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_nothing_is_lost_over_ranks_and_200_rounds(ranks: Pool, bits: int) -> None:
+    """float64 sums of a few hundred terms of size 1."""
+    assert max(ranks.run(add_up, bits, size=2)) < 1e-10
+
+
+# ---- sizes
+
+SHAPES = {"a": (6, 5), "b": (7,), "c": (3, 4), "d": ()}
+NUMELS = (30, 7, 12, 1)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_the_size_is_that_of_the_format(bits: int) -> None:
+    assert tw.Quantized(bits).sent_bytes(1, NUMELS) == whole_codes.message_bytes(NUMELS, bits)
+    assert tw.Quantized(4).sent_bytes(1, (10**6,)) == 32 + 32 + 500_000
+
+
+def sent_in_turns(rank: int, size: int, compression: Any, dgc: Any) -> list[tuple[int, int]]:
+    """Per averaging what went over the wire in messages of changes, and what was predicted."""
+    gathered: list[int] = []
+
+    class Counting(Group):
+        def gather(self, message: Tensor, *, what: str):  # type: ignore[no-untyped-def]
+            gathered.append(message.numel() if "changes" in what else 0)
+            return super().gather(message, what=what)
+
+    from thinwire.sync import local_sgd
+
+    local_sgd.Group = Counting  # type: ignore[misc]
+    try:
+        model = Bag()
+        optimizer = sgd(model)
+        told = compression_of(compression, dgc)
+        assert told is not None
+        pairs = []
+        with local_sgd.LocalUpdates(model, optimizer, tw.LocalSGD(2, compression=compression), dgc=dgc) as sync:
+            for step in range(1, 10):
+                gathered.clear()
+                set_gradients(model, step, rank)
+                optimizer.step()
+                if sync.synced:
+                    taken = [
+                        p.numel() for p in model.parameters() if told.compresses(p) and told.takes(step, p.numel())
+                    ]
+                    pairs.append((sum(gathered), told.sent_bytes(step, taken) if taken else 0))
+    finally:
+        local_sgd.Group = Group  # type: ignore[misc]
+    return pairs
+
+
+@pytest.mark.parametrize(
+    ("compression", "dgc"),
+    [
+        *((tw.Quantized(bits), None) for bits in BITS),
+        (tw.Sparse(0.8), None),
+        (None, tw.DGC(3, 4, (0.5, 0.9), min_numel=7)),
+    ],
+    ids=str,
+)
+def test_what_travels_is_exactly_what_was_predicted(ranks: Pool, compression: Any, dgc: Any) -> None:
+    for pairs in ranks.run(sent_in_turns, compression, dgc):
+        assert len(pairs) == 5
+        assert all(came == predicted for came, predicted in pairs)
+        assert pairs[-1][0] > 0
+
+
+def counted(rank: int, size: int, compression: Any) -> float:
+    model = Bag()
+    optimizer = sgd(model)
+    with tw.local_sgd(model, optimizer, tw.LocalSGD(1, begin_step=0, compression=compression)) as sync:
+        for step in range(1, 6):
+            set_gradients(model, step, rank)
+            before = sync.stats()["bytes_sent"]
+            optimizer.step()
+            sent = sync.stats()["bytes_sent"] - before
+    return sent
+
+
+def test_stats_count_the_message_and_the_scalars_that_ride_along(ranks: Pool) -> None:
+    """Two agreements of 24 bytes; for the share that is applied 64 float32, and nothing at decay 1 with all ranks."""
+    for compression, riders in [
+        (tw.Quantized(4), 0),
+        (tw.Quantized(4, decay=0.9), 4 * SKETCH_NUMEL),
+        (tw.Sparse(0.5), 4 * SKETCH_NUMEL),
+        (tw.Sparse(0.5, decay=1.0, mean_over="all"), 0),
+    ]:
+        [sent] = ranks.run(counted, compression, size=1)
+        assert sent == compression.sent_bytes(5, NUMELS) + riders + 2 * 24, compression
+
+
+# ---- the mean over those who sent
+
+
+def two_steps(rank: int, size: int, mean_over: str) -> tuple[list[Any], str]:
+    """Rank r changes entry r by 1 + r, entry 3 by 8, and a little of all; 2 of 5 are sent."""
+    model = Bag({"w": (5,)}, dtype=torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    config = tw.LocalSGD(1, 0, compression=tw.Sparse(0.6, value_bits=32, decay=1.0, mean_over=mean_over))  # type: ignore[arg-type]
+    [p] = model.parameters()
+    start = p.detach().clone()
+    with tw.local_sgd(model, optimizer, config):
+        p.grad = torch.full((5,), 2.0**-4)
+        p.grad[rank] = 1.0 + rank
+        p.grad[3] = 8.0
+        optimizer.step()
+        return (start - p.detach()).tolist(), digest(model)
+
+
+def test_an_entry_is_averaged_over_its_senders_or_over_all(ranks: Pool) -> None:
+    """1e-6: float32 differences of values of size 1."""
+    expected = {"senders": [1, 2, 3, 8, 0], "all": [1 / 3, 2 / 3, 1, 8, 0]}
+    for mean_over, moved in expected.items():
+        answers = ranks.run(two_steps, mean_over, size=3)
+        assert len({bits for _, bits in answers}) == 1
+        np.testing.assert_allclose(answers[0][0], moved, rtol=0, atol=1e-6)
+        assert answers[0][0][4] == 0, "an entry that nobody sent stays, bit for bit"
+
+
+def many_steps(rank: int, size: int, compression: Any, steps: int) -> list[tuple[bool, str, float]]:
+    model = Bag(dtype=torch.float32)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    found = []
+    with tw.local_sgd(model, optimizer, tw.LocalSGD(3, compression=compression)) as sync:
+        for step in range(1, steps + 1):
+            set_gradients(model, step, rank)
+            optimizer.step()
+            found.append((sync.synced, digest(model), sync.stats()["applied_share"]))
+    return found
+
+
+@pytest.mark.parametrize("compression", [tw.Sparse(0.8), tw.Quantized(1), tw.Quantized(4, decay=0.9)], ids=str)
+def test_ranks_are_bit_identical_after_every_averaging(ranks: Pool, compression: Any) -> None:
+    for views in zip(*ranks.run(many_steps, compression, 60, size=3), strict=True):
+        flags, digests, shares = zip(*views, strict=True)
+        assert len(set(flags)) == len(set(shares)) == 1
+        assert len(set(digests)) == (1 if flags[0] else 3)
+
+
+# ---- the share that is applied
+
+
+def steady(rank: int, size: int, config: Any, rounds: int) -> tuple[float, float]:
+    """The estimate, and what it estimates, for a steady change with noise of each rank on top."""
+    torch.manual_seed(0)
+    model = Bag({"w": (64, 64), "v": (300,)}, dtype=torch.float32)
+    slope = {name: torch.randn(p.shape) for name, p in model.named_parameters()}
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    total = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with tw.local_sgd(model, optimizer, config) as sync:
+        for step in range(rounds):
+            for name, p in model.named_parameters():
+                noise = [torch.randn(p.shape) for _ in range(size)]
+                p.grad = slope[name] * (1 + step % 2) + 0.5 * noise[rank]
+                total[name] += slope[name] * (1 + step % 2) + 0.5 * sum(noise) / size
+            optimizer.step()
+        moved = {name: start[name] - a for name, a in sync.state_dict()["anchors"].items()}
+        share = sync.stats()["applied_share"]
+    products = [sum(float((x[n] * total[n]).sum()) for n in total) for x in (moved, total)]
+    return share, products[0] / products[1]
+
+
+@pytest.mark.parametrize(
+    ("compression", "low", "high"),
+    [
+        (tw.Sparse(0.9, decay=0.9, mean_over="all"), 0.5, 0.9),
+        (tw.Sparse(0.9), 1.0, 2.0),
+        (tw.Quantized(4, decay=0.9), 0.95, 1.01),
+    ],
+    ids=str,
+)
+def test_the_applied_share_is_near_what_it_estimates(ranks: Pool, compression: Any, low: float, high: float) -> None:
+    """Decay eats a part of what is sent seldom; over the senders, entries that one rank sends count whole."""
+    for share, truth in ranks.run(steady, tw.LocalSGD(1, begin_step=0, compression=compression), 60, size=2):
+        assert low < truth < high
+        assert abs(share - truth) < 0.15
+
+
+def test_the_share_follows_the_outer_rate() -> None:
+    half, whole = (
+        steady(0, 1, tw.LocalSGD(1, 0, outer_lr=rate, compression=tw.Sparse(0.9)), 40)[0] for rate in (0.5, 1.0)
+    )
+    assert half == pytest.approx(whole / 2, rel=1e-3)
+
+
+# ---- refusals, and what every compression tells
+
+
+def differing(rank: int, size: int, kinds: list[Any]) -> str:
+    model = Bag()
+    try:
+        with tw.local_sgd(model, sgd(model), tw.LocalSGD(2, compression=kinds[rank])):
+            pass
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kinds", "text"),
+    [
+        ([tw.Sparse(0.5), tw.Quantized()], "compression differs: rank 0 has 'Sparse', rank 1 has 'Quantized'"),
+        ([None, tw.Quantized()], "compression differs: rank 0 has 'NoneType', rank 1 has 'Quantized'"),
+        ([tw.Quantized(4), tw.Quantized(8)], "settings.compression.value_bits differs: rank 0 has 4, rank 1 has 8"),
+        (
+            [tw.Sparse(0.5), tw.Sparse(0.5, mean_over="all")],
+            "mean_over differs: rank 0 has 'senders', rank 1 has 'all'",
+        ),
+    ],
+    ids=str,
+)
+def test_ranks_compare_what_compresses(ranks: Pool, kinds: list[Any], text: str) -> None:
+    assert all(text in answer for answer in ranks.run(differing, kinds))
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "text"),
+    [
+        (lambda: tw.Quantized(32), ValueError, "value_bits=32 is no compression.*compression=None"),
+        (lambda: tw.Quantized(3), ValueError, r"value_bits must be one of \[1, 2, 4, 8, 16\], got 3"),
+        (lambda: tw.Quantized(4.0), TypeError, "value_bits must be an integer"),  # type: ignore[arg-type]
+        (lambda: tw.Quantized(4, decay=1.5), ValueError, "decay"),
+        (lambda: tw.Sparse(0.9, mean_over="some"), ValueError, "mean_over must be one of.*senders.*all.*'some'"),  # type: ignore[arg-type]
+        (lambda: tw.LocalSGD(4, compression=tw.DGC()), TypeError, "Sparse or Quantized"),  # type: ignore[arg-type]
+    ],
+)
+def test_configs_refuse(make: Any, kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        make()
+
+
+class Liar(Group):
+    """A group whose rank 1 sends a damaged message of changes."""
+
+    def gather(self, message: Tensor, *, what: str):  # type: ignore[no-untyped-def]
+        if self.rank == 1 and "changes" in what:
+            message = message.clone()
+            message[-1] ^= 4
+        return super().gather(message, what=what)
+
+
+def receive_damage(rank: int, size: int, compression: Any) -> list[str]:
+    from thinwire.sync import local_sgd
+
+    local_sgd.Group = Liar  # type: ignore[misc]
+    model = Bag()
+    optimizer = sgd(model)
+    sync = tw.local_sgd(model, optimizer, tw.LocalSGD(1, 0, compression=compression)).__enter__()
+    try:
+        before = digest(model), sync.state_dict()["anchors"]
+        set_gradients(model, 1, rank)
+        with pytest.raises(tw.errors.PayloadCorrupt) as refusal:
+            optimizer.step()
+        after = sync.state_dict()
+        assert all(torch.equal(before[1][n], a) for n, a in after["anchors"].items())
+        assert not any(e.any() for e in after["errors"].values())
+    finally:
+        sync.close()
+        local_sgd.Group = Group  # type: ignore[misc]
+    return [str(refusal.value)]
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("compression", [tw.Quantized(4), tw.Sparse(0.5)], ids=str)
+def test_a_damaged_message_changes_nothing_on_any_rank(ranks: Pool, compression: Any) -> None:
+    for [text] in ranks.run(receive_damage, compression, size=2):
+        assert "the message of rank 1" in text
+        assert "Nothing was applied on any rank" in text
+
+
+@pytest.mark.parametrize("tag", COMPRESSIONS)
+def test_every_compression_is_pure(tag: str) -> None:
+    """`send` changes neither what it is given nor what is kept; `settle_` only the error."""
+    compression: Any = COMPRESSIONS[tag](0.5) if tag == "sparse" else COMPRESSIONS[tag]()
+    folded = {"a": torch.randn(4, 5), "b": torch.randn(3)}
+    kept = {ERRORS: {name: torch.ones_like(value) for name, value in folded.items()}}
+    copies = [{name: value.clone() for name, value in each.items()} for each in (folded, kept[ERRORS])]
+    sending = compression.send(1, folded, kept)
+    request = next(sending)
+    assert isinstance(request, AllGather)
+    assert request.message.numel() == compression.sent_bytes(1, [20, 3])
+    with pytest.raises(StopIteration) as end:
+        sending.send(torch.stack([request.message, request.message]))
+    for each, copy in zip((folded, kept[ERRORS]), copies, strict=True):
+        assert all(torch.equal(each[name], copy[name]) for name in copy)
+    for name, value in folded.items():
+        mean = end.value.value.settle_(name, value, kept)
+        assert torch.equal(value, copies[0][name])
+        # two ranks that send the same: the mean is what was sent
+        torch.testing.assert_close(mean + kept[ERRORS][name], value, rtol=0, atol=1e-6)
