@@ -1,4 +1,7 @@
-"""Every example, and the code of the README, runs as it says: under torchrun, on two CPU ranks."""
+"""Every example, and the code of the README, runs as it says: on two CPU ranks.
+
+The code of the README and what needs other packages is started by torchrun, the rest in the processes of the pool.
+"""
 
 import os
 import re
@@ -10,13 +13,12 @@ from pathlib import Path
 import pytest
 
 from tests.integrations.packages import needs
+from tests.launched import run_script
+from tests.ranks import Pool
 
 ROOT = Path(__file__).parent.parent
 OPTIONAL = {"accelerate_loop.py": "accelerate", "lightning_loop.py": "lightning"}
-EXAMPLES = [
-    pytest.param(path, marks=[pytest.mark.integrations, needs(OPTIONAL[path.name])] if path.name in OPTIONAL else [])
-    for path in sorted((ROOT / "examples").rglob("*.py"))
-]
+EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
 
 
 def torchrun(script: Path, cwd: Path) -> str:
@@ -32,11 +34,24 @@ def torchrun(script: Path, cwd: Path) -> str:
     return str(out)
 
 
+def lines_of(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+@pytest.mark.timeout(220)
+@pytest.mark.parametrize("path", [p for p in EXAMPLES if p.name not in OPTIONAL], ids=lambda path: path.name)
+def test_example_runs_and_is_short(ranks: Pool, path: Path, tmp_path: Path) -> None:
+    assert lines_of(path) < 120
+    assert run_script(ranks, path, tmp_path).strip()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(220)
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
-def test_example_runs_and_is_short(path: Path, tmp_path: Path) -> None:
-    assert len(path.read_text(encoding="utf-8").splitlines()) < 120
+@pytest.mark.integrations
+@pytest.mark.parametrize("name", [pytest.param(name, marks=needs(package)) for name, package in OPTIONAL.items()])
+def test_example_with_another_package_runs_and_is_short(name: str, tmp_path: Path) -> None:
+    path = ROOT / "examples" / name
+    assert lines_of(path) < 120
     assert torchrun(path, tmp_path).strip()
 
 

@@ -4,19 +4,15 @@ The scripts run as they are, in the processes of the pool; where a test needs ot
 text and fails when the line is not there.
 """
 
-import contextlib
-import io
-import os
 import re
-import socket
 import sys
 import types
 import warnings
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
+from tests.launched import as_torchrun_starts, free_port
 from tests.ranks import Pool
 
 pytestmark = pytest.mark.timeout(300)  # two to three runs each, on machines that do other things too
@@ -28,25 +24,18 @@ STEPS = 30
 def run(rank: int, size: int, name: str, changes: dict[str, str], port: int, steps: int, out: str) -> str:
     """What one rank of the script prints; it makes its own process group, as under torchrun."""
     warnings.filterwarnings("ignore", message="the changes of all ranks are equal")  # where batches are
-    dist.barrier()  # else the other may still be connecting
-    dist.destroy_process_group()
     text = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
     for old, new in changes.items():
         assert text.count(old) == 1, f"{old!r} is {text.count(old)} times in {name}.py"
         text = text.replace(old, new)
-    place = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({key: str(value) for key, value in place.items()})
     module = types.ModuleType(f"example_{name}")
     sys.modules[module.__name__] = module
-    said = io.StringIO()
     try:
         exec(compile(text, f"{name}.py", "exec"), module.__dict__)
-        with contextlib.redirect_stdout(said):
+        with as_torchrun_starts(rank, size, port) as said:
             module.main(steps, Path(out))
     finally:
         del sys.modules[module.__name__]
-        for key in place:
-            del os.environ[key]
     return said.getvalue()
 
 
@@ -54,9 +43,7 @@ def losses(
     ranks: Pool, name: str, out: Path, *, changes: dict[str, str] | None = None, steps: int = STEPS
 ) -> dict[str, float]:
     """Loss by what was printed before it, of rank 0: of every step, and on held-out text at every evaluation."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    said = ranks.run(run, name, changes or {}, port, steps, str(out), timeout_s=100)[0]
+    said = ranks.run(run, name, changes or {}, free_port(), steps, str(out), timeout_s=100)[0]
     return {at: float(loss) for at, loss in re.findall(r"(step \d+: (?:held-out )?loss) ([\d.]+)", said)}
 
 

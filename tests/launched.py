@@ -1,0 +1,60 @@
+"""Lets a rank of the pool run a script that torchrun starts, without the seconds that a start takes."""
+
+import contextlib
+import io
+import os
+import random
+import runpy
+import socket
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch.distributed as dist
+
+from tests.ranks import Pool
+
+__all__ = ["as_torchrun_starts", "free_port", "run_script"]
+
+
+def free_port() -> int:
+    """A port that nobody listens on now, of those that the kernel gives to no connection."""
+    while True:
+        port = random.randrange(15_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+
+
+@contextlib.contextmanager
+def as_torchrun_starts(rank: int, size: int, port: int) -> Iterator[io.StringIO]:
+    """No process group, and the environment that torchrun sets; yields what is printed meanwhile."""
+    dist.barrier()  # else the other may still be connecting
+    dist.destroy_process_group()
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    texts = {key: str(value) for key, value in place.items()}
+    texts |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ.update(texts)
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said):
+            yield said
+    finally:
+        for key in texts:
+            del os.environ[key]
+
+
+def run_script(ranks: Pool, script: Path, cwd: Path) -> str:
+    """What both ranks of the script print; fails with the traceback of the one that fails."""
+    return "".join(ranks.run(_main, str(script), str(cwd), free_port(), timeout_s=200))
+
+
+def _main(rank: int, size: int, script: str, cwd: str, port: int) -> str:
+    words, sys.argv = sys.argv, [script]
+    try:
+        with as_torchrun_starts(rank, size, port) as said, contextlib.chdir(cwd):
+            warnings.simplefilter("default")  # as in a process of its own
+            runpy.run_path(script, run_name="__main__")
+    finally:
+        sys.argv = words
+    return said.getvalue()
