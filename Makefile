@@ -8,6 +8,10 @@ INSTALLED := $(VENV)/.installed
 EXTRA_VENV := .venv-integrations
 TRITON_VENV := .venv-triton
 
+# many tests wait for a time-out or for another rank, so two cores are busy with four of them
+AT_ONCE ?= 4
+PYTEST := -m pytest -n $(AT_ONCE) --dist worksteal
+
 .PHONY: help demo test test-integrations test-triton check format bench docs clean
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -22,7 +26,7 @@ demo: $(INSTALLED)  ## train dense and compressed over the same slow link, side 
 	$(BIN)/thinwire compare --workers 2 --link 100mbit --strategies dense fp16 powersgd dgc --size small --seconds 18 --out runs/demo
 
 test: $(INSTALLED)  ## everything that must hold
-	$(BIN)/python -m pytest
+	$(BIN)/python $(PYTEST)
 
 $(EXTRA_VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(EXTRA_VENV)
@@ -31,7 +35,7 @@ $(EXTRA_VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 test-integrations: $(EXTRA_VENV)/.installed  ## the loops of Accelerate and Lightning, with the real packages
-	THINWIRE_INTEGRATIONS=required $(EXTRA_VENV)/bin/python -m pytest -m integrations tests/integrations tests/test_examples.py
+	THINWIRE_INTEGRATIONS=required $(EXTRA_VENV)/bin/python $(PYTEST) -m integrations tests/integrations tests/test_examples.py
 
 $(TRITON_VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(TRITON_VENV)
@@ -40,7 +44,7 @@ $(TRITON_VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 test-triton: $(TRITON_VENV)/.installed  ## the CUDA kernels, on a GPU or else in the interpreter (triton unpacks to 1 GB)
-	THINWIRE_TRITON=required $(TRITON_VENV)/bin/python -m pytest -m triton tests/core tests/sync
+	THINWIRE_TRITON=required $(TRITON_VENV)/bin/python $(PYTEST) -m triton tests/core tests/sync
 
 check: $(INSTALLED)  ## lint, format and types
 	$(BIN)/ruff check .
