@@ -1,6 +1,9 @@
 """Two workers over 1 Gbit/s: what a step costs, and how much of the exchange the backward pass hides.
 
     python -m benchmarks.overlap --out benchmarks/results/overlap.json
+    python -m benchmarks.overlap --digest --repeats 25 --out benchmarks/results/digest.json
+
+The second one shows instead what the rolling digest costs: engines with it and without it take turns.
 
 Needs root, for two network namespaces with a link between them; `--quick` uses the machine's own loopback.
 """
@@ -14,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import parser_for, save, surroundings
+from benchmarks.overlap_run import WITHOUT
 from thinwire.lab.launch import run_workers
 from thinwire.lab.link import Link
 from thinwire.lab.netns import network, why_unavailable
@@ -26,12 +30,14 @@ QUICK = {"width": 64, "blocks": 2, "rows": 2, "length": 8, "bucket_mb": [1, 25]}
 def main() -> None:
     parser = parser_for(__doc__)
     parser.add_argument("--link", default="1gbit", help="rate of the emulated link, as in thinwire compare")
+    parser.add_argument("--digest", action="store_true", help="the cost of the rolling digest instead")
     arguments = parser.parse_args()
     shape, repeats = (QUICK, 2) if arguments.quick else (FULL, arguments.repeats)
     link = Link.parse("loopback" if arguments.quick else arguments.link)
     if link.emulated and (reason := why_unavailable()) is not None:
         sys.exit(f"the link cannot be emulated here: network namespaces {reason}; --quick runs on loopback")
     config = {"task": "benchmarks.overlap_run:Turns", "timeout_s": 120, "repeats": repeats, **shape}
+    config["digest"] = arguments.digest
     around, begin = surroundings(repeats), time.perf_counter()
     found = run(config, link)
     result: dict[str, object] = {
@@ -42,11 +48,12 @@ def main() -> None:
         "shape": shape,
         "params": found["params"],
         "seconds": round(time.perf_counter() - begin),
-        "rows": [row(name, found) for name in found["milliseconds"]],
+        "rows": [cost(name, found) if arguments.digest else row(name, found) for name in contenders(found)],
         "milliseconds": found["milliseconds"],
+        "cpu_milliseconds": found["cpu_milliseconds"],
     }
     save(result, arguments.out)
-    print(printed(result))
+    print(printed_costs(result) if arguments.digest else printed(result))
 
 
 def run(config: dict[str, Any], link: Link) -> dict[str, Any]:
@@ -56,6 +63,39 @@ def run(config: dict[str, Any], link: Link) -> dict[str, Any]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         *_, last = run_workers(config, WORKERS, place, folder / "run")
     return dict(last)
+
+
+def contenders(found: dict[str, Any]) -> list[str]:
+    """Those with a row of their own."""
+    return [name for name in found["milliseconds"] if not name.endswith(WITHOUT)]
+
+
+def cost(name: str, found: dict[str, Any]) -> dict[str, Any]:
+    """What the digest adds to a step: medians of the differences within a round, shares of the step without it."""
+    result: dict[str, Any] = {"name": name}
+    for key in ("milliseconds", "cpu_milliseconds"):
+        pairs = list(zip(found[key][name], found[key][name + WITHOUT], strict=True))
+        without = statistics.median(b for _, b in pairs)
+        added = statistics.median(a - b for a, b in pairs)
+        result |= {key: without, f"{key} added": added, f"{key} added, share": added / without}
+    return result
+
+
+def printed_costs(result: Any) -> str:
+    """A table in Markdown."""
+    lines = [
+        f"{_size(result)}, medians of {result['repeats']} pairs of steps, one thread a worker.",
+        "",
+        "| engine | step without digest | added | processor time without | added |",
+        "|---|---|---|---|---|",
+    ]
+    for each in result["rows"]:
+        cells = [
+            f"{each[key]:.0f} ms | {each[f'{key} added']:+.1f} ms, {each[f'{key} added, share']:+.1%}"
+            for key in ("milliseconds", "cpu_milliseconds")
+        ]
+        lines.append(f"| {each['name']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def row(name: str, found: dict[str, Any]) -> dict[str, Any]:
@@ -87,9 +127,8 @@ def row(name: str, found: dict[str, Any]) -> dict[str, Any]:
 
 def printed(result: Any) -> str:
     """Tables in Markdown."""
-    size = f"{result['params'] / 1e6:.1f} M parameters, {result['workers']} workers, link {result['link']}"
     lines = [
-        f"{size}, medians of {result['repeats']} steps, one thread a worker.",
+        f"{_size(result)}, medians of {result['repeats']} steps, one thread a worker.",
         "",
         "| contender | step : DDP | step : bare | hidden | share of each collective that is hidden | step |",
         "|---|---|---|---|---|---|",
@@ -103,6 +142,10 @@ def printed(result: Any) -> str:
             f"{each['milliseconds']:.0f} ms |"
         )
     return "\n".join(lines)
+
+
+def _size(result: Any) -> str:
+    return f"{result['params'] / 1e6:.1f} M parameters, {result['workers']} workers, link {result['link']}"
 
 
 if __name__ == "__main__":

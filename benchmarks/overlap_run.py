@@ -18,11 +18,13 @@ from thinwire.lab.diary import Diary
 from thinwire.optim import DGCMomentum
 from thinwire.strategy.overlap import Overlap
 
-__all__ = ["DEFAULT_MB", "Turns", "build_model"]
+__all__ = ["DEFAULT_MB", "WITHOUT", "Turns", "build_model"]
 
 DEFAULT_MB = 25
 MIB = 2**20
 LR = 1e-3  # small: what is learned does not matter, and nothing may overflow
+WITHOUT = ", without digest"
+"""Ends the name of an engine that compares nothing."""
 UNTIMED = 4  # DDP cuts its buckets anew after the first step, engines send early from the third on
 
 
@@ -116,22 +118,29 @@ class Turns:
         """What has to be set before a contender's turn."""
 
     def train(self) -> dict[str, Any]:
-        """Milliseconds of every step and the way of every bucket, per contender; of the slower rank."""
-        self._build()
+        """Milliseconds of every step, of the slower rank and of this one's processor, and the way of every bucket."""
+        if self.config["digest"]:
+            self._build_digests()
+        else:
+            self._build()
         times: dict[str, list[float]] = {name: [] for name in self.steps}
+        busy: dict[str, list[float]] = {name: [] for name in self.steps}
         ways: dict[str, list[list[tuple[float, float]]]] = {name: [] for name in self.steps}
         with watched_groups(self.watch):
             for turn in range(UNTIMED + self.config["repeats"]):
                 for name in self.steps:
+                    begin = time.process_time()
                     seconds = self._step(name)
                     if turn >= UNTIMED:
+                        busy[name].append(1e3 * (time.process_time() - begin))
                         times[name].append(1e3 * seconds)
                         ways[name].append([(1e3 * way, 1e3 * hidden) for way, hidden in self.watch.hidden()])
                 self.diary.write("round", turn=turn)
         everybody: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everybody, times)
         slower = {name: [max(t) for t in zip(*(each[name] for each in everybody), strict=True)] for name in times}
-        return {"milliseconds": slower, "buckets": ways, "params": sum(p.numel() for p in self._model().parameters())}
+        params = sum(p.numel() for p in self._model().parameters())
+        return {"milliseconds": slower, "cpu_milliseconds": busy, "buckets": ways, "params": params}
 
     def _step(self, name: str) -> float:
         if name in self.choose:
@@ -155,6 +164,18 @@ class Turns:
         optimizer = DGCMomentum(ddp.module.named_parameters(), LR, 0.9)
         optimizer.attach(ddp)
         self._own("DDP, DGCMomentum attached", ddp, optimizer)
+
+    def _build_digests(self) -> None:
+        sgd, adamw = partial(torch.optim.SGD, momentum=0.9), torch.optim.AdamW
+        dgc = {"dgc": tw.DGC()}
+        for name, strategy, kind in (("dense", {}, sgd), ("dense, AdamW", {}, adamw), ("DGC", dgc, sgd)):
+            for ending, every in (("", 64), (WITHOUT, 0)):
+                model = self._model()
+                optimizer = kind(model.named_parameters(), LR)
+                engine = tw.DistributedStrategy(**strategy).prepare(
+                    model, optimizer, nn.functional.mse_loss, digest_every=every
+                )
+                self.steps[f"engine, {name}{ending}"] = partial(engine.train_step, self.x, self.y)
 
     def _model(self) -> nn.Module:
         return build_model(self.config["width"], self.config["blocks"])

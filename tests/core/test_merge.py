@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.reference import dgc_fold
-from thinwire.core.merge import sum_sparse
+from thinwire.core.merge import checked_mean_, sum_sparse
 
 VALUE = st.floats(-(2.0**100), 2.0**100, width=32)
 PART = st.dictionaries(st.integers(0, 30), VALUE, max_size=20)
@@ -40,3 +40,41 @@ def test_the_parts_are_left_alone():
 def test_no_parts_are_refused():
     with pytest.raises(ValueError, match="parts is empty"):
         sum_sparse([], torch.float32)
+
+
+PIECE = 1 << 17
+"""float32 entries of a piece that is read while it is in the cache."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("numel", [0, 1, 777, 2 * PIECE + 3])
+def test_a_checked_mean_is_the_mean_and_finite(numel: int, dtype: torch.dtype) -> None:
+    total = torch.randn(numel, dtype=dtype)
+    expected = total / 3
+    finite, _ = checked_mean_(total, 3, bits=True).tolist()
+    assert torch.equal(total, expected)
+    assert finite == 1
+
+
+@pytest.mark.parametrize("place", [0, PIECE - 1, PIECE, 2 * PIECE + 2])
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_one_entry_that_is_not_finite_shows_in_a_checked_mean(place: int, value: float) -> None:
+    total = torch.ones(2 * PIECE + 3)
+    total[place] = value
+    assert checked_mean_(total, 2, bits=False).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("place", [0, PIECE - 1, PIECE, 2 * PIECE + 2])
+@pytest.mark.parametrize("bit", [0, 22, 31])
+def test_one_bit_shows_in_a_checked_mean(place: int, bit: int) -> None:
+    total = torch.ones(2 * PIECE + 3)
+    _, sound = checked_mean_(total.clone(), 1, bits=True).tolist()
+    total.view(torch.int32).numpy()[place] ^= np.uint32(1 << bit).astype(np.int32)
+    _, damaged = checked_mean_(total, 1, bits=True).tolist()
+    assert sound != damaged
+
+
+def test_pieces_that_change_places_show_in_a_checked_mean() -> None:
+    total = torch.randn(2 * PIECE)
+    moved = torch.cat([total[PIECE:], total[:PIECE]])
+    assert not torch.equal(checked_mean_(total, 1, bits=True), checked_mean_(moved, 1, bits=True))

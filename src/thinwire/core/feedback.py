@@ -200,12 +200,12 @@ def commit_list_(
 
 
 def _rests(fold: Fold, fused: bool) -> list[int]:
-    """The sums of residual and buffer, or where loops make them, of the last entry that fills no word."""
+    """The sums of residual and buffer; where loops make them, of the last entry that fills no word, if there is one."""
     states = [fold.residual, *([] if fold.momentum_buffer is None else [fold.momentum_buffer])]
     if not fused:
         return word_sums(states)
     filled = fold.residual.numel() * fold.residual.element_size() // 8 * 8 // fold.residual.element_size()
-    return [0, 0] if filled == fold.residual.numel() else word_sums([state[filled:] for state in states])
+    return [] if filled == fold.residual.numel() else word_sums([state[filled:] for state in states])
 
 
 def _seals(
@@ -213,11 +213,10 @@ def _seals(
 ) -> list[Seal]:
     found = []
     for rests, fold, own in zip(before, folds, sums, strict=True):
-        fused = own is not None
         four = [0, 0, 0, 0] if own is None else own.tolist()
-        for place, rest in enumerate((*rests[:2], *[0] * (2 - len(rests)), *_rests(fold, fused)[:2])):
-            four[place] += rest
-        found.append(Seal(*(_wrapped(each) for each in four)))
+        for place, rest in (*enumerate(rests), *enumerate(_rests(fold, own is not None), 2)):
+            four[place] = _wrapped(four[place] + rest)
+        found.append(Seal(*four))
     return found
 
 

@@ -5,9 +5,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from thinwire.core.checksum import bit_sums
 from thinwire.core.kernels import for_device, for_lists, has_address
 
-__all__ = ["divided_", "step_along_list_", "sum_sparse"]
+__all__ = ["checked_mean_", "divided_", "step_along_list_", "sum_sparse"]
+
+_CACHED = 1 << 19
+"""Bytes that stay in a core's own cache while they are read again."""
 
 
 def sum_sparse(parts: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -69,6 +73,28 @@ def divided_(total: Tensor, count: int) -> Tensor:
     By a tensor: where a GPU divides by a plain number, torch multiplies by the reciprocal, which rounds otherwise.
     """
     return total.div_(torch.full((), count, dtype=total.dtype, device=total.device))
+
+
+def checked_mean_(total: Tensor, count: int, *, bits: bool) -> Tensor:
+    """Divides a sum in place, and looks at what comes out while it is still in the cache.
+
+    Args:
+        total: Floating-point or complex, one dimension, contiguous.
+        count: What it is divided by.
+        bits: Whether to read its bits too.
+
+    Returns:
+        int64, shape (2,), where `total` is: 1 if the entries add up to a finite number, else 0; and a number for the
+        bits of what comes out, which a change of any 64-bit word changes, 0 without `bits`. No host synchronization.
+    """
+    length = _CACHED // total.element_size() if total.device.type == "cpu" else max(1, total.numel())
+    sums, words = [], []
+    for piece in total.split(length):
+        sums.append((piece if count == 1 else piece.div_(count)).sum())
+        words += bit_sums([piece]) if bits else []
+    finite = torch.stack(sums).sum().isfinite().long()
+    weights = torch.arange(len(words), device=total.device).mul_(2).add_(1)  # odd ones: none loses a bit of a change
+    return torch.stack([finite, (torch.stack(words) * weights).sum() if bits else torch.zeros_like(finite)])
 
 
 def _have_addresses(parts: Sequence[tuple[Tensor, Tensor]]) -> bool:

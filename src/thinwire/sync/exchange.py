@@ -315,6 +315,7 @@ class GradientExchange:
             row_sparse={key for key, ranks in sparse.items() if any(ranks)},
             rows_only={key for key, ranks in sparse.items() if all(ranks)},
             exchange=self._exchange,
+            read_sums=self.digest is not None,
         )
 
     def _send(self, flying: Round, bucket: int, grads: Mapping[int, Tensor]) -> None:
@@ -442,7 +443,7 @@ class _InNode:
         self.bucket = bucket
         self.keys = list(grads)
         self._node = nodes.rank
-        self._round = Round(nodes.inner, step=step, value_bits=32)
+        self._round = Round(nodes.inner, step=step, value_bits=32, read_sums=False)
         self._round.launch(bucket, {}, {key: g.to_dense() if g.is_sparse else g for key, g in grads.items()})
 
     def means(self, onward: Round) -> dict[int, Tensor]:

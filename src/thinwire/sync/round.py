@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Pending, Sources
-from thinwire.core.checksum import checksum
 from thinwire.core.feedback import Proposal
 from thinwire.core.kernels import is_static
-from thinwire.core.merge import divided_, sum_sparse
+from thinwire.core.merge import checked_mean_, divided_, sum_sparse
 from thinwire.core.message import Layout, Slot, pack, pack_nonfinite, unpack
 from thinwire.core.rounding import rounding_seed, store_
 from thinwire.core.sealed import opened_sum, sealed, travels_sealed
@@ -87,6 +86,7 @@ class Round:
         row_sparse: Collection[int] = frozenset(),
         rows_only: Collection[int] = frozenset(),
         exchange: str = GATHER,
+        read_sums: bool = True,
     ) -> None:
         self.step = step
         self.row_sparse = row_sparse
@@ -101,11 +101,13 @@ class Round:
         """Likewise among those that travelled densely, where a rank's own may be what is not finite."""
         self.refused: str | None = None
         """What arrived damaged before it went into this exchange; `finish` refuses all of it for that."""
+        self.dense_digest = 0
+        """Of the bits of all dense sums, once finished: the same on all ranks. 0 without `read_sums`."""
         self._group = group
         self._value_bits = value_bits
         self._exchange = exchange
+        self._read_sums = read_sums and group.size > 1
         self._flights: list[_Flight] = []
-        self._sums: list[Tensor] = []
         self._sent: dict[int, tuple[Tensor, Tensor]] = {}
         self._parts: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
@@ -199,24 +201,29 @@ class Round:
         onward = [flight.go_on(tensor) for flight, tensor in zip(self._flights, arrived, strict=True)]
         arrived = [pending.wait() for pending in onward]
         verdicts: list[tuple[_Flight, Tensor, Tensor]] = []
+        means: list[tuple[_Flight, Tensor]] = []
         for flight, tensor in zip(self._flights, arrived, strict=True):
             if flight.sealed is not None:
                 total, damaged = opened_sum(tensor, flight.sealed, self._place(flight.bucket))
-                self._split_dense(flight, total)
                 verdicts.append((flight, tensor, damaged))
+                means.append((flight, self._take_mean(flight, total)))
             elif flight.layout is None:
-                self._split_dense(flight, tensor)
+                means.append((flight, self._take_mean(flight, tensor)))
             elif flight.split is not None:
-                self._read_sums(flight, flight.split, tensor)
+                self._take_sums(flight, flight.split, tensor)
             elif is_static(tensor.device):
                 verdicts.append((flight, tensor, self._read_on_device(flight, flight.layout, tensor)))
             else:
                 self._read_messages(flight, flight.layout, tensor)
-        bad, read = read_flags(flags, [verdict for *_, verdict in verdicts])
-        for (flight, rows, _), verdict in zip(verdicts, read, strict=True):
+        bad, read = read_flags(flags, [found for *_, found in (*verdicts, *means)])
+        for (flight, rows, _), verdict in zip(verdicts, read[: len(verdicts)], strict=True):
             self._refuse(flight, rows, verdict)
         if self.refused is not None:
             raise PayloadCorrupt(self.refused)
+        for (flight, _), (finite, bits) in zip(means, read[len(verdicts) :], strict=True):
+            self.dense_digest = (self.dense_digest * 1_000_003 + bits) % (1 << 64)
+            if not finite and self._group.size > 1:
+                self._look_for_dense_overflow(flight)
         return bad
 
     def _read_messages(self, flight: _Flight, layout: Layout, rows: Tensor) -> None:
@@ -261,7 +268,7 @@ class Round:
                 where = {"step": self.step, "bucket": flight.bucket, "source": source * self._group.node_size}
                 device_message.explain(flight.layout, rows[source], verdict, **where)
 
-    def _read_sums(self, flight: _Flight, split: SplitFlight, rows: Tensor) -> None:
+    def _take_sums(self, flight: _Flight, split: SplitFlight, rows: Tensor) -> None:
         for key, entries in zip(flight.keys, split.read(rows), strict=True):
             if entries is not None:
                 self._parts[key] = [entries]
@@ -271,24 +278,17 @@ class Round:
             if kept is not None:
                 self._kept[key] = kept
 
-    def _split_dense(self, flight: _Flight, total: Tensor) -> None:
-        mean = total.div_(self._group.size)
-        self._sums.append(mean)
-        pieces = torch.split(mean, [shape.numel() for shape in flight.shapes])
+    def _take_mean(self, flight: _Flight, total: Tensor) -> Tensor:
+        """What `checked_mean_` found, which the host has not seen yet."""
+        pieces = torch.split(total, [shape.numel() for shape in flight.shapes])
         for key, piece, shape in zip(flight.keys, pieces, flight.shapes, strict=True):
             self._dense[key] = piece.view(shape)
-        if self._group.size > 1 and self.dense_non_finite is None and not bool(mean.sum().isfinite()):
+        return checked_mean_(total, self._group.size, bits=self._read_sums)
+
+    def _look_for_dense_overflow(self, flight: _Flight) -> None:
+        if self.dense_non_finite is None:
             bad = (key for key in flight.keys if not bool(self._dense[key].isfinite().all()))
             self.dense_non_finite = next(bad, None)
-
-    @property
-    def dense_digest(self) -> int:
-        """Of the bits of all dense sums, which are the same on all ranks: a pass over them, so ask once."""
-        digest = 0
-        if self._group.size > 1:
-            for mean in self._sums:
-                digest = (digest * 1_000_003 + checksum([mean])) % (1 << 64)
-        return digest
 
     def is_sparse(self, key: int) -> bool:
         """Whether this tensor travelled in a message."""
