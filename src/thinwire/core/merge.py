@@ -89,7 +89,7 @@ def checked_mean_(total: Tensor, count: int, *, bits: bool) -> Tensor:
     """
     length = _CACHED // total.element_size() if total.device.type == "cpu" else max(1, total.numel())
     sums, words = [], []
-    for piece in total.split(length):
+    for piece in torch.split(total, length):
         sums.append((piece if count == 1 else piece.div_(count)).sum())
         words += bit_sums([piece]) if bits else []
     finite = torch.stack(sums).sum().isfinite().long()

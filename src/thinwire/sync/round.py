@@ -215,7 +215,7 @@ class Round:
                 verdicts.append((flight, tensor, self._read_on_device(flight, flight.layout, tensor)))
             else:
                 self._read_messages(flight, flight.layout, tensor)
-        bad, read = read_flags(flags, [found for *_, found in (*verdicts, *means)])
+        bad, read = read_flags(flags, [*(verdict for *_, verdict in verdicts), *(found for _, found in means)])
         for (flight, rows, _), verdict in zip(verdicts, read[: len(verdicts)], strict=True):
             self._refuse(flight, rows, verdict)
         if self.refused is not None:
