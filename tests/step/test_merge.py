@@ -123,17 +123,35 @@ def test_taking_leaves_the_sum_and_clearing_forgets_it():
 
 
 @pytest.mark.parametrize("avg", [True, False])
-@pytest.mark.parametrize("microsteps", [1, 3])
-def test_draining_takes_and_clears_in_the_memory_of_the_sums(avg, microsteps):
-    merge = GradientSum()
-    for i in range(microsteps):
-        merge.add({"p": torch.tensor([1.0, 0.1]) * (i + 1)})
-    expected, memory = merge.take(avg)["p"].clone(), merge.take(avg=False)["p"].data_ptr()
-    drained = merge.drain(avg)
-    assert torch.equal(drained["p"], expected)
-    assert drained["p"].data_ptr() == memory
-    assert (merge.microsteps, merge.take()) == (0, {})
-    assert merge.drain() == {}
+@pytest.mark.parametrize("factor", [1.0, 0.3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+def test_completing_gives_what_adding_and_taking_would_and_leaves_the_sum(dtype, factor, avg):
+    rounds = random_rounds(dtype)
+    for before in range(len(rounds)):
+        whole, merge = GradientSum(), GradientSum()
+        for grads in rounds[:before]:
+            whole.add(grads, factor)
+            merge.add(grads, factor)
+        last = {name: grad.clone() for name, grad in rounds[before].items() if grad is not None}
+        whole.add(rounds[before], factor)
+        expected, sums = whole.take(avg), {name: total.clone() for name, total in merge.take(avg=False).items()}
+        places = {name: grad.data_ptr() for name, grad in last.items() if grad.layout is torch.strided}
+        done = merge.completed_(last, factor, avg)
+        assert done.keys() == expected.keys()
+        for name, value in done.items():
+            assert torch.equal(value, expected[name]), name
+            if name in places and value.dtype == last[name].dtype:
+                assert value.data_ptr() == places[name]
+        assert merge.microsteps == before
+        assert all(torch.equal(total, sums[name]) for name, total in merge.take(avg=False).items())
+
+
+def test_views_of_one_gradient_are_not_written_to():
+    merge, grad = GradientSum(), torch.ones(4)
+    merge.add({"a": torch.ones(2), "b": torch.ones(2)})
+    done = merge.completed_({"a": grad[:2], "b": grad[2:]}, avg=False)
+    assert [value.tolist() for value in done.values()] == [[2.0, 2.0]] * 2
+    assert grad.tolist() == [1.0] * 4
 
 
 def test_what_is_not_finite_stays_so():

@@ -159,6 +159,91 @@ def test_merge_of_k_is_one_batch_k_times_as_large(avg: bool, ranks: Pool) -> Non
     assert max(ranks.run(merged_and_whole, avg, size=2)) < 1e-12
 
 
+def flat_state(engine: Any) -> dict[str, Any]:
+    """All that a later step depends on, by place; tensors as their bytes."""
+    state = engine.state_dict()
+    del state["random"]
+
+    def leaves(tree: Any, place: str) -> dict[str, Any]:
+        if isinstance(tree, Tensor):
+            return {place: tree.reshape(-1).view(torch.uint8).numpy().tobytes()}
+        pairs = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list | tuple) else ()
+        inner = {key: value for at, entry in pairs for key, value in leaves(entry, f"{place}/{at}").items()}
+        return inner or {place: repr(tree)}
+
+    return {place: value for place, value in leaves(state, "").items() if "bytes_sent" not in place}
+
+
+MERGES: dict[str, tuple[tuple[str, ...], int]] = {
+    "dense": (("gradient_merge",), 1),
+    "dense, early": (("gradient_merge",), 4),
+    "dgc, early": (("gradient_merge", "dgc"), 4),
+    "amp": (("gradient_merge", "amp"), 1),
+    "amp dgc lamb, early": (("gradient_merge", "amp", "dgc", "lamb"), 4),
+}
+
+
+def damaged_at_the_update(rank: int, size: int, name: str) -> tuple[str, list[str], str, str]:
+    """What rank 1 receives of one exchange is damaged; the call is then made once more."""
+    fields, updates = MERGES[name]
+    three = {"gradient_merge": tw.GradientMerge(3)}
+    engine, whole = (make_engine(fields, replace=three, plain=True) for _ in range(2))
+    train(whole, fields, 0, 3 * updates + 6)
+    last = 3 * updates + 2
+    train(engine, fields, 0, last)
+    before, text, plain = flat_state(engine), "", Group.gather
+
+    def damaging(self: Group, message: Tensor, *, what: str) -> Any:
+        pending = plain(self, message, what=what)
+        if rank == 1:
+            rows = pending.wait()
+            rows[0, rows.shape[1] // 2] ^= 4
+            return type(pending)(lambda: rows)
+        return pending
+
+    with patch.object(Group, "gather", damaging):
+        try:
+            train(engine, fields, last, last + 1)
+        except tw.errors.PayloadCorrupt as error:
+            text = str(error)
+    after = flat_state(engine)
+    moved = [place for place in {**before, **after} if before.get(place) != after.get(place)]
+    train(engine, fields, last, 3 * updates + 6)
+    return text, moved, digest(engine), digest(whole)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("name", MERGES)
+def test_a_merge_is_as_it_was_where_the_exchange_of_its_update_fails(name: str, ranks: Pool) -> None:
+    for text, moved, again, whole in ranks.run(damaged_at_the_update, name, size=2):
+        assert "rank 1 refused a message" in text
+        assert moved == []
+        assert again == whole
+
+
+def lost_at_the_update(rank: int, size: int, updates: int) -> tuple[str, list[str]]:
+    engine = make_engine(("gradient_merge",), plain=True)
+    last = 2 * updates + 1
+    train(engine, (), 0, last)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    before, name = flat_state(engine), ""
+    try:
+        train(engine, (), last, last + 1)
+    except tw.errors.PeerLost as error:
+        name = type(error).__name__
+    after = flat_state(engine)
+    return name, [place for place in {**before, **after} if before.get(place) != after.get(place)]
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("updates", [1, 4])
+def test_a_merge_is_as_it_was_where_a_rank_is_lost_in_the_exchange_of_its_update(updates: int, ranks: Pool) -> None:
+    first, killed = ranks.run(lost_at_the_update, updates, size=2, group_timeout_s=8, expect_errors=True)
+    assert isinstance(killed, Lost)
+    assert first == ("PeerLost", [])
+
+
 def quiet_microsteps(rank: int, size: int) -> list[int]:
     engine = make_engine(("gradient_merge",), replace={"gradient_merge": tw.GradientMerge(3)}, plain=True)
     return [train(engine, (), step, step + 1) and engine.stats()["bytes_sent"] for step in range(6)]

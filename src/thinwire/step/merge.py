@@ -8,6 +8,7 @@ from torch import Tensor
 
 from thinwire import _validate as check
 from thinwire.core.precision import state_dtype
+from thinwire.core.storage import with_own_storage
 
 __all__ = ["GradientSum"]
 
@@ -43,15 +44,18 @@ class GradientSum:
             ValueError: A gradient has another shape than before; nothing has been added.
         """
         present = {name: grad for name, grad in grads.items() if grad is not None}
+        self._require_shapes(present)
         for name, grad in present.items():
+            self._sums[name] = _added(self._sums.get(name), grad, factor)
+        self.microsteps += 1
+
+    def _require_shapes(self, grads: Mapping[str, Tensor]) -> None:
+        for name, grad in grads.items():
             if name in self._sums and self._sums[name].shape != grad.shape:
                 raise ValueError(
                     f"the gradient of {name} has shape {tuple(grad.shape)}, those merged before it have "
                     f"{tuple(self._sums[name].shape)}: call clear() when the model has changed"
                 )
-        for name, grad in present.items():
-            self._sums[name] = _added(self._sums.get(name), grad, factor)
-        self.microsteps += 1
 
     @torch.no_grad()
     def preview(self, name: str, grad: Tensor | None, factor: float = 1.0, avg: bool = True) -> Tensor | None:
@@ -86,11 +90,36 @@ class GradientSum:
         return {name: total / self.microsteps for name, total in self._sums.items()}
 
     @torch.no_grad()
-    def drain(self, avg: bool = True) -> dict[str, Tensor]:
-        """The same as `take` and then `clear`, in the memory of the sums: no second set of gradients."""
-        sums, count = self._sums, self.microsteps
-        self.clear()
-        return {name: total.div_(count) for name, total in sums.items()} if avg and count > 1 else sums
+    def completed_(self, grads: Mapping[str, Tensor], factor: float = 1.0, avg: bool = True) -> dict[str, Tensor]:
+        """What `take` would give after `add` of these; the sum stays as it is until `clear`.
+
+        Args:
+            grads: Of the last microstep, as in `add`. Changed: dense ones that share their storage with no other are
+                written to, where their type is that of the sum, so that there is no second set of gradients.
+            factor: As in `add`.
+            avg: As in `take`.
+
+        Returns:
+            By name; where this microstep has no gradient and the sum is asked for, the very tensor of the sum.
+
+        Raises:
+            ValueError: As in `add`; nothing has changed.
+        """
+        self._require_shapes(grads)
+        mine, count = with_own_storage(grads), self.microsteps + 1
+        done = {}
+        for name in dict.fromkeys([*self._sums, *grads]):
+            total, grad = self._sums.get(name), grads.get(name)
+            if grad is None:
+                assert total is not None, "of one of them"
+                done[name] = total / count if avg and count > 1 else total
+                continue
+            if name in mine and grad.dtype == (_sum_dtype(grad) if total is None else total.dtype):
+                whole = grad.mul_(factor) if total is None else _added_into_(grad, total.to(grad.device), factor)
+            else:
+                whole = _added(None if total is None else total.clone(), grad, factor)
+            done[name] = whole.div_(count) if avg and count > 1 else whole
+        return done
 
     def clear(self) -> None:
         """Forget everything; the next microstep is the first one again."""
@@ -118,10 +147,19 @@ class GradientSum:
         self.microsteps, self.overflowed = microsteps, overflowed
 
 
+def _sum_dtype(grad: Tensor) -> torch.dtype:
+    return grad.dtype if grad.is_complex() else state_dtype(grad)
+
+
+def _added_into_(grad: Tensor, total: Tensor, factor: float) -> Tensor:
+    """The bits of `_added`, in the memory of a dense `grad` of the same type."""
+    return torch.add(total, grad, alpha=factor, out=grad)
+
+
 def _added(total: Tensor | None, grad: Tensor, factor: float) -> Tensor:
     """Changes and returns `total`, or begins it."""
     sparse = grad.layout is not torch.strided
-    dtype = grad.dtype if grad.is_complex() else state_dtype(grad)
+    dtype = _sum_dtype(grad)
     if total is None:
         first = (grad.to_dense() if sparse else grad).to(dtype)
         if factor != 1.0:

@@ -26,6 +26,10 @@ class DropTogether:
         self._drops = Drops()
 
     @property
+    def moved(self) -> bool:
+        return self._inner.moved
+
+    @property
     def bytes_sent(self) -> int:
         return self._inner.bytes_sent + self._everybody.bytes_sent
 

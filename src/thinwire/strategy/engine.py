@@ -241,7 +241,8 @@ class Engine:
                 place = {"step": self._place(), "microsteps of the unfinished update": merge.microsteps}
                 require_agreement(parts.group, place, what="flushing")
                 if merge.microsteps:
-                    self._update_from_merge(merge, complete=True)
+                    self._clear_grads()  # before there is a second set of them
+                    self._update(merge.take(avg=parts.merge_avg), overflow=merge.overflowed, complete=True)
             parts.exchange.flush()
             self._settle_buffers()
         self._left.remember()
@@ -496,14 +497,8 @@ class Engine:
 
     def _idle_microstep(self) -> None:
         """What a rank without a batch does while others have one."""
-        merge = self._parts.merge
         self._clear_grads()
-        if merge is None:
-            self._update({}, overflow=False)
-            return
-        merge.add({})
-        if merge.microsteps >= self._parts.merge_steps:
-            self._update_from_merge(merge)
+        self._add_or_update({}, 1.0, overflow=False)
 
     @contextlib.contextmanager
     def _advice(self) -> Iterator[None]:
@@ -554,15 +549,10 @@ class Engine:
             scaled.backward()  # type: ignore[no-untyped-call]
             self._finish_microstep(loss)
             return
-        try:
-            with overlap.during(self.step, self._final):
-                scaled.backward()  # type: ignore[no-untyped-call]
-                overlap.complete()
-                self._finish_microstep(loss)
-        except BaseException:
-            if merge is not None:
-                merge.clear()  # the ranks that hear of it have drained theirs, and all begin anew
-            raise
+        with overlap.during(self.step, self._final):
+            scaled.backward()  # type: ignore[no-untyped-call]
+            overlap.complete()
+            self._finish_microstep(loss)
 
     def _final(self, name: str, grad: Tensor | None) -> Tensor | None:
         """The gradient of the coming update, of one parameter whose `grad` this is; new where it is another."""
@@ -580,51 +570,69 @@ class Engine:
         held = {name: p.grad for name, p in parts.params.items() if p.grad is not None}
         scaler = parts.scaler
         overflow = scaler is not None and scaler.overflowed(held.values())
-        factor = 1.0 if scaler is None else scaler.inverse_scale
-        if parts.merge is None:
-            self._update(_unscaled(parts.params, held, factor), overflow=overflow)
-            return
-        parts.merge.overflowed = parts.merge.overflowed or overflow
-        parts.merge.add(held, factor)
-        if parts.merge.microsteps >= parts.merge_steps:
-            self._update_from_merge(parts.merge)
+        self._add_or_update(held, 1.0 if scaler is None else scaler.inverse_scale, overflow=overflow)
 
-    def _update_from_merge(self, merge: GradientSum, *, complete: bool = False) -> None:
-        overflow = merge.overflowed  # which the draining clears
-        grads = merge.drain(avg=self._parts.merge_avg)
-        self._update(grads, overflow=overflow, complete=complete)
+    def _add_or_update(self, held: dict[str, Tensor], factor: float, *, overflow: bool) -> None:
+        """What one microstep does with its gradients; those of a merge are kept until its update is made."""
+        parts, merge = self._parts, self._parts.merge
+        if merge is None:
+            self._update(_unscaled(parts.params, held, factor), overflow=overflow)
+        elif merge.microsteps + 1 < parts.merge_steps:
+            merge.add(held, factor)
+            merge.overflowed = merge.overflowed or overflow
+        else:
+            grads = merge.completed_(held, factor, parts.merge_avg)
+            self._update(grads, overflow=overflow or merge.overflowed)
 
     def _update(self, grads: dict[str, Tensor], *, overflow: bool, complete: bool = False) -> None:
         """One update from this rank's unscaled gradients, or none if they overflowed somewhere.
 
         `complete`: what this rank lacks and another has counts as zero, as it does where ranks ran out of batches.
         """
-        parts = self._parts
-        if parts.exchange.local and not grads:
-            parts.exchange.skip()  # it counts, for the averagings
+        parts, exchange = self._parts, self._parts.exchange
+        if exchange.local:
+            self._forget_merged()  # the step is this rank's own, and made before an averaging can fail
+        if exchange.local and not grads:
+            exchange.skip()  # it counts, for the averagings
             self._settle_turn()
             return
         complete = complete or parts.find_unused or not self._all_have_batches
         scaler, verdict = parts.scaler, Verdict.AGAIN
         if parts.overlap is not None and parts.overlap.flying:
             verdict = parts.overlap.settle(grads, overflow=overflow)
-        if scaler is not None:
-            if verdict is Verdict.AGAIN:
-                overflow = scaler.checks and scaler.agree(overflow)
-            else:
-                overflow = verdict is Verdict.OVERFLOW
+        if scaler is not None and verdict is Verdict.AGAIN:
+            overflow = scaler.checks and scaler.agree(overflow)
+        elif scaler is not None:
+            overflow = verdict is Verdict.OVERFLOW
+        if scaler is not None and exchange.local:
             scaler.update(overflow)  # first, since local updates may hand the new scale to the others in this step
         if overflow:
             _log.info("step %d was dropped for an overflow", self.step)
             self._dropped_before += 1
-            parts.exchange.skip()
+            exchange.skip()
         elif verdict is not Verdict.DROP:
-            if complete and not parts.exchange.local:
-                grads = parts.absent.completed(grads)
-            if parts.exchange.update(self.step, grads):
-                self.step += 1
+            self._exchange(grads, complete=complete)
+        if scaler is not None and not exchange.local:
+            scaler.update(overflow)
+        self._forget_merged()
         self._settle_buffers()
         self._settle_turn()
+
+    def _exchange(self, grads: dict[str, Tensor], *, complete: bool) -> None:
+        parts, exchange = self._parts, self._parts.exchange
+        if complete and not exchange.local:
+            grads = parts.absent.completed(grads)
+        try:
+            if exchange.update(self.step, grads):
+                self.step += 1
+        except BaseException:
+            if exchange.moved:  # others have made the update
+                self._forget_merged()
+            raise
+
+    def _forget_merged(self) -> None:
+        if self._parts.merge is not None:
+            self._parts.merge.clear()
 
     def _settle_turn(self) -> None:
         exchange = self._parts.exchange

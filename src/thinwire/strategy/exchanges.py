@@ -32,6 +32,7 @@ class Exchange(Protocol):
         dropped_steps: Updates dropped for a gradient that is not finite, those of a loss scale aside.
         k_steps: Updates between two exchanges that are in force.
         pending: What `flush` would do, in words; empty if nothing.
+        moved: Whether an `update` that raised did so after its exchange, so that others have made it.
     """
 
     local: bool
@@ -39,6 +40,8 @@ class Exchange(Protocol):
     def counts(self, step: int) -> dict[str, float]:
         """Further numbers of `thinwire.core.stats`, ahead of update `step`."""
 
+    @property
+    def moved(self) -> bool: ...
     @property
     def bytes_sent(self) -> int: ...
     @property
@@ -106,6 +109,7 @@ class _EveryStep:
     """What the two ways that exchange in every update have in common."""
 
     local = False
+    moved = False
     k_steps = 1
     pending = ""
 
@@ -154,6 +158,7 @@ class MeanThenStep(_EveryStep):
                 clipped = self._clip(_as_given(means, self._mean.row_sparse))
             apply_(self._optimizer, self._params, clipped)
         except Exception as error:
+            self.moved = True
             self._mean.spoil(_spoiled(step, error))
             error.add_note(_SPOILED_HERE)
             raise
@@ -216,6 +221,7 @@ class InOptimizer(_EveryStep):
             apply_(self._optimizer, self._params, grads)
         except Exception as error:
             if self._optimizer.position > before:
+                self.moved = True
                 self._optimizer.spoil(_spoiled(step, error))
                 error.add_note(_SPOILED_HERE)
             raise
@@ -256,7 +262,7 @@ class InOptimizer(_EveryStep):
 class LocalSteps:
     """Every rank updates on its own; `LocalUpdates` follows the optimizer's steps and averages parameters."""
 
-    local = True
+    local = moved = True
     dropped_steps = 0
 
     def __init__(
