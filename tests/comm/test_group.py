@@ -17,6 +17,7 @@ from tests.ranks import Lost, Pool, Raised
 from thinwire.comm import Group, Nodes, require_agreement, sources_of
 from thinwire.comm import group as group_module
 from thinwire.comm import private as private_module
+from thinwire.comm.deadline import left_s, one_deadline
 from thinwire.errors import PeerStalled, ThinwireError
 
 
@@ -267,6 +268,20 @@ def test_every_group_keeps_the_time_out_that_it_was_given(ranks: Pool) -> None:
     answers = ranks.run(timeouts_of, group_timeout_s=300)
     assert [answer[:2] for answer in answers] == [(300.0, 600.0)] * 2
     assert answers[0][2] < 3.5
+
+
+def left_after_making(rank: int, size: int) -> float:
+    if rank == 1:
+        time.sleep(2)
+    with one_deadline(8):
+        Group(timeout=8)
+        return left_s(8)
+
+
+def test_making_the_first_group_counts_against_the_call_that_it_is_made_in(ranks: Pool) -> None:
+    waited, late = ranks.run(left_after_making)
+    assert waited < 6.5
+    assert late > waited
 
 
 @pytest.mark.parametrize("timeout", [0, -1, math.nan, math.inf, timedelta(0)])

@@ -396,3 +396,40 @@ def test_a_gradient_that_is_row_sparse_on_one_rank_only_is_treated_alike_on_all(
     (first, alone), (second, _) = ranks.run(rows_here_and_dense_there)
     assert first == second
     assert first == pytest.approx(alone, abs=1e-6)
+
+
+class Sometimes(nn.Linear):
+    """Leaves itself out when told."""
+
+    left_out = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.left_out else super().forward(x)
+
+
+def stages_with_unused(rank: int, size: int, complete: bool) -> tuple[str, list[float]]:
+    """Two replicas of a pipeline of two stages; a block of each stage is used by one replica only, now and then."""
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(8, 8), Sometimes(8, 8), Sometimes(8, 8), nn.Linear(8, 4))
+    strategy = tw.DistributedStrategy(pipeline=tw.Pipeline(stages=2, micro_batches=2))
+    engine = strategy.prepare(model, sgd(model), cross_entropy, find_unused_parameters=complete)
+    text = ""
+    for step in range(5):
+        for module in engine.model.modules():
+            if isinstance(module, Sometimes):
+                module.left_out = step == 1 or (step == 2 and rank >= 2)
+        try:
+            engine.train_step(*batch(step, rank // 2))
+        except tw.errors.Mismatch as error:
+            text = str(error)
+            break
+    return text, flat(engine.model)
+
+
+def test_parameters_of_a_stage_may_be_unused_on_some_replicas_where_that_is_asked_for(ranks: Pool) -> None:
+    answers = ranks.run(stages_with_unused, True, size=4)
+    assert [text for text, _ in answers] == [""] * 4
+    stages = {tuple(values) for _, values in answers}
+    assert len(stages) == 2
+    for text, _ in ranks.run(stages_with_unused, False, size=4):
+        assert "find_unused_parameters=True" in text

@@ -18,11 +18,12 @@ from torch import Tensor
 from thinwire.comm.courier import here
 from thinwire.comm.deadline import left_s, one_deadline, progressed, seconds_of, waited
 from thinwire.comm.failures import explain_failure, state_after_failure
+from thinwire.comm.identity import is_alone
 from thinwire.comm.pieces import piece_bytes, pieces_of, rows_of, shares_of
 from thinwire.comm.private import Private, fly, landed, private_group, timeout_s_of
 from thinwire.errors import PayloadCorrupt, ThinwireError
 
-__all__ = ["Group", "Pending", "require_process_group"]
+__all__ = ["Group", "Pending", "require_process_group", "time_limit_s"]
 
 _SLICE_S = 1.0
 """After which a wait looks at the clock, and lets a signal in."""
@@ -76,11 +77,9 @@ class Group:
         process_group: dist.ProcessGroup | None = None,
         timeout: float | datetime.timedelta | None = None,
     ) -> None:
-        require_process_group(process_group)
-        own_s = seconds_of(timeout)
+        self.timeout_s = time_limit_s(process_group, timeout)
         self.bytes_sent = self.bytes_received = 0
         self.wait_s = 0.0
-        self.timeout_s = _ALONE_S if own_s is None else own_s
         self._shared: Private | None = None
         if not (dist.is_available() and dist.is_initialized()):
             if process_group is not None:
@@ -95,7 +94,6 @@ class Group:
             raise ValueError("process_group does not contain this rank: pass the group that this rank belongs to")
         parent = process_group if process_group is not None else dist.group.WORLD
         assert parent is not None
-        self.timeout_s = timeout_s_of(parent) if own_s is None else own_s
         if self.size > 1:
             self._shared = private_group(parent, self.timeout_s)
 
@@ -358,6 +356,20 @@ class Group:
 
 def _head(payload: bytes) -> bytes:
     return _DIGEST.pack(len(payload), hashlib.blake2b(payload, digest_size=16).digest())
+
+
+def time_limit_s(process_group: dist.ProcessGroup | None, timeout: float | datetime.timedelta | None) -> float:
+    """For how long a rank waits for others in one call: `timeout`, or what the process group says itself.
+
+    Raises:
+        TypeError, ValueError: `process_group` or `timeout` is none.
+    """
+    require_process_group(process_group)
+    own_s = seconds_of(timeout)
+    if own_s is not None:
+        return own_s
+    parent = None if is_alone() else process_group if process_group is not None else dist.group.WORLD
+    return timeout_s_of(parent) if isinstance(parent, dist.ProcessGroup) else _ALONE_S
 
 
 def require_process_group(value: object) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.comm.courier import Courier, stop_all
-from thinwire.comm.deadline import left_s
+from thinwire.comm.deadline import left_s, one_deadline, waited
 from thinwire.comm.failures import explain_failure
 from thinwire.comm.restarts import warn_of_restarts
 
@@ -102,7 +102,8 @@ def private_group(parent: dist.ProcessGroup, timeout_s: float) -> Private:
     """The library's own group over the ranks of `parent`, made once for each; `timeout_s` limits the making."""
     if parent not in _shared:
         warn_of_restarts()
-        _shared[parent] = Private(dist.get_process_group_ranks(parent), timeout_s)
+        with one_deadline(timeout_s):
+            _shared[parent] = Private(dist.get_process_group_ranks(parent), timeout_s)
     return _shared[parent]
 
 
@@ -141,6 +142,7 @@ def _new_group(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:
         group: dist.ProcessGroup = dist.new_group(ranks=ranks, timeout=timeout, use_local_synchronization=True)
         return group
 
+    begun = time.monotonic()
     try:
         # a store whose host is stopped answers never, whatever its time-out; nccl wants the thread of its device
         return make() if dist.get_backend() == "nccl" else _within(limit_s + _SLACK_S, make)
@@ -153,6 +155,8 @@ def _new_group(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:
             within=f"{limit_s:g} s",
             courier=None,
         ) from error
+    finally:
+        waited(time.monotonic() - begun)
 
 
 def _within(limit_s: float, make: Callable[[], _T]) -> _T:

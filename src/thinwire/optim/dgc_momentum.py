@@ -22,12 +22,14 @@ from thinwire.comm import (
     is_alone,
     next_identity,
     node_size_of,
+    one_deadline,
     place_in,
     require_agreement,
     require_process_group,
     seconds_of,
     sources_of,
     tap_buckets,
+    time_limit_s,
     while_busy,
 )
 from thinwire.core.arithmetic import CURES, arithmetic
@@ -265,7 +267,9 @@ class DGCMomentum(CommonOptimizer):
                 f"ddp must have exactly the trainable parameters of this optimizer: {len(theirs - mine)} of the "
                 f"model's are not in the optimizer, {len(mine - theirs)} of the optimizer's are not in the model"
             )
-        tap = tap_buckets(ddp, self._joined().group, self._launch_bucket)
+        with one_deadline(time_limit_s(self._process_group, self.timeout_s)):
+            group = self._joined().group
+        tap = tap_buckets(ddp, group, self._launch_bucket)
         self._attached = Attached(self, tap)
         return self._attached
 
@@ -420,9 +424,8 @@ class DGCMomentum(CommonOptimizer):
             check.real(f"sparsity[{i}], the fraction that is not sent,", level, at_least=0, below=1)
 
     def _update(self, pairs: list[ParamGrad], rates: list[float]) -> bool:
-        exchange = self._joined()
-        with exchange.group.one_deadline():
-            return self._exchanged(exchange, pairs, rates)
+        with one_deadline(time_limit_s(self._process_group, self.timeout_s)):
+            return self._exchanged(self._joined(), pairs, rates)
 
     def _exchanged(self, exchange: GradientExchange, pairs: list[ParamGrad], rates: list[float]) -> bool:
         overflow = self._read_scaler()

@@ -16,7 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import _validate as check
 from thinwire.amp import LossScaler
-from thinwire.comm import Group, next_identity, require_agreement, seconds_of, while_busy
+from thinwire.comm import (
+    Group,
+    next_identity,
+    one_deadline,
+    require_agreement,
+    seconds_of,
+    time_limit_s,
+    while_busy,
+)
 from thinwire.comm.grid import Grid
 from thinwire.comm.nodes import require_divisor
 from thinwire.comm.replicate import make_equal_
@@ -127,6 +135,18 @@ def prepare(
     optimizer = cast("torch.optim.Optimizer", bare_optimizer(optimizer))  # of a wrong kind, it is refused next
     _check_kinds(model, optimizer, loss_fn, grad_clip)
     digest_every = check.integer("digest_every", digest_every, at_least=0)
+    with one_deadline(time_limit_s(None, timeout)):
+        return _prepared(strategy, model, optimizer, told, digest_every, timeout)
+
+
+def _prepared(
+    strategy: "DistributedStrategy",
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    told: _Told,
+    digest_every: int,
+    timeout: float | datetime.timedelta | None,
+) -> Engine:
     begin_s = time.perf_counter()
     group = Group(None, timeout)
     facts = {**strategy_facts(strategy), "digest_every": digest_every, "timeout in seconds": group.timeout_s}

@@ -18,9 +18,11 @@ from thinwire.comm import (
     Group,
     long_waits_logged,
     next_identity,
+    one_deadline,
     place_in,
     require_agreement,
     seconds_of,
+    time_limit_s,
     while_busy,
 )
 from thinwire.core.arithmetic import CURES, arithmetic
@@ -157,6 +159,10 @@ class LocalUpdates:
                 "this model is in a local_sgd block already: leave that one first, they cannot be nested (an engine "
                 "that averages parameters leaves it with engine.close())"
             )
+        with one_deadline(time_limit_s(self._process_group, self.timeout_s)):
+            return self._entered()
+
+    def _entered(self) -> "LocalUpdates":
         self._group = group = Group(self._process_group, self.timeout_s)
         facts: dict[str, Any] = {"wire": WIRE_VERSION, "config": type(self._config).__name__}
         facts["compression"] = type(self._config.compression).__name__
