@@ -681,3 +681,33 @@ def test_no_warning_without_a_reason() -> None:
         p, optimizer = one_param()
         p.grad = torch.randn(600)
         optimizer.step()
+
+
+def joined_by_ddp(rank: int, size: int) -> list[str]:
+    """Rank 1 has fewer batches, inside DDP's own context; then without the exchange in the backward pass."""
+    model = nn.Linear(6, 3)
+    ddp = DistributedDataParallel(model)
+    optimizer = DGCMomentum(model.named_parameters(), lr=0.1, min_numel=4, timeout=5)
+    attached = optimizer.attach(ddp)
+    told = []
+    for _ in range(2):
+        try:
+            with ddp.join():
+                for _ in range(3 - rank):
+                    optimizer.zero_grad()
+                    ddp(torch.ones(2, 6)).sum().backward()
+                    if told:
+                        continue
+                    optimizer.step()
+            told.append("")
+        except RuntimeError as error:
+            told.append(f"{type(error).__name__}: {error}")
+        attached.remove()
+    return told
+
+
+@pytest.mark.fault
+def test_ddps_own_join_is_refused_while_attached(ranks: Pool) -> None:
+    for refused, afterwards in ranks.run(joined_by_ddp, expect_errors=True):
+        assert refused.startswith("RuntimeError: DistributedDataParallel.join() does not work with an attached")
+        assert afterwards == ""

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -27,11 +28,20 @@ class BucketTap:
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self.on_bucket: OnBucket | None = None
+        self._ddp = weakref.ref(ddp)
         ddp.register_comm_hook(None, self._hook)
+
+    def open(self, on_bucket: OnBucket) -> None:
+        """From now on call the function, and refuse DDP's `join`, whose idle ranks make backward passes and no step."""
+        self.on_bucket = on_bucket
+        if (ddp := self._ddp()) is not None:
+            vars(ddp)["join_hook"] = _refuse_join
 
     def close(self) -> None:
         """From now on only pass gradients through."""
         self.on_bucket = None
+        if (ddp := self._ddp()) is not None:
+            vars(ddp).pop("join_hook", None)
 
     # DDP inspects this signature: a bound method whose second argument is called `bucket` and really annotated so.
     def _hook(self, _state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]  # torch.distributed has it, its stub not
@@ -74,5 +84,13 @@ def tap_buckets(ddp: DistributedDataParallel, group: Group, on_bucket: OnBucket)
         _taps[ddp] = tap
     if tap.on_bucket is not None:
         raise ValueError("this DistributedDataParallel model is attached already: call remove() on its handle first")
-    tap.on_bucket = on_bucket
+    tap.open(on_bucket)
     return tap
+
+
+def _refuse_join(**_: Any) -> NoReturn:
+    raise RuntimeError(
+        "DistributedDataParallel.join() does not work with an attached optimizer, whose ranks meet in step(), which "
+        "a rank without batches does not call: give all ranks equally many batches, or train with "
+        "DistributedStrategy(dgc=DGC(...)) inside `with engine.join():`"
+    )
