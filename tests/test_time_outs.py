@@ -1,0 +1,85 @@
+"""`timeout=` of the three ways to train: what it takes, that ranks agree on it, and what it does not end."""
+
+import math
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import thinwire as tw
+from tests.ranks import Pool
+
+WAYS = ("engine", "local", "dgc")
+
+
+def one_step(way: str, timeout: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    loss_of = nn.functional.mse_loss
+    x, y = torch.ones(3, 4), torch.ones(3, 2)
+    if way == "engine":
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        tw.DistributedStrategy().prepare(model, sgd, loss_of, timeout=timeout).train_step(x, y)
+        return
+    if way == "local":
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        with tw.local_sgd(model, sgd, tw.LocalSGD(2), timeout=timeout):
+            loss_of(model(x), y).backward()
+            sgd.step()
+        return
+    optimizer = tw.optim.DGCMomentum(model.named_parameters(), lr=0.1, timeout=timeout)
+    loss_of(model(x), y).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_no_time_is_refused_by_name(way: str) -> None:
+    for wrong in ("5", [5], True):
+        with pytest.raises(TypeError, match="timeout, in seconds or as a timedelta,"):
+            one_step(way, wrong)
+    for out_of_range in (0, -1, math.nan, math.inf, timedelta(0)):
+        with pytest.raises(ValueError, match="timeout, in seconds or as a timedelta,"):
+            one_step(way, out_of_range)
+    for right in (None, 5, 0.5, timedelta(minutes=1)):
+        one_step(way, right)
+
+
+def unlike(rank: int, size: int, way: str) -> str:
+    try:
+        one_step(way, 300 + rank)
+    except tw.errors.Mismatch as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_another_time_out_on_one_rank_is_a_mismatch_on_all(ranks: Pool, way: str) -> None:
+    first, second = ranks.run(unlike, way)
+    assert first == second
+    assert "timeout in seconds" in first
+    assert "300" in first
+    assert "301" in first
+
+
+def unequal_speed(rank: int, size: int) -> tuple[float, list[float]]:
+    """Rank 1 falls behind by more than the time-out in all, by a fifth of it between two averagings."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    begin_s = time.monotonic()
+    with tw.local_sgd(model, sgd, tw.LocalSGD(2), timeout=6):
+        for step in range(14):
+            time.sleep(0.6 * rank)
+            sgd.zero_grad()
+            nn.functional.mse_loss(model(torch.full((3, 4), (step + rank) / 10)), torch.ones(3, 2)).backward()
+            sgd.step()
+    return time.monotonic() - begin_s, [float(x) for p in model.parameters() for x in p.detach().flatten()]
+
+
+def test_a_slow_rank_may_fall_behind_by_the_time_out_between_two_averagings_and_not_in_all(ranks: Pool) -> None:
+    (seconds, first), (_, second) = ranks.run(unequal_speed)
+    assert seconds > 6
+    assert first == second
