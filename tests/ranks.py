@@ -41,7 +41,9 @@ class Lost:
 class Pool:
     """Processes that run one function on every rank of a fresh gloo group and bring the results back."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, fresh: bool = False) -> None:
+        """`fresh`: processes that import everything anew, with the environment and path of the moment they start."""
+        self._fresh = fresh
         self._workers: list[tuple[mp.process.BaseProcess, Connection]] = []
 
     def run(
@@ -79,8 +81,9 @@ class Pool:
         return results
 
     def _grow(self, count: int) -> None:
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["tests.preloaded"])  # once, before the first process
+        context: Any = mp.get_context("spawn" if self._fresh else "forkserver")
+        if not self._fresh:
+            context.set_forkserver_preload(["tests.preloaded"])  # once, before the first process
         while len(self._workers) < count:
             here, there = context.Pipe()
             process = context.Process(target=_serve, args=(there,), daemon=True)

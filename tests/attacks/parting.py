@@ -189,7 +189,7 @@ def other_machine(way: str, kind: str) -> Callable[[Pool, int], Outcome]:
     def make_it(pool: Pool, seed: int) -> Outcome:
         if kind == "flush":
             return judged(pool.run(trained, way, True, timeout_s=120, expect_errors=True), within=DIGEST_EVERY)
-        mixed = Pool()
+        mixed = Pool(fresh=True)
         kept = dict(os.environ)
         with tempfile.TemporaryDirectory() as folder:
             try:
