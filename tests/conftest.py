@@ -1,5 +1,6 @@
 """Fixtures of the whole test run."""
 
+import gc
 from collections.abc import Iterator
 from typing import get_args
 
@@ -9,6 +10,12 @@ import torch
 from tests.ranks import Pool
 from thinwire.core.kernels.needs import Work, needs_of
 from thinwire.core.kernels.warm import warm_up
+
+
+def pytest_collection_finish() -> None:
+    """Spare every later collection of garbage, and every save, the objects of all that is imported."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -35,11 +35,20 @@ def as_torchrun_starts(rank: int, size: int, port: int) -> Iterator[io.StringIO]
     texts = {key: str(value) for key, value in place.items()}
     texts |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ.update(texts)
-    said = io.StringIO()
+    said, held, destroy = io.StringIO(), [], dist.destroy_process_group
+
+    def destroy_later() -> None:
+        # DDP, which the script still has, would end the group's threads while it holds the
+        # interpreter's lock, and one of them may wait for that lock to let go of a gradient
+        held.append(dist.group.WORLD)
+        destroy()
+
+    dist.destroy_process_group = destroy_later
     try:
         with contextlib.redirect_stdout(said):
             yield said
     finally:
+        dist.destroy_process_group = destroy
         for key in texts:
             del os.environ[key]
 

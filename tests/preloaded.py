@@ -4,6 +4,7 @@ The server that forks them imports this once. It must start no threads of torch:
 take them along.
 """
 
+import gc
 from typing import get_args
 
 import torch
@@ -18,3 +19,4 @@ for _work in get_args(Work):
 _parameter = torch.nn.Parameter(torch.zeros(1))
 _parameter.grad = torch.ones(1)
 torch.optim.SGD([_parameter], 0.1).step()  # torch's first one imports for a second
+gc.freeze()  # no collection in a forked process looks at, or copies, what lies here

@@ -454,12 +454,8 @@ def updates_until_found(engine: Engine, rank: int, begin: int) -> int:
     return -1
 
 
-@pytest.mark.parametrize(
-    "count",
-    [27, pytest.param(200, marks=pytest.mark.slow)],  # 200 engines train for up to half a minute
-)
-def test_every_bit_that_flips_is_found_within_the_promised_number_of_updates(count: int, ranks: Pool) -> None:
-    first, second = ranks.run(flip_at_random, count, timeout_s=400)
+def test_every_bit_that_flips_is_found_within_the_promised_number_of_updates(ranks: Pool) -> None:
+    first, second = ranks.run(flip_at_random, 90, timeout_s=100)  # ten of each place
     assert first == second
     assert [each for each in first if not 0 < each[1] <= EVERY] == []
 
