@@ -169,6 +169,9 @@ def test_with_a_model_dense_tensors_have_a_reason(capsys: pytest.CaptureFixture[
     assert "dense, the gradient of 72 numbers in 2 tensors" in text_of(capsys, model)
     compressed = tw.LocalSGD(2, compression=tw.Sparse(0.5))
     assert "compressed, the change of 72 numbers" in text_of(capsys, model, localsgd=compressed)
+    # 64 and 8 complex numbers: a header of 32 bytes, 8 scales a tensor, half a byte an entry
+    told = text_of(capsys, model, localsgd=tw.LocalSGD(2, compression=tw.Quantized(4)))
+    assert f"the message has {32 + 2 * 32 + 64 + 8} bytes" in " ".join(told.split())
 
 
 def test_with_a_model_the_message_and_the_choice_of_exchange_are_told(capsys: pytest.CaptureFixture[str]) -> None:

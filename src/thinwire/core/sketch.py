@@ -3,7 +3,7 @@
 Every entry is added, with a random sign, to one of 64 sums. For two tensors the inner product of
 their sums is, on average over the signs, that of the tensors, with a standard deviation of about
 1 / sqrt(64) of the product of their norms; and the sums of a sum are the sum of the sums. Of a tensor
-with more than 65,536 entries as many are drawn at random, with repetition, and scaled up.
+with more than 16,384 entries as many are drawn at random, with repetition, and scaled up.
 
 Signs and draws are those of a hash of position and key: the same in every averaging and on every rank.
 
@@ -21,7 +21,7 @@ from thinwire.core.kernels.reference import mixed
 __all__ = ["SKETCH_NUMEL", "sketch"]
 
 SKETCH_NUMEL = 64
-_MOST = 1 << 16
+_MOST = 1 << 14
 _DRAWS, _SIGNS = 1, 2
 
 

@@ -80,7 +80,9 @@ def _exchanged(strategy: "DistributedStrategy", model: nn.Module, params: Mappin
     local = strategy.localsgd or strategy.adaptive_localsgd
     what = "the change of" if local is not None else "the gradient of"
     if local is not None and local.compression is not None:
-        yield f"compressed, {what} {_sized(params)}"
+        numels = [p.numel() * (2 if p.is_complex() else 1) for p in params.values() if p.numel()]
+        nbytes = local.compression.sent_bytes(local.begin_step + 1, numels) if numels else 0
+        yield f"compressed, {what} {_sized(params)}; of all together the message has {nbytes:,} bytes"
         return
     dgc = strategy.dgc
     if dgc is None:
