@@ -5,8 +5,10 @@ import inspect
 import os
 import random
 import re
+import shutil
 import signal
 import socket
+import subprocess
 import tempfile
 import threading
 import time
@@ -97,7 +99,9 @@ def cut(how: str, way: str, *, save: bool = False) -> Callable[[Pool, int], Outc
 
     def make_it(pool: Pool, seed: int) -> Outcome:
         chance = random.Random(seed)
-        in_network = how in ("link down", "packets dropped", "packets of one direction dropped")
+        in_network = how not in ("stopped", "killed")
+        if how == "connections reset" and shutil.which("nft") is None:
+            return Outcome("skipped", "nft is not installed")
         if in_network and (reason := why_unavailable()) is not None:
             return Outcome("skipped", reason)
         with contextlib.ExitStack() as stack:
@@ -144,6 +148,8 @@ def _attack(how: str, folder: Path, fds: tuple[int, ...], moment_s: float) -> No
         os.kill(victim, signal.SIGKILL)
     elif how == "link down":
         inside(fds[0], _link_down)
+    elif how == "connections reset":
+        inside(fds[0], _reset)
     elif how == "packets dropped":
         inside(fds[0], lambda: _choke("eth0"))
         inside(fds[0], _no_way_in)
@@ -163,6 +169,13 @@ def _link_down() -> None:
 
     with IPRoute() as ip:
         ip.link("set", index=ip.link_lookup(ifname="eth0")[0], state="down")
+
+
+def _reset() -> None:
+    """Whatever is sent over TCP, in either direction, ends its connection with a reset."""
+    chains = [f"chain {way} {{ type filter hook {way} priority 0; meta l4proto tcp reject with tcp reset; }}"
+              for way in ("input", "output")]  # fmt: skip
+    subprocess.run(["nft", "-f", "-"], input=f"table inet attack {{ {' '.join(chains)} }}", text=True, check=True)
 
 
 def _choke(interface: str) -> None:
@@ -212,7 +225,14 @@ def _verdict(how: str, answers: list[Any]) -> Outcome:
     return Outcome("held", details, seconds=seconds)
 
 
-HOWS = ("stopped", "killed", "link down", "packets dropped", "packets of one direction dropped")
+HOWS = (
+    "stopped",
+    "killed",
+    "link down",
+    "packets dropped",
+    "packets of one direction dropped",
+    "connections reset",
+)
 ATTACKS = [
     Attack("a", f"store's host {how}, {way}", cut(how, way), times=5)
     for how in HOWS
