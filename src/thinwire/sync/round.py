@@ -197,23 +197,25 @@ class Round:
             PayloadCorrupt: A message is damaged or belongs elsewhere; names its source.
             PeerLost, PeerStalled: See `Group`.
         """
-        arrived = [flight.pending.wait() for flight in self._flights]  # all first: no rank may leave others waiting
+        arrived: list[Tensor] = []
+        means: list[tuple[_Flight, Tensor]] = []
+        for flight in self._flights:  # all first: no rank may leave others waiting
+            arrived.append(flight.pending.wait())
+            if flight.layout is None and flight.sealed is None:  # while the next ones are still on their way
+                means.append((flight, self._take_mean(flight, arrived[-1])))
         onward = [flight.go_on(tensor) for flight, tensor in zip(self._flights, arrived, strict=True)]
         arrived = [pending.wait() for pending in onward]
         verdicts: list[tuple[_Flight, Tensor, Tensor]] = []
-        means: list[tuple[_Flight, Tensor]] = []
         for flight, tensor in zip(self._flights, arrived, strict=True):
             if flight.sealed is not None:
                 total, damaged = opened_sum(tensor, flight.sealed, self._place(flight.bucket))
                 verdicts.append((flight, tensor, damaged))
                 means.append((flight, self._take_mean(flight, total)))
-            elif flight.layout is None:
-                means.append((flight, self._take_mean(flight, tensor)))
             elif flight.split is not None:
                 self._take_sums(flight, flight.split, tensor)
-            elif is_static(tensor.device):
+            elif flight.layout is not None and is_static(tensor.device):
                 verdicts.append((flight, tensor, self._read_on_device(flight, flight.layout, tensor)))
-            else:
+            elif flight.layout is not None:
                 self._read_messages(flight, flight.layout, tensor)
         bad, read = read_flags(flags, [*(verdict for *_, verdict in verdicts), *(found for _, found in means)])
         for (flight, rows, _), verdict in zip(verdicts, read[: len(verdicts)], strict=True):
