@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from tests.lab.pooled import run_workers_in
 from tests.lab.spaces import NETNS, alive, descendants, namespace_of, needs_netns, processes_in, until
+from tests.ranks import Pool
 from thinwire.lab import compare as comparison
 from thinwire.lab import netns
 from thinwire.lab.compare import compare
@@ -51,6 +53,12 @@ def command(out: Path, *more: str) -> list[str]:
     return [sys.executable, "-m", "thinwire", "compare", *fixed, *more]
 
 
+@pytest.fixture
+def pooled(ranks: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers in the processes of the pool: for what comes out, and not how they start and end."""
+    monkeypatch.setattr(comparison, "run_workers", run_workers_in(ranks))
+
+
 @needs_netns
 def test_the_command_trains_over_a_shaped_link_and_reports(tmp_path: Path) -> None:
     out = tmp_path / "out"
@@ -72,6 +80,7 @@ def test_the_command_trains_over_a_shaped_link_and_reports(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("strategy", ["fp16", "powersgd"])
+@pytest.mark.usefixtures("pooled")
 def test_torchs_own_hooks_run_without_hanging(strategy: str, tmp_path: Path) -> None:
     results = compare(settings(tmp_path, link="loopback", strategies=[strategy]), Silent())
     run = results["strategies"][0]
@@ -79,6 +88,7 @@ def test_torchs_own_hooks_run_without_hanging(strategy: str, tmp_path: Path) -> 
     assert run["library_bytes_per_step"] <= 2 * run["parameters"]
 
 
+@pytest.mark.usefixtures("pooled")
 def test_without_permission_the_first_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> int:
         raise PermissionError(1, "Operation not permitted")
@@ -100,6 +110,7 @@ def test_a_budget_of_seconds_is_kept(tmp_path: Path) -> None:
     assert run["steps"] == len(run["step_ms"])
 
 
+@pytest.mark.usefixtures("pooled")
 def test_local_updates_are_evaluated_where_all_ranks_are_equal_and_end_within_the_budget(tmp_path: Path) -> None:
     results = compare(
         settings(tmp_path, link="loopback", strategies=["sparse-local"], steps=None, seconds=3.0), Silent()
@@ -117,6 +128,7 @@ def test_local_updates_are_evaluated_where_all_ranks_are_equal_and_end_within_th
     assert dense / 100 < sent / averagings < dense / 10
 
 
+@pytest.mark.usefixtures("pooled")
 def test_strategy_files_take_part(tmp_path: Path) -> None:
     plan = tmp_path / "plan.yaml"
     plan.write_text("dgc: {sparsity: [0.99], min_numel: 1024}\nlocalsgd: {k_steps: 4}\ngradient_merge: {k_steps: 2}\n")
@@ -154,6 +166,7 @@ def test_a_failing_worker_is_named_and_nothing_is_left(tmp_path: Path) -> None:
     assert list((tmp_path / "out").iterdir()) == []
 
 
+@pytest.mark.usefixtures("pooled")
 def test_what_was_measured_before_a_failure_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_one = comparison._run
 
@@ -204,6 +217,7 @@ def test_a_file_that_does_not_go_with_the_model_is_refused_before_anything_train
 
 @pytest.mark.slow  # a check and three trainings
 @pytest.mark.timeout(400)
+@pytest.mark.usefixtures("pooled")
 def test_every_strategy_that_is_shipped_as_an_example_runs(tmp_path: Path) -> None:
     files = [str(path) for path in sorted(EXAMPLES.glob("*.yaml"))]
     assert len(files) >= 3
