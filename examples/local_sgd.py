@@ -11,6 +11,7 @@ METHODS = {
     "LocalSGD": tw.LocalSGD(k_steps=16, begin_step=10),
     "adaptive": tw.AdaptiveLocalSGD(init_k_steps=16, begin_step=10),
     "DiLoCo": tw.LocalSGD(k_steps=16, begin_step=0, outer_lr=0.7, outer_momentum=0.5, outer_nesterov=True),
+    "4-bit changes": tw.LocalSGD(k_steps=16, begin_step=10, compression=tw.Quantized(value_bits=4)),
     "sparse changes": tw.LocalSGD(k_steps=16, begin_step=10, compression=tw.Sparse(sparsity=0.97)),
     "overlapped": tw.LocalSGD(k_steps=16, begin_step=10, fragments=2, delay=4),
 }

@@ -1,6 +1,7 @@
 """What a compression of changes tells those who average: pure functions of tensors, no word of ranks.
 
-A new one is a file with a config that has these methods, and a line in `sync.changes`.
+A new one is a file with a config that has these methods and `explained()`, its line of `explain`, and a line in
+`sync.changes`.
 """
 
 from collections.abc import Generator, Mapping, Sequence
@@ -112,9 +113,6 @@ class ChangeCompression(Protocol):
 
     def needs(self, params: Sequence[Tensor]) -> frozenset[Need]:
         """The compiled loops that `send` calls for these parameters."""
-
-    def explained(self) -> str:
-        """What happens to each tensor's change, in words, for `explain`."""
 
 
 class ErrorsOnly:

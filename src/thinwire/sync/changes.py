@@ -9,7 +9,7 @@ __all__ = ["COMPRESSIONS", "Compression", "compression_of"]
 
 Compression = Sparse | Quantized
 COMPRESSIONS: dict[str, type[Compression]] = {"sparse": Sparse, "quantized": Quantized}
-"""The configs, each a `ChangeCompression`, by their tags in strategy files."""
+"""The configs, each a `ChangeCompression` that explains itself, by their tags in strategy files."""
 
 
 def compression_of(compression: Compression | None, dgc: DGC | None) -> ChangeCompression | None:

@@ -56,7 +56,7 @@ class Quantized(ErrorsOnly):
         return self.decay == 1
 
     def explained(self) -> str:
-        """See `ChangeCompression`."""
+        """What happens to each tensor's change, in words."""
         bits = "1 bit" if self.value_bits == 1 else f"{self.value_bits} bits"
         return (
             f"every entry is sent in {bits}; the rounding error is kept and counts {self.decay:g} times the next time"

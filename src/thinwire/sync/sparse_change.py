@@ -62,7 +62,7 @@ class Sparse(ErrorsOnly):
         return self.decay == 1 and self.mean_over == "all"
 
     def explained(self) -> str:
-        """See `ChangeCompression`."""
+        """What happens to each tensor's change, in words."""
         bits = "1 bit" if self.value_bits == 1 else f"{self.value_bits} bits"
         over = "the ranks that sent it" if self.mean_over == "senders" else "all ranks"
         return (
@@ -109,10 +109,6 @@ class RampedChange(ErrorsOnly):
 
     decay: ClassVar[float] = 1.0
     conserves: ClassVar[bool] = True
-
-    def explained(self) -> str:
-        """See `ChangeCompression`; the ramp is explained where the strategy is."""
-        return f"by {self.dgc}"
 
     def compresses(self, param: Tensor) -> bool:
         """See `DGC.compresses`."""

@@ -1,0 +1,122 @@
+"""A compression that the library does not have needs nothing but the protocol: two sums, with a state of its own."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+import thinwire as tw
+from tests.local.test_laws import Bag, digest, set_gradients
+from tests.ranks import Pool
+from thinwire.comm import Group
+from thinwire.core.kernels.needs import Need
+from thinwire.sync import local_sgd
+from thinwire.sync.change_protocol import ERRORS, AllReduce, ErrorsOnly, Kept, Sending
+from thinwire.sync.pending_change import PendingChange
+
+
+class OneFactor(ErrorsOnly):
+    """Rank 1 of PowerSGD (arXiv 1905.13727, algorithm 1) for matrices; everything else travels whole."""
+
+    decay, conserves = 1.0, True
+    kept = {ERRORS: "mean_zero", "factors": "first"}  # noqa: RUF012 (as the protocol has it)
+
+    def begin(self, anchor: Tensor) -> dict[str, Tensor]:
+        return {**super().begin(anchor), "factors": torch.ones(anchor.shape[1], dtype=anchor.dtype)}
+
+    def compresses(self, param: Tensor) -> bool:
+        return param.dim() == 2
+
+    def takes(self, step: int, numel: int) -> bool:
+        return True
+
+    def send(self, step: int, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
+        left = torch.cat([m @ kept["factors"][n] for n, m in folded.items()])
+        left = yield AllReduce(left)
+        columns = [p / p.norm() for p in left.split([m.shape[0] for m in folded.values()])]
+        right = torch.cat([m.T @ p for m, p in zip(folded.values(), columns, strict=True)])
+        right = yield AllReduce(torch.cat([right, right.new_ones(1)]))
+        rows = (right[:-1] / right[-1]).split([m.shape[1] for m in folded.values()])
+        return Factors(dict(zip(folded, zip(columns, rows, strict=True), strict=True)))
+
+    def sent_bytes(self, step: int, numels: Sequence[int]) -> int:
+        raise NotImplementedError("nobody asks here")
+
+    def sparsity_at(self, step: int) -> float:
+        return 0.0
+
+    def needs(self, params: Sequence[Tensor]) -> frozenset[Need]:
+        return frozenset()
+
+
+class Factors:
+    def __init__(self, factors: dict[str, tuple[Tensor, Tensor]]) -> None:
+        self.factors = factors
+
+    def settle_(self, name: str, folded: Tensor, kept: Kept) -> Tensor:
+        column, row = self.factors[name]
+        mean = torch.outer(column, row)
+        torch.sub(folded, mean, out=kept[ERRORS][name])
+        kept["factors"][name].copy_(row)
+        return mean
+
+
+def trained(rank: int, size: int, stop: int, state: Any, last: int) -> dict[str, Any]:
+    model = Bag()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    start = {n: p.detach().clone() for n, p in model.named_parameters()}
+    changed = {n: torch.zeros_like(p) for n, p in start.items()}
+    with patch.object(local_sgd, "compression_of", lambda *_: OneFactor()):
+        sync = local_sgd.LocalUpdates(model, optimizer, tw.LocalSGD(2, 0, delay=1)).__enter__()
+        if state is not None:
+            sync.load_state_dict(state[rank])
+        saved = None
+        for step in range(sync.step + 1, last + 1):
+            set_gradients(model, step, rank)
+            for n, p in model.named_parameters():
+                changed[n] += 0.1 * p.grad  # type: ignore[operator]
+            optimizer.step()
+            saved = sync.state_dict() if step == stop else saved
+        sync.flush()
+        kept = sync.state_dict()["errors"]
+        sync.close()
+    lost = {n: (start[n] - p.detach()) * size for n, p in model.named_parameters()}
+    return {"digest": digest(model), "saved": saved, "changed": changed, "kept": kept, "moved": lost}
+
+
+def test_it_trains_keeps_books_and_resumes(ranks: Pool) -> None:
+    """1e-12: float64 sums of values of size 1."""
+    straight = ranks.run(trained, 7, None, 21, size=3)
+    assert len({each["digest"] for each in straight}) == 1
+    assert set(straight[0]["kept"]) == set(straight[0]["saved"]["factors"]) == {"a", "c"}
+    for name in straight[0]["moved"]:
+        changed = sum(each["changed"][name] for each in straight)
+        kept = sum(each["kept"].get(name, torch.zeros(())) for each in straight)
+        torch.testing.assert_close(straight[0]["moved"][name] + kept, changed, rtol=0, atol=1e-12)
+    resumed = ranks.run(trained, 0, [each["saved"] for each in straight], 21, size=3)
+    assert [each["digest"] for each in resumed] == [each["digest"] for each in straight]
+
+
+def summed(rank: int, size: int, flipped: bool) -> int:
+    """The digest of two sums, one of which arrives with another bit on rank 1."""
+
+    class Flipping(Group):
+        def sum_(self, buffer: Tensor, *, what: str):  # type: ignore[no-untyped-def]
+            pending = super().sum_(buffer, what=what)
+            if flipped and self.rank == 1 and "changes" in what:
+                pending.wait().view(torch.uint8)[0] ^= 1
+            return pending
+
+    folded = {"m": torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))}
+    pending = PendingChange(Flipping(), OneFactor().send(1, folded, {"factors": {"m": torch.ones(4)}}), "test")
+    pending.finish()
+    return pending.digest
+
+
+@pytest.mark.fault
+def test_sums_are_compared_by_their_bits(ranks: Pool) -> None:
+    assert len(set(ranks.run(summed, False))) == 1
+    assert len(set(ranks.run(summed, True))) == 2
