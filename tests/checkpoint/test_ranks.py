@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import torch
 
 from tests.checkpoint.states import rank_state, same
 from tests.ranks import Pool, Raised
-from thinwire.checkpoint import load, plan, save
+from thinwire.checkpoint import files, load, plan, save
 from thinwire.checkpoint.together import together
 from thinwire.comm import Group
 
@@ -257,15 +258,57 @@ def test_a_failure_on_one_rank_is_an_error_on_all_and_training_goes_on(
 
 def slow(rank: int, size: int) -> list[int]:
     def work() -> int:
-        time.sleep(2.5 if rank == 0 else 0)
+        for _ in range(6 if rank == 0 else 0):
+            time.sleep(1.0)
+            files.moving()  # as everything here does that reads or writes a piece
         return rank
 
     return together(Group(), "working", work)
 
 
 def test_a_slow_disk_is_no_lost_rank(ranks: Pool) -> None:
-    """The work takes longer than the time-out of the group."""
-    assert ranks.run(slow, size=2, group_timeout_s=1) == [[0, 1]] * 2
+    """The work takes longer than the time-out of the group, and goes on all the time."""
+    assert ranks.run(slow, size=2, group_timeout_s=4) == [[0, 1]] * 2
+
+
+def hung(rank: int, size: int, root: str, where: str) -> tuple[str, float, bool]:
+    """A save while the disk of one rank hangs, and one when it works again."""
+    group, directory, awake = Group(), home(root, rank, 2), threading.Event()
+    save(directory, rank_state(rank, 1), step=1, group=group, facts={})
+    undo = lambda: None  # noqa: E731
+    if rank == 1:
+        owner, name = {"fsync": (os, "fsync"), "unlink": (Path, "unlink"), "rename": (Path, "rename")}[where]
+        original = getattr(owner, name)
+        undo = patched(owner, name, lambda *a, **k: (awake.wait(60), original(*a, **k))[1])
+    group.gather_bytes(b"", what="waiting until it hangs")
+    begun = time.monotonic()
+    try:
+        save(directory, rank_state(rank, 2), step=2, group=group, facts={})
+        text = "saved"
+    except RuntimeError as error:
+        text = f"{type(error).__name__}: {error}"
+    taken = time.monotonic() - begun
+    awake.set()
+    undo()
+    time.sleep(0.5)
+    group.gather_bytes(b"", what="waiting until it works")
+    save(directory, rank_state(rank, 3), step=3, group=group, facts={})
+    return text, taken, same(load(directory, group=group).state, rank_state(rank, 3))
+
+
+@pytest.mark.parametrize("where", ["fsync", "rename"])
+def test_a_disk_that_hangs_is_an_error_on_all_within_the_time_out(ranks: Pool, tmp_path: Path, where: str) -> None:
+    for text, taken, good in ranks.run(hung, str(tmp_path), where, size=2, group_timeout_s=6):
+        assert "failed on rank 1: it made no progress for 6 s" in text
+        assert taken < 10
+        assert good
+
+
+def test_cleaning_up_on_a_disk_that_hangs_does_not_hold_a_save(ranks: Pool, tmp_path: Path) -> None:
+    for text, taken, good in ranks.run(hung, str(tmp_path), "unlink", size=2, group_timeout_s=6):
+        assert taken < 18
+        assert good
+        assert text == "saved" or "no progress" in text
 
 
 def late_files(rank: int, size: int, root: str) -> None:

@@ -5,11 +5,37 @@ import hashlib
 import os
 import shutil
 import stat
+import time
+from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["checksum", "discard", "is_regular", "make_directory", "remove", "sync_directory", "write_file"]
+__all__ = [
+    "checksum",
+    "discard",
+    "is_regular",
+    "last_moved",
+    "make_directory",
+    "moving",
+    "remove",
+    "sync_directory",
+    "write_file",
+    "write_pieces",
+]
 
 _CHUNK_BYTES = 1 << 20
+_SYNC_BYTES = 64 << 20
+"""So much may wait in memory for the disk, so that a slow one shows that it moves."""
+_moved = [0.0]
+
+
+def moving() -> None:
+    """Note that work with files makes progress: after every piece that was read or written."""
+    _moved[0] = time.monotonic()
+
+
+def last_moved() -> float:
+    """When it last did, on the clock of `time.monotonic`."""
+    return _moved[0]
 
 
 def make_directory(path: Path) -> None:
@@ -29,11 +55,27 @@ def write_file(path: Path, content: bytes) -> tuple[int, str]:
     Raises:
         OSError: Of the file system; also when it exists.
     """
+    return write_pieces(path, [content])
+
+
+def write_pieces(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[int, str]:
+    """`write_file` of content that comes in pieces, each made when it is asked for."""
+    hasher, size, waiting = hashlib.sha256(), 0, 0
     with path.open("xb") as file:
-        file.write(content)
+        for piece in pieces:
+            for start in range(0, len(piece), _CHUNK_BYTES):
+                chunk = piece[start : start + _CHUNK_BYTES]
+                file.write(chunk)
+                hasher.update(chunk)
+                size, waiting = size + len(chunk), waiting + len(chunk)
+                moving()
+                if waiting >= _SYNC_BYTES:
+                    file.flush()
+                    os.fsync(file.fileno())
+                    waiting = 0
         file.flush()
         os.fsync(file.fileno())
-    return len(content), hashlib.sha256(content).hexdigest()
+    return size, hasher.hexdigest()
 
 
 def sync_directory(path: Path) -> None:
@@ -54,6 +96,7 @@ def checksum(path: Path) -> str:
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
             hasher.update(chunk)
+            moving()
     return hasher.hexdigest()
 
 

@@ -11,7 +11,7 @@ from thinwire._validate import integer
 from thinwire.checkpoint.draft import Draft
 from thinwire.checkpoint.plan import Plan, places_of
 from thinwire.checkpoint.pruning import prune
-from thinwire.checkpoint.together import together
+from thinwire.checkpoint.together import meanwhile, together
 from thinwire.comm import Group, require_agreement
 from thinwire.errors import CheckpointError
 
@@ -54,8 +54,9 @@ def save(
     Raises:
         TypeError, ValueError: `step`, `part` or `keep` is not an integer in the range.
         Mismatch: `step`, `keep` or `facts` differ between ranks.
-        CheckpointError: On every rank, when it failed on any: no space left, not writable, a value of a type that a
-            checkpoint does not hold. Training may go on; nothing is left behind, earlier checkpoints are untouched.
+        CheckpointError: On every rank, when it failed on any: no space left, not writable, a disk that hangs (nothing
+            read or written for the time-out of the group), a value of a type that a checkpoint does not hold. Training
+            may go on; earlier checkpoints are untouched, and what is left behind the next save removes.
 
     Communication: seven rounds that carry, all in all, about 120 bytes for every tensor of the state.
     Failure: a rank that dies is `PeerLost` on the others; what it leaves behind is removed by the next save.
@@ -72,7 +73,7 @@ def save(
         together(group, "completing a checkpoint", lambda: plan.seal(files))
         together(group, "naming a checkpoint", plan.commit)
     except CheckpointError:
-        plan.remove()
+        meanwhile(plan.remove)
         raise
     stuck += together(group, "deleting older checkpoints", lambda: prune(plan, keep))[group.rank]
     for text in stuck:
@@ -98,5 +99,5 @@ def _planned(
         require_agreement(group, common, what="saving a checkpoint")
         seen = together(group, "looking for the other ranks of a directory", lambda: draft.neighbours(opened))
     finally:
-        draft.close()
+        meanwhile(draft.close)
     return Plan(root, group.rank, step, places_of(seen), opened, draft.facts)

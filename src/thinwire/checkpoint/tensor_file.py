@@ -5,7 +5,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
@@ -16,12 +16,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from thinwire.checkpoint.bits import bits
+from thinwire.checkpoint.files import moving, write_pieces
 from thinwire.checkpoint.manifest import tensor_file
 from thinwire.checkpoint.tree import TensorRef
 from thinwire.errors import CheckpointCorrupt
 
 __all__ = ["TensorReader", "digest", "readable", "restored", "write_tensors"]
 
+_HASHED_BYTES = 64 << 20
 _CODES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -53,16 +55,7 @@ def write_tensors(
     Raises:
         OSError: Of the file system.
     """
-    hasher, size = hashlib.sha256(), 0
-    with path.open("xb") as file:
-        pieces: Iterator[bytes | memoryview] = chain([_header(tensors, metadata)], map(_bytes, tensors.values()))
-        for view in pieces:
-            file.write(view)
-            hasher.update(view)
-            size += len(view)
-        file.flush()
-        os.fsync(file.fileno())
-    return size, hasher.hexdigest()
+    return write_pieces(path, chain([_header(tensors, metadata)], map(_bytes, tensors.values())))
 
 
 class TensorReader:
@@ -85,6 +78,7 @@ class TensorReader:
             CheckpointCorrupt: It is not there, or is another one.
         """
         where = f"{self._folder / tensor_file(ref.rank)}, tensor {ref.name!r}"
+        moving()
         try:
             stored: Tensor = self._opened(ref.rank).get_tensor(ref.name)
         except (SafetensorError, OSError) as error:
@@ -127,7 +121,10 @@ def readable(path: Path, stack: ExitStack) -> str | Path:
 def digest(tensor: Tensor) -> str:
     """SHA-256 in hex of dtype, shape and every bit: equal where two tensors are indistinguishable."""
     hasher = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
-    hasher.update(_bytes(tensor))
+    content = _bytes(tensor)
+    for start in range(0, len(content), _HASHED_BYTES):
+        hasher.update(content[start : start + _HASHED_BYTES])
+        moving()
     return hasher.hexdigest()
 
 

@@ -27,6 +27,7 @@ def while_busy(
     act: Callable[[], _T],
     *,
     limit_s: float | None = None,
+    moved: Callable[[], float] | None = None,
     error: type[ThinwireError] = ThinwireError,
 ) -> list[_T]:
     """Run `act` on every rank and wait for all of them, however long they take.
@@ -41,6 +42,8 @@ def while_busy(
         act: Local, without communication; returns what JSON holds.
         limit_s: How long, in seconds, the work may take on any rank before it is an error on all of them; None: as
             long as it takes. Work that has not ended by then goes on alone, and nobody hears what becomes of it.
+        moved: When the work of this rank last made progress, on the clock of `time.monotonic`: `limit_s` is counted
+            from there.
         error: What to raise when the work failed on a rank.
 
     Returns:
@@ -56,7 +59,7 @@ def while_busy(
     quarter of the time-out, where that is shorter) in which a rank is still at it.
     """
     work = _Work(act)
-    rows = [work.outcome()] if group.size == 1 and limit_s is None else _answers(group, what, work, limit_s)
+    rows = [work.outcome()] if group.size == 1 and limit_s is None else _answers(group, what, work, limit_s, moved)
     problems = by_rank([row.get("problem") for row in rows])
     if problems:
         raise _kind(error, rows)(f"{what} failed on {'; '.join(problems)}") from work.failure
@@ -107,18 +110,22 @@ class _Work:
         return self._answer
 
 
-def _answers(group: Group, what: str, work: _Work, limit_s: float | None) -> list[_Answer]:
+def _answers(
+    group: Group, what: str, work: _Work, limit_s: float | None, moved: Callable[[], float] | None
+) -> list[_Answer]:
     """What every rank says about its work once all have ended it, or one has taken too long."""
     begun = told = time.monotonic()
     work.start()
     while True:
-        taken = time.monotonic() - begun
-        left = _PACE_S if limit_s is None else max(limit_s - taken, 0.0)
+        since = begun if moved is None else max(begun, moved())
+        left = _PACE_S if limit_s is None else max(limit_s - (time.monotonic() - since), 0.0)
         answer = work.answer(min(group.timeout_s / 4, _PACE_S, left))
         if answer is None:
             answer = {"busy": True}
-            if limit_s is not None and time.monotonic() - begun >= limit_s:
-                answer = {"problem": f"it did not end within {limit_s:g} s", "late": True}
+            since = begun if moved is None else max(begun, moved())
+            if limit_s is not None and time.monotonic() - since >= limit_s:
+                told_s = "did not end within" if moved is None else "made no progress for"
+                answer = {"problem": f"it {told_s} {limit_s:g} s", "late": True}
         with own_deadlines():
             rows = group.gather_bytes(json.dumps({"work": what, **answer}).encode(), what=what)
         answers = [mapping_of(row) for row in rows]
