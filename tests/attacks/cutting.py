@@ -10,9 +10,9 @@ import signal
 import socket
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,7 @@ def cut(how: str, way: str, *, save: bool = False) -> Callable[[Pool, int], Outc
     def make_it(pool: Pool, seed: int) -> Outcome:
         chance = random.Random(seed)
         in_network = how not in ("stopped", "killed")
-        if how == "connections reset" and shutil.which("nft") is None:
+        if how in ("packets dropped", "connections reset") and shutil.which("nft") is None:
             return Outcome("skipped", "nft is not installed")
         if in_network and (reason := why_unavailable()) is not None:
             return Outcome("skipped", reason)
@@ -117,13 +117,14 @@ def cut(how: str, way: str, *, save: bool = False) -> Callable[[Pool, int], Outc
                 with socket.create_server(("127.0.0.1", 0)) as free:
                     place = ("127.0.0.1", free.getsockname()[1])
                 namespace, fds = "", ()
-            attacker = threading.Thread(target=_attack, args=(how, Path(folder), fds, chance.random()))
-            attacker.start()
+            attacker = stack.enter_context(ThreadPoolExecutor(1)).submit(
+                _attack, how, Path(folder), fds, chance.random()
+            )
             answers = pool.run(
                 train_until_it_fails, way, place, namespace, folder, save,
                 size=SIZE, timeout_s=2 * LONGEST_S + 150, group_timeout_s=60, expect_errors=True,
             )  # fmt: skip
-            attacker.join()
+            attacker.result()
             if in_network:
                 pool.close()  # what is left of the cut connections is not carried into the next attack
             made = Path(folder, "made").exists()
@@ -149,10 +150,10 @@ def _attack(how: str, folder: Path, fds: tuple[int, ...], moment_s: float) -> No
     elif how == "link down":
         inside(fds[0], _link_down)
     elif how == "connections reset":
-        inside(fds[0], _reset)
+        inside(fds[0], lambda: _filter("reject with tcp reset", "input", "output"))
     elif how == "packets dropped":
         inside(fds[0], lambda: _choke("eth0"))
-        inside(fds[0], _no_way_in)
+        inside(fds[0], lambda: _filter("drop", "input"))
     else:
         inside(fds[0], lambda: _choke("eth0"))
     end = time.monotonic() + LONGEST_S
@@ -171,11 +172,14 @@ def _link_down() -> None:
         ip.link("set", index=ip.link_lookup(ifname="eth0")[0], state="down")
 
 
-def _reset() -> None:
-    """Whatever is sent over TCP, in either direction, ends its connection with a reset."""
-    chains = [f"chain {way} {{ type filter hook {way} priority 0; meta l4proto tcp reject with tcp reset; }}"
-              for way in ("input", "output")]  # fmt: skip
-    subprocess.run(["nft", "-f", "-"], input=f"table inet attack {{ {' '.join(chains)} }}", text=True, check=True)
+def _filter(verdict: str, *ways: str) -> None:
+    """What becomes of all of TCP but resets that goes through eth0 on these ways, "input" or "output"."""
+    chains = [
+        f'chain {way} {{ type filter hook {way} priority 0; {way[0]}ifname "eth0" tcp flags & rst == 0 {verdict}; }}'
+        for way in ways
+    ]
+    rules = "\n".join(["table inet attack {", *chains, "}"])
+    subprocess.run(["nft", "-f", "-"], input=rules, text=True, check=True)
 
 
 def _choke(interface: str) -> None:
@@ -184,19 +188,7 @@ def _choke(interface: str) -> None:
 
     with IPRoute() as ip:
         index = ip.link_lookup(ifname=interface)[0]
-        ip.tc("replace", "tbf", index, handle=0x10000, rate=1, burst=10, limit=10)
-
-
-def _no_way_in() -> None:
-    """Nor does anything arrive."""
-    from pyroute2 import IPRoute
-
-    with IPRoute() as ip:
-        index = ip.link_lookup(ifname="eth0")[0]
-        ip.tc("add", "ingress", index)
-        # match everything; the police action drops it
-        ip.tc("add-filter", "u32", index, parent=0xFFFF0000, protocol=0x0003, prio=1, keys=["0x0/0x0+0"],
-              target=0x10000, rate=1, burst=10, action="drop")  # fmt: skip
+        ip.tc("replace", "tbf", index, handle=0x10000, rate=1000, burst=10, limit=10)
 
 
 def _verdict(how: str, answers: list[Any]) -> Outcome:
