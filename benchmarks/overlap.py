@@ -72,7 +72,7 @@ def contenders(found: dict[str, Any]) -> list[str]:
 
 def cost(name: str, found: dict[str, Any]) -> dict[str, Any]:
     """What the digest adds to a step: medians of the differences within a round, shares of the step without it."""
-    result: dict[str, Any] = {"name": name}
+    result: dict[str, Any] = {"name": name, "waits": statistics.median(found["waits"][name])}
     for key in ("milliseconds", "cpu_milliseconds"):
         pairs = list(zip(found[key][name], found[key][name + WITHOUT], strict=True))
         without = statistics.median(b for _, b in pairs)
@@ -86,15 +86,15 @@ def printed_costs(result: Any) -> str:
     lines = [
         f"{_size(result)}, medians of {result['repeats']} pairs of steps, one thread a worker.",
         "",
-        "| engine | step without digest | added | processor time without | added |",
-        "|---|---|---|---|---|",
+        "| engine | step without digest | added | processor time without | added | left to wait, with it |",
+        "|---|---|---|---|---|---|",
     ]
     for each in result["rows"]:
         cells = [
             f"{each[key]:.0f} ms | {each[f'{key} added']:+.1f} ms, {each[f'{key} added, share']:+.1%}"
             for key in ("milliseconds", "cpu_milliseconds")
         ]
-        lines.append(f"| {each['name']} | {' | '.join(cells)} |")
+        lines.append(f"| {each['name']} | {' | '.join(cells)} | {each['waits']:.0f} ms |")
     return "\n".join(lines)
 
 

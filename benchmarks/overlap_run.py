@@ -116,6 +116,7 @@ class Turns:
         self.steps: dict[str, Callable[[], object]] = {}
         self.choose: dict[str, Callable[[], None]] = {}
         """What has to be set before a contender's turn."""
+        self.engines: dict[str, Any] = {}
 
     def train(self) -> dict[str, Any]:
         """Milliseconds of every step, of the slower rank and of this one's processor, and the way of every bucket."""
@@ -125,12 +126,15 @@ class Turns:
             self._build()
         times: dict[str, list[float]] = {name: [] for name in self.steps}
         busy: dict[str, list[float]] = {name: [] for name in self.steps}
+        waits: dict[str, list[float]] = {name: [] for name in self.engines}
         ways: dict[str, list[list[tuple[float, float]]]] = {name: [] for name in self.steps}
         with watched_groups(self.watch):
             for turn in range(UNTIMED + self.config["repeats"]):
                 for name in self.steps:
-                    begin = time.process_time()
+                    begin, waited = time.process_time(), self._waited(name)
                     seconds = self._step(name)
+                    if turn >= UNTIMED and name in waits:
+                        waits[name].append(1e3 * (self._waited(name) - waited))
                     if turn >= UNTIMED:
                         busy[name].append(1e3 * (time.process_time() - begin))
                         times[name].append(1e3 * seconds)
@@ -140,7 +144,11 @@ class Turns:
         dist.all_gather_object(everybody, times)
         slower = {name: [max(t) for t in zip(*(each[name] for each in everybody), strict=True)] for name in times}
         params = sum(p.numel() for p in self._model().parameters())
-        return {"milliseconds": slower, "cpu_milliseconds": busy, "buckets": ways, "params": params}
+        return {"milliseconds": slower, "cpu_milliseconds": busy, "waits": waits, "buckets": ways, "params": params}
+
+    def _waited(self, name: str) -> float:
+        """Seconds for the wire, of an engine."""
+        return float(self.engines[name].stats()["wait_s"]) if name in self.engines else 0.0
 
     def _step(self, name: str) -> float:
         if name in self.choose:
@@ -175,6 +183,7 @@ class Turns:
                 engine = tw.DistributedStrategy(**strategy).prepare(
                     model, optimizer, nn.functional.mse_loss, digest_every=every
                 )
+                self.engines[f"engine, {name}{ending}"] = engine
                 self.steps[f"engine, {name}{ending}"] = partial(engine.train_step, self.x, self.y)
 
     def _model(self) -> nn.Module:
