@@ -161,17 +161,39 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_file_is_made_anew_once_with_a_warning(warm_cache, tmp_path, kind):
-    cache = copied(warm_cache, tmp_path / "cache")
-    path = the_loop(cache)
-    whole = path.read_bytes()
-    path.write_bytes(DAMAGE[kind](whole))
-    first, second = run(LARS, cache), run(LARS, cache)
-    assert first.count("WARNING") == 1
-    assert f"{path} is damaged" in first
-    assert "compiled 1 loops" in first
-    assert second == ""
+STARTS = f"""{WARM}
+import os, traceback
+import numba
+from thinwire.core.kernels import jit_steps
+for cache in CACHES:
+    for start in ("first", "second"):
+        print(f"{{start}} start with {{cache}}", flush=True)
+        if not os.fork():  # into a process that has not looked for a folder yet
+            try:
+                numba.config.CACHE_DIR = cache
+                warm("lars")
+            except BaseException:
+                traceback.print_exc()
+            sys.stdout.flush()
+            os._exit(0)
+        os.wait()
+"""
+
+
+@pytest.mark.timeout(240)  # twelve starts
+def test_a_damaged_file_is_made_anew_once_with_a_warning(warm_cache, tmp_path):
+    caches = {kind: copied(warm_cache, tmp_path / kind) for kind in DAMAGE}
+    for kind, cache in caches.items():
+        path = the_loop(cache)
+        path.write_bytes(DAMAGE[kind](path.read_bytes()))
+    output = run(STARTS.replace("CACHES", repr([str(cache) for cache in caches.values()])), tmp_path / "no cache")
+    for cache in caches.values():
+        first = output.partition(f"first start with {cache}\n")[2].partition("second start")[0]
+        second = output.partition(f"second start with {cache}\n")[2].partition("first start")[0]
+        assert first.count("WARNING") == 1
+        assert f"{the_loop(cache)} is damaged" in first
+        assert "compiled 1 loops" in first
+        assert second == ""
 
 
 def test_damage_is_mended_by_processes_that_start_together(warm_cache, tmp_path):
