@@ -288,12 +288,6 @@ assert top_k(x, 3).tolist() == [0, 1, 2]
 """
 
 
-def test_several_processes_may_compile_at_once_into_an_empty_cache(tmp_path):
-    for process in [run_python(TOP_K, NUMBA_CACHE_DIR=str(tmp_path)) for _ in range(2)]:
-        assert_succeeds(process)
-    assert list(tmp_path.rglob("*.loop"))
-
-
 STEP = """
 import torch
 from thinwire import optim
@@ -312,9 +306,16 @@ assert jit_steps.lars.stats.cache_hits and not jit_steps.lars.stats.cache_misses
 """
 
 
-def test_a_second_process_compiles_nothing(tmp_path):
-    for code in (STEP, COMPILES_NOTHING):
-        assert_succeeds(run_python(code, NUMBA_CACHE_DIR=str(tmp_path)))
+@pytest.fixture(scope="module")
+def stepped(tmp_path_factory):
+    """The cache of a process that has made one step."""
+    folder = tmp_path_factory.mktemp("cache")
+    assert_succeeds(run_python(STEP, NUMBA_CACHE_DIR=str(folder)))
+    return folder
+
+
+def test_a_second_process_compiles_nothing(stepped):
+    assert_succeeds(run_python(COMPILES_NOTHING, NUMBA_CACHE_DIR=str(stepped)))
 
 
 SOURCES_HAVE_CHANGED = f"""
@@ -326,9 +327,9 @@ assert jit_steps.lars.stats.cache_misses and not jit_steps.lars.stats.cache_hits
 """
 
 
-def test_a_change_in_any_file_compiles_all_anew(tmp_path):
-    for code in (STEP, SOURCES_HAVE_CHANGED):
-        assert_succeeds(run_python(code, NUMBA_CACHE_DIR=str(tmp_path)))
+def test_a_change_in_any_file_compiles_all_anew(stepped, tmp_path):
+    cache = shutil.copytree(stepped, tmp_path / "cache")
+    assert_succeeds(run_python(SOURCES_HAVE_CHANGED, NUMBA_CACHE_DIR=str(cache)))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
