@@ -5,7 +5,7 @@ import torch
 
 from thinwire.core.sketch import SKETCH_NUMEL, sketch
 
-SMALL, LARGE, KEYS = 5000, 50_000, 100
+SMALL, LARGE, KEYS = 4000, 50_000, 100
 
 
 def tensors(numel):

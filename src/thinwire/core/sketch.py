@@ -3,7 +3,7 @@
 Every entry is added, with a random sign, to one of 64 sums. For two tensors the inner product of
 their sums is, on average over the signs, that of the tensors, with a standard deviation of about
 1 / sqrt(64) of the product of their norms; and the sums of a sum are the sum of the sums. Of a tensor
-with more than 16,384 entries as many are drawn at random, with repetition, and scaled up.
+with more than 4,096 entries as many are drawn at random, with repetition, and scaled up.
 
 Signs and draws are those of a hash of position and key: the same in every averaging and on every rank.
 
@@ -11,6 +11,7 @@ Source: count sketch, Charikar, Chen and Farach-Colton, 2002, section 3. Differs
 follow from the position; only a sample of a large tensor.
 """
 
+import functools
 import math
 
 import torch
@@ -21,7 +22,7 @@ from thinwire.core.kernels.reference import mixed
 __all__ = ["SKETCH_NUMEL", "sketch"]
 
 SKETCH_NUMEL = 64
-_MOST = 1 << 14
+_MOST = 1 << 12
 _DRAWS, _SIGNS = 1, 2
 
 
@@ -36,11 +37,18 @@ def sketch(values: Tensor, key: int) -> Tensor:
         Shape (64,), float64, on `values.device`; no host synchronization.
     """
     flat = values.reshape(-1)
-    count = min(flat.numel(), _MOST)
-    places = torch.arange(count, device=flat.device)
+    draws, signs = _plan(flat.numel(), key, flat.device)
+    signed = (flat if draws is None else flat[draws]).double() * signs
+    return torch.nn.functional.pad(signed, (0, -signed.numel() % SKETCH_NUMEL)).view(-1, SKETCH_NUMEL).sum(0)
+
+
+@functools.lru_cache(maxsize=512)
+def _plan(numel: int, key: int, device: torch.device) -> tuple[Tensor | None, Tensor]:
+    """Which entries are drawn, None for all of them, and their signs times the scale; at most 64 KiB."""
+    count = min(numel, _MOST)
+    places = torch.arange(count, device=device)
     signs = 1.0 - 2.0 * (mixed(mixed(places + (_SIGNS << 20)) + mixed(key)) & 1)
-    if count < flat.numel():
-        draws = mixed(mixed(places + (_DRAWS << 20)) + mixed(key)) % flat.numel()
-        flat, signs = flat[draws], signs * math.sqrt(flat.numel() / count)
-    signed = flat.double() * signs
-    return torch.nn.functional.pad(signed, (0, -count % SKETCH_NUMEL)).view(-1, SKETCH_NUMEL).sum(0)
+    signs = signs.double() * math.sqrt(max(1, numel) / max(1, count))
+    if count == numel:
+        return None, signs
+    return mixed(mixed(places + (_DRAWS << 20)) + mixed(key)) % numel, signs
