@@ -17,11 +17,13 @@ import torch.distributed as dist
 
 from benchmarks.common import parser_for, save, surroundings
 from thinwire.comm import Group, Nodes, sources_of
+from thinwire.compress.entries import Proposed, send_entries
+from thinwire.compress.protocol import together
+from thinwire.compress.traffic import GATHER, SPLIT, Traffic, between_sources, busiest, chosen_exchange
 from thinwire.core.feedback import Proposal
 from thinwire.core.message import Layout, Slot
 from thinwire.core.select import count_sent
-from thinwire.sync.round import Round, SparseGradient
-from thinwire.sync.traffic import GATHER, SPLIT, Traffic, between_sources, busiest, chosen_exchange
+from thinwire.sync.round import Round
 
 TENSORS = 160
 NODE_SIZE = 8
@@ -34,14 +36,14 @@ def layout_of(numel: int, density: float) -> Layout:
     return Layout((Slot(each, count_sent(each, 1 - density)),) * TENSORS, 1)
 
 
-def proposals(layout: Layout, source: int) -> dict[int, SparseGradient]:
+def proposals(layout: Layout, source: int) -> dict[str, Proposed]:
     """What a source might send: the positions matter for no length."""
     generator = torch.Generator().manual_seed(source)
     found = {}
     for key, slot in enumerate(layout.slots):
         indices = torch.randperm(slot.numel, generator=generator)[: slot.k].sort().values
         values = torch.randn(slot.k, generator=generator)
-        found[key] = SparseGradient(Proposal(indices, values, finite=True), slot.numel, slot.k)
+        found[str(key)] = Proposed(Proposal(indices, values, finite=True), slot.numel, slot.k)
     return found
 
 
@@ -52,8 +54,11 @@ def work(rank: int, ranks: int, store: str, layout: Layout, ways: list[tuple[str
     found = []
     for exchange, node_size in ways:
         sources = sources_of(Group(), node_size)
-        one_round = Round(sources, step=0, value_bits=layout.value_bits, exchange=exchange)
-        one_round.launch(0, proposals(layout, sources.rank), {})
+        one_round = Round(sources, step=0)
+        mine = proposals(layout, sources.rank)
+        context = one_round.context(0)
+        sending = send_entries(context, mine, value_bits=layout.value_bits, exchange=exchange)
+        one_round.launch(mine.keys(), together([sending]))
         one_round.finish()
         crossing = sources.crossing if isinstance(sources, Nodes) else sources
         found.append(None if crossing is None else (crossing.bytes_sent, crossing.bytes_received))

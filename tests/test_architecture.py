@@ -18,9 +18,11 @@ MAY_IMPORT = {
     "schedules": BASE,
     "core": BASE,
     "comm": BASE,
-    "sync": BASE | {"schedules", "core", "comm"},
+    # methods of compression, which speak to nobody
+    "compress": BASE | {"schedules", "core"},
+    "sync": BASE | {"schedules", "core", "comm", "compress"},
     # DGCMomentum is an optimizer that exchanges gradients itself, hence sync and comm
-    "optim": BASE | {"schedules", "core", "comm", "sync"},
+    "optim": BASE | {"schedules", "core", "comm", "compress", "sync"},
     "amp": BASE | {"core", "comm", "sync"},
     "step": BASE | {"core"},
     "pipeline": BASE | {"core", "comm"},
@@ -28,7 +30,8 @@ MAY_IMPORT = {
     # each rank's state goes into a file of its own
     "integrations": BASE | {"core", "comm", "sync", "optim", "checkpoint"},
     # the only one that knows two methods at once
-    "strategy": BASE | {"schedules", "core", "comm", "sync", "optim", "amp", "step", "pipeline", "checkpoint"},
+    "strategy": BASE
+    | {"schedules", "core", "comm", "compress", "sync", "optim", "amp", "step", "pipeline", "checkpoint"},
     "lab": BASE | {"schedules", "optim", "amp", "strategy", "sync"},
     "cli": BASE | {"lab", "strategy"},
     "__main__": {"cli"},

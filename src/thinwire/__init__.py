@@ -8,6 +8,8 @@ from thinwire._version import __version__
 
 if TYPE_CHECKING:
     from thinwire import amp, errors, optim, schedules
+    from thinwire.compress.dgc import DGC
+    from thinwire.compress.low_rank import LowRank
     from thinwire.core.clip import ClipByGlobalNorm, ClipByNorm, ClipByValue
     from thinwire.core.decay import L1Decay, L2Decay
     from thinwire.core.loss_scale import DynamicLossScale, FixedLossScale
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
     from thinwire.step.config import AMP, GradientMerge, Recompute
     from thinwire.strategy.distributed_strategy import DistributedStrategy
     from thinwire.strategy.engine import Engine
-    from thinwire.sync.dgc_config import DGC
     from thinwire.sync.local_config import AdaptiveLocalSGD, LocalSGD
     from thinwire.sync.local_sgd import LocalUpdates, local_sgd
     from thinwire.sync.quantized_change import Quantized
@@ -46,6 +47,7 @@ __all__ = [
     "L2Decay",
     "LocalSGD",
     "LocalUpdates",
+    "LowRank",
     "Pipeline",
     "Quantized",
     "Recompute",
@@ -67,7 +69,7 @@ _HOMES = {
     "ClipByGlobalNorm": "thinwire.core.clip",
     "ClipByNorm": "thinwire.core.clip",
     "ClipByValue": "thinwire.core.clip",
-    "DGC": "thinwire.sync.dgc_config",
+    "DGC": "thinwire.compress.dgc",
     "DistributedStrategy": "thinwire.strategy.distributed_strategy",
     "Diverged": "thinwire.errors",
     "DynamicLossScale": "thinwire.core.loss_scale",
@@ -80,6 +82,7 @@ _HOMES = {
     "LARS": "thinwire.optim.config",
     "LocalSGD": "thinwire.sync.local_config",
     "LocalUpdates": "thinwire.sync.local_sgd",
+    "LowRank": "thinwire.compress.low_rank",
     "Pipeline": "thinwire.pipeline.config",
     "Quantized": "thinwire.sync.quantized_change",
     "Recompute": "thinwire.step.config",

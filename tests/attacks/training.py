@@ -201,5 +201,4 @@ def _residuals(engine: Any) -> dict[str, Tensor]:
     """Those that an engine keeps beside an ordinary optimizer, the live ones."""
     if engine is None:
         return {}
-    mean = getattr(engine._parts.exchange, "_mean", None)
-    return dict(getattr(mean, "residuals", None) or {})
+    return dict(engine._parts.exchange.state_dict().get("residuals", {}))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from thinwire.compress.dgc import DGC
 from thinwire.lab.axes import Axis
 from thinwire.lab.link import Link
 from thinwire.lab.measures import Column, bytes_text, tables
@@ -20,7 +21,6 @@ from thinwire.lab.table import print_table
 from thinwire.lab.text import Corpus
 from thinwire.lab.winner import BEST, document_of, write_best
 from thinwire.strategy.distributed_strategy import DistributedStrategy
-from thinwire.sync.dgc_config import DGC
 
 
 def run(strategy: str, losses: list[float], step_s: float, sent: float) -> dict[str, Any]:

@@ -12,9 +12,9 @@ import thinwire as tw
 from tests.laws.test_dgc import run_net
 from tests.ranks import Pool
 from tests.reference import rounding as oracle
+from tests.sync.means import GradientMean
 from thinwire.comm import Group
 from thinwire.optim import DGCMomentum
-from thinwire.sync.gradient_mean import GradientMean
 
 KEYS = ("momentum_buffer", "residual")
 

@@ -24,7 +24,8 @@ def network(dtype: torch.dtype = torch.float64) -> nn.Sequential:
 
 
 def adopted(net, optimizer, **strategy):
-    return adopt(optimizer, names={p: name for name, p in net.named_parameters()}, **strategy)
+    names = {p: name for name, p in net.named_parameters()}
+    return adopt(optimizer, names=names, compression=strategy.pop("dgc", None), **strategy)
 
 
 def give_gradients(net, seed):

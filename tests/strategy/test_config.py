@@ -18,6 +18,7 @@ CONFIGS = {
     "lamb": tw.LAMB(),
     "localsgd": tw.LocalSGD(4),
     "adaptive_localsgd": tw.AdaptiveLocalSGD(4),
+    "low_rank": tw.LowRank(),
 }
 
 

@@ -108,6 +108,7 @@ class Case:
 
 AMP = tw.AMP("float16", tw.DynamicLossScale(init_loss_scale=2.0**12, scale_window=5))
 MERGE = tw.GradientMerge(2)
+LOW_RANK = tw.LowRank(2, begin_step=4, min_numel=32)
 CASES = {
     "dense": Case(),
     "dgc": Case({"dgc": DGC}),
@@ -118,6 +119,11 @@ CASES = {
     "dgc nodes adam": Case({"dgc": dataclasses.replace(DGC, node_size=2)}, adam),
     "dgc split": Case({"dgc": dataclasses.replace(DGC, exchange="split")}),
     "dgc bfloat16": Case({"dgc": dataclasses.replace(DGC, state_dtype="bfloat16")}),
+    "low rank": Case({"low_rank": LOW_RANK}),
+    "low rank adam": Case({"low_rank": LOW_RANK}, adam),
+    "low rank merge overflow": Case(
+        {"amp": AMP, "low_rank": LOW_RANK, "gradient_merge": MERGE}, before_step=overflow, early=8
+    ),
     "merge": Case({"gradient_merge": tw.GradientMerge(2, avg=False)}, early=8),
     "dgc merge": Case({"dgc": DGC, "gradient_merge": MERGE}, early=8),
     "amp overflow": Case({"amp": AMP}, before_step=overflow, early=18),
@@ -158,19 +164,24 @@ class Events(list[str]):
 
     def __init__(self, engine: Any) -> None:
         super().__init__()
-        exchange = engine._parts.exchange
-        launch, settle = exchange.launch, exchange.settle
+        gradients = gradients_of(engine)
+        launch, vote = gradients.launch, gradients.vote
 
         def launched(step: int, bucket: int, grads: Any) -> None:
             self.append(f"bucket {bucket}")
             launch(step, bucket, grads)
 
-        def settled(*args: Any, **kwargs: Any) -> Any:
-            verdict = settle(*args, **kwargs)
+        def voted(*args: Any, **kwargs: Any) -> Any:
+            verdict, done = vote(*args, **kwargs)
             self.append(verdict.value)
-            return verdict
+            return verdict, done
 
-        exchange.launch, exchange.settle = launched, settled
+        gradients.launch, gradients.vote = launched, voted
+
+
+def gradients_of(engine: Any) -> Any:
+    """The exchange of an engine; of a `DGCMomentum` after the comparison of the first step."""
+    return engine._parts.exchange.gradients or engine.optimizer.joined()
 
 
 def side_by_side(rank: int, size: int, name: str) -> tuple[list[bool], int, str]:
@@ -422,14 +433,14 @@ def interrupted(rank: int, size: int, how: str) -> list[str]:
         raise KeyboardInterrupt
 
     def refuse(*_: Any) -> None:
-        del engine._parts.exchange.launch
+        del gradients_of(engine).launch
         raise MemoryError("no room for a bucket")
 
     if rank == 1:
         if how == "interrupt":
             engine.model.at_half = stop
         else:
-            engine._parts.exchange.launch = refuse
+            gradients_of(engine).launch = refuse
     texts = []
     for step in (3, 4)[: 1 + rank]:
         try:

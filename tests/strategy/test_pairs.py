@@ -13,7 +13,11 @@ from tests.strategy.training import FIELDS, digest, make_engine, train, world_ra
 from thinwire.strategy.rules import RULES
 
 PAIRS = list(itertools.combinations(FIELDS, 2))
-CONFLICTS = [{"lars", "lamb"}, {"localsgd", "adaptive_localsgd"}]
+CONFLICTS = [
+    {"lars", "lamb"},
+    {"localsgd", "adaptive_localsgd"},
+    *({"low_rank", other} for other in ("dgc", "localsgd", "adaptive_localsgd")),
+]
 
 
 def conflicting(fields: Sequence[str]) -> bool:

@@ -1,4 +1,4 @@
-"""The table in full: all 36 pairs, what a strategy does with each, and the page that is printed from it."""
+"""The table in full: all 45 pairs, what a strategy does with each, and the page that is printed from it."""
 
 import itertools
 import re
@@ -12,14 +12,18 @@ from thinwire.strategy.composing import page
 from thinwire.strategy.rules import FIELDS, RULES, rule_of, rules_among
 
 PAGE = Path(__file__).parents[2] / "docs" / "composing.md"
-CONFLICTS = {frozenset({"lars", "lamb"}), frozenset({"localsgd", "adaptive_localsgd"})}
+CONFLICTS = {
+    frozenset({"lars", "lamb"}),
+    frozenset({"localsgd", "adaptive_localsgd"}),
+    *(frozenset({"low_rank", other}) for other in ("dgc", "localsgd", "adaptive_localsgd")),
+}
 PAIRS = list(itertools.combinations(CONFIGS, 2))
 
 
 def test_every_pair_has_one_rule_in_the_order_of_the_fields() -> None:
     assert list(CONFIGS) == list(FIELDS)
     assert [rule.pair for rule in RULES] == PAIRS
-    assert len(RULES) == 36
+    assert len(RULES) == 45
     assert {frozenset(rule.pair) for rule in RULES if not rule.works} == CONFLICTS
 
 
@@ -48,7 +52,8 @@ def test_the_rules_of_three_fields_are_those_of_their_pairs() -> None:
 
 
 def test_all_fields_but_those_in_conflict_go_together() -> None:
-    for left_out in itertools.product(("lars", "lamb"), ("localsgd", "adaptive_localsgd")):
+    for pair in itertools.product(("lars", "lamb"), ("localsgd", "adaptive_localsgd")):
+        left_out = (*pair, "low_rank")
         fields = {name: config for name, config in CONFIGS.items() if name not in left_out}
         assert list(tw.DistributedStrategy(**fields).on) == list(fields)
 

@@ -20,6 +20,7 @@ FIELDS: dict[str, Any] = {
     "lamb": tw.LAMB(lamb_weight_decay=1e-3, exclude_from_weight_decay=("*.bias",)),
     "localsgd": tw.LocalSGD(2),
     "adaptive_localsgd": tw.AdaptiveLocalSGD(2, max_k_steps=4),
+    "low_rank": tw.LowRank(2, begin_step=1, min_numel=64),
 }
 
 

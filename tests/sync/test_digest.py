@@ -82,7 +82,13 @@ def hurt_moment(engine: Engine) -> None:
 
 def hurt_residual(engine: Engine) -> None:
     entries = engine.optimizer.state[engine.model[2].weight]
-    flip_(entries["residual"] if "residual" in entries else engine._parts.exchange._mean.residuals["2.weight"], 7, 3)
+    flip_(entries["residual"] if "residual" in entries else kept(engine)["2.weight"], 7, 3)
+
+
+def kept(engine: Engine) -> dict[str, Tensor]:
+    """The residuals beside an ordinary optimizer, the live ones."""
+    found: dict[str, Tensor] = engine._parts.exchange.state_dict()["residuals"]
+    return found
 
 
 def train_harmed(rank: int, size: int) -> dict[str, tuple[int, str]]:
@@ -435,8 +441,7 @@ def flip_at_random(rank: int, size: int, count: int) -> list[tuple[str, int]]:
             place = draw(chance, p.numel())
             if rank == 1:
                 entries = {"parameter": p, **engine.optimizer.state[p]}
-                mean = getattr(engine._parts.exchange, "_mean", None)
-                flip_(entries[where] if where in entries else mean.residuals[name], place, bit)
+                flip_(entries[where] if where in entries else kept(engine)[name], place, bit)
             found.append((f"{kind}, {where} {name}[{place}] bit {bit}", updates_until_found(engine, rank, begin)))
     return found
 

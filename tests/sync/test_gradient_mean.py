@@ -12,10 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.ranks import Pool
 from tests.reference.mean_gradient import MeanOracle
+from tests.sync.means import GradientMean
 from thinwire.comm import Group
-from thinwire.sync.dgc_config import DGC
-from thinwire.sync.gradient_mean import GradientMean
-from thinwire.sync.local_limit import locally_clipped
+from thinwire.compress.dgc import DGC, locally_clipped
 
 SHAPES = {"big": (20, 15), "small": (6,), "middle": (7, 3, 4), "scalar": ()}
 

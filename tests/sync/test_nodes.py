@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire as tw
 from tests.ranks import Lost, Pool
 from tests.reference.dgc_training import Oracle
+from tests.sync.means import GradientMean
 from thinwire.comm import Group, node_size_of
 from thinwire.errors import NonFinite
-from thinwire.sync.gradient_mean import GradientMean
 
 SHAPES = {"embed.weight": (40, 7), "layer.weight": (16, 20), "layer.bias": (16,), "scale": ()}
 MIN_NUMEL = 100
@@ -252,7 +252,7 @@ def from_flat_to_nodes(rank: int, size: int) -> dict[str, Any]:
     grouped = dgc(model, node_size=2)
     grouped.load_state_dict(copy.deepcopy(flat.state_dict()))
     before = [flat.state[p]["residual"].clone() for p in model.parameters() if p.numel() >= 200]
-    exchange = grouped._joined()
+    exchange = grouped.joined()
     assert exchange.sources.size == 2
     after = [grouped.state[p]["residual"].clone() for p in model.parameters() if p.numel() >= 200]
     x, y = batch(9, rank)

@@ -5,10 +5,12 @@ import torch
 from torch import Tensor
 
 from tests.ranks import Pool
+from tests.sync.means import launch
 from thinwire.comm import Group
+from thinwire.compress.entries import ArrivedEntries, Proposed
 from thinwire.core.feedback import FoldRule, propose
 from thinwire.core.message import HEADER_BYTES
-from thinwire.sync.round import Round, SparseGradient
+from thinwire.sync.round import Round
 
 NUMEL, K = 1000, 10
 
@@ -17,21 +19,28 @@ def gradient(rank: int, key: int) -> Tensor:
     return torch.randn(NUMEL, generator=torch.Generator().manual_seed(100 * rank + key))
 
 
-def sparse(grad: Tensor) -> SparseGradient:
-    return SparseGradient(propose(grad, torch.zeros_like(grad), None, K, FoldRule(0.0)), grad.numel(), K)
+def sparse(grad: Tensor) -> Proposed:
+    return Proposed(propose(grad, torch.zeros_like(grad), None, K, FoldRule(0.0)), grad.numel(), K)
 
 
 def exchange(rank: int, size: int, bits: int) -> dict[str, object]:
-    group = Group()
-    one_round = Round(group, step=3, value_bits=bits)
-    one_round.launch(0, {0: sparse(gradient(rank, 0)), 1: sparse(gradient(rank, 1))}, {2: gradient(rank, 2)})
-    one_round.launch(1, {3: sparse(gradient(rank, 3))}, {4: gradient(rank, 4).double(), 5: gradient(rank, 5).half()})
+    one_round = Round(Group(), 3)
+    first = {"0": sparse(gradient(rank, 0)), "1": sparse(gradient(rank, 1))}
+    launch(one_round, 0, first, {"2": gradient(rank, 2)}, bits=bits)
+    rest = {"4": gradient(rank, 4).double(), "5": gradient(rank, 5).half()}
+    launch(one_round, 1, {"3": sparse(gradient(rank, 3))}, rest, bits=bits)
     one_round.finish()
+    arrived = {key: one_round.arrived[str(key)] for key in range(6)}
+    entries = {key: each for key, each in arrived.items() if isinstance(each, ArrivedEntries)}
     return {
-        "sent": {key: one_round.sent(key) for key in (0, 1, 3)},
-        "sparse": {key: one_round.sparse_mean(key, torch.float32) for key in (0, 1, 3)},
-        "dense": {key: one_round.dense_mean(key) for key in (2, 4, 5)},
-        "keys": one_round.keys,
+        "sent": {key: each.given[str(key)] for key, each in entries.items()},
+        "sparse": {key: each.sparse_mean(str(key), torch.float32) for key, each in entries.items()},
+        "dense": {
+            key: each.mean(str(key), gradient(rank, key).to(torch.float64 if key == 4 else torch.float32))
+            for key, each in arrived.items()
+            if key not in entries
+        },
+        "keys": {int(name) for name in one_round.names},
     }
 
 
@@ -61,8 +70,8 @@ def test_the_mean_is_that_of_what_was_sent_and_equal_on_all_ranks(ranks: Pool, b
 def dense_input_survives(rank: int, size: int) -> bool:
     grad = gradient(rank, 0)
     before = grad.clone()
-    one_round = Round(Group(), step=0, value_bits=32)
-    one_round.launch(0, {}, {0: grad})
+    one_round = Round(Group(), 0)
+    launch(one_round, 0, {}, {"0": grad})
     one_round.finish()
     return torch.equal(grad, before)
 
@@ -86,8 +95,8 @@ class Liar(Group):
 def receive_damage(rank: int, size: int, position: int) -> None:
     group = Liar()
     group.position = position
-    one_round = Round(group, step=3, value_bits=1)
-    one_round.launch(0, {0: sparse(gradient(rank, 0))}, {})
+    one_round = Round(group, 3)
+    launch(one_round, 0, {"0": sparse(gradient(rank, 0))}, {}, bits=1)
     one_round.finish()
 
 
@@ -100,8 +109,8 @@ def test_a_damaged_message_is_refused_by_name_on_every_rank(ranks: Pool, positio
 
 
 def receive_another_step(rank: int, size: int) -> None:
-    one_round = Round(Group(), step=3 + rank, value_bits=1)
-    one_round.launch(0, {0: sparse(gradient(rank, 0))}, {})
+    one_round = Round(Group(), 3 + rank)
+    launch(one_round, 0, {"0": sparse(gradient(rank, 0))}, {}, bits=1)
     one_round.finish()
 
 

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 import thinwire as tw
 from tests.ranks import Pool
 from tests.reference.split_exchange import split_exchange
+from tests.sync.means import GradientMean, launch
 from thinwire.comm import Group, sources_of
+from thinwire.compress.entries import ArrivedEntries, Proposed
+from thinwire.compress.traffic import between_sources, inside_node
 from thinwire.core.feedback import Proposal
 from thinwire.core.message import Layout, Slot
-from thinwire.sync.gradient_mean import GradientMean
-from thinwire.sync.round import Round, SparseGradient
-from thinwire.sync.traffic import between_sources, inside_node
+from thinwire.sync.round import Round
 
 NUMELS, COUNTS = [300, 7, 120, 1], [30, 2, 11, 1]
 
@@ -27,20 +28,24 @@ def proposal(source: int, tensor: int, *, lopsided: bool = False) -> tuple[Tenso
     return positions[:k].sort().values, torch.randn(k, generator=generator, dtype=torch.float64)
 
 
-def sparse(source: int, tensor: int, *, lopsided: bool = False) -> SparseGradient:
+def sparse(source: int, tensor: int, *, lopsided: bool = False) -> Proposed:
     found = Proposal(*proposal(source, tensor, lopsided=lopsided), finite=True)
-    return SparseGradient(found, NUMELS[tensor], COUNTS[tensor])
+    return Proposed(found, NUMELS[tensor], COUNTS[tensor])
 
 
 def exchange(rank: int, size: int, lopsided: bool) -> list[Any]:
-    one_round = Round(Group(), step=3, value_bits=32, exchange="split")
-    one_round.launch(0, {t: sparse(rank, t, lopsided=lopsided) for t in range(4)}, {9: torch.ones(3) * rank})
+    one_round = Round(Group(), 3)
+    proposed = {str(t): sparse(rank, t, lopsided=lopsided) for t in range(4)}
+    launch(one_round, 0, proposed, {"9": torch.ones(3) * rank}, exchange="split")
     one_round.finish()
-    assert one_round.dense_mean(9).tolist() == [(size - 1) / 2] * 3
+    assert one_round.arrived["9"].mean("9", torch.ones(3)).tolist() == [(size - 1) / 2] * 3
     kept = [torch.zeros(n, dtype=torch.float64) for n in NUMELS]
+    arrived = one_round.arrived["0"]
+    assert isinstance(arrived, ArrivedEntries)
     for t in range(4):
-        one_round.add_kept_(t, kept[t])
-    return [[one_round.sparse_mean(t, torch.float64) for t in range(4)], [one_round.sent(t) for t in range(4)], kept]
+        arrived.add_kept_(str(t), kept[t], t)
+    means = [arrived.sparse_mean(str(t), torch.float64) for t in range(4)]
+    return [means, [arrived.given[str(t)] for t in range(4)], kept]
 
 
 def dense(entries: Any, numel: int) -> Tensor:
@@ -180,9 +185,9 @@ def count(rank: int, size: int, exchange: str, width: int) -> list[tuple[int, ..
     """Bytes by the counters of the groups, and as counted from the layout: between nodes, and inside this one."""
     everybody = Group()
     sources = sources_of(everybody, width)
-    one_round = Round(sources, step=0, value_bits=1, exchange=exchange)
+    one_round = Round(sources, 0)
     source = rank // width
-    one_round.launch(0, {t: sparse(source, t) for t in range(4)}, {})
+    launch(one_round, 0, {str(t): sparse(source, t) for t in range(4)}, {}, bits=1, exchange=exchange)
     one_round.finish()
     layout = Layout(tuple(Slot(n, k) for n, k in zip(NUMELS, COUNTS, strict=True)), 1)
     expected = between_sources(layout, size // width, exchange, source)

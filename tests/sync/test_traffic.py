@@ -4,8 +4,8 @@ import math
 
 import pytest
 
+from thinwire.compress.traffic import between_sources, busiest, chosen_exchange, first_split, inside_node
 from thinwire.core.message import Layout, Slot
-from thinwire.sync.traffic import between_sources, busiest, chosen_exchange, first_split, inside_node
 
 MILLION = 1_000_000
 

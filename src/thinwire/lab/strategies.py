@@ -103,6 +103,16 @@ register(
 )
 register(
     Recipe(
+        "low-rank",
+        "gradients as two factors of 2 columns (PowerSGD), in buckets that leave early",
+        "thinwire.lab.strategy_trainer:Prepared",
+        0.15,
+        "engine.stats(), each message once, however many ranks it goes to",
+        {"document": {"low_rank": {"rank": 2, "begin_step": 5}}},
+    )
+)
+register(
+    Recipe(
         "localsgd",
         "local SGD: 32 local steps, then the mean of all parameters",
         _LOCAL,

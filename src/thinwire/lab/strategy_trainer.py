@@ -27,7 +27,7 @@ class Prepared:
         local = strategy.localsgd or strategy.adaptive_localsgd
         merged = 1 if strategy.gradient_merge is None else strategy.gradient_merge.k_steps
         self.round_steps = merged * _longest_interval(local)
-        self.steady_from_step = merged * max(1 if local is None else local.begin_step, _ramp_end(strategy.dgc))
+        self.steady_from_step = merged * max(1 if local is None else local.begin_step, _ramp_end(strategy))
         # parts of the model in turn, or results that come later: ranks are never quite equal before the end
         self.drifting = local is not None and (local.fragments > 1 or local.delay > 0)
         self.settings: Mapping[str, Any] = {"optimizer": type(self.optimizer).__name__, **document}
@@ -77,7 +77,11 @@ def _longest_interval(local: tw.LocalSGD | tw.AdaptiveLocalSGD | None) -> int:
     return local.max_k_steps if isinstance(local, tw.AdaptiveLocalSGD) else local.k_steps
 
 
-def _ramp_end(dgc: tw.DGC | None) -> int:
+def _ramp_end(strategy: tw.DistributedStrategy) -> int:
+    """The update from which on messages have their last length."""
+    dgc = strategy.dgc
+    if strategy.low_rank is not None:
+        return strategy.low_rank.begin_step + 1
     if dgc is None:
         return 1
     levels = len(dgc.sparsity)

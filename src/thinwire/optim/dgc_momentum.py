@@ -1,9 +1,11 @@
 """SGD with momentum over deep gradient compression: each rank sends its few largest accumulated entries."""
 
+import contextlib
 import datetime
+import functools
 import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,11 +34,14 @@ from thinwire.comm import (
     time_limit_s,
     while_busy,
 )
+from thinwire.compress.dgc import DGC, DGCCompressor, Rule, compressible
+from thinwire.compress.entries import ArrivedEntries
+from thinwire.compress.traffic import EXCHANGES
 from thinwire.core.arithmetic import CURES, arithmetic
 from thinwire.core.checksum import bit_sums
 from thinwire.core.clip import ClipByNorm, clipped
 from thinwire.core.decay import Regularizer
-from thinwire.core.feedback import Fold, commit_list_, in_chunks, propose_list
+from thinwire.core.feedback import in_chunks
 from thinwire.core.kernels.needs import Need, needs_of
 from thinwire.core.kernels.warm import warm_up, warm_up_beside
 from thinwire.core.merge import step_along_list_
@@ -44,35 +49,27 @@ from thinwire.core.message import WIRE_VERSION
 from thinwire.core.origin import ORIGIN, Origin, checksum_of, without_origin
 from thinwire.core.precision import named_state_dtype, narrowed, state_dtype, stored_dtype
 from thinwire.core.rounding import rounding_seed, store_
-from thinwire.core.select import count_sent
 from thinwire.core.stats import numbers
 from thinwire.core.value_code import VALUE_BITS
 from thinwire.optim.base import CommonOptimizer
 from thinwire.optim.two_phase import ParamGrad
-from thinwire.schedules import Schedule, sparsity_at
-from thinwire.sync.dgc_config import compressible
+from thinwire.schedules import Schedule
 from thinwire.sync.digest import DIGEST_EVERY, RollingDigest
-from thinwire.sync.exchange import GradientExchange, Verdict
-from thinwire.sync.local_limit import limited
-from thinwire.sync.node_state import make_common_
-from thinwire.sync.own_state import OwnState
-from thinwire.sync.round import Round, SparseGradient
-from thinwire.sync.steady import Steady
-from thinwire.sync.traffic import EXCHANGES
+from thinwire.sync.exchange import GradientExchange
+from thinwire.sync.round import Round
 
 __all__ = ["Attached", "DGCMomentum"]
 
-_OWN = ("momentum_buffer", "residual")
+_OWN = ("residual", "momentum_buffer")
 """State that differs from rank to rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Listing:
-    """The parameters in the order of the exchange; a parameter's place is its key."""
+    """The parameters in the order of the exchange, by names of which each is there once."""
 
-    params: list[Tensor]
-    names: list[str]
-    keys: dict[Tensor, int]
+    params: dict[str, Tensor]
+    names: dict[Tensor, str]
 
 
 class DGCMomentum(CommonOptimizer):
@@ -140,15 +137,17 @@ class DGCMomentum(CommonOptimizer):
     _exchange: GradientExchange | None = None
     _attached: "Attached | None" = None
     _cached_listing: _Listing | None = None
-    _buckets: Sequence[Sequence[Tensor]] = ()
+    _compressor: DGCCompressor | None = None
+    _buckets: Sequence[Sequence[str]] = ()
+    _names_of_engine: Mapping[Tensor, str] = {}
+    _done: Round | None = None
+    """What an engine has exchanged for the step that it asks for."""
     _inverse_scale = 1.0
     _dense_bytes = 0
     _agreed: list[dict[str, Any]] | None = None
     """Per group what says how many entries are sent, as all ranks last agreed on it."""
     _in_force: list[dict[str, Any]] | None = None
     """The same while buckets are launched, before the agreement of their step."""
-    _nodes_compared = False
-    """Whether the ranks of a node are known to hold the same state."""
 
     def __init__(
         self,
@@ -206,8 +205,7 @@ class DGCMomentum(CommonOptimizer):
         require_process_group(process_group)
         self._process_group = process_group
         self._identity = f"optimizer {next_identity(process_group)}"
-        self._fresh: dict[Tensor, dict[str, Tensor]] = {}
-        self._samples: dict[int, Tensor] = {}
+        self._samples: dict[str, Tensor] = {}
         defaults = {
             "lr": rate,
             "momentum": momentum,
@@ -267,8 +265,8 @@ class DGCMomentum(CommonOptimizer):
                 f"ddp must have exactly the trainable parameters of this optimizer: {len(theirs - mine)} of the "
                 f"model's are not in the optimizer, {len(mine - theirs)} of the optimizer's are not in the model"
             )
-        with one_deadline(time_limit_s(self._process_group, self.timeout_s)):
-            group = self._joined().group
+        with self.one_deadline():
+            group = self.joined().group
         tap = tap_buckets(ddp, group, self._launch_bucket)
         self._attached = Attached(self, tap)
         return self._attached
@@ -278,46 +276,46 @@ class DGCMomentum(CommonOptimizer):
         """The ranks that exchange, as given; None for all of them."""
         return self._process_group
 
-    def cut(self, buckets: Sequence[Sequence[Tensor]]) -> None:
-        """Which parameters travel together from now on, for whoever calls `launch`; the same on all ranks."""
+    def cut(self, buckets: Sequence[Sequence[str]]) -> None:
+        """Which parameters travel together from now on, for an engine; the same on all ranks."""
         self._buckets = buckets
         if self._exchange is not None:
-            self._exchange.buckets = self._bucket_keys()
+            self._exchange.buckets = buckets
 
     @property
-    def steady(self) -> frozenset[Tensor] | None:
-        """The parameters that `launch` may send, all of them; None while ranks have to agree first."""
-        exchange, listing = self._exchange, self._listing
-        if exchange is None or exchange.names != listing.names or exchange.steady.keys is None:
-            return None
-        return frozenset(listing.params[key] for key in exchange.steady.keys)
+    def exchange_in_use(self) -> GradientExchange | None:
+        """With the other ranks; None before the first step."""
+        known = self._exchange
+        return known if known is not None and known.names == list(self._listing.params) else None
 
-    @torch.no_grad()
-    def launch(self, bucket: int, grads: Mapping[Tensor, Tensor]) -> None:
-        """Send one bucket of the next step before all gradients are there; in the same order on all ranks.
+    def one_deadline(self) -> contextlib.AbstractContextManager[None]:
+        """Let all that is waited for inside count against the one time-out of this optimizer."""
+        return one_deadline(time_limit_s(self._process_group, self.timeout_s))
+
+    @contextlib.contextmanager
+    def launching(self) -> Iterator[None]:
+        """Around what is sent before ranks agree: as many entries as they have agreed on last.
+
+        Lengths must fit before the vote finds a difference.
+        """
+        self._in_force = self._agreed
+        try:
+            yield
+        finally:
+            self._in_force = None
+
+    @contextlib.contextmanager
+    def updating_from(self, done: Round) -> Iterator[None]:
+        """Around a `step` that exchanges nothing, since an engine has done so.
 
         Args:
-            bucket: Its number, from 0.
-            grads: This rank's own gradients by parameter, dense, as `step` will find them.
-
-        Raises:
-            PeerLost, PeerStalled: See `thinwire.errors`.
+            done: What came for the gradients that `step` will find.
         """
-        assert self._exchange is not None, "steady was not None"
-        self._compare_nodes(self._exchange)
-        self._launched(bucket, self._signed(grads))
-
-    @torch.no_grad()
-    def settle(self, grads: Mapping[Tensor, Tensor], **told: Any) -> Verdict:
-        """Wait for what was launched and agree what becomes of it, before `step`; see `GradientExchange.settle`."""
-        assert self._exchange is not None, "steady was not None"
-        keys = self._listing.keys
-        return self._exchange.settle(self.position, {keys[p]: g for p, g in grads.items() if p in keys}, **told)
-
-    def spoil(self, reason: str) -> None:
-        """Tell all ranks, in the next agreement, that this one did not finish its update."""
-        assert self._exchange is not None, "it has made an update"
-        self._exchange.spoiled = reason
+        self._done = done
+        try:
+            yield
+        finally:
+            self._done = None
 
     @torch.no_grad()
     def require_equal(self) -> None:
@@ -331,18 +329,6 @@ class DGCMomentum(CommonOptimizer):
         if self._exchange is not None:
             self._exchange.require_equal(self.position)
 
-    def release(self) -> None:
-        """Forget what was settled and not taken."""
-        assert self._exchange is not None, "steady was not None"
-        self._exchange.release()
-        self._forget()
-
-    def abandon(self, reason: str) -> None:
-        """Leave a step half-way; nothing can be exchanged any more."""
-        assert self._exchange is not None, "steady was not None"
-        self._exchange.abandon(reason)
-        self._forget()
-
     def stats(self) -> dict[str, float]:
         """This rank so far, flat and in numbers only; the names are those of `thinwire.core.stats.numbers`.
 
@@ -355,7 +341,7 @@ class DGCMomentum(CommonOptimizer):
         return numbers(
             step=self.position,
             dropped_steps=0 if self._exchange is None else self._exchange.drops.total,
-            sparsity=self._sparsity_of(self.param_groups[0]) or 0.0,
+            sparsity=_config_of(self.param_groups[0]).sparsity_in_force(self.position),
             bytes_sent=besides + (0 if sources is None else sources.bytes_sent),
             bytes_received=0 if sources is None else sources.bytes_received,
             bytes_between_nodes=sources.bytes_between_nodes if isinstance(sources, Nodes) else None,
@@ -423,50 +409,64 @@ class DGCMomentum(CommonOptimizer):
         for i, level in enumerate(levels):
             check.real(f"sparsity[{i}], the fraction that is not sent,", level, at_least=0, below=1)
 
-    def _update(self, pairs: list[ParamGrad], rates: list[float]) -> bool:
-        with one_deadline(time_limit_s(self._process_group, self.timeout_s)):
-            return self._exchanged(self._joined(), pairs, rates)
+    def _collected(self) -> list[ParamGrad]:
+        """As in the base class, but signs change where gradients are used: what is exchanged are gradients."""
+        pairs = self._given
+        if pairs is None:
+            return [(p, p.grad) for p in self._ordered_params() if p.grad is not None and p.requires_grad]
+        return pairs
 
-    def _exchanged(self, exchange: GradientExchange, pairs: list[ParamGrad], rates: list[float]) -> bool:
-        overflow = self._read_scaler()
+    def _update(self, pairs: list[ParamGrad], rates: list[float]) -> bool:
+        names = self._listing.names
+        with self.one_deadline():
+            exchange = self.joined()
+            try:
+                done = self._done
+                if done is None:
+                    overflow = self._read_scaler()
+                    grads = {names[p]: self._unscaled(p, g) for p, g in pairs}
+                    done = self._exchanged(exchange, grads, overflow)
+                else:
+                    grads = {names[p]: g for p, g in pairs}
+                self.agreed()
+                if done is None:
+                    return False
+                self._apply(exchange, grads, rates, done)
+            finally:
+                exchange.forget()
+                self._samples.clear()
+                self._inverse_scale = 1.0
+        self._dense_bytes += sum(4 * p.numel() for p in self._ordered_params() if p.requires_grad)
+        return True
+
+    def _exchanged(
+        self, exchange: GradientExchange, grads: Mapping[str, Tensor], overflow: bool | None
+    ) -> Round | None:
         if overflow is not None and exchange.in_flight and self._attached is not None:
             exchange.discard()  # proposals made before the scale was known are in the wrong unit
             self._attached.deferred = True
-        try:
-            keys = self._listing.keys
-            grads = {keys[p]: self._unscaled(p, g) for p, g in pairs}
-            unchanged = self._unchanged_since_backward(grads) if exchange.in_flight else None
-            done = exchange.exchange(self.position, grads, overflow=overflow, unchanged=unchanged)
-            self._agreed = self._ramps()
-            if done is None:
-                return False
-            self._apply(pairs, rates, done)
-            if exchange.own is not None:
-                exchange.own.seal(self.position + 1)
-        finally:
-            self._forget()
-        self._dense_bytes += sum(4 * p.numel() for p in self._ordered_params() if p.requires_grad)
-        return True
+        unchanged = self._unchanged_since_backward(grads) if exchange.in_flight else None
+        return exchange.exchange(self.position, grads, overflow=overflow, unchanged=unchanged)
+
+    def agreed(self) -> None:
+        """All ranks have just agreed on the settings of this update."""
+        self._agreed = self._ramps()
 
     def _detached(self) -> None:
         """Called by the handle: forget it, and what it may have launched."""
         self._attached = None
         if self._exchange is not None:
             self._exchange.discard()
-        self._forget()
-
-    def _forget(self) -> None:
-        """Let go of what belongs to one step."""
-        self._fresh.clear()
         self._samples.clear()
-        self._inverse_scale = 1.0
 
     @property
     def _listing(self) -> _Listing:
         if self._cached_listing is None:
-            params = list(self._ordered_params())
-            names = [self._facts(p).name or f"parameter {key}" for key, p in enumerate(params)]
-            self._cached_listing = _Listing(params, names, {p: key for key, p in enumerate(params)})
+            params: dict[str, Tensor] = {}
+            for key, p in enumerate(self._ordered_params()):
+                name = self._names_of_engine.get(p) or self._facts(p).name or f"parameter {key}"
+                params[name if name not in params else f"{name} (parameter {key})"] = p
+            self._cached_listing = _Listing(params, {p: name for name, p in params.items()})
         return self._cached_listing
 
     def _read_scaler(self) -> bool | None:
@@ -475,25 +475,17 @@ class DGCMomentum(CommonOptimizer):
         self._inverse_scale = 1.0 if scale is None else 1.0 / float(scale)
         return None if found is None else bool(found)
 
-    def _unchanged_since_backward(self, grads: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    def _unchanged_since_backward(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Per gradient that has been launched whether it is still the same, by the sum of its bits."""
-        keys = [key for key in grads if key in self._samples]
-        now = bit_sums([grads[key] for key in keys])
-        return {key: words == self._samples[key] for key, words in zip(keys, now, strict=True)}
+        names = [name for name in grads if name in self._samples]
+        now = bit_sums([grads[name] for name in names])
+        return {name: words == self._samples[name] for name, words in zip(names, now, strict=True)}
 
     def _unscaled(self, param: Tensor, grad: Tensor) -> Tensor:
         return grad if self._inverse_scale == 1.0 else grad.to(_wide(param)) * self._inverse_scale
 
     def _compressible(self, param: Tensor) -> bool:
         return compressible(param, self._facts(param).group["min_numel"])
-
-    def _state_of(self, param: Tensor, *, residual: bool) -> dict[str, Tensor]:
-        """The parameter's state; zeros that enter `self.state` only when the update is applied."""
-        state: dict[str, Tensor] = self.state.get(param) or self._fresh.setdefault(param, {})
-        for key in ("momentum_buffer", "residual") if residual else ("momentum_buffer",):
-            if key not in state:
-                state[key] = torch.zeros(param.shape, dtype=self._stored_dtype(param), device=param.device)
-        return state
 
     def _stored_dtype(self, param: Tensor) -> torch.dtype:
         """In what the state of this parameter is stored, before compression begins too."""
@@ -503,67 +495,32 @@ class DGCMomentum(CommonOptimizer):
         # flat views of it are folded, so it is contiguous whatever the layout of the parameter
         return narrowed(value.to(param.device), self._stored_dtype(param)).contiguous()
 
-    def _seed(self, key: int) -> int:
-        return rounding_seed(self.position, key)
-
-    def _contribution(self, param: Tensor, grad: Tensor) -> Tensor:
-        """What this rank folds in, flat: its gradient after local clip, decay, regularizer and centralization."""
-        facts = self._facts(param)
-        limit = facts.group["local_grad_clip_norm"]
+    def _rule(self, name: str) -> Rule:
+        """How a tensor is compressed, by its group as it is now, or was when ranks last agreed."""
+        facts = self._facts(self._listing.params[name])
+        group = facts.group
+        if self._in_force is not None:
+            group = {**group, **self._in_force[facts.group_index]}
+        limit = group["local_grad_clip_norm"]
         if self.grad_clip is not None:
             assert isinstance(self.grad_clip, ClipByNorm)
             limit = self.grad_clip.c
-        if limit is not None:
-            assert self._exchange is not None
-            grad = limited(grad, limit, self.num_trainers or self._exchange.sources.size, state_dtype(param))
-        if facts.weight_decay or facts.regularizer is not None or facts.grad_centralization:
-            grad = self._with_decay(param, grad.to(state_dtype(param)))
-        return grad.reshape(-1)
+        config = _config_of(group, limit, self.state_dtype)
+        return Rule(config, group["momentum"], group["nesterov"])
 
-    def _propose(self, grads: Mapping[int, Tensor]) -> dict[int, SparseGradient]:
-        params = self._listing.params
-        ks = {key: k for key in grads if (k := self._count_sent(params[key])) is not None}
-        found: dict[int, SparseGradient] = {}
-        for keys in in_chunks({key: params[key].numel() for key in ks}):
-            folds = [self._fold(params[key], grads[key]) for key in keys]
-            its_ks = [ks[key] for key in keys]
-            for key, proposal in zip(keys, propose_list(folds, its_ks), strict=True):
-                found[key] = SparseGradient(proposal, params[key].numel(), ks[key])
-        return found
-
-    def _count_sent(self, param: Tensor) -> int | None:
-        """How many entries of the tensor are sent in this step; None where all of them are, densely."""
+    def _decayed(self, name: str, grad: Tensor) -> Tensor:
+        """A gradient with its sign, decay, regularizer and centralization."""
+        param = self._listing.params[name]
         facts = self._facts(param)
-        told = facts.group if self._in_force is None else self._in_force[facts.group_index]
-        sparsity = self._sparsity_of(told)
-        dense = sparsity is None or not compressible(param, told["min_numel"])
-        return None if dense or sparsity is None else count_sent(param.numel(), sparsity)
-
-    def _sparsity_of(self, group: Mapping[str, Any]) -> float | None:
-        """The fraction that compressed tensors of the group keep back in this update; None where they are dense."""
-        if self.position < group["rampup_begin_step"]:
-            return None
-        ramp = (group["rampup_begin_step"], group["rampup_step"], group["sparsity"])
-        return sparsity_at(self.position, *ramp)
-
-    def _fold(self, param: Tensor, grad: Tensor) -> Fold:
-        state, group = self._state_of(param, residual=True), self._facts(param).group
-        u, v = state["momentum_buffer"].view(-1), state["residual"].view(-1)
-        return Fold(self._contribution(param, grad), v, u, group["momentum"], group["nesterov"])
-
-    def _launched(self, bucket: int, grads: Mapping[int, Tensor]) -> None:
-        """Send as many entries as all ranks have agreed on: lengths must fit before the vote finds a difference."""
-        assert self._exchange is not None
-        self._in_force = self._agreed
-        try:
-            self._exchange.launch_bucket(self.position, bucket, grads)
-        finally:
-            self._in_force = None
+        if facts.group["maximize"]:
+            grad = -grad
+        if facts.weight_decay or facts.regularizer is not None or facts.grad_centralization:
+            return self._with_decay(param, grad.to(state_dtype(param)))
+        return grad
 
     def _ramps(self) -> list[dict[str, Any]]:
         """Per group what says how many entries are sent."""
-        keys = ("rampup_begin_step", "rampup_step", "sparsity", "min_numel")
-        return [{key: group[key] for key in keys} for group in self.param_groups]
+        return [{key: group[key] for key in _RAMP} for group in self.param_groups]
 
     def _launch_bucket(self, bucket: int, params: Sequence[Parameter], grads: Sequence[Tensor]) -> None:
         """Called in the backward pass of the attached model."""
@@ -571,63 +528,55 @@ class DGCMomentum(CommonOptimizer):
         assert self._attached is not None
         if self._attached.deferred:
             return
-        self._compare_nodes(self._exchange)
-        with torch.no_grad():
-            signed = self._signed(dict(zip(params, grads, strict=True)))
-            self._launched(bucket, signed)
-            self._samples.update(zip(signed, bit_sums(list(signed.values())), strict=True))
+        with torch.no_grad(), self.launching():
+            names = self._listing.names
+            by_name = {names[p]: grad for p, grad in zip(params, grads, strict=True)}
+            self._exchange.launch(self.position, bucket, by_name)
+            self._samples.update(zip(by_name, bit_sums(list(by_name.values())), strict=True))
 
-    def _signed(self, grads: Mapping[Any, Tensor]) -> dict[int, Tensor]:
-        keys = self._listing.keys
-        return {keys[p]: -g if self._facts(p).group["maximize"] else g for p, g in grads.items()}
-
-    def _apply(self, pairs: Sequence[ParamGrad], rates: Sequence[float], done: Round) -> None:
+    def _apply(
+        self, exchange: GradientExchange, grads: Mapping[str, Tensor], rates: Sequence[float], done: Round
+    ) -> None:
         # what decides here must be common to all ranks: one of them may hold a row-sparse gradient, another a dense one
-        keys = self._listing.keys
-        grads = {keys[p]: grad for p, grad in pairs}
-        for param, _ in pairs:
-            key = keys[param]
-            if not done.is_sparse(key):
-                lasting = key in done.row_sparse or not self._compressible(param)
+        exchange.commit_(done, grads)
+        places = {name: place for place, name in enumerate(self._listing.params)}
+        for name in grads:
+            param, arrived = self._listing.params[name], done.arrived[name]
+            if not isinstance(arrived, ArrivedEntries):
+                lasting = name in done.row_sparse or not self._compressible(param)
                 rate = rates[self._facts(param).group_index]
-                self._apply_dense(param, done.dense_mean(key), key, rate, clip=lasting)
-        sparse = {key: self._listing.params[key].numel() for key in grads if done.is_sparse(key)}
-        for chunk in in_chunks(sparse):
-            self._apply_sparse({key: grads[key] for key in chunk}, rates, done)
+                self._apply_dense(name, arrived.mean(name, param), places[name], rate, clip=lasting)
+        sparse = {n: self._listing.params[n].numel() for n in grads if isinstance(done.arrived[n], ArrivedEntries)}
+        for names in in_chunks(sparse):
+            self._step_along(names, rates, done)
+        exchange.seal(self.position + 1)
 
-    def _apply_sparse(self, grads: Mapping[int, Tensor], rates: Sequence[float], done: Round) -> None:
-        params = [self._listing.params[key] for key in grads]
-        folds = []
-        for param, (key, grad) in zip(params, grads.items(), strict=True):
-            self.state[param] = self._state_of(param, residual=True)
-            folds.append(self._fold(param, done.gradient(key, self._unscaled(param, grad))))
-        sent, seeds = [done.sent(key) for key in grads], [self._seed(key) for key in grads]
-        own = None if self._exchange is None else self._exchange.own
-        if own is None:
-            commit_list_(folds, sent, seeds)
-        else:
-            names = [self._listing.names[key] for key in grads]
-            states = {f"{k} of {n}": self.state[p][k] for n, p in zip(names, params, strict=True) for k in _OWN}
-            expected = own.expected(states)
-            seals = commit_list_(folds, sent, seeds, sealed=True)
-            found = {f"residual of {n}": (s.residual_before, s.residual) for n, s in zip(names, seals, strict=True)}
-            found |= {f"momentum_buffer of {n}": (s.buffer_before, s.buffer) for n, s in zip(names, seals, strict=True)}
-            own.changed(self.position + 1, states, expected, found)
-        for key, fold in zip(grads, folds, strict=True):
-            done.add_kept_(key, fold.residual)
+    def _step_along(self, names: Sequence[str], rates: Sequence[float], done: Round) -> None:
+        """P <- p - lr * mean, at the entries that anybody sent."""
+        params = [self._listing.params[name] for name in names]
+        entries = [done.arrived[n].entries(n, _wide(p)) for n, p in zip(names, params, strict=True)]
         step_along_list_(
             [param.detach() for param in params],
-            [done.parts(key, _wide(param)) for key, param in zip(grads, params, strict=True)],
+            [each for each in entries if each is not None],
             [rates[self._facts(param).group_index] for param in params],
-            done.sources,
+            done.arrived[names[0]].context.sources,
             [_wide(param) for param in params],
         )
 
-    def _apply_dense(self, param: Tensor, mean: Tensor, key: int, rate: float, *, clip: bool) -> None:
-        state = self.state[param] = self._state_of(param, residual=self._compressible(param))
+    def _apply_dense(self, name: str, mean: Tensor, key: int, rate: float, *, clip: bool) -> None:
+        param = self._listing.params[name]
+        assert self._compressor is not None
+        if self._compressible(param):
+            self.state[param] = self._compressor.state_of(name)
+        elif "momentum_buffer" not in self.state[param]:
+            buffer = torch.zeros(param.shape, dtype=_wide(param), device=param.device)
+            self.state[param]["momentum_buffer"] = buffer
+        state = self.state[param]
         group, stored = self._facts(param).group, state["momentum_buffer"]
         buffer = stored.to(_wide(param))
         grad = mean.to(buffer.dtype)
+        if group["maximize"]:
+            grad = -grad
         if clip and self.grad_clip is not None:
             grad = clipped(self.grad_clip, [grad])[0]
         grad = self._with_decay(param, grad)
@@ -638,23 +587,17 @@ class DGCMomentum(CommonOptimizer):
         else:
             param.detach().copy_(param.detach().to(buffer.dtype).add_(update, alpha=-rate))
         if buffer is not stored:
-            store_(stored.view(-1), buffer.view(-1), self._seed(key))
+            store_(stored.view(-1), buffer.view(-1), rounding_seed(self.position, key))
 
-    def _joined(self) -> GradientExchange:
+    def joined(self) -> GradientExchange:
         """The exchange with the other ranks, after the comparison that must precede it."""
-        names, known = self._listing.names, self._exchange
+        names, known = list(self._listing.params), self._exchange
         if known is None or known.names != names:
             group = Group(self._process_group, self.timeout_s) if known is None else known.group
             known = self._compared(group, names)
             self._exchange = known
-        self._compare_nodes(known)
+        known.make_common()
         return known
-
-    def _compare_nodes(self, exchange: GradientExchange) -> None:
-        """The ranks of a node propose the same only if they hold the same."""
-        if not self._nodes_compared and isinstance(exchange.sources, Nodes):
-            make_common_(self._state_by_name(), exchange.sources)
-            self._nodes_compared = True
 
     def _compared(self, group: Group, names: Sequence[str]) -> GradientExchange:
         """The exchange under these names, once all ranks have said the same."""
@@ -671,70 +614,55 @@ class DGCMomentum(CommonOptimizer):
         if problem is not None:
             raise problem
         while_busy(group, "compiling loops", lambda: float(warm_up(self.needs) > 0))
-        if self._exchange is not None:
-            self._agreed = self._ramps()
-            self._exchange.names = list(names)
-            self._exchange.buckets, self._exchange.steady = self._bucket_keys(), Steady()
-            return self._exchange
-        made = GradientExchange(
-            group,
-            names,
+        sources = sources_of(group, width) if self._exchange is None else self._exchange.sources
+        self._compressor = DGCCompressor(
+            self._listing.params,
+            self._rule,
+            state=_StateByName(self, self._listing.params),
             value_bits=self.value_bits,
-            propose=self._propose,
-            sources=sources_of(group, width),
             exchange=self.exchange,
+            num_trainers=self.num_trainers,
+            decayed=self._decayed,
         )
-        made.buckets = self._bucket_keys()
-        made.optimizer = self
+        if self._exchange is None:
+            made = GradientExchange(group, self._listing.params, [self._compressor], sources=sources)
+        else:
+            made = self._exchange
+            made.restart(self._listing.params, [self._compressor])
+        made.buckets, made.optimizer = self._buckets, self
         self._watch(made)
-        self._agreed = self._ramps()
+        self.agreed()
         return made
 
-    def _bucket_keys(self) -> list[list[int]]:
-        keys = self._listing.keys
-        return [[keys[p] for p in bucket if p in keys] for bucket in self._buckets]
+    def serve(self, identity: str, digest_every: int, names: Mapping[Tensor, str]) -> None:
+        """Belong to an engine.
 
-    def serve(self, identity: str, digest_every: int) -> None:
-        """Belong to an engine: what this one is called in agreements, and how often it is compared."""
+        Args:
+            identity: What this optimizer is called in agreements.
+            digest_every: How often it is compared.
+            names: What the engine calls its parameters.
+        """
         self._identity, self.digest_every = identity, digest_every
+        self._names_of_engine, self._cached_listing = names, None
         if self._exchange is not None:
             self._watch(self._exchange)
 
     def _watch(self, exchange: GradientExchange) -> None:
-        exchange.identity, exchange.digest, exchange.own = self._identity, None, None
+        digest = None
         if self.digest_every:
-            exchange.digest = RollingDigest(self._params_by_name, self._common_state, every=self.digest_every)
-            exchange.digest.start_from(self.position)
-            exchange.own = OwnState(self._own_state)
+            digest = RollingDigest(self._params_by_name, self._common_state, every=self.digest_every)
+            digest.start_from(self.position)
+        exchange.watch(digest, self._identity)
 
     def _params_by_name(self) -> dict[str, Tensor]:
-        return {f"parameter {name}": p for name, p in zip(self._listing.names, self._listing.params, strict=True)}
+        return {f"parameter {name}": p for name, p in self._listing.params.items()}
 
     def _common_state(self) -> dict[str, Tensor]:
         """Momentum of tensors that are averaged densely all the time, which is the same on all ranks."""
         return {
             f"momentum_buffer of {name}": self.state[p]["momentum_buffer"]
-            for name, p in zip(self._listing.names, self._listing.params, strict=True)
+            for name, p in self._listing.params.items()
             if p in self.state and "momentum_buffer" in self.state[p] and not self._compressible(p)
-        }
-
-    def _own_state(self) -> dict[str, Tensor]:
-        """Momentum and residuals of tensors that are, or will be, compressed: this rank's, or its node's."""
-        return {
-            f"{key} of {name}": entry
-            for name, p in zip(self._listing.names, self._listing.params, strict=True)
-            if p in self.state and self._compressible(p)
-            for key, entry in self.state[p].items()
-            if isinstance(entry, Tensor)
-        }
-
-    def _state_by_name(self) -> dict[str, Tensor]:
-        """Momentum and residuals that there are, in the order of the exchange."""
-        return {
-            f"{name} {key}": entry
-            for name, p in zip(self._listing.names, self._listing.params, strict=True)
-            for key, entry in sorted(self.state.get(p, {}).items())
-            if isinstance(entry, Tensor)
         }
 
     def _common_facts(self, names: Sequence[str], node: int | str) -> dict[str, Any]:
@@ -772,8 +700,8 @@ class DGCMomentum(CommonOptimizer):
         self.digest_every = self.__dict__.get("digest_every", DIGEST_EVERY)
         self.timeout_s = self.__dict__.get("timeout_s")
         self._identity = "a copied optimizer"
-        self._nodes_compared = False  # loaded state may differ inside a node
-        self._fresh = self.__dict__.get("_fresh", {})
+        if self._exchange is not None:
+            self._exchange.state_loaded()
         self._samples = self.__dict__.get("_samples", {})
 
 
@@ -804,7 +732,52 @@ class Attached:
             self._optimizer = None
 
 
-_OWN = ("residual", "momentum_buffer")
+class _StateByName(MutableMapping[str, dict[str, Tensor]]):
+    """An optimizer's state under the names of the exchange."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> None:
+        # the optimizer, and not its state, in whose place loading puts another one
+        self._optimizer, self._params = optimizer, params
+
+    def __getitem__(self, name: str) -> dict[str, Tensor]:
+        if self._params[name] not in self._optimizer.state:
+            raise KeyError(name)
+        found: dict[str, Tensor] = self._optimizer.state[self._params[name]]
+        return found
+
+    def __setitem__(self, name: str, entries: dict[str, Tensor]) -> None:
+        self._optimizer.state[self._params[name]] = entries
+
+    def __delitem__(self, name: str) -> None:
+        del self._optimizer.state[self._params[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, param in self._params.items() if param in self._optimizer.state)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+_RAMP = ("rampup_begin_step", "rampup_step", "sparsity", "min_numel")
+
+
+def _config_of(group: Mapping[str, Any], limit: float | None = None, state_dtype: str | None = None) -> DGC:
+    """What a group says about compression."""
+    return _config(*(group[key] for key in _RAMP[:2]), tuple(group["sparsity"]), group["min_numel"], limit, state_dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def _config(
+    begin: int, length: int, sparsity: tuple[float, ...], min_numel: int, limit: float | None, state_dtype: str | None
+) -> DGC:
+    return DGC(
+        rampup_begin_step=begin,
+        rampup_step=length,
+        sparsity=sparsity,
+        local_grad_clip_norm=limit,
+        min_numel=min_numel,
+        state_dtype=state_dtype,
+    )
 
 
 def _own_checksum(state: Mapping[Any, Mapping[str, Any]]) -> int:

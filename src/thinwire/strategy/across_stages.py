@@ -6,9 +6,9 @@ from typing import Any
 from torch import Tensor
 
 from thinwire.comm import Group
+from thinwire.compress.dense import all_finite
 from thinwire.strategy.exchanges import Exchange, Grads
 from thinwire.sync.agreement import Drops, Report, agree_on_step
-from thinwire.sync.exchange import all_finite
 
 __all__ = ["DropTogether"]
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from thinwire.compress.dgc import DGC
 from thinwire.errors import StrategyError
 from thinwire.optim import DGCMomentum
 from thinwire.optim.config import LAMB, LARS
@@ -18,7 +19,7 @@ from thinwire.strategy.in_place import became
 from thinwire.strategy.onlookers import onlookers
 from thinwire.strategy.rebuild import Recipe, decided_exclusion, rebuilt
 from thinwire.strategy.replacements import ADAMS, SGDS, as_dgc, as_lamb, as_lars
-from thinwire.sync.dgc_config import DGC
+from thinwire.sync.gradients import Compression
 
 __all__ = ["Adopted", "adopt"]
 
@@ -31,7 +32,7 @@ class Adopted:
 
     optimizer: torch.optim.Optimizer
     """The given object, or a new one that it has to become: see `thinwire.strategy.in_place`."""
-    compressor: DGC | None
+    compressor: Compression | None
     """What the gradients (under local updates: the changes) are compressed by before this optimizer sees them; None
     where nothing is, or where the optimizer does it."""
     notes: tuple[str, ...]
@@ -43,7 +44,7 @@ class Adopted:
 def adopt(
     optimizer: torch.optim.Optimizer,
     *,
-    dgc: DGC | None = None,
+    compression: Compression | None = None,
     lars: LARS | None = None,
     lamb: LAMB | None = None,
     local: bool = False,
@@ -61,7 +62,8 @@ def adopt(
 
     Args:
         optimizer: Any; changed only where it stays and `keep` leaves out some of its parameters.
-        dgc: Makes an SGD a `DGCMomentum`; compresses for any other, and under `lars`, `lamb` or local updates.
+        compression: `DGC` makes an SGD a `DGCMomentum`; it compresses for any other, and under `lars`, `lamb` or local
+            updates, and so does any other compression always.
         lars: Makes an SGD a `Lars`.
         lamb: Makes an Adam, AdamW or LazyAdam a `Lamb`.
         local: Whether ranks train on their own and average now and then.
@@ -77,13 +79,18 @@ def adopt(
         StrategyError: The strategy does not go with this optimizer; lists every reason, and nothing has changed.
     """
     said = f"the strategy does not go with the optimizer {type(optimizer).__name__}: "
+    dgc = compression if isinstance(compression, DGC) else None
     if became(optimizer) == (dgc, lars, lamb):  # by an engine that was closed since
-        dgc, lars, lamb = None if isinstance(optimizer, DGCMomentum) else dgc, None, None
+        lars, lamb = None, None
+        if isinstance(optimizer, DGCMomentum):
+            compression = dgc = None
     problems = [*_misfits(optimizer, dgc, lars, lamb, local=local, keep=keep), *_strangers(optimizer, names)]
+    if dgc is None and compression is not None and isinstance(optimizer, DGCMomentum):
+        problems.append(f"DGCMomentum compresses gradients by itself: give an SGD, or remove {compression.field}")
     if problems:
         raise StrategyError(said + "; ".join(problems))
     if lars is None and lamb is None and (dgc is None or local or type(optimizer) not in SGDS):
-        return _kept(optimizer, dgc, keep, local=local)
+        return _kept(optimizer, compression, keep, local=local)
     told = taken_over(optimizer)
     if lars is not None:
         recipe = as_lars(optimizer, told, lars)
@@ -101,7 +108,7 @@ def adopt(
         new = rebuilt(recipe, told, optimizer.state, known, keep or _everything)
     except (TypeError, ValueError) as error:
         raise StrategyError(f"{said}{error}") from error
-    compressor = None if isinstance(new, DGCMomentum) else dgc
+    compressor = None if isinstance(new, DGCMomentum) else compression
     notes = [*_notes(optimizer, recipe, told), *_compression(new, compressor, local=local)]
     return Adopted(optimizer=new, compressor=compressor, notes=tuple(notes), restore=_nothing)
 
@@ -173,7 +180,11 @@ def _misnamed(told: TakenOver, recipe: Recipe, names: Mapping[Tensor, str]) -> I
 
 
 def _kept(
-    optimizer: torch.optim.Optimizer, dgc: DGC | None, keep: Callable[[Tensor], bool] | None, *, local: bool
+    optimizer: torch.optim.Optimizer,
+    compressor: Compression | None,
+    keep: Callable[[Tensor], bool] | None,
+    *,
+    local: bool,
 ) -> Adopted:
     restore = _nothing
     if keep is not None and not all(keep(p) for group in optimizer.param_groups for p in group["params"]):
@@ -182,8 +193,8 @@ def _kept(
     notes = [f"{kind} trains as it is"]
     if isinstance(optimizer, DGCMomentum):
         notes.append("it exchanges gradients by itself")
-    notes += _compression(optimizer, dgc, local=local)
-    return Adopted(optimizer=optimizer, compressor=dgc, notes=tuple(notes), restore=restore)
+    notes += _compression(optimizer, compressor, local=local)
+    return Adopted(optimizer=optimizer, compressor=compressor, notes=tuple(notes), restore=restore)
 
 
 def _lost_state(optimizer: torch.optim.Optimizer, recipe: Recipe) -> Iterator[str]:
@@ -215,11 +226,14 @@ def _notes(optimizer: torch.optim.Optimizer, recipe: Recipe, told: TakenOver) ->
         yield f"{kind} has no {' and '.join(speed)}, which change speed only"
 
 
-def _compression(optimizer: torch.optim.Optimizer, compressor: DGC | None, *, local: bool) -> Iterator[str]:
+def _compression(optimizer: torch.optim.Optimizer, compressor: Compression | None, *, local: bool) -> Iterator[str]:
     if compressor is not None:
         what = "changes of the parameters" if local else "gradients"
         kind = type(optimizer).__name__
-        yield f"dgc compresses {what}, without momentum of its own; momentum, clipping and decay are {kind}'s"
+        yield (
+            f"{compressor.field} compresses {what}, without momentum of its own; momentum, clipping and decay are "
+            f"{kind}'s"
+        )
 
 
 def _everything(param: Tensor) -> bool:

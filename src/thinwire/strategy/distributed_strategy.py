@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from thinwire import _validate as check
+from thinwire.compress.dgc import DGC
+from thinwire.compress.low_rank import LowRank
 from thinwire.errors import StrategyError
 from thinwire.optim.config import LAMB, LARS
 from thinwire.pipeline.config import Pipeline
 from thinwire.step.config import AMP, GradientMerge, Recompute
 from thinwire.strategy.rules import rules_among
-from thinwire.sync.dgc_config import DGC
 from thinwire.sync.local_config import AdaptiveLocalSGD, LocalSGD
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ CONFIGS: dict[str, type] = {
     "lamb": LAMB,
     "localsgd": LocalSGD,
     "adaptive_localsgd": AdaptiveLocalSGD,
+    "low_rank": LowRank,
 }
 """The config of every field."""
 
@@ -56,6 +58,7 @@ class DistributedStrategy:
         lamb: LAMB, for large batches, in the place of the given Adam.
         localsgd: Ranks train on their own and average their parameters at an interval.
         adaptive_localsgd: The same as localsgd, at an interval that follows the loss.
+        low_rank: Each matrix of gradients travels as two factors of few columns; the rest is kept.
 
     Raises:
         TypeError: A field is neither None nor its config.
@@ -71,6 +74,7 @@ class DistributedStrategy:
     lamb: LAMB | None = None
     localsgd: LocalSGD | None = None
     adaptive_localsgd: AdaptiveLocalSGD | None = None
+    low_rank: LowRank | None = None
 
     expected_replicas: ClassVar[int | None] = None
     """How many ranks must hold each stage, where `from_fleet` was told so; `prepare` compares. Not part of the file."""
@@ -84,6 +88,11 @@ class DistributedStrategy:
         conflicts = [*self._conflicting_fields(), *self._double_compression(), *self._narrow_changes()]
         if conflicts:
             raise StrategyError("parts of the strategy do not go together: " + "; ".join(conflicts))
+
+    @property
+    def compression(self) -> DGC | LowRank | None:
+        """How gradients, or what local updates send, are compressed by a field of its own."""
+        return self.dgc or self.low_rank
 
     @property
     def on(self) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from thinwire.strategy.left_gradients import LeftGradients
 from thinwire.strategy.moving_buffers import MovingBuffers
 from thinwire.strategy.overlap import Overlap
 from thinwire.sync.exchange import Verdict
+from thinwire.sync.round import Round
 
 __all__ = ["Engine", "Parts"]
 
@@ -597,9 +598,9 @@ class Engine:
             self._settle_turn()
             return
         complete = complete or parts.find_unused or not self._all_have_batches
-        scaler, verdict = parts.scaler, Verdict.AGAIN
+        scaler, verdict, done = parts.scaler, Verdict.AGAIN, None
         if parts.overlap is not None and parts.overlap.flying:
-            verdict = parts.overlap.settle(grads, overflow=overflow)
+            verdict, done = parts.overlap.vote(grads, overflow=overflow)
         if scaler is not None and verdict is Verdict.AGAIN:
             overflow = scaler.checks and scaler.agree(overflow)
         elif scaler is not None:
@@ -611,19 +612,23 @@ class Engine:
             self._dropped_before += 1
             exchange.skip()
         elif verdict is not Verdict.DROP:
-            self._exchange(grads, complete=complete)
+            self._exchange(grads, done, complete=complete)
         if scaler is not None and not exchange.local:
             scaler.update(overflow)
         self._forget_merged()
         self._settle_buffers()
         self._settle_turn()
 
-    def _exchange(self, grads: dict[str, Tensor], *, complete: bool) -> None:
+    def _exchange(self, grads: dict[str, Tensor], done: Round | None, *, complete: bool) -> None:
+        """Update from what left early, or exchange now."""
         parts, exchange = self._parts, self._parts.exchange
         if complete and not exchange.local:
             grads = parts.absent.completed(grads)
         try:
-            if exchange.update(self.step, grads):
+            if done is not None and parts.overlap is not None:
+                parts.overlap.finish(self.step, grads, done)
+                self.step += 1
+            elif exchange.update(self.step, grads):
                 self.step += 1
         except BaseException:
             if exchange.moved:  # others have made the update

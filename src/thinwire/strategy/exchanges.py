@@ -1,6 +1,7 @@
 """The three ways in which ranks share an update, behind one small protocol: the engine never asks which it has."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -8,15 +9,17 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from thinwire.comm import state_told
+from thinwire.compress.dense import Dense
+from thinwire.compress.dgc import DGC, DGCCompressor, locally_clipped
+from thinwire.core.storage import with_own_storage
 from thinwire.optim.dgc_momentum import DGCMomentum
 from thinwire.optim.two_phase import TwoPhase
 from thinwire.strategy.holding import passing
-from thinwire.sync.dgc_config import DGC
-from thinwire.sync.exchange import Verdict
-from thinwire.sync.gradient_mean import GradientMean, locally_clipped
+from thinwire.sync.exchange import GradientExchange
 from thinwire.sync.local_sgd import LocalUpdates
+from thinwire.sync.round import Round
 
-__all__ = ["EarlyExchange", "Exchange", "InOptimizer", "LocalSteps", "MeanThenStep"]
+__all__ = ["DGCStep", "EarlyExchange", "Exchange", "LocalSteps", "MeanThenStep"]
 
 Grads = Mapping[str, Tensor]
 """Gradients by parameter name, unscaled, of this rank's own mean loss."""
@@ -80,29 +83,27 @@ class Exchange(Protocol):
 
 
 class EarlyExchange(Exchange, Protocol):
-    """One whose messages can leave before all gradients are there: `launch` each bucket, `settle`, then `update`.
-
-    Attributes:
-        steady: The parameters that must be launched, all of them; None while ranks have to agree first.
-    """
+    """One whose messages can leave before all gradients are there: launched and voted on through `gradients`."""
 
     @property
-    def steady(self) -> frozenset[str] | None: ...
+    def gradients(self) -> GradientExchange | None:
+        """None before the first update."""
+
+    @property
+    def bucket_bytes(self) -> int:
+        """How much gradient should travel together."""
 
     def cut(self, buckets: Sequence[Sequence[str]]) -> None:
         """Which parameters travel together."""
 
-    def launch(self, step: int, bucket: int, grads: Grads) -> None:
-        """Send one bucket, dense gradients as `update` will get them."""
+    def place(self, step: int) -> int:
+        """Updates made, as `gradients` counts them, when the engine has made `step`."""
 
-    def settle(self, step: int, grads: Grads, **told: Any) -> Verdict:
-        """Wait for all of them and agree what becomes of them; `told` is what `GradientExchange.settle` takes."""
+    def launching(self) -> contextlib.AbstractContextManager[None]:
+        """Around a launch."""
 
-    def release(self) -> None:
-        """Forget what was settled and not taken by `update`."""
-
-    def abandon(self, reason: str) -> None:
-        """Leave the step half-way; nothing can be exchanged any more."""
+    def finish(self, step: int, grads: Grads, done: Round) -> None:
+        """`update` from what has been exchanged and voted on."""
 
 
 class _EveryStep:
@@ -128,77 +129,98 @@ class _EveryStep:
     def close(self) -> None:
         pass
 
+    @contextlib.contextmanager
+    def _spoiling(self, step: int, gradients: GradientExchange) -> Iterator[None]:
+        """Around what follows the exchange: where it fails, others have made the update and must hear of it."""
+        try:
+            yield
+        except Exception as error:
+            self.moved = True
+            gradients.spoiled = _spoiled(step, error)
+            error.add_note(_SPOILED_HERE)
+            raise
+
 
 class MeanThenStep(_EveryStep):
     """The mean gradient, dense or compressed, is what an ordinary optimizer gets."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, params: Mapping[str, Parameter], mean: GradientMean, clip: Clipping
+        self,
+        optimizer: torch.optim.Optimizer,
+        params: Mapping[str, Parameter],
+        gradients: GradientExchange,
+        clip: Clipping,
+        sparsity: Callable[[int], float],
     ) -> None:
-        self._optimizer, self._params, self._mean, self._clip = optimizer, params, mean, clip
-        mean.serve(optimizer)
+        self.gradients = gradients
+        gradients.optimizer = optimizer
+        self._optimizer, self._params, self._clip, self._sparsity = optimizer, params, clip, sparsity
+
+    @property
+    def bucket_bytes(self) -> int:
+        methods = self.gradients.compressors
+        return max((method.bucket_bytes for method in methods), default=Dense.bucket_bytes)
 
     @property
     def bytes_sent(self) -> int:
-        return self._mean.bytes_sent
+        return self.gradients.bytes_sent
 
     def counts(self, step: int) -> dict[str, float]:
-        return self._mean.counts(step)
+        return self.gradients.counts() | {"sparsity": self._sparsity(step)}
 
     @property
     def dropped_steps(self) -> int:
-        return self._mean.drops.total
-
-    def update(self, step: int, grads: Grads) -> bool:
-        means = self._mean.reduce(step, grads, reuse=True)
-        if means is None:
-            return False
-        try:
-            with state_told(_EXCHANGED):
-                clipped = self._clip(_as_given(means, self._mean.row_sparse))
-            apply_(self._optimizer, self._params, clipped)
-        except Exception as error:
-            self.moved = True
-            self._mean.spoil(_spoiled(step, error))
-            error.add_note(_SPOILED_HERE)
-            raise
-        return True
-
-    @property
-    def steady(self) -> frozenset[str] | None:
-        return self._mean.steady
+        return self.gradients.drops.total
 
     def cut(self, buckets: Sequence[Sequence[str]]) -> None:
-        self._mean.cut(buckets)
+        self.gradients.buckets = buckets
 
-    def launch(self, step: int, bucket: int, grads: Grads) -> None:
-        self._mean.launch(step, bucket, grads)
+    def place(self, step: int) -> int:
+        return step
 
-    def settle(self, step: int, grads: Grads, **told: Any) -> Verdict:
-        return self._mean.settle(step, grads, **told)
+    def launching(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def update(self, step: int, grads: Grads) -> bool:
+        done = self.gradients.exchange(step, grads)
+        if done is not None:
+            self.finish(step, grads, done)
+        return done is not None
+
+    def finish(self, step: int, grads: Grads, done: Round) -> None:
+        self.gradients.commit_(done, grads)
+        self.gradients.seal(step + 1)
+        mine = with_own_storage(grads)
+        means = {
+            name: done.arrived[name].mean(name, self._params[name], grad if name in mine else None)
+            for name, grad in grads.items()
+        }
+        with self._spoiling(step, self.gradients):
+            with state_told(_EXCHANGED):
+                clipped = self._clip(_as_given(means, done.rows_only))
+            apply_(self._optimizer, self._params, clipped)
 
     def require_equal(self, step: int) -> None:
-        self._mean.require_equal(step)
-
-    def release(self) -> None:
-        self._mean.release()
-
-    def abandon(self, reason: str) -> None:
-        self._mean.abandon(reason)
+        self.gradients.require_equal(step)
 
     def state_dict(self) -> dict[str, Any]:
-        return self._mean.state_dict()
+        return self.gradients.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._mean.load_state_dict(state)
+        self.gradients.load_state_dict(state)
 
 
-class InOptimizer(_EveryStep):
-    """The optimizer, `DGCMomentum`, exchanges by itself."""
+class DGCStep(_EveryStep):
+    """`DGCMomentum` updates from what arrived, entry by entry, and holds the state of the compression."""
+
+    bucket_bytes = DGCCompressor.bucket_bytes
 
     def __init__(self, optimizer: DGCMomentum, params: Mapping[str, Parameter]) -> None:
         self._optimizer, self._params = optimizer, params
-        self._names: dict[Tensor, str] = {p: name for name, p in params.items()}
+
+    @property
+    def gradients(self) -> GradientExchange | None:
+        return self._optimizer.exchange_in_use
 
     @property
     def bytes_sent(self) -> int:
@@ -215,42 +237,30 @@ class InOptimizer(_EveryStep):
     def dropped_steps(self) -> int:
         return int(self._optimizer.stats()["dropped_steps"])
 
-    def update(self, step: int, grads: Grads) -> bool:
-        before = self._optimizer.position
-        try:
-            apply_(self._optimizer, self._params, grads)
-        except Exception as error:
-            if self._optimizer.position > before:
-                self.moved = True
-                self._optimizer.spoil(_spoiled(step, error))
-                error.add_note(_SPOILED_HERE)
-            raise
-        return self._optimizer.position > before
-
-    @property
-    def steady(self) -> frozenset[str] | None:
-        params = self._optimizer.steady
-        if params is None or not params <= self._names.keys():
-            return None
-        return frozenset(self._names[p] for p in params)
-
     def cut(self, buckets: Sequence[Sequence[str]]) -> None:
-        self._optimizer.cut([[self._params[name] for name in names] for names in buckets])
+        self._optimizer.cut(buckets)
 
-    def launch(self, step: int, bucket: int, grads: Grads) -> None:
-        self._optimizer.launch(bucket, {self._params[name]: grad for name, grad in grads.items()})
+    def place(self, step: int) -> int:
+        return self._optimizer.position
 
-    def settle(self, step: int, grads: Grads, **told: Any) -> Verdict:
-        return self._optimizer.settle({self._params[name]: grad for name, grad in grads.items()}, **told)
+    def launching(self) -> contextlib.AbstractContextManager[None]:
+        return self._optimizer.launching()
+
+    def update(self, step: int, grads: Grads) -> bool:
+        with self._optimizer.one_deadline():
+            gradients = self._optimizer.joined()
+            done = gradients.exchange(self._optimizer.position, grads)
+            self._optimizer.agreed()
+            if done is not None:
+                self.finish(step, grads, done)
+        return done is not None
+
+    def finish(self, step: int, grads: Grads, done: Round) -> None:
+        with self._spoiling(step, self._optimizer.joined()), self._optimizer.updating_from(done):
+            apply_(self._optimizer, self._params, grads)
 
     def require_equal(self, step: int) -> None:
         self._optimizer.require_equal()
-
-    def release(self) -> None:
-        self._optimizer.release()
-
-    def abandon(self, reason: str) -> None:
-        self._optimizer.abandon(reason)
 
     def state_dict(self) -> dict[str, Any]:
         return {}

@@ -6,6 +6,7 @@ from dataclasses import fields
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
+from thinwire.compress import COMPRESSIONS as OF_GRADIENTS
 from thinwire.strategy.documents import from_dict, to_dict
 from thinwire.sync.change_protocol import ERRORS
 from thinwire.sync.changes import COMPRESSIONS
@@ -22,13 +23,7 @@ _FREE = (
     "pipeline.schedule",
     "gradient_merge",  # what it has merged is compared as well
     "gradient_merge.*",
-    "dgc.rampup_begin_step",
-    "dgc.rampup_step",
-    "dgc.sparsity",
-    "dgc.local_grad_clip_norm",
-    "dgc.value_bits",
-    "dgc.node_size",
-    "dgc.exchange",
+    *(f"{config.field}.{name}" for config in OF_GRADIENTS for name in config.may_change),
     "lars.*",
     "lamb.*",
     *(

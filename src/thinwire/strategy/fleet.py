@@ -10,15 +10,15 @@ from typing import Any
 
 from thinwire import _validate as check
 from thinwire.errors import StrategyError
-from thinwire.strategy.distributed_strategy import CONFIGS, DistributedStrategy
-from thinwire.strategy.fleet_maps import Findings, mapped
+from thinwire.strategy.distributed_strategy import DistributedStrategy
+from thinwire.strategy.fleet_maps import MAPS, Findings, mapped
 from thinwire.strategy.fleet_table import CONFIG_KEYS, NOTED, NOTED_FLAGS, NOTED_KEYS, REFUSED, REFUSED_KEYS
 
 __all__ = ["from_fleet"]
 
 _UNREAD = ("sharding_configs", "tensor_parallel_configs")
-_WITH_FLAG = (*CONFIGS, "a_sync", "sharding", "tensor_parallel")
-_KNOWN = (*CONFIGS, *CONFIG_KEYS, *_UNREAD, *REFUSED, *NOTED, "a_sync", "mode")
+_WITH_FLAG = (*MAPS, "a_sync", "sharding", "tensor_parallel")
+_KNOWN = (*MAPS, *CONFIG_KEYS, *_UNREAD, *REFUSED, *NOTED, "a_sync", "mode")
 
 
 def from_fleet(description: Mapping[str, Any]) -> DistributedStrategy:
@@ -133,7 +133,7 @@ def _find_refused_and_noted_keys(name: str, keys: Mapping[str, Any], findings: F
 def _features(given: Mapping[str, Any], configs: Mapping[str, dict[str, Any]], findings: Findings) -> dict[str, Any]:
     hybrid = CONFIG_KEYS["hybrid_configs"] | configs["hybrid_configs"]
     features = {}
-    for name in CONFIGS:
+    for name in MAPS:
         if name in given and _flag(name, given[name], findings):
             keys = f"{name}_configs"
             features[name] = mapped(name, configs[keys], CONFIG_KEYS[keys], hybrid, findings)

@@ -12,7 +12,8 @@ from torch.nn import Parameter
 from thinwire.errors import ThinwireError
 from thinwire.strategy.exchanges import EarlyExchange
 from thinwire.sync.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES, Readiness, cut_into_buckets
-from thinwire.sync.exchange import Verdict
+from thinwire.sync.exchange import GradientExchange, Verdict
+from thinwire.sync.round import Round
 
 __all__ = ["Overlap"]
 
@@ -69,7 +70,7 @@ class Overlap:
 
     @property
     def flying(self) -> bool:
-        """Whether buckets are on their way that `settle` has to wait for."""
+        """Whether buckets are on their way that `vote` has to wait for."""
         return self._flight is not None
 
     @contextlib.contextmanager
@@ -80,8 +81,9 @@ class Overlap:
             step: Updates made before.
             final: What is sent of each gradient.
         """
-        steady = self._exchange.steady
-        if not steady:
+        gradients = self._exchange.gradients
+        steady = None if gradients is None else gradients.steady
+        if gradients is None or not steady or not steady <= self._params.keys():
             yield
             return
         if steady != self._steady:
@@ -90,7 +92,7 @@ class Overlap:
             self._readiness = Readiness([names for _, names in self._buckets])
             self._steady = steady
         self._readiness.restart()
-        self._flight = _Flight(step, final, self._readiness, self._buckets)
+        self._flight = _Flight(gradients, self._exchange.place(step), final, self._readiness, self._buckets)
         self._armed = True
         try:
             yield
@@ -101,7 +103,7 @@ class Overlap:
             raise
         finally:
             self._armed, self._flight = False, None
-            self._exchange.release()
+            gradients.forget()
 
     def complete(self) -> None:
         """The backward pass is over: launch the rest. Before gradients are unscaled in place."""
@@ -111,8 +113,8 @@ class Overlap:
                 self._launch(self._flight, place)
             self._flight.look_again(self._params)
 
-    def settle(self, grads: Mapping[str, Tensor], *, overflow: bool) -> Verdict:
-        """What becomes of what was launched.
+    def vote(self, grads: Mapping[str, Tensor], *, overflow: bool) -> tuple[Verdict, Round | None]:
+        """What becomes of what was launched, and what came where it is to be applied.
 
         Args:
             grads: What the update would be made from.
@@ -125,7 +127,11 @@ class Overlap:
         assert flight is not None, "flying"
         flight.compare(grads)
         self._flight = None
-        return self._exchange.settle(flight.step, grads, overflow=overflow, unusable=flight.unusable)
+        return flight.gradients.vote(flight.step, grads, overflow=overflow, unusable=flight.unusable)
+
+    def finish(self, step: int, grads: Mapping[str, Tensor], done: Round) -> None:
+        """Make the update from what came."""
+        self._exchange.finish(step, grads, done)
 
     def _on_gradient(self, name: str, param: Tensor) -> None:
         if not self._armed:
@@ -140,7 +146,8 @@ class Overlap:
         number, names = flight.buckets[place]
         flight.launching = True
         grads = {name: flight.gradient(name, self._params[name]) for name in names}
-        self._exchange.launch(flight.step, number, grads)
+        with self._exchange.launching():
+            flight.gradients.launch(flight.step, number, grads)
         flight.launching = False
 
     @torch.no_grad()
@@ -149,26 +156,35 @@ class Overlap:
         self._flight = None
         text = f"{type(error).__name__}: {error}"
         if flight.launching or isinstance(error, ThinwireError) or not isinstance(error, Exception):
-            self._exchange.abandon(text)
+            flight.gradients.abandon(text)
             return
         try:
             for place in flight.readiness.rest():
                 number, names = flight.buckets[place]
-                self._exchange.launch(flight.step, number, {n: flight.zeros(n, self._params[n]) for n in names})
-            self._exchange.settle(flight.step, {}, misuse=f"its backward pass ended with {text}")
+                zeros = {n: flight.zeros(n, self._params[n]) for n in names}
+                with self._exchange.launching():
+                    flight.gradients.launch(flight.step, number, zeros)
+            flight.gradients.vote(flight.step, {}, misuse=f"its backward pass ended with {text}")
         except ThinwireError as told:
             if type(told) is not ThinwireError:  # that one is how the others hear of it
                 error.add_note(f"while telling the other ranks: {told}")
         except Exception as other:
             error.add_note(f"while telling the other ranks: {other}")
-            self._exchange.abandon(text)
+            flight.gradients.abandon(text)
 
 
 class _Flight:
     """One step's early messages, and whether they stand for its gradients."""
 
-    def __init__(self, step: int, final: Final, readiness: Readiness, buckets: list[tuple[int, list[str]]]) -> None:
-        self.step, self.readiness, self.buckets = step, readiness, buckets
+    def __init__(
+        self,
+        gradients: GradientExchange,
+        step: int,
+        final: Final,
+        readiness: Readiness,
+        buckets: list[tuple[int, list[str]]],
+    ) -> None:
+        self.gradients, self.step, self.readiness, self.buckets = gradients, step, readiness, buckets
         self.launching = False
         """Inside a launch, which may have sent a part of its bucket."""
         self.unusable: str | None = None

@@ -30,7 +30,7 @@ from thinwire.comm.nodes import require_divisor
 from thinwire.comm.replicate import make_equal_
 from thinwire.core.arithmetic import CURES, arithmetic
 from thinwire.core.clip import Clip, ClipByGlobalNorm, ClipByNorm, ClipByValue
-from thinwire.core.kernels.needs import Need, needs_of
+from thinwire.core.kernels.needs import Need
 from thinwire.core.kernels.warm import warm_up
 from thinwire.errors import StrategyError, ThinwireError
 from thinwire.optim.dgc_momentum import DGCMomentum
@@ -45,16 +45,14 @@ from thinwire.strategy.across_stages import DropTogether
 from thinwire.strategy.adopt import adopt
 from thinwire.strategy.clipping import require_one_clip, take_clip_
 from thinwire.strategy.engine import Engine, Parts
-from thinwire.strategy.exchanges import Clipping, Exchange, InOptimizer, LocalSteps, MeanThenStep
+from thinwire.strategy.exchanges import Clipping, DGCStep, Exchange, LocalSteps, MeanThenStep
 from thinwire.strategy.facts import checkpoint_facts, model_facts, strategy_facts, versions
 from thinwire.strategy.holding import Hold, require_free
 from thinwire.strategy.in_place import become_
 from thinwire.strategy.moving_buffers import MovingBuffers
 from thinwire.strategy.overlap import Overlap
-from thinwire.sync.bucketing import BUCKET_BYTES, DENSE_BUCKET_BYTES
-from thinwire.sync.dgc_config import DGC
 from thinwire.sync.digest import DIGEST_EVERY, RollingDigest, optimizer_state
-from thinwire.sync.gradient_mean import GradientMean
+from thinwire.sync.gradients import Compression, gradients_of
 from thinwire.sync.local_sgd import LocalUpdates
 from thinwire.sync.unwrapping import bare_optimizer
 
@@ -107,7 +105,7 @@ class _Plan:
     stage: nn.Module
     optimizer: torch.optim.Optimizer
     params: dict[str, Parameter]
-    compressor: DGC | None
+    compressor: Compression | None
     scaler: LossScaler | None
     sync: LocalUpdates | None
     restore: Callable[[], None]
@@ -165,7 +163,7 @@ def _prepared(
         plan.sync.digest_every, plan.sync.timeout_s = digest_every, seconds_of(timeout)
     handles: list[Any] = []
     try:
-        while_busy(group, "compiling loops", lambda: float(warm_up(_needs(strategy, plan)) > 0))
+        while_busy(group, "compiling loops", lambda: float(warm_up(_needs(plan)) > 0))
         replicas: dict[str, torch.Tensor] = {f"parameter {name}": p for name, p in model.named_parameters()}
         replicas |= {f"buffer {name}": b for name, b in model.named_buffers()}
         make_equal_(replicas, group, what="copying the model of rank 0")
@@ -181,14 +179,11 @@ def _prepared(
         raise
 
 
-def _needs(strategy: "DistributedStrategy", plan: _Plan) -> frozenset[Need]:
+def _needs(plan: _Plan) -> frozenset[Need]:
     """The compiled loops that this training calls; local updates see to theirs."""
     needs: frozenset[Need] = getattr(plan.optimizer, "needs", frozenset())
-    if strategy.dgc is not None and plan.sync is None and plan.compressor is not None:
-        dgc = strategy.dgc
-        state = torch.bfloat16 if dgc.state_dtype == "bfloat16" else None
-        params = filter(dgc.compresses, plan.params.values())
-        needs |= needs_of("sparse", params, state_dtype=state, value_bits=dgc.value_bits)
+    if plan.sync is None and plan.compressor is not None:
+        needs |= plan.compressor.needs(plan.params.values())
     return needs
 
 
@@ -254,13 +249,13 @@ def _planned(
     _require_own_params(names, optimizer)
     if strategy.recompute is not None:
         matches(model, strategy.recompute.checkpoints)
-    if strategy.dgc is not None and not _is_local(strategy):
-        require_divisor(strategy.dgc.node_size, place.replicas)
+    if strategy.compression is not None and not _is_local(strategy):
+        require_divisor(strategy.compression.node_size, place.replicas)
     stage = model if strategy.pipeline is None else cut(model, strategy.pipeline)[place.stage]
     mine = set(stage.parameters())
     adopted = adopt(
         optimizer,
-        dgc=strategy.dgc,
+        compression=strategy.compression,
         lars=strategy.lars,
         lamb=strategy.lamb,
         local=_is_local(strategy),
@@ -281,7 +276,7 @@ def _planned(
 
 def _planned_for(
     optimizer: torch.optim.Optimizer,
-    compressor: DGC | None,
+    compressor: Compression | None,
     restore: Callable[[], None],
     strategy: "DistributedStrategy",
     stage: nn.Module,
@@ -357,10 +352,8 @@ def _assembled(
     if isinstance(plan.optimizer, DGCMomentum):
         peers = plan.optimizer.process_group
     alone = runner is not None or place.replicas == 1 or partly or told.find_unused_parameters
-    if not alone and isinstance(exchange, InOptimizer | MeanThenStep):
-        compressing = isinstance(exchange, InOptimizer) or plan.compressor is not None
-        size = BUCKET_BYTES if compressing else DENSE_BUCKET_BYTES
-        overlap = Overlap(plan.params, exchange, bucket_bytes=size)
+    if not alone and isinstance(exchange, DGCStep | MeanThenStep):
+        overlap = Overlap(plan.params, exchange, bucket_bytes=exchange.bucket_bytes)
         handles.append(overlap)
     parts = Parts(
         model=plan.stage,
@@ -406,14 +399,17 @@ def _exchange(
     inner: Exchange
     identity = f"engine {next_identity()}"
     if isinstance(plan.optimizer, DGCMomentum):
-        plan.optimizer.serve(identity, plan.digest_every)
-        inner = InOptimizer(plan.optimizer, plan.params)
+        names: dict[torch.Tensor, str] = {p: name for name, p in plan.params.items()}
+        plan.optimizer.serve(identity, plan.digest_every, names)
+        inner = DGCStep(plan.optimizer, plan.params)
     else:
         # a loss scale has looked at the gradients, or was told not to
         checks = plan.scaler is None
-        mean = GradientMean(Group(place.replica_group), plan.params, plan.compressor, check_finite=checks)
-        mean.watch(_digest(plan), identity)
-        inner = MeanThenStep(plan.optimizer, plan.params, mean, clip)
+        gradients = gradients_of(Group(place.replica_group), plan.params, plan.compressor, check_finite=checks)
+        gradients.watch(_digest(plan), identity)
+        compression = plan.compressor
+        sparsity = (lambda step: 0.0) if compression is None else compression.sparsity_in_force
+        inner = MeanThenStep(plan.optimizer, plan.params, gradients, clip, sparsity)
     if plan.scaler is None and place.grid is not None:
         return DropTogether(inner, Group(), [name for name, _ in model.named_parameters()])
     return inner

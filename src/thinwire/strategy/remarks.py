@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from thinwire.comm.nodes import job_ranks, node_size_of
+from thinwire.compress.dgc import DGC
 from thinwire.core.loss_scale import FixedLossScale
 from thinwire.sync.bucketing import BUCKET_BYTES, DENSE_BUCKET_BYTES, FIRST_BUCKET_BYTES
-from thinwire.sync.dgc_config import DGC
 
 if TYPE_CHECKING:
     from thinwire.strategy.distributed_strategy import DistributedStrategy
@@ -61,7 +61,7 @@ def _about_exchange(strategy: "DistributedStrategy") -> Iterator[str]:
     if local is None and strategy.pipeline is None:
         # the optimizer is not known here: a DGCMomentum without the field compresses too
         dense, compressed = _mib(DENSE_BUCKET_BYTES), _mib(BUCKET_BYTES)
-        size = f"{dense}, or {compressed} under a DGCMomentum" if strategy.dgc is None else compressed
+        size = f"{dense}, or {compressed} under a DGCMomentum" if strategy.compression is None else compressed
         yield (
             f"overlap: gradients leave while the backward pass runs, in buckets of {size} (the first of "
             f"{_mib(FIRST_BUCKET_BYTES)}), once all ranks had the same parameters in two updates in a row. With one "

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from thinwire.compress.dgc import DGC
 from thinwire.core.clip import ClipByNorm
 from thinwire.optim import SGD, Adam, AdamW, DGCMomentum, Lamb, Lars, LazyAdam
 from thinwire.optim.config import LAMB, LARS
 from thinwire.optim.groups import TakenOver
 from thinwire.strategy.rebuild import Recipe
-from thinwire.sync.dgc_config import DGC
 
 __all__ = ["ADAMS", "SGDS", "as_dgc", "as_lamb", "as_lars"]
 

@@ -20,6 +20,7 @@ FIELDS = (
     "lamb",
     "localsgd",
     "adaptive_localsgd",
+    "low_rank",
 )
 """The fields of `DistributedStrategy`, in the order of the table."""
 
@@ -53,6 +54,7 @@ _CHANGE = (
     "value_bits and min_numel, and the rest is kept; whole before rampup_begin_step; momentum stays in the local "
     "optimizer, and local_grad_clip_norm limits each local gradient"
 )
+_NO_GRADIENT = "low_rank compresses gradients, and local updates exchange none but changes of the parameters"
 RULES = (
     Rule(("amp", "recompute"), "the repeated forward pass runs under the same autocast as the first one"),
     Rule(
@@ -77,6 +79,11 @@ RULES = (
     Rule(("amp", "localsgd"), _OVERFLOW),
     Rule(("amp", "adaptive_localsgd"), f"{_OVERFLOW}; the interval follows the unscaled loss"),
     Rule(
+        ("amp", "low_rank"),
+        "gradients are checked and unscaled before they become factors, so the residual holds unscaled values; a "
+        "dropped step leaves it and the factors as they were",
+    ),
+    Rule(
         ("recompute", "pipeline"),
         "patterns are matched against the whole model, and each stage recomputes the modules that it holds",
     ),
@@ -92,6 +99,7 @@ RULES = (
         ("recompute", "adaptive_localsgd"),
         "the interval follows the loss of the first forward pass, not of the repeated one",
     ),
+    Rule(("recompute", "low_rank"), "factors are made of one gradient per parameter and step, after the repetition"),
     Rule(
         ("pipeline", "gradient_merge"),
         "an update takes k_steps mini-batches of micro_batches parts each; its gradient is the mean over all parts, or "
@@ -111,6 +119,10 @@ RULES = (
         "that the interval is one number everywhere",
     ),
     Rule(
+        ("pipeline", "low_rank"),
+        "the replicas of one stage average the factors of its tensors among themselves; means are over replicas",
+    ),
+    Rule(
         ("gradient_merge", "dgc"),
         "the merged gradient is the gradient of one compressed step: only updates exchange, and the sparsity ramp "
         "counts updates",
@@ -127,6 +139,10 @@ RULES = (
         "microsteps of an update",
     ),
     Rule(
+        ("gradient_merge", "low_rank"),
+        "factors are made of the merged gradient: only updates exchange, and begin_step counts updates",
+    ),
+    Rule(
         ("dgc", "lars"),
         "where gradients are exchanged, the compressor runs without momentum and its sparse mean is LARS's gradient; "
         "momentum and weight decay are LARS's",
@@ -138,6 +154,11 @@ RULES = (
     ),
     Rule(("dgc", "localsgd"), _CHANGE),
     Rule(("dgc", "adaptive_localsgd"), f"{_CHANGE}; at the interval in force"),
+    Rule(
+        ("dgc", "low_rank"),
+        "both say what of a gradient travels",
+        "remove dgc or low_rank",
+    ),
     Rule(("lars", "lamb"), "both replace the optimizer", "remove lars or lamb"),
     Rule(
         ("lars", "localsgd"),
@@ -149,6 +170,7 @@ RULES = (
         "each rank updates with LARS on its own; velocities stay local unless average_state is true; parameters are "
         "averaged, at an interval that follows LARS's base rate, without trust ratios",
     ),
+    Rule(("lars", "low_rank"), "the mean of the factors is LARS's gradient; trust ratios are taken from it"),
     Rule(
         ("lamb", "localsgd"),
         "each rank updates with LAMB on its own; moments stay local unless average_state is true; parameters are "
@@ -159,10 +181,17 @@ RULES = (
         "each rank updates with LAMB on its own; moments stay local unless average_state is true; parameters are "
         "averaged, at an interval that follows LAMB's base rate, without trust ratios",
     ),
+    Rule(("lamb", "low_rank"), "the mean of the factors is LAMB's gradient; moments are taken from it"),
     Rule(
         ("localsgd", "adaptive_localsgd"),
         "both set the interval between averagings",
         "remove localsgd or adaptive_localsgd",
+    ),
+    Rule(("localsgd", "low_rank"), _NO_GRADIENT, "write localsgd=LocalSGD(..., compression=LowRank(...))"),
+    Rule(
+        ("adaptive_localsgd", "low_rank"),
+        _NO_GRADIENT,
+        "write adaptive_localsgd=AdaptiveLocalSGD(..., compression=LowRank(...))",
     ),
 )
 """One rule for every pair of `FIELDS`."""

@@ -16,6 +16,7 @@ from thinwire.checkpoint import load as load_checkpoint
 from thinwire.checkpoint import save as save_checkpoint
 from thinwire.checkpoint.combine import Rule
 from thinwire.comm import place_in
+from thinwire.compress import OTHER_RANKS
 from thinwire.core.origin import ORIGIN, Origin, checksum_of
 from thinwire.errors import CheckpointMismatch
 from thinwire.optim.by_name import in_order
@@ -39,7 +40,7 @@ _OTHER_RANKS: dict[str, Rule] = {
     "loss_scale/scale": "min",
     "merge/overflowed": "max",
     "merge/sums/*": "mean_zero",
-    "exchange/*residuals/*": "mean_zero",
+    **{f"exchange/*{kind}s/*": rule for kind, rule in OTHER_RANKS.items()},
     **{f"exchange/{kind}/*": rule for each in COMPRESSIONS.values() for kind, rule in each.kept.items()},
     "optimizer/state/*/residual": "mean_zero",
     "optimizer/state/*/step": "first",

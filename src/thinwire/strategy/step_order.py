@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from thinwire.compress.words import bits_text, plural
 from thinwire.core.clip import Clip
 from thinwire.core.loss_scale import DynamicLossScale, FixedLossScale, LossScale
-from thinwire.sync.dgc_config import DGC
 from thinwire.sync.local_config import AdaptiveLocalSGD, LocalConfig
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def _forward(strategy: "DistributedStrategy") -> str:
             cut = "the whole model"
         said = [
             f"Forward pass of a mini-batch in {pipeline.micro_batches} equal parts through {pipeline.stages} "
-            f"{_plural('stage', pipeline.stages)} on as many consecutive ranks ({cut}), in the order of "
+            f"{plural('stage', pipeline.stages)} on as many consecutive ranks ({cut}), in the order of "
             f"{pipeline.schedule}"
         ]
     if strategy.amp is not None:
@@ -89,17 +89,13 @@ def _exchange(strategy: "DistributedStrategy") -> str:
     peers = "the replicas of a stage" if strategy.pipeline is not None else "all ranks"
     dgc = strategy.dgc
     if _local(strategy) is not None:
-        limit = _limit(dgc, "rank") if dgc is not None else ""
+        limit = dgc.limit("rank") if dgc is not None else ""
         return f"No exchange of gradients: each rank updates on its own{limit}"
     drop = ". A gradient that is not finite, on any rank, drops the update on all" if _checked(strategy) else ""
     early = ". It begins in the backward pass, bucket by bucket" if strategy.pipeline is None else ""
-    if dgc is None:
+    if (compression := strategy.compression) is None:
         return f"Exchange: the gradient becomes the mean over {peers}, dense{early}{drop}"
-    return (
-        f"Exchange between {peers}, by dgc: {_from_begin(dgc)}gradients accumulate, and of each tensor the largest "
-        f"{_ramp(dgc)} are sent, {_bits(dgc.value_bits)} an entry; the rest is kept{_stored(dgc)}. Tensors below "
-        f"{dgc.min_numel} numbers are dense{_limit(dgc, 'source')}{early}{drop}"
-    )
+    return f"Exchange between {peers}, by {compression.field}: {compression.explanation()}{early}{drop}"
 
 
 def _update(strategy: "DistributedStrategy", grad_clip: Clip | None) -> str:
@@ -150,12 +146,14 @@ def _change(strategy: "DistributedStrategy", config: LocalConfig) -> str:
     if config.compression is not None:
         said += f"; of each tensor's change {config.compression.explained()}"
     if (dgc := strategy.dgc) is not None:
-        said += f"; {_from_begin(dgc)}of each tensor's change the largest {_ramp(dgc)} are sent, "
-        said += f"{_bits(dgc.value_bits)} an entry; the rest is kept. Tensors below {dgc.min_numel} numbers go whole"
+        said += f"; {dgc.beginning()}of each tensor's change the largest {dgc.ramp()} are sent, "
+        said += (
+            f"{bits_text(dgc.value_bits)} an entry; the rest is kept. Tensors below {dgc.min_numel} numbers go whole"
+        )
     if config.fragments > 1:
         said += f"; {config.fragments} parts of the model take turns"
     if config.delay:
-        said += f"; the result takes effect {config.delay} {_plural('step', config.delay)} later"
+        said += f"; the result takes effect {config.delay} {plural('step', config.delay)} later"
     return said
 
 
@@ -171,7 +169,7 @@ def _next_scale(strategy: "DistributedStrategy") -> Iterator[str]:
 def _checked(strategy: "DistributedStrategy") -> bool:
     """Whether it is the exchange that looks for gradients that are not finite."""
     scale = None if strategy.amp is None else strategy.amp.loss_scale
-    return scale is None or (strategy.dgc is not None and _unchecked(scale))
+    return scale is None or (strategy.compression is not None and _unchecked(scale))
 
 
 def _unchecked(scale: LossScale) -> bool:
@@ -182,51 +180,12 @@ def _local(strategy: "DistributedStrategy") -> LocalConfig | None:
     return strategy.localsgd or strategy.adaptive_localsgd
 
 
-def _from_begin(dgc: DGC) -> str:
-    begin = dgc.rampup_begin_step
-    return f"the first {begin} {_plural('update', begin)} dense, then " if begin else ""
-
-
-def _ramp(dgc: DGC) -> str:
-    """Such as "25 % (update 201), 6.25 % (461), 0.1 % (721 and later)", updates counted from 1."""
-    levels, length = dgc.sparsity, dgc.rampup_step
-    first = [dgc.rampup_begin_step + 1 - (-i * length // len(levels)) for i in range(len(levels))]
-    if len(levels) == 1:
-        return _share(levels[0])
-    ends = [*first[1:], None]
-    shown = [(level, start) for level, start, end in zip(levels, first, ends, strict=True) if start != end]
-    return ", ".join(
-        f"{_share(level)} {'from update ' if i == 0 else 'from '}{at}" for i, (level, at) in enumerate(shown)
-    )
-
-
-def _share(sparsity: float) -> str:
-    return f"{100 * (1 - sparsity):.6g} %"
-
-
 def _number(value: float) -> str:
     return str(int(value)) if value.is_integer() and value < 1e15 else f"{value:g}"
 
 
-def _bits(bits: int) -> str:
-    return f"{bits} {_plural('bit', bits)}"
-
-
-def _limit(dgc: DGC, who: str) -> str:
-    limit = dgc.local_grad_clip_norm
-    return "" if limit is None else f"; a {who}'s share of a compressed tensor is limited to {limit:g} / sqrt({who}s)"
-
-
-def _stored(dgc: DGC) -> str:
-    return ", in bfloat16 by stochastic rounding" if dgc.state_dtype == "bfloat16" else ""
-
-
 def _excluded(patterns: Sequence[str]) -> str:
     return f", without decay: {', '.join(patterns)}" if patterns else ""
-
-
-def _plural(word: str, count: int) -> str:
-    return word if count == 1 else f"{word}s"
 
 
 def _ordinal(count: int) -> str:

@@ -8,14 +8,11 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from thinwire.core.clip import Clip
-from thinwire.core.message import Layout, Slot
-from thinwire.core.select import count_sent
 from thinwire.pipeline.cut import cut
 from thinwire.step.recompute import matches
 from thinwire.strategy.adopt import adopt
 from thinwire.strategy.clipping import require_one_clip
-from thinwire.sync.dgc_config import DGC
-from thinwire.sync.traffic import first_split
+from thinwire.sync.gradients import Compression
 
 if TYPE_CHECKING:
     from thinwire.strategy.distributed_strategy import DistributedStrategy
@@ -48,7 +45,14 @@ def about_optimizer(
     """
     local = strategy.localsgd is not None or strategy.adaptive_localsgd is not None
     names = _names_in(optimizer) if model is None else {p: name for name, p in model.named_parameters()}
-    adopted = adopt(optimizer, dgc=strategy.dgc, lars=strategy.lars, lamb=strategy.lamb, local=local, names=names)
+    adopted = adopt(
+        optimizer,
+        compression=strategy.compression,
+        lars=strategy.lars,
+        lamb=strategy.lamb,
+        local=local,
+        names=names,
+    )
     require_one_clip(optimizer, grad_clip)
     require_one_clip(adopted.optimizer, grad_clip)
     return list(adopted.notes)
@@ -84,36 +88,23 @@ def _exchanged(strategy: "DistributedStrategy", model: nn.Module, params: Mappin
         nbytes = local.compression.sent_bytes(local.begin_step + 1, numels) if numels else 0
         yield f"compressed, {what} {_sized(params)}; of all together the message has {nbytes:,} bytes"
         return
-    dgc = strategy.dgc
-    if dgc is None:
+    compression = strategy.compression
+    if compression is None:
         yield f"dense, {what} {_sized(params)}"
         return
     row_sparse = set() if local is not None else _row_sparse(model)
     groups: dict[str, dict[str, Parameter]] = {}
     for name, p in params.items():
-        groups.setdefault(_way(p, dgc, row_sparse), {})[name] = p
+        groups.setdefault(_way(p, compression, row_sparse), {})[name] = p
     for way, members in sorted(groups.items()):
         yield f"{way}, {what} {_sized(members)}"
     if local is None and strategy.pipeline is None and "compressed" in groups:
-        yield _message(dgc, groups["compressed"].values())
+        yield compression.message_text(groups["compressed"].values())
 
 
-def _message(dgc: DGC, params: Iterable[Parameter]) -> str:
-    """What one source sends once the sparsity has reached its last level, and from how many on it is split."""
-    slots = tuple(Slot(p.numel(), count_sent(p.numel(), dgc.sparsity[-1])) for p in params)
-    layout = Layout(slots, dgc.value_bits)
-    said = f"a whole message has {sum(slot.k for slot in slots):,} entries in {layout.nbytes:,} bytes"
-    if dgc.exchange != "auto":
-        return said
-    begin = first_split(layout)
-    return f"{said}; sources gather {'however many they are' if begin is None else f'below {begin}, else they split'}"
-
-
-def _way(param: Parameter, dgc: DGC, row_sparse: Collection[Tensor]) -> str:
-    if param.numel() < dgc.min_numel:
-        return f"dense, below min_numel={dgc.min_numel}"
-    if not dgc.compresses(param):
-        return f"dense, because of {param.dtype}"
+def _way(param: Parameter, compression: Compression, row_sparse: Collection[Tensor]) -> str:
+    if (why := compression.why_dense(param)) is not None:
+        return f"dense, {why}"
     return "dense, because its rows are sparse already" if param in row_sparse else "compressed"
 
 

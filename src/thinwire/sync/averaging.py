@@ -8,15 +8,18 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from thinwire.comm import Group
+from thinwire.compress.dense import not_finite, send_dense
+from thinwire.compress.protocol import together
 from thinwire.core.outer import OuterRule, outer_list_, outer_step_
 from thinwire.core.sketch import SKETCH_NUMEL, sketch
 from thinwire.errors import PayloadCorrupt
 from thinwire.sync.change_protocol import ERRORS, ChangeCompression, MeanChange
-from thinwire.sync.exchange import not_finite
 from thinwire.sync.pending_change import PendingChange
 from thinwire.sync.round import Round
 
 __all__ = ["Averaging", "Flight", "real_view", "widened"]
+
+_SKETCH = "sketch of the change"
 
 
 def real_view(tensor: Tensor) -> Tensor:
@@ -70,11 +73,16 @@ class Flight:
         if refusal is not None:
             raise refusal
 
+    def mean_of(self, name: str, like: Tensor) -> Tensor:
+        """The mean over the ranks of what travelled densely under a name."""
+        assert self.round is not None, "launched"
+        return self.round.arrived[name].mean(name, like)
+
     @property
     def digest(self) -> int:
         """Of all sums that have arrived, which are the same on all ranks: a pass over them, so ask once."""
         assert self.round is not None, "launched"
-        return self.round.dense_digest ^ (0 if self.pending is None else self.pending.digest)
+        return self.round.sums_digest ^ (0 if self.pending is None else self.pending.digest)
 
     def first_not_finite(self) -> str | None:
         """The first tensor that must not be given to others."""
@@ -156,15 +164,13 @@ class Averaging:
             folded = {name: flight.moved[name] for name in names if name in flight.compressed}
             sending = self._changes.send(flight.step, folded, self.kept)
             flight.pending = PendingChange(self._group, sending, f"averaging of step {flight.step}")
-        dense = {self._keys[name]: flight.moved[name] for name in names if name not in flight.compressed}
-        dense |= {len(self._keys) + i: value for i, value in enumerate(flight.extras.values())}
+        dense = {name: flight.moved[name] for name in names if name not in flight.compressed}
+        dense |= {_extra(key): value for key, value in flight.extras.items()}
         if flight.sketch is not None:
-            dense[self._sketch_key(flight)] = flight.sketch.float()
-        flight.round = Round(self._group, step=flight.step, value_bits=32)
-        flight.round.launch(0, {}, dense)
-
-    def _sketch_key(self, flight: Flight) -> int:
-        return len(self._keys) + len(flight.extras)
+            dense[_SKETCH] = flight.sketch.float()
+        flight.round = Round(self._group, flight.step)
+        if dense:
+            flight.round.launch(dense, together([send_dense(flight.round.context(0), dense)]))
 
     def _sketched(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The sketch of these parts of the model, one long vector, on the CPU."""
@@ -193,19 +199,18 @@ class Averaging:
             for name, change in zip(names, changes, strict=True):
                 step = outer_step_(change, self.momentum.get(name), self._outer)
                 self._move(name, flight.moved[name], step, None if flight.measured is None else flight.measured[name])
-        for i, key in enumerate(flight.extras):
-            mean = flight.round.dense_mean(len(self._keys) + i)
-            real_view(extras[key]).copy_(mean)
+        for key, value in flight.extras.items():
+            real_view(extras[key]).copy_(flight.mean_of(_extra(key), value))
         if before is not None:
             applied = before - self._sketched({n: self.anchors[n] for n in flight.moved})
-            mean = flight.round.dense_mean(self._sketch_key(flight))
+            assert flight.sketch is not None, "there was one before"
+            mean = flight.mean_of(_SKETCH, flight.sketch)
             self.sketches += torch.stack([mean.cpu().double(), applied])
 
     def _mean_change(self, name: str, flight: Flight) -> Tensor:
         """The mean of what all ranks sent; what this one did not send stays in its error."""
         if name not in flight.compressed:
-            assert flight.round is not None, "launched"
-            return flight.round.dense_mean(self._keys[name])
+            return flight.mean_of(name, flight.moved[name])
         assert flight.mean is not None, "finished"
         return flight.mean.settle_(name, flight.moved[name], self.kept)
 
@@ -236,3 +241,8 @@ class Averaging:
         target = target.to(place.dtype)
         anchor.copy_(target)
         place.copy_(target if measured is None else widened(param) + (anchor - before))
+
+
+def _extra(key: str) -> str:
+    """What a buffer or state is called in the exchange, where parameters have their own names."""
+    return f"extra {key}"

@@ -1,7 +1,7 @@
 """The compressions of changes that there are: the one place that a new one is entered."""
 
+from thinwire.compress.dgc import DGC
 from thinwire.sync.change_protocol import ChangeCompression
-from thinwire.sync.dgc_config import DGC
 from thinwire.sync.quantized_change import Quantized
 from thinwire.sync.sparse_change import RampedChange, Sparse
 

@@ -1,39 +1,41 @@
-"""The sequence of one gradient exchange: propose, agree, send, verify, vote. Only then may anybody change anything."""
+"""The sequence of one gradient exchange: agree, send, verify, vote. Only then may anybody change anything."""
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from thinwire import _validate as check
 from thinwire.comm import Group, Nodes, Sources
+from thinwire.compress.dense import Dense, all_finite
+from thinwire.compress.nodes import in_nodes
+from thinwire.compress.protocol import Compressor, Context, Flags, Sending, together
+from thinwire.core.precision import narrowed
 from thinwire.errors import PayloadCorrupt, ThinwireError
 from thinwire.sync.agreement import ABSENT, COMPARING, DENSE, ROW_SPARSE, Drops, Report, agree_on_step
 from thinwire.sync.digest import RollingDigest
-from thinwire.sync.flags import Flags, dense_flag, read_flags
 from thinwire.sync.likeness import Likeness
+from thinwire.sync.node_state import make_common_
 from thinwire.sync.own_state import OwnState
-from thinwire.sync.round import Round, SparseGradient
+from thinwire.sync.round import Round
 from thinwire.sync.settings import Settings
 from thinwire.sync.steady import Steady
-from thinwire.sync.traffic import GATHER
 
-__all__ = ["GradientExchange", "Proposer", "Verdict", "all_finite", "not_finite"]
+__all__ = ["GradientExchange", "Verdict"]
 
-_Key = TypeVar("_Key", int, str)
-
-Proposer = Callable[[Mapping[int, Tensor]], dict[int, SparseGradient]]
-"""From gradients by key to what they would send; without those that are exchanged densely."""
+Grads = Mapping[str, Tensor]
+"""This rank's own gradients by name, unscaled, not divided by the number of ranks."""
 
 
 class Verdict(Enum):
     """What all ranks make of messages that were sent early."""
 
     APPLY = "apply"
-    """They are what `exchange` returns next."""
+    """They are what the update is made from."""
     DROP = "drop"
     """A gradient is not finite somewhere."""
     OVERFLOW = "overflow"
@@ -43,49 +45,54 @@ class Verdict(Enum):
 
 
 class GradientExchange:
-    """Brings every rank the mean of all ranks' gradients, sparse or dense, or drops the step on all of them.
+    """Brings every rank the mean of all ranks' gradients, compressed or dense, or drops the step on all of them.
 
-    Three ways of use: `exchange` alone; `launch_bucket` during the backward pass and `exchange` after it; or, where
-    ranks may turn out to have different gradients, `launch_bucket` for all tensors in `steady.keys`, then `settle`,
-    then `exchange` if the verdict is APPLY or AGAIN.
+    Three ways of use: `exchange` alone; `launch` during the backward pass and `exchange` after it; or, where ranks may
+    turn out to have different gradients, `launch` for all tensors in `steady`, then `vote`, and `exchange` if the
+    verdict is AGAIN. Then `commit_`, which is what changes the state of the compressors, and the update.
 
-    `check_dense=False` lets dense gradients through that are not finite; compressed ones never.
+    Where `sources` are `Nodes`, the ranks of a node first average their gradients and then send the same: they must
+    hold the same state, which is made so where they do not. A bucket launched early is averaged in its node at once,
+    and goes on to other nodes when the next one is launched, or after the last.
 
-    Where `sources` are `Nodes`, the ranks of a node first average their gradients and then propose the same: they must
-    hold the same state. A bucket launched early is averaged in its node at once, and goes on to other nodes when the
-    next one is launched, or in `exchange`.
+    Args:
+        group: The ranks. Names, shapes, dtypes and settings must have been compared over them.
+        params: The parameters by name, in the same order on all ranks.
+        compressors: Asked in this order who takes a gradient; what none of them takes travels densely.
+        sources: Those who count as one each; the ranks, or nodes.
+        check_dense: Whether a dense gradient that is not finite drops the step; a compressed one always does, since it
+            would spoil the state for ever.
 
     Communication: per step one small agreement before and one after the messages; with buckets launched early only the
-    one after. See `Round` for the messages; among nodes, one all-reduce per dtype inside each before them.
-    Failure: an error leaves nothing applied on this rank; `drops` counts dropped steps.
+    one after. See the compressors for the messages; among nodes, one all-reduce per dtype inside each before them.
+    Failure: an error, or a dropped step, leaves nothing applied on this rank; `drops` counts dropped steps.
     """
 
     def __init__(
         self,
         group: Group,
-        names: Sequence[str],
+        params: Mapping[str, Tensor],
+        compressors: Sequence[Compressor] = (),
         *,
-        value_bits: int,
-        propose: Proposer,
-        check_dense: bool = True,
         sources: Sources | None = None,
-        exchange: str = GATHER,
+        check_dense: bool = True,
     ) -> None:
         self.group = group
         self.sources: Sources = group if sources is None else sources
         self.drops = Drops()
-        self.names = list(names)
-        self._value_bits = value_bits
-        self._propose = propose
-        self._check_dense = check_dense
-        self._exchange = exchange
-        self._flying: Round | None = None
-        self._in_node: _InNode | None = None
-        self._settled: Round | None = None
-        self._finite: dict[int, bool | Tensor] = {}
+        self._dense = Dense(check_finite=check_dense)
+        self._launched: Round | None = None
         self._abandoned: str | None = None
-        self.buckets: Sequence[Sequence[int]] = ()
-        """Keys of the tensors that travel together; what is in none of them travels in one more."""
+        self._nodes_compared = False
+        self.bytes_before = 0
+        """What a DistributedDataParallel model that averages besides has sent, since it was found."""
+        self._bytes_loaded = 0
+        self._bytes_at_start = self._bytes_given()
+        self.params: Mapping[str, Tensor] = {}
+        self.names: list[str] = []
+        self._places: dict[str, int] = {}
+        self.buckets: Sequence[Sequence[str]] = ()
+        """Names of the tensors that travel together; what is in none of them travels in one more."""
         self.optimizer: torch.optim.Optimizer | None = None
         """Who updates from what arrives, if its rates and hyper-parameters are to be compared."""
         self.identity = ""
@@ -95,61 +102,149 @@ class GradientExchange:
         self.spoiled: str | None = None
         """Why this rank did not finish its last update, for the error that all ranks raise in the next one."""
         self.own: OwnState | None = None
-        """What only this rank holds, if its memory is to be watched; whoever writes it seals it."""
+        """What only this rank holds, if its memory is to be watched."""
         self.likeness = Likeness("gradients")
-        self.bytes_before = 0
-        """What a DistributedDataParallel model that averages besides has sent, since it was found."""
         self._settings = Settings()
-        self.steady = Steady()
-        """Which tensors have a dense gradient on every rank, step after step."""
+        self._steady = Steady()
+        self.restart(params, compressors)
+
+    def restart(self, params: Mapping[str, Tensor], compressors: Sequence[Compressor]) -> None:
+        """Go on with other parameters, or another order; which gradients are steady is learned anew."""
+        self.compressors = tuple(compressors)
+        self.params, self.names = params, list(params)
+        self._places = {name: place for place, name in enumerate(self.names)}
+        self._steady = Steady()
+
+    def watch(self, digest: RollingDigest | None, identity: str) -> None:
+        """Have what all ranks must hold alike compared at every step, and what is this rank's own watched.
+
+        Args:
+            digest: Of the former; None to do neither.
+            identity: Which of the engines and optimizers over these ranks this is.
+        """
+        self.digest, self.identity = digest, identity
+        self.own = None if digest is None or not self.compressors else OwnState(self.state)
+
+    def state(self) -> dict[str, Tensor]:
+        """What only this rank, or its node, holds, by names for errors."""
+        return {
+            f"{kind} of {name}": entry
+            for each in self.compressors
+            for kind, entries in each.state().items()
+            for name, entry in entries.items()
+        }
+
+    @property
+    def bytes_sent(self) -> int:
+        """What this rank gave, with headers and agreements; in runs before this one too."""
+        return self._bytes_loaded + self._bytes_given() - self._bytes_at_start
+
+    def counts(self) -> dict[str, float]:
+        """Further numbers of `thinwire.core.stats`."""
+        counts: dict[str, float] = {"bytes_received": self.sources.bytes_received, "wait_s": self.sources.wait_s}
+        if isinstance(self.sources, Nodes):
+            counts["bytes_between_nodes"] = self.sources.bytes_between_nodes
+        return counts
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the compressors by kind and name, and the counters; the tensors are the live ones."""
+        states = {kind: dict(entries) for each in self.compressors for kind, entries in each.state().items()}
+        return {
+            **{f"{kind}s": entries for kind, entries in {"residual": {}, **states}.items()},
+            "dropped_steps": self.drops.total,
+            "drops_in_a_row": self.drops.in_a_row,
+            "bytes_sent": self.bytes_sent,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` gave; values are copied. No communication.
+
+        Values of a wider type are rounded to nearest, once; those of a narrower one stay exactly as they are.
+
+        Raises:
+            ValueError: The state belongs to other parameters or another config; nothing has changed.
+            TypeError: A counter of the wrong kind.
+        """
+        here = self.state_dict()
+        if state.keys() != here.keys():
+            raise ValueError(f"the state of a mean gradient has the keys {list(here)}, got {list(state)}")
+        counters = ("dropped_steps", "drops_in_a_row", "bytes_sent")
+        total, in_a_row, bytes_sent = (check.integer(key, state[key], at_least=0) for key in counters)
+        kinds = [key for key in here if key not in counters]
+        for kind in kinds:
+            for name in {**here[kind], **state[kind]}:
+                shapes = [tuple(t[name].shape) if name in t else "nothing" for t in (here[kind], state[kind])]
+                if shapes[0] != shapes[1]:
+                    raise ValueError(
+                        f"state does not fit: {kind.removesuffix('s')} {name} has shape {shapes[1]} in it and "
+                        f"{shapes[0]} here. Load a state of the same parameters and the same compression"
+                    )
+        for kind in kinds:
+            for name, entry in here[kind].items():
+                entry.copy_(narrowed(state[kind][name], entry.dtype))
+        self._nodes_compared = False
+        if bytes_sent:
+            self.likeness.skip()
+        self.drops.total, self.drops.in_a_row = total, in_a_row
+        self._bytes_loaded, self._bytes_at_start = bytes_sent, self._bytes_given()
+
+    def _bytes_given(self) -> int:
+        return self.sources.bytes_sent + self.bytes_before
 
     @property
     def in_flight(self) -> bool:
-        """Whether buckets have been launched and not yet been taken by `exchange`."""
-        return self._flying is not None
+        """Whether buckets have been launched and not yet been waited for."""
+        return self._launched is not None
 
-    def launch_bucket(self, step: int, bucket: int, grads: Mapping[int, Tensor]) -> None:
-        """Send this rank's part of one bucket, without waiting.
+    @property
+    def steady(self) -> frozenset[str] | None:
+        """The tensors that `launch` may send, all of them; None while ranks have to agree first."""
+        places = self._steady.keys
+        return None if places is None else frozenset(self.names[place] for place in places)
+
+    @torch.no_grad()
+    def launch(self, step: int, bucket: int, grads: Grads) -> None:
+        """Send this rank's part of one bucket, without waiting; in the same order on all ranks.
+
+        Args:
+            step: Completed updates, from 0.
+            bucket: Its number, from 0.
+            grads: Dense ones.
 
         Raises:
             ThinwireError: One of the tensors has been launched since the last `exchange`.
+            PeerLost, PeerStalled: See `thinwire.errors`.
         """
         self._require_intact()
-        if self._flying is None:
-            self._flying = self._round(step)
-        known = self._flying.keys | (set() if self._in_node is None else set(self._in_node.keys))
-        twice = known & grads.keys()
+        self.make_common()
+        if self._launched is None:
+            self._launched = self._round(step)
+        twice = self._launched.names & grads.keys()
         if twice:
             raise ThinwireError(
-                f"the gradient of {self.names[min(twice)]} was exchanged already and step() not called since: "
-                "run the backward passes of an accumulated gradient, but the last, under ddp.no_sync()"
+                f"the gradient of {min(twice, key=self._places.__getitem__)} was exchanged already and step() not "
+                "called since: run the backward passes of an accumulated gradient, but the last, under ddp.no_sync()"
             )
-        if not isinstance(self.sources, Nodes):
-            self._send(self._flying, bucket, grads)
-            return
-        before, self._in_node = self._in_node, _InNode(self.sources, step, bucket, grads)
-        if before is not None:
-            self._send_mean(self._flying, before)
+        self._send(self._launched, bucket, grads)
 
     def discard(self) -> None:
         """Wait for what was launched and forget it."""
-        flying, in_node = self._flying, self._in_node
-        self._flying, self._in_node, self._finite = None, None, {}
-        if in_node is not None:
-            in_node.means(self._round(0))
-        if flying is not None:
+        launched, self._launched = self._launched, None
+        if launched is not None:
             with contextlib.suppress(PayloadCorrupt):  # nothing of it is used
-                flying.finish()
+                launched.finish()
+        self.forget()
 
-    def settle(
+    @torch.no_grad()
+    def vote(
         self,
         step: int,
-        grads: Mapping[int, Tensor],
+        grads: Grads,
         *,
         overflow: bool = False,
         misuse: str | None = None,
         unusable: str | None = None,
-    ) -> Verdict:
+    ) -> tuple[Verdict, Round | None]:
         """Wait for what was launched early, check it, and agree with all ranks what becomes of it.
 
         Args:
@@ -159,26 +254,95 @@ class GradientExchange:
             misuse: As in `exchange`.
             unusable: Why what this rank launched does not stand for its gradients.
 
+        Returns:
+            The verdict, and what came where it is APPLY.
+
         Raises:
             As `exchange` does.
         """
         self._require_intact()
-        flying, in_node = self._flying or self._round(step), self._in_node
-        self._flying, self._in_node = None, None
-        if in_node is not None:
-            self._send_mean(flying, in_node)
-        finite, self._finite = self._finite, {}
+        launched, self._launched = self._launched or self._round(step), None
         report = Report(step, "early", overflow=overflow or None, misuse=misuse, unusable=unusable)
-        reports = self._vote(flying, report, grads, finite)
+        reports = self._vote(launched, report, grads)
         if any(each.unusable for each in reports):
-            self.steady.lose()
-            return Verdict.AGAIN
+            self._steady.lose()
+            return Verdict.AGAIN, None
         if any(each.overflow for each in reports):
-            return Verdict.OVERFLOW
+            return Verdict.OVERFLOW, None
         if self._dropped(reports):
-            return Verdict.DROP
-        self._settled = flying
-        return Verdict.APPLY
+            return Verdict.DROP, None
+        return Verdict.APPLY, launched
+
+    @torch.no_grad()
+    def exchange(
+        self,
+        step: int,
+        grads: Grads,
+        *,
+        overflow: bool | None = None,
+        misuse: str | None = None,
+        unchanged: Flags | None = None,
+    ) -> Round | None:
+        """The checked exchange of this step, or None where all ranks drop it.
+
+        All ranks must call it, with gradients for the same parameters; one that has none on any rank is left out.
+
+        Args:
+            step: Completed updates, from 0.
+            grads: Dense or row-sparse, read only; where buckets were launched before, they only name what is there.
+            overflow: Whether a loss scaler found an overflow on this rank; None without a scaler.
+            misuse: What makes this rank unable to go on, for the error that all ranks raise.
+            unchanged: Whether gradients are still what was launched before; one that is not is such a misuse.
+
+        Raises:
+            PayloadCorrupt: A rank refused a message.
+            ThinwireError: A rank was misused.
+            Mismatch: Ranks are at different places, or have gradients for different parameters.
+            NonFinite: Too many dropped steps in a row.
+            PeerLost, PeerStalled: A rank died or does not answer.
+        """
+        self._require_intact()
+        if self._launched is not None:
+            return self._exchange_launched(step, grads, overflow, misuse, unchanged)
+        self.make_common()
+        if unfit := self._unfit(grads):
+            misuse, grads = misuse or unfit, {}
+        report = Report(step, "proposed", kinds=self._kinds(grads), overflow=overflow, misuse=misuse)
+        reports = self._agree_and_compare(report, grads)
+        self._steady.see([each.kinds for each in reports])
+        if self._dropped(reports, last=False):
+            return None
+        fresh = self._round(step)
+        sparse = {name: [r.kinds[self._places[name]] == ROW_SPARSE for r in reports] for name in grads}
+        fresh.row_sparse = {name for name, ranks in sparse.items() if any(ranks)}
+        fresh.rows_only = {name for name, ranks in sparse.items() if all(ranks)}
+        for number, names in self._buckets_of(grads):
+            self._send(fresh, number, {name: grads[name] for name in names})
+        reports = self._vote(fresh, Report(step, "exchanged"), grads)
+        return None if self._dropped(reports) else fresh
+
+    @torch.no_grad()
+    def commit_(self, done: Round, grads: Grads) -> None:
+        """Change the state of the compressors; after this the update has to be made.
+
+        Args:
+            done: What `exchange` or `vote` returned.
+            grads: Those that it was given, unchanged since.
+        """
+        for arrived in dict.fromkeys(done.arrived.values()):
+            assert arrived.sender is not None, "said when it was sent"
+            arrived.sender.commit_(grads, arrived, self.own)
+        self.forget()
+
+    def seal(self, step: int) -> None:
+        """The update is made, after which there are `step`: what is this rank's own is watched from now on."""
+        if self.own is not None:
+            self.own.seal(step)
+
+    def forget(self) -> None:
+        """A step is over, applied or not."""
+        for each in self.compressors:
+            each.forget()
 
     def require_equal(self, step: int) -> None:
         """Compare everything that all ranks must hold alike, and the memory of what is this rank's own.
@@ -199,16 +363,13 @@ class GradientExchange:
             self.digest.require_equal(self.group, step)
         self.group.bytes_sent = sent  # no exchange of an update
 
-    def release(self) -> None:
-        """Forget a settled exchange that was not asked for."""
-        self._settled = None
-
     def abandon(self, reason: str) -> None:
         """Leave what is on its way to itself; ranks are at different places then, and nothing can be exchanged."""
-        self._flying, self._in_node, self._settled, self._finite = None, None, None, {}
+        self._launched = None
         self._abandoned = reason
         self.group.abandon(reason)
         self.sources.abandon(reason)
+        self.forget()
 
     def _require_intact(self) -> None:
         if self._abandoned is not None:
@@ -217,138 +378,47 @@ class GradientExchange:
                 "start again from the last checkpoint"
             )
 
-    def exchange(
-        self,
-        step: int,
-        grads: Mapping[int, Tensor],
-        *,
-        overflow: bool | None = None,
-        misuse: str | None = None,
-        unchanged: Flags | None = None,
-    ) -> Round | None:
-        """The checked exchange of this step, or None where all ranks drop it.
-
-        Args:
-            step: Completed updates, from 0.
-            grads: This rank's gradients by key; only names what is there if the buckets were launched before.
-            overflow: Whether a loss scaler found an overflow on this rank; None without a scaler.
-            misuse: What makes this rank unable to go on, for the error that all ranks raise.
-            unchanged: Whether gradients are still what was launched before; one that is not is such a misuse.
-
-        Raises:
-            PayloadCorrupt: A rank refused a message.
-            ThinwireError: A rank was misused.
-            Mismatch: Ranks are at different places, or have gradients for different parameters.
-            NonFinite: Too many dropped steps in a row.
-            PeerLost, PeerStalled: A rank died or does not answer.
-        """
-        self._require_intact()
-        settled, self._settled = self._settled, None
-        if settled is not None:
-            return settled
-        if self._flying is not None:
-            return self._exchange_launched(step, grads, overflow, misuse, unchanged or {})
-        if isinstance(self.sources, Nodes):
-            return self._exchange_in_nodes(self.sources, step, grads, overflow, misuse)
-        sparse, dense, finite = self._split(grads)
-        [bad], _ = read_flags([finite])
-        report = Report(step, "proposed", kinds=self._kinds(grads), non_finite=bad, overflow=overflow, misuse=misuse)
-        reports = self._agree_and_compare(report, grads)
-        self.steady.see([each.kinds for each in reports])
-        if self._dropped(reports, last=False):
-            return None
-        fresh = self._round(step, reports, grads)
-        _launch_all(fresh, self._buckets_of(grads), grads, sparse, dense)
-        return self._settle(fresh, Report(step, "exchanged"), grads)
-
     def _exchange_launched(
-        self, step: int, grads: Mapping[int, Tensor], overflow: bool | None, misuse: str | None, unchanged: Flags
+        self, step: int, grads: Grads, overflow: bool | None, misuse: str | None, unchanged: Flags | None
     ) -> Round | None:
-        flying, in_node = self._flying, self._in_node
-        self._flying, self._in_node = None, None
-        assert flying is not None
-        try:
-            misuse = misuse or self._stray(flying.keys | (set() if in_node is None else set(in_node.keys)), grads)
-            if in_node is not None:
-                self._send_mean(flying, in_node)
-            report = Report(step, "attached", overflow=overflow, misuse=misuse)
-            return self._settle(flying, report, grads, self._finite, unchanged)
-        finally:
-            self._finite = {}
+        launched, self._launched = self._launched, None
+        assert launched is not None
+        misuse = misuse or _stray(launched.names, grads)
+        report = Report(step, "attached", overflow=overflow, misuse=misuse)
+        reports = self._vote(launched, report, grads, unchanged)
+        return None if self._dropped(reports) else launched
 
-    def _exchange_in_nodes(
-        self, nodes: Nodes, step: int, grads: Mapping[int, Tensor], overflow: bool | None, misuse: str | None
-    ) -> Round | None:
-        """As flat, but only the mean over a node shows what it would send; the vote tells if it is not finite."""
-        report = Report(step, "proposed", kinds=self._kinds(grads), overflow=overflow, misuse=misuse)
-        reports = self._agree_and_compare(report, grads)
-        self.steady.see([each.kinds for each in reports])
-        if self._dropped(reports, last=False):
-            return None
-        fresh, buckets = self._round(step, reports, grads), self._buckets_of(grads)
-        in_node = [_InNode(nodes, step, number, {k: grads[k] for k in keys}) for number, keys in buckets]
-        means = {key: mean for each in in_node for key, mean in each.means(fresh).items()}
-        fresh.node_means.update(means)
-        sparse, dense, finite = self._split(means)
-        _launch_all(fresh, buckets, means, sparse, dense)
-        return self._settle(fresh, Report(step, "exchanged"), grads, finite)
+    def _round(self, step: int) -> Round:
+        return Round(self.sources, step, read_sums=self.digest is not None)
 
-    def _blaming(self, report: Report, bad: int | None, grads: Mapping[int, Tensor]) -> Report:
-        """The report with what is not finite, as this rank's own or as that of the mean over its node."""
-        if bad is None or bad not in grads or not isinstance(self.sources, Nodes):
-            return replace(report, non_finite=bad)
-        own = grads[bad].coalesce().values() if grads[bad].is_sparse else grads[bad]
-        return replace(report, sum_non_finite=bad) if all_finite(own) else replace(report, non_finite=bad)
+    def _send(self, one_round: Round, bucket: int, grads: Grads) -> None:
+        context = one_round.context(bucket)
 
-    def _blaming_sum(self, report: Report, bad: int | None, grads: Mapping[int, Tensor]) -> Report:
-        """The report with a dense mean that is not finite: for this rank's own gradient, or only added to others."""
-        if bad is None or bad not in grads or isinstance(self.sources, Nodes):
-            return replace(report, sum_non_finite=bad)
-        return replace(report, sum_non_finite=bad) if all_finite(grads[bad]) else replace(report, non_finite=bad)
+        def sendings(those: Grads) -> list[Sending]:
+            return self._sendings(context, those, one_round.row_sparse)
 
-    def _round(self, step: int, reports: Sequence[Report] = (), keys: Iterable[int] = ()) -> Round:
-        sparse = {key: [report.kinds[key] == ROW_SPARSE for report in reports] for key in keys}
-        return Round(
-            self.sources,
-            step=step,
-            value_bits=self._value_bits,
-            row_sparse={key for key, ranks in sparse.items() if any(ranks)},
-            rows_only={key for key, ranks in sparse.items() if all(ranks)},
-            exchange=self._exchange,
-            read_sums=self.digest is not None,
-        )
+        nodes = isinstance(self.sources, Nodes)
+        sending = in_nodes(context, grads, sendings) if nodes else together(sendings(grads))
+        one_round.launch(grads.keys(), sending)
 
-    def _send(self, flying: Round, bucket: int, grads: Mapping[int, Tensor]) -> None:
-        # what is not finite shows in the sum, which is looked at anyway
-        sparse, dense, finite = self._split(grads, look=self.sources.size == 1 or isinstance(self.sources, Nodes))
-        self._finite.update(finite)
-        flying.launch(bucket, sparse, dense)
+    def _sendings(self, context: Context, grads: Grads, row_sparse: Collection[str]) -> list[Sending]:
+        """By the first method that takes it; what is row-sparse on any rank goes densely."""
+        sendings: list[Sending] = []
+        rest = dict(grads)
+        for method in self.compressors:
+            mine = {
+                name: grad
+                for name, grad in rest.items()
+                if name not in row_sparse and method.takes(context.step, name, grad)
+            }
+            rest = {name: grad for name, grad in rest.items() if name not in mine}
+            if mine:
+                sendings.append(_from(method, method.send(context, mine)))
+        if rest:
+            sendings.append(_from(self._dense, self._dense.send(context, rest)))
+        return sendings
 
-    def _send_mean(self, flying: Round, in_node: "_InNode") -> None:
-        """Wait for the mean over the node, which began a bucket ago, and send it to the other nodes."""
-        means = in_node.means(flying)
-        flying.node_means.update(means)
-        self._send(flying, in_node.bucket, means)
-
-    def _settle(
-        self,
-        one_round: Round,
-        report: Report,
-        grads: Mapping[int, Tensor],
-        finite: Flags | None = None,
-        unchanged: Flags | None = None,
-    ) -> Round | None:
-        reports = self._vote(one_round, report, grads, finite, unchanged)
-        return None if self._dropped(reports) else one_round
-
-    def _vote(
-        self,
-        one_round: Round,
-        report: Report,
-        grads: Mapping[int, Tensor],
-        finite: Flags | None = None,
-        unchanged: Flags | None = None,
-    ) -> list[Report]:
+    def _vote(self, one_round: Round, report: Report, grads: Grads, unchanged: Flags | None = None) -> list[Report]:
         """Wait for the messages and check them, then hear what all ranks say."""
         digest = self.digest if self.group.size > 1 else None
         if digest is not None:  # while the messages are on their way
@@ -356,21 +426,29 @@ class GradientExchange:
         if self.own is not None:
             report = replace(report, damaged=self.own.damage(report.step))
         try:
-            bad, changed = one_round.finish(finite or {}, unchanged or {})
-            misuse = report.misuse or self._changed_since_launch(changed)
-            report = self._blaming(replace(report, misuse=misuse), bad, grads)
+            found = one_round.finish(unchanged)
+            misuse = report.misuse or _changed_since_launch(found.changed)
+            report = replace(report, misuse=misuse)
+            if found.not_finite is not None:
+                report = self._blaming(report, found.not_finite, grads, own=True)
+            elif found.sum_not_finite is not None:
+                report = self._blaming(report, found.sum_not_finite, grads, own=False)
+            if digest is not None:
+                report = replace(report, sums=one_round.sums_digest)
         except PayloadCorrupt as refusal:
             report = replace(report, corrupt=str(refusal))
-        if report.sum_non_finite is None:
-            report = replace(report, sum_non_finite=one_round.sum_non_finite)
-        if self._check_dense and report.sum_non_finite is None and report.non_finite is None:
-            report = self._blaming_sum(report, one_round.dense_non_finite, grads)
-        if digest is not None:
-            report = replace(report, sums=one_round.dense_digest)
         rates = [] if self.optimizer is None else _rates_of(self.optimizer)
         return self._agree(replace(report, rates=rates))
 
-    def _agree_and_compare(self, report: Report, grads: Mapping[int, Tensor]) -> list[Report]:
+    def _blaming(self, report: Report, name: str, grads: Grads, *, own: bool) -> Report:
+        """The report with what is not finite: as this rank's own, or as what became of it with others."""
+        place, grad = self._places[name], grads.get(name)
+        if grad is not None and (isinstance(self.sources, Nodes) or not own):
+            values = grad.coalesce().values() if grad.is_sparse else grad
+            own = not all_finite(values)
+        return replace(report, non_finite=place) if own else replace(report, sum_non_finite=place)
+
+    def _agree_and_compare(self, report: Report, grads: Grads) -> list[Report]:
         """Also whether all ranks bring the same, which would make the exchange useless."""
         reports = self._agree(replace(report, likeness=self.likeness.of(grads.values(), self.group.size)))
         groups = [] if self.optimizer is None else self.optimizer.param_groups
@@ -391,100 +469,65 @@ class GradientExchange:
             self.require_equal(reports[0].step)
         return self.drops.needed(reports, self.names, last=last)
 
-    def _split(
-        self, grads: Mapping[int, Tensor], *, look: bool = True
-    ) -> tuple[dict[int, SparseGradient], dict[int, Tensor], dict[int, bool | Tensor]]:
-        """What is sent sparsely, what densely, and whether each is finite; dense ones only where they are looked at."""
-        sparse = self._propose({key: grad for key, grad in grads.items() if not grad.is_sparse})
-        dense = {key: g.to_dense() if g.is_sparse else g for key, g in grads.items() if key not in sparse}
-        finite = {key: item.proposal.finite for key, item in sparse.items()}
-        if self._check_dense and look:
-            waiting = {key: flag for key, grad in dense.items() if (flag := dense_flag(grad)) is not None}
-            known = {key: grad for key, grad in dense.items() if key not in waiting}
-            finite |= waiting | dict.fromkeys(not_finite(known), False)
-        return sparse, dense, finite
+    @torch.no_grad()
+    def make_common(self) -> None:
+        """Give the ranks of each node the same state, where that has not been done: they send the same only then."""
+        if isinstance(self.sources, Nodes) and not self._nodes_compared:
+            make_common_(self.state(), self.sources)
+            self._nodes_compared = True
 
-    def _buckets_of(self, grads: Mapping[int, Tensor]) -> list[tuple[int, list[int]]]:
-        """Number and keys of each bucket, as far as there are gradients."""
-        others = sorted(set(grads).difference(*self.buckets))
-        there = [(number, [k for k in keys if k in grads]) for number, keys in enumerate([*self.buckets, others])]
-        return [(number, keys) for number, keys in there if keys]
+    def state_loaded(self) -> None:
+        """State of the compressors was put in from elsewhere: it may differ inside a node."""
+        self._nodes_compared = False
 
-    def _kinds(self, grads: Mapping[int, Tensor]) -> str:
-        kinds = [ABSENT] * len(self.names)
-        for key, grad in grads.items():
-            kinds[key] = ROW_SPARSE if grad.is_sparse else DENSE
-        return "".join(kinds)
+    def _buckets_of(self, grads: Grads) -> list[tuple[int, list[str]]]:
+        """Number and names of each bucket, as far as there are gradients."""
+        others = sorted(set(grads).difference(*self.buckets), key=self._places.__getitem__)
+        there = [(number, [n for n in names if n in grads]) for number, names in enumerate([*self.buckets, others])]
+        return [(number, names) for number, names in there if names]
 
-    def _changed_since_launch(self, key: int | None) -> str | None:
-        """What to tell a user who clips or scales `p.grad` after its exchange has begun."""
-        if key is None:
-            return None
-        return (
-            f"the gradient of {self.names[key]} was changed between backward() and step(), but an "
-            "attached optimizer has sent it by then: use local_grad_clip_norm or grad_clip to clip and "
-            "torch.amp.GradScaler to scale, or do not attach"
-        )
-
-    def _stray(self, launched: Collection[int], grads: Mapping[int, Tensor]) -> str | None:
-        for key in grads:
-            if key not in launched:
-                return (
-                    f"parameter {self.names[key]} has a gradient that did not come from the attached model's backward: "
-                    "call step() after every synchronising backward pass of that model, and use no other"
-                )
+    def _unfit(self, grads: Grads) -> str | None:
+        """What makes gradients useless: of a parameter that is not here, or of another shape."""
+        for name, grad in grads.items():
+            if name not in self.params:
+                return f"a gradient was given for {name!r}, which is none of the parameters to exchange"
+            if grad.shape != self.params[name].shape:
+                shapes = f"{tuple(grad.shape)}, and the parameter {tuple(self.params[name].shape)}"
+                return f"the gradient of {name} has shape {shapes}"
         return None
 
-
-class _InNode:
-    """Gradients on their way to their mean over a node, in the dtype in which dense ones are averaged."""
-
-    def __init__(self, nodes: Nodes, step: int, bucket: int, grads: Mapping[int, Tensor]) -> None:
-        self.bucket = bucket
-        self.keys = list(grads)
-        self._node = nodes.rank
-        self._round = Round(nodes.inner, step=step, value_bits=32, read_sums=False)
-        self._round.launch(bucket, {}, {key: g.to_dense() if g.is_sparse else g for key, g in grads.items()})
-
-    def means(self, onward: Round) -> dict[int, Tensor]:
-        """Wait for it; the same bits on all ranks of the node. What is damaged `onward` refuses, in its vote."""
-        try:
-            self._round.finish()
-        except PayloadCorrupt as refusal:
-            onward.refused = f"inside node {self._node}, whose ranks count from 0: {refusal}"
-        return {key: self._round.dense_mean(key) for key in self.keys}
+    def _kinds(self, grads: Grads) -> str:
+        kinds = [ABSENT] * len(self.names)
+        for name, grad in grads.items():
+            kinds[self._places[name]] = ROW_SPARSE if grad.is_sparse else DENSE
+        return "".join(kinds)
 
 
-def _launch_all(
-    fresh: Round,
-    buckets: Sequence[tuple[int, Sequence[int]]],
-    grads: Mapping[int, Tensor],
-    sparse: dict[int, SparseGradient],
-    dense: dict[int, Tensor],
-) -> None:
-    """One bucket after the other; what is row-sparse on any rank goes densely."""
-    for key in sorted(set(fresh.row_sparse) & sparse.keys()):
-        del sparse[key]
-        dense[key] = grads[key]
-    for number, keys in buckets:
-        fresh.launch(
-            number,
-            {key: sparse[key] for key in keys if key in sparse},
-            {key: dense[key] for key in keys if key in dense},
-        )
+def _from(sender: Compressor, sending: Sending) -> Sending:
+    """The sending, with a word in its result about who sent it."""
+    arrived = yield from sending
+    arrived.sender = sender
+    return arrived
 
 
-def all_finite(tensor: Tensor) -> bool:
-    """One cheap pass: a sum is finite only if all terms are; a finite tensor whose sum overflows is looked at again."""
-    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
+def _changed_since_launch(name: str | None) -> str | None:
+    """What to tell a user who clips or scales `p.grad` after its exchange has begun."""
+    if name is None:
+        return None
+    return (
+        f"the gradient of {name} was changed between backward() and step(), but an attached optimizer has sent it by "
+        "then: use local_grad_clip_norm or grad_clip to clip and torch.amp.GradScaler to scale, or do not attach"
+    )
 
 
-def not_finite(tensors: Mapping[_Key, Tensor]) -> list[_Key]:
-    """The keys of dense tensors that are not `all_finite`; one host synchronization where all of them are."""
-    flags = [tensor.sum().isfinite() for tensor in tensors.values()]
-    if not flags or bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all()):
-        return []
-    return [key for key, tensor in tensors.items() if not all_finite(tensor)]
+def _stray(launched: Collection[str], grads: Iterable[str]) -> str | None:
+    for name in grads:
+        if name not in launched:
+            return (
+                f"parameter {name} has a gradient that did not come from the attached model's backward: "
+                "call step() after every synchronising backward pass of that model, and use no other"
+            )
+    return None
 
 
 def _rates_of(optimizer: torch.optim.Optimizer) -> list[float]:

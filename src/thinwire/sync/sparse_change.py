@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire import _validate as check
+from thinwire.compress.dgc import DGC
 from thinwire.core.feedback import Proposal
 from thinwire.core.kernels import is_static
 from thinwire.core.kernels.needs import Need, needs_of
@@ -17,7 +18,6 @@ from thinwire.core.message import Layout, Slot, pack, unpack
 from thinwire.core.select import count_sent, top_k
 from thinwire.core.value_code import VALUE_BITS
 from thinwire.sync.change_protocol import ERRORS, AllGather, ErrorsOnly, Kept, Sending
-from thinwire.sync.dgc_config import DGC
 
 __all__ = ["RampedChange", "Sparse"]
 

@@ -1,0 +1,209 @@
+"""The plain mean: every gradient as it is, one all-reduce for each dtype."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from thinwire.compress.protocol import AllGather, AllReduce, Arrived, Collective, Context, OtherRanks, Sending, Watch
+from thinwire.core.kernels import is_static
+from thinwire.core.merge import checked_mean_
+from thinwire.core.precision import state_dtype
+from thinwire.core.sealed import opened_sum, sealed, travels_sealed
+from thinwire.errors import PayloadCorrupt
+
+__all__ = [
+    "Dense",
+    "DenseMeans",
+    "all_finite",
+    "by_dtype",
+    "damaged_text",
+    "joined",
+    "not_finite",
+    "opened",
+    "parted",
+    "send_dense",
+    "sum_of",
+]
+
+
+class Dense:
+    """Takes whatever is left, row-sparse gradients as dense ones.
+
+    The mean is sum / W in the gradient's dtype, float32 for float16.
+
+    Args:
+        check_finite: Whether to look for gradients and sums that are not finite.
+    """
+
+    bucket_bytes = 5 * 2**20
+    other_ranks: Mapping[str, OtherRanks] = {}
+
+    def __init__(self, *, check_finite: bool = True) -> None:
+        self._check_finite = check_finite
+
+    def takes(self, step: int, name: str, grad: Tensor) -> bool:
+        """See `Compressor`."""
+        return True
+
+    def send(self, context: Context, grads: Mapping[str, Tensor]) -> Sending:
+        """See `send_dense`."""
+        dense = {name: grad.to_dense() if grad.is_sparse else grad for name, grad in grads.items()}
+        return send_dense(context, dense, check_finite=self._check_finite)
+
+    def commit_(self, grads: Mapping[str, Tensor], arrived: Arrived, watch: Watch | None = None) -> None:
+        """Nothing: it has no state."""
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """See `Compressor`."""
+        return {}
+
+    def forget(self) -> None:
+        """See `Compressor`."""
+
+
+def send_dense(context: Context, tensors: Mapping[str, Tensor], *, check_finite: bool = False) -> Sending:
+    """The sums of dense tensors over the sources.
+
+    Args:
+        context: Of the sending.
+        tensors: By name, of any shape; copied, never changed.
+        check_finite: Whether to look for what is not finite: sums, and this rank's own tensors
+            where they are the sum (one source alone) or means over a node.
+
+    Returns:
+        `DenseMeans`.
+
+    Communication: see `sum_of`, one for each dtype.
+    """
+    groups = by_dtype(tensors)
+    finite = {}
+    if check_finite and (context.sources == 1 or context.node_size > 1):
+        finite = _own_flags(tensors)
+    purpose = f"averaging dense tensors of step {context.step}, bucket {context.bucket}"
+    asked = [sum_of(joined(group.values()), context, purpose) for group in groups]
+    answers = yield asked
+    arrived = DenseMeans(context, list(tensors))
+    arrived.finite = finite
+    damaged, sums = [], []
+    for group, collective, answer in zip(groups, asked, answers, strict=True):
+        total, wrong = opened(collective, answer, _summed_in(group), context)
+        damaged += [] if wrong is None else [wrong]
+        sums.append(checked_mean_(total, context.sources, bits=context.read_sums))
+        arrived.means |= parted(total, group)
+    arrived.sums = sums
+    arrived.checks = torch.cat(damaged) if damaged else None
+    arrived.check_finite = check_finite and context.sources > 1
+    return arrived
+
+
+class DenseMeans(Arrived):
+    """Means of whole tensors."""
+
+    def __init__(self, context: Context, names: list[str]) -> None:
+        super().__init__(context, names)
+        self.means: dict[str, Tensor] = {}
+        self.check_finite = False
+        """Whether a sum that is not finite matters."""
+
+    def refuse(self, checks: Sequence[int]) -> None:
+        """See `Arrived`."""
+        at = self.context
+        for place, wrong in enumerate(checks):
+            if wrong:
+                rank = place % at.sources * at.node_size
+                raise PayloadCorrupt(damaged_text(rank, at))
+
+    def first_bad_sum(self) -> str | None:
+        """See `Arrived`."""
+        if not self.check_finite:
+            return None
+        return next((name for name, mean in self.means.items() if not bool(mean.isfinite().all())), None)
+
+    def mean(self, name: str, param: Tensor, into: Tensor | None = None) -> Tensor:
+        """See `Arrived`."""
+        mean = self.means[name]
+        return mean.to(state_dtype(param)) if param.is_floating_point() else mean
+
+
+def sum_of(flat: Tensor, context: Context, purpose: str, *, within_node: bool = False) -> Collective:
+    """How a flat tensor is added up: what is small travels with a checksum, so that nothing damaged is added.
+
+    Communication: an all-reduce; where the parts of all others have at most 64 KiB together, an all-gather.
+    """
+    if travels_sealed(flat, context.node_size if within_node else context.sources):
+        return AllGather(sealed(flat, _place(context)), purpose, within_node)
+    return AllReduce(flat, purpose, within_node)
+
+
+def opened(
+    collective: Collective, answer: Tensor, dtype: torch.dtype, context: Context
+) -> tuple[Tensor, Tensor | None]:
+    """The sum that `sum_of` asked for, and which parts of it are damaged, int64, 0 for one that is whole."""
+    return opened_sum(answer, dtype, _place(context)) if isinstance(collective, AllGather) else (answer, None)
+
+
+def damaged_text(rank: int, context: Context) -> str:
+    """What is said of a part that does not fit its checksum."""
+    return (
+        f"the dense tensors of rank {rank} for bucket {context.bucket} of step {context.step} were refused: they do "
+        "not fit their checksum"
+    )
+
+
+def by_dtype(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Tensors that can travel in one buffer, by name."""
+    groups: dict[torch.dtype, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        groups.setdefault(tensor.dtype, {})[name] = tensor
+    return list(groups.values())
+
+
+def joined(tensors: Iterable[Tensor]) -> Tensor:
+    """Tensors of one dtype end to end, a copy, shape (n,); float16 as float32.
+
+    A sum of finite halves may pass 65504, which would look like an overflow of every rank.
+    """
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    return flat.float() if flat.dtype == torch.float16 else flat
+
+
+def parted(flat: Tensor, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What `joined` made, as views by name and in the shapes of `tensors`."""
+    pieces = torch.split(flat, [tensor.numel() for tensor in tensors.values()])
+    return {name: piece.view(tensor.shape) for (name, tensor), piece in zip(tensors.items(), pieces, strict=True)}
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """One cheap pass; a finite tensor whose sum overflows is looked at again."""
+    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
+
+
+def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+    """The names of dense tensors that are not `all_finite`; one host read where all are."""
+    flags = [tensor.sum().isfinite() for tensor in tensors.values()]
+    if not flags or bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all()):
+        return []
+    return [name for name, tensor in tensors.items() if not all_finite(tensor)]
+
+
+def _own_flags(tensors: Mapping[str, Tensor]) -> dict[str, bool | Tensor]:
+    """Of each tensor, where the device is not asked, and of those that are not finite elsewhere."""
+    waiting: dict[str, bool | Tensor] = {}
+    for name, tensor in tensors.items():
+        if tensor.numel() and is_static(tensor.device):
+            # the largest magnitude is not finite if any is not; no temporary of full size
+            largest: Tensor = torch.linalg.vector_norm(tensor, torch.inf)
+            waiting[name] = largest.isfinite()
+    known = {name: tensor for name, tensor in tensors.items() if name not in waiting}
+    return waiting | dict.fromkeys(not_finite(known), False)
+
+
+def _place(context: Context) -> int:
+    """By which a part that belongs elsewhere is told from one that belongs here."""
+    return (context.step << 20) + context.bucket
+
+
+def _summed_in(group: Mapping[str, Tensor]) -> torch.dtype:
+    dtype = next(iter(group.values())).dtype
+    return torch.float32 if dtype == torch.float16 else dtype

@@ -1,0 +1,404 @@
+"""Deep gradient compression: a rank sends the few largest of what it has accumulated.
+
+Algorithm 4 of the paper, top to bottom, per tensor of n entries and update t (from 0):
+
+    s       the fraction that is kept back in update t          `DGC.sparsity_in_force`  (3.3)
+    k       n (1 - s), at least 1                               `DGC.count_at`
+    g       the rank's own gradient, limited to its share       `locally_clipped`        (3.2)
+    u, v    u <- m u + g,  v <- v + u                           `core.feedback.propose_list`  (3.1)
+    S       the k entries of largest |v|                        the same
+    sent    v[S], in a few bits each                            `compress.entries`
+    v[S] <- v[S] - sent,  u[S] <- 0                             `core.feedback.commit_list_`  (3.1)
+
+Nothing but the message leaves a rank, and u and v change only once all ranks have voted; until
+then the fold is computed and forgotten, and made again for the commit, so that no update holds a
+second set of gradients.
+
+Source: Lin et al., 2018, arXiv 1712.01887. Differs: exact selection, positions by Elias-Fano,
+values in `value_bits` with the rounding error kept in v, the limit on a source's share.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from thinwire import _validate as check
+from thinwire.compress.entries import ArrivedEntries, Proposed, send_entries
+from thinwire.compress.protocol import Arrived, Context, OtherRanks, Sending, Watch
+from thinwire.compress.traffic import EXCHANGES, first_split
+from thinwire.compress.words import bits_text, plural, share_text
+from thinwire.core.clip import ClipByNorm, clipped
+from thinwire.core.feedback import Fold, commit_list_, in_chunks, propose_list
+from thinwire.core.kernels.needs import Need, needs_of
+from thinwire.core.message import Layout, Slot
+from thinwire.core.precision import named_state_dtype, state_dtype, stored_dtype
+from thinwire.core.rounding import rounding_seed
+from thinwire.core.select import count_sent
+from thinwire.core.value_code import VALUE_BITS
+from thinwire.schedules import sparsity_at
+
+__all__ = ["DGC", "DGCCompressor", "Rule", "compressible", "limited", "locally_clipped"]
+
+_COMPRESSIBLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def compressible(param: Tensor, min_numel: int) -> bool:
+    """Whether the gradient of this tensor is ever compressed, with `min_numel` as the smallest size that is."""
+    return param.dtype in _COMPRESSIBLE and param.numel() >= min_numel
+
+
+@dataclass(frozen=True)
+class DGC:
+    """Each rank sends only the few largest accumulated entries of every gradient, about 2,000 times fewer bytes.
+
+    Attributes:
+        rampup_begin_step: Updates before compression begins, >= 0.
+        rampup_step: Updates over which the levels of `sparsity` are spread, >= 1.
+        sparsity: Fractions that are **not** sent, each in [0, 1); the last one stays.
+        local_grad_clip_norm: C > 0: a source's share g / N of a compressed tensor is limited to the norm C / sqrt(N).
+        min_numel: Smaller tensors are exchanged densely, >= 1.
+        value_bits: What one sent value costs: 1, 2, 4, 8, 16 or 32. The rounding error is kept.
+        state_dtype: "float32" or "bfloat16", in which momentum and residual of compressed tensors are stored; bfloat16
+            is rounded stochastically and takes half the memory. None: float32, float64 for float64 parameters.
+        node_size: Consecutive ranks that share a node, average densely among themselves and count as one source, >= 1;
+            it must divide the ranks. 1 is off. None: torchrun's LOCAL_WORLD_SIZE where ranks fill two nodes or more.
+        exchange: "gather" gives every source all messages, "split" the sums of shares, which does not grow with the
+            sources; "auto" counts, and splits where that moves at most half of the bytes.
+
+    Raises:
+        TypeError, ValueError: A wrong value.
+
+    Source: Lin et al., 2018, arXiv 1712.01887.
+    """
+
+    rampup_begin_step: int = 0
+    rampup_step: int = 1
+    sparsity: tuple[float, ...] = (0.999,)
+    local_grad_clip_norm: float | None = None
+    min_numel: int = 16384
+    value_bits: int = 1
+    state_dtype: str | torch.dtype | None = None
+    node_size: int | None = None
+    exchange: str = "auto"
+
+    field: ClassVar[str] = "dgc"
+    """Of a strategy."""
+    may_change: ClassVar[tuple[str, ...]] = (
+        "rampup_begin_step",
+        "rampup_step",
+        "sparsity",
+        "local_grad_clip_norm",
+        "value_bits",
+        "node_size",
+        "exchange",
+    )
+    """Settings that another run may go on with, from a checkpoint of this one."""
+
+    def __post_init__(self) -> None:
+        set_ = object.__setattr__
+        set_(self, "rampup_begin_step", check.integer("rampup_begin_step", self.rampup_begin_step, at_least=0))
+        set_(self, "rampup_step", check.integer("rampup_step", self.rampup_step, at_least=1))
+        check.instance("sparsity", self.sparsity, (tuple, list), advice="write a single fraction as (0.999,)")
+        if not self.sparsity:
+            raise ValueError("sparsity must hold at least one fraction in [0, 1), got an empty sequence")
+        levels = [
+            check.real(f"sparsity[{i}], the fraction that is not sent,", level, at_least=0, below=1)
+            for i, level in enumerate(self.sparsity)
+        ]
+        set_(self, "sparsity", tuple(levels))
+        if self.local_grad_clip_norm is not None:
+            limit = check.real("local_grad_clip_norm", self.local_grad_clip_norm, above=0)
+            set_(self, "local_grad_clip_norm", limit)
+        set_(self, "min_numel", check.integer("min_numel", self.min_numel, at_least=1))
+        set_(self, "value_bits", check.integer("value_bits", self.value_bits))
+        check.one_of("value_bits", self.value_bits, VALUE_BITS)
+        set_(self, "state_dtype", named_state_dtype(self.state_dtype))
+        if self.node_size is not None:
+            set_(self, "node_size", check.integer("node_size", self.node_size, at_least=1))
+        check.instance("exchange", self.exchange, str)
+        check.one_of("exchange", self.exchange, EXCHANGES)
+
+    def compresses(self, param: Tensor) -> bool:
+        """Whether this tensor is ever compressed; all others are always exchanged densely."""
+        return compressible(param, self.min_numel)
+
+    def stored_dtype(self, param: Tensor) -> torch.dtype:
+        """In what the residual of this tensor is stored."""
+        return stored_dtype(param, named_state_dtype(self.state_dtype))
+
+    def sparsity_in_force(self, step: int) -> float:
+        """Fraction of a compressed tensor that update `step` (from 0) does not send; 0 before compression begins."""
+        if step < self.rampup_begin_step:
+            return 0.0
+        return sparsity_at(step, self.rampup_begin_step, self.rampup_step, self.sparsity)
+
+    def explanation(self) -> str:
+        """What becomes of a gradient, in words."""
+        stored = ", in bfloat16 by stochastic rounding" if self.state_dtype == "bfloat16" else ""
+        return (
+            f"{self.beginning()}gradients accumulate, and of each tensor the largest {self.ramp()} are sent, "
+            f"{bits_text(self.value_bits)} an entry; the rest is kept{stored}. Tensors below {self.min_numel} numbers "
+            f"are dense{self.limit('source')}"
+        )
+
+    def beginning(self) -> str:
+        """What comes before compression, in words."""
+        begin = self.rampup_begin_step
+        return f"the first {begin} {plural('update', begin)} dense, then " if begin else ""
+
+    def ramp(self) -> str:
+        """Such as "25 % from update 201, 6.25 % from 461, 0.1 % from 721", updates counted from 1."""
+        levels, length = self.sparsity, self.rampup_step
+        first = [self.rampup_begin_step + 1 - (-i * length // len(levels)) for i in range(len(levels))]
+        if len(levels) == 1:
+            return share_text(levels[0])
+        ends = [*first[1:], None]
+        shown = [(level, start) for level, start, end in zip(levels, first, ends, strict=True) if start != end]
+        return ", ".join(
+            f"{share_text(level)} {'from update ' if i == 0 else 'from '}{at}" for i, (level, at) in enumerate(shown)
+        )
+
+    def limit(self, who: str) -> str:
+        """The local clip of one of `who`, in words."""
+        limit = self.local_grad_clip_norm
+        if limit is None:
+            return ""
+        return f"; a {who}'s share of a compressed tensor is limited to {limit:g} / sqrt({who}s)"
+
+    def why_dense(self, param: Tensor) -> str | None:
+        """Why this tensor is never compressed, in words; None where it is."""
+        if param.numel() < self.min_numel:
+            return f"below min_numel={self.min_numel}"
+        return None if self.compresses(param) else f"because of {param.dtype}"
+
+    def message_text(self, params: Iterable[Tensor]) -> str:
+        """What one source sends of these once the sparsity has reached its last level, in words."""
+        slots = tuple(Slot(p.numel(), count_sent(p.numel(), self.sparsity[-1])) for p in params)
+        layout = Layout(slots, self.value_bits)
+        said = f"a whole message has {sum(slot.k for slot in slots):,} entries in {layout.nbytes:,} bytes"
+        if self.exchange != "auto":
+            return said
+        begin = first_split(layout)
+        return (
+            f"{said}; sources gather {'however many they are' if begin is None else f'below {begin}, else they split'}"
+        )
+
+    def needs(self, params: Iterable[Tensor]) -> frozenset[Need]:
+        """The compiled loops that it calls."""
+        state = torch.bfloat16 if self.state_dtype == "bfloat16" else None
+        mine = [param for param in params if self.compresses(param)]
+        return needs_of("sparse", mine, state_dtype=state, value_bits=self.value_bits)
+
+    def compressor(self, params: Mapping[str, Tensor], *, num_trainers: int | None = None) -> "DGCCompressor":
+        """See `thinwire.sync.gradients.Compression`: without momentum correction.
+
+        The state is there from the beginning.
+        """
+        rule = Rule(self)
+        made = DGCCompressor(
+            params,
+            lambda name: rule,
+            state={},
+            value_bits=self.value_bits,
+            exchange=self.exchange,
+            num_trainers=num_trainers,
+        )
+        made.fill(name for name, param in params.items() if self.compresses(param))
+        return made
+
+    def count_at(self, step: int, numel: int) -> int | None:
+        """Entries sent of `numel` in update `step` (from 0); None before compression begins."""
+        if step < self.rampup_begin_step:
+            return None
+        return count_sent(numel, sparsity_at(step, self.rampup_begin_step, self.rampup_step, self.sparsity))
+
+
+def limited(grad: Tensor, limit: float, sources: int, dtype: torch.dtype) -> Tensor:
+    """One rank's gradient such that its share of the mean, grad / N, has at most the norm C / sqrt(N).
+
+    g <- g * min(1, C * sqrt(N) / ||g||).
+
+    Args:
+        grad: Any shape, dense, not divided by N; read only.
+        limit: C > 0, in the gradient's unit.
+        sources: N >= 1, those whose shares are summed.
+        dtype: In what the norm and the result are computed.
+
+    Returns:
+        A new tensor of `dtype` in the same shape; no host synchronization.
+
+    Source: section 3.2. Differs: the limit is put on the share, not on the undivided gradient.
+    """
+    return clipped(ClipByNorm(limit * math.sqrt(sources)), [grad.to(dtype)])[0]
+
+
+def locally_clipped(dgc: DGC, step: int, sources: int, param: Tensor, grad: Tensor) -> Tensor:
+    """The gradient as `dgc` lets it into the accumulation of this rank: limited where it is compressed at `step`.
+
+    Args:
+        dgc: The config.
+        step: Completed updates, from 0.
+        sources: N of the limit, >= 1.
+        param: The parameter, which decides whether the gradient is compressed.
+        grad: Its gradient on this rank; read only.
+
+    Returns:
+        `limited` in float32 (float64 for float64 parameters), or `grad` itself: without `local_grad_clip_norm`, before
+        `rampup_begin_step`, and for whatever is always exchanged densely.
+    """
+    if dgc.local_grad_clip_norm is None or grad.is_sparse:
+        return grad
+    if step < dgc.rampup_begin_step or not dgc.compresses(param):
+        return grad
+    return limited(grad, dgc.local_grad_clip_norm, sources, state_dtype(param))
+
+
+class Rule(NamedTuple):
+    """How one tensor is compressed."""
+
+    config: DGC
+    momentum: float | None = None
+    """m; None without momentum correction, where another optimizer has a momentum of its own."""
+    nesterov: bool = False
+
+
+class DGCCompressor:
+    """Deep gradient compression of the tensors that `DGC.compresses`, from `rampup_begin_step` on.
+
+    Args:
+        params: By name, in the same order on all ranks.
+        rule: By name; the same on all ranks.
+        state: By name `residual` v and, with momentum, `momentum_buffer` u: in the shape of the
+            parameter, contiguous. Filled when it is first needed.
+        value_bits: What one sent value costs.
+        exchange: "gather", "split" or "auto".
+        num_trainers: N of the local clip, and of nothing else; None: the sources.
+        decayed: What becomes of a gradient after the local clip: weight decay and the like.
+
+    **State**: v and u, of this rank, or common to the ranks of a node.
+    """
+
+    bucket_bytes = 25 * 2**20
+    other_ranks: Mapping[str, OtherRanks] = {"residual": "mean_zero", "momentum_buffer": "mean_zero"}
+
+    def __init__(
+        self,
+        params: Mapping[str, Tensor],
+        rule: Callable[[str], Rule],
+        *,
+        state: MutableMapping[str, dict[str, Tensor]],
+        value_bits: int,
+        exchange: str,
+        num_trainers: int | None = None,
+        decayed: Callable[[str, Tensor], Tensor] | None = None,
+    ) -> None:
+        self._params, self._rule, self._state = params, rule, state
+        self._value_bits, self._exchange = value_bits, exchange
+        self._num_trainers, self._decayed = num_trainers, decayed
+        self._fresh: dict[str, dict[str, Tensor]] = {}
+        """Zeros that enter the state only when the update is applied."""
+
+    def takes(self, step: int, name: str, grad: Tensor) -> bool:
+        """See `Compressor`."""
+        return not grad.is_sparse and self._count(step, name) is not None
+
+    def send(self, context: Context, grads: Mapping[str, Tensor]) -> Sending:
+        """See `Compressor`."""
+        proposed: dict[str, Proposed] = {}
+        for names in in_chunks({name: self._params[name].numel() for name in grads}):
+            folds = [self._fold(context, name, grads[name]) for name in names]
+            counts = [self._count(context.step, name) or 0 for name in names]
+            for name, proposal, k in zip(names, propose_list(folds, counts), counts, strict=True):
+                proposed[name] = Proposed(proposal, self._params[name].numel(), k)
+        return send_entries(context, proposed, value_bits=self._value_bits, exchange=self._exchange)
+
+    def commit_(self, grads: Mapping[str, Tensor], arrived: Arrived, watch: Watch | None = None) -> None:
+        """See `Compressor`."""
+        assert isinstance(arrived, ArrivedEntries)
+        keys = {name: key for key, name in enumerate(self._params)}
+        for names in in_chunks({name: self._params[name].numel() for name in arrived.names}):
+            folds = []
+            for name in names:
+                self._state[name] = self.state_of(name)
+                grad = arrived.node_means.get(name, grads[name])
+                folds.append(self._fold(arrived.context, name, grad))
+            given = [arrived.given[name] for name in names]
+            seeds = [rounding_seed(arrived.context.step, keys[name]) for name in names]
+            if watch is None:
+                commit_list_(folds, given, seeds)
+            else:
+                self._watched(arrived.context.step, names, folds, given, seeds, watch)
+            for name, fold in zip(names, folds, strict=True):
+                arrived.add_kept_(name, fold.residual, keys[name])
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """See `Compressor`."""
+        found: dict[str, dict[str, Tensor]] = {}
+        for name, param in self._params.items():
+            if name in self._state and self._rule(name).config.compresses(param):
+                for kind, entry in self._state[name].items():
+                    found.setdefault(kind, {})[name] = entry
+        return found
+
+    def forget(self) -> None:
+        """See `Compressor`."""
+        self._fresh.clear()
+
+    def fill(self, names: Iterable[str]) -> None:
+        """Give these tensors their state, zeros."""
+        for name in names:
+            self._state[name] = self.state_of(name)
+        self.forget()
+
+    def state_of(self, name: str) -> dict[str, Tensor]:
+        """The state of a tensor that is, or will be, compressed; zeros where it has none yet."""
+        state = self._state.get(name) or self._fresh.setdefault(name, {})
+        rule, param = self._rule(name), self._params[name]
+        kinds = ("residual",) if rule.momentum is None else ("momentum_buffer", "residual")
+        for kind in (kind for kind in kinds if kind not in state):
+            dtype = rule.config.stored_dtype(param)
+            state[kind] = torch.zeros(param.shape, dtype=dtype, device=param.device)
+        return state
+
+    def _count(self, step: int, name: str) -> int | None:
+        """Entries of the tensor that are sent; None where it travels densely."""
+        config, param = self._rule(name).config, self._params[name]
+        return config.count_at(step, param.numel()) if config.compresses(param) else None
+
+    def _fold(self, context: Context, name: str, grad: Tensor) -> Fold:
+        rule, param, state = self._rule(name), self._params[name], self.state_of(name)
+        if rule.config.local_grad_clip_norm is not None:
+            sources = self._num_trainers or context.sources
+            grad = limited(grad, rule.config.local_grad_clip_norm, sources, state_dtype(param))
+        if self._decayed is not None:
+            grad = self._decayed(name, grad)
+        u = state["momentum_buffer"].view(-1) if rule.momentum is not None else None
+        v = state["residual"].view(-1)
+        return Fold(grad.reshape(-1), v, u, rule.momentum or 0.0, rule.nesterov)
+
+    def _watched(
+        self,
+        step: int,
+        names: list[str],
+        folds: list[Fold],
+        given: list[tuple[Tensor, Tensor]],
+        seeds: list[int],
+        watch: Watch,
+    ) -> None:
+        """Commit, and say what the loops found and left."""
+        states = {
+            f"{key} of {name}": self._state[name][key]
+            for name in names
+            for key in ("momentum_buffer", "residual")
+            if key in self._state[name]
+        }
+        expected = watch.expected(states)
+        sums: dict[str, tuple[int, int]] = {}
+        for name, seal in zip(names, commit_list_(folds, given, seeds, sealed=True), strict=True):
+            sums[f"residual of {name}"] = (seal.residual_before, seal.residual)
+            sums[f"momentum_buffer of {name}"] = (seal.buffer_before, seal.buffer)
+        watch.changed(step + 1, states, expected, sums)

@@ -1,0 +1,299 @@
+"""A few entries of each tensor on their way: gathered by all, or added up by their owners.
+
+With "gather" every source gives all of its entries to every other one, and each adds them up in
+the order of the sources. With "split" every source sends the owner of each part of the index space
+what falls into it, and owners send all sources the largest sums; see `thinwire.core.split`.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from thinwire.compress.protocol import AllGather, AllToAll, Arrived, Context, Entries, Sending, zeros_for
+from thinwire.compress.traffic import GATHER, SPLIT, chosen_exchange
+from thinwire.core.feedback import Proposal
+from thinwire.core.kernels import is_static
+from thinwire.core.merge import divided_, sum_sparse
+from thinwire.core.message import Layout, Slot, pack, pack_nonfinite, unpack
+from thinwire.core.precision import state_dtype
+from thinwire.core.rounding import rounding_seed, store_
+from thinwire.core.split import Sums, add_up, joined, shares, split_plan
+from thinwire.errors import PayloadCorrupt
+
+if TYPE_CHECKING:
+    from thinwire.core.device_message import Rows
+
+__all__ = ["ArrivedEntries", "Proposed", "send_entries"]
+
+_KEPT = 1 << 31
+"""Added to a seed's key where what an owner keeps is rounded: bits that the commit has not used."""
+
+
+class Proposed(NamedTuple):
+    """What one rank wants to send of one tensor."""
+
+    proposal: Proposal
+    numel: int
+    k: int
+
+
+class ArrivedEntries(Arrived):
+    """What all sources gave of each tensor, or the sums that its owners made of it."""
+
+    def __init__(self, context: Context, names: Sequence[str]) -> None:
+        super().__init__(context, names)
+        self.given: dict[str, Entries] = {}
+        """What this rank gave, as the others decode it: values (j,) in float32, j at most k."""
+        self.parts: dict[str, list[Entries]] = {}
+        """Of each source, or of the sum over them all: float32."""
+        self.rows: dict[str, tuple[Rows, int]] = {}
+        """What lies on a device, and of how many entries its tensor is."""
+        self.kept: dict[str, Entries] = {}
+        """What stays at this rank's source of the sums that it owns."""
+        self.bad_sum: str | None = None
+        self.refused: tuple[Layout, Tensor] | None = None
+        """Layout and messages that `checks` are of."""
+
+    def first_bad_sum(self) -> str | None:
+        """See `Arrived`."""
+        return self.bad_sum
+
+    def refuse(self, checks: Sequence[int]) -> None:
+        """See `Arrived`."""
+        from thinwire.core import device_message
+
+        assert self.refused is not None, "there are checks"
+        layout, messages = self.refused
+        at = self.context
+        for source, verdict in enumerate(checks):
+            if verdict:
+                rank = source * at.node_size
+                device_message.explain(layout, messages[source], verdict, step=at.step, bucket=at.bucket, source=rank)
+
+    def entries(self, name: str, dtype: torch.dtype) -> list[Entries]:
+        """See `Arrived`."""
+        if name in self.rows:
+            from thinwire.core import device_message
+
+            return [device_message.sum_rows(*self.rows[name], dtype)]
+        return self.parts[name]
+
+    def mean(self, name: str, param: Tensor, into: Tensor | None = None) -> Tensor:
+        """See `Arrived`."""
+        indices, values = self.sparse_mean(name, state_dtype(param))
+        mean = zeros_for(param, values.dtype, into)
+        mean.view(-1)[indices] = values
+        return mean
+
+    def sparse_mean(self, name: str, dtype: torch.dtype) -> Entries:
+        """Indices (u,) ascending and values (u,) of the mean over the sources; zero elsewhere.
+
+        Added in the order of the sources. On CUDA as with `entries`.
+        """
+        indices, total = sum_sparse(self.entries(name, dtype), dtype)
+        return indices, divided_(total, self.context.sources)
+
+    def add_kept_(self, name: str, residual: Tensor, key: int) -> None:
+        """Add to a flat `residual` what stays of the sums that this rank's source owns.
+
+        Args:
+            name: Of the tensor.
+            residual: Shape (n,); changed.
+            key: Of the tensor, for random bits where the residual is bfloat16.
+        """
+        if name in self.kept:
+            indices, values = self.kept[name]
+            added = residual[indices].to(values.dtype) + values
+            stored = torch.empty_like(added, dtype=residual.dtype)
+            store_(stored, added, rounding_seed(self.context.step, key + _KEPT))
+            residual[indices] = stored
+
+
+def send_entries(
+    context: Context, proposed: Mapping[str, Proposed], *, value_bits: int, exchange: str = GATHER
+) -> Sending:
+    """Entries of several tensors in one message; read only.
+
+    A proposal that is not finite makes the whole message say so, and its place, instead of values.
+
+    Args:
+        context: Of the sending.
+        proposed: By name, at least one, all on one device; the same sizes on all sources.
+        value_bits: What one value costs.
+        exchange: "gather", "split" or "auto".
+
+    Returns:
+        `ArrivedEntries`.
+
+    Communication: one all-gather of equally long messages; with "split" an exchange of parts, and
+    an all-gather of sums. Of the ranks of a node, all must send the same bits.
+    """
+    layout = _layout(tuple(Slot(item.numel, item.k) for item in proposed.values()), value_bits)
+    if chosen_exchange(exchange, layout, context.sources) == SPLIT:
+        return (yield from _split(context, proposed, layout))
+    if is_static(_device(proposed)):
+        return (yield from _gathered_on_device(context, proposed, layout))
+    return (yield from _gathered(context, proposed, layout))
+
+
+@functools.lru_cache(maxsize=256)
+def _layout(slots: tuple[Slot, ...], value_bits: int) -> Layout:
+    """The same one for every step: lengths and digest are computed once for each."""
+    return Layout(slots, value_bits)
+
+
+def _gathered(context: Context, proposed: Mapping[str, Proposed], layout: Layout) -> Sending:
+    arrived = _expected(context, proposed)
+    bad = _first_bad(proposed)
+    if bad is None:
+        parts = [item.proposal[:2] for item in proposed.values()]
+        message, sent = pack(layout, context.step, context.bucket, parts)
+        for (name, item), values in zip(proposed.items(), sent, strict=True):
+            arrived.given[name] = (item.proposal.indices, values)
+    else:
+        message = pack_nonfinite(layout, context.step, context.bucket, bad).to(_device(proposed))
+    [rows] = yield [AllGather(message, _purpose("gathering messages", context))]
+    largest = 0.0
+    for source, row in enumerate(rows):
+        parts = _unpacked(context, layout, row, source)
+        for name, part in zip(proposed, parts, strict=False):  # none in one that is not finite
+            arrived.parts.setdefault(name, []).append(part)
+        values = torch.cat([values for _, values in parts]) if parts else rows.new_empty(0)
+        largest += float(values.abs().max()) if values.numel() else 0.0
+    if not largest < torch.finfo(torch.float32).max:
+        arrived.bad_sum = _overflowed(arrived)
+        arrived.sums_finite = arrived.bad_sum is None
+    return arrived
+
+
+def _overflowed(arrived: ArrivedEntries) -> str | None:
+    """The first tensor whose sum passes what float32 holds, though no part does."""
+    for name, parts in arrived.parts.items():
+        if not sum_sparse(parts, torch.float32)[1].isfinite().all():
+            return name
+    return None
+
+
+def _gathered_on_device(context: Context, proposed: Mapping[str, Proposed], layout: Layout) -> Sending:
+    """As `_gathered`, without a word to the host, which reads the checks later."""
+    from thinwire.core import device_message
+
+    arrived = _expected(context, proposed)
+    proposals = [item.proposal for item in proposed.values()]
+    message, sent = device_message.pack(layout, context.step, context.bucket, proposals)
+    for (name, item), values in zip(proposed.items(), sent, strict=True):
+        arrived.given[name] = (item.proposal.indices, values)
+    [rows] = yield [AllGather(message, _purpose("gathering messages", context))]
+    read = device_message.read(layout, rows, step=context.step, bucket=context.bucket)
+    for (name, item), part in zip(proposed.items(), read.parts, strict=True):
+        arrived.rows[name] = (part, item.numel)
+    arrived.checks, arrived.refused = read.verdicts, (layout, rows)
+    return arrived
+
+
+def _split(context: Context, proposed: Mapping[str, Proposed], layout: Layout) -> Sending:
+    """To the owners, and what they make of it back to all.
+
+    An owner that cannot use what came takes part in round two with a message that says so, and
+    raises afterwards.
+    """
+    arrived, names, me = _expected(context, proposed), list(proposed), context.source
+    plan = split_plan(layout, context.sources)
+    messages, given = _dealt(context, proposed, layout)
+    for name, entries in zip(names, given, strict=False):
+        arrived.given[name] = entries
+    lengths = [message.numel() for message in messages]
+    purpose = _purpose("dealing messages", context)
+    [rows] = yield [AllToAll(torch.cat(messages), lengths, purpose)]
+
+    refusal: PayloadCorrupt | None = None
+    sums: list[Sums] | None = None
+    try:
+        sums = _added(context, proposed, layout, rows)
+    except PayloadCorrupt as found:
+        refusal = found
+    if sums is None:
+        message = pack_nonfinite(plan.second[me], context.step, context.bucket, 0).to(rows.device)
+    else:
+        passed = [each.passed_on for each in sums]
+        message, sent = pack(plan.second[me], context.step, context.bucket, passed)
+        left = [(s.indices, s.left_over(values)) for s, values in zip(sums, sent, strict=True)]
+        stays = joined(plan, len(names), [left if o == me else [] for o in range(context.sources)])
+        arrived.kept = {n: kept for n, kept in zip(names, stays, strict=True) if kept is not None}
+    row = message.new_zeros(plan.row_bytes)
+    row[: message.numel()] = message
+    [rows] = yield [AllGather(row, _purpose("gathering sums", context))]
+
+    if refusal is not None:
+        raise refusal
+    told: list[list[Entries]] = []
+    for owner, (its, row) in enumerate(zip(plan.second, rows, strict=True)):
+        told.append(_unpacked(context, its, row[: its.nbytes], owner))
+        if len(told[-1]) < len(plan.pieces[owner]) and arrived.bad_sum is None:
+            arrived.bad_sum = names[plan.pieces[owner][0].slot]
+    for name, total in zip(names, joined(plan, len(names), told), strict=True):
+        if total is not None:
+            arrived.parts[name] = [total]
+    arrived.sums_finite = arrived.bad_sum is None
+    return arrived
+
+
+def _dealt(context: Context, proposed: Mapping[str, Proposed], layout: Layout) -> tuple[list[Tensor], list[Entries]]:
+    """A message for each owner, and what the owners decode; no entries where one is not finite.
+
+    Entries for which an owner has no room are not among them.
+    """
+    plan, bad = split_plan(layout, context.sources), _first_bad(proposed)
+    step, bucket = context.step, context.bucket
+    if bad is not None:
+        device = _device(proposed)
+        return [pack_nonfinite(its, step, bucket, bad).to(device) for its in plan.first], []
+    given = shares(plan, [item.proposal[:2] for item in proposed.values()])
+    packed = [pack(its, step, bucket, mine) for its, mine in zip(plan.first, given, strict=True)]
+    sent = [
+        [(indices, values) for (indices, _), values in zip(mine, decoded, strict=True)]
+        for mine, (_, decoded) in zip(given, packed, strict=True)
+    ]
+    entries = joined(plan, len(proposed), sent)
+    return [message for message, _ in packed], [each for each in entries if each is not None]
+
+
+def _added(context: Context, proposed: Mapping[str, Proposed], layout: Layout, rows: Tensor) -> list[Sums] | None:
+    """Of the pieces that this source owns; None where a source, or their sum, is not finite."""
+    plan, me = split_plan(layout, context.sources), context.source
+    mine, its = plan.pieces[me], plan.first[me]
+    parts = [_unpacked(context, its, row, source) for source, row in enumerate(rows)]
+    if any(len(part) < len(mine) for part in parts):
+        return None
+    values = [item.proposal.values for item in proposed.values()]
+    dtypes = [torch.promote_types(values[piece.slot].dtype, torch.float32) for piece in mine]
+    sums = add_up(plan.second[me], parts, dtypes)
+    return sums if all(bool(each.totals.isfinite().all()) for each in sums) else None
+
+
+def _expected(context: Context, proposed: Mapping[str, Proposed]) -> ArrivedEntries:
+    arrived = ArrivedEntries(context, list(proposed))
+    arrived.finite = {name: item.proposal.finite for name, item in proposed.items()}
+    return arrived
+
+
+def _unpacked(context: Context, layout: Layout, message: Tensor, source: int) -> list[Entries]:
+    rank = source * context.node_size
+    return unpack(layout, message, step=context.step, bucket=context.bucket, source=rank).parts
+
+
+def _first_bad(proposed: Mapping[str, Proposed]) -> int | None:
+    """Place of the first proposal that is not finite; on the host."""
+    places = enumerate(proposed.values())
+    return next((place for place, item in places if not item.proposal.finite), None)
+
+
+def _device(proposed: Mapping[str, Proposed]) -> torch.device:
+    return next(iter(proposed.values())).proposal.values.device
+
+
+def _purpose(verb: str, context: Context) -> str:
+    return f"{verb} of step {context.step}, bucket {context.bucket}"

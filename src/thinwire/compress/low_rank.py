@@ -1,0 +1,333 @@
+"""PowerSGD: a matrix of gradients travels as two thin factors, and what they miss is kept.
+
+Per tensor, seen as a matrix of n rows and m columns (its first dimension and all others), with the
+rank's own gradient G, its error E and the factor Q, shape (m, r), that the last update left:
+
+    P = mean over the sources of (G + E) Q        one all-reduce of n r numbers
+    P <- its columns, orthonormal                 `orthonormal`, on every rank for itself
+    Q = mean over the sources of (G + E)^T P      one all-reduce of m r numbers
+    mean = P Q^T,  E <- G + E - P Q^T
+
+P and Q are the same bits on all ranks, and so must be what follows from them. Library routines for
+matrices choose their order of additions by processor and number of threads; therefore the columns
+are made orthonormal by sums of a fixed order, and the product of thin factors is taken entry by
+entry. G Q and the like may differ: they are added up over the ranks anyway.
+
+Source: Vogels et al., 2019, arXiv 1905.13727, algorithms 1 and 2. Differs: any number of tensors
+travel together and any number of buckets at once; columns that are no more than rounding are
+replaced instead of made longer by an epsilon; for any optimizer, which gets the mean.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from thinwire import _validate as check
+from thinwire.compress.dense import joined, parted
+from thinwire.compress.protocol import AllReduce, Arrived, Context, OtherRanks, Sending, Watch, zeros_for
+from thinwire.compress.words import plural
+from thinwire.core.kernels.needs import Need
+from thinwire.core.merge import checked_mean_
+from thinwire.core.precision import state_dtype
+
+__all__ = ["LowRank", "LowRankCompressor", "LowRankMeans", "orthonormal"]
+
+_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_CHUNK = 1024
+"""Numbers that one thread adds up; sums of a fixed order are made of these."""
+_LOST = 1e-12
+"""A column whose square is this much smaller, once the others are taken out, is rounding."""
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """Each matrix of gradients travels as two factors of few columns (PowerSGD), with error feedback.
+
+    Attributes:
+        rank: r, columns of a factor, >= 1; a matrix whose smaller side is not above it travels densely.
+        begin_step: Updates before compression begins, >= 0.
+        min_numel: Smaller tensors, and those of fewer than two dimensions, are exchanged densely, >= 1.
+
+    Raises:
+        TypeError, ValueError: A wrong value.
+
+    Source: Vogels et al., 2019, arXiv 1905.13727.
+    """
+
+    rank: int = 2
+    begin_step: int = 10
+    min_numel: int = 16384
+
+    field: ClassVar[str] = "low_rank"
+    """Of a strategy."""
+    may_change: ClassVar[tuple[str, ...]] = ("begin_step",)
+    """Settings that another run may go on with, from a checkpoint of this one."""
+    node_size: ClassVar[None] = None
+    """Ranks of one machine average densely and count as one source, as with `DGC`."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("rank", 1), ("begin_step", 0), ("min_numel", 1)):
+            value = check.integer(name, getattr(self, name), at_least=least)
+            object.__setattr__(self, name, value)
+
+    def compresses(self, param: Tensor) -> bool:
+        """Whether this tensor is ever compressed; all others are always exchanged densely."""
+        if param.dtype not in _TYPES or param.dim() < 2 or param.numel() < self.min_numel:
+            return False
+        return self.rank < min(_sides(param))
+
+    def why_dense(self, param: Tensor) -> str | None:
+        """Why this tensor is never compressed, in words; None where it is."""
+        if self.compresses(param):
+            return None
+        if param.dim() < 2:
+            return "of fewer than two dimensions"
+        if param.numel() < self.min_numel:
+            return f"below min_numel={self.min_numel}"
+        if param.dtype not in _TYPES:
+            return f"because of {param.dtype}"
+        return f"because rank={self.rank} is not below its smaller side"
+
+    def message_text(self, params: Iterable[Tensor]) -> str:
+        """What one source sends of these, in words."""
+        numbers = sum(self.numbers_sent(param) for param in params)
+        return f"the factors have {numbers:,} numbers, in two rounds"
+
+    def explanation(self) -> str:
+        """What becomes of a gradient, in words."""
+        begin = (
+            f"the first {self.begin_step} {plural('update', self.begin_step)} dense, then " if self.begin_step else ""
+        )
+        columns = f"{self.rank} {plural('column', self.rank)}"
+        return (
+            f"{begin}each gradient of n rows and m columns travels as two factors of {columns}, "
+            f"{self.rank} (n + m) numbers in two rounds; what they miss is kept and added to the next gradient. "
+            f"Tensors of fewer than two dimensions or below {self.min_numel} numbers are dense"
+        )
+
+    def needs(self, params: Iterable[Tensor]) -> frozenset[Need]:
+        """The compiled loops that it calls: none."""
+        return frozenset()
+
+    def compressor(self, params: Mapping[str, Tensor], *, num_trainers: int | None = None) -> "LowRankCompressor":
+        """See `thinwire.sync.gradients.Compression`."""
+        return LowRankCompressor(self, params)
+
+    def sparsity_in_force(self, step: int) -> float:
+        """0: no entry is left out."""
+        return 0.0
+
+    def numbers_sent(self, param: Tensor) -> int:
+        """Of a compressed tensor: r (n + m), in float32, float64 for float64 parameters."""
+        return self.rank * sum(_sides(param))
+
+
+class LowRankCompressor:
+    """PowerSGD of the tensors that `LowRank.compresses`, from `begin_step` on.
+
+    **State**: per tensor `residual` E in the shape of the parameter, of this rank or its node, and
+    `factor` Q, shape (m, r), the same on all ranks; float32 (float64 for float64 parameters).
+    """
+
+    bucket_bytes = 25 * 2**20
+    other_ranks: Mapping[str, OtherRanks] = {"residual": "mean_zero", "factor": "first"}
+
+    def __init__(self, config: LowRank, params: Mapping[str, Tensor]) -> None:
+        self._config = config
+        self._keys = {name: key for key, name in enumerate(params)}
+        mine = {name: param for name, param in params.items() if config.compresses(param)}
+        self._residuals = {
+            name: torch.zeros(param.shape, dtype=state_dtype(param), device=param.device)
+            for name, param in mine.items()
+        }
+        self._factors = {
+            name: self._drawn(name, 0, _sides(param)[1]).to(self._residuals[name]) for name, param in mine.items()
+        }
+
+    def takes(self, step: int, name: str, grad: Tensor) -> bool:
+        """See `Compressor`."""
+        return step >= self._config.begin_step and name in self._residuals and not grad.is_sparse
+
+    def send(self, context: Context, grads: Mapping[str, Tensor]) -> Sending:
+        """See `Compressor`.
+
+        Communication: two all-reduces per dtype, r n and r m numbers per matrix.
+        """
+        purpose = f"step {context.step}, bucket {context.bucket}"
+        groups: dict[torch.dtype, list[str]] = {}
+        for name in grads:
+            groups.setdefault(self._residuals[name].dtype, []).append(name)
+        lefts = {name: self._product(name, grads[name], self._factors[name]) for name in grads}
+        answers = yield [
+            AllReduce(joined(lefts[name] for name in names), f"averaging left factors of {purpose}")
+            for names in groups.values()
+        ]
+        sums = []
+        for total, names in zip(answers, groups.values(), strict=True):
+            sums.append(checked_mean_(total, context.sources, bits=context.read_sums))
+            lefts |= parted(total, {name: lefts[name] for name in names})
+        bases = dict(zip(grads, orthonormal([lefts[name] for name in grads]), strict=True))
+        rights = {name: self._product(name, grads[name], basis, turned=True) for name, (basis, _) in bases.items()}
+        answers = yield [
+            AllReduce(joined(rights[name] for name in names), f"averaging right factors of {purpose}")
+            for names in groups.values()
+        ]
+        arrived = LowRankMeans(context, list(grads))
+        for total, names in zip(answers, groups.values(), strict=True):
+            sums.append(checked_mean_(total, context.sources, bits=context.read_sums))
+            mine = parted(total, {name: rights[name] for name in names})
+            for name, right in mine.items():
+                arrived.factors[name] = (bases[name][0], right)
+        arrived.lost = {name: lost for name, (_, lost) in bases.items()}
+        arrived.sums = sums
+        return arrived
+
+    def commit_(self, grads: Mapping[str, Tensor], arrived: Arrived, watch: Watch | None = None) -> None:
+        """See `Compressor`."""
+        assert isinstance(arrived, LowRankMeans)
+        for name in arrived.names:
+            left, right = arrived.factors[name]
+            residual = self._residuals[name]
+            error = residual.view(left.shape[0], -1)
+            error.add_(arrived.node_means.get(name, grads[name]).reshape(error.shape))
+            for p, q in zip(left.unbind(1), right.unbind(1), strict=True):
+                error.addr_(p, q, alpha=-1)
+            factor = self._factors[name].copy_(right)
+            for column in arrived.lost[name]:  # it would stay zero for ever
+                drawn = self._drawn(name, arrived.context.step + 1, factor.shape[0])
+                factor[:, column] = drawn[:, column].to(factor)
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """See `Compressor`."""
+        return {"residual": self._residuals, "factor": self._factors}
+
+    def forget(self) -> None:
+        """See `Compressor`."""
+
+    def _product(self, name: str, grad: Tensor, factor: Tensor, *, turned: bool = False) -> Tensor:
+        """(G + E) Q, or (G + E)^T P, without a tensor for the sum."""
+        error = self._residuals[name].view(_sides(grad))
+        matrix = grad.detach().reshape(error.shape).to(error.dtype)
+        if turned:
+            matrix, error = matrix.t(), error.t()
+        return matrix.mm(factor).addmm_(error, factor)
+
+    def _drawn(self, name: str, step: int, rows: int) -> Tensor:
+        """Columns to begin with, shape (rows, r), the same on all ranks and processors."""
+        generator = torch.Generator().manual_seed((step << 24) + self._keys[name])
+        return torch.rand(rows, self._config.rank, generator=generator) - 0.5
+
+
+class LowRankMeans(Arrived):
+    """Means as products of two factors."""
+
+    def __init__(self, context: Context, names: list[str]) -> None:
+        super().__init__(context, names)
+        self.factors: dict[str, tuple[Tensor, Tensor]] = {}
+        """P, shape (n, r), orthonormal, and Q, shape (m, r)."""
+        self.lost: dict[str, list[int]] = {}
+        """Columns of P that were no more than rounding, and are zero."""
+
+    def first_bad_sum(self) -> str | None:
+        """See `Arrived`."""
+        for name, factors in self.factors.items():
+            if not all(bool(factor.isfinite().all()) for factor in factors):
+                return name
+        return None
+
+    def mean(self, name: str, param: Tensor, into: Tensor | None = None) -> Tensor:
+        """P Q^T: the same bits on all ranks."""
+        left, right = self.factors[name]
+        mean = zeros_for(param, left.dtype, into)
+        matrix = mean.view(left.shape[0], -1)
+        # entry by entry: the order of additions in a product of matrices depends on the processor
+        for p, q in zip(left.unbind(1), right.unbind(1), strict=True):
+            matrix.addr_(p, q)
+        return mean
+
+
+def orthonormal(matrices: Iterable[Tensor]) -> list[tuple[Tensor, list[int]]]:
+    """The columns of tall matrices made orthonormal from left to right, twice by the Cholesky factor of P^T P.
+
+    The same bits from the same bits on every processor with the same vector instructions, whatever
+    its number of threads: sums of a fixed order in float64, small matrices in plain numbers.
+
+    Args:
+        matrices: Shape (n, r) each, all on one device, r < n.
+
+    Returns:
+        Per matrix, of its shape and type, and the columns that depend on those before them: they
+        are zero. Two copies to the host for all matrices together.
+    """
+    given = list(matrices)
+    # once leaves an error that grows with the square of how nearly dependent columns are
+    once = _orthonormalized([matrix.double() for matrix in given])
+    twice = _orthonormalized([matrix for matrix, _ in once])
+    return [
+        (basis.to(matrix.dtype), sorted({*lost, *before}))
+        for matrix, (basis, lost), (_, before) in zip(given, twice, once, strict=True)
+    ]
+
+
+def _orthonormalized(matrices: list[Tensor]) -> list[tuple[Tensor, list[int]]]:
+    """One pass, in float64."""
+    if not matrices:
+        return []
+    numbers = torch.cat([_gram(matrix).reshape(-1) for matrix in matrices]).tolist()
+    found = []
+    for matrix in matrices:
+        r = matrix.shape[1]
+        inverse, lost = _inverse_of_factor([numbers[r * i : r * (i + 1)] for i in range(r)])
+        numbers = numbers[r * r :]
+        columns = []
+        for j in range(r):
+            column = matrix[:, 0] * inverse[0][j]
+            for i in range(1, j + 1):
+                column = column + matrix[:, i] * inverse[i][j]
+            columns.append(column)
+        found.append((torch.stack(columns, dim=1), lost))
+    return found
+
+
+def _gram(matrix: Tensor) -> Tensor:
+    """P^T P in float64, its upper half; chunks are added up each by one thread."""
+    n, r = matrix.shape
+    rows = matrix.new_zeros(-(-n // _CHUNK) * _CHUNK, r)
+    rows[:n] = matrix
+    gram = matrix.new_zeros(r, r)
+    for j in range(r):
+        products = rows[:, : j + 1] * rows[:, j : j + 1]
+        gram[: j + 1, j] = products.t().reshape(j + 1, -1, _CHUNK).sum(2).sum(1)
+    return gram
+
+
+def _inverse_of_factor(gram: list[list[float]]) -> tuple[list[list[float]], list[int]]:
+    """The inverse of R, where R^T R is the matrix whose upper half is given; and columns that are lost."""
+    r = len(gram)
+    upper = [[0.0] * r for _ in range(r)]
+    inverse = [[0.0] * r for _ in range(r)]
+    lost = []
+    for j in range(r):
+        for i in range(j):
+            rest = math.fsum([gram[i][j], *(-upper[k][i] * upper[k][j] for k in range(i))])
+            upper[i][j] = rest / upper[i][i] if upper[i][i] else 0.0
+        square = math.fsum([gram[j][j], *(-upper[k][j] * upper[k][j] for k in range(j))])
+        if not square > _LOST * gram[j][j]:  # nor where it is not a number
+            lost.append(j)
+            continue
+        upper[j][j] = math.sqrt(square)
+        inverse[j][j] = 1.0 / upper[j][j]
+        for i in range(j):
+            total = math.fsum(inverse[i][k] * upper[k][j] for k in range(i, j))
+            inverse[i][j] = -inverse[j][j] * total
+    return inverse, lost
+
+
+def _sides(tensor: Tensor) -> tuple[int, int]:
+    """Rows and columns of the matrix that a tensor is seen as."""
+    rows = tensor.shape[0]
+    return rows, tensor.numel() // max(1, rows)

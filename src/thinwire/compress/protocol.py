@@ -1,0 +1,242 @@
+"""What a method of compression is: a generator of collectives, and what it does once all ranks have voted.
+
+A method speaks to nobody and changes nothing before the vote. `send` yields the collectives that
+it needs and is given their results; whoever drives it launches what several methods yielded
+together, waits for all of it, and goes on. `commit_` follows the vote.
+"""
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from thinwire.errors import PayloadCorrupt
+
+__all__ = [
+    "AllGather",
+    "AllReduce",
+    "AllToAll",
+    "Arrived",
+    "Bucket",
+    "Collective",
+    "Compressor",
+    "Context",
+    "Entries",
+    "Flags",
+    "OtherRanks",
+    "Sending",
+    "Watch",
+    "together",
+    "zeros_for",
+]
+
+Entries = tuple[Tensor, Tensor]
+"""Indices (j,), int64, ascending, and values (j,)."""
+Flags = Mapping[str, bool | Tensor]
+"""By name whether a gradient is as it should be; a tensor has shape () and dtype bool."""
+
+
+class AllGather(NamedTuple):
+    """Answered by what all sources gave, shape (sources, B): row i is from source i."""
+
+    message: Tensor
+    """Shape (B,), uint8, as long on every source."""
+    purpose: str
+    within_node: bool = False
+    """Over the ranks of this node instead of over the nodes."""
+
+
+class AllToAll(NamedTuple):
+    """Answered by what all sources gave to this one, shape (sources, lengths[source])."""
+
+    messages: Tensor
+    """What each source gets, end to end, uint8."""
+    lengths: Sequence[int]
+    """Bytes for each source, the same list on all of them."""
+    purpose: str
+
+
+class AllReduce(NamedTuple):
+    """Answered by the sum over the sources, the same bits on all of them."""
+
+    buffer: Tensor
+    """Of any floating-point type; may be overwritten."""
+    purpose: str
+    within_node: bool = False
+    """Over the ranks of this node instead of over the nodes."""
+
+
+Collective = AllGather | AllToAll | AllReduce
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """To what a message belongs, and who exchanges."""
+
+    step: int
+    """Completed updates, from 0."""
+    bucket: int
+    source: int
+    """Which of the sources this rank is, or belongs to."""
+    sources: int
+    """W, at least 1: ranks, or nodes of ranks."""
+    node_size: int = 1
+    """Ranks to a source."""
+    read_sums: bool = False
+    """Whether the bits of sums are to be compared over the ranks."""
+
+
+class Arrived:
+    """What one sending brought, by name. Nothing of it may be applied before all ranks have voted.
+
+    Attributes:
+        context: Of the sending.
+        names: What travelled.
+        finite: Whether this rank's own gradients are finite, as far as the method knows.
+        sums_finite: Whether the sums over the sources are, as far as the host knows.
+        sums: What `checked_mean_` found in each of the sums that are the same bits on all ranks
+            unless a message was damaged: int64, shape (2,), where the host has not looked yet.
+        checks: What is wrong with each message, 0 for nothing, int64 (sources,), where the host
+            has not looked yet.
+        node_means: The gradients that were folded in, where they are means over a node.
+        sender: Whose it is.
+    """
+
+    def __init__(self, context: Context, names: Sequence[str]) -> None:
+        self.context = context
+        self.names = tuple(names)
+        self.finite: Flags = {}
+        self.sums_finite = True
+        self.sums: Sequence[Tensor] = ()
+        self.checks: Tensor | None = None
+        self.node_means: Mapping[str, Tensor] = {}
+        self.sender: Compressor | None = None
+
+    def refuse(self, checks: Sequence[int]) -> None:
+        """Raise `PayloadCorrupt` for the first of `checks`, as the host has read them, that is not 0."""
+
+    def first_bad_sum(self) -> str | None:
+        """The first tensor whose sum is not finite, where one may be."""
+        return None
+
+    def entries(self, name: str, dtype: torch.dtype) -> list[Entries] | None:
+        """Indices and values of each source, or of their sum, in `dtype`; None where all have one.
+
+        On CUDA an index may be there several times, each time with the same value: assign, do not
+        accumulate.
+        """
+        return None
+
+    def mean(self, name: str, param: Tensor, into: Tensor | None = None) -> Tensor:
+        """The mean over the sources.
+
+        Args:
+            name: Of the tensor.
+            param: In whose shape it is given, and in float32, float64 for float64; what is not
+                floating-point in its own type.
+            into: Overwritten with it where it fits: a gradient that nobody needs any more.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define mean")
+
+
+def zeros_for(param: Tensor, dtype: torch.dtype, into: Tensor | None) -> Tensor:
+    """Zeros in the shape of `param`: `into`, where that is contiguous and of this type."""
+    if into is not None and into.is_contiguous() and into.dtype == dtype:
+        return into.detach().zero_()
+    return torch.zeros(param.shape, dtype=dtype, device=param.device)
+
+
+OtherRanks = Literal["first", "mean_zero"]
+"""The state of the first rank, or the mean, to which ranks that lack it add zero."""
+Sending = Generator[Sequence[Collective], Sequence[Tensor], Arrived]
+"""Yields collectives that are launched together, and is sent their results in the same order.
+
+All sources yield the same kinds, in the same order, with equally long messages. A method that
+cannot use what came goes on to its end, with a message that says so, and raises `PayloadCorrupt`
+after its last result: no source waits for another one.
+"""
+Bucket = Generator[Sequence[Collective], Sequence[Tensor], list[Arrived]]
+
+
+class Watch(Protocol):
+    """Keeps sums of the state that only this rank holds; see `thinwire.sync.own_state.OwnState`."""
+
+    def expected(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+        """The sums that a loop must find that is about to change these."""
+
+    def changed(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        expected: Mapping[str, int],
+        sums: Mapping[str, tuple[int, int]],
+    ) -> None:
+        """A loop has changed these: by name the sum that it found and the one that it left."""
+
+
+class Compressor(Protocol):
+    """What of a rank's gradients travels, and what stays.
+
+    Attributes:
+        bucket_bytes: How much gradient should travel together, at least, where it leaves early.
+        other_ranks: What its state becomes on another number of ranks, by kind, in the words of
+            `thinwire.checkpoint.combine`.
+    """
+
+    bucket_bytes: int
+    other_ranks: Mapping[str, OtherRanks]
+
+    def takes(self, step: int, name: str, grad: Tensor) -> bool:
+        """Whether it sends this gradient, which is dense on all ranks; the same on all of them."""
+
+    def send(self, context: Context, grads: Mapping[str, Tensor]) -> Sending:
+        """Send what it takes of one bucket. Reads gradients and state, and changes neither."""
+
+    def commit_(self, grads: Mapping[str, Tensor], arrived: Arrived, watch: Watch | None = None) -> None:
+        """Change the state after a vote that found nothing wrong.
+
+        Args:
+            grads: Those that were sent, unchanged since.
+            arrived: What `send` returned.
+            watch: Is told what changes.
+        """
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """What only this rank, or its node, holds: the live tensors, by kind and parameter."""
+
+    def forget(self) -> None:
+        """A step is over, applied or not."""
+
+
+def together(sendings: Sequence[Sending]) -> Bucket:
+    """Several sendings as one, whose collectives are launched together.
+
+    Raises:
+        PayloadCorrupt: The first that any of them raises, after all of them have ended.
+    """
+    arrived: list[Arrived | None] = [None] * len(sendings)
+    waiting: dict[int, Sequence[Collective]] = {}
+    refusal: PayloadCorrupt | None = None
+    answers: dict[int, Sequence[Tensor] | None] = dict.fromkeys(range(len(sendings)))
+    while answers:
+        waiting = {}
+        for place, answer in answers.items():
+            try:
+                sending = sendings[place]
+                waiting[place] = next(sending) if answer is None else sending.send(answer)
+            except StopIteration as end:
+                arrived[place] = end.value
+            except PayloadCorrupt as found:
+                refusal = refusal or found
+        if not waiting:
+            break
+        results = yield [collective for each in waiting.values() for collective in each]
+        answers, at = {}, 0
+        for place, collectives in waiting.items():
+            answers[place] = results[at : at + len(collectives)]
+            at += len(collectives)
+    if refusal is not None:
+        raise refusal
+    return [each for each in arrived if each is not None]

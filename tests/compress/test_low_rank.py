@@ -1,0 +1,304 @@
+"""PowerSGD: laws over real ranks, against loops in float64."""
+
+import hashlib
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+import thinwire as tw
+from tests.ranks import Pool
+from tests.reference.low_rank import LowRankOracle
+from tests.sync.means import GradientMean
+from thinwire.comm import Group
+from thinwire.compress.low_rank import LowRank, orthonormal
+from thinwire.strategy.overlap import Overlap
+
+SHAPES = {"wide": (5, 17), "cube": (6, 3, 5), "vector": (40,), "tall": (31, 4), "square": (3, 3)}
+"""What travels as factors of rank 1 and 2, and densely: a vector, and for rank 3 a side of 3."""
+
+
+def gradient(step: int, rank: int, name: str) -> Tensor:
+    seed = 1000 * step + 10 * rank + list(SHAPES).index(name)
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(SHAPES[name], generator=generator, dtype=torch.float64)
+    if noise.dim() < 2:
+        return noise
+    # directions of clearly different size: others would make much of any rounding
+    left, _ = torch.linalg.qr(torch.randn(len(noise), 3, generator=torch.Generator().manual_seed(7)).double())
+    columns = noise.numel() // len(noise)
+    right, _ = torch.linalg.qr(torch.randn(columns, 3, generator=torch.Generator().manual_seed(8)).double())
+    common = left * torch.tensor([30.0, 10.0, 3.0], dtype=torch.float64) @ right.T
+    return common.view(noise.shape) + 0.1 * noise
+
+
+def follow(rank: int, size: int, width: int, steps: int) -> dict[str, Any]:
+    params = {name: Parameter(torch.zeros(shape, dtype=torch.float64)) for name, shape in SHAPES.items()}
+    mean = GradientMean(Group(), params, LowRank(width, begin_step=2, min_numel=9))
+    state = mean.state_dict()
+    factors = {name: q.clone() for name, q in state["factors"].items()}
+    means, sent = [], []
+    for step in range(steps):
+        before = mean.bytes_sent
+        grads = {name: gradient(step, rank, name) for name in SHAPES}
+        got = mean.reduce(step, grads)
+        assert got is not None
+        assert all(torch.equal(g, gradient(step, rank, name)) for name, g in grads.items()), "read only"
+        means.append(got)
+        sent.append(mean.bytes_sent - before)
+    return {"factors": factors, "means": means, "errors": dict(mean.residuals), "sent": sent}
+
+
+@pytest.mark.parametrize("width", [1, 2, 3])
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_oracle_agrees_over_50_steps(ranks: Pool, size: int, width: int) -> None:
+    """1e-9 in float64: the sums are the same in another order, and errors are fed back 50 times."""
+    answers = ranks.run(follow, width, 50, size=size)
+    compressed = set(answers[0]["factors"])
+    assert compressed == {"wide", "cube", "tall"} | ({"square"} if width < 3 else set())
+    for name, shape in SHAPES.items():
+        rows = shape[0]
+        factor = answers[0]["factors"].get(name)
+        oracle = None if factor is None else LowRankOracle(factor.tolist(), rows, size)
+        for step in range(50):
+            grads = [gradient(step, rank, name) for rank in range(size)]
+            if oracle is None or step < 2:
+                expected = torch.stack(grads).mean(0)
+            else:
+                own = [grad.view(rows, -1).tolist() for grad in grads]
+                expected = torch.tensor(oracle.mean(own), dtype=torch.float64)
+            for answer in answers:
+                got = answer["means"][step][name]
+                assert torch.equal(got, answers[0]["means"][step][name])
+                torch.testing.assert_close(got, expected.view(shape), rtol=0, atol=1e-9)
+        for rank, answer in enumerate(answers):
+            if oracle is not None:
+                kept = torch.tensor(oracle.errors[rank], dtype=torch.float64).view(shape)
+                torch.testing.assert_close(answer["errors"][name], kept, rtol=0, atol=1e-9)
+
+
+def test_the_bytes_are_those_of_the_formula(ranks: Pool) -> None:
+    """r (n + m) numbers per matrix and all of the rest, here of 8 bytes; what is dense and small has
+    a checksum of 8 bytes, and the two agreements have 24 bytes each."""
+    [answer, _] = ranks.run(follow, 2, 5)
+    matrices = sum(2 * (SHAPES[n][0] + torch.zeros(SHAPES[n]).numel() // SHAPES[n][0]) for n in answer["factors"])
+    rest = sum(torch.zeros(shape).numel() for name, shape in SHAPES.items() if name not in answer["factors"])
+    everything = sum(torch.zeros(shape).numel() for shape in SHAPES.values())
+    # the first steps are compared for ranks that bring the same, too
+    assert answer["sent"][-1] == 8 * (matrices + rest) + 8 + 2 * 24
+    assert answer["sent"][-1] < 8 * everything
+
+
+class Skip(nn.Linear):
+    """x + tanh(W x + b)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x).tanh()
+
+
+def model_of() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(*(Skip(24, 24) for _ in range(10)), nn.Linear(24, 4))
+
+
+def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    x = torch.randn(16, 24, generator=generator)
+    return x, (x[:, :4] * 3).argmax(1)
+
+
+def engine_of(model: nn.Module, **settings: Any) -> Any:
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.02, momentum=0.9)
+    low_rank = tw.LowRank(**{"rank": 2, "begin_step": 3, "min_numel": 64, **settings})
+    return tw.DistributedStrategy(low_rank=low_rank).prepare(model, optimizer, nn.functional.cross_entropy)
+
+
+def in_ten_buckets(engine: Any) -> None:
+    parts = engine._parts
+    parts.overlap.remove()
+    parts.overlap = Overlap(parts.params, parts.exchange, bucket_bytes=2000, first_bytes=2000)
+    parts.handles.append(parts.overlap)
+    assert len(parts.exchange.gradients.buckets) >= 10
+
+
+def digest(model: nn.Module) -> str:
+    raw = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+    return hashlib.sha256(raw).hexdigest()
+
+
+def long_training(rank: int, size: int, steps: int) -> tuple[float, float, str]:
+    torch.set_num_threads(1 + rank % 2)  # the bits may not depend on it
+    engine = engine_of(model_of())
+    in_ten_buckets(engine)
+    losses = [float(engine.train_step(*batch(rank, step))) for step in range(steps)]
+    engine.close()
+    return sum(losses[:10]) / 10, sum(losses[-10:]) / 10, digest(engine.model)
+
+
+def test_four_ranks_hold_the_same_bits_after_500_steps_in_ten_buckets(ranks: Pool) -> None:
+    answers = ranks.run(long_training, 500, size=4, timeout_s=300)
+    assert len({answer[2] for answer in answers}) == 1
+    assert all(last < 0.5 * first for first, last, _ in answers)
+
+
+def resumed(rank: int, size: int, folder: str) -> list[bool]:
+    straight, again = engine_of(model_of()), engine_of(model_of())
+    for step in range(6):
+        straight.train_step(*batch(rank, step))
+    straight.save(folder)
+    again.load(folder)
+    for step in range(6, 12):
+        straight.train_step(*batch(rank, step))
+        again.train_step(*batch(rank, step))
+    same = [digest(straight.model) == digest(again.model)]
+    states = [engine.state_dict()["exchange"] for engine in (straight, again)]
+    for kind in ("residuals", "factors"):
+        same += [torch.equal(value, states[1][kind][name]) for name, value in states[0][kind].items()]
+    return same
+
+
+def test_training_goes_on_bit_for_bit(ranks: Pool, tmp_path: Path) -> None:
+    for same in ranks.run(resumed, str(tmp_path)):
+        assert len(same) == 1 + 2 * 11 and all(same)
+
+
+def begin(rank: int, size: int, folder: str) -> dict[str, Tensor]:
+    engine = engine_of(model_of())
+    for step in range(6):
+        engine.train_step(*batch(rank, step))
+    engine.save(folder)
+    return state_of(engine)
+
+
+def state_of(engine: Any) -> dict[str, Tensor]:
+    state = engine.state_dict()["exchange"]
+    return {f"{kind} {name}": value.clone() for kind in ("residuals", "factors") for name, value in state[kind].items()}
+
+
+def go_on(rank: int, size: int, folder: str) -> tuple[dict[str, Tensor], str]:
+    engine = engine_of(model_of())
+    engine.load(folder)
+    found = state_of(engine)
+    for step in range(6, 9):
+        engine.train_step(*batch(rank, step))
+    return found, digest(engine.model)
+
+
+def test_another_number_of_ranks_keeps_the_pending_mean(ranks: Pool, tmp_path: Path) -> None:
+    old = ranks.run(begin, str(tmp_path), size=3)
+    new = ranks.run(go_on, str(tmp_path), size=2)
+    assert len({digest for _, digest in new}) == 1
+    for state, _ in new:
+        for name, value in state.items():
+            expected = (
+                torch.stack([each[name] for each in old]).mean(0) if name.startswith("residuals") else old[0][name]
+            )
+            torch.testing.assert_close(value, expected, rtol=0, atol=1e-7)
+
+
+def lost_columns(rank: int, size: int) -> list[Any]:
+    """Gradients of rank 1 under a rank of 2: then the second column is nothing but rounding."""
+    params = {"w": Parameter(torch.zeros(8, 6, dtype=torch.float64))}
+    mean = GradientMean(Group(), params, LowRank(2, begin_step=0, min_numel=1))
+    found = []
+    for step in range(12):
+        grad = torch.outer(torch.arange(8.0), torch.ones(6)).double() * (1 + step % 3) + 0 * rank
+        if step >= 6:  # a second direction appears: the column must be alive again
+            grad[:, 0] += torch.arange(8.0).flip(0) * (1 + rank)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="the gradients of all ranks are equal")
+            got = mean.reduce(step, {"w": grad})
+        assert got is not None
+        found.append((grad, got["w"]))
+    return [*found, mean.residuals["w"]]
+
+
+def test_a_column_without_content_is_drawn_anew(ranks: Pool) -> None:
+    *steps, kept = zip(*ranks.run(lost_columns), strict=True)
+    for number, pairs in enumerate(steps):
+        mean = sum(grad for grad, _ in pairs) / 2
+        if number < 6:  # of rank 1: exact at once
+            torch.testing.assert_close(pairs[0][1], mean, rtol=0, atol=1e-12)
+    total = sum(sum(grad for grad, _ in pairs) / 2 for pairs in steps)
+    applied = sum(pairs[0][1] for pairs in steps)
+    torch.testing.assert_close(applied + sum(kept) / 2, total, rtol=0, atol=1e-9)
+    # of rank 2 from the seventh on: all of it is applied but for the first steps of the new direction
+    assert float((sum(kept) / 2).norm()) < 0.1 * float(total.norm())
+
+
+def not_finite(rank: int, size: int) -> tuple[list[str], bool, bool]:
+    engine = engine_of(model_of())
+    for step in range(5):
+        engine.train_step(*batch(rank, step))
+    before = digest(engine.model), [e.clone() for e in engine.state_dict()["exchange"]["residuals"].values()]
+    x, y = batch(rank, 5)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine.train_step(x * (float("inf") if rank == 1 else 1.0), y)
+    after = digest(engine.model), list(engine.state_dict()["exchange"]["residuals"].values())
+    same = before[0] == after[0] and all(map(torch.equal, before[1], after[1]))
+    engine.train_step(*batch(rank, 6))
+    return [str(w.message) for w in caught], same, digest(engine.model) != before[0]
+
+
+@pytest.mark.fault
+def test_a_gradient_that_is_not_finite_drops_the_step_on_all(ranks: Pool) -> None:
+    for texts, same, moved in ranks.run(not_finite):
+        assert len(texts) == 1 and "on rank 1" in texts[0] and "is not finite" in texts[0]
+        assert same and moved
+
+
+@pytest.mark.parametrize("rows", [3, 1000, 70_001])
+def test_columns_are_orthonormal_and_the_same_bits_on_any_number_of_threads(rows: int) -> None:
+    matrix = torch.randn(rows, 2, generator=torch.Generator().manual_seed(1))
+    matrix[:, 1] += 100 * matrix[:, 0]  # nearly dependent
+    before = torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            [(basis, lost)] = orthonormal([matrix])
+            assert lost == []
+            found.append(basis)
+    finally:
+        torch.set_num_threads(before)
+    assert found[0].numpy().tobytes() == found[1].numpy().tobytes()
+    torch.testing.assert_close(found[0].T @ found[0], torch.eye(2), rtol=0, atol=1e-5)
+    # the span is that of the columns
+    residue = matrix - found[0] @ (found[0].T @ matrix)
+    assert float(residue.norm()) < 1e-5 * float(matrix.norm())
+
+
+def test_dependent_and_empty_columns_are_zero() -> None:
+    column = torch.arange(1.0, 6.0)
+    [(basis, lost), (nothing, all_lost)] = orthonormal([torch.stack([column, 3 * column], 1), torch.zeros(4, 3)])
+    assert lost == [1] and torch.equal(basis[:, 1], torch.zeros(5))
+    torch.testing.assert_close(basis[:, 0], column / column.norm())
+    assert all_lost == [0, 1, 2] and not nothing.any()
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "text"),
+    [
+        ({"rank": 0}, ValueError, "rank must be an integer >= 1, got 0"),
+        ({"rank": 1.5}, TypeError, "rank must be an integer, got 1.5"),
+        ({"begin_step": -1}, ValueError, "begin_step"),
+        ({"min_numel": 0}, ValueError, "min_numel"),
+    ],
+)
+def test_wrong_arguments(settings: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        tw.LowRank(**settings)
+
+
+def test_conflicts_say_what_to_do() -> None:
+    with pytest.raises(tw.StrategyError, match="remove dgc or low_rank"):
+        tw.DistributedStrategy(low_rank=tw.LowRank(), dgc=tw.DGC())
+    model = model_of()
+    optimizer = tw.optim.DGCMomentum(model.named_parameters(), lr=0.1)
+    with pytest.raises(tw.StrategyError, match="give an SGD, or remove low_rank"):
+        tw.DistributedStrategy(low_rank=tw.LowRank()).prepare(model, optimizer)

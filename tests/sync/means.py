@@ -1,0 +1,73 @@
+"""An exchange of gradients as an engine uses it: exchange, commit, mean."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from thinwire.comm import Group
+from thinwire.compress.dense import send_dense
+from thinwire.compress.entries import Proposed, send_entries
+from thinwire.compress.protocol import together
+from thinwire.compress.traffic import GATHER
+from thinwire.core.storage import with_own_storage
+from thinwire.sync.exchange import GradientExchange
+from thinwire.sync.gradients import Compression, gradients_of
+from thinwire.sync.round import Round
+
+
+def launch(
+    one_round: Round,
+    bucket: int,
+    sparse: Mapping[str, Proposed],
+    dense: Mapping[str, Tensor],
+    *,
+    bits: int = 32,
+    exchange: str = GATHER,
+) -> None:
+    """One bucket of a round, whatever it is made of."""
+    context = one_round.context(bucket)
+    sendings = [send_dense(context, dense)] if dense else []
+    if sparse:
+        sendings.insert(0, send_entries(context, sparse, value_bits=bits, exchange=exchange))
+    one_round.launch({*sparse, *dense}, together(sendings))
+
+
+class GradientMean:
+    """The mean gradient by parameter name, and what is kept back."""
+
+    def __init__(
+        self, group: Group, params: Mapping[str, Any], compression: Compression | None = None, **told: Any
+    ) -> None:
+        self.exchange: GradientExchange = gradients_of(group, params, compression, **told)
+
+    def reduce(
+        self,
+        step: int,
+        grads: Mapping[str, Tensor],
+        *,
+        overflow: bool | None = None,
+        reuse: bool = False,
+    ) -> dict[str, Tensor] | None:
+        """The mean gradients, or None where all ranks drop the step."""
+        done = self.exchange.exchange(step, grads, overflow=overflow)
+        if done is None:
+            return None
+        self.exchange.commit_(done, grads)
+        self.exchange.seal(step + 1)
+        mine = with_own_storage(grads) if reuse else set()
+        return {n: done.arrived[n].mean(n, self.exchange.params[n], g if n in mine else None) for n, g in grads.items()}
+
+    @property
+    def residuals(self) -> dict[str, Tensor]:
+        """What is kept back, by name."""
+        found: dict[str, Tensor] = self.exchange.state_dict()["residuals"]
+        return found
+
+    @property
+    def compressors(self) -> Sequence[Any]:
+        """Of the exchange."""
+        return self.exchange.compressors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.exchange, name)
