@@ -61,6 +61,10 @@ class Private:
             for group in (self._group, self.control):
                 # set afterwards: the same value limits the making
                 group._get_backend(torch.device("cpu"))._set_default_timeout(_NEVER)
+        if gloo and timed:  # the making was limited by what was left of a deadline, which ranks do not have alike
+            backend = self._group._get_backend(torch.device("cpu"))
+            backend.options._timeout = datetime.timedelta(seconds=timeout_s)
+            backend._set_default_timeout(datetime.timedelta(seconds=timeout_s))
         self.watched_here = gloo and not timed
         store = None if timed else store_of(self._group)
         if store is not None:
