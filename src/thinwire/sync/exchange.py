@@ -426,7 +426,7 @@ class GradientExchange:
         if self.own is not None:
             report = replace(report, damaged=self.own.damage(report.step))
         try:
-            found = one_round.finish(unchanged)
+            found = one_round.finish(unchanged, self._places)
             misuse = report.misuse or _changed_since_launch(found.changed)
             report = replace(report, misuse=misuse)
             if found.not_finite is not None:

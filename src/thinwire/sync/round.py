@@ -1,6 +1,6 @@
 """The driver of the generators in `thinwire.compress`: launches, waits, and looks at what came."""
 
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -89,11 +89,12 @@ class Round:
         self._go_on(inside)
         self._advance(sending, None)
 
-    def finish(self, unchanged: Flags | None = None) -> Findings:
+    def finish(self, unchanged: Flags | None = None, order: Mapping[str, int] | None = None) -> Findings:
         """Wait for everything and check it.
 
         Args:
             unchanged: Flags that may still lie on a device; read in one copy with the others.
+            order: By name which of several tensors is the first one; else it is the one that was launched first.
 
         Raises:
             PayloadCorrupt: A message is damaged or belongs elsewhere; names its source.
@@ -107,6 +108,7 @@ class Round:
         for each in self._ended:
             self.arrived.update(dict.fromkeys(each.names, each))
         own = {name: flag for each in self._ended for name, flag in each.finite.items()}
+        own = dict(sorted(own.items(), key=lambda item: 0 if order is None else order[item[0]]))
         checked = [(each, each.checks) for each in self._ended if each.checks is not None]
         summed = [(each, report) for each in self._ended for report in each.sums]
         reports = [report for _, report in summed]
@@ -117,8 +119,9 @@ class Round:
         for (each, _), (finite, bits) in zip(summed, read[len(checked) :], strict=True):
             self.sums_digest = (self.sums_digest * 1_000_003 + bits) % (1 << 64)
             suspects += [] if finite else [each]
-        bad_sums = (each.first_bad_sum() for each in suspects)
-        return Findings(found[0], next((name for name in bad_sums if name is not None), None), found[1])
+        bad_sums = [name for each in suspects if (name := each.first_bad_sum()) is not None]
+        bad_sum = min(bad_sums, key=lambda name: 0 if order is None else order[name], default=None)
+        return Findings(found[0], bad_sum, found[1])
 
     def _go_on(self, those: Sequence[_OnItsWay]) -> None:
         # in the same order on all ranks; what came is read while the next ones are still on their way
