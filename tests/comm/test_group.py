@@ -317,6 +317,24 @@ def test_a_call_of_several_exchanges_has_one_deadline(ranks: Pool) -> None:
     assert isinstance(second, float | Raised)
 
 
+def late_in_a_shorter_call(rank: int, size: int) -> str:
+    group = Group(timeout=40)
+    group.gather_bytes(b"", what="warming up")
+    if rank == 1:
+        time.sleep(4)
+        return ""
+    with pytest.raises(PeerStalled) as caught, one_deadline(2):
+        group.gather_bytes(b"", what="test")
+    return str(caught.value)
+
+
+@pytest.mark.fault
+def test_the_time_out_that_is_told_is_that_of_the_call(ranks: Pool) -> None:
+    told, _ = ranks.run(late_in_a_shorter_call)
+    assert "did not take part within 2 s" in told
+    assert "40 s" not in told
+
+
 def claims_too_much(rank: int, size: int) -> None:
     real = group_module._head
 

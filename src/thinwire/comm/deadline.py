@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from thinwire import _validate as check
 
-__all__ = ["left_s", "one_deadline", "own_deadlines", "progressed", "seconds_of", "waited"]
+__all__ = ["left_s", "one_deadline", "own_deadlines", "progressed", "seconds_of", "waited", "whole_s"]
 
 
 class _Call(threading.local):
@@ -50,6 +50,11 @@ def own_deadlines() -> Iterator[None]:
 def left_s(timeout_s: float) -> float:
     """How long one wait may take: what is left of the call that it is in, or `timeout_s` outside of any."""
     return timeout_s if _call.left_s is None else max(_call.left_s, 0.0)
+
+
+def whole_s(timeout_s: float) -> float:
+    """The time-out of the call that a wait is in, of which `left_s` is left, or `timeout_s` outside of any."""
+    return timeout_s if _call.timeout_s is None else _call.timeout_s
 
 
 def waited(seconds: float) -> None:

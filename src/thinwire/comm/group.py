@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.comm.courier import here
-from thinwire.comm.deadline import left_s, one_deadline, progressed, seconds_of, waited
+from thinwire.comm.deadline import left_s, one_deadline, progressed, seconds_of, waited, whole_s
 from thinwire.comm.failures import explain_failure, state_after_failure
 from thinwire.comm.identity import is_alone
 from thinwire.comm.pieces import piece_bytes, pieces_of, rows_of, shares_of
@@ -344,8 +344,9 @@ class Group:
         if isinstance(error, ThinwireError):
             return error
         assert self._shared is not None, "something was launched"
-        within = f"{self.timeout_s:g} s"
-        if limit_s < 0.99 * self.timeout_s:
+        whole = whole_s(self.timeout_s)
+        within = f"{whole:g} s"
+        if limit_s < 0.99 * whole:
             within = f"the {limit_s:.1f} s that were left of {within} for the whole call"
         told = explain_failure(
             error, what=what, rank=self.rank, size=self.size, within=within, courier=self._shared.courier
