@@ -60,6 +60,7 @@ def pooled(ranks: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_netns
+@pytest.mark.timeout(300)  # eight processes beside what else the machine does
 def test_the_command_trains_over_a_shaped_link_and_reports(tmp_path: Path) -> None:
     out = tmp_path / "out"
     more = ["--link", "100mbit", "--strategies", "dense", "dgc", "--steps", "16"]
