@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
+from thinwire.compress.change_protocol import ERRORS, ChangeCompression
+from thinwire.compress.protocol import Context
 from thinwire.lab.model import ByteTransformer
 from thinwire.lab.shape import parse_size
 from thinwire.lab.text import read_standard_library
-from thinwire.sync.change_protocol import ERRORS, ChangeCompression
 
 CONTENDERS: dict[str, ChangeCompression | None] = {
     "uncompressed": None,
@@ -80,12 +81,14 @@ class Ranks:
             for change, kept in zip(changes, self.kept, strict=True):
                 for name, folded in change.items():
                     folded.add_(kept[ERRORS][name], alpha=self.compression.decay)
-            sendings = [self.compression.send(step, c, k) for c, k in zip(changes, self.kept, strict=True)]
-            rows = torch.stack([next(sending).message for sending in sendings])
+            given = enumerate(zip(changes, self.kept, strict=True))
+            count = len(changes)
+            sendings = [self.compression.send(Context(step, 0, r, count), c, k) for r, (c, k) in given]
+            rows = torch.stack([next(sending)[0].message for sending in sendings])
             nbytes = rows.shape[1]
             for sending, change, kept in zip(sendings, changes, self.kept, strict=True):
                 try:
-                    sending.send(rows)
+                    sending.send([rows])
                 except StopIteration as end:
                     means = {name: end.value.settle_(name, folded, kept) for name, folded in change.items()}
         for name, anchor in self.anchor.items():

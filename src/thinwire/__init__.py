@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from thinwire import amp, errors, optim, schedules
     from thinwire.compress.dgc import DGC
     from thinwire.compress.low_rank import LowRank
+    from thinwire.compress.quantized_change import Quantized
+    from thinwire.compress.sparse_change import Sparse
     from thinwire.core.clip import ClipByGlobalNorm, ClipByNorm, ClipByValue
     from thinwire.core.decay import L1Decay, L2Decay
     from thinwire.core.loss_scale import DynamicLossScale, FixedLossScale
@@ -22,8 +24,6 @@ if TYPE_CHECKING:
     from thinwire.strategy.engine import Engine
     from thinwire.sync.local_config import AdaptiveLocalSGD, LocalSGD
     from thinwire.sync.local_sgd import LocalUpdates, local_sgd
-    from thinwire.sync.quantized_change import Quantized
-    from thinwire.sync.sparse_change import Sparse
 
 logging.getLogger("thinwire").addHandler(logging.NullHandler())
 
@@ -84,9 +84,9 @@ _HOMES = {
     "LocalUpdates": "thinwire.sync.local_sgd",
     "LowRank": "thinwire.compress.low_rank",
     "Pipeline": "thinwire.pipeline.config",
-    "Quantized": "thinwire.sync.quantized_change",
+    "Quantized": "thinwire.compress.quantized_change",
     "Recompute": "thinwire.step.config",
-    "Sparse": "thinwire.sync.sparse_change",
+    "Sparse": "thinwire.compress.sparse_change",
     "StrategyError": "thinwire.errors",
     "local_sgd": "thinwire.sync.local_sgd",
 }

@@ -253,6 +253,70 @@ def test_a_gradient_that_is_not_finite_drops_the_step_on_all(ranks: Pool) -> Non
         assert same and moved
 
 
+def local_training(rank: int, size: int, config: tw.LocalSGD, stop: int, folder: str, resume: bool) -> list[Any]:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    engine = tw.DistributedStrategy(localsgd=config).prepare(model, optimizer, nn.functional.cross_entropy)
+    if resume:
+        engine.load(folder)
+    losses = []
+    for step in range(engine.step, 40):
+        if step == stop and not resume:
+            engine.save(folder)
+        losses.append(float(engine.train_step(*batch(rank, step))))
+    sent = engine.stats()["bytes_sent"]
+    engine.flush()
+    engine.close()
+    return [losses, digest(model), sent]
+
+
+LOCAL = {
+    "plain": tw.LocalSGD(4, compression=tw.LowRank(2, begin_step=4, min_numel=64)),
+    "outer, fragments and delay": tw.LocalSGD(
+        6,
+        fragments=2,
+        delay=2,
+        outer_lr=0.9,
+        outer_momentum=0.5,
+        compression=tw.LowRank(1, begin_step=0, min_numel=64),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_changes_of_local_updates_travel_as_factors(ranks: Pool, tmp_path: Path, name: str) -> None:
+    straight = ranks.run(local_training, LOCAL[name], 23, str(tmp_path), False, size=3)
+    again = ranks.run(local_training, LOCAL[name], 23, str(tmp_path), True, size=3)
+    assert len({each[1] for each in straight + again}) == 1
+    for losses, _, sent in straight:
+        assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
+        everything = 4 * sum(p.numel() for p in model_of().parameters())
+        assert sent < 0.5 * everything * 40 / LOCAL[name].k_steps
+
+
+def kept_books(rank: int, size: int) -> tuple[Tensor, Tensor]:
+    model = nn.Linear(30, 20, bias=False).double()
+    torch.nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    config = tw.LocalSGD(2, begin_step=0, compression=tw.LowRank(2, begin_step=0, min_numel=1))
+    moved = torch.zeros(20, 30, dtype=torch.float64)
+    with tw.local_sgd(model, optimizer, config) as sync:
+        for step in range(1, 21):
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            model.weight.grad = torch.randn(20, 30, generator=generator, dtype=torch.float64)
+            moved -= model.weight.grad
+            optimizer.step()
+        assert sync.synced
+        return moved, model.weight.detach() - sync.state_dict()["errors"]["weight"]
+
+
+def test_nothing_of_a_change_is_lost(ranks: Pool) -> None:
+    """What was applied, with what is kept (an error counts anchor minus parameter), is the mean of what was moved."""
+    answers = ranks.run(kept_books)
+    moved, held = (sum(answer[i] for answer in answers) / 2 for i in range(2))
+    torch.testing.assert_close(held, moved, rtol=0, atol=1e-9)
+
+
 @pytest.mark.parametrize("rows", [3, 1000, 70_001])
 def test_columns_are_orthonormal_and_the_same_bits_on_any_number_of_threads(rows: int) -> None:
     matrix = torch.randn(rows, 2, generator=torch.Generator().manual_seed(1))

@@ -13,9 +13,10 @@ from tests.ranks import Pool
 from tests.reference import whole_codes
 from tests.reference.local_training import Simulation
 from thinwire.comm import Group
+from thinwire.compress.change_protocol import ERRORS
+from thinwire.compress.changes import COMPRESSIONS, compression_of
+from thinwire.compress.protocol import AllGather, AllReduce, Context
 from thinwire.core.sketch import SKETCH_NUMEL
-from thinwire.sync.change_protocol import ERRORS, AllGather
-from thinwire.sync.changes import COMPRESSIONS, compression_of
 
 BITS = (1, 2, 4, 8, 16)
 
@@ -181,12 +182,13 @@ def test_nothing_is_lost_over_ranks_and_200_rounds(ranks: Pool, bits: int) -> No
 
 SHAPES = {"a": (6, 5), "b": (7,), "c": (3, 4), "d": ()}
 NUMELS = (30, 7, 12, 1)
+SIZES = [torch.Size(shape) for shape in SHAPES.values()]
 
 
 @pytest.mark.parametrize("bits", BITS)
 def test_the_size_is_that_of_the_format(bits: int) -> None:
-    assert tw.Quantized(bits).sent_bytes(1, NUMELS) == whole_codes.message_bytes(NUMELS, bits)
-    assert tw.Quantized(4).sent_bytes(1, (10**6,)) == 32 + 32 + 500_000
+    assert tw.Quantized(bits).sent_bytes(1, SIZES) == whole_codes.message_bytes(NUMELS, bits)
+    assert tw.Quantized(4).sent_bytes(1, [torch.Size([10**6])]) == 32 + 32 + 500_000
 
 
 def sent_in_turns(rank: int, size: int, compression: Any, dgc: Any) -> list[tuple[int, int]]:
@@ -213,9 +215,7 @@ def sent_in_turns(rank: int, size: int, compression: Any, dgc: Any) -> list[tupl
                 set_gradients(model, step, rank)
                 optimizer.step()
                 if sync.synced:
-                    taken = [
-                        p.numel() for p in model.parameters() if told.compresses(p) and told.takes(step, p.numel())
-                    ]
+                    taken = [p.shape for p in model.parameters() if told.compresses(p) and told.takes(step, p.numel())]
                     pairs.append((sum(gathered), told.sent_bytes(step, taken) if taken else 0))
     finally:
         local_sgd.Group = Group  # type: ignore[misc]
@@ -259,7 +259,7 @@ def test_stats_count_the_message_and_the_scalars_that_ride_along(ranks: Pool) ->
         (tw.Sparse(0.5, decay=1.0, mean_over="all"), 0),
     ]:
         [sent] = ranks.run(counted, compression, size=1)
-        assert sent == compression.sent_bytes(5, NUMELS) + riders + 2 * 24, compression
+        assert sent == compression.sent_bytes(5, SIZES) + riders + 2 * 24, compression
 
 
 # ---- the mean over those who sent
@@ -445,16 +445,27 @@ def test_a_damaged_message_changes_nothing_on_any_rank(ranks: Pool, compression:
 @pytest.mark.parametrize("tag", COMPRESSIONS)
 def test_every_compression_is_pure(tag: str) -> None:
     """`send` changes neither what it is given nor what is kept; `settle_` only the error."""
-    compression: Any = COMPRESSIONS[tag](0.5) if tag == "sparse" else COMPRESSIONS[tag]()
-    folded = {"a": torch.randn(4, 5), "b": torch.randn(3)}
-    kept = {ERRORS: {name: torch.ones_like(value) for name, value in folded.items()}}
+    given: dict[str, Any] = {"sparse": {"sparsity": 0.5}, "low_rank": {"rank": 2}}
+    compression: Any = COMPRESSIONS[tag](**given.get(tag, {}))
+    folded = {"a": torch.randn(4, 5), "b": torch.randn(3, 3)}
+    kept: dict[str, dict[str, Tensor]] = {kind: {} for kind in compression.kept}
+    for name, value in folded.items():
+        for kind, entry in compression.begin(value).items():
+            kept[kind][name] = entry
+        kept[ERRORS][name].fill_(1.0)
     copies = [{name: value.clone() for name, value in each.items()} for each in (folded, kept[ERRORS])]
-    sending = compression.send(1, folded, kept)
-    request = next(sending)
-    assert isinstance(request, AllGather)
-    assert request.message.numel() == compression.sent_bytes(1, [20, 3])
+    sending = compression.send(Context(1, 0, 0, 2), folded, kept)
+    answers, nbytes = None, 0
     with pytest.raises(StopIteration) as end:
-        sending.send(torch.stack([request.message, request.message]))
+        while True:
+            requests = next(sending) if answers is None else sending.send(answers)
+            answers = []
+            for request in requests:
+                assert isinstance(request, AllGather | AllReduce)
+                sent = request.message if isinstance(request, AllGather) else request.buffer
+                nbytes += sent.nbytes
+                answers.append(torch.stack([sent, sent]) if isinstance(request, AllGather) else 2 * sent)
+    assert nbytes == compression.sent_bytes(1, [value.shape for value in folded.values()])
     for each, copy in zip((folded, kept[ERRORS]), copies, strict=True):
         assert all(torch.equal(each[name], copy[name]) for name in copy)
     for name, value in folded.items():

@@ -363,8 +363,8 @@ def corrupted(rank: int, size: int) -> tuple[str, bool, str]:
             one_step(model, optimizer, step, rank)
         before = sync.state_dict()
         flight = sync.pending
-        assert flight is not None and flight.pending is not None
-        pending = flight.pending._pending
+        assert flight is not None and flight.round is not None
+        pending = flight.round._waiting[0].pending[0]
         finish = pending._finish
 
         def damage() -> Any:

@@ -12,10 +12,12 @@ import thinwire as tw
 from tests.local.test_laws import Bag, digest, set_gradients
 from tests.ranks import Pool
 from thinwire.comm import Group
+from thinwire.compress.change_protocol import ERRORS, ErrorsOnly, Kept, MeanChange
+from thinwire.compress.protocol import AllReduce, Context, Sending, together
 from thinwire.core.kernels.needs import Need
+from thinwire.core.merge import checked_mean_
 from thinwire.sync import local_sgd
-from thinwire.sync.change_protocol import ERRORS, AllReduce, ErrorsOnly, Kept, Sending
-from thinwire.sync.pending_change import PendingChange
+from thinwire.sync.round import Round
 
 
 class OneFactor(ErrorsOnly):
@@ -33,16 +35,21 @@ class OneFactor(ErrorsOnly):
     def takes(self, step: int, numel: int) -> bool:
         return True
 
-    def send(self, step: int, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
+    def send(self, context: Context, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
         left = torch.cat([m @ kept["factors"][n] for n, m in folded.items()])
-        left = yield AllReduce(left)
+        [left] = yield [AllReduce(left, "adding up left factors")]
+        sums = [checked_mean_(left, context.sources, bits=context.read_sums)]
         columns = [p / p.norm() for p in left.split([m.shape[0] for m in folded.values()])]
         right = torch.cat([m.T @ p for m, p in zip(folded.values(), columns, strict=True)])
-        right = yield AllReduce(torch.cat([right, right.new_ones(1)]))
-        rows = (right[:-1] / right[-1]).split([m.shape[1] for m in folded.values()])
-        return Factors(dict(zip(folded, zip(columns, rows, strict=True), strict=True)))
+        [right] = yield [AllReduce(right, "adding up right factors")]
+        sums.append(checked_mean_(right, context.sources, bits=context.read_sums))
+        rows = right.split([m.shape[1] for m in folded.values()])
+        arrived = Factors(context, list(folded))
+        arrived.factors = dict(zip(folded, zip(columns, rows, strict=True), strict=True))
+        arrived.sums = sums
+        return arrived
 
-    def sent_bytes(self, step: int, numels: Sequence[int]) -> int:
+    def sent_bytes(self, step: int, shapes: Sequence[torch.Size]) -> int:
         raise NotImplementedError("nobody asks here")
 
     def sparsity_at(self, step: int) -> float:
@@ -52,9 +59,8 @@ class OneFactor(ErrorsOnly):
         return frozenset()
 
 
-class Factors:
-    def __init__(self, factors: dict[str, tuple[Tensor, Tensor]]) -> None:
-        self.factors = factors
+class Factors(MeanChange):
+    factors: dict[str, tuple[Tensor, Tensor]]
 
     def settle_(self, name: str, folded: Tensor, kept: Kept) -> Tensor:
         column, row = self.factors[name]
@@ -106,14 +112,16 @@ def summed(rank: int, size: int, flipped: bool) -> int:
     class Flipping(Group):
         def sum_(self, buffer: Tensor, *, what: str):  # type: ignore[no-untyped-def]
             pending = super().sum_(buffer, what=what)
-            if flipped and self.rank == 1 and "changes" in what:
+            if flipped and self.rank == 1 and "factors" in what:
                 pending.wait().view(torch.uint8)[0] ^= 1
             return pending
 
     folded = {"m": torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))}
-    pending = PendingChange(Flipping(), OneFactor().send(1, folded, {"factors": {"m": torch.ones(4)}}), "test")
-    pending.finish()
-    return pending.digest
+    one_round = Round(Flipping(), 1)
+    kept = {"factors": {"m": torch.ones(4)}}
+    one_round.launch(folded, together([OneFactor().send(one_round.context(0), folded, kept)]))
+    one_round.finish()
+    return one_round.sums_digest
 
 
 @pytest.mark.fault

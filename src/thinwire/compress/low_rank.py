@@ -19,7 +19,7 @@ replaced instead of made longer by an epsilon; for any optimizer, which gets the
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from thinwire import _validate as check
-from thinwire.compress.dense import joined, parted
+from thinwire.compress.change_protocol import ERRORS, Kept, MeanChange, Rule
+from thinwire.compress.dense import by_dtype, joined, parted
 from thinwire.compress.protocol import AllReduce, Arrived, Context, OtherRanks, Sending, Watch, zeros_for
 from thinwire.compress.words import plural
 from thinwire.core.kernels.needs import Need
@@ -113,6 +114,41 @@ class LowRank:
         """The compiled loops that it calls: none."""
         return frozenset()
 
+    decay: ClassVar[float] = 1.0
+    conserves: ClassVar[bool] = True
+    kept: ClassVar[Mapping[str, Rule]] = {ERRORS: "mean_zero", "factors": "first"}
+    """See `ChangeCompression`, which it is for the changes of local updates, with local steps for updates."""
+
+    def begin(self, anchor: Tensor) -> dict[str, Tensor]:
+        """See `ChangeCompression`."""
+        factor = _drawn(_sides(anchor)[1], self.rank, anchor.numel())
+        return {ERRORS: torch.zeros_like(anchor), "factors": factor.to(anchor)}
+
+    def takes(self, step: int, numel: int) -> bool:
+        """After `begin_step` local steps."""
+        return step > self.begin_step
+
+    def send(self, context: Context, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
+        """See `ChangeCompression`: two all-reduces per dtype."""
+
+        def product(name: str, factor: Tensor, turned: bool) -> Tensor:
+            matrix = folded[name].view(_sides(folded[name]))
+            return (matrix.t() if turned else matrix).mm(factor)
+
+        return _send_factors(context, {name: kept["factors"][name] for name in folded}, product)
+
+    def sent_bytes(self, step: int, shapes: Sequence[torch.Size]) -> int:
+        """See `ChangeCompression`."""
+        return sum(4 * self.rank * (shape[0] + shape[1:].numel()) for shape in shapes)
+
+    def sparsity_at(self, step: int) -> float:
+        """Nothing is left out."""
+        return 0.0
+
+    def explained(self) -> str:
+        """See `ChangeCompression`."""
+        return self.explanation().replace("gradient", "change")
+
     def compressor(self, params: Mapping[str, Tensor], *, num_trainers: int | None = None) -> "LowRankCompressor":
         """See `thinwire.sync.gradients.Compression`."""
         return LowRankCompressor(self, params)
@@ -145,7 +181,8 @@ class LowRankCompressor:
             for name, param in mine.items()
         }
         self._factors = {
-            name: self._drawn(name, 0, _sides(param)[1]).to(self._residuals[name]) for name, param in mine.items()
+            name: _drawn(_sides(param)[1], config.rank, self._keys[name]).to(self._residuals[name])
+            for name, param in mine.items()
         }
 
     def takes(self, step: int, name: str, grad: Tensor) -> bool:
@@ -157,34 +194,16 @@ class LowRankCompressor:
 
         Communication: two all-reduces per dtype, r n and r m numbers per matrix.
         """
-        purpose = f"step {context.step}, bucket {context.bucket}"
-        groups: dict[torch.dtype, list[str]] = {}
-        for name in grads:
-            groups.setdefault(self._residuals[name].dtype, []).append(name)
-        lefts = {name: self._product(name, grads[name], self._factors[name]) for name in grads}
-        answers = yield [
-            AllReduce(joined(lefts[name] for name in names), f"averaging left factors of {purpose}")
-            for names in groups.values()
-        ]
-        sums = []
-        for total, names in zip(answers, groups.values(), strict=True):
-            sums.append(checked_mean_(total, context.sources, bits=context.read_sums))
-            lefts |= parted(total, {name: lefts[name] for name in names})
-        bases = dict(zip(grads, orthonormal([lefts[name] for name in grads]), strict=True))
-        rights = {name: self._product(name, grads[name], basis, turned=True) for name, (basis, _) in bases.items()}
-        answers = yield [
-            AllReduce(joined(rights[name] for name in names), f"averaging right factors of {purpose}")
-            for names in groups.values()
-        ]
-        arrived = LowRankMeans(context, list(grads))
-        for total, names in zip(answers, groups.values(), strict=True):
-            sums.append(checked_mean_(total, context.sources, bits=context.read_sums))
-            mine = parted(total, {name: rights[name] for name in names})
-            for name, right in mine.items():
-                arrived.factors[name] = (bases[name][0], right)
-        arrived.lost = {name: lost for name, (_, lost) in bases.items()}
-        arrived.sums = sums
-        return arrived
+
+        def product(name: str, factor: Tensor, turned: bool) -> Tensor:
+            # (G + E) Q, or (G + E)^T P, without a tensor for the sum
+            error = self._residuals[name].view(_sides(grads[name]))
+            matrix = grads[name].detach().reshape(error.shape).to(error.dtype)
+            if turned:
+                matrix, error = matrix.t(), error.t()
+            return matrix.mm(factor).addmm_(error, factor)
+
+        return _send_factors(context, {name: self._factors[name] for name in grads}, product)
 
     def commit_(self, grads: Mapping[str, Tensor], arrived: Arrived, watch: Watch | None = None) -> None:
         """See `Compressor`."""
@@ -198,8 +217,8 @@ class LowRankCompressor:
                 error.addr_(p, q, alpha=-1)
             factor = self._factors[name].copy_(right)
             for column in arrived.lost[name]:  # it would stay zero for ever
-                drawn = self._drawn(name, arrived.context.step + 1, factor.shape[0])
-                factor[:, column] = drawn[:, column].to(factor)
+                seed = (arrived.context.step + 1 << 24) + self._keys[name]
+                factor[:, column] = _drawn(len(factor), self._config.rank, seed)[:, column].to(factor)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """See `Compressor`."""
@@ -208,21 +227,8 @@ class LowRankCompressor:
     def forget(self) -> None:
         """See `Compressor`."""
 
-    def _product(self, name: str, grad: Tensor, factor: Tensor, *, turned: bool = False) -> Tensor:
-        """(G + E) Q, or (G + E)^T P, without a tensor for the sum."""
-        error = self._residuals[name].view(_sides(grad))
-        matrix = grad.detach().reshape(error.shape).to(error.dtype)
-        if turned:
-            matrix, error = matrix.t(), error.t()
-        return matrix.mm(factor).addmm_(error, factor)
 
-    def _drawn(self, name: str, step: int, rows: int) -> Tensor:
-        """Columns to begin with, shape (rows, r), the same on all ranks and processors."""
-        generator = torch.Generator().manual_seed((step << 24) + self._keys[name])
-        return torch.rand(rows, self._config.rank, generator=generator) - 0.5
-
-
-class LowRankMeans(Arrived):
+class LowRankMeans(MeanChange):
     """Means as products of two factors."""
 
     def __init__(self, context: Context, names: list[str]) -> None:
@@ -248,6 +254,60 @@ class LowRankMeans(Arrived):
         for p, q in zip(left.unbind(1), right.unbind(1), strict=True):
             matrix.addr_(p, q)
         return mean
+
+    def settle_(self, name: str, folded: Tensor, kept: Kept) -> Tensor:
+        """See `MeanChange`."""
+        mean = self.mean(name, folded)
+        torch.sub(folded, mean, out=kept[ERRORS][name])
+        factor = kept["factors"][name].copy_(self.factors[name][1])
+        for column in self.lost[name]:  # it would stay zero for ever
+            seed = (self.context.step << 24) + folded.numel()
+            factor[:, column] = _drawn(len(factor), factor.shape[1], seed)[:, column].to(factor)
+        return mean
+
+
+def _send_factors(
+    context: Context, factors: Mapping[str, Tensor], product: Callable[[str, Tensor, bool], Tensor]
+) -> Sending:
+    """The two rounds of several matrices.
+
+    Args:
+        context: Of the sending.
+        factors: Q by name, shape (m, r), the same on all ranks.
+        product: Of this rank's matrix with Q; of its transpose with P, where the third argument is true.
+
+    Returns:
+        `LowRankMeans`.
+    """
+    purpose = f"step {context.step}, bucket {context.bucket}"
+    groups = by_dtype(factors)
+    lefts = {name: product(name, factor, False) for name, factor in factors.items()}
+    answers = yield [
+        AllReduce(joined(lefts[name] for name in group), f"averaging left factors of {purpose}") for group in groups
+    ]
+    sums = []
+    for total, group in zip(answers, groups, strict=True):
+        sums.append(checked_mean_(total, context.sources, bits=context.read_sums))
+        lefts |= parted(total, {name: lefts[name] for name in group})
+    bases = dict(zip(factors, orthonormal([lefts[name] for name in factors]), strict=True))
+    rights = {name: product(name, basis, True) for name, (basis, _) in bases.items()}
+    answers = yield [
+        AllReduce(joined(rights[name] for name in group), f"averaging right factors of {purpose}") for group in groups
+    ]
+    arrived = LowRankMeans(context, list(factors))
+    for total, group in zip(answers, groups, strict=True):
+        sums.append(checked_mean_(total, context.sources, bits=context.read_sums))
+        mine = parted(total, {name: rights[name] for name in group})
+        for name, right in mine.items():
+            arrived.factors[name] = (bases[name][0], right)
+    arrived.lost = {name: lost for name, (_, lost) in bases.items()}
+    arrived.sums = sums
+    return arrived
+
+
+def _drawn(rows: int, columns: int, seed: int) -> Tensor:
+    """A factor to begin with, shape (rows, columns), the same on all ranks and processors."""
+    return torch.rand(rows, columns, generator=torch.Generator().manual_seed(seed)) - 0.5
 
 
 def orthonormal(matrices: Iterable[Tensor]) -> list[tuple[Tensor, list[int]]]:

@@ -6,13 +6,13 @@ from dataclasses import MISSING, Field, fields
 from typing import Any
 
 from thinwire import _validate as check
+from thinwire.compress.changes import COMPRESSIONS
+from thinwire.compress.sparse_change import Sparse
 from thinwire.core.loss_scale import DynamicLossScale, FixedLossScale
 from thinwire.errors import StrategyError
 from thinwire.step.config import AMP
 from thinwire.strategy.distributed_strategy import CONFIGS, DistributedStrategy
-from thinwire.sync.changes import COMPRESSIONS
 from thinwire.sync.local_config import AdaptiveLocalSGD, LocalSGD
-from thinwire.sync.sparse_change import Sparse
 
 __all__ = ["TAGGED", "from_dict", "kind_of", "ordered_fields", "to_dict"]
 

@@ -7,9 +7,9 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from thinwire.compress import COMPRESSIONS as OF_GRADIENTS
+from thinwire.compress.change_protocol import ERRORS
+from thinwire.compress.changes import COMPRESSIONS
 from thinwire.strategy.documents import from_dict, to_dict
-from thinwire.sync.change_protocol import ERRORS
-from thinwire.sync.changes import COMPRESSIONS
 
 __all__ = ["Change", "changes_of", "misfits", "settings_in_groups"]
 

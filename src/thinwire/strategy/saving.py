@@ -17,6 +17,7 @@ from thinwire.checkpoint import save as save_checkpoint
 from thinwire.checkpoint.combine import Rule
 from thinwire.comm import place_in
 from thinwire.compress import OTHER_RANKS
+from thinwire.compress.changes import COMPRESSIONS
 from thinwire.core.origin import ORIGIN, Origin, checksum_of
 from thinwire.errors import CheckpointMismatch
 from thinwire.optim.by_name import in_order
@@ -24,7 +25,6 @@ from thinwire.optim.saving import remembered
 from thinwire.strategy import schedulers
 from thinwire.strategy.extra import plain
 from thinwire.strategy.fitting import Change, changes_of, misfits, settings_in_groups
-from thinwire.sync.changes import COMPRESSIONS
 
 if TYPE_CHECKING:
     from thinwire.strategy.engine import Parts

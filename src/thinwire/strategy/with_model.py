@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -84,9 +85,12 @@ def _exchanged(strategy: "DistributedStrategy", model: nn.Module, params: Mappin
     local = strategy.localsgd or strategy.adaptive_localsgd
     what = "the change of" if local is not None else "the gradient of"
     if local is not None and local.compression is not None:
-        numels = [p.numel() * (2 if p.is_complex() else 1) for p in params.values() if p.numel()]
-        nbytes = local.compression.sent_bytes(local.begin_step + 1, numels) if numels else 0
-        yield f"compressed, {what} {_sized(params)}; of all together the message has {nbytes:,} bytes"
+        mine = {name: p for name, p in params.items() if local.compression.compresses(p) and p.numel()}
+        shapes = [(torch.view_as_real(p) if p.is_complex() else p).shape for p in mine.values()]
+        nbytes = local.compression.sent_bytes(local.begin_step + 1, shapes) if shapes else 0
+        yield f"compressed, {what} {_sized(mine)}; of all together the message has {nbytes:,} bytes"
+        if len(mine) < len(params):
+            yield f"dense, {what} {_sized({name: p for name, p in params.items() if name not in mine})}"
         return
     compression = strategy.compression
     if compression is None:

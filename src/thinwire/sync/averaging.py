@@ -8,13 +8,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from thinwire.comm import Group
+from thinwire.compress.change_protocol import ERRORS, ChangeCompression, MeanChange
 from thinwire.compress.dense import not_finite, send_dense
 from thinwire.compress.protocol import together
 from thinwire.core.outer import OuterRule, outer_list_, outer_step_
 from thinwire.core.sketch import SKETCH_NUMEL, sketch
-from thinwire.errors import PayloadCorrupt
-from thinwire.sync.change_protocol import ERRORS, ChangeCompression, MeanChange
-from thinwire.sync.pending_change import PendingChange
 from thinwire.sync.round import Round
 
 __all__ = ["Averaging", "Flight", "real_view", "widened"]
@@ -51,10 +49,6 @@ class Flight:
     """The parameters as they were, where local steps go on before the result is applied."""
     round: Round | None = None
     """What travels densely."""
-    pending: PendingChange | None = None
-    """What travels compressed, if anything does."""
-    mean: MeanChange | None = None
-    """What came of it."""
 
     def finish(self) -> None:
         """Wait for everything and check it.
@@ -64,14 +58,7 @@ class Flight:
             PeerLost, PeerStalled: See `Group`.
         """
         assert self.round is not None, "launched"
-        refusal = None
-        try:
-            self.mean = None if self.pending is None else self.pending.finish()
-        except PayloadCorrupt as error:  # first all collectives: no rank may leave others waiting
-            refusal = error
         self.round.finish()
-        if refusal is not None:
-            raise refusal
 
     def mean_of(self, name: str, like: Tensor) -> Tensor:
         """The mean over the ranks of what travelled densely under a name."""
@@ -82,7 +69,7 @@ class Flight:
     def digest(self) -> int:
         """Of all sums that have arrived, which are the same on all ranks: a pass over them, so ask once."""
         assert self.round is not None, "launched"
-        return self.round.sums_digest ^ (0 if self.pending is None else self.pending.digest)
+        return self.round.sums_digest
 
     def first_not_finite(self) -> str | None:
         """The first tensor that must not be given to others."""
@@ -159,18 +146,19 @@ class Averaging:
         """
         # a flight that was loaded may hold its tensors in another order than the ranks' own
         names = sorted(flight.moved, key=self._keys.__getitem__)
+        one_round = flight.round = Round(self._group, flight.step)
+        context, sendings = one_round.context(0), []
         if flight.compressed:
             assert self._changes is not None, "something is compressed"
             folded = {name: flight.moved[name] for name in names if name in flight.compressed}
-            sending = self._changes.send(flight.step, folded, self.kept)
-            flight.pending = PendingChange(self._group, sending, f"averaging of step {flight.step}")
+            sendings.append(self._changes.send(context, folded, self.kept))
         dense = {name: flight.moved[name] for name in names if name not in flight.compressed}
         dense |= {_extra(key): value for key, value in flight.extras.items()}
         if flight.sketch is not None:
             dense[_SKETCH] = flight.sketch.float()
-        flight.round = Round(self._group, flight.step)
         if dense:
-            flight.round.launch(dense, together([send_dense(flight.round.context(0), dense)]))
+            sendings.append(send_dense(context, dense))
+        one_round.launch(flight.moved.keys() | dense.keys(), together(sendings))
 
     def _sketched(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The sketch of these parts of the model, one long vector, on the CPU."""
@@ -211,8 +199,10 @@ class Averaging:
         """The mean of what all ranks sent; what this one did not send stays in its error."""
         if name not in flight.compressed:
             return flight.mean_of(name, flight.moved[name])
-        assert flight.mean is not None, "finished"
-        return flight.mean.settle_(name, flight.moved[name], self.kept)
+        assert flight.round is not None, "launched"
+        arrived = flight.round.arrived[name]
+        assert isinstance(arrived, MeanChange), "compressed"
+        return arrived.settle_(name, flight.moved[name], self.kept)
 
     def _batches(self, flight: Flight) -> list[list[str]]:
         """All means that are there already in one, each of the others on its own, since it needs a buffer."""

@@ -3,7 +3,7 @@
 from dataclasses import KW_ONLY, dataclass
 
 from thinwire import _validate as check
-from thinwire.sync.changes import COMPRESSIONS, Compression
+from thinwire.compress.changes import COMPRESSIONS, Compression
 
 __all__ = ["AdaptiveLocalSGD", "LocalConfig", "LocalSGD"]
 

@@ -25,6 +25,7 @@ from thinwire.comm import (
     time_limit_s,
     while_busy,
 )
+from thinwire.compress.changes import compression_of
 from thinwire.compress.dgc import DGC
 from thinwire.core.arithmetic import CURES, arithmetic
 from thinwire.core.kernels.needs import Need, needs_of
@@ -35,7 +36,6 @@ from thinwire.core.outer import OuterRule
 from thinwire.core.stats import numbers
 from thinwire.sync import local_saving
 from thinwire.sync.averaging import Averaging, Flight
-from thinwire.sync.changes import compression_of
 from thinwire.sync.digest import DIGEST_EVERY
 from thinwire.sync.local_config import AdaptiveLocalSGD, LocalConfig, LocalSGD
 from thinwire.sync.local_model import LocalModel

@@ -1,27 +1,25 @@
 """What a compression of changes tells those who average: pure functions of tensors, no word of ranks.
 
 A new one is a file with a config that has these methods and `explained()`, its line of `explain`, and a line in
-`sync.changes`.
+`compress.changes`.
 """
 
-from collections.abc import Generator, Mapping, Sequence
-from typing import ClassVar, Literal, NamedTuple, Protocol, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
+from thinwire.compress.protocol import Arrived, Context, Sending
 from thinwire.core.kernels.needs import Need
 
 __all__ = [
     "ERRORS",
-    "AllGather",
-    "AllReduce",
     "ChangeCompression",
     "ErrorsOnly",
     "Kept",
     "MeanChange",
     "Rule",
-    "Sending",
 ]
 
 Rule: TypeAlias = Literal["mean", "mean_zero", "first"]
@@ -32,22 +30,8 @@ ERRORS = "errors"
 """The kind of state that there is always: what of a change was not sent, of this rank alone."""
 
 
-class AllGather(NamedTuple):
-    """Asks for the messages of all ranks."""
-
-    message: Tensor
-    """Shape (bytes,), uint8, equally long on all ranks; answered with shape (ranks, bytes)."""
-
-
-class AllReduce(NamedTuple):
-    """Asks for the sum over the ranks."""
-
-    buffer: Tensor
-    """Any shape, the same on all ranks; overwritten, and answered, with the sum: the same bits on all ranks."""
-
-
-class MeanChange(Protocol):
-    """What has arrived and is in order, before anything is applied."""
+class MeanChange(Arrived):
+    """What has arrived of the changes and is in order, before anything is applied."""
 
     def settle_(self, name: str, folded: Tensor, kept: Kept) -> Tensor:
         """The mean change of one parameter; changes `kept`: what this rank did not send is its error.
@@ -61,11 +45,7 @@ class MeanChange(Protocol):
         Returns:
             A new tensor like `folded`; the same bits on all ranks.
         """
-
-
-Sending: TypeAlias = Generator[AllGather | AllReduce, Tensor, MeanChange]
-"""Collectives in turn, the same on all ranks, and at last the mean. What arrived damaged is refused (`PayloadCorrupt`)
-after the last of them, never between two: the other ranks would wait for this one."""
+        raise NotImplementedError(f"{type(self).__name__} must define settle_")
 
 
 class ChangeCompression(Protocol):
@@ -95,18 +75,18 @@ class ChangeCompression(Protocol):
     def takes(self, step: int, numel: int) -> bool:
         """Whether a change of so many entries, of such a parameter, is compressed after local step `step`."""
 
-    def send(self, step: int, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
-        """The collectives of one averaging.
+    def send(self, context: Context, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
+        """The collectives of one averaging, which return a `MeanChange`.
 
         Args:
-            step: Local step, for the headers of messages.
+            context: Its step is a local step, from 1, for the headers of messages.
             folded: By name what this rank has to send, contiguous, float32 or float64, finite; read only. All names
                 are taken at this step, at least one, in the same order on all ranks.
             kept: The state; read only.
         """
 
-    def sent_bytes(self, step: int, numels: Sequence[int]) -> int:
-        """What one rank gives to the collectives of `send`, exactly, headers included, from the sizes alone."""
+    def sent_bytes(self, step: int, shapes: Sequence[torch.Size]) -> int:
+        """What one rank gives to the collectives of `send` for float32, exactly, headers included."""
 
     def sparsity_at(self, step: int) -> float:
         """Fraction of a compressed change that the averaging after `step` leaves out; 0 where nothing is."""

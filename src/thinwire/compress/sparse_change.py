@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from thinwire import _validate as check
+from thinwire.compress.change_protocol import ERRORS, ErrorsOnly, Kept, MeanChange
 from thinwire.compress.dgc import DGC
+from thinwire.compress.protocol import AllGather, Context, Sending
 from thinwire.core.feedback import Proposal
 from thinwire.core.kernels import is_static
 from thinwire.core.kernels.needs import Need, needs_of
@@ -17,7 +19,6 @@ from thinwire.core.merge import divided_, sum_sparse
 from thinwire.core.message import Layout, Slot, pack, unpack
 from thinwire.core.select import count_sent, top_k
 from thinwire.core.value_code import VALUE_BITS
-from thinwire.sync.change_protocol import ERRORS, AllGather, ErrorsOnly, Kept, Sending
 
 __all__ = ["RampedChange", "Sparse"]
 
@@ -78,13 +79,13 @@ class Sparse(ErrorsOnly):
         """At every step."""
         return True
 
-    def send(self, step: int, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
+    def send(self, context: Context, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
         """See `ChangeCompression`: one all-gather."""
-        return _sent(step, folded, self._count, self.value_bits, over_senders=self.mean_over == "senders")
+        return _sent(context, folded, self._count, self.value_bits, over_senders=self.mean_over == "senders")
 
-    def sent_bytes(self, step: int, numels: Sequence[int]) -> int:
+    def sent_bytes(self, step: int, shapes: Sequence[torch.Size]) -> int:
         """See `ChangeCompression`."""
-        return _layout(numels, self._count, self.value_bits).nbytes
+        return _layout([s.numel() for s in shapes], self._count, self.value_bits).nbytes
 
     def sparsity_at(self, step: int) -> float:
         """At every step the same."""
@@ -118,13 +119,13 @@ class RampedChange(ErrorsOnly):
         """Not before the ramp begins."""
         return self.dgc.count_at(step - 1, numel) is not None
 
-    def send(self, step: int, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
+    def send(self, context: Context, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
         """See `ChangeCompression`: one all-gather."""
-        return _sent(step, folded, self._counting(step), self.dgc.value_bits, over_senders=False)
+        return _sent(context, folded, self._counting(context.step), self.dgc.value_bits, over_senders=False)
 
-    def sent_bytes(self, step: int, numels: Sequence[int]) -> int:
+    def sent_bytes(self, step: int, shapes: Sequence[torch.Size]) -> int:
         """See `ChangeCompression`."""
-        return _layout(numels, self._counting(step), self.dgc.value_bits).nbytes
+        return _layout([s.numel() for s in shapes], self._counting(step), self.dgc.value_bits).nbytes
 
     def sparsity_at(self, step: int) -> float:
         """That of the update that follows `step`."""
@@ -148,17 +149,21 @@ def _layout(numels: Sequence[int], count: Callable[[int], int], value_bits: int)
 
 
 def _sent(
-    step: int, folded: Mapping[str, Tensor], count: Callable[[int], int], value_bits: int, *, over_senders: bool
+    context: Context, folded: Mapping[str, Tensor], count: Callable[[int], int], value_bits: int, *, over_senders: bool
 ) -> Sending:
     """One message of the largest entries of each tensor."""
     layout = _layout([tensor.numel() for tensor in folded.values()], count, value_bits)
     proposals = [_proposed(tensor.view(-1), slot.k) for tensor, slot in zip(folded.values(), layout.slots, strict=True)]
     static = is_static(proposals[0].values.device)
+    step = context.step
     message, values = (_on_device if static else _on_host)(layout, step, proposals)
-    rows = yield AllGather(message)
+    [rows] = yield [AllGather(message, f"gathering changes of step {step}")]
     sent = {name: (p.indices, v) for name, p, v in zip(folded, proposals, values, strict=True)}
     arrived = (_rows_on_device if static else _rows_on_host)(layout, rows, step)
-    return _Largest(sent, dict(zip(folded, arrived, strict=True)), len(rows), over_senders)
+    made = _Largest(context, list(folded))
+    made.sent, made.over_senders = sent, over_senders
+    made.totals = dict(zip(folded, arrived, strict=True))
+    return made
 
 
 def _proposed(flat: Tensor, k: int) -> Proposal:
@@ -205,14 +210,12 @@ def _rows_on_device(layout: Layout, rows: Tensor, step: int) -> list[_Total]:
     return [partial(total, came) for came in arrived.parts]
 
 
-@dataclass(frozen=True, slots=True)
-class _Largest:
-    """What all ranks sent of each tensor; a `MeanChange`."""
+class _Largest(MeanChange):
+    """What all ranks sent of each tensor."""
 
     sent: Mapping[str, tuple[Tensor, Tensor]]
     """This rank's own, as the others decode it."""
     totals: Mapping[str, _Total]
-    ranks: int
     over_senders: bool
 
     def settle_(self, name: str, folded: Tensor, kept: Kept) -> Tensor:
@@ -224,7 +227,7 @@ class _Largest:
         if self.over_senders:
             mean /= self.totals[name](folded, True)[1].clamp_(min=1)  # none where nothing was carried on a device
         else:
-            divided_(mean, self.ranks)
+            divided_(mean, self.context.sources)
         change = torch.zeros_like(folded)
         change.view(-1)[positions] = mean
         return change

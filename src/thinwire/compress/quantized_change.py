@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from thinwire import _validate as check
+from thinwire.compress.change_protocol import ERRORS, ErrorsOnly, Kept, MeanChange
+from thinwire.compress.protocol import AllGather, Context, Sending
 from thinwire.core.kernels.needs import Need, needs_of
 from thinwire.core.merge import divided_
 from thinwire.core.whole_message import WHOLE_BITS, WholeLayout, decode, pack, unpack
-from thinwire.sync.change_protocol import ERRORS, AllGather, ErrorsOnly, Kept, Sending
 
 __all__ = ["Quantized"]
 
@@ -70,22 +71,23 @@ class Quantized(ErrorsOnly):
         """At every step."""
         return True
 
-    def send(self, step: int, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
+    def send(self, context: Context, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
         """See `ChangeCompression`: one all-gather."""
         layout = self._layout([tensor.numel() for tensor in folded.values()])
+        step = context.step
         message = pack(layout, step, 0, [tensor.view(-1) for tensor in folded.values()])
-        rows = yield AllGather(message)
+        [rows] = yield [AllGather(message, f"gathering changes of step {step}")]
         codes = [unpack(layout, row, step=step, bucket=0, source=rank) for rank, row in enumerate(rows)]
         own = unpack(layout, message, step=step, bucket=0, source=0)
-        return _Whole(
-            self.value_bits,
-            dict(zip(folded, own, strict=True)),
-            dict(zip(folded, zip(*codes, strict=True), strict=True)),
-        )
+        made = _Whole(context, list(folded))
+        made.value_bits = self.value_bits
+        made.own = dict(zip(folded, own, strict=True))
+        made.came = dict(zip(folded, zip(*codes, strict=True), strict=True))
+        return made
 
-    def sent_bytes(self, step: int, numels: Sequence[int]) -> int:
+    def sent_bytes(self, step: int, shapes: Sequence[torch.Size]) -> int:
         """See `ChangeCompression`."""
-        return self._layout(numels).nbytes
+        return self._layout([s.numel() for s in shapes]).nbytes
 
     def sparsity_at(self, step: int) -> float:
         """Nothing is left out."""
@@ -99,9 +101,8 @@ class Quantized(ErrorsOnly):
         return WholeLayout(tuple(numels), self.value_bits)
 
 
-@dataclass(frozen=True, slots=True)
-class _Whole:
-    """What all ranks sent of each tensor, as codes, since decoded they would be as many models; a `MeanChange`."""
+class _Whole(MeanChange):
+    """What all ranks sent of each tensor, as codes, since decoded they would be as many models."""
 
     value_bits: int
     own: Mapping[str, Tensor]
