@@ -342,8 +342,9 @@ _EXCHANGED = (
     "The gradients had been exchanged before it: what was sent has left this rank's residuals, no parameter has moved"
 )
 _SPOILED_HERE = (
-    "this came after the exchange of the update: what was sent has left this rank's residuals, other ranks have made "
-    "the update, and they hear of it in the next one. Restart all ranks from the last checkpoint"
+    "this came after the exchange of the update, which other ranks have made and this one has not, or not all of it: "
+    "what it sent may have left its residuals. They hear of it in the next one. Restart all ranks from the last "
+    "checkpoint"
 )
 
 
