@@ -331,7 +331,7 @@ def late_in_a_shorter_call(rank: int, size: int) -> str:
 @pytest.mark.fault
 def test_the_time_out_that_is_told_is_that_of_the_call(ranks: Pool) -> None:
     told, _ = ranks.run(late_in_a_shorter_call)
-    assert "did not take part within 2 s" in told
+    assert "within 2 s" in told  # whatever is known of the other rank by then
     assert "40 s" not in told
 
 

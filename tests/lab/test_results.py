@@ -301,7 +301,7 @@ def test_every_strategy_can_be_used_elsewhere(name: str) -> None:
         compile(recipe.code, name, "exec")
     else:
         fields = DistributedStrategy.from_dict(document).on
-        assert list(fields) == ([recipe.field] if recipe.field else [])
+        assert list(fields) == ([recipe.field] if recipe.field else list(recipe.options.get("document", {})))
 
 
 def test_no_text_of_a_plot_leaves_its_drawing() -> None:
