@@ -213,7 +213,7 @@ class LowRankCompressor:
             residual = self._residuals[name]
             error = residual.view(left.shape[0], -1)
             error.add_(arrived.node_means.get(name, grads[name]).reshape(error.shape))
-            for p, q in zip(left.unbind(1), right.unbind(1), strict=True):
+            for p, q in zip(_columns(left), _columns(right), strict=True):
                 error.addr_(p, q, alpha=-1)
             factor = self._factors[name].copy_(right)
             for column in arrived.lost[name]:  # it would stay zero for ever
@@ -251,7 +251,7 @@ class LowRankMeans(MeanChange):
         mean = zeros_for(param, left.dtype, into)
         matrix = mean.view(left.shape[0], -1)
         # entry by entry: the order of additions in a product of matrices depends on the processor
-        for p, q in zip(left.unbind(1), right.unbind(1), strict=True):
+        for p, q in zip(_columns(left), _columns(right), strict=True):
             matrix.addr_(p, q)
         return mean
 
@@ -305,6 +305,11 @@ def _send_factors(
     return arrived
 
 
+def _columns(factor: Tensor) -> tuple[Tensor, ...]:
+    """The columns, contiguous, with which products are five times as fast."""
+    return factor.t().contiguous().unbind(0)
+
+
 def _drawn(rows: int, columns: int, seed: int) -> Tensor:
     """A factor to begin with, shape (rows, columns), the same on all ranks and processors."""
     return torch.rand(rows, columns, generator=torch.Generator().manual_seed(seed)) - 0.5
@@ -324,45 +329,56 @@ def orthonormal(matrices: Iterable[Tensor]) -> list[tuple[Tensor, list[int]]]:
         are zero. Two copies to the host for all matrices together.
     """
     given = list(matrices)
+    by_shape: dict[torch.Size, list[int]] = {}
+    for place, matrix in enumerate(given):
+        by_shape.setdefault(matrix.shape, []).append(place)
+    stacks = [torch.stack([given[place].double() for place in places]) for places in by_shape.values()]
     # once leaves an error that grows with the square of how nearly dependent columns are
-    once = _orthonormalized([matrix.double() for matrix in given])
-    twice = _orthonormalized([matrix for matrix, _ in once])
-    return [
-        (basis.to(matrix.dtype), sorted({*lost, *before}))
-        for matrix, (basis, lost), (_, before) in zip(given, twice, once, strict=True)
-    ]
+    stacks, first = _orthonormalized(stacks)
+    stacks, second = _orthonormalized(stacks)
+    found: dict[int, tuple[Tensor, list[int]]] = {}
+    for places, stack, before, after in zip(by_shape.values(), stacks, first, second, strict=True):
+        for at, place in enumerate(places):
+            found[place] = stack[at].to(given[place].dtype), sorted({*before[at], *after[at]})
+    return [found[place] for place in range(len(given))]
 
 
-def _orthonormalized(matrices: list[Tensor]) -> list[tuple[Tensor, list[int]]]:
-    """One pass, in float64."""
-    if not matrices:
-        return []
-    numbers = torch.cat([_gram(matrix).reshape(-1) for matrix in matrices]).tolist()
-    found = []
-    for matrix in matrices:
-        r = matrix.shape[1]
-        inverse, lost = _inverse_of_factor([numbers[r * i : r * (i + 1)] for i in range(r)])
-        numbers = numbers[r * r :]
+def _orthonormalized(stacks: list[Tensor]) -> tuple[list[Tensor], list[list[list[int]]]]:
+    """One pass over stacks of matrices, shape (b, n, r), float64; and the columns of each that are lost."""
+    if not stacks:
+        return [], []
+    numbers = torch.cat([_grams(stack).reshape(-1) for stack in stacks]).tolist()
+    found, all_lost = [], []
+    for stack in stacks:
+        count, _, r = stack.shape
+        inverses, lost = [], []
+        for _ in range(count):
+            inverse, its_lost = _inverse_of_factor([numbers[r * i : r * (i + 1)] for i in range(r)])
+            numbers = numbers[r * r :]
+            inverses.append(inverse)
+            lost.append(its_lost)
+        factors = torch.tensor(inverses, dtype=stack.dtype, device=stack.device).unsqueeze(2)
         columns = []
         for j in range(r):
-            column = matrix[:, 0] * inverse[0][j]
+            column = stack[:, :, 0] * factors[:, 0, :, j]
             for i in range(1, j + 1):
-                column = column + matrix[:, i] * inverse[i][j]
+                column = column + stack[:, :, i] * factors[:, i, :, j]
             columns.append(column)
-        found.append((torch.stack(columns, dim=1), lost))
-    return found
+        found.append(torch.stack(columns, dim=2))
+        all_lost.append(lost)
+    return found, all_lost
 
 
-def _gram(matrix: Tensor) -> Tensor:
-    """P^T P in float64, its upper half; chunks are added up each by one thread."""
-    n, r = matrix.shape
-    rows = matrix.new_zeros(-(-n // _CHUNK) * _CHUNK, r)
-    rows[:n] = matrix
-    gram = matrix.new_zeros(r, r)
+def _grams(stack: Tensor) -> Tensor:
+    """P^T P of each matrix in float64, its upper half; chunks are added up each by one thread."""
+    count, n, r = stack.shape
+    rows = stack.new_zeros(count, -(-n // _CHUNK) * _CHUNK, r)
+    rows[:, :n] = stack
+    grams = stack.new_zeros(count, r, r)
     for j in range(r):
-        products = rows[:, : j + 1] * rows[:, j : j + 1]
-        gram[: j + 1, j] = products.t().reshape(j + 1, -1, _CHUNK).sum(2).sum(1)
-    return gram
+        products = (rows[:, :, : j + 1] * rows[:, :, j : j + 1]).transpose(1, 2)
+        grams[:, : j + 1, j] = products.reshape(count, j + 1, -1, _CHUNK).sum(3).sum(2)
+    return grams
 
 
 def _inverse_of_factor(gram: list[list[float]]) -> tuple[list[list[float]], list[int]]:
