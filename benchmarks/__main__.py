@@ -1,4 +1,5 @@
-"""All benchmarks one after the other, in less than ten minutes: figures as JSON, one table, and the page in docs.
+"""All benchmarks one after the other, in less than ten minutes: figures as JSON, one table, and the
+page in docs.
 
     python -m benchmarks
     python -m benchmarks --only codec optimizers
@@ -28,14 +29,26 @@ SUITE: dict[str, list[str]] = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=SUITE, default=list(SUITE), help="some of them")
-    parser.add_argument("--quick", action="store_true", help="small and short: shows that they run, measures nothing")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=SUITE, default=list(SUITE), help="some of them"
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="small and short: shows that they run, measures nothing",
+    )
     parser.add_argument("--folder", type=Path, default=report.RESULTS, help="for the JSON files")
     arguments = parser.parse_args()
     if arguments.quick and arguments.folder == report.RESULTS:
-        parser.error("--quick measures nothing: name another --folder, so that no figures are overwritten")
-    failed = [name for name in arguments.only if not run(name, arguments.folder, quick=arguments.quick)]
+        parser.error(
+            "--quick measures nothing: name another --folder, so that no figures are overwritten"
+        )
+    failed = [
+        name for name in arguments.only if not run(name, arguments.folder, quick=arguments.quick)
+    ]
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     elif arguments.folder == report.RESULTS:
@@ -50,8 +63,12 @@ def run(name: str, folder: Path, *, quick: bool) -> bool:
     module, out = f"benchmarks.{name}", ["--out", os.path.relpath(folder / f"{name}.json")]
     begin = time.perf_counter()
     print(f"== {name}", flush=True)
-    done = subprocess.run([sys.executable, "-m", module, *SUITE[name], *out, *["--quick"] * quick], check=False)
-    print(f"== {name}: {time.perf_counter() - begin:.0f} s, exit status {done.returncode}", flush=True)
+    done = subprocess.run(
+        [sys.executable, "-m", module, *SUITE[name], *out, *["--quick"] * quick], check=False
+    )
+    print(
+        f"== {name}: {time.perf_counter() - begin:.0f} s, exit status {done.returncode}", flush=True
+    )
     return done.returncode == 0
 
 

@@ -1,11 +1,13 @@
-"""What compressed changes cost in held-out loss: local updates of several ranks, simulated in one process.
+"""What compressed changes cost in held-out loss: local updates of several ranks, simulated in one
+process.
 
     python -m benchmarks.changes --steps 1000 --size small --contenders uncompressed quantized-4
 
-Every rank trains the byte transformer of `thinwire compare` by AdamW on batches of its own; every `--k-steps` steps the
-changes travel by the library's own codes and messages, handed from rank to rank in this process. All contenders see
-the same batches. One line each at the end of its run: held-out loss at the common anchor, its distance to the
-uncompressed run of the same seed if that ran before, and bytes a rank and averaging. Not part of `make bench`.
+Every rank trains the byte transformer of `thinwire compare` by AdamW on batches of its own; every
+`--k-steps` steps the changes travel by the library's own codes and messages, handed from rank to
+rank in this process. All contenders see the same batches. One line each at the end of its run:
+held-out loss at the common anchor, its distance to the uncompressed run of the same seed if that
+ran before, and bytes a rank and averaging. Not part of `make bench`.
 """
 
 import argparse
@@ -40,7 +42,8 @@ class Text:
     def __init__(self, context: int) -> None:
         corpus = read_standard_library()
         self.train, self.held_out = (
-            torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in (corpus.train, corpus.held_out)
+            torch.frombuffer(bytearray(part), dtype=torch.uint8)
+            for part in (corpus.train, corpus.held_out)
         )
         self.context = context
 
@@ -60,14 +63,19 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 class Ranks:
     """Models of several ranks, their anchor, and what each has kept."""
 
-    def __init__(self, model: nn.Module, count: int, lr: float, compression: ChangeCompression | None) -> None:
+    def __init__(
+        self, model: nn.Module, count: int, lr: float, compression: ChangeCompression | None
+    ) -> None:
         self.models = [copy.deepcopy(model) for _ in range(count)]
         self.optimizers = [
-            torch.optim.AdamW(m.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1) for m in self.models
+            torch.optim.AdamW(m.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
+            for m in self.models
         ]
         self.compression = compression
         self.anchor = {name: p.detach().clone() for name, p in model.named_parameters()}
-        self.kept = [{ERRORS: {n: torch.zeros_like(a) for n, a in self.anchor.items()}} for _ in self.models]
+        self.kept = [
+            {ERRORS: {n: torch.zeros_like(a) for n, a in self.anchor.items()}} for _ in self.models
+        ]
 
     @torch.no_grad()
     def average(self, step: int) -> int:
@@ -83,14 +91,19 @@ class Ranks:
                     folded.add_(kept[ERRORS][name], alpha=self.compression.decay)
             given = enumerate(zip(changes, self.kept, strict=True))
             count = len(changes)
-            sendings = [self.compression.send(Context(step, 0, r, count), c, k) for r, (c, k) in given]
+            sendings = [
+                self.compression.send(Context(step, 0, r, count), c, k) for r, (c, k) in given
+            ]
             rows = torch.stack([next(sending)[0].message for sending in sendings])
             nbytes = rows.shape[1]
             for sending, change, kept in zip(sendings, changes, self.kept, strict=True):
                 try:
                     sending.send([rows])
                 except StopIteration as end:
-                    means = {name: end.value.settle_(name, folded, kept) for name, folded in change.items()}
+                    means = {
+                        name: end.value.settle_(name, folded, kept)
+                        for name, folded in change.items()
+                    }
         for name, anchor in self.anchor.items():
             anchor.sub_(means[name])
             for own in params:
@@ -107,12 +120,16 @@ def rate_factor(step: int, steps: int) -> float:
 
 def run(name: str, seed: int, text: Text, options: argparse.Namespace) -> dict[str, float]:
     torch.manual_seed(seed)
-    ranks = Ranks(ByteTransformer(parse_size(options.size)), options.ranks, options.lr, CONTENDERS[name])
+    ranks = Ranks(
+        ByteTransformer(parse_size(options.size)), options.ranks, options.lr, CONTENDERS[name]
+    )
     nbytes = 0
     for step in range(options.steps):
         for rank, (model, optimizer) in enumerate(zip(ranks.models, ranks.optimizers, strict=True)):
             optimizer.param_groups[0]["lr"] = options.lr * rate_factor(step, options.steps)
-            loss = loss_of(model, text.batch(text.train, options.batch, 1_000_003 * seed + 1009 * step + rank))
+            loss = loss_of(
+                model, text.batch(text.train, options.batch, 1_000_003 * seed + 1009 * step + rank)
+            )
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -120,12 +137,17 @@ def run(name: str, seed: int, text: Text, options: argparse.Namespace) -> dict[s
         if (step + 1) % options.k_steps == 0 or step + 1 == options.steps:
             nbytes = ranks.average(step + 1)
     with torch.no_grad():
-        pieces = [loss_of(ranks.models[0], text.batch(text.held_out, 32, i)) for i in range(HELD_OUT // 32)]
+        pieces = [
+            loss_of(ranks.models[0], text.batch(text.held_out, 32, i))
+            for i in range(HELD_OUT // 32)
+        ]
     return {"loss": float(torch.stack(pieces).mean()), "bytes": nbytes}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--size", default="small", help="as of thinwire compare")
     parser.add_argument("--steps", type=int, default=1000)

@@ -1,9 +1,11 @@
-"""What it costs to fold a gradient, select, encode and decode: ours against torch, and against the memory's floor.
+"""What it costs to fold a gradient, select, encode and decode: ours against torch, and against the
+memory's floor.
 
     python -m benchmarks.codec --out benchmarks/results/codec.json
     python -m benchmarks.codec --quick
 
-Contenders take turns within one run and the median counts, so the ratios hold on a machine that others use too.
+Contenders take turns within one run and the median counts, so the ratios hold on a machine that
+others use too.
 """
 
 import os
@@ -50,7 +52,10 @@ def fold_list(grad: Tensor, density: float) -> Callable[[], object]:
     """The same for a model's many tensors, in one call for all of them."""
     grads = [part.contiguous() for part in grad.chunk(TENSORS)]
     ks = [count_sent(part.numel(), 1 - density) for part in grads]
-    folds = [Fold(part, torch.zeros_like(part), torch.zeros_like(part), RULE.momentum, RULE.nesterov) for part in grads]
+    folds = [
+        Fold(part, torch.zeros_like(part), torch.zeros_like(part), RULE.momentum, RULE.nesterov)
+        for part in grads
+    ]
 
     def run() -> None:
         proposals = propose_list(folds, ks)
@@ -88,7 +93,9 @@ def contenders(
     message, _ = pack(layout, 0, 0, [part])
 
     def decode() -> object:
-        return [unpack(layout, message, step=0, bucket=0, source=s).parts[0] for s in range(SOURCES)]
+        return [
+            unpack(layout, message, step=0, bucket=0, source=s).parts[0] for s in range(SOURCES)
+        ]
 
     operations: dict[str, Callable[[], Callable[[], object]]] = {
         "fold": lambda: fold_ours(grad, k, torch.float32),
@@ -131,10 +138,12 @@ def measure(numel: int, densities: list[float], value_bits: int, repeats: int) -
 
 def printed(result: dict[str, object]) -> str:
     lines = [
-        f"{result['numel']:,} float32, {result['threads']} threads, {result['value_bits']} bit(s) a value, "
+        f"{result['numel']:,} float32, {result['threads']} threads, {result['value_bits']} bit(s) "
+        "a value, "
         f"decode and sum of {SOURCES} sources, medians of {result['repeats']}",
         "",
-        "| density | operation | ours : floor | ours : floor by adding | ours : fold | reference : ours | eager : ours "
+        "| density | operation | ours : floor | ours : floor by adding | ours : fold | reference : "
+        "ours | eager : ours "
         "| ours ms | reference ms | eager ms | floor ms |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
@@ -145,7 +154,10 @@ def printed(result: dict[str, object]) -> str:
         cells = [
             f"{row['density']:.2%}",
             row["operation"],
-            *(f"{ours / row[floor]:.2f}" if is_fold else "" for floor in ("floor", "floor by adding")),
+            *(
+                f"{ours / row[floor]:.2f}" if is_fold else ""
+                for floor in ("floor", "floor by adding")
+            ),
             f"{ours / fold_ms:.3f}",
             f"{row['reference'] / ours:.1f}" if "reference" in row else "",
             f"{row['eager'] / ours:.1f}" if "eager" in row else "",
@@ -159,23 +171,30 @@ def printed(result: dict[str, object]) -> str:
 
 
 def narrow_folds(result: dict[str, object]) -> list[str]:
-    """What it costs to fold with momentum buffer and residual in bfloat16, and a gradient in float32."""
+    """What it costs to fold with momentum buffer and residual in bfloat16, and a gradient in
+    float32.
+    """
     folds = [row for row in result["milliseconds"] if "bfloat16" in row]
     if not folds:
         return []
     table = [
-        f"| {row['density']:.2%} | {row['bfloat16'] / row['ours']:.2f} | {row['bfloat16'] / (0.6 * row['floor']):.2f} "
+        f"| {row['density']:.2%} | {row['bfloat16'] / row['ours']:.2f} | "
+        f"{row['bfloat16'] / (0.6 * row['floor']):.2f} "
         f"| {row['bfloat16']:.2f} |"
         for row in folds
     ]
-    head = "| density | fold in bfloat16 : ours | fold in bfloat16 : floor of 3 words | bfloat16 ms |"
+    head = (
+        "| density | fold in bfloat16 : ours | fold in bfloat16 : floor of 3 words | bfloat16 ms |"
+    )
     return ["", head, "|---|---|---|---|", *table]
 
 
 def main() -> None:
     parser = parser_for(__doc__)
     parser.add_argument("--numel", type=int, default=25_000_000, help="entries of the tensor")
-    parser.add_argument("--densities", type=float, nargs="+", default=[0.001, 0.01, 0.25], help="fractions sent")
+    parser.add_argument(
+        "--densities", type=float, nargs="+", default=[0.001, 0.01, 0.25], help="fractions sent"
+    )
     parser.add_argument("--value-bits", type=int, default=1, help="1, 2, 4, 8, 16 or 32")
     arguments = parser.parse_args()
     if arguments.threads:

@@ -1,4 +1,6 @@
-"""What the benchmarks share: contenders that take turns, the rate of the memory, the command line."""
+"""What the benchmarks share: contenders that take turns, the rate of the memory, the
+command line.
+"""
 
 import argparse
 import json
@@ -24,7 +26,9 @@ def seconds(work: Work) -> float:
 
 
 def turns_ms(works: dict[str, Work], numel: int, repeats: int) -> dict[str, list[float]]:
-    """Times of works that take turns, A B C, A B C, ...; copying and adding `numel` float32 are among them."""
+    """Times of works that take turns, A B C, A B C, ...; copying and adding `numel` float32 are
+    among them.
+    """
     source, target = torch.ones(numel), torch.zeros(numel)
     works = {**works, "copy": lambda: target.copy_(source), "add": lambda: target.add_(source)}
     for work in works.values():
@@ -71,10 +75,18 @@ def surroundings(repeats: int) -> dict[str, object]:
 
 def parser_for(description: str | None) -> argparse.ArgumentParser:
     """A command line with the options that every benchmark has."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=9, help="rounds; at least 7 for figures that count")
-    parser.add_argument("--threads", type=int, default=None, help="threads of all contenders; default: torch's own")
-    parser.add_argument("--quick", action="store_true", help="small and short: shows that it runs, measures nothing")
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=9, help="rounds; at least 7 for figures that count"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=None, help="threads of all contenders; default: torch's own"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="small and short: shows that it runs, measures nothing"
+    )
     parser.add_argument("--out", type=Path, default=None, help="file for the figures as JSON")
     return parser
 

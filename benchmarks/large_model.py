@@ -1,9 +1,11 @@
-"""124 M parameters over 20 Mbit/s: the start, 20 updates of DGC, two averagings of sparse local updates.
+"""124 M parameters over 20 Mbit/s: the start, 20 updates of DGC, two averagings of sparse local
+updates.
 
     python -m benchmarks.large_model --out benchmarks/results/large_model.json
 
-Needs root, for two network namespaces with a link between them, and 10 GB of memory; takes some ten minutes, most of
-it the copy of the model where replicas differ. `--quick` is small and on the machine's own loopback.
+Needs root, for two network namespaces with a link between them, and 10 GB of memory; takes some ten
+minutes, most of it the copy of the model where replicas differ. `--quick` is small and on the
+machine's own loopback.
 """
 
 import contextlib
@@ -26,15 +28,26 @@ PARTS = ("equal", "dgc", "local", "different")
 
 def main() -> None:
     parser = parser_for(__doc__)
-    parser.add_argument("--link", default="20mbit", help="rate of the emulated link, as in thinwire compare")
-    parser.add_argument("--timeout", type=float, default=120.0, help="of the process group, in seconds")
+    parser.add_argument(
+        "--link", default="20mbit", help="rate of the emulated link, as in thinwire compare"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=120.0, help="of the process group, in seconds"
+    )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     arguments = parser.parse_args()
     shape = QUICK if arguments.quick else FULL
     link = Link.parse("loopback" if arguments.quick else arguments.link)
     if link.emulated and (reason := why_unavailable()) is not None:
-        sys.exit(f"the link cannot be emulated here: network namespaces {reason}; --quick runs on loopback")
-    task = {"task": "benchmarks.large_model_run:Run", "timeout_s": arguments.timeout, "parts": arguments.parts}
+        sys.exit(
+            f"the link cannot be emulated here: network namespaces {reason}; --quick runs on "
+            "loopback"
+        )
+    task = {
+        "task": "benchmarks.large_model_run:Run",
+        "timeout_s": arguments.timeout,
+        "parts": arguments.parts,
+    }
     around, begin = surroundings(1), time.perf_counter()
     found: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
@@ -47,7 +60,10 @@ def main() -> None:
     rows = found["rows"]
     print(f"{found['params']:,} parameters, {link}, time-out {arguments.timeout:g} s")
     for row in rows:
-        print(f"  {row['what']:58} {row['seconds']:8.1f} s {row['bytes_sent'] / 1e6:10.2f} MB sent by rank 0")
+        print(
+            f"  {row['what']:58} {row['seconds']:8.1f} s {row['bytes_sent'] / 1e6:10.2f} MB sent "
+            "by rank 0"
+        )
     result: dict[str, object] = {
         **around,
         "workers": WORKERS,

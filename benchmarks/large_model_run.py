@@ -26,7 +26,10 @@ class Model(nn.Module):
         self.tokens = nn.Embedding(vocabulary, width)
         nn.init.normal_(self.tokens.weight, std=0.02)
         self.blocks = nn.Sequential(
-            *(nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(blocks))
+            *(
+                nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+                for _ in range(blocks)
+            )
         )
         self.norm = nn.LayerNorm(width)
 
@@ -57,13 +60,17 @@ class Run:
 
     def _equal(self, model: nn.Module) -> None:
         with self._timed("start, equal replicas") as done:
-            engine = tw.DistributedStrategy().prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), loss_of)
+            engine = tw.DistributedStrategy().prepare(
+                model, torch.optim.SGD(model.parameters(), lr=0.01), loss_of
+            )
             done()
         engine.close()
 
     def _dgc(self, model: nn.Module) -> None:
         optimizer = torch.optim.SGD(model.named_parameters(), lr=0.01, momentum=0.9)
-        engine = tw.DistributedStrategy(dgc=tw.DGC(sparsity=(0.999,))).prepare(model, optimizer, loss_of)
+        engine = tw.DistributedStrategy(dgc=tw.DGC(sparsity=(0.999,))).prepare(
+            model, optimizer, loss_of
+        )
         with self._timed(f"{UPDATES} updates of DGC") as done:
             for step in range(UPDATES):
                 loss = engine.train_step(*self._batch(step))
@@ -76,7 +83,9 @@ class Run:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         config = tw.LocalSGD(k_steps=INTERVAL, begin_step=0, compression=tw.Sparse(sparsity=0.99))
         with tw.local_sgd(model, optimizer, config) as sync:
-            with self._timed(f"{AVERAGINGS} averagings, {AVERAGINGS * INTERVAL} local steps") as done:
+            with self._timed(
+                f"{AVERAGINGS} averagings, {AVERAGINGS * INTERVAL} local steps"
+            ) as done:
                 for step in range(AVERAGINGS * INTERVAL):
                     loss = loss_of(model(self._batch(step)[0]), self._batch(step)[1])
                     loss.backward()
@@ -105,7 +114,9 @@ class Run:
 
         def done() -> None:
             seconds = time.perf_counter() - begin
-            self.rows.append({"what": what, "seconds": round(seconds, 2), "bytes_sent": _sent_bytes() - sent})
+            self.rows.append(
+                {"what": what, "seconds": round(seconds, 2), "bytes_sent": _sent_bytes() - sent}
+            )
 
         yield done
         self.say(f"{what}: {self.rows[-1]['seconds']} s")
@@ -136,7 +147,9 @@ class Run:
 
     @contextmanager
     def _keeping_in_touch(self) -> Iterator[None]:
-        """The command gives up workers that are silent for long; those that copy a large model are."""
+        """The command gives up workers that are silent for long; those that copy a large
+        model are.
+        """
         over = threading.Event()
 
         def go_on() -> None:
@@ -157,6 +170,8 @@ def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def _sent_bytes() -> int:
-    """Of all interfaces of this namespace, as the kernel counts them, headers and answers included."""
+    """Of all interfaces of this namespace, as the kernel counts them, headers and answers
+    included.
+    """
     lines = Path("/proc/self/net/dev").read_text().splitlines()[2:]
     return sum(int(line.partition(":")[2].split()[8]) for line in lines)

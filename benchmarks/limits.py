@@ -28,11 +28,16 @@ def fold(contender: str, operation: str = "fold") -> Callable[[Any], float]:
 
 def coding(result: Any) -> float:
     """Encoding, and decoding two sources, over the fold."""
-    return float((_row(result, "encode")["ours"] + _row(result, "decode")["ours"]) / _row(result, "fold")["ours"])
+    return float(
+        (_row(result, "encode")["ours"] + _row(result, "decode")["ours"])
+        / _row(result, "fold")["ours"]
+    )
 
 
 def _row(result: Any, operation: str) -> Any:
-    return next(r for r in result["milliseconds"] if r["operation"] == operation and r["density"] == 0.001)
+    return next(
+        r for r in result["milliseconds"] if r["operation"] == operation and r["density"] == 0.001
+    )
 
 
 def lamb(*others: str) -> Callable[[Any], float | None]:
@@ -53,7 +58,9 @@ def lamb(*others: str) -> Callable[[Any], float | None]:
 
 def lamb_floor(result: Any) -> float:
     """LAMB over moving ten words a parameter, the worse of the two sets of tensors."""
-    return float(max(r["milliseconds"]["ours"] / r["floor"] for r in result["rows"] if r["method"] == "LAMB"))
+    return float(
+        max(r["milliseconds"]["ours"] / r["floor"] for r in result["rows"] if r["method"] == "LAMB")
+    )
 
 
 def split_entries(result: Any) -> float:
@@ -62,8 +69,12 @@ def split_entries(result: Any) -> float:
 
 
 def compiling_dgc(result: Any) -> float:
-    """Processor seconds that compiling for DGC at one bit a value takes, where nothing is in the cache."""
-    return float(next(row["cpu"] for row in result["compiling_s"] if row["work"] == "DGC, one bit a value"))
+    """Processor seconds that compiling for DGC at one bit a value takes, where nothing is in the
+    cache.
+    """
+    return float(
+        next(row["cpu"] for row in result["compiling_s"] if row["work"] == "DGC, one bit a value")
+    )
 
 
 def compiled_again(result: Any) -> float:
@@ -83,13 +94,27 @@ def peak(who: str, other: str) -> Callable[[Any], float]:
 
 def over_ddp(contender: str) -> Callable[[Any], float]:
     """The median of the steps of a contender, each over DDP's of the same round."""
-    return lambda result: float(next(row["over DDP"] for row in result["rows"] if row["name"] == contender))
+    return lambda result: float(
+        next(row["over DDP"] for row in result["rows"] if row["name"] == contender)
+    )
 
 
 LIMITS = [
-    Limit("DGC fold and select : floor of 5 words at the rate of copying", "codec", 2.0, fold("floor")),
-    Limit("the same of 160 tensors : the same floor", "codec", 2.0, fold("floor", "fold of 160 tensors")),
-    Limit("DGC fold and select : eager `torch.topk` with the same bookkeeping", "codec", 0.1, fold("eager")),
+    Limit(
+        "DGC fold and select : floor of 5 words at the rate of copying", "codec", 2.0, fold("floor")
+    ),
+    Limit(
+        "the same of 160 tensors : the same floor",
+        "codec",
+        2.0,
+        fold("floor", "fold of 160 tensors"),
+    ),
+    Limit(
+        "DGC fold and select : eager `torch.topk` with the same bookkeeping",
+        "codec",
+        0.1,
+        fold("eager"),
+    ),
     Limit("encode, and decode of two sources at 0.1 % : fold", "codec", 0.15, coding),
     Limit("LAMB step : floor of 10 words at the rate of copying", "optimizers", 1.5, lamb_floor),
     Limit(
@@ -98,9 +123,22 @@ LIMITS = [
         0.45,
         lamb("timm Lamb", "pytorch_optimizer Lamb", "foreach LAMB"),
     ),
-    Limit("LAMB step : `torch.optim.AdamW(fused=True)`", "optimizers", 2.2, lamb("torch AdamW, fused")),
-    Limit("split exchange, entries sent and received of 1,024 sources : k", "scaling", 6.0, split_entries),
-    Limit("import, added to torch's", "startup", 0.05, lambda result: float(result["imports_s"]["thinwire"]), " s"),
+    Limit(
+        "LAMB step : `torch.optim.AdamW(fused=True)`", "optimizers", 2.2, lamb("torch AdamW, fused")
+    ),
+    Limit(
+        "split exchange, entries sent and received of 1,024 sources : k",
+        "scaling",
+        6.0,
+        split_entries,
+    ),
+    Limit(
+        "import, added to torch's",
+        "startup",
+        0.05,
+        lambda result: float(result["imports_s"]["thinwire"]),
+        " s",
+    ),
     Limit("compiling for DGC with an empty cache, processor", "startup", 6.0, compiling_dgc, " s"),
     Limit("functions compiled where the cache is warm", "startup", 0, compiled_again),
     Limit(
@@ -116,6 +154,9 @@ LIMITS = [
         peak("DGCMomentum attached to DDP", "DDP, PowerSGD of rank 2, SGD with momentum"),
     ),
     Limit(
-        "DGC step under DDP over 1 Gbit/s, two workers : dense", "overlap", 0.6, over_ddp("DDP, DGCMomentum attached")
+        "DGC step under DDP over 1 Gbit/s, two workers : dense",
+        "overlap",
+        0.6,
+        over_ddp("DDP, DGCMomentum attached"),
     ),
 ]

@@ -1,10 +1,12 @@
-"""What training holds in memory on every rank: plain DDP, PowerSGD and ours, at the peak of a step and between steps.
+"""What training holds in memory on every rank: plain DDP, PowerSGD and ours, at the peak of a step
+and between steps.
 
     python -m benchmarks.memory --out benchmarks/results/memory.json
     python -m benchmarks.memory --quick
 
-Every contender trains the same perceptron on two ranks over gloo, in fresh processes. Figures are resident memory
-beyond what the process had before the model was made, in words of four bytes per parameter, of the rank that has more.
+Every contender trains the same perceptron on two ranks over gloo, in fresh processes. Figures are
+resident memory beyond what the process had before the model was made, in words of four bytes per
+parameter, of the rank that has more.
 """
 
 import gc
@@ -28,7 +30,8 @@ from benchmarks.common import parser_for, save, surroundings
 
 RANKS = 2
 WIDTHS = {"full": (1250, 4000), "quick": (100, 320), "warm": (20, 60)}
-"""Narrow and wide sides of the layers; five of them are 25 million parameters, the largest a fifth."""
+"""Narrow and wide sides of the layers; five of them are 25 million parameters, the largest a fifth.
+"""
 BATCH = 8
 
 PRELOADED = (
@@ -74,15 +77,19 @@ def adam(params: Any) -> torch.optim.Optimizer:
 def ddp(make: Callable[[Any], torch.optim.Optimizer], **options: Any) -> Builder:
     def build(model: nn.Module, inputs: Tensor) -> tuple[Step, Kept]:
         optimizer = make(model.parameters())
-        return loop(DistributedDataParallel(model, **options), optimizer, inputs), lambda: optimizer.state
+        return loop(
+            DistributedDataParallel(model, **options), optimizer, inputs
+        ), lambda: optimizer.state
 
     return build
 
 
 def power_sgd(model: nn.Module, inputs: Tensor) -> tuple[Step, Kept]:
-    """Rank 2, with its error feedback and warm start, which are torch's defaults, from the third step on.
+    """Rank 2, with its error feedback and warm start, which are torch's defaults, from the third
+    step on.
 
-    In a single bucket: with two in flight, torch's hook waits inside a callback, which gloo never returns from.
+    In a single bucket: with two in flight, torch's hook waits inside a callback, which gloo never
+    returns from.
     """
     wrapped = DistributedDataParallel(model, bucket_cap_mb=10_000)
     state = PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
@@ -99,7 +106,9 @@ def power_sgd(model: nn.Module, inputs: Tensor) -> tuple[Step, Kept]:
 def attached(state_dtype: str, **options: Any) -> Builder:
     def build(model: nn.Module, inputs: Tensor) -> tuple[Step, Kept]:
         wrapped = DistributedDataParallel(model, **options)
-        optimizer = tw.optim.DGCMomentum(model.named_parameters(), lr=1e-3, min_numel=1000, state_dtype=state_dtype)
+        optimizer = tw.optim.DGCMomentum(
+            model.named_parameters(), lr=1e-3, min_numel=1000, state_dtype=state_dtype
+        )
         optimizer.attach(wrapped)
         return loop(wrapped, optimizer, inputs), lambda: optimizer.state
 
@@ -109,12 +118,17 @@ def attached(state_dtype: str, **options: Any) -> Builder:
 def engine(make: Callable[[Any], torch.optim.Optimizer], state_dtype: str) -> Builder:
     def build(model: nn.Module, inputs: Tensor) -> tuple[Step, Kept]:
         strategy = tw.DistributedStrategy(dgc=tw.DGC(min_numel=1000, state_dtype=state_dtype))
-        prepared = strategy.prepare(model, make(model.named_parameters()), lambda y, _: y.square().mean())
+        prepared = strategy.prepare(
+            model, make(model.named_parameters()), lambda y, _: y.square().mean()
+        )
 
         def step() -> None:
             prepared.train_step(inputs, None)
 
-        return step, lambda: [prepared._parts.optimizer.state, prepared._parts.exchange.state_dict()]
+        return step, lambda: [
+            prepared._parts.optimizer.state,
+            prepared._parts.exchange.state_dict(),
+        ]
 
     return build
 
@@ -153,7 +167,9 @@ def reset_peak() -> bool:
 
 
 def nbytes(tree: Any) -> int:
-    """Of all tensors in nested dicts and lists; those of the keys are the parameters and do not count."""
+    """Of all tensors in nested dicts and lists; those of the keys are the parameters and do not
+    count.
+    """
     if isinstance(tree, Tensor):
         return tree.numel() * tree.element_size()
     entries = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, list) else ()
@@ -180,14 +196,20 @@ def measured(name: str, size: str, steps: int) -> dict[str, Any]:
     peak, resident = resident_bytes("VmHWM") - before, resident_bytes("VmRSS") - before
     numel = sum(p.numel() for p in model.parameters())
     words = {"peak": peak, "resident": resident, "kept": nbytes(kept())}
-    return {"numel": numel, "peak_is_of_steps": was_reset, **{k: v / 4 / numel for k, v in words.items()}}
+    return {
+        "numel": numel,
+        "peak_is_of_steps": was_reset,
+        **{k: v / 4 / numel for k, v in words.items()},
+    }
 
 
 def work(name: str, size: str, steps: int, threads: int, rank: int, folder: str) -> None:
     """One rank of one contender; writes what it measured."""
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS
+    )
     figures = measured(name, size, steps)
     Path(folder, f"{rank}.json").write_text(json.dumps(figures), encoding="ascii")
     dist.barrier()
@@ -199,7 +221,8 @@ def race(name: str, size: str, steps: int, threads: int) -> dict[str, Any]:
     context = multiprocessing.get_context("forkserver")
     with tempfile.TemporaryDirectory() as folder:
         workers = [
-            context.Process(target=work, args=(name, size, steps, threads, rank, folder)) for rank in range(RANKS)
+            context.Process(target=work, args=(name, size, steps, threads, rank, folder))
+            for rank in range(RANKS)
         ]
         for worker in workers:
             worker.start()
@@ -208,7 +231,10 @@ def race(name: str, size: str, steps: int, threads: int) -> dict[str, Any]:
         codes = [worker.exitcode for worker in workers]
         if any(codes):
             raise RuntimeError(f"{name}: the ranks ended with {codes}")
-        ranks = [json.loads(Path(folder, f"{rank}.json").read_text(encoding="ascii")) for rank in range(RANKS)]
+        ranks = [
+            json.loads(Path(folder, f"{rank}.json").read_text(encoding="ascii"))
+            for rank in range(RANKS)
+        ]
     figures = {key: max(each[key] for each in ranks) for key in ("peak", "resident", "kept")}
     settled = all(each["peak_is_of_steps"] for each in ranks)
     return {"name": name, "numel": ranks[0]["numel"], "peak_is_of_steps": settled, **figures}
@@ -229,12 +255,18 @@ def measure(size: str, steps: int) -> dict[str, object]:
 def printed(result: dict[str, object]) -> str:
     rows = result["rows"]
     first = rows[0]
-    whole = "" if all(row["peak_is_of_steps"] for row in rows) else ", peaks since the start of the process"
+    whole = (
+        ""
+        if all(row["peak_is_of_steps"] for row in rows)
+        else ", peaks since the start of the process"
+    )
     lines = [
-        f"{result['numel']:,} float32 parameters, {result['ranks']} ranks, {result['repeats']} steps{whole}; "
+        f"{result['numel']:,} float32 parameters, {result['ranks']} ranks, {result['repeats']} "
+        f"steps{whole}; "
         "words of four bytes per parameter",
         "",
-        "| who | peak : plain DDP | kept : plain DDP | peak | between steps | kept by optimizer and exchange |",
+        "| who | peak : plain DDP | kept : plain DDP | peak | between steps | kept by optimizer "
+        "and exchange |",
         "|---|---|---|---|---|---|",
     ]
     for row in rows:

@@ -1,10 +1,12 @@
-"""What one update of LAMB, LARS and the outer SGD costs: ours against the memory's floor, torch and other packages.
+"""What one update of LAMB, LARS and the outer SGD costs: ours against the memory's floor, torch and
+other packages.
 
     python -m benchmarks.optimizers --threads 2 --out benchmarks/results/optimizers.json
     python -m benchmarks.optimizers --quick
 
-25 M float32 parameters in 160 tensors, once all of one size and once those of a transformer. Contenders take turns
-within one run and the median counts. Others than torch are measured where they are installed.
+25 M float32 parameters in 160 tensors, once all of one size and once those of a transformer.
+Contenders take turns within one run and the median counts. Others than torch are measured where
+they are installed.
 """
 
 import importlib
@@ -23,7 +25,10 @@ from thinwire import optim
 from thinwire.core.outer import OuterRule, outer_list_, outer_step_
 
 FLOOR_WORDS = {"LAMB": 10, "LARS": 10, "outer SGD": 5}
-"""Per parameter: read p, g, m, v; write m, v; norms; then read and write p. Outer: read s, change, b; write s, b."""
+"""Per parameter: read p, g, m, v; write m, v; norms; then read and write p.
+
+Outer: read s, change, b; write s, b.
+"""
 
 Maker = Callable[[list[Tensor]], torch.optim.Optimizer]
 
@@ -33,9 +38,18 @@ def equal_shapes(numel: int) -> list[tuple[int, ...]]:
 
 
 def transformer_shapes(numel: int) -> list[tuple[int, ...]]:
-    """13 blocks of 12 tensors, and four more: positions, the last norm, an embedding that makes up the sum."""
+    """13 blocks of 12 tensors, and four more: positions, the last norm, an embedding that makes up
+    the sum.
+    """
     width = int((numel / 168) ** 0.5)
-    block = [(3 * width, width), (3 * width,), (width, width), (width,), (4 * width, width), (4 * width,)]
+    block = [
+        (3 * width, width),
+        (3 * width,),
+        (width, width),
+        (width,),
+        (4 * width, width),
+        (4 * width,),
+    ]
     block += [(width, 4 * width), (width,), (width,), (width,), (width,), (width,)]
     rest = [(256, width), (width,), (width,)]
     missing = numel - sum(torch.Size(shape).numel() for shape in 13 * block + rest)
@@ -54,7 +68,9 @@ def timm_module(name: str) -> types.ModuleType | None:
 
 
 class ForeachLamb(torch.optim.Optimizer):
-    """LAMB as one would write it with torch's list operations; without groups, exclusions and checks."""
+    """LAMB as one would write it with torch's list operations; without groups, exclusions and
+    checks.
+    """
 
     def __init__(self, params: list[Tensor]) -> None:
         super().__init__(params, {})
@@ -87,17 +103,26 @@ def lambs() -> Iterator[tuple[str, Maker | None]]:
     yield "ours, foreach=False", lambda params: optim.Lamb(params, foreach=False)
     yield "foreach LAMB", ForeachLamb
     timm = timm_module("lamb")
-    yield "timm Lamb", timm and (lambda params: timm.Lamb(params, max_grad_norm=None, always_adapt=True))
+    yield (
+        "timm Lamb",
+        timm and (lambda params: timm.Lamb(params, max_grad_norm=None, always_adapt=True)),
+    )
     found = importlib.util.find_spec("pytorch_optimizer")
     other: Any = importlib.import_module("pytorch_optimizer") if found else None
-    yield "pytorch_optimizer Lamb", other and (lambda params: other.Lamb(params, weight_decay=0.01, max_grad_norm=0.0))
+    yield (
+        "pytorch_optimizer Lamb",
+        other and (lambda params: other.Lamb(params, weight_decay=0.01, max_grad_norm=0.0)),
+    )
 
 
 def larses() -> Iterator[tuple[str, Maker | None]]:
     yield "ours", lambda params: optim.Lars(params, lr=0.1)
     yield "ours, foreach=False", lambda params: optim.Lars(params, lr=0.1, foreach=False)
     timm = timm_module("lars")
-    yield "timm Lars", timm and (lambda params: timm.Lars(params, lr=0.1, momentum=0.9, weight_decay=5e-4))
+    yield (
+        "timm Lars",
+        timm and (lambda params: timm.Lars(params, lr=0.1, momentum=0.9, weight_decay=5e-4)),
+    )
 
 
 def baselines() -> Iterator[tuple[str, Maker | None]]:
@@ -109,11 +134,14 @@ def outer_steps(shapes: list[tuple[int, ...]], changes: list[Tensor]) -> dict[st
     """SGD with Nesterov momentum on anchors, as local updates make it after an averaging."""
     rule = OuterRule(lr=0.7, momentum=0.9, nesterov=True)
     places = {
-        who: [[torch.zeros(shape) for shape in shapes] for _ in range(2)] for who in ("ours", "eager", "torch SGD")
+        who: [[torch.zeros(shape) for shape in shapes] for _ in range(2)]
+        for who in ("ours", "eager", "torch SGD")
     }
 
     def eager() -> None:
-        for anchor, change, buffer in zip(places["eager"][0], changes, places["eager"][1], strict=True):
+        for anchor, change, buffer in zip(
+            places["eager"][0], changes, places["eager"][1], strict=True
+        ):
             anchor.sub_(outer_step_(change, buffer, rule))
 
     params = [torch.nn.Parameter(anchor) for anchor in places["torch SGD"][0]]
@@ -129,7 +157,9 @@ def outer_steps(shapes: list[tuple[int, ...]], changes: list[Tensor]) -> dict[st
 
 def step_of(make: Maker, shapes: list[tuple[int, ...]], grads: list[Tensor]) -> Work:
     generator = torch.Generator().manual_seed(1)
-    params = [torch.nn.Parameter(0.02 * torch.randn(shape, generator=generator)) for shape in shapes]
+    params = [
+        torch.nn.Parameter(0.02 * torch.randn(shape, generator=generator)) for shape in shapes
+    ]
     for param, grad in zip(params, grads, strict=True):
         param.grad = grad
     return make(params).step
@@ -145,12 +175,16 @@ def measure(method: str, layout: str, numel: int, repeats: int) -> dict[str, obj
         makers: dict[str, Maker | None] = dict.fromkeys(works)
     else:
         makers = dict([*{"LAMB": lambs, "LARS": larses}[method](), *baselines()])
-        works = {name: step_of(make, shapes, grads) for name, make in makers.items() if make is not None}
+        works = {
+            name: step_of(make, shapes, grads) for name, make in makers.items() if make is not None
+        }
     total = sum(grad.numel() for grad in grads)
     turns = turns_ms(works, total, repeats)
     (medians, word), (fastest, _) = summary(turns), summary(turns, min)
     if not torch.equal(before, torch.stack(torch._foreach_norm(grads))):
-        raise RuntimeError("a contender has changed the gradients, which all of them share; leave it out")
+        raise RuntimeError(
+            "a contender has changed the gradients, which all of them share; leave it out"
+        )
     return {
         "method": method,
         "tensors": f"{len(shapes)}, {layout}",
@@ -163,14 +197,19 @@ def measure(method: str, layout: str, numel: int, repeats: int) -> dict[str, obj
 
 def printed(result: dict[str, Any]) -> str:
     lines = [
-        f"{result['threads']} threads, medians of {result['repeats']}, load {result['load_average']}",
+        f"{result['threads']} threads, medians of {result['repeats']}, load "
+        f"{result['load_average']}",
         "",
-        "| method | tensors | who | time : ours | fastest : ours | time : floor | time : floor by adding | ms "
+        "| method | tensors | who | time : ours | fastest : ours | time : floor | time : floor by "
+        "adding | ms "
         "| floor ms |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in result["rows"]:
-        lines += [f"| {row['method']} | {row['tensors']} | {who} | {cells(row, who)} |" for who in row["milliseconds"]]
+        lines += [
+            f"| {row['method']} | {row['tensors']} | {who} | {cells(row, who)} |"
+            for who in row["milliseconds"]
+        ]
     return "\n".join(lines)
 
 
@@ -178,19 +217,30 @@ def cells(row: dict[str, Any], who: str) -> str:
     ms, fastest, floor = row["milliseconds"], row["fastest"], row["floor"]
     if ms[who] is None:
         return "not installed" + " | " * 5
-    ratios = [ms[who] / ms["ours"], fastest[who] / fastest["ours"], ms[who] / floor, ms[who] / row["floor by adding"]]
+    ratios = [
+        ms[who] / ms["ours"],
+        fastest[who] / fastest["ours"],
+        ms[who] / floor,
+        ms[who] / row["floor by adding"],
+    ]
     return " | ".join([*(f"{ratio:.2f}" for ratio in ratios), f"{ms[who]:.1f}", f"{floor:.1f}"])
 
 
 def main() -> None:
     parser = parser_for(__doc__)
-    parser.add_argument("--numel", type=int, default=25_000_000, help="parameters in all 160 tensors together")
+    parser.add_argument(
+        "--numel", type=int, default=25_000_000, help="parameters in all 160 tensors together"
+    )
     arguments = parser.parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     numel, repeats = (400_000, 3) if arguments.quick else (arguments.numel, arguments.repeats)
     facts = surroundings(repeats)
-    rows = [measure(method, layout, numel, repeats) for layout in ("equal", "transformer") for method in FLOOR_WORDS]
+    rows = [
+        measure(method, layout, numel, repeats)
+        for layout in ("equal", "transformer")
+        for method in FLOOR_WORDS
+    ]
     result = {**facts, "rows": rows}
     print(printed(result))
     save(result, arguments.out)

@@ -1,11 +1,14 @@
-"""Two workers over 1 Gbit/s: what a step costs, and how much of the exchange the backward pass hides.
+"""Two workers over 1 Gbit/s: what a step costs, and how much of the exchange the backward pass
+hides.
 
     python -m benchmarks.overlap --out benchmarks/results/overlap.json
     python -m benchmarks.overlap --digest --repeats 25 --out benchmarks/results/digest.json
 
-The second one shows instead what the rolling digest costs: engines with it and without it take turns.
+The second one shows instead what the rolling digest costs: engines with it and without it take
+turns.
 
-Needs root, for two network namespaces with a link between them; `--quick` uses the machine's own loopback.
+Needs root, for two network namespaces with a link between them; `--quick` uses the machine's own
+loopback.
 """
 
 import contextlib
@@ -29,13 +32,20 @@ QUICK = {"width": 64, "blocks": 2, "rows": 2, "length": 8, "bucket_mb": [1, 25]}
 
 def main() -> None:
     parser = parser_for(__doc__)
-    parser.add_argument("--link", default="1gbit", help="rate of the emulated link, as in thinwire compare")
-    parser.add_argument("--digest", action="store_true", help="the cost of the rolling digest instead")
+    parser.add_argument(
+        "--link", default="1gbit", help="rate of the emulated link, as in thinwire compare"
+    )
+    parser.add_argument(
+        "--digest", action="store_true", help="the cost of the rolling digest instead"
+    )
     arguments = parser.parse_args()
     shape, repeats = (QUICK, 2) if arguments.quick else (FULL, arguments.repeats)
     link = Link.parse("loopback" if arguments.quick else arguments.link)
     if link.emulated and (reason := why_unavailable()) is not None:
-        sys.exit(f"the link cannot be emulated here: network namespaces {reason}; --quick runs on loopback")
+        sys.exit(
+            f"the link cannot be emulated here: network namespaces {reason}; --quick runs on "
+            "loopback"
+        )
     config = {"task": "benchmarks.overlap_run:Turns", "timeout_s": 120, "repeats": repeats, **shape}
     config["digest"] = arguments.digest
     around, begin = surroundings(repeats), time.perf_counter()
@@ -48,7 +58,10 @@ def main() -> None:
         "shape": shape,
         "params": found["params"],
         "seconds": round(time.perf_counter() - begin),
-        "rows": [cost(name, found) if arguments.digest else row(name, found) for name in contenders(found)],
+        "rows": [
+            cost(name, found) if arguments.digest else row(name, found)
+            for name in contenders(found)
+        ],
         "milliseconds": found["milliseconds"],
         "cpu_milliseconds": found["cpu_milliseconds"],
     }
@@ -71,7 +84,9 @@ def contenders(found: dict[str, Any]) -> list[str]:
 
 
 def cost(name: str, found: dict[str, Any]) -> dict[str, Any]:
-    """What the digest adds to a step: medians of the differences within a round, shares of the step without it."""
+    """What the digest adds to a step: medians of the differences within a round, shares of the step
+    without it.
+    """
     result: dict[str, Any] = {"name": name, "waits": statistics.median(found["waits"][name])}
     for key in ("milliseconds", "cpu_milliseconds"):
         pairs = list(zip(found[key][name], found[key][name + WITHOUT], strict=True))
@@ -86,12 +101,14 @@ def printed_costs(result: Any) -> str:
     lines = [
         f"{_size(result)}, medians of {result['repeats']} pairs of steps, one thread a worker.",
         "",
-        "| engine | step without digest | added | processor time without | added | left to wait, with it |",
+        "| engine | step without digest | added | processor time without | added | left to wait, "
+        "with it |",
         "|---|---|---|---|---|---|",
     ]
     for each in result["rows"]:
         cells = [
-            f"{each[key]:.0f} ms | {each[f'{key} added']:+.1f} ms, {each[f'{key} added, share']:+.1%}"
+            f"{each[key]:.0f} ms | {each[f'{key} added']:+.1f} ms, "
+            f"{each[f'{key} added, share']:+.1%}"
             for key in ("milliseconds", "cpu_milliseconds")
         ]
         lines.append(f"| {each['name']} | {' | '.join(cells)} | {each['waits']:.0f} ms |")
@@ -102,7 +119,9 @@ def row(name: str, found: dict[str, Any]) -> dict[str, Any]:
     """The figures of one contender; times are medians over the steps."""
     times = found["milliseconds"]
     ratios = {
-        f"over {other}": statistics.median(a / b for a, b in zip(times[name], times[other], strict=True))
+        f"over {other}": statistics.median(
+            a / b for a, b in zip(times[name], times[other], strict=True)
+        )
         for other in ("DDP", "bare")
     }
     steps = [step for step in found["buckets"][name] if step]
@@ -110,7 +129,9 @@ def row(name: str, found: dict[str, Any]) -> dict[str, Any]:
     ways = [
         {
             "milliseconds": statistics.median(step[place][0] for step in steps),
-            "hidden": statistics.median(step[place][1] / step[place][0] for step in steps if step[place][0] > 0),
+            "hidden": statistics.median(
+                step[place][1] / step[place][0] for step in steps if step[place][0] > 0
+            ),
         }
         for place in range(min(counts, default=0))
     ]
@@ -130,7 +151,8 @@ def printed(result: Any) -> str:
     lines = [
         f"{_size(result)}, medians of {result['repeats']} steps, one thread a worker.",
         "",
-        "| contender | step : DDP | step : bare | hidden | share of each collective that is hidden | step |",
+        "| contender | step : DDP | step : bare | hidden | share of each collective that is hidden "
+        "| step |",
         "|---|---|---|---|---|---|",
     ]
     for each in result["rows"]:
@@ -138,14 +160,18 @@ def printed(result: Any) -> str:
         shares = " ".join(f"{way['hidden']:.2f}" for way in each["buckets"][:12])
         more = f" and {len(each['buckets']) - 12} more" if len(each["buckets"]) > 12 else ""
         lines.append(
-            f"| {each['name']} | {each['over DDP']:.2f} | {each['over bare']:.2f} | {hidden} | {shares}{more} | "
+            f"| {each['name']} | {each['over DDP']:.2f} | {each['over bare']:.2f} | {hidden} | "
+            f"{shares}{more} | "
             f"{each['milliseconds']:.0f} ms |"
         )
     return "\n".join(lines)
 
 
 def _size(result: Any) -> str:
-    return f"{result['params'] / 1e6:.1f} M parameters, {result['workers']} workers, link {result['link']}"
+    return (
+        f"{result['params'] / 1e6:.1f} M parameters, {result['workers']} workers, link "
+        f"{result['link']}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""What every rank of `benchmarks.overlap` does: contenders take turns, each step timed, each bucket watched."""
+"""What every rank of `benchmarks.overlap` does: contenders take turns, each step timed, each bucket
+watched.
+"""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +33,10 @@ UNTIMED = 4  # DDP cuts its buckets anew after the first step, engines send earl
 def build_model(width: int, blocks: int) -> nn.Module:
     """A transformer's blocks: 12 width^2 parameters and 13 width smaller ones in each."""
     torch.manual_seed(3)
-    layer = [nn.TransformerEncoderLayer(width, 8, 4 * width, dropout=0.0, batch_first=True) for _ in range(blocks)]
+    layer = [
+        nn.TransformerEncoderLayer(width, 8, 4 * width, dropout=0.0, batch_first=True)
+        for _ in range(blocks)
+    ]
     return nn.Sequential(*layer)
 
 
@@ -68,7 +73,9 @@ class Watch:
         future.then(arrived)
 
     def hidden(self) -> list[tuple[float, float]]:
-        """Per bucket the seconds on its way, and the part of them before the last gradient was there."""
+        """Per bucket the seconds on its way, and the part of them before the last gradient was
+        there.
+        """
         there = [(b.sent, b.there) for b in self.buckets if b.there is not None]
         return [(end - sent, max(0.0, min(end, self.last_gradient) - sent)) for sent, end in there]
 
@@ -119,7 +126,9 @@ class Turns:
         self.engines: dict[str, Any] = {}
 
     def train(self) -> dict[str, Any]:
-        """Milliseconds of every step, of the slower rank and of this one's processor, and the way of every bucket."""
+        """Milliseconds of every step, of the slower rank and of this one's processor, and the way
+        of every bucket.
+        """
         if self.config["digest"]:
             self._build_digests()
         else:
@@ -138,13 +147,24 @@ class Turns:
                     if turn >= UNTIMED:
                         busy[name].append(1e3 * (time.process_time() - begin))
                         times[name].append(1e3 * seconds)
-                        ways[name].append([(1e3 * way, 1e3 * hidden) for way, hidden in self.watch.hidden()])
+                        ways[name].append(
+                            [(1e3 * way, 1e3 * hidden) for way, hidden in self.watch.hidden()]
+                        )
                 self.diary.write("round", turn=turn)
         everybody: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everybody, times)
-        slower = {name: [max(t) for t in zip(*(each[name] for each in everybody), strict=True)] for name in times}
+        slower = {
+            name: [max(t) for t in zip(*(each[name] for each in everybody), strict=True)]
+            for name in times
+        }
         params = sum(p.numel() for p in self._model().parameters())
-        return {"milliseconds": slower, "cpu_milliseconds": busy, "waits": waits, "buckets": ways, "params": params}
+        return {
+            "milliseconds": slower,
+            "cpu_milliseconds": busy,
+            "waits": waits,
+            "buckets": ways,
+            "params": params,
+        }
 
     def _waited(self, name: str) -> float:
         """Seconds for the wire, of an engine."""
@@ -176,7 +196,11 @@ class Turns:
     def _build_digests(self) -> None:
         sgd, adamw = partial(torch.optim.SGD, momentum=0.9), torch.optim.AdamW
         dgc = {"dgc": tw.DGC()}
-        for name, strategy, kind in (("dense", {}, sgd), ("dense, AdamW", {}, adamw), ("DGC", dgc, sgd)):
+        for name, strategy, kind in (
+            ("dense", {}, sgd),
+            ("dense, AdamW", {}, adamw),
+            ("DGC", dgc, sgd),
+        ):
             for ending, every in (("", 64), (WITHOUT, 0)):
                 model = self._model()
                 optimizer = kind(model.named_parameters(), LR)

@@ -1,4 +1,5 @@
-"""The table of limits and the page docs/performance.md, both made from the JSON of the benchmarks and nothing else.
+"""The table of limits and the page docs/performance.md, both made from the JSON of the benchmarks
+and nothing else.
 
 python -m benchmarks.report
 """
@@ -36,9 +37,9 @@ COMPARISONS = {
 
 _HEAD = """# Performance
 
-Made by `make bench` from the JSON files in `benchmarks/results`; what is compared and how to read it is said in
-[benchmarks](../benchmarks/README.md). Machines are shared and noisy, so a figure is a ratio within one run: the
-contenders take turns and medians count. Times are there for orientation.
+Made by `make bench` from the JSON files in `benchmarks/results`; what is compared and how to read
+it is said in [benchmarks](../benchmarks/README.md). Machines are shared and noisy, so a figure is a
+ratio within one run: the contenders take turns and medians count. Times are there for orientation.
 """
 
 
@@ -53,7 +54,10 @@ def write() -> None:
 
 def read(folder: Path) -> dict[str, Any]:
     """What the benchmarks found, by name."""
-    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
+    return {
+        path.stem: json.loads(path.read_text(encoding="utf-8"))
+        for path in sorted(folder.glob("*.json"))
+    }
 
 
 def page(results: Mapping[str, Any]) -> str:
@@ -61,7 +65,11 @@ def page(results: Mapping[str, Any]) -> str:
     parts = [_HEAD, "## Limits\n", limits_table(results) + "\n"]
     for name, title in SECTIONS.items():
         module, result = importlib.import_module(f"benchmarks.{name}"), results[name]
-        parts += [f"## {title}\n", f"`{result['command']}`, {machine(result)}\n", module.printed(result) + "\n"]
+        parts += [
+            f"## {title}\n",
+            f"`{result['command']}`, {machine(result)}\n",
+            module.printed(result) + "\n",
+        ]
     parts.append("## Training over slow links\n")
     for name, title in COMPARISONS.items():
         where = f"benchmarks/results/{name}.json"
@@ -72,21 +80,27 @@ def page(results: Mapping[str, Any]) -> str:
 def limits_table(results: Mapping[str, Any]) -> str:
     """Every figure that has a limit, in Markdown."""
     lines = ["| figure | at most | measured | met | benchmark |", "|---|---|---|---|---|"]
-    return "\n".join(lines + [_line(limit, results) for limit in LIMITS if limit.benchmark in results])
+    return "\n".join(
+        lines + [_line(limit, results) for limit in LIMITS if limit.benchmark in results]
+    )
 
 
 def _line(limit: Limit, results: Mapping[str, Any]) -> str:
     value = limit.value(results[limit.benchmark])
     met = "not measured" if value is None else "yes" if value <= limit.at_most else "**no**"
     shown = "" if value is None else f"{value:.3g}{limit.unit}"
-    return f"| {limit.figure} | {limit.at_most:g}{limit.unit} | {shown} | {met} | `{limit.benchmark}` |"
+    return (
+        f"| {limit.figure} | {limit.at_most:g}{limit.unit} | {shown} | {met} | `{limit.benchmark}` "
+        "|"
+    )
 
 
 def machine(result: Mapping[str, Any]) -> str:
     """Where a benchmark ran, in words."""
     facts = result["machine"]
     return (
-        f"{facts['processor']}, {facts['cores']} cores, {facts['memory_gib']} GiB, torch {facts['torch']}, "
+        f"{facts['processor']}, {facts['cores']} cores, {facts['memory_gib']} GiB, torch "
+        f"{facts['torch']}, "
         f"load {result['load_average']} at the start"
     )
 

@@ -3,8 +3,8 @@
     python -m benchmarks.scaling --out benchmarks/results/scaling.json
     python -m benchmarks.scaling --quick
 
-Bytes, no times. Real ranks over gloo show that the counted bytes are those that are given to the collectives; counting
-goes on where no machine has so many ranks.
+Bytes, no times. Real ranks over gloo show that the counted bytes are those that are given to the
+collectives; counting goes on where no machine has so many ranks.
 """
 
 import multiprocessing as mp
@@ -19,7 +19,14 @@ from benchmarks.common import parser_for, save, surroundings
 from thinwire.comm import Group, Nodes, sources_of
 from thinwire.compress.entries import Proposed, send_entries
 from thinwire.compress.protocol import together
-from thinwire.compress.traffic import GATHER, SPLIT, Traffic, between_sources, busiest, chosen_exchange
+from thinwire.compress.traffic import (
+    GATHER,
+    SPLIT,
+    Traffic,
+    between_sources,
+    busiest,
+    chosen_exchange,
+)
 from thinwire.core.feedback import Proposal
 from thinwire.core.message import Layout, Slot
 from thinwire.core.select import count_sent
@@ -47,7 +54,9 @@ def proposals(layout: Layout, source: int) -> dict[str, Proposed]:
     return found
 
 
-def work(rank: int, ranks: int, store: str, layout: Layout, ways: list[tuple[str, int]], answers: Any) -> None:
+def work(
+    rank: int, ranks: int, store: str, layout: Layout, ways: list[tuple[str, int]], answers: Any
+) -> None:
     """One rank: per way the bytes that it gave to others and got from them, between sources."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
@@ -73,13 +82,19 @@ def measured(ranks: int, layout: Layout) -> list[dict[str, Any]]:
     answers = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         arguments = (ranks, str(Path(folder, "store")), layout, ways, answers)
-        processes = [context.Process(target=work, args=(rank, *arguments), daemon=True) for rank in range(ranks)]
+        processes = [
+            context.Process(target=work, args=(rank, *arguments), daemon=True)
+            for rank in range(ranks)
+        ]
         for process in processes:
             process.start()
         found = dict(answers.get(timeout=300) for _ in processes)
         for process in processes:
             process.join()
-    return [row(ranks, way, layout, [found[rank][i] for rank in range(ranks)]) for i, way in enumerate(ways)]
+    return [
+        row(ranks, way, layout, [found[rank][i] for rank in range(ranks)])
+        for i, way in enumerate(ways)
+    ]
 
 
 def row(ranks: int, way: tuple[str, int], layout: Layout, found: list[Any]) -> dict[str, Any]:
@@ -88,10 +103,19 @@ def row(ranks: int, way: tuple[str, int], layout: Layout, found: list[Any]) -> d
     counted = [between_sources(layout, sources, exchange, source) for source in range(sources)]
     leaders = found[::node_size]
     for source, (sent, received) in enumerate(leaders):
-        assert (sent, received) == (counted[source].bytes_sent, counted[source].bytes_received), (way, source)
+        assert (sent, received) == (counted[source].bytes_sent, counted[source].bytes_received), (
+            way,
+            source,
+        )
     assert all(answer is None for rank, answer in enumerate(found) if rank % node_size)
     most = max(sent + received for sent, received in leaders)
-    return {"ranks": ranks, "node_size": node_size, "exchange": exchange, "bytes": most, "as_counted": True}
+    return {
+        "ranks": ranks,
+        "node_size": node_size,
+        "exchange": exchange,
+        "bytes": most,
+        "as_counted": True,
+    }
 
 
 def counted(ranks: int, layout: Layout) -> dict[str, Any]:
@@ -100,9 +124,14 @@ def counted(ranks: int, layout: Layout) -> dict[str, Any]:
     between = chosen_exchange("auto", layout, nodes) if nodes > 1 else None
     return {
         "sources": ranks,
-        **{way: {"entries": traffic.entries, "bytes": traffic.bytes} for way, traffic in ways.items()},
+        **{
+            way: {"entries": traffic.entries, "bytes": traffic.bytes}
+            for way, traffic in ways.items()
+        },
         "auto": chosen_exchange("auto", layout, ranks),
-        "nodes": None if between is None else {"auto": between, "bytes": busiest(layout, nodes, between).bytes},
+        "nodes": None
+        if between is None
+        else {"auto": between, "bytes": busiest(layout, nodes, between).bytes},
     }
 
 
@@ -125,11 +154,14 @@ def printed(result: dict[str, Any]) -> str:
     k, message = result["k"], result["message_bytes"]
     width = result["node_size"]
     lines = [
-        f"{result['numel']:,} numbers in {result['tensors']} tensors, {result['density']:.1%} sent at one bit: "
-        f"k = {k:,} entries, {message:,} bytes a message. Entries and bytes of the busiest source, sent and received. "
+        f"{result['numel']:,} numbers in {result['tensors']} tensors, {result['density']:.1%} sent "
+        "at one bit: "
+        f"k = {k:,} entries, {message:,} bytes a message. Entries and bytes of the busiest source, "
+        "sent and received. "
         "A gathered message counts as sent once, and an entry is room for one.",
         "",
-        "| sources | gather: entries | bytes | split: entries | bytes | gather : split, bytes | auto "
+        "| sources | gather: entries | bytes | split: entries | bytes | gather : split, bytes | "
+        "auto "
         f"| as ranks of nodes of {width}: bytes between nodes |",
         "|---|---|---|---|---|---|---|---|",
     ]
@@ -137,7 +169,11 @@ def printed(result: dict[str, Any]) -> str:
         gather, split, nodes = each["gather"], each["split"], each["nodes"]
         cells = [
             f"{each['sources']:,}",
-            *(text for way in (gather, split) for text in (f"{way['entries'] / k:.2f} k", f"{way['bytes']:,}")),
+            *(
+                text
+                for way in (gather, split)
+                for text in (f"{way['entries'] / k:.2f} k", f"{way['bytes']:,}")
+            ),
             f"{gather['bytes'] / split['bytes']:.2f}",
             each["auto"],
             "" if nodes is None else f"{nodes['bytes']:,} ({nodes['auto']})",
@@ -147,9 +183,12 @@ def printed(result: dict[str, Any]) -> str:
     lines += [
         "",
         f"From {result['counted'][0]['sources']} to {last['sources']:,} sources a gather grows "
-        f"{last['gather']['bytes'] / result['counted'][0]['gather']['bytes']:,.0f} times, in bytes. The split exchange "
-        f"stays at {last['split']['entries'] / k:.2f} k entries, {last['split']['bytes'] / message:.2f} messages: with "
-        f"so many sources each part is short, and its header (32 bytes) and scales weigh as much as its entries.",
+        f"{last['gather']['bytes'] / result['counted'][0]['gather']['bytes']:,.0f} times, in "
+        "bytes. The split exchange "
+        f"stays at {last['split']['entries'] / k:.2f} k entries, "
+        f"{last['split']['bytes'] / message:.2f} messages: with "
+        "so many sources each part is short, and its header (32 bytes) and scales weigh as much "
+        "as its entries.",
         "",
         "Real ranks over gloo; every rank's counters equal what is counted:",
         "",
@@ -165,7 +204,9 @@ def printed(result: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = parser_for(__doc__)
-    parser.add_argument("--numel", type=int, default=25_000_000, help="entries of all tensors together")
+    parser.add_argument(
+        "--numel", type=int, default=25_000_000, help="entries of all tensors together"
+    )
     parser.add_argument("--density", type=float, default=0.001, help="fraction sent")
     arguments = parser.parse_args()
     numel, ranks = (1_000_000, RANKS[:1]) if arguments.quick else (arguments.numel, RANKS)

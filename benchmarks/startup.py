@@ -1,11 +1,13 @@
-"""What starting costs: importing, compiling, and the first step once loops are compiled or read from disk.
+"""What starting costs: importing, compiling, and the first step once loops are compiled or read
+from disk.
 
     python -m benchmarks.startup --out benchmarks/results/startup.json
     python -m benchmarks.startup --quick
 
-Every figure is from a fresh process, so nothing is warm but the disk. *Empty* is numba's cache in a new folder, *warm*
-the same folder in later processes, *torch* the same step without numba (THINWIRE_KERNELS=reference). Processor seconds
-of compiling hold what numba needs for itself, but not its import; those of a loop do not hold the loops it calls.
+Every figure is from a fresh process, so nothing is warm but the disk. *Empty* is numba's cache in a
+new folder, *warm* the same folder in later processes, *torch* the same step without numba
+(THINWIRE_KERNELS=reference). Processor seconds of compiling hold what numba needs for itself, but
+not its import; those of a loop do not hold the loops it calls.
 """
 
 import json
@@ -30,7 +32,8 @@ added_s = time.perf_counter() - begin
 begin = time.perf_counter()
 import thinwire.optim
 optim_s = time.perf_counter() - begin
-print(json.dumps({"torch": torch_s, "thinwire": added_s, "optim": optim_s, "numba": "numba" in sys.modules}))
+found = {"torch": torch_s, "thinwire": added_s, "optim": optim_s}
+print(json.dumps({**found, "numba": "numba" in sys.modules}))
 """
 STEPS = """
 import json, sys, time
@@ -47,8 +50,10 @@ for _ in range(2):
     begin = time.perf_counter()
     optimizer.step()
     seconds.append(time.perf_counter() - begin)
-modules = [module for name, module in list(sys.modules.items()) if name.startswith("thinwire.core.kernels")]
-functions = {value for module in modules for value in vars(module).values() if hasattr(value, "stats")}
+modules = list(sys.modules.items())
+modules = [module for name, module in modules if name.startswith("thinwire.core.kernels")]
+values = [value for module in modules for value in vars(module).values()]
+functions = {value for value in values if hasattr(value, "stats")}
 compiled = sum(sum(function.stats.cache_misses.values()) for function in functions)
 print(json.dumps({"made": made, "first": seconds[0], "second": seconds[1], "compiled": compiled}))
 """
@@ -70,14 +75,16 @@ class Own(event.Listener):
         took, function = time.thread_time() - begin, event.data["dispatcher"].py_func
         if self.begun:
             self.begun[-1][1] += took
-        self.seconds[function.__module__.rpartition(".")[2] + "." + function.__name__] += took - inner
+        module = function.__module__.rpartition(".")[2]
+        self.seconds[f"{module}.{function.__name__}"] += took - inner
 
 own = Own()
 event.register("numba:compile", own)
 cpu = time.process_time()
 wall = warm_up(needs_of(WORK, [torch.zeros(1)]))
 cpu = time.process_time() - cpu
-print(json.dumps({"wall": wall, "cpu": cpu, "loops": len(own.seconds), "each": dict(own.seconds.most_common(5))}))
+each = dict(own.seconds.most_common(5))
+print(json.dumps({"wall": wall, "cpu": cpu, "loops": len(own.seconds), "each": each}))
 """
 WORKS = {
     "DGC, one bit a value": '"sparse"',
@@ -108,7 +115,9 @@ def medians(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 def compiling(arguments: str) -> dict[str, Any]:
     work, _, settings = arguments.partition(",")
-    code = COMPILING.replace("needs_of(WORK, [torch.zeros(1)]", f"needs_of({work}, [torch.zeros(1)], {settings}")
+    code = COMPILING.replace(
+        "needs_of(WORK, [torch.zeros(1)]", f"needs_of({work}, [torch.zeros(1)], {settings}"
+    )
     with tempfile.TemporaryDirectory() as folder:
         return in_a_process(code, NUMBA_CACHE_DIR=folder)
 
@@ -125,7 +134,9 @@ def measure(repeats: int) -> dict[str, Any]:
                 "warm": [in_a_process(code, NUMBA_CACHE_DIR=folder) for _ in range(repeats)],
                 "torch": [in_a_process(code, THINWIRE_KERNELS="reference") for _ in range(repeats)],
             }
-        rows += [{"optimizer": name, "cache": kind, **medians(runs)} for kind, runs in kinds.items()]
+        rows += [
+            {"optimizer": name, "cache": kind, **medians(runs)} for kind, runs in kinds.items()
+        ]
     works = [{"work": name, **compiling(arguments)} for name, arguments in WORKS.items()]
     return {"imports_s": imports, "compiling_s": works, "steps_s": rows}
 
@@ -134,8 +145,10 @@ def printed(result: dict[str, Any]) -> str:
     imports = result["imports_s"]
     loaded = "numba is imported too" if imports["numba"] else "numba is not imported"
     lines = [
-        f"`import torch` takes {imports['torch']:.2f} s, `import thinwire, thinwire.core.kernels` after it "
-        f"{1e3 * imports['thinwire']:.0f} ms more and `thinwire.optim` {1e3 * imports['optim']:.0f} ms; {loaded}.",
+        f"`import torch` takes {imports['torch']:.2f} s, `import thinwire, thinwire.core.kernels` "
+        "after it "
+        f"{1e3 * imports['thinwire']:.0f} ms more and `thinwire.optim` "
+        f"{1e3 * imports['optim']:.0f} ms; {loaded}.",
         "",
         "Compiling with an empty cache, once per machine:",
         "",
@@ -144,10 +157,13 @@ def printed(result: dict[str, Any]) -> str:
     ]
     for row in result["compiling_s"]:
         dearest = ", ".join(f"`{name}` {seconds:.2f}" for name, seconds in row["each"].items())
-        lines.append(f"| {row['work']} | {row['cpu']:.1f} | {row['wall']:.1f} | {row['loops']} | {dearest} |")
+        lines.append(
+            f"| {row['work']} | {row['cpu']:.1f} | {row['wall']:.1f} | {row['loops']} | {dearest} |"
+        )
     lines += [
         "",
-        "| optimizer | cache | construction, s | first step, ms | second step, ms | compiled functions |",
+        "| optimizer | cache | construction, s | first step, ms | second step, ms | compiled "
+        "functions |",
         "|---|---|---|---|---|---|",
     ]
     for row in result["steps_s"]:

@@ -1,9 +1,11 @@
-"""How much of the source a gradient and a reader cross: files on the way, files that name a method, circles.
+"""How much of the source a gradient and a reader cross: files on the way, files that name a method,
+circles.
 
     python -m benchmarks.structure
 
-Prints a table; needs no network. The way of a gradient is traced in the third step of two gloo ranks on this machine,
-after everything has been set up: every function of ours that is called counts with its file.
+Prints a table; needs no network. The way of a gradient is traced in the third step of two gloo
+ranks on this machine, after everything has been set up: every function of ours that is called
+counts with its file.
 """
 
 import ast
@@ -33,7 +35,9 @@ def files() -> list[Path]:
 
 
 def called_in(work: Callable[[], Any]) -> dict[str, int]:
-    """By file of ours, how many of its functions `work` calls in this thread and those of the backward pass."""
+    """By file of ours, how many of its functions `work` calls in this thread and those of the
+    backward pass.
+    """
     seen: set[tuple[str, str]] = set()
 
     def note(frame: FrameType, event: str, _: Any) -> None:
@@ -110,11 +114,15 @@ def traced(*, engine: bool) -> dict[str, int]:
 def naming(word: str) -> list[str]:
     """The files in which a word stands, in code or text, as a word or a part of a name."""
     pattern = re.compile(word, re.IGNORECASE)
-    return [str(p.relative_to(SOURCE)) for p in files() if pattern.search(p.read_text(encoding="utf-8"))]
+    return [
+        str(p.relative_to(SOURCE)) for p in files() if pattern.search(p.read_text(encoding="utf-8"))
+    ]
 
 
 def circles() -> list[list[str]]:
-    """Groups of modules that import each other in a circle when they are loaded, inside packages too."""
+    """Groups of modules that import each other in a circle when they are loaded, inside packages
+    too.
+    """
     graph = {_module(path): _imports(path) for path in files()}
     return [sorted(group) for group in _strong(graph) if len(group) > 1]
 
@@ -169,7 +177,12 @@ def main() -> None:
     for text, count in rows.items():
         print(f"{count:6d}  {text}")
     if "--list" in sys.argv:
-        print(json.dumps({"step": own, "train_step": whole, "dgc": naming("dgc"), "circles": circles()}, indent=1))
+        print(
+            json.dumps(
+                {"step": own, "train_step": whole, "dgc": naming("dgc"), "circles": circles()},
+                indent=1,
+            )
+        )
 
 
 if __name__ == "__main__":

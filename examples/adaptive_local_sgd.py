@@ -1,4 +1,6 @@
-"""Averaging at an interval that follows the loss: torchrun --nproc-per-node 2 examples/adaptive_local_sgd.py."""
+"""Averaging at an interval that follows the loss: torchrun --nproc-per-node 2
+examples/adaptive_local_sgd.py.
+"""
 
 import os
 
@@ -16,7 +18,11 @@ def main() -> None:
     torch.manual_seed(0)
     teacher = torch.nn.Linear(64, 10)
     model = torch.nn.Sequential(
-        torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10)
+        torch.nn.Linear(64, 512),
+        torch.nn.ReLU(),
+        torch.nn.Linear(512, 512),
+        torch.nn.ReLU(),
+        torch.nn.Linear(512, 10),
     )
     strategy = tw.DistributedStrategy(
         adaptive_localsgd=tw.AdaptiveLocalSGD(init_k_steps=16, begin_step=5),
@@ -29,7 +35,10 @@ def main() -> None:
         x = torch.randn(64, 64)
         loss = engine.train_step(x, teacher(x).argmax(1))
         if rank == 0 and step % 25 == 24:
-            print(f"step {step + 1}: loss {loss.item():.3f}, averages every {engine.stats()['k_steps']} steps")
+            print(
+                f"step {step + 1}: loss {loss.item():.3f}, averages every "
+                f"{engine.stats()['k_steps']} steps"
+            )
     engine.flush()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,4 +1,6 @@
-"""A narrow forward pass with a loss scale that follows the overflows: torchrun --nproc-per-node 2 examples/amp.py."""
+"""A narrow forward pass with a loss scale that follows the overflows: torchrun --nproc-per-node 2
+examples/amp.py.
+"""
 
 import os
 
@@ -16,10 +18,16 @@ def main() -> None:
     torch.manual_seed(0)
     teacher = torch.nn.Linear(64, 10)
     model = torch.nn.Sequential(
-        torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10)
+        torch.nn.Linear(64, 512),
+        torch.nn.ReLU(),
+        torch.nn.Linear(512, 512),
+        torch.nn.ReLU(),
+        torch.nn.Linear(512, 10),
     )
     strategy = tw.DistributedStrategy(
-        amp=tw.AMP("bfloat16", loss_scale=tw.DynamicLossScale(init_loss_scale=2.0**15, scale_window=50)),
+        amp=tw.AMP(
+            "bfloat16", loss_scale=tw.DynamicLossScale(init_loss_scale=2.0**15, scale_window=50)
+        ),
     )
     optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9)
     engine = strategy.prepare(model, optimizer, torch.nn.functional.cross_entropy)

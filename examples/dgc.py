@@ -16,7 +16,11 @@ def main() -> None:
     torch.manual_seed(0)  # all ranks must start from equal parameters
     teacher = torch.nn.Linear(64, 10)
     model = torch.nn.Sequential(
-        torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10)
+        torch.nn.Linear(64, 512),
+        torch.nn.ReLU(),
+        torch.nn.Linear(512, 512),
+        torch.nn.ReLU(),
+        torch.nn.Linear(512, 10),
     )
     optimizer = tw.optim.DGCMomentum(
         model.named_parameters(),

@@ -1,4 +1,6 @@
-"""Where DDP was there before, three lines change: torchrun --nproc-per-node 2 examples/dgc_with_ddp.py."""
+"""Where DDP was there before, three lines change: torchrun --nproc-per-node 2
+examples/dgc_with_ddp.py.
+"""
 
 import torch
 import torch.distributed as dist
@@ -14,11 +16,19 @@ def main() -> None:
     torch.manual_seed(0)
     teacher = torch.nn.Linear(64, 10)
     model = torch.nn.Sequential(
-        torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10)
+        torch.nn.Linear(64, 512),
+        torch.nn.ReLU(),
+        torch.nn.Linear(512, 512),
+        torch.nn.ReLU(),
+        torch.nn.Linear(512, 10),
     )
     ddp = DistributedDataParallel(model)
-    optimizer = tw.optim.DGCMomentum(model.named_parameters(), lr=0.1, sparsity=(0.99,))  # was torch.optim.SGD
-    handle = optimizer.attach(ddp)  # new: the exchange runs in the backward pass and overlaps with it
+    optimizer = tw.optim.DGCMomentum(
+        model.named_parameters(), lr=0.1, sparsity=(0.99,)
+    )  # was torch.optim.SGD
+    handle = optimizer.attach(
+        ddp
+    )  # new: the exchange runs in the backward pass and overlaps with it
 
     torch.manual_seed(1 + rank)
     for step in range(200):

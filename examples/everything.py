@@ -1,4 +1,6 @@
-"""All that composes, in one strategy; a checkpoint on the way: torchrun --nproc-per-node 2 examples/everything.py."""
+"""All that composes, in one strategy; a checkpoint on the way: torchrun --nproc-per-node 2
+examples/everything.py.
+"""
 
 import os
 
@@ -16,12 +18,18 @@ def main() -> None:
     torch.manual_seed(0)
     teacher = torch.nn.Linear(64, 10)
     model = torch.nn.Sequential(
-        torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10)
+        torch.nn.Linear(64, 512),
+        torch.nn.ReLU(),
+        torch.nn.Linear(512, 512),
+        torch.nn.ReLU(),
+        torch.nn.Linear(512, 10),
     )
     strategy = tw.DistributedStrategy(
         amp=tw.AMP("bfloat16", loss_scale=tw.DynamicLossScale(init_loss_scale=2.0**15)),
         recompute=tw.Recompute(checkpoints=("2",)),
-        pipeline=tw.Pipeline(stages=dist.get_world_size() if dist.is_initialized() else 1, micro_batches=2),
+        pipeline=tw.Pipeline(
+            stages=dist.get_world_size() if dist.is_initialized() else 1, micro_batches=2
+        ),
         gradient_merge=tw.GradientMerge(k_steps=2),
         dgc=tw.DGC(sparsity=(0.99,)),  # of the change that local steps have made
         lamb=tw.LAMB(exclude_from_weight_decay=("*.bias",)),
@@ -40,8 +48,12 @@ def main() -> None:
             print(f"step {step + 1}: loss {loss.item():.3f}")
     engine.flush()
 
-    engine.save("checkpoints", extra={"epoch": 1})  # every rank its part; survives a kill at any point
-    engine.load("checkpoints", if_any=True)  # goes on bit for bit, also on another number of ranks; engine.extra
+    engine.save(
+        "checkpoints", extra={"epoch": 1}
+    )  # every rank its part; survives a kill at any point
+    engine.load(
+        "checkpoints", if_any=True
+    )  # goes on bit for bit, also on another number of ranks; engine.extra
     if dist.is_initialized():
         dist.destroy_process_group()
 

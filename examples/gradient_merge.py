@@ -1,4 +1,6 @@
-"""One update, and one exchange, for four backward passes: torchrun --nproc-per-node 2 examples/gradient_merge.py."""
+"""One update, and one exchange, for four backward passes: torchrun --nproc-per-node 2
+examples/gradient_merge.py.
+"""
 
 import os
 
@@ -16,7 +18,11 @@ def main() -> None:
     torch.manual_seed(0)
     teacher = torch.nn.Linear(64, 10)
     model = torch.nn.Sequential(
-        torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10)
+        torch.nn.Linear(64, 512),
+        torch.nn.ReLU(),
+        torch.nn.Linear(512, 512),
+        torch.nn.ReLU(),
+        torch.nn.Linear(512, 10),
     )
     strategy = tw.DistributedStrategy(gradient_merge=tw.GradientMerge(k_steps=4))
     optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9)

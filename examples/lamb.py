@@ -1,4 +1,6 @@
-"""LAMB in the place of an Adam, for large batches, with a warm-up: torchrun --nproc-per-node 2 examples/lamb.py."""
+"""LAMB in the place of an Adam, for large batches, with a warm-up: torchrun --nproc-per-node 2
+examples/lamb.py.
+"""
 
 import os
 
@@ -16,7 +18,11 @@ def main() -> None:
     torch.manual_seed(0)
     teacher = torch.nn.Linear(64, 10)
     model = torch.nn.Sequential(
-        torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10)
+        torch.nn.Linear(64, 512),
+        torch.nn.ReLU(),
+        torch.nn.Linear(512, 512),
+        torch.nn.ReLU(),
+        torch.nn.Linear(512, 10),
     )
     strategy = tw.DistributedStrategy(lamb=tw.LAMB(exclude_from_weight_decay=("*.bias",)))
     rate = tw.schedules.WarmUp(0.01, 20).then(tw.schedules.CosineDecay(0.0, 0.01, 80), at=20)

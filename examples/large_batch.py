@@ -1,4 +1,6 @@
-"""Batch 1024 against 32 on handwritten digits: torchrun --nproc-per-node 2 examples/large_batch.py [--tune]."""
+"""Batch 1024 against 32 on handwritten digits: torchrun --nproc-per-node 2 examples/large_batch.py
+[--tune].
+"""
 
 import itertools
 import os
@@ -10,7 +12,9 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # not after init_process_group: its default arguments keep the group and its threads alive
+
+# not after init_process_group: its default arguments keep the group and its threads alive
+import torch.distributed.nn
 from sklearn.datasets import load_digits
 from torch.nn.functional import cross_entropy
 
@@ -18,7 +22,10 @@ import thinwire as tw
 
 SMALL, LARGE, EPOCHS, WARMUP_EPOCHS, SEEDS = 32, 1024, 30, 5, (0, 1, 2)
 FIT, VALIDATION, TRAIN, TEST = slice(0, 1150), slice(1150, 1437), slice(0, 1437), slice(1437, 1797)
-RANK, SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))  # set by torchrun
+RANK, SIZE = (
+    int(os.environ.get("RANK", "0")),
+    int(os.environ.get("WORLD_SIZE", "1")),
+)  # set by torchrun
 
 
 class Method(NamedTuple):  # its fields say it
@@ -30,7 +37,9 @@ class Method(NamedTuple):  # its fields say it
 
 
 METHODS = {  # with the rules of arXiv 1706.02677, 1708.03888 and 1904.00962; all three warm up
-    "SGD": Method(partial(tw.optim.SGD, momentum=0.9), 1.0, (0.01, 0.02, 0.04, 0.08, 0.16, 0.32), 0.08, 0.64),
+    "SGD": Method(
+        partial(tw.optim.SGD, momentum=0.9), 1.0, (0.01, 0.02, 0.04, 0.08, 0.16, 0.32), 0.08, 0.64
+    ),
     "LARS": Method(tw.optim.Lars, 1.0, (1, 2, 4, 8, 16, 32), 16, 16),
     "LAMB": Method(tw.optim.Lamb, 0.5, (0.0025, 0.005, 0.01, 0.02, 0.04, 0.08), 0.005, 0.08),
 }
@@ -41,15 +50,23 @@ X, Y = torch.tensor(digits.data, dtype=torch.float32)[order], torch.tensor(digit
 X = (X - X[TRAIN].mean(0)) / X[TRAIN].std(0).clamp(min=0.1)  # some pixels are always 0
 
 
-def accuracy(method: Method, batch: int, rate: float, seed: int, train: slice, test: slice) -> float:
+def accuracy(
+    method: Method, batch: int, rate: float, seed: int, train: slice, test: slice
+) -> float:
     torch.manual_seed(seed)
-    layers = [(torch.nn.Linear(*pair), torch.nn.ReLU()) for pair in itertools.pairwise((64, 128, 128, 10))]
+    layers = [
+        (torch.nn.Linear(*pair), torch.nn.ReLU()) for pair in itertools.pairwise((64, 128, 128, 10))
+    ]
     model = torch.nn.Sequential(*itertools.chain(*layers))[:-1]
     samples = torch.cat([torch.randperm(len(Y[train])) for _ in range(EPOCHS)])
-    batches = samples[: len(samples) // batch * batch].split(batch)  # all full: an epoch may end inside one
+    batches = samples[: len(samples) // batch * batch].split(
+        batch
+    )  # all full: an epoch may end inside one
     warmup = len(batches) * WARMUP_EPOCHS // EPOCHS
     decay = tw.schedules.PolynomialDecay(rate, 0.0, len(batches) - warmup, power=1.0)
-    optimizer = method.make(model.named_parameters(), lr=tw.schedules.WarmUp(rate, warmup).then(decay, at=warmup))
+    optimizer = method.make(
+        model.named_parameters(), lr=tw.schedules.WarmUp(rate, warmup).then(decay, at=warmup)
+    )
     for indices in batches:
         optimizer.zero_grad()
         cross_entropy(model(X[train][indices]), Y[train][indices]).backward()
@@ -68,26 +85,42 @@ def over_seeds(method: Method, batch: int, rate: float, train: slice, test: slic
 
 
 def chosen(method: Method, batch: int, grid: tuple[float, ...]) -> float:
-    """The rate with the best mean on the validation part, the smaller one of equals; the test part is not seen."""
+    """The rate with the best mean on the validation part, the smaller one of equals; the test part
+    is not seen.
+    """
     means = [statistics.mean(over_seeds(method, batch, rate, FIT, VALIDATION)) for rate in grid]
     if RANK == 0:
-        print(f"batch {batch}:", ", ".join(f"{r:g}: {a:.1f} %" for r, a in zip(grid, means, strict=True)), flush=True)
+        print(
+            f"batch {batch}:",
+            ", ".join(f"{r:g}: {a:.1f} %" for r, a in zip(grid, means, strict=True)),
+            flush=True,
+        )
     return grid[means.index(max(means))]
 
 
 def main() -> None:
     if SIZE > 1:
         dist.init_process_group("gloo")
-    table = [f"| | batch {SMALL} | batch {LARGE}, by the rule | batch {LARGE}, tuned again |", "|---" * 4 + "|"]
+    table = [
+        f"| | batch {SMALL} | batch {LARGE}, by the rule | batch {LARGE}, tuned again |",
+        "|---" * 4 + "|",
+    ]
     for name, method in METHODS.items():
         rate, again = method.rate, method.again
         if "--tune" in sys.argv:
             rate = chosen(method, SMALL, method.grid)
             again = chosen(method, LARGE, tuple(rate * 2**i for i in range(6)))
         cells = []
-        for batch, lr in ((SMALL, rate), (LARGE, rate * (LARGE / SMALL) ** method.power), (LARGE, again)):
+        for batch, lr in (
+            (SMALL, rate),
+            (LARGE, rate * (LARGE / SMALL) ** method.power),
+            (LARGE, again),
+        ):
             found = over_seeds(method, batch, lr, TRAIN, TEST)
-            cells.append(f"{statistics.mean(found):.1f} % ({min(found):.1f} to {max(found):.1f}), rate {lr:.3g}")
+            cells.append(
+                f"{statistics.mean(found):.1f} % ({min(found):.1f} to {max(found):.1f}), rate "
+                f"{lr:.3g}"
+            )
         table.append(" | ".join([f"| {name}", *cells]) + " |")
     if RANK == 0:
         print("\n".join(table))

@@ -16,9 +16,15 @@ def main() -> None:
     torch.manual_seed(0)
     teacher = torch.nn.Linear(64, 10)
     model = torch.nn.Sequential(
-        torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10)
+        torch.nn.Linear(64, 512),
+        torch.nn.ReLU(),
+        torch.nn.Linear(512, 512),
+        torch.nn.ReLU(),
+        torch.nn.Linear(512, 10),
     )
-    strategy = tw.DistributedStrategy(lars=tw.LARS(lars_coeff=0.02, exclude_from_weight_decay=("*.bias",)))
+    strategy = tw.DistributedStrategy(
+        lars=tw.LARS(lars_coeff=0.02, exclude_from_weight_decay=("*.bias",))
+    )
     optimizer = torch.optim.SGD(model.named_parameters(), lr=1.0, momentum=0.9)
     engine = strategy.prepare(model, optimizer, torch.nn.functional.cross_entropy)
 
@@ -28,7 +34,10 @@ def main() -> None:
         loss = engine.train_step(x, teacher(x).argmax(1))
         if rank == 0 and step % 25 == 24:
             ratios = engine.trust_ratios()
-            print(f"step {step + 1}: loss {loss.item():.3f}, trust ratio of the first layer {ratios['0.weight']:.2g}")
+            print(
+                f"step {step + 1}: loss {loss.item():.3f}, trust ratio of the first layer "
+                f"{ratios['0.weight']:.2g}"
+            )
     engine.flush()
     if dist.is_initialized():
         dist.destroy_process_group()

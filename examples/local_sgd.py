@@ -1,4 +1,6 @@
-"""Average now and then instead of in every step: torchrun --nproc-per-node 2 examples/local_sgd.py."""
+"""Average now and then instead of in every step: torchrun --nproc-per-node 2
+examples/local_sgd.py.
+"""
 
 import os
 
@@ -10,7 +12,9 @@ import thinwire as tw
 METHODS = {
     "LocalSGD": tw.LocalSGD(k_steps=16, begin_step=10),
     "adaptive": tw.AdaptiveLocalSGD(init_k_steps=16, begin_step=10),
-    "DiLoCo": tw.LocalSGD(k_steps=16, begin_step=0, outer_lr=0.7, outer_momentum=0.5, outer_nesterov=True),
+    "DiLoCo": tw.LocalSGD(
+        k_steps=16, begin_step=0, outer_lr=0.7, outer_momentum=0.5, outer_nesterov=True
+    ),
     "4-bit changes": tw.LocalSGD(k_steps=16, begin_step=10, compression=tw.Quantized(value_bits=4)),
     "sparse changes": tw.LocalSGD(k_steps=16, begin_step=10, compression=tw.Sparse(sparsity=0.97)),
     "overlapped": tw.LocalSGD(k_steps=16, begin_step=10, fragments=2, delay=4),
@@ -36,7 +40,9 @@ def train(config: tw.LocalSGD | tw.AdaptiveLocalSGD, rank: int) -> tuple[float, 
     torch.manual_seed(99)
     x = torch.randn(2000, 64)
     with torch.no_grad():
-        return float(torch.nn.functional.cross_entropy(model(x), teacher(x).argmax(1))), sync.stats()
+        return float(
+            torch.nn.functional.cross_entropy(model(x), teacher(x).argmax(1))
+        ), sync.stats()
 
 
 def main() -> None:

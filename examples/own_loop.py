@@ -1,4 +1,6 @@
-"""A loop of your own; the engine does what comes after the loss: torchrun --nproc-per-node 2 examples/own_loop.py."""
+"""A loop of your own; the engine does what comes after the loss: torchrun --nproc-per-node 2
+examples/own_loop.py.
+"""
 
 import os
 
@@ -17,7 +19,9 @@ def main() -> None:
     teacher = torch.nn.Linear(64, 10)
     model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10))
     optimizer = tw.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9)
-    strategy = tw.DistributedStrategy(dgc=tw.DGC(sparsity=(0.99,)), gradient_merge=tw.GradientMerge(k_steps=2))
+    strategy = tw.DistributedStrategy(
+        dgc=tw.DGC(sparsity=(0.99,)), gradient_merge=tw.GradientMerge(k_steps=2)
+    )
     engine = strategy.prepare(model, optimizer)  # no loss function: it is yours
 
     torch.manual_seed(1 + rank)
@@ -30,7 +34,10 @@ def main() -> None:
         if step % 50 == 49:
             mean = engine.mean_loss(loss)  # over the ranks, when you ask for it
             if rank == 0:
-                print(f"microstep {step + 1}: mean loss {mean:.3f}, {engine.stats()['bytes_sent']:,} bytes sent")
+                print(
+                    f"microstep {step + 1}: mean loss {mean:.3f}, {engine.stats()['bytes_sent']:,} "
+                    "bytes sent"
+                )
     engine.flush()
     if dist.is_initialized():
         dist.destroy_process_group()

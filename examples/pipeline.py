@@ -1,4 +1,6 @@
-"""A model in two stages on two ranks, in micro-batches: torchrun --nproc-per-node 2 examples/pipeline.py."""
+"""A model in two stages on two ranks, in micro-batches: torchrun --nproc-per-node 2
+examples/pipeline.py.
+"""
 
 import os
 
@@ -16,10 +18,16 @@ def main() -> None:
     torch.manual_seed(0)
     teacher = torch.nn.Linear(64, 10)
     model = torch.nn.Sequential(
-        torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10)
+        torch.nn.Linear(64, 512),
+        torch.nn.ReLU(),
+        torch.nn.Linear(512, 512),
+        torch.nn.ReLU(),
+        torch.nn.Linear(512, 10),
     )
     strategy = tw.DistributedStrategy(
-        pipeline=tw.Pipeline(stages=dist.get_world_size() if dist.is_initialized() else 1, micro_batches=4),
+        pipeline=tw.Pipeline(
+            stages=dist.get_world_size() if dist.is_initialized() else 1, micro_batches=4
+        ),
     )
     optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9)
     engine = strategy.prepare(model, optimizer, torch.nn.functional.cross_entropy)

@@ -1,4 +1,6 @@
-"""Less memory for activations, paid with a second forward pass: torchrun --nproc-per-node 2 examples/recompute.py."""
+"""Less memory for activations, paid with a second forward pass: torchrun --nproc-per-node 2
+examples/recompute.py.
+"""
 
 import os
 
@@ -15,7 +17,10 @@ def main() -> None:
 
     torch.manual_seed(0)
     teacher = torch.nn.Linear(64, 10)
-    blocks = [torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU(), torch.nn.Dropout(0.1)) for _ in range(4)]
+    blocks = [
+        torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU(), torch.nn.Dropout(0.1))
+        for _ in range(4)
+    ]
     model = torch.nn.Sequential()
     model.add_module("first", torch.nn.Linear(64, 256))
     model.add_module("blocks", torch.nn.Sequential(*blocks))

@@ -1,4 +1,6 @@
-"""Deep gradient compression, as one field of a strategy: torchrun --nproc-per-node 2 examples/strategy_dgc.py."""
+"""Deep gradient compression, as one field of a strategy: torchrun --nproc-per-node 2
+examples/strategy_dgc.py.
+"""
 
 import os
 
@@ -16,10 +18,16 @@ def main() -> None:
     torch.manual_seed(0)
     teacher = torch.nn.Linear(64, 10)
     model = torch.nn.Sequential(
-        torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10)
+        torch.nn.Linear(64, 512),
+        torch.nn.ReLU(),
+        torch.nn.Linear(512, 512),
+        torch.nn.ReLU(),
+        torch.nn.Linear(512, 10),
     )
     strategy = tw.DistributedStrategy(
-        dgc=tw.DGC(rampup_begin_step=5, rampup_step=20, sparsity=(0.75, 0.9375, 0.99)),  # the fraction not sent
+        dgc=tw.DGC(
+            rampup_begin_step=5, rampup_step=20, sparsity=(0.75, 0.9375, 0.99)
+        ),  # the fraction not sent
     )
     optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9)
     engine = strategy.prepare(model, optimizer, torch.nn.functional.cross_entropy)
@@ -30,7 +38,10 @@ def main() -> None:
         loss = engine.train_step(x, teacher(x).argmax(1))
         if rank == 0 and step % 25 == 24:
             stats = engine.stats()
-            print(f"step {step + 1}: loss {loss.item():.3f}, {stats['ratio']:.1f} times fewer bytes than dense")
+            print(
+                f"step {step + 1}: loss {loss.item():.3f}, {stats['ratio']:.1f} times fewer bytes "
+                "than dense"
+            )
     engine.flush()
     if dist.is_initialized():
         dist.destroy_process_group()

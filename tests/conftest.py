@@ -13,7 +13,8 @@ from thinwire.core.kernels.warm import warm_up
 
 
 def pytest_collection_finish() -> None:
-    """Spare every later collection of garbage, and every save, the objects of all that is imported."""
+    """Spare every later collection of garbage, and every save, the objects of all that is
+    imported."""
     gc.collect()
     gc.freeze()
 

@@ -1,4 +1,5 @@
-"""Lets a rank of the pool run a script that torchrun starts, without the seconds that a start takes."""
+"""Lets a rank of the pool run a script that torchrun starts, without the seconds that a start
+takes."""
 
 import contextlib
 import io
@@ -28,7 +29,8 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def as_torchrun_starts(rank: int, size: int, port: int) -> Iterator[io.StringIO]:
-    """No process group, and the environment that torchrun sets; yields what is printed meanwhile."""
+    """No process group, and the environment that torchrun sets; yields what is printed
+    meanwhile."""
     dist.barrier()  # else the other may still be connecting
     dist.destroy_process_group()
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}

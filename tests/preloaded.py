@@ -1,4 +1,5 @@
-"""What every process of the pool has in memory when it starts, so that starting one takes milliseconds.
+"""What every process of the pool has in memory when it starts, so that starting one takes
+milliseconds.
 
 The server that forks them imports this once. It must start no threads of torch: a fork does not
 take them along.

@@ -1,4 +1,5 @@
-"""A pool of real gloo processes for the tests: reused by every test, rebuilt when a rank fails hard.
+"""A pool of real gloo processes for the tests: reused by every test, rebuilt when a rank fails
+hard.
 
 They are forked from a server that has imported what they need, which makes a fresh one cheap.
 """
@@ -39,10 +40,12 @@ class Lost:
 
 
 class Pool:
-    """Processes that run one function on every rank of a fresh gloo group and bring the results back."""
+    """Processes that run one function on every rank of a fresh gloo group and bring the results
+    back."""
 
     def __init__(self, *, fresh: bool = False) -> None:
-        """`fresh`: processes that import everything anew, with the environment and path of the moment they start."""
+        """`fresh`: processes that import everything anew, with the environment and path of the
+        moment they start."""
         self._fresh = fresh
         self._workers: list[tuple[mp.process.BaseProcess, Connection]] = []
 
@@ -57,9 +60,10 @@ class Pool:
     ) -> list[Any]:
         """`[function(rank, size, *args) for every rank]`, each in a process of its own.
 
-        `function` must be importable (top level of a module). A rank that raises fails the test with its traceback, and
-        a rank that does not answer within `timeout_s` fails it by number; with `expect_errors` they are returned as
-        `Raised`, `Lost` (it died) and None (it did not answer). size 0 runs one process without any process group.
+        `function` must be importable (top level of a module). A rank that raises fails the test
+        with its traceback, and a rank that does not answer within `timeout_s` fails it by number;
+        with `expect_errors` they are returned as `Raised`, `Lost` (it died) and None (it did not
+        answer). size 0 runs one process without any process group.
         """
         count = max(size, 1)
         self._grow(count)
@@ -76,7 +80,10 @@ class Pool:
         if late and not expect_errors:
             raise TimeoutError(f"ranks {late} of {count} did not answer within {timeout_s} s")
         if broken and not expect_errors:
-            texts = [f"rank {r}: {a.traceback if isinstance(a, Raised) else a}" for r, a in broken.items()]
+            texts = [
+                f"rank {r}: {a.traceback if isinstance(a, Raised) else a}"
+                for r, a in broken.items()
+            ]
             raise AssertionError("\n".join(texts))
         return results
 
@@ -92,7 +99,8 @@ class Pool:
             self._workers.append((process, here))
 
     def _collect(self, count: int, timeout_s: float) -> list[Any]:
-        """Per rank a 1-tuple with the result, `Raised`, `Lost`, or None where nothing came in time."""
+        """Per rank a 1-tuple with the result, `Raised`, `Lost`, or None where nothing came
+        in time."""
         deadline = time.monotonic() + timeout_s
         results: list[Any] = [None] * count
         for rank in range(count):
@@ -142,7 +150,9 @@ def _serve(pipe: Connection) -> None:
             except BaseException as error:  # the test decides; the process goes on to report it
                 bases = tuple(kind.__name__ for kind in type(error).__mro__)
                 answer = Raised(type(error).__name__, str(error), traceback.format_exc(), bases)
-            with contextlib.suppress(Exception):  # a broken group cannot always be left in good order
+            with contextlib.suppress(
+                Exception
+            ):  # a broken group cannot always be left in good order
                 if dist.is_initialized():
                     dist.destroy_process_group()
         try:

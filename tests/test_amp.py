@@ -64,8 +64,12 @@ def test_the_state_goes_on() -> None:
         twin.load_state_dict({**scaler.state_dict(), "good_updates": -1})
 
 
-def overflow_on_one_rank(rank: int, size: int, name: str, config: DynamicLossScale | FixedLossScale) -> dict[str, Any]:
-    warnings.filterwarnings("ignore", message="the gradients of all ranks are equal")  # they are meant to be
+def overflow_on_one_rank(
+    rank: int, size: int, name: str, config: DynamicLossScale | FixedLossScale
+) -> dict[str, Any]:
+    warnings.filterwarnings(
+        "ignore", message="the gradients of all ranks are equal"
+    )  # they are meant to be
     net = model()
     optimizer = EVERY[name](net.named_parameters())
     scaler = LossScaler(config)
@@ -81,7 +85,12 @@ def overflow_on_one_rank(rank: int, size: int, name: str, config: DynamicLossSca
             optimizer.step()
         updates.append(not same(before, values(net)))
         scales.append(scaler.scale)
-    return {"values": values(net), "scales": scales, "updates": updates, "dropped": scaler.dropped_steps}
+    return {
+        "values": values(net),
+        "scales": scales,
+        "updates": updates,
+        "dropped": scaler.dropped_steps,
+    }
 
 
 @pytest.mark.fault
@@ -116,10 +125,14 @@ def test_endless_overflow_is_an_error_on_every_rank(ranks: Pool) -> None:
 
 
 def test_the_parts_of_a_step_are_the_whole_of_it() -> None:
-    """Note overflow per microstep, agree and adapt once per update: the same scales as `unscale_` finds."""
+    """Note overflow per microstep, agree and adapt once per update: the same scales as `unscale_`
+    finds."""
     whole, parts = (LossScaler(DynamicLossScale(8.0, 2.0, 2)) for _ in range(2))
     for seed in range(6):
-        grads = [torch.full((3,), float(seed + 1)), torch.tensor([[1.0, math.inf if seed == 3 else 2.0]])]
+        grads = [
+            torch.full((3,), float(seed + 1)),
+            torch.tensor([[1.0, math.inf if seed == 3 else 2.0]]),
+        ]
         before = [grad.clone() for grad in grads]
         overflow = parts.overflowed(grads[:1]) or parts.overflowed(grads[1:])
         scaled = [grad * parts.inverse_scale for grad in grads]
@@ -131,8 +144,14 @@ def test_the_parts_of_a_step_are_the_whole_of_it() -> None:
         assert whole.unscale_(held) == (not overflow) == (seed != 3)
         assert whole.state_dict() == parts.state_dict()
         if not overflow:
-            assert all(torch.equal(p.grad, g) for p, g in zip(held, scaled, strict=True) if p.grad is not None)
-    assert not LossScaler(FixedLossScale(2.0, drop_overflow_update=False)).overflowed([torch.tensor(math.nan)])
+            assert all(
+                torch.equal(p.grad, g)
+                for p, g in zip(held, scaled, strict=True)
+                if p.grad is not None
+            )
+    assert not LossScaler(FixedLossScale(2.0, drop_overflow_update=False)).overflowed(
+        [torch.tensor(math.nan)]
+    )
 
 
 def local_scales(rank: int, size: int) -> tuple[list[bool], list[float], int]:
@@ -146,7 +165,10 @@ def local_scales(rank: int, size: int) -> tuple[list[bool], list[float], int]:
 
 
 def test_a_local_scale_talks_to_nobody(ranks: Pool) -> None:
-    assert ranks.run(local_scales) == [([True] * 4, [256.0], 0), ([True, True, False, True, True], [128.0], 0)]
+    assert ranks.run(local_scales) == [
+        ([True] * 4, [256.0], 0),
+        ([True, True, False, True, True], [128.0], 0),
+    ]
     with pytest.raises(ValueError, match="not both"):
         LossScaler(FixedLossScale(), process_group=object(), local=True)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="local"):

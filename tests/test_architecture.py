@@ -31,7 +31,18 @@ MAY_IMPORT = {
     "integrations": BASE | {"core", "comm", "sync", "optim", "checkpoint"},
     # the only one that knows two methods at once
     "strategy": BASE
-    | {"schedules", "core", "comm", "compress", "sync", "optim", "amp", "step", "pipeline", "checkpoint"},
+    | {
+        "schedules",
+        "core",
+        "comm",
+        "compress",
+        "sync",
+        "optim",
+        "amp",
+        "step",
+        "pipeline",
+        "checkpoint",
+    },
     "lab": BASE | {"schedules", "optim", "amp", "strategy", "sync"},
     "cli": BASE | {"lab", "strategy"},
     "__main__": {"cli"},
@@ -67,14 +78,16 @@ def test_imports_point_down(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_only_comm_speaks_to_other_ranks(path: Path) -> None:
-    """Types of torch.distributed may be named in signatures; calls belong to comm (lab trains as users do)."""
+    """Types of torch.distributed may be named in signatures; calls belong to comm (lab trains as
+    users do)."""
     if room(path) in {"comm", "lab"}:
         return
     tree = ast.parse(path.read_text(encoding="utf-8"))
     calls = [
         ast.unparse(node.func)
         for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith(("dist.", "torch.distributed."))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func).startswith(("dist.", "torch.distributed."))
     ]
     assert calls == []
 

@@ -1,4 +1,5 @@
-"""The benchmarks run, and the pages made from their figures are those that lie in the repository."""
+"""The benchmarks run, and the pages made from their figures are those that lie in the
+repository."""
 
 import json
 import subprocess
@@ -18,7 +19,16 @@ ROOT = Path(__file__).parent.parent
 @pytest.mark.timeout(300)  # processes of its own, beside what else the machine does
 @pytest.mark.parametrize("name", SUITE)
 def test_a_benchmark_runs_and_its_figures_can_be_read(name: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks", "--quick", "--only", name, "--folder", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks",
+        "--quick",
+        "--only",
+        name,
+        "--folder",
+        str(tmp_path),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / f"{name}.json").read_text())
@@ -35,8 +45,12 @@ def test_every_benchmark_has_its_section_and_every_limit_its_benchmark() -> None
 
 def test_the_pages_are_those_that_the_figures_make() -> None:
     results = report.read(report.RESULTS)
-    assert report.TABLE.read_text(encoding="utf-8") == report.limits_table(results) + "\n", "run: make bench"
-    assert report.PAGE.read_text(encoding="utf-8") == report.page(results), "python -m benchmarks.report"
+    assert report.TABLE.read_text(encoding="utf-8") == report.limits_table(results) + "\n", (
+        "run: make bench"
+    )
+    assert report.PAGE.read_text(encoding="utf-8") == report.page(results), (
+        "python -m benchmarks.report"
+    )
 
 
 def test_quick_figures_do_not_overwrite_those_that_count() -> None:

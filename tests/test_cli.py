@@ -1,4 +1,5 @@
-"""Bad input is one line and status 2; help has an example; nothing is written before the arguments are right."""
+"""Bad input is one line and status 2; help has an example; nothing is written before the arguments
+are right."""
 
 import subprocess
 import sys
@@ -55,7 +56,10 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 @pytest.mark.parametrize("arguments", BAD)
 def test_bad_input_is_one_line(
-    arguments: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     line = fails(capsys, "compare", *arguments.split())
@@ -68,17 +72,24 @@ def test_an_unknown_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> N
     assert "compare" in fails(capsys, "frobnicate")
 
 
-def test_a_folder_without_text_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_folder_without_text_is_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     (tmp_path / "picture.bin").write_bytes(bytes(100_000))
     out = tmp_path / "out"
     assert "0 bytes of text" in fails(capsys, "compare", "--text", str(tmp_path), "--out", str(out))
     assert not out.exists()
 
 
-@pytest.mark.parametrize("arguments", [["--link", "fast"], ["--strategies", "dence"], ["--nonsense"]])
+@pytest.mark.parametrize(
+    "arguments", [["--link", "fast"], ["--strategies", "dence"], ["--nonsense"]]
+)
 def test_the_installed_command_exits_with_2(arguments: list[str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "thinwire", "compare", *arguments], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "thinwire", "compare", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
 
@@ -88,7 +99,9 @@ def test_help_has_an_example(arguments: list[str], capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit) as stop:
         cli.main(arguments)
     assert stop.value.code == 0
-    assert "thinwire compare --workers 2 --link 100mbit --strategies dense" in capsys.readouterr().out
+    assert (
+        "thinwire compare --workers 2 --link 100mbit --strategies dense" in capsys.readouterr().out
+    )
 
 
 def test_missing_packages_are_named_with_the_way_to_get_them(
@@ -98,7 +111,10 @@ def test_missing_packages_are_named_with_the_way_to_get_them(
     with pytest.raises(SystemExit) as stop:
         cli.main(["compare"])
     assert stop.value.code == 2
-    assert capsys.readouterr().err == "thinwire: the command line needs no_such_package: pip install 'thinwire[cli]'\n"
+    assert (
+        capsys.readouterr().err
+        == "thinwire: the command line needs no_such_package: pip install 'thinwire[cli]'\n"
+    )
 
 
 WITHOUT = """
@@ -135,7 +151,9 @@ BAD_FILES = {
 
 
 @pytest.mark.parametrize("text", BAD_FILES)
-def test_a_bad_strategy_file_is_one_line(text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_bad_strategy_file_is_one_line(
+    text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     path = tmp_path / "plan.yaml"
     path.write_text(text, encoding="utf-8")
     for options in ([], ["--quiet"]):
@@ -144,7 +162,9 @@ def test_a_bad_strategy_file_is_one_line(text: str, capsys: pytest.CaptureFixtur
         assert BAD_FILES[text] in line
 
 
-def test_a_strategy_file_that_cannot_be_read_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_strategy_file_that_cannot_be_read_is_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     assert "gone.yaml: No such file" in fails(capsys, "explain", str(tmp_path / "gone.yaml"))
     assert "directory" in fails(capsys, "explain", str(tmp_path))
     assert "FILE" in fails(capsys, "explain")
@@ -152,7 +172,9 @@ def test_a_strategy_file_that_cannot_be_read_is_one_line(capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("quiet", [False, True])
-def test_explain_prints_what_the_strategy_explains(quiet: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_prints_what_the_strategy_explains(
+    quiet: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = Path(__file__).parent.parent / "examples" / "strategies" / "slow_network.yaml"
     expected = "" if quiet else f"{tw.DistributedStrategy.load(path).explain()}\n"
     capsys.readouterr()
@@ -181,12 +203,17 @@ try:
 except SystemExit as stop:
     sys.exit(stop.code if "torch" not in sys.modules else 99)
 """
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 2
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode
+        == 2
+    )
 
 
 def test_a_reader_that_leaves_ends_the_command_quietly(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("gradient_merge: {k_steps: 2}\n", encoding="utf-8")
     command = f"{sys.executable} -m thinwire explain {path} | exec sleep 0"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, timeout=100, check=True
+    )
     assert done.stderr == ""

@@ -1,4 +1,5 @@
-"""The documentation holds: every sample runs as it stands, and every link inside the repository leads somewhere."""
+"""The documentation holds: every sample runs as it stands, and every link inside the repository
+leads somewhere."""
 
 import re
 from collections.abc import Iterator
@@ -35,7 +36,9 @@ def prose(path: Path) -> str:
 
 def anchors(path: Path) -> set[str]:
     """The names that a page's headings get when it is shown."""
-    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", path.read_text(encoding="utf-8")), re.MULTILINE)
+    headings = re.findall(
+        r"^#+ (.*)$", FENCE.sub("", path.read_text(encoding="utf-8")), re.MULTILINE
+    )
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
@@ -81,5 +84,8 @@ def test_every_note_on_a_method_has_a_sample() -> None:
 
 def test_a_broken_link_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("# One `x`\n[a](gone.md) [b](#one-x) [c](#two) [d](https://e.org) `[f](g)`\n", encoding="utf-8")
+    page.write_text(
+        "# One `x`\n[a](gone.md) [b](#one-x) [c](#two) [d](https://e.org) `[f](g)`\n",
+        encoding="utf-8",
+    )
     assert broken_links(page) == ["gone.md", "#two"]

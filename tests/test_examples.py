@@ -1,6 +1,7 @@
 """Every example, and the code of the README, runs as it says: on two CPU ranks.
 
-The code of the README and what needs other packages is started by torchrun, the rest in the processes of the pool.
+The code of the README and what needs other packages is started by torchrun, the rest in the
+processes of the pool.
 """
 
 import os
@@ -22,7 +23,15 @@ EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
 
 
 def torchrun(script: Path, cwd: Path) -> str:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(script),
+    ]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=cwd, start_new_session=True, **pipes) as process:  # type: ignore[call-overload]
         try:
@@ -39,7 +48,9 @@ def lines_of(path: Path) -> int:
 
 
 @pytest.mark.timeout(220)
-@pytest.mark.parametrize("path", [p for p in EXAMPLES if p.name not in OPTIONAL], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", [p for p in EXAMPLES if p.name not in OPTIONAL], ids=lambda path: path.name
+)
 def test_example_runs_and_is_short(ranks: Pool, path: Path, tmp_path: Path) -> None:
     assert lines_of(path) < 120
     assert run_script(ranks, path, tmp_path).strip()
@@ -48,7 +59,9 @@ def test_example_runs_and_is_short(ranks: Pool, path: Path, tmp_path: Path) -> N
 @pytest.mark.slow
 @pytest.mark.timeout(220)
 @pytest.mark.integrations
-@pytest.mark.parametrize("name", [pytest.param(name, marks=needs(package)) for name, package in OPTIONAL.items()])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=needs(package)) for name, package in OPTIONAL.items()]
+)
 def test_example_with_another_package_runs_and_is_short(name: str, tmp_path: Path) -> None:
     path = ROOT / "examples" / name
     assert lines_of(path) < 120
@@ -58,7 +71,9 @@ def test_example_with_another_package_runs_and_is_short(name: str, tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.timeout(440)
 def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    blocks = re.findall(
+        r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL
+    )
     assert blocks
     for number, block in enumerate(blocks):
         script = tmp_path / f"block_{number}.py"

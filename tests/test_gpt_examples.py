@@ -1,7 +1,8 @@
-"""The nanoGPT-like loop and the three ways to move it: the same loss where nothing is compressed, and exact resumption.
+"""The nanoGPT-like loop and the three ways to move it: the same loss where nothing is compressed,
+and exact resumption.
 
-The scripts run as they are, in the processes of the pool; where a test needs other settings it changes lines of the
-text and fails when the line is not there.
+The scripts run as they are, in the processes of the pool; where a test needs other settings it
+changes lines of the text and fails when the line is not there.
 """
 
 import re
@@ -15,15 +16,21 @@ import pytest
 from tests.launched import as_torchrun_starts, free_port
 from tests.ranks import Pool
 
-pytestmark = pytest.mark.timeout(300)  # two to three runs each, on machines that do other things too
+pytestmark = pytest.mark.timeout(
+    300
+)  # two to three runs each, on machines that do other things too
 
 FOLDER = Path(__file__).parent.parent / "examples" / "gpt"
 STEPS = 30
 
 
-def run(rank: int, size: int, name: str, changes: dict[str, str], port: int, steps: int, out: str) -> str:
+def run(
+    rank: int, size: int, name: str, changes: dict[str, str], port: int, steps: int, out: str
+) -> str:
     """What one rank of the script prints; it makes its own process group, as under torchrun."""
-    warnings.filterwarnings("ignore", message="the changes of all ranks are equal")  # where batches are
+    warnings.filterwarnings(
+        "ignore", message="the changes of all ranks are equal"
+    )  # where batches are
     text = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
     for old, new in changes.items():
         assert text.count(old) == 1, f"{old!r} is {text.count(old)} times in {name}.py"
@@ -42,9 +49,12 @@ def run(rank: int, size: int, name: str, changes: dict[str, str], port: int, ste
 def losses(
     ranks: Pool, name: str, out: Path, *, changes: dict[str, str] | None = None, steps: int = STEPS
 ) -> dict[str, float]:
-    """Loss by what was printed before it, of rank 0: of every step, and on held-out text at every evaluation."""
+    """Loss by what was printed before it, of rank 0: of every step, and on held-out text at every
+    evaluation."""
     said = ranks.run(run, name, changes or {}, free_port(), steps, str(out), timeout_s=100)[0]
-    return {at: float(loss) for at, loss in re.findall(r"(step \d+: (?:held-out )?loss) ([\d.]+)", said)}
+    return {
+        at: float(loss) for at, loss in re.findall(r"(step \d+: (?:held-out )?loss) ([\d.]+)", said)
+    }
 
 
 def assert_same(a: dict[str, float], b: dict[str, float], within: float) -> None:
@@ -66,7 +76,9 @@ SAME_BATCHES = {"world + rank)": "world)"}
 
 
 @pytest.mark.parametrize("name", ["plain", "engine", "attach", "local"])
-def test_resumed_in_the_middle_it_ends_as_undisturbed(ranks: Pool, tmp_path: Path, name: str) -> None:
+def test_resumed_in_the_middle_it_ends_as_undisturbed(
+    ranks: Pool, tmp_path: Path, name: str
+) -> None:
     whole = losses(ranks, name, tmp_path / "whole")
     first = losses(ranks, name, tmp_path / "parts", steps=STEPS // 2)
     second = losses(ranks, name, tmp_path / "parts")
@@ -75,25 +87,40 @@ def test_resumed_in_the_middle_it_ends_as_undisturbed(ranks: Pool, tmp_path: Pat
 
 
 def test_the_engine_is_ddp(ranks: Pool, tmp_path: Path) -> None:
-    """But for the clipping, whose factor is 1 / max(norm, 1) here and 1 / (norm + 1e-6) in torch."""
-    assert_same(losses(ranks, "plain", tmp_path / "plain"), losses(ranks, "engine", tmp_path / "engine"), within=2e-6)
+    """But for the clipping, whose factor is 1 / max(norm, 1) here and 1 / (norm + 1e-6) in
+    torch."""
+    assert_same(
+        losses(ranks, "plain", tmp_path / "plain"),
+        losses(ranks, "engine", tmp_path / "engine"),
+        within=2e-6,
+    )
 
 
 def test_dgc_before_its_ramp_in_ddp_is_sgd_in_ddp(ranks: Pool, tmp_path: Path) -> None:
     plain = losses(ranks, "plain", tmp_path / "plain", changes={**SGD, **WITHOUT_CLIPPING})
-    dense = {'{"sparsity": (0.9, 0.99), "rampup_step": 20, "local_grad_clip_norm": 1.0}': '{"rampup_begin_step": 999}'}
+    dense = {
+        '{"sparsity": (0.9, 0.99), "rampup_step": 20, "local_grad_clip_norm": '
+        "1.0}": '{"rampup_begin_step": 999}'
+    }
     assert_same(plain, losses(ranks, "attach", tmp_path / "attach", changes=dense), within=1e-6)
 
 
 def test_averaging_in_every_step_is_sgd_in_ddp(ranks: Pool, tmp_path: Path) -> None:
-    """For an update that is linear in the gradient; clipping and AdamW are not, so the mean of updates is another."""
+    """For an update that is linear in the gradient; clipping and AdamW are not, so the mean of
+    updates is another."""
     linear = {**SGD, **WITHOUT_CLIPPING}
     plain = losses(ranks, "plain", tmp_path / "plain", changes=linear)
     linear = {**SGD, "nn.utils.clip_grad_norm_(model.parameters(), 1.0)": "pass"}
-    assert_same(plain, losses(ranks, "local", tmp_path / "local", changes={**linear, **EVERY_STEP}), within=1e-5)
+    assert_same(
+        plain,
+        losses(ranks, "local", tmp_path / "local", changes={**linear, **EVERY_STEP}),
+        within=1e-5,
+    )
 
 
-def test_averaging_in_every_step_over_equal_batches_is_adamw_in_ddp(ranks: Pool, tmp_path: Path) -> None:
+def test_averaging_in_every_step_over_equal_batches_is_adamw_in_ddp(
+    ranks: Pool, tmp_path: Path
+) -> None:
     plain = losses(ranks, "plain", tmp_path / "plain", changes=SAME_BATCHES)
     local = losses(ranks, "local", tmp_path / "local", changes={**SAME_BATCHES, **EVERY_STEP})
     assert_same(plain, local, within=0)

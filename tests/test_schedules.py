@@ -1,4 +1,5 @@
-"""Schedules: printed examples, formulas, rules, composition, and a scheduler for other people's optimizers."""
+"""Schedules: printed examples, formulas, rules, composition, and a scheduler for other people's
+optimizers."""
 
 import math
 import pickle
@@ -25,12 +26,18 @@ from thinwire.schedules import (
 )
 
 EXAMPLES = [
-    (PiecewiseConstant([2, 5, 10], [0.1, 0.05, 0.01]).table(10), [0.1] * 2 + [0.05] * 3 + [0.01] * 5),
+    (
+        PiecewiseConstant([2, 5, 10], [0.1, 0.05, 0.01]).table(10),
+        [0.1] * 2 + [0.05] * 3 + [0.01] * 5,
+    ),
     (ExponentialDecay(0.1, 0.9, 1).table(6, 2), [0.1, 0.1, 0.09, 0.09, 0.081, 0.081]),
     (NaturalExpDecay(0.1, 0.9, 2, True).table(6, 2), [0.1] * 4 + [0.016529888822158657] * 2),
     (InverseDecay(0.1, 0.5, 1, True).table(6, 1), [0.1, 0.1 / 1.5, 0.05, 0.04, 0.1 / 3, 0.1 / 3.5]),
     (CosineDecay(0.01, 0.1, 2).table(6, 2), [0.1, 0.1, 0.055, 0.055, 0.01, 0.01]),
-    (PolynomialDecay(0.1, 0.01, 2, 0.5).table(6, 2), [0.1, 0.1, 0.07363961030678928, 0.07363961030678928, 0.01, 0.01]),
+    (
+        PolynomialDecay(0.1, 0.01, 2, 0.5).table(6, 2),
+        [0.1, 0.1, 0.07363961030678928, 0.07363961030678928, 0.01, 0.01],
+    ),
     (WarmUp(0.1, 2).table(6, 2), [0.0, 0.0, 0.05, 0.05, 0.1, 0.1]),
     ([PolynomialDecay(0.1, 0.01, 4, 0.5)(2)], [0.07363961030678928]),
     (
@@ -57,7 +64,9 @@ def test_printed_examples_hold(table: list[float], expected: list[float]) -> Non
     assert table == pytest.approx(expected, rel=1e-9)
 
 
-@given(s=st.integers(0, 300), d=st.integers(1, 50), rate=st.floats(0.05, 0.99), lr=st.floats(1e-4, 10))
+@given(
+    s=st.integers(0, 300), d=st.integers(1, 50), rate=st.floats(0.05, 0.99), lr=st.floats(1e-4, 10)
+)
 def test_formulas(s: int, d: int, rate: float, lr: float) -> None:
     def near(value: float) -> object:
         return pytest.approx(value, rel=1e-9, abs=1e-300)
@@ -65,7 +74,9 @@ def test_formulas(s: int, d: int, rate: float, lr: float) -> None:
     assert ExponentialDecay(lr, rate, d)(s) == near(lr * rate ** (s / d))
     assert ExponentialDecay(lr, rate, d, True)(s) == near(lr * rate ** math.floor(s / d))
     assert NaturalExpDecay(lr, rate, d)(s) == near(lr * math.exp(-rate * s))
-    assert NaturalExpDecay(lr, rate, d, True)(s) == near(lr * math.exp(-rate * d * math.floor(s / d)))
+    assert NaturalExpDecay(lr, rate, d, True)(s) == near(
+        lr * math.exp(-rate * d * math.floor(s / d))
+    )
     assert InverseDecay(lr, rate, d)(s) == near(lr / (1 + rate * s / d))
     assert InverseDecay(lr, rate, d, True)(s) == near(lr / (1 + rate * math.floor(s / d)))
     assert WarmUp(lr, d)(s) == near(lr * min(s, d) / d)
@@ -73,7 +84,9 @@ def test_formulas(s: int, d: int, rate: float, lr: float) -> None:
     assert CosineDecay(lr * rate, lr, d)(s) == near(cosine)
     assert PolynomialDecay(lr, 0.5, d, 2)(s) == near((lr - 0.5) * (1 - min(s, d) / d) ** 2 + 0.5)
     stretched = d * max(math.ceil(s / d), 1)
-    assert PolynomialDecay(lr, 0.5, d, 2, True)(s) == near((lr - 0.5) * (1 - s / stretched) ** 2 + 0.5)
+    assert PolynomialDecay(lr, 0.5, d, 2, True)(s) == near(
+        (lr - 0.5) * (1 - s / stretched) ** 2 + 0.5
+    )
 
 
 @pytest.mark.parametrize("schedule", EVERY, ids=repr)
@@ -81,20 +94,30 @@ def test_a_schedule_is_a_value(schedule: Schedule) -> None:
     twin = pickle.loads(pickle.dumps(schedule))
     assert twin == schedule
     assert hash(twin) == hash(schedule)
-    assert schedule.table(30) == [schedule(s) for s in range(30)] == [twin(torch.tensor(s)) for s in range(30)]
+    assert (
+        schedule.table(30)
+        == [schedule(s) for s in range(30)]
+        == [twin(torch.tensor(s)) for s in range(30)]
+    )
     assert schedule != Constant(0.123)
     with pytest.raises(AttributeError):
         schedule.lr = 3  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(("step", "error"), [(-1, ValueError), (True, TypeError), (1.0, TypeError), ("1", TypeError)])
+@pytest.mark.parametrize(
+    ("step", "error"), [(-1, ValueError), (True, TypeError), (1.0, TypeError), ("1", TypeError)]
+)
 @pytest.mark.parametrize("schedule", EVERY, ids=repr)
-def test_a_step_is_an_integer_from_zero(schedule: Schedule, step: object, error: type[Exception]) -> None:
+def test_a_step_is_an_integer_from_zero(
+    schedule: Schedule, step: object, error: type[Exception]
+) -> None:
     with pytest.raises(error, match="step"):
         schedule(step)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("step", [torch.tensor(1.0), torch.tensor([1]), torch.tensor(True), None, 1j])
+@pytest.mark.parametrize(
+    "step", [torch.tensor(1.0), torch.tensor([1]), torch.tensor(True), None, 1j]
+)
 def test_other_kinds_of_steps_are_refused(step: object) -> None:
     with pytest.raises(TypeError, match="step"):
         Constant(1.0)(step)  # type: ignore[arg-type]
@@ -227,7 +250,9 @@ def test_scheduled_lr_saves_its_count_and_not_the_schedule(tmp_path: object) -> 
     torch.save(scheduler.state_dict(), f"{tmp_path}/s.pt")
     saved = torch.load(f"{tmp_path}/s.pt", weights_only=True)
     assert "schedule" not in saved
-    other = ScheduledLR(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0), WarmUp(1.0, 8))
+    other = ScheduledLR(
+        torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0), WarmUp(1.0, 8)
+    )
     other.load_state_dict(saved)
     other.optimizer.step()
     other.step()

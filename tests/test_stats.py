@@ -1,4 +1,5 @@
-"""`stats()` has one set of flat names everywhere, numbers only; the log says what takes long and what matters."""
+"""`stats()` has one set of flat names everywhere, numbers only; the log says what takes long and
+what matters."""
 
 import logging
 import math
@@ -39,7 +40,9 @@ def require_flat(stats: dict[str, Any]) -> None:
     for name, value in stats.items():
         assert isinstance(value, Real), name
         assert not isinstance(value, bool), name
-    assert stats["ratio"] == (stats["bytes_dense"] / stats["bytes_sent"] if stats["bytes_sent"] else math.inf)
+    assert stats["ratio"] == (
+        stats["bytes_dense"] / stats["bytes_sent"] if stats["bytes_sent"] else math.inf
+    )
 
 
 @pytest.mark.parametrize("field", [None, *(name for name in FIELDS if name != "pipeline")])
@@ -70,7 +73,9 @@ def everywhere(rank: int, size: int) -> list[dict[str, Any]]:
             optimizer.step()
         found.append(sync.stats())
     model = make_model(plain=True)
-    dgc = tw.optim.DGCMomentum(model.parameters(), lr=0.1, sparsity=(0.75,), rampup_begin_step=2, min_numel=64)
+    dgc = tw.optim.DGCMomentum(
+        model.parameters(), lr=0.1, sparsity=(0.75,), rampup_begin_step=2, min_numel=64
+    )
     found.append(dgc.stats())
     ddp = DistributedDataParallel(model)
     handle = dgc.attach(ddp)
@@ -139,7 +144,10 @@ def test_without_a_set_up_of_logging_nothing_is_printed(capfd: pytest.CaptureFix
     logging.getLogger("thinwire").warning("nobody asked")
     captured = capfd.readouterr()
     assert (captured.out, captured.err) == ("", "")
-    assert any(isinstance(handler, logging.NullHandler) for handler in logging.getLogger("thinwire").handlers)
+    assert any(
+        isinstance(handler, logging.NullHandler)
+        for handler in logging.getLogger("thinwire").handlers
+    )
 
 
 def logged(rank: int, size: int) -> list[tuple[str, str]]:

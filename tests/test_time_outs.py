@@ -1,4 +1,5 @@
-"""`timeout=` of the three ways to train: what it takes, that ranks agree on it, and what it does not end."""
+"""`timeout=` of the three ways to train: what it takes, that ranks agree on it, and what it does
+not end."""
 
 import math
 import time
@@ -65,7 +66,8 @@ def test_another_time_out_on_one_rank_is_a_mismatch_on_all(ranks: Pool, way: str
 
 
 def unequal_speed(rank: int, size: int) -> tuple[float, list[float]]:
-    """Rank 1 falls behind by more than the time-out in all, by a fifth of it between two averagings."""
+    """Rank 1 falls behind by more than the time-out in all, by a fifth of it between two
+    averagings."""
     torch.manual_seed(0)
     model = nn.Linear(4, 2)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -74,12 +76,18 @@ def unequal_speed(rank: int, size: int) -> tuple[float, list[float]]:
         for step in range(14):
             time.sleep(0.6 * rank)
             sgd.zero_grad()
-            nn.functional.mse_loss(model(torch.full((3, 4), (step + rank) / 10)), torch.ones(3, 2)).backward()
+            nn.functional.mse_loss(
+                model(torch.full((3, 4), (step + rank) / 10)), torch.ones(3, 2)
+            ).backward()
             sgd.step()
-    return time.monotonic() - begin_s, [float(x) for p in model.parameters() for x in p.detach().flatten()]
+    return time.monotonic() - begin_s, [
+        float(x) for p in model.parameters() for x in p.detach().flatten()
+    ]
 
 
-def test_a_slow_rank_may_fall_behind_by_the_time_out_between_two_averagings_and_not_in_all(ranks: Pool) -> None:
+def test_a_slow_rank_may_fall_behind_by_the_time_out_between_two_averagings_and_not_in_all(
+    ranks: Pool,
+) -> None:
     (seconds, first), (_, second) = ranks.run(unequal_speed)
     assert seconds > 6
     assert first == second

@@ -37,11 +37,18 @@ def test_infinity_is_let_through_on_request_and_nan_never() -> None:
 
 @pytest.mark.parametrize(
     ("bounds", "good", "bad"),
-    [({"at_least": 1}, 1, 0.9), ({"above": 1}, 1.1, 1), ({"at_most": 1}, 1, 1.1), ({"below": 1}, 0.9, 1)],
+    [
+        ({"at_least": 1}, 1, 0.9),
+        ({"above": 1}, 1.1, 1),
+        ({"at_most": 1}, 1, 1.1),
+        ({"below": 1}, 0.9, 1),
+    ],
 )
 def test_bounds(bounds: dict, good: float, bad: float) -> None:
     assert check.real("x", good, **bounds) == good
-    sign = {"at_least": ">= 1", "above": "> 1", "at_most": "<= 1", "below": "< 1"}[next(iter(bounds))]
+    sign = {"at_least": ">= 1", "above": "> 1", "at_most": "<= 1", "below": "< 1"}[
+        next(iter(bounds))
+    ]
     with pytest.raises(ValueError, match=f"x must be a finite number {sign}, got {bad}"):
         check.real("x", bad, **bounds)
 
@@ -58,7 +65,9 @@ def test_integers(value: object) -> None:
         check.integer("x", value, at_least=4)
 
 
-@pytest.mark.parametrize("value", [True, 3.0, "3", None, torch.tensor([3]), torch.tensor(3.0), torch.tensor(True)])
+@pytest.mark.parametrize(
+    "value", [True, 3.0, "3", None, torch.tensor([3]), torch.tensor(3.0), torch.tensor(True)]
+)
 def test_other_kinds_are_no_integers(value: object) -> None:
     with pytest.raises(TypeError, match="x must be an integer"):
         check.integer("x", value)
@@ -77,7 +86,9 @@ def test_flags_kinds_and_choices() -> None:
     with pytest.raises(TypeError, match="x must be True or False, got 1"):
         check.boolean("x", 1)
     check.instance("x", 1, (int, str))
-    with pytest.raises(TypeError, match=r"x must be int or str, got 1\.0 of type float; use an int"):
+    with pytest.raises(
+        TypeError, match=r"x must be int or str, got 1\.0 of type float; use an int"
+    ):
         check.instance("x", 1.0, (int, str), advice="use an int")
     check.one_of("x", "dense", ("dense", "dgc"))
     with pytest.raises(ValueError, match=r"x must be one of .*'dgc'.*did you mean 'dense'"):

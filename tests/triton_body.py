@@ -1,4 +1,5 @@
-"""Whether and where the Triton kernels are tested: on a GPU, or through Triton's interpreter on the CPU."""
+"""Whether and where the Triton kernels are tested: on a GPU, or through Triton's interpreter on the
+CPU."""
 
 import os
 from collections.abc import Iterator
@@ -14,23 +15,30 @@ SMALL_BLOCK = 32
 
 
 def require_triton() -> None:
-    """Skips the module where triton is not installed, unless THINWIRE_TRITON=required: then its tests must run.
+    """Skips the module where triton is not installed, unless THINWIRE_TRITON=required: then its
+    tests must run.
 
     To be called before the kernels are imported, since the interpreter has to be chosen by then.
     """
     if find_spec("triton") is None and os.environ.get("THINWIRE_TRITON") != "required":
-        pytest.skip("triton is not installed (make test-triton installs it)", allow_module_level=True)
+        pytest.skip(
+            "triton is not installed (make test-triton installs it)", allow_module_level=True
+        )
     if DEVICE.type == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
 
 
 @contextmanager
 def triton_kernels(block: int = SMALL_BLOCK) -> Iterator[None]:
-    """The Triton body for all tensors, with blocks so small that small tensors have many; in a rank of the pool too."""
+    """The Triton body for all tensors, with blocks so small that small tensors have many; in a rank
+    of the pool too."""
     with patch.dict(os.environ, {"THINWIRE_KERNELS": "triton"}):
         if DEVICE.type == "cpu":
             os.environ["TRITON_INTERPRET"] = "1"
         from thinwire.core.kernels import device_codes, device_launch
 
-        with patch.object(device_launch, "BLOCK", block), patch.object(device_codes, "_SMALLEST_TAIL", 8):
+        with (
+            patch.object(device_launch, "BLOCK", block),
+            patch.object(device_codes, "_SMALLEST_TAIL", 8),
+        ):
             yield

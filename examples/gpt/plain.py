@@ -20,10 +20,15 @@ class Block(nn.Module):
         super().__init__()
         self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        heads = (t.unflatten(2, (HEADS, -1)).transpose(1, 2) for t in self.qkv(self.norm_1(x)).chunk(3, dim=2))
+        heads = (
+            t.unflatten(2, (HEADS, -1)).transpose(1, 2)
+            for t in self.qkv(self.norm_1(x)).chunk(3, dim=2)
+        )
         mixed = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
         x = x + self.proj(mixed.transpose(1, 2).flatten(2))
         return x + self.mlp(self.norm_2(x))
@@ -32,7 +37,10 @@ class Block(nn.Module):
 class GPT(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(256, WIDTH), nn.Parameter(torch.zeros(CONTEXT, WIDTH))
+        self.tokens, self.places = (
+            nn.Embedding(256, WIDTH),
+            nn.Parameter(torch.zeros(CONTEXT, WIDTH)),
+        )
         self.blocks = nn.Sequential(Block(), Block(), nn.LayerNorm(WIDTH))
         self.head = nn.Linear(WIDTH, 256, bias=False)
         nn.init.normal_(self.tokens.weight, std=0.02)
@@ -44,7 +52,9 @@ class GPT(nn.Module):
 
 
 def batch_of(data: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    at = torch.randint(len(data) - CONTEXT, (BATCH, 1), generator=torch.Generator().manual_seed(number))
+    at = torch.randint(
+        len(data) - CONTEXT, (BATCH, 1), generator=torch.Generator().manual_seed(number)
+    )
     return data[at + torch.arange(CONTEXT)].long(), data[at + torch.arange(1, CONTEXT + 1)].long()
 
 
@@ -58,7 +68,9 @@ def rate_at(step: int) -> float:
 def main(steps: int, out: Path) -> None:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
-    text = b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")))
+    text = b"".join(
+        path.read_bytes() for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    )
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     train, held_out = data[: -len(data) // 10], data[-len(data) // 10 :]
 
@@ -85,7 +97,12 @@ def main(steps: int, out: Path) -> None:
             best = min(best, loss)
             print(f"step {step}: held-out loss {loss:.6f}, best {best:.6f}", flush=True)
             out.mkdir(parents=True, exist_ok=True)
-            saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "best": best}
+            saved = {
+                "model": model.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "step": step,
+                "best": best,
+            }
             torch.save(saved, out / "checkpoint.pt")
         if step == steps:
             break
@@ -99,7 +116,10 @@ def main(steps: int, out: Path) -> None:
         optimizer.zero_grad()
         step += 1
         if rank == 0:
-            print(f"step {step}: loss {loss.item() * ACCUMULATE:.6f}, rate {optimizer.param_groups[0]['lr']:.6f}")
+            print(
+                f"step {step}: loss {loss.item() * ACCUMULATE:.6f}, rate "
+                f"{optimizer.param_groups[0]['lr']:.6f}"
+            )
     dist.destroy_process_group()
 
 

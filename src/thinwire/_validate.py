@@ -37,7 +37,9 @@ def real(
         ValueError: NaN, infinite or outside the range.
     """
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number (int or float), got {value!r} of type {type(value).__name__}")
+        raise TypeError(
+            f"{name} must be a number (int or float), got {value!r} of type {type(value).__name__}"
+        )
     try:
         number = float(value)
     except OverflowError:  # an int beyond the range of a double
@@ -52,11 +54,15 @@ def real(
     )
     if not inside:
         bounds = _bounds(at_least, above, at_most, below)
-        raise ValueError(f"{name} must be a {'finite ' if finite else ''}number{bounds}, got {value!r}")
+        raise ValueError(
+            f"{name} must be a {'finite ' if finite else ''}number{bounds}, got {value!r}"
+        )
     return number
 
 
-def integer(name: str, value: object, *, at_least: int | None = None, at_most: int | None = None) -> int:
+def integer(
+    name: str, value: object, *, at_least: int | None = None, at_most: int | None = None
+) -> int:
     """Return `value` as an int if it is an integer in the range.
 
     Args:
@@ -74,16 +80,22 @@ def integer(name: str, value: object, *, at_least: int | None = None, at_most: i
     try:
         number = operator.index(value)
     except TypeError:
-        raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}") from None
+        raise TypeError(
+            f"{name} must be an integer, got {value!r} of type {type(value).__name__}"
+        ) from None
     if (at_least is not None and number < at_least) or (at_most is not None and number > at_most):
-        raise ValueError(f"{name} must be an integer{_bounds(at_least, None, at_most, None)}, got {value!r}")
+        raise ValueError(
+            f"{name} must be an integer{_bounds(at_least, None, at_most, None)}, got {value!r}"
+        )
     return number
 
 
 def boolean(name: str, value: object) -> bool:
     """Return `value` if it is True or False, else raise `TypeError`."""
     if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r} of type {type(value).__name__}")
+        raise TypeError(
+            f"{name} must be True or False, got {value!r} of type {type(value).__name__}"
+        )
     return value
 
 
@@ -91,7 +103,10 @@ def scalar(name: str, value: object, *, at_least: float | None = None) -> float:
     """`real`, but a tensor of one element is taken too and read once."""
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
-            raise ValueError(f"{name} must be a number or a tensor of one element, got shape {tuple(value.shape)}")
+            raise ValueError(
+                f"{name} must be a number or a tensor of one element, got shape "
+                f"{tuple(value.shape)}"
+            )
         if value.dtype == torch.bool:
             raise TypeError(f"{name} must be a number, got a tensor of type {value.dtype}")
         value = value.item()
@@ -101,13 +116,19 @@ def scalar(name: str, value: object, *, at_least: float | None = None) -> float:
 def instance(name: str, value: object, kinds: type | tuple[type, ...], *, advice: str = "") -> None:
     """Raise `TypeError` unless `value` is an instance of one of `kinds`."""
     if not isinstance(value, kinds):
-        names = " or ".join(kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,)))
+        names = " or ".join(
+            kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,))
+        )
         hint = f"; {advice}" if advice else ""
-        raise TypeError(f"{name} must be {names}, got {value!r} of type {type(value).__name__}{hint}")
+        raise TypeError(
+            f"{name} must be {names}, got {value!r} of type {type(value).__name__}{hint}"
+        )
 
 
 def one_of(name: str, value: object, allowed: Iterable[object]) -> None:
-    """Raise `ValueError` unless `value` is one of `allowed`; suggest the closest where that is a word."""
+    """Raise `ValueError` unless `value` is one of `allowed`; suggest the closest where that is a
+    word.
+    """
     choices = list(allowed)
     if value not in choices:
         raise ValueError(f"{name} must be one of {choices}, got {value!r}{closest(value, choices)}")
@@ -120,21 +141,31 @@ def closest(word: object, candidates: Iterable[object]) -> str:
     return f"; did you mean {' or '.join(repr(match) for match in matches)}?" if matches else ""
 
 
-def same_shapes(kind: str, came: Mapping[str, torch.Tensor], here: Mapping[str, torch.Tensor], *, advice: str) -> None:
+def same_shapes(
+    kind: str, came: Mapping[str, torch.Tensor], here: Mapping[str, torch.Tensor], *, advice: str
+) -> None:
     """Raise `ValueError` unless a saved state has the tensors that are here, by name and shape."""
     for name in {**came, **here}:
         before, now = (tuple(t[name].shape) if name in t else "nothing" for t in (came, here))
         if before != now:
-            raise ValueError(f"state does not fit: {kind}, {name} has shape {before} in it and {now} here. {advice}")
+            raise ValueError(
+                f"state does not fit: {kind}, {name} has shape {before} in it and {now} here. "
+                f"{advice}"
+            )
 
 
 def _is_unfit_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor) and (
-        value.ndim > 0 or value.is_floating_point() or value.is_complex() or value.dtype == torch.bool
+        value.ndim > 0
+        or value.is_floating_point()
+        or value.is_complex()
+        or value.dtype == torch.bool
     )
 
 
-def _bounds(at_least: float | None, above: float | None, at_most: float | None, below: float | None) -> str:
+def _bounds(
+    at_least: float | None, above: float | None, at_most: float | None, below: float | None
+) -> str:
     signs = {">=": at_least, ">": above, "<=": at_most, "<": below}
     limits = [f"{sign} {bound:g}" for sign, bound in signs.items() if bound is not None]
     return f" {' and '.join(limits)}" if limits else ""

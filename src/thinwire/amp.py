@@ -27,20 +27,23 @@ _log = logging.getLogger("thinwire")
 
 
 class LossScaler:
-    """Owner of the loss scale: the one place where a loss is multiplied by it and gradients are divided by it.
+    """Owner of the loss scale: the one place where a loss is multiplied by it and gradients are
+    divided by it.
 
-    A step is `loss = scaler.scaled(loss)`, the backward pass, then `if scaler.unscale_(parameters): optimizer.step()`,
-    which adapts the scale too. Whoever merges several backward passes into an update takes the parts of `unscale_`
-    instead: `overflowed` after each of them, `inverse_scale` on what is added, `agree` and `update` once per update.
+    A step is `loss = scaler.scaled(loss)`, the backward pass, then `if scaler.unscale_(parameters):
+    optimizer.step()`, which adapts the scale too. Whoever merges several backward passes into an
+    update takes the parts of `unscale_` instead: `overflowed` after each of them, `inverse_scale`
+    on what is added, `agree` and `update` once per update.
 
-    An overflow on one rank drops the step on all, so scales and optimizers never part. Under local updates it concerns
-    its own rank only (`local=True`), and `LocalUpdates(..., scaler=scaler)` gives all ranks the smallest scale when
-    they average; adapt the scale before that step, so that it counts.
+    An overflow on one rank drops the step on all, so scales and optimizers never part. Under local
+    updates it concerns its own rank only (`local=True`), and `LocalUpdates(..., scaler=scaler)`
+    gives all ranks the smallest scale when they average; adapt the scale before that step, so that
+    it counts.
 
     **State**: scale and counters, in `state_dict`.
-    **Communication**: one flag per step, 24 bytes a rank where all agree; none with a scale that does not check, or
-    with `local=True`.
-    **Failure**: a dropped step changes the scale and the counters only. A dead or late rank: see `thinwire.errors`.
+    **Communication**: one flag per step, 24 bytes a rank where all agree; none with a scale that
+    does not check, or with `local=True`. **Failure**: a dropped step changes the scale and the
+    counters only. A dead or late rank: see `thinwire.errors`.
 
     Args:
         config: `FixedLossScale` or `DynamicLossScale`.
@@ -53,11 +56,17 @@ class LossScaler:
     """
 
     def __init__(
-        self, config: LossScale, process_group: dist.ProcessGroup | None = None, *, local: bool = False
+        self,
+        config: LossScale,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        local: bool = False,
     ) -> None:
         check.instance("config", config, (FixedLossScale, DynamicLossScale))
         if check.boolean("local", local) and process_group is not None:
-            raise ValueError("a local loss scale agrees with nobody: give process_group or local=True, not both")
+            raise ValueError(
+                "a local loss scale agrees with nobody: give process_group or local=True, not both"
+            )
         self.config = config
         self.local = local
         self._process_group = process_group
@@ -107,10 +116,12 @@ class LossScaler:
         """Changes `p.grad`: divides it by the scale, unless the step is to be dropped.
 
         Args:
-            params: Parameters whose gradients came from a scaled loss; without a gradient they are passed over.
+            params: Parameters whose gradients came from a scaled loss; without a gradient they are
+                passed over.
 
         Returns:
-            Whether the update may be made. False: a gradient overflowed, here or on another rank; gradients stay
+            Whether the update may be made. False: a gradient overflowed, here or on another rank;
+                gradients stay
             scaled and no state of an optimizer may change.
 
         Raises:
@@ -127,7 +138,9 @@ class LossScaler:
         return not overflow
 
     def overflowed(self, grads: Iterable[Tensor]) -> bool:
-        """Whether a gradient of this rank, scaled or not, is not finite; False with a scale that does not check."""
+        """Whether a gradient of this rank, scaled or not, is not finite; False with a scale that
+        does not check.
+        """
         return self.checks and bool(any_non_finite(grads))
 
     def agree(self, overflow: bool) -> bool:
@@ -150,7 +163,8 @@ class LossScaler:
         return b"1" in answers
 
     def update(self, overflow: bool) -> None:
-        """Adapt the scale to an update that was made, or dropped for an `overflow`; gradients are not looked at.
+        """Adapt the scale to an update that was made, or dropped for an `overflow`; gradients are
+        not looked at.
 
         Raises:
             NonFinite: More than 1000 steps in a row have been dropped.
@@ -158,10 +172,16 @@ class LossScaler:
         before = self._state.scale
         self._state = next_scale(self.config, self._state, overflow=overflow)
         if overflow:
-            _log.info("an update was dropped for an overflow; the loss scale goes from %g to %g", before, self.scale)
+            _log.info(
+                "an update was dropped for an overflow; the loss scale goes from %g to %g",
+                before,
+                self.scale,
+            )
 
     def take_scale(self, scale: float) -> None:
-        """Go on with the scale of another rank; where it is a new one, the count of good updates starts anew."""
+        """Go on with the scale of another rank; where it is a new one, the count of good updates
+        starts anew.
+        """
         scale = check.real("scale", scale, at_least=1)
         if scale != self._state.scale:
             self._state = replace(self._state, scale=scale, good_updates=0)
@@ -179,6 +199,11 @@ class LossScaler:
         """
         expected = set(self.state_dict())
         if set(state_dict) != expected:
-            raise ValueError(f"the state of a loss scale has the keys {sorted(expected)}, got {sorted(state_dict)}")
+            raise ValueError(
+                f"the state of a loss scale has the keys {sorted(expected)}, got "
+                f"{sorted(state_dict)}"
+            )
         counts = {k: check.integer(k, state_dict[k], at_least=0) for k in expected if k != "scale"}
-        self._state = ScaleState(scale=check.real("scale", state_dict["scale"], at_least=1), **counts)
+        self._state = ScaleState(
+            scale=check.real("scale", state_dict["scale"], at_least=1), **counts
+        )

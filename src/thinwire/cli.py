@@ -1,4 +1,6 @@
-"""The command `thinwire`: an exit status and one line for whatever goes wrong; commands are in `lab` and `strategy`."""
+"""The command `thinwire`: an exit status and one line for whatever goes wrong; commands are in
+`lab` and `strategy`.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ _FAILED, _BAD_INPUT, _INTERRUPTED, _TERMINATED = 1, 2, 130, 143
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Runs the command line and exits: 0 done, 1 failed, 2 bad input, 130 interrupted, 143 terminated.
+    """Runs the command line and exits: 0 done, 1 failed, 2 bad input, 130 interrupted, 143
+    terminated.
 
     Args:
         arguments: Instead of those of the process.
@@ -30,7 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         sys.exit(0)
     missing = [name for name in _EXTRAS if importlib.util.find_spec(name) is None]
     if missing:
-        _exit(_BAD_INPUT, f"the command line needs {', '.join(missing)}: pip install 'thinwire[cli]'")
+        _exit(
+            _BAD_INPUT, f"the command line needs {', '.join(missing)}: pip install 'thinwire[cli]'"
+        )
     from cyclopts import CycloptsError
 
     from thinwire.errors import ThinwireError
@@ -45,7 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             sys.stdout.flush()  # here, where a reader that has left is seen
     except (CycloptsError, ValueError) as error:
         _exit(_BAD_INPUT, _one_line(error))
-    except BrokenPipeError:  # of `thinwire ... | head`: nobody reads on, and Python would complain once more at exit
+    except (
+        BrokenPipeError
+    ):  # of `thinwire ... | head`: nobody reads on, and Python would complain once more at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except (ThinwireError, OSError) as error:
@@ -57,7 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 @contextlib.contextmanager
 def _orderly_termination() -> Iterator[None]:
-    # By default SIGTERM ends a process without its finally clauses; as an exception it takes the way of Ctrl-C.
+    # By default SIGTERM ends a process without its finally clauses; as an exception it takes the
+    # way of Ctrl-C.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))
     try:
         yield

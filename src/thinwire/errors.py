@@ -1,7 +1,8 @@
 """The errors that thinwire raises at run time, one family, every one of them a `RuntimeError`.
 
-Wrong arguments are `TypeError` and `ValueError` as everywhere in Python. The one exception here is `StrategyError`, a
-`ValueError` for a strategy that cannot be; all others are for what goes wrong later.
+Wrong arguments are `TypeError` and `ValueError` as everywhere in Python. The one exception here is
+`StrategyError`, a `ValueError` for a strategy that cannot be; all others are for what goes wrong
+later.
 """
 
 __all__ = [
@@ -33,15 +34,23 @@ class PeerStalled(ThinwireError):
 
 
 class Mismatch(ThinwireError):
-    """Two ranks disagree: on versions, configuration, parameters or on what is exchanged in this step."""
+    """Two ranks disagree: on versions, configuration, parameters or on what is exchanged in this
+    step.
+    """
 
 
 class Diverged(ThinwireError):
-    """What ranks must hold alike differs. Names the first parameter and the updates between which it happened."""
+    """What ranks must hold alike differs.
+
+    Names the first parameter and the updates between which it happened.
+    """
 
 
 class PayloadCorrupt(ThinwireError):
-    """A message is damaged, or belongs to another step or layout. Names the rank it came from; nothing was applied."""
+    """A message is damaged, or belongs to another step or layout.
+
+    Names the rank it came from; nothing was applied.
+    """
 
 
 class NonFinite(ThinwireError):
@@ -49,7 +58,10 @@ class NonFinite(ThinwireError):
 
 
 class CheckpointError(ThinwireError):
-    """A checkpoint cannot be written, or there is none that can be loaded. Raised on every rank, with the cause."""
+    """A checkpoint cannot be written, or there is none that can be loaded.
+
+    Raised on every rank, with the cause.
+    """
 
 
 class CheckpointCorrupt(CheckpointError):
@@ -61,8 +73,12 @@ class CheckpointMissing(CheckpointError):
 
 
 class CheckpointMismatch(CheckpointError):
-    """A checkpoint is whole and belongs to something else: another strategy, model, optimizer or pipeline."""
+    """A checkpoint is whole and belongs to something else: another strategy, model, optimizer or
+    pipeline.
+    """
 
 
 class StrategyError(ValueError):
-    """Parts of a strategy do not go together, or not with this model, optimizer or number of ranks; lists all of it."""
+    """Parts of a strategy do not go together, or not with this model, optimizer or number of ranks;
+    lists all of it.
+    """

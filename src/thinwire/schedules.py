@@ -1,11 +1,13 @@
-"""Schedules: pure functions of the step, from which rates are computed during training or listed ahead of it.
+"""Schedules: pure functions of the step, from which rates are computed during training or listed
+ahead of it.
 
-A schedule is called with the number of updates made so far, from 0, and returns a float64 number. It keeps no counter,
-so that one schedule may drive many optimizers and two calls with one step give one value. s is the step and D the
-length of a decay in steps.
+A schedule is called with the number of updates made so far, from 0, and returns a float64 number.
+It keeps no counter, so that one schedule may drive many optimizers and two calls with one step give
+one value. s is the step and D the length of a decay in steps.
 
-Sources: MindSpore 1.5, nn/dynamic_lr.py and nn/learning_rate_schedule.py; Paddle, optimizer/lr.py. Differs from both:
-float64 throughout, integer ceil and floor of s/D, a value that is not finite is an error.
+Sources: MindSpore 1.5, nn/dynamic_lr.py and nn/learning_rate_schedule.py; Paddle, optimizer/lr.py.
+Differs from both: float64 throughout, integer ceil and floor of s/D, a value that is not finite is
+an error.
 """
 
 import itertools
@@ -37,9 +39,11 @@ __all__ = [
 
 
 class Schedule:
-    """Base of the schedules. A subclass says its value in `value_at(step)`; the checks are made here.
+    """Base of the schedules. A subclass says its value in `value_at(step)`; the checks are made
+    here.
 
-    Instances are to be immutable and picklable: an optimizer keeps them, copies them and never writes to them.
+    Instances are to be immutable and picklable: an optimizer keeps them, copies them and never
+    writes to them.
 
     Example:
         >>> WarmUp(0.1, 2).then(Constant(0.1), at=2).table(4)
@@ -64,7 +68,8 @@ class Schedule:
             value = math.inf
         if not math.isfinite(value):
             raise ValueError(
-                f"{self!r} has no finite value at step {s} (it gives {value}); use a shorter or slower schedule"
+                f"{self!r} has no finite value at step {s} (it gives {value}); use a shorter or "
+                "slower schedule"
             )
         return value
 
@@ -73,7 +78,8 @@ class Schedule:
         raise NotImplementedError(f"{type(self).__name__} must define value_at(step)")
 
     def then(self, schedule: "Schedule", at: int) -> "Schedule":
-        """This schedule before step `at`, and from there on `schedule`, which counts its steps from `at`.
+        """This schedule before step `at`, and from there on `schedule`, which counts its steps from
+        `at`.
 
         Args:
             schedule: What follows.
@@ -86,11 +92,13 @@ class Schedule:
         return _Then(self, schedule, at)
 
     def table(self, total_steps: int, steps_per_epoch: int = 1) -> list[float]:
-        """The values of a whole training, listed ahead; entry i is the value at `i // steps_per_epoch`.
+        """The values of a whole training, listed ahead; entry i is the value at `i //
+        steps_per_epoch`.
 
         Args:
             total_steps: Length of the list, at least the number of updates that will be made.
-            steps_per_epoch: With more than 1 the schedule's steps are epochs, and the value is constant inside one.
+            steps_per_epoch: With more than 1 the schedule's steps are epochs, and the value is
+                constant inside one.
 
         Raises:
             TypeError: An argument is not an integer.
@@ -121,7 +129,8 @@ class Constant(Schedule):
 
 @dataclass(frozen=True)
 class PiecewiseConstant(Schedule):
-    """`values[j]` for the first j with step < `milestones[j]`; after the last milestone the last value holds on.
+    """`values[j]` for the first j with step < `milestones[j]`; after the last milestone the last
+    value holds on.
 
     Attributes:
         milestones: Strictly increasing ints >= 1: the steps at which the next value begins.
@@ -134,15 +143,20 @@ class PiecewiseConstant(Schedule):
     def __post_init__(self) -> None:
         check.instance("milestones", self.milestones, (list, tuple))
         check.instance("values", self.values, (list, tuple))
-        steps = tuple(check.integer(f"milestones[{i}]", m, at_least=1) for i, m in enumerate(self.milestones))
+        steps = tuple(
+            check.integer(f"milestones[{i}]", m, at_least=1) for i, m in enumerate(self.milestones)
+        )
         values = tuple(check.real(f"values[{i}]", v, at_least=0) for i, v in enumerate(self.values))
         if not steps:
-            raise ValueError("milestones must not be empty; use Constant for a value that never changes")
+            raise ValueError(
+                "milestones must not be empty; use Constant for a value that never changes"
+            )
         if any(b <= a for a, b in itertools.pairwise(steps)):
             raise ValueError(f"milestones must be strictly increasing, got {list(steps)}")
         if len(values) - len(steps) not in (0, 1):
             raise ValueError(
-                f"values must have as many entries as milestones or one more, got {len(values)} values for {len(steps)}"
+                f"values must have as many entries as milestones or one more, got {len(values)} "
+                f"values for {len(steps)}"
             )
         object.__setattr__(self, "milestones", steps)
         object.__setattr__(self, "values", values)
@@ -164,7 +178,9 @@ class _Decay(Schedule):
     def __post_init__(self) -> None:
         object.__setattr__(self, "lr", check.real("lr", self.lr, above=0))
         object.__setattr__(self, "decay_rate", check.real("decay_rate", self.decay_rate, above=0))
-        object.__setattr__(self, "decay_steps", check.integer("decay_steps", self.decay_steps, at_least=1))
+        object.__setattr__(
+            self, "decay_steps", check.integer("decay_steps", self.decay_steps, at_least=1)
+        )
         check.boolean("staircase", self.staircase)
 
     def _decays(self, step: int) -> float:
@@ -194,7 +210,8 @@ class ExponentialDecay(_Decay):
 
 @dataclass(frozen=True)
 class NaturalExpDecay(_Decay):
-    """lr * exp(-decay_rate * s), with s rounded down to a multiple of D when `staircase`; otherwise D has no effect.
+    """lr * exp(-decay_rate * s), with s rounded down to a multiple of D when `staircase`; otherwise
+    D has no effect.
 
     Attributes:
         lr: Value at step 0, > 0.
@@ -254,9 +271,13 @@ class CosineDecay(Schedule):
     def __post_init__(self) -> None:
         object.__setattr__(self, "min_lr", check.real("min_lr", self.min_lr, at_least=0))
         object.__setattr__(self, "max_lr", check.real("max_lr", self.max_lr))
-        object.__setattr__(self, "decay_steps", check.integer("decay_steps", self.decay_steps, at_least=1))
+        object.__setattr__(
+            self, "decay_steps", check.integer("decay_steps", self.decay_steps, at_least=1)
+        )
         if self.max_lr <= self.min_lr:
-            raise ValueError(f"max_lr must be larger than min_lr ({self.min_lr}), got {self.max_lr}")
+            raise ValueError(
+                f"max_lr must be larger than min_lr ({self.min_lr}), got {self.max_lr}"
+            )
 
     def value_at(self, step: int) -> float:
         """See `Schedule.value_at`."""
@@ -268,8 +289,8 @@ class CosineDecay(Schedule):
 class PolynomialDecay(Schedule):
     """(lr - end_lr) * (1 - u/d)^power + end_lr, with d = D and u = min(s, D).
 
-    With `update_decay_steps` the length grows instead, d = D * max(ceil(s/D), 1) and u = s: the value falls to
-    `end_lr` at every multiple of D and starts anew from a lower point after it.
+    With `update_decay_steps` the length grows instead, d = D * max(ceil(s/D), 1) and u = s: the
+    value falls to `end_lr` at every multiple of D and starts anew from a lower point after it.
 
     Attributes:
         lr: Value at step 0, > 0.
@@ -288,7 +309,9 @@ class PolynomialDecay(Schedule):
     def __post_init__(self) -> None:
         object.__setattr__(self, "lr", check.real("lr", self.lr, above=0))
         object.__setattr__(self, "end_lr", check.real("end_lr", self.end_lr, at_least=0))
-        object.__setattr__(self, "decay_steps", check.integer("decay_steps", self.decay_steps, at_least=1))
+        object.__setattr__(
+            self, "decay_steps", check.integer("decay_steps", self.decay_steps, at_least=1)
+        )
         object.__setattr__(self, "power", check.real("power", self.power, above=0))
         check.boolean("update_decay_steps", self.update_decay_steps)
 
@@ -317,7 +340,9 @@ class WarmUp(Schedule):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lr", check.real("lr", self.lr, at_least=0))
-        object.__setattr__(self, "warmup_steps", check.integer("warmup_steps", self.warmup_steps, at_least=1))
+        object.__setattr__(
+            self, "warmup_steps", check.integer("warmup_steps", self.warmup_steps, at_least=1)
+        )
 
     def value_at(self, step: int) -> float:
         """See `Schedule.value_at`."""
@@ -338,11 +363,14 @@ class Table(Schedule):
         values: object = self.values
         if isinstance(values, torch.Tensor):
             if values.ndim != 1:
-                raise ValueError(f"values must have one dimension, got a tensor of shape {tuple(values.shape)}")
+                raise ValueError(
+                    f"values must have one dimension, got a tensor of shape {tuple(values.shape)}"
+                )
             values = values.tolist()
         if not isinstance(values, list | tuple):
             raise TypeError(
-                f"values must be a list, a tuple or a tensor, got {values!r} of type {type(values).__name__}"
+                f"values must be a list, a tuple or a tensor, got {values!r} of type "
+                f"{type(values).__name__}"
             )
         if not values:
             raise ValueError("values must not be empty: a table needs one entry for each update")
@@ -383,8 +411,9 @@ class _Then(Schedule):
 def sparsity_at(step: int, begin: int, rampup_step: int, levels: Sequence[float]) -> float:
     """Fraction of a gradient that is not sent in update `step`.
 
-    The ramp of `rampup_step` updates is cut evenly into as many parts as there are levels, in integers:
-    level[min(len - 1, (step - begin) * len // rampup_step)]. Before `begin` everything is sent: 0.
+    The ramp of `rampup_step` updates is cut evenly into as many parts as there are levels, in
+    integers: level[min(len - 1, (step - begin) * len // rampup_step)]. Before `begin` everything is
+    sent: 0.
 
     Args:
         step: Updates made so far, from 0.
@@ -396,7 +425,8 @@ def sparsity_at(step: int, begin: int, rampup_step: int, levels: Sequence[float]
         >>> [sparsity_at(step, 10, 4, (0.75, 0.999)) for step in (9, 10, 11, 12, 13, 14, 99)]
         [0.0, 0.75, 0.75, 0.999, 0.999, 0.999, 0.999]
 
-    Source: Lin et al., 2018, arXiv 1712.01887, section 3.3. Differs: Paddle's operators/dgc_op.h counts in float32,
+    Source: Lin et al., 2018, arXiv 1712.01887, section 3.3. Differs: Paddle's operators/dgc_op.h
+        counts in float32,
     which stops at 2^24.
     """
     if step < begin:
@@ -404,7 +434,9 @@ def sparsity_at(step: int, begin: int, rampup_step: int, levels: Sequence[float]
     return levels[min(len(levels) - 1, (step - begin) * len(levels) // rampup_step)]
 
 
-_scheduled: "weakref.WeakKeyDictionary[object, weakref.ref[ScheduledLR]]" = weakref.WeakKeyDictionary()
+_scheduled: "weakref.WeakKeyDictionary[object, weakref.ref[ScheduledLR]]" = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def is_scheduled(optimizer: object) -> bool:
@@ -416,7 +448,8 @@ def is_scheduled(optimizer: object) -> bool:
 class ScheduledLR(LRScheduler):
     """Drives the rate of an optimizer that is not ours: every group gets `schedule(c)`.
 
-    c is 0 at construction and grows by 1 with every `step()`, which is to be called after each `optimizer.step()`.
+    c is 0 at construction and grows by 1 with every `step()`, which is to be called after each
+    `optimizer.step()`.
 
     **State**: the counter. The schedule itself is not saved; build the same one to go on.
 
@@ -426,7 +459,8 @@ class ScheduledLR(LRScheduler):
 
     Raises:
         TypeError: `schedule` is no `Schedule`.
-        ValueError: A schedule of its own drives the optimizer, or a value is negative or not finite.
+        ValueError: A schedule of its own drives the optimizer, or a value is negative or not
+            finite.
         IndexError: `step()` goes past the end of a table.
     """
 
@@ -460,5 +494,8 @@ def rate_at(schedule: Schedule, step: int) -> float:
     """
     rate = schedule(step)
     if not 0 <= rate < math.inf:  # a schedule of the user's may have a call of its own
-        raise ValueError(f"the learning rate must be a finite number >= 0, got {rate} at step {step} from {schedule!r}")
+        raise ValueError(
+            f"the learning rate must be a finite number >= 0, got {rate} at step {step} from "
+            f"{schedule!r}"
+        )
     return float(rate)

@@ -43,7 +43,11 @@ def main() -> int:
         return 0
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # what the store says of itself fills pages
     rows, pool = [], Pool()
-    print(f"{'':2} {'attack':48} {'made':>5} " + " ".join(f"{v:>7}" for v in VERDICTS) + "  updates  seconds")
+    print(
+        f"{'':2} {'attack':48} {'made':>5} "
+        + " ".join(f"{v:>7}" for v in VERDICTS)
+        + "  updates  seconds"
+    )
     try:
         for attack in chosen:
             times = min(attack.times, given.times or attack.times)
@@ -53,10 +57,13 @@ def main() -> int:
             found = [o.updates for o in outcomes if o.verdict == "held" and o.updates is not None]
             slowest = [o.seconds for o in outcomes if o.seconds is not None]
             rows.append({"letter": attack.letter, "attack": attack.name, "made": times, **counts,
-                         "most_updates": max(found, default=None), "most_seconds": max(slowest, default=None),
+                         "most_updates": max(found, default=None),
+                         "most_seconds": max(slowest, default=None),
                          "took_s": round(time.monotonic() - begin_s, 1),
                          "outcomes": [asdict(o) for o in outcomes]})  # fmt: skip
-            marks = f"{max(found) if found else '-':>8} {f'{max(slowest):.1f}' if slowest else '-':>8}"
+            marks = (
+                f"{max(found) if found else '-':>8} {f'{max(slowest):.1f}' if slowest else '-':>8}"
+            )
             counted = " ".join(f"{counts[v] or '.':>7}" for v in VERDICTS)
             print(f"{attack.letter:2} {attack.name:48} {times:5} {counted} {marks}", flush=True)
             worst = next((o for o in outcomes if o.verdict not in ("held", "skipped")), None)

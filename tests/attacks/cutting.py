@@ -1,4 +1,5 @@
-"""Attack a: a rank that hosts the store is stopped, killed or cut off; every call of the others has to end in time."""
+"""Attack a: a rank that hosts the store is stopped, killed or cut off; every call of the others has
+to end in time."""
 
 import contextlib
 import inspect
@@ -39,7 +40,13 @@ OWN_LIMIT = "timeout" in inspect.signature(tw.local_sgd).parameters
 
 
 def train_until_it_fails(
-    rank: int, size: int, way: str, meeting: tuple[str, int], namespace: str, folder: str, save: bool
+    rank: int,
+    size: int,
+    way: str,
+    meeting: tuple[str, int],
+    namespace: str,
+    folder: str,
+    save: bool,
 ) -> Seen:
     """Train until an error comes, and say how long the call took that raised it."""
     dist.barrier()  # else the other may still be connecting
@@ -55,7 +62,9 @@ def train_until_it_fails(
         method = f"tcp://{meeting[0]}:{meeting[1]}"
         # a patient one to meet on a busy machine; what the library does stands under its own
         patience = timedelta(seconds=60 if OWN_LIMIT else TIMEOUT_S)
-        dist.init_process_group("gloo", init_method=method, rank=rank, world_size=size, timeout=patience)
+        dist.init_process_group(
+            "gloo", init_method=method, rank=rank, world_size=size, timeout=patience
+        )
         trainer = make(way, **({"timeout": TIMEOUT_S} if OWN_LIMIT else {}))
         end, number = time.monotonic() + 150, 0
         while time.monotonic() < end:
@@ -67,7 +76,11 @@ def train_until_it_fails(
                     trainer.step(number)
             except Exception as error:
                 seen.seconds = time.monotonic() - begin_s
-                seen.error, seen.text, seen.family = type(error).__name__, str(error), isinstance(error, ThinwireError)
+                seen.error, seen.text, seen.family = (
+                    type(error).__name__,
+                    str(error),
+                    isinstance(error, ThinwireError),
+                )
                 break
             number += 1
             if number == 4:
@@ -75,7 +88,9 @@ def train_until_it_fails(
                 end = time.monotonic() + LONGEST_S + 30
         seen.updates, seen.after = number, trainer.digest()
         if trainer.sync is not None:
-            seen.before = seen.after  # the step of this rank alone is made before the averaging that fails
+            seen.before = (
+                seen.after
+            )  # the step of this rank alone is made before the averaging that fails
         Path(folder, f"done{rank}").touch()
         begin_s = time.monotonic()  # leaving must not wait without end either
         if trainer.engine is not None:
@@ -126,9 +141,14 @@ def cut(how: str, way: str, *, save: bool = False) -> Callable[[Pool, int], Outc
             )  # fmt: skip
             attacker.result()
             if in_network:
-                pool.close()  # what is left of the cut connections is not carried into the next attack
+                # what is left of the cut connections is not carried into the next attack
+                pool.close()
             made = Path(folder, "made").exists()
-        return _verdict(how, answers) if made else Outcome("skipped", f"training did not begin: {answers}"[:500])
+        return (
+            _verdict(how, answers)
+            if made
+            else Outcome("skipped", f"training did not begin: {answers}"[:500])
+        )
 
     return make_it
 
@@ -136,7 +156,9 @@ def cut(how: str, way: str, *, save: bool = False) -> Callable[[Pool, int], Outc
 def _attack(how: str, folder: Path, fds: tuple[int, ...], moment_s: float) -> None:
     end = time.monotonic() + 150  # kernels may have to be compiled
     ready = folder / "ready0"
-    while not all((folder / f"ready{rank}").exists() for rank in range(SIZE)) or not ready.read_text():
+    while (
+        not all((folder / f"ready{rank}").exists() for rank in range(SIZE)) or not ready.read_text()
+    ):
         if time.monotonic() > end:
             return
         time.sleep(0.02)
@@ -173,9 +195,11 @@ def _link_down() -> None:
 
 
 def _filter(verdict: str, *ways: str) -> None:
-    """What becomes of all of TCP but resets that goes through eth0 on these ways, "input" or "output"."""
+    """What becomes of all of TCP but resets that goes through eth0 on these ways, "input" or
+    "output"."""
     chains = [
-        f'chain {way} {{ type filter hook {way} priority 0; {way[0]}ifname "eth0" tcp flags & rst == 0 {verdict}; }}'
+        f'chain {way} {{ type filter hook {way} priority 0; {way[0]}ifname "eth0" tcp flags & rst '
+        f"== 0 {verdict}; }}"
         for way in ways
     ]
     rules = "\n".join(["table inet attack {", *chains, "}"])
@@ -194,7 +218,10 @@ def _choke(interface: str) -> None:
 def _verdict(how: str, answers: list[Any]) -> Outcome:
     alive = answers[1:] if how in ("stopped", "killed") else answers
     details = "; ".join(
-        f"{a.error} after {a.seconds:.1f} s: {a.text[:200]}" if isinstance(a, Seen) else repr(a)[:300] for a in alive
+        f"{a.error} after {a.seconds:.1f} s: {a.text[:200]}"
+        if isinstance(a, Seen)
+        else repr(a)[:300]
+        for a in alive
     )
     if any(not isinstance(a, Seen) for a in alive):
         kind = "late" if any(a is None for a in alive) else "crash"
@@ -207,13 +234,20 @@ def _verdict(how: str, answers: list[Any]) -> Outcome:
         if not answer.family:
             return Outcome("crash", "a bare error: " + details, seconds=seconds)
         if said_nothing_moved(answer.text) and answer.before != answer.after:
-            return Outcome("false", f"rank {rank} said that nothing was applied, and its state moved: " + details)
+            return Outcome(
+                "false",
+                f"rank {rank} said that nothing was applied, and its state moved: " + details,
+            )
         named = re.search(r"\brank ([\d, ]*\d) (?:did not|closed)", answer.text)
         wrong = named is not None and rank != 0 and [int(r) for r in named[1].split(",")] != [0]
         if wrong:
-            return Outcome("false", f"rank {rank} named the wrong rank: " + details, seconds=seconds)
+            return Outcome(
+                "false", f"rank {rank} named the wrong rank: " + details, seconds=seconds
+            )
     if seconds > TIMEOUT_S + GRACE_S or leaving > GRACE_S:
-        return Outcome("late", f"{seconds:.1f} s, and {leaving:.1f} s to leave: " + details, seconds=seconds)
+        return Outcome(
+            "late", f"{seconds:.1f} s, and {leaving:.1f} s to leave: " + details, seconds=seconds
+        )
     return Outcome("held", details, seconds=seconds)
 
 
@@ -229,4 +263,7 @@ ATTACKS = [
     Attack("a", f"store's host {how}, {way}", cut(how, way), times=5)
     for how in HOWS
     for way in ("dense", "dgc", "local")
-] + [Attack("a", f"store's host {how}, saving", cut(how, "dense", save=True), times=5) for how in ("stopped", "killed")]
+] + [
+    Attack("a", f"store's host {how}, saving", cut(how, "dense", save=True), times=5)
+    for how in ("stopped", "killed")
+]

@@ -20,7 +20,8 @@ class Outcome:
     """One attack, made once."""
 
     verdict: str
-    """"held", "silent", "false" statement, "late", "crash" (the process died, or a bare error), or "skipped"."""
+    """"held", "silent", "false" statement, "late", "crash" (the process died, or a bare error), or
+    "skipped"."""
     detail: str = ""
     updates: int | None = None
     """Within how many updates it was found."""
@@ -30,7 +31,8 @@ class Outcome:
 
 @dataclass
 class Seen:
-    """What one rank reports of its run under attack; plain, since it comes out of another process."""
+    """What one rank reports of its run under attack; plain, since it comes out of another
+    process."""
 
     error: str = ""
     """Class of the error that ended it, empty without one."""
@@ -52,7 +54,8 @@ class Seen:
 
 @dataclass(frozen=True)
 class Attack:
-    """A kind of attack: its letter in the list, its name, how often it is cheap to make, and how it is made."""
+    """A kind of attack: its letter in the list, its name, how often it is cheap to make, and how it
+    is made."""
 
     letter: str
     name: str
@@ -66,15 +69,21 @@ class Attack:
 def said_nothing_moved(text: str) -> bool:
     """Whether an error claims that parameters and state are as before."""
     return (
-        re.search(r"[Nn]othing (of this exchange )?(was|has been) applied|[Nn]othing (has )?changed", text) is not None
+        re.search(
+            r"[Nn]othing (of this exchange )?(was|has been) applied|[Nn]othing (has )?changed", text
+        )
+        is not None
     )
 
 
-def judged(answers: Sequence[Any], *, expected: Sequence[str] = (), within: int | None = None) -> Outcome:
+def judged(
+    answers: Sequence[Any], *, expected: Sequence[str] = (), within: int | None = None
+) -> Outcome:
     """The verdict on an attack that parts ranks, or would.
 
-    Held: every rank ended with an error of the library (of a class in `expected`, if given), or none did and all hold
-    the same. A rank that raises an error of its own making (`Seen.family` False, its class in `expected`) counts too.
+    Held: every rank ended with an error of the library (of a class in `expected`, if given), or
+    none did and all hold the same. A rank that raises an error of its own making (`Seen.family`
+    False, its class in `expected`) counts too.
     """
     details = "; ".join(_line(rank, answer) for rank, answer in enumerate(answers))
     if any(answer is None for answer in answers):
@@ -84,7 +93,10 @@ def judged(answers: Sequence[Any], *, expected: Sequence[str] = (), within: int 
     seen: list[Seen] = list(answers)
     for rank, answer in enumerate(seen):
         if answer.error and said_nothing_moved(answer.text) and answer.before != answer.after:
-            return Outcome("false", f"rank {rank} said that nothing was applied, and its state moved: " + details)
+            return Outcome(
+                "false",
+                f"rank {rank} said that nothing was applied, and its state moved: " + details,
+            )
     raised = [answer for answer in seen if answer.error]
     updates = max((answer.updates for answer in raised), default=None)
     if len(raised) == len(seen):
@@ -92,7 +104,11 @@ def judged(answers: Sequence[Any], *, expected: Sequence[str] = (), within: int 
         if bare:
             return Outcome("crash", "a bare error: " + details)
         if within is not None and updates is not None and updates > within:
-            return Outcome("late", f"found after {updates} updates, {within} were promised: " + details, updates)
+            return Outcome(
+                "late",
+                f"found after {updates} updates, {within} were promised: " + details,
+                updates,
+            )
         return Outcome("held", details, updates)
     if raised:
         return Outcome("silent", "only some ranks heard of it: " + details)
@@ -103,7 +119,9 @@ def judged(answers: Sequence[Any], *, expected: Sequence[str] = (), within: int 
 
 def _line(rank: int, answer: Any) -> str:
     if isinstance(answer, Seen):
-        return f"rank {rank}: " + (f"{answer.error}: {answer.text[:220]}" if answer.error else "no error")
+        return f"rank {rank}: " + (
+            f"{answer.error}: {answer.text[:220]}" if answer.error else "no error"
+        )
     if isinstance(answer, Lost):
         return f"rank {rank}: died with {answer.exit_code}"
     if answer is None:

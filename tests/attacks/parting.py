@@ -1,4 +1,5 @@
-"""Attack b: what makes ranks part: a bit flipped in memory or on the wire, a value changed, a CPU that differs."""
+"""Attack b: what makes ranks part: a bit flipped in memory or on the wire, a value changed, a CPU
+that differs."""
 
 import os
 import random
@@ -37,17 +38,23 @@ def flipped(rank: int, size: int, way: str, kind: str, seed: int) -> Seen:
         name = chance.choice(sorted(found))
         flip_bit(found[name], chance)
 
-    return under_attack(trainer, attack if rank == victim else None, at=at, last=at + DIGEST_EVERY + 1)
+    return under_attack(
+        trainer, attack if rank == victim else None, at=at, last=at + DIGEST_EVERY + 1
+    )
 
 
 def flips(way: str, kind: str) -> Callable[[Pool, int], Outcome]:
     def make_it(pool: Pool, seed: int) -> Outcome:
         answers = pool.run(flipped, way, kind, seed, timeout_s=120, expect_errors=True)
         outcome = judged(answers, within=DIGEST_EVERY)
-        own = kind in ("residual", "error") or (way in ("dgc", "attach", "alone") and kind == "momentum_buffer")
+        own = kind in ("residual", "error") or (
+            way in ("dgc", "attach", "alone") and kind == "momentum_buffer"
+        )
         if own and outcome.verdict == "held" and outcome.updates is None:
             # all ranks go on with the same parameters, but not with those of an undisturbed run
-            return Outcome("silent", f"a flipped bit of one rank's own {kind} was used as if it were right")
+            return Outcome(
+                "silent", f"a flipped bit of one rank's own {kind} was used as if it were right"
+            )
         return outcome
 
     return make_it
@@ -71,18 +78,24 @@ def changed(rank: int, size: int, way: str, what: str, seed: int) -> Seen:
             with torch.no_grad():
                 parameter.add_(1e-3)
 
-    return under_attack(trainer, attack if rank == victim else None, at=at, last=at + DIGEST_EVERY + 1)
+    return under_attack(
+        trainer, attack if rank == victim else None, at=at, last=at + DIGEST_EVERY + 1
+    )
 
 
 def changes(way: str, what: str) -> Callable[[Pool, int], Outcome]:
     def make_it(pool: Pool, seed: int) -> Outcome:
-        return judged(pool.run(changed, way, what, seed, timeout_s=120, expect_errors=True), within=DIGEST_EVERY)
+        return judged(
+            pool.run(changed, way, what, seed, timeout_s=120, expect_errors=True),
+            within=DIGEST_EVERY,
+        )
 
     return make_it
 
 
 class _Cache(nn.Module):
-    """Keeps what it has seen, a batch more in every step: its buffer has another shape in each of them."""
+    """Keeps what it has seen, a batch more in every step: its buffer has another shape in each of
+    them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +130,9 @@ def growing(rank: int, size: int, seed: int) -> Seen:
             seen.updates = number + 1 - at
             break
     normal = all(
-        torch.isfinite(b).all() and b.abs().max() < 100 for n, b in model.state_dict().items() if "running" in n
+        torch.isfinite(b).all() and b.abs().max() < 100
+        for n, b in model.state_dict().items()
+        if "running" in n
     )
     seen.common = statistics() if normal else f"garbage on rank {rank}"
     return seen
@@ -156,7 +171,9 @@ def swapped(rank: int, size: int, way: str, seed: int) -> Seen:
 
 def swaps(way: str) -> Callable[[Pool, int], Outcome]:
     def make_it(pool: Pool, seed: int) -> Outcome:
-        outcome = judged(pool.run(swapped, way, seed, timeout_s=120, expect_errors=True), within=DIGEST_EVERY)
+        outcome = judged(
+            pool.run(swapped, way, seed, timeout_s=120, expect_errors=True), within=DIGEST_EVERY
+        )
         if outcome.verdict == "held" and outcome.updates is None:
             return Outcome("silent", "two models were mixed, the same way on all ranks")
         return outcome
@@ -188,7 +205,9 @@ def other_machine(way: str, kind: str) -> Callable[[Pool, int], Outcome]:
 
     def make_it(pool: Pool, seed: int) -> Outcome:
         if kind == "flush":
-            return judged(pool.run(trained, way, True, timeout_s=120, expect_errors=True), within=DIGEST_EVERY)
+            return judged(
+                pool.run(trained, way, True, timeout_s=120, expect_errors=True), within=DIGEST_EVERY
+            )
         mixed = Pool(fresh=True)
         kept = dict(os.environ)
         with tempfile.TemporaryDirectory() as folder:
@@ -197,7 +216,9 @@ def other_machine(way: str, kind: str) -> Callable[[Pool, int], Outcome]:
                 if kind == "numba":
                     package = Path(folder, "numba")
                     package.mkdir()
-                    (package / "__init__.py").write_text("raise ImportError('not installed on this rank')\n")
+                    (package / "__init__.py").write_text(
+                        "raise ImportError('not installed on this rank')\n"
+                    )
                     sys.path.insert(0, folder)  # a process that is spawned gets this list
                 else:
                     os.environ["ATEN_CPU_CAPABILITY"] = "default"
@@ -214,16 +235,27 @@ def other_machine(way: str, kind: str) -> Callable[[Pool, int], Outcome]:
 
 
 def undisturbed(way: str) -> Callable[[Pool, int], Outcome]:
-    """Without any attack there is no error, and all ranks hold the same: else the campaign itself is wrong."""
+    """Without any attack there is no error, and all ranks hold the same: else the campaign itself
+    is wrong."""
 
     def make_it(pool: Pool, seed: int) -> Outcome:
         outcome = judged(pool.run(trained, way, False, timeout_s=120, expect_errors=True))
-        return outcome if outcome.updates is None else Outcome("false", "an error came of nothing: " + outcome.detail)
+        return (
+            outcome
+            if outcome.updates is None
+            else Outcome("false", "an error came of nothing: " + outcome.detail)
+        )
 
     return make_it
 
 
-_COLLECTIVES = ("all_reduce", "broadcast", "all_gather_single", "all_gather_into_tensor", "all_to_all_single")
+_COLLECTIVES = (
+    "all_reduce",
+    "broadcast",
+    "all_gather_single",
+    "all_gather_into_tensor",
+    "all_to_all_single",
+)
 
 
 class _Flipping:
@@ -244,7 +276,14 @@ class _Flipping:
 
 
 def on_the_wire(
-    rank: int, size: int, way: str, names: tuple[str, ...], small: bool, sent: bool, whole: bool, seed: int
+    rank: int,
+    size: int,
+    way: str,
+    names: tuple[str, ...],
+    small: bool,
+    sent: bool,
+    whole: bool,
+    seed: int,
 ) -> Seen:
     """One bit of one rank's traffic is flipped below the library, in a call of one kind.
 
@@ -255,7 +294,10 @@ def on_the_wire(
         whole: Whether dense sums are all-reduces, as those of larger models are.
     """
     chance = random.Random(seed)
-    victim, at = chance.randrange(size), 0 if names == ("broadcast",) else WARM + chance.randrange(8)
+    victim, at = (
+        chance.randrange(size),
+        0 if names == ("broadcast",) else WARM + chance.randrange(8),
+    )
     armed = [False]
     real = {name: getattr(dist, name) for name in _COLLECTIVES if hasattr(dist, name)}
 
@@ -287,12 +329,16 @@ def on_the_wire(
         try:
             trainer = make(way, apart=names == ("broadcast",))
         except Exception as error:
-            return Seen(type(error).__name__, isinstance(error, tw.errors.ThinwireError), str(error))
+            return Seen(
+                type(error).__name__, isinstance(error, tw.errors.ThinwireError), str(error)
+            )
 
         def attack() -> None:
             armed[0] = True
 
-        seen = under_attack(trainer, attack if rank == victim else None, at=at, last=at + DIGEST_EVERY + 1)
+        seen = under_attack(
+            trainer, attack if rank == victim else None, at=at, last=at + DIGEST_EVERY + 1
+        )
         seen.more["hit"] = not armed[0]
         return seen
     finally:
@@ -318,12 +364,24 @@ def wire(
 
 
 _GATHERS = ("all_gather_single", "all_gather_into_tensor")
-_STATE = {"dense": "momentum_buffer", "adamw": "exp_avg_sq", "lamb": "exp_avg", "dgc": "residual", "alone": "residual"}
+_STATE = {
+    "dense": "momentum_buffer",
+    "adamw": "exp_avg_sq",
+    "lamb": "exp_avg",
+    "dgc": "residual",
+    "alone": "residual",
+}
 
 ATTACKS = [
     *(Attack("b", f"control: nothing is done, {way}", undisturbed(way), times=2) for way in WAYS),
     *(
-        Attack("b", f"bit of a parameter, {way}", flips(way, "parameter"), times=20, quick=way == "dense")
+        Attack(
+            "b",
+            f"bit of a parameter, {way}",
+            flips(way, "parameter"),
+            times=20,
+            quick=way == "dense",
+        )
         for way in ("dense", "adamw", "dgc", "adamw-dgc", "lamb", "attach", "alone")
     ),
     *(
@@ -333,7 +391,9 @@ ATTACKS = [
     Attack("b", "bit of residual, adamw-dgc", flips("adamw-dgc", "residual"), times=20),
     Attack("b", "bit of momentum_buffer, dgc", flips("dgc", "momentum_buffer"), times=20),
     Attack("b", "bit of a buffer, dense", flips("dense", "buffer"), times=20),
-    Attack("b", "bit of an anchor, sparse-local", flips("sparse-local", "anchor"), times=20, quick=True),
+    Attack(
+        "b", "bit of an anchor, sparse-local", flips("sparse-local", "anchor"), times=20, quick=True
+    ),
     Attack("b", "bit of a kept error, sparse-local", flips("sparse-local", "error"), times=20),
     *(
         Attack("b", f"{what} changed on one rank, {way}", changes(way, what), times=10)
@@ -357,14 +417,28 @@ ATTACKS = [
         Attack("b", f"flush-to-zero on one rank, {way}", other_machine(way, "flush"), times=1)
         for way in ("dense", "adamw", "dgc", "lamb")
     ),
-    Attack("b", "bit of a dense mean, dense", wire("dense", "all_reduce", whole=True), times=30, quick=True),
+    Attack(
+        "b",
+        "bit of a dense mean, dense",
+        wire("dense", "all_reduce", whole=True),
+        times=30,
+        quick=True,
+    ),
     Attack("b", "bit of a small mean, dense", wire("dense", *_GATHERS), times=20),
     Attack("b", "bit of a small mean, dgc", wire("dgc", *_GATHERS, small=True), times=20),
     *(
-        Attack("b", f"bit of a part of a small mean, {way}", wire(way, *_GATHERS, sent=True), times=20, quick=quick)
+        Attack(
+            "b",
+            f"bit of a part of a small mean, {way}",
+            wire(way, *_GATHERS, sent=True),
+            times=20,
+            quick=quick,
+        )
         for way, quick in (("dense", True), ("dgc", False), ("local", False))
     ),
-    Attack("b", "bit of a dense mean, dgc", wire("dgc", "all_reduce", small=True, whole=True), times=20),
+    Attack(
+        "b", "bit of a dense mean, dgc", wire("dgc", "all_reduce", small=True, whole=True), times=20
+    ),
     Attack("b", "bit of a gathered message, dgc", wire("dgc", *_GATHERS), times=20),
     Attack("b", "bit of an averaging, local", wire("local", "all_reduce", whole=True), times=20),
     Attack("b", "bit of the initial copy, dense", wire("dense", "broadcast"), times=10),

@@ -1,4 +1,5 @@
-"""Attacks e, f and g: an error in the middle of a step, settings that change, values at the edge of a float."""
+"""Attacks e, f and g: an error in the middle of a step, settings that change, values at the edge of
+a float."""
 
 import random
 import struct
@@ -44,7 +45,8 @@ class RaisingAdamW(_RaisingOnce, torch.optim.AdamW):
 
 
 def raised(rank: int, size: int, where: str, everywhere: bool, seed: int) -> Seen:
-    """The optimizer, or a hook after its step, raises once; whoever catches it goes on as if nothing were."""
+    """The optimizer, or a hook after its step, raises once; whoever catches it goes on as if
+    nothing were."""
     chance = random.Random(seed)
     victim, at = chance.randrange(size), 3 + chance.randrange(5)
     mine = everywhere or rank == victim
@@ -73,7 +75,11 @@ def raised(rank: int, size: int, where: str, everywhere: bool, seed: int) -> See
 
     def state() -> str:
         tree = engine.state_dict()
-        tensors = {**_flat(tree["parameters"], "p"), **_flat(tree["optimizer"], "o"), **_flat(tree["exchange"], "e")}
+        tensors = {
+            **_flat(tree["parameters"], "p"),
+            **_flat(tree["optimizer"], "o"),
+            **_flat(tree["exchange"], "e"),
+        }
         return digest(tensors) + f" at {engine.step}"
 
     seen = Seen()
@@ -90,7 +96,11 @@ def raised(rank: int, size: int, where: str, everywhere: bool, seed: int) -> See
             except Surprise:
                 seen.more["unmoved"] = before == state()
             except Exception as error:
-                seen.error, seen.text, seen.family = type(error).__name__, str(error), isinstance(error, ThinwireError)
+                seen.error, seen.text, seen.family = (
+                    type(error).__name__,
+                    str(error),
+                    isinstance(error, ThinwireError),
+                )
                 seen.before, seen.after, seen.updates = before, state(), number + 1 - at
                 seen.more["step"] = engine.step
                 return seen
@@ -104,19 +114,29 @@ def raised(rank: int, size: int, where: str, everywhere: bool, seed: int) -> See
 def _flat(tree: Any, name: str) -> dict[str, torch.Tensor]:
     if isinstance(tree, torch.Tensor):
         return {name: tree}
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list | tuple) else ()
+    items = (
+        tree.items()
+        if isinstance(tree, dict)
+        else enumerate(tree)
+        if isinstance(tree, list | tuple)
+        else ()
+    )
     return {key: value for k, entry in items for key, value in _flat(entry, f"{name}/{k}").items()}
 
 
 def raises(where: str, *, everywhere: bool) -> Callable[[Pool, int], Outcome]:
     def make_it(pool: Pool, seed: int) -> Outcome:
-        answers = pool.run(raised, where, everywhere, seed, timeout_s=60, group_timeout_s=8, expect_errors=True)
+        answers = pool.run(
+            raised, where, everywhere, seed, timeout_s=60, group_timeout_s=8, expect_errors=True
+        )
         outcome = judged(answers)
         if outcome.verdict == "held" and outcome.updates is None and everywhere:
             moved = [r for r, a in enumerate(answers) if a.more.get("unmoved") is False]
             if moved and where.startswith("optimizer"):
                 return Outcome(
-                    "silent", f"on ranks {moved} state moved though the update was not made, and training went on"
+                    "silent",
+                    f"on ranks {moved} state moved though the update was not made, and training "
+                    "went on",
                 )
         return outcome
 
@@ -142,7 +162,9 @@ def killed_in_buffers(rank: int, size: int, seed: int) -> Seen | None:
 
 
 def dies_in_buffers(pool: Pool, seed: int) -> Outcome:
-    answers = pool.run(killed_in_buffers, seed, size=3, timeout_s=60, group_timeout_s=8, expect_errors=True)
+    answers = pool.run(
+        killed_in_buffers, seed, size=3, timeout_s=60, group_timeout_s=8, expect_errors=True
+    )
     alive = [a for a in answers if not isinstance(a, Lost)]
     return judged(alive)
 
@@ -162,7 +184,9 @@ def sparser(rank: int, size: int, way: str, seed: int) -> Seen:
 
 
 def sparsity(way: str) -> Callable[[Pool, int], Outcome]:
-    return lambda pool, seed: judged(pool.run(sparser, way, seed, timeout_s=60, group_timeout_s=8, expect_errors=True))
+    return lambda pool, seed: judged(
+        pool.run(sparser, way, seed, timeout_s=60, group_timeout_s=8, expect_errors=True)
+    )
 
 
 def boasting(rank: int, size: int, way: str, seed: int) -> Seen:
@@ -192,7 +216,9 @@ def boasting(rank: int, size: int, way: str, seed: int) -> Seen:
 
 
 def boasts(way: str) -> Callable[[Pool, int], Outcome]:
-    return lambda pool, seed: judged(pool.run(boasting, way, seed, timeout_s=60, group_timeout_s=8, expect_errors=True))
+    return lambda pool, seed: judged(
+        pool.run(boasting, way, seed, timeout_s=60, group_timeout_s=8, expect_errors=True)
+    )
 
 
 def outlier(rank: int, size: int, everywhere: bool, seed: int) -> Seen:
@@ -218,7 +244,11 @@ def outlier(rank: int, size: int, everywhere: bool, seed: int) -> Seen:
         try:
             optimizer.step()
         except Exception as error:
-            seen.error, seen.text, seen.family = type(error).__name__, str(error), isinstance(error, ThinwireError)
+            seen.error, seen.text, seen.family = (
+                type(error).__name__,
+                str(error),
+                isinstance(error, ThinwireError),
+            )
             seen.updates = number + 1 - at
             return seen
     seen.common = "the clipping was passed over"
@@ -227,7 +257,9 @@ def outlier(rank: int, size: int, everywhere: bool, seed: int) -> Seen:
 
 def clips(*, everywhere: bool) -> Callable[[Pool, int], Outcome]:
     def make_it(pool: Pool, seed: int) -> Outcome:
-        answers = pool.run(outlier, everywhere, seed, timeout_s=60, group_timeout_s=8, expect_errors=True)
+        answers = pool.run(
+            outlier, everywhere, seed, timeout_s=60, group_timeout_s=8, expect_errors=True
+        )
         outcome = judged(answers)
         if outcome.verdict == "held" and outcome.updates is None:
             return Outcome("silent", "the clipping was passed over without a word")
@@ -247,7 +279,9 @@ def overflowing(rank: int, size: int, way: str, exchange: str, seed: int) -> See
         engine = tw.DistributedStrategy().prepare(model, given)
     else:
         given = torch.optim.SGD(model.named_parameters(), lr=1e-39, momentum=0.9)
-        engine = tw.DistributedStrategy(dgc=tw.DGC(**DGC, value_bits=32, **options)).prepare(model, given)
+        engine = tw.DistributedStrategy(dgc=tw.DGC(**DGC, value_bits=32, **options)).prepare(
+            model, given
+        )
     big = chance.choice([p for p in model.parameters() if p.dim() > 1])
     entry = chance.randrange(big.numel())
     seen = Seen()
@@ -263,10 +297,16 @@ def overflowing(rank: int, size: int, way: str, exchange: str, seed: int) -> See
                 warnings.simplefilter("ignore", UserWarning)
                 engine.minimize(loss)
         except Exception as error:
-            seen.error, seen.text, seen.family = type(error).__name__, str(error), isinstance(error, ThinwireError)
+            seen.error, seen.text, seen.family = (
+                type(error).__name__,
+                str(error),
+                isinstance(error, ThinwireError),
+            )
             return seen
     finite = all(torch.isfinite(p).all() for p in model.parameters())
-    finite = finite and all(t.isfinite().all() for t in _flat(engine.state_dict()["optimizer"], "o").values())
+    finite = finite and all(
+        t.isfinite().all() for t in _flat(engine.state_dict()["optimizer"], "o").values()
+    )
     seen.common = digest(dict(model.state_dict())) if finite else f"not finite on rank {rank}"
     seen.more = {"dropped": engine.stats()["dropped_steps"]}
     return seen
@@ -274,16 +314,24 @@ def overflowing(rank: int, size: int, way: str, exchange: str, seed: int) -> See
 
 def overflows(way: str, exchange: str = "") -> Callable[[Pool, int], Outcome]:
     return lambda pool, seed: judged(
-        pool.run(overflowing, way, exchange, seed, timeout_s=60, group_timeout_s=8, expect_errors=True)
+        pool.run(
+            overflowing, way, exchange, seed, timeout_s=60, group_timeout_s=8, expect_errors=True
+        )
     )
 
 
 _PLACES = (
-    "optimizer raises, dense", "optimizer raises, dgc", "hook raises, dense", "hook raises, dgc", "hook raises, merge"
+    "optimizer raises, "
+    "dense", "optimizer raises, dgc", "hook raises, dense", "hook raises, dgc", "hook raises, merge"
 )  # fmt: skip
 ATTACKS = [
     *(
-        Attack("e", f"{place}, {'every rank' if all_ else 'one rank'}", raises(place, everywhere=all_), times=10)
+        Attack(
+            "e",
+            f"{place}, {'every rank' if all_ else 'one rank'}",
+            raises(place, everywhere=all_),
+            times=10,
+        )
         for place in _PLACES
         for all_ in (False, True)
     ),

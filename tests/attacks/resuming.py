@@ -1,4 +1,5 @@
-"""Attacks c, h and i: parameters in another order, odd and damaged checkpoints, damaged caches of kernels."""
+"""Attacks c, h and i: parameters in another order, odd and damaged checkpoints, damaged caches of
+kernels."""
 
 import inspect
 import os
@@ -55,7 +56,11 @@ def by_name(engine: Any) -> dict[str, Tensor]:
     names = {p: n for n, p in engine.model.named_parameters()}
     found = {f"p {n}": p.detach().clone() for p, n in names.items()}
     for param, state in engine.optimizer.state.items():
-        found |= {f"{k} {names[param]}": v.clone() for k, v in state.items() if isinstance(v, Tensor) and v.dim()}
+        found |= {
+            f"{k} {names[param]}": v.clone()
+            for k, v in state.items()
+            if isinstance(v, Tensor) and v.dim()
+        }
     return found
 
 
@@ -76,11 +81,17 @@ def reordered(rank: int, size: int, way: str, named: bool, folder: str, seed: in
         engine = prepared(way, other, params)
         engine.load(folder)
         loaded = by_name(engine)
-        right = loaded.keys() == saved.keys() and all(torch.equal(loaded[k], v) for k, v in saved.items())
+        right = loaded.keys() == saved.keys() and all(
+            torch.equal(loaded[k], v) for k, v in saved.items()
+        )
         seen.common = "right" if right else f"mixed up on rank {rank}"
         engine.close()
     except Exception as error:
-        seen.error, seen.text, seen.family = type(error).__name__, str(error), isinstance(error, ThinwireError)
+        seen.error, seen.text, seen.family = (
+            type(error).__name__,
+            str(error),
+            isinstance(error, ThinwireError),
+        )
     return seen
 
 
@@ -88,7 +99,9 @@ def order(way: str, *, named: bool) -> Callable[[Pool, int], Outcome]:
     def make_it(pool: Pool, seed: int) -> Outcome:
         with tempfile.TemporaryDirectory() as folder:
             args = (way, named, folder, seed)
-            answers = pool.run(reordered, *args, timeout_s=60, group_timeout_s=TIMEOUT_S, expect_errors=True)
+            answers = pool.run(
+                reordered, *args, timeout_s=60, group_timeout_s=TIMEOUT_S, expect_errors=True
+            )
         return judged(answers, expected=("ValueError",))
 
     return make_it
@@ -126,23 +139,33 @@ def own_state(rank: int, size: int, named: bool, seed: int) -> Seen:
     try:
         loading.load_state_dict(optimizer.state_dict())
         loaded = states(other, loading)
-        right = loaded.keys() == saved.keys() and all(torch.equal(loaded[k], v) for k, v in saved.items())
+        right = loaded.keys() == saved.keys() and all(
+            torch.equal(loaded[k], v) for k, v in saved.items()
+        )
         seen.common = "right" if right else f"mixed up on rank {rank}"
     except Exception as error:
-        seen.error, seen.text, seen.family = type(error).__name__, str(error), isinstance(error, ThinwireError)
+        seen.error, seen.text, seen.family = (
+            type(error).__name__,
+            str(error),
+            isinstance(error, ThinwireError),
+        )
     return seen
 
 
 def own_order(*, named: bool) -> Callable[[Pool, int], Outcome]:
     return lambda pool, seed: judged(
-        pool.run(own_state, named, seed, timeout_s=60, group_timeout_s=TIMEOUT_S, expect_errors=True),
+        pool.run(
+            own_state, named, seed, timeout_s=60, group_timeout_s=TIMEOUT_S, expect_errors=True
+        ),
         expected=("ValueError",),
     )
 
 
 def folders(directory: str) -> list[Path]:
     return sorted(
-        p for p in Path(directory).iterdir() if p.name.startswith("step_") and p.is_dir() and not p.is_symlink()
+        p
+        for p in Path(directory).iterdir()
+        if p.name.startswith("step_") and p.is_dir() and not p.is_symlink()
     )
 
 
@@ -162,7 +185,9 @@ def saved_states(rank: int, size: int, what: str, directory: str, seed: int) -> 
 
     def flip(folder: Path) -> None:
         if rank == 0:
-            victim = chance.choice(sorted(f for f in folder.iterdir() if f.suffix == ".safetensors"))
+            victim = chance.choice(
+                sorted(f for f in folder.iterdir() if f.suffix == ".safetensors")
+            )
             content = bytearray(victim.read_bytes())
             content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
             victim.write_bytes(content)
@@ -210,10 +235,16 @@ def saved_states(rank: int, size: int, what: str, directory: str, seed: int) -> 
             warnings.simplefilter("ignore", UserWarning)
             engine.load(directory)
         right = digest(by_name(engine)) == states[wanted]
-        seen.common = "right" if right else f"another one on rank {rank}: step {engine.step}, not {wanted}"
+        seen.common = (
+            "right" if right else f"another one on rank {rank}: step {engine.step}, not {wanted}"
+        )
         engine.close()
     except Exception as error:
-        seen.error, seen.text, seen.family = type(error).__name__, str(error), isinstance(error, ThinwireError)
+        seen.error, seen.text, seen.family = (
+            type(error).__name__,
+            str(error),
+            isinstance(error, ThinwireError),
+        )
     return seen
 
 
@@ -222,7 +253,9 @@ def damage(what: str) -> Callable[[Pool, int], Outcome]:
         with tempfile.TemporaryDirectory() as folder:
             name = os.fsdecode(b"run-\xff\xfe") if what == "name that is not UTF-8" else "run"
             args = (what, str(Path(folder, name)), seed)
-            answers = pool.run(saved_states, *args, timeout_s=60, group_timeout_s=TIMEOUT_S, expect_errors=True)
+            answers = pool.run(
+                saved_states, *args, timeout_s=60, group_timeout_s=TIMEOUT_S, expect_errors=True
+            )
         outcome = judged(answers)
         # a name that cannot be used may be refused, before anything is saved
         saved = any(isinstance(answer, Seen) and answer.more.get("saved") for answer in answers)
@@ -249,7 +282,11 @@ def not_atomic(rank: int, size: int, directory: str, seed: int) -> Seen:
     try:
         engine.load(directory)
     except Exception as error:
-        seen.error, seen.text, seen.family = type(error).__name__, str(error), isinstance(error, ThinwireError)
+        seen.error, seen.text, seen.family = (
+            type(error).__name__,
+            str(error),
+            isinstance(error, ThinwireError),
+        )
     seen.after = digest(by_name(engine)) + str(engine.step)
     seen.common = "loaded"
     engine.close()
@@ -258,10 +295,14 @@ def not_atomic(rank: int, size: int, directory: str, seed: int) -> Seen:
 
 def loads_atomically(pool: Pool, seed: int) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
-        answers = pool.run(not_atomic, folder, seed, timeout_s=60, group_timeout_s=TIMEOUT_S, expect_errors=True)
+        answers = pool.run(
+            not_atomic, folder, seed, timeout_s=60, group_timeout_s=TIMEOUT_S, expect_errors=True
+        )
     for rank, answer in enumerate(answers):
         if isinstance(answer, Seen) and answer.error and answer.before != answer.after:
-            return Outcome("silent", f"rank {rank} was left half loaded by {answer.error}: {answer.text[:300]}")
+            return Outcome(
+                "silent", f"rank {rank} was left half loaded by {answer.error}: {answer.text[:300]}"
+            )
     return judged(answers)
 
 
@@ -270,7 +311,9 @@ def hanging(rank: int, size: int, directory: str, seed: int) -> Seen:
     chance = random.Random(seed)
     victim = chance.randrange(size)
     model = alike()
-    options = {"timeout": TIMEOUT_S} if "timeout" in inspect.signature(tw.local_sgd).parameters else {}
+    options = (
+        {"timeout": TIMEOUT_S} if "timeout" in inspect.signature(tw.local_sgd).parameters else {}
+    )
     optimizer = torch.optim.SGD(model.named_parameters(), lr=0.01)
     engine = tw.DistributedStrategy().prepare(model, optimizer, **options)
     train(engine, 0, 2)
@@ -287,7 +330,11 @@ def hanging(rank: int, size: int, directory: str, seed: int) -> Seen:
     try:
         engine.save(directory)
     except Exception as error:
-        seen.error, seen.text, seen.family = type(error).__name__, str(error), isinstance(error, ThinwireError)
+        seen.error, seen.text, seen.family = (
+            type(error).__name__,
+            str(error),
+            isinstance(error, ThinwireError),
+        )
     finally:
         os.fsync = real  # type: ignore[assignment]
     seen.seconds, seen.common = time.monotonic() - begin_s, "saved"
@@ -297,7 +344,9 @@ def hanging(rank: int, size: int, directory: str, seed: int) -> Seen:
 
 def hangs(pool: Pool, seed: int) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
-        answers = pool.run(hanging, folder, seed, timeout_s=120, group_timeout_s=TIMEOUT_S, expect_errors=True)
+        answers = pool.run(
+            hanging, folder, seed, timeout_s=120, group_timeout_s=TIMEOUT_S, expect_errors=True
+        )
     if any(not isinstance(a, Seen) for a in answers):
         return judged(answers)
     others = [a for a in answers if not a.more["victim"]]
@@ -322,13 +371,19 @@ print("trained")
 def _start(cache: Path) -> tuple[int, str, str]:
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", USE_KERNELS], env=environment, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", USE_KERNELS],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     return done.returncode, done.stdout, done.stderr
 
 
 def damaged_cache(pool: Pool, seed: int) -> Outcome:
-    """Files of numba's cache are cut, emptied or changed: they are made again, once, with a warning."""
+    """Files of numba's cache are cut, emptied or changed: they are made again, once, with a
+    warning."""
     chance = random.Random(seed)
     whole = Path(tempfile.gettempdir(), f"thinwire-attack-cache-{os.getpid()}")
     if not whole.exists():
@@ -356,14 +411,22 @@ def damaged_cache(pool: Pool, seed: int) -> Outcome:
         if code or "trained" not in out:
             return Outcome("crash", f"{which} start: {said[-400:]}")
     if "Warning" in second[2]:
-        return Outcome("false", f"it was to be made again once, and the second start still warns: {second[2][-300:]}")
+        return Outcome(
+            "false",
+            f"it was to be made again once, and the second start still warns: {second[2][-300:]}",
+        )
     return Outcome("held", first[2][-200:])
 
 
 ATTACKS = [
     *(
-        Attack("c", f"another order, {'named' if named else 'unnamed'}, {way}", order(way, named=named), times=10,
-               quick=(way, named) == ("adamw", True))
+        Attack(
+            "c",
+            f"another order, {'named' if named else 'unnamed'}, {way}",
+            order(way, named=named),
+            times=10,
+            quick=(way, named) == ("adamw", True),
+        )
         for way in ("adamw", "dense", "dgc", "localsgd")
         for named in (True, False)
     ),

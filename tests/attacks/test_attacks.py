@@ -1,4 +1,5 @@
-"""A few of the attacks in every test run; `python -m tests.attacks` repeats all of them at random moments."""
+"""A few of the attacks in every test run; `python -m tests.attacks` repeats all of them at random
+moments."""
 
 import pytest
 

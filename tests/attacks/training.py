@@ -1,4 +1,5 @@
-"""What the attacks train: a small model in any of the ways, with a place at which something is done to one rank."""
+"""What the attacks train: a small model in any of the ways, with a place at which something is done
+to one rank."""
 
 import ctypes
 import hashlib
@@ -29,7 +30,12 @@ def small_model(*, norm: bool = True) -> nn.Module:
     torch.manual_seed(3)
     middle = [nn.BatchNorm1d(WIDTH)] if norm else []
     return nn.Sequential(
-        nn.Linear(32, WIDTH), *middle, nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 8)
+        nn.Linear(32, WIDTH),
+        *middle,
+        nn.Tanh(),
+        nn.Linear(WIDTH, WIDTH),
+        nn.Tanh(),
+        nn.Linear(WIDTH, 8),
     )
 
 
@@ -43,7 +49,15 @@ def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
 class Trainer:
     """One way to train: `step(number)` makes one update; parameters and state by name."""
 
-    def __init__(self, way: str, model: nn.Module, optimizer: Any, step: Callable[[int], None], engine: Any, sync: Any):
+    def __init__(
+        self,
+        way: str,
+        model: nn.Module,
+        optimizer: Any,
+        step: Callable[[int], None],
+        engine: Any,
+        sync: Any,
+    ):
         self.way, self.model, self.optimizer, self.step, self.engine, self.sync = (
             way,
             model,
@@ -82,27 +96,37 @@ class Trainer:
         return int(self.sync.step if self.sync is not None else self.optimizer.position)
 
     def digest(self) -> str:
-        """Of all that an update changes, and of its count; buffers, which the forward pass changes, aside."""
+        """Of all that an update changes, and of its count; buffers, which the forward pass changes,
+        aside."""
         tensors = {name: t for name, t in self.tensors().items() if not name.startswith("buffer ")}
         return digest(tensors) + f" at {self.place()}"
 
     def common(self) -> str:
         """Of what must be equal on all ranks."""
-        own = ("residual ", "error ", *(("momentum_buffer ",) if self.way in ("dgc", "attach", "alone") else ()))
+        own = (
+            "residual ",
+            "error ",
+            *(("momentum_buffer ",) if self.way in ("dgc", "attach", "alone") else ()),
+        )
         own += ("exp_avg", "momentum_buffer ") if self.sync is not None else ()
         own += ("buffer ",) if self.way in ("attach", "alone") else ()  # those are the user's there
         return digest({name: t for name, t in self.tensors().items() if not name.startswith(own)})
 
 
 def make(way: str, *, norm: bool = True, apart: bool = False, **options: Any) -> Trainer:
-    """Everything up to the first step; collective. `apart`: with models that have to be made equal first."""
+    """Everything up to the first step; collective.
+
+    `apart`: with models that have to be made equal first.
+    """
     model, rank = small_model(norm=norm), dist.get_rank()
     if apart:
         with torch.no_grad():
             model[0].weight.add_(rank)
     loss_of = nn.functional.cross_entropy
     if way in ("attach", "alone"):
-        optimizer: Any = tw.optim.DGCMomentum(model.named_parameters(), lr=0.05, momentum=0.9, **{**DGC, **options})
+        optimizer: Any = tw.optim.DGCMomentum(
+            model.named_parameters(), lr=0.05, momentum=0.9, **{**DGC, **options}
+        )
         forward: nn.Module = model
         if way == "attach":
             forward = DistributedDataParallel(model)
@@ -118,7 +142,12 @@ def make(way: str, *, norm: bool = True, apart: bool = False, **options: Any) ->
     if way in ("local", "sparse-local"):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         compression = tw.Sparse(0.9) if way == "sparse-local" else None
-        sync = tw.local_sgd(model, optimizer, tw.LocalSGD(k_steps=4, begin_step=1, compression=compression), **options)
+        sync = tw.local_sgd(
+            model,
+            optimizer,
+            tw.LocalSGD(k_steps=4, begin_step=1, compression=compression),
+            **options,
+        )
         sync.__enter__()
 
         def local_step(number: int) -> None:
@@ -135,10 +164,19 @@ def make(way: str, *, norm: bool = True, apart: bool = False, **options: Any) ->
     else:
         optimizer = torch.optim.AdamW(model.named_parameters(), lr=1e-3)
     engine = tw.DistributedStrategy(**fields).prepare(model, optimizer, loss_of, **options)
-    return Trainer(way, model, engine.optimizer, lambda number: engine.train_step(*batch(number, rank)), engine, None)
+    return Trainer(
+        way,
+        model,
+        engine.optimizer,
+        lambda number: engine.train_step(*batch(number, rank)),
+        engine,
+        None,
+    )
 
 
-def under_attack(trainer: Trainer, attack: Callable[[], None] | None, *, at: int, last: int, **told: Any) -> Seen:
+def under_attack(
+    trainer: Trainer, attack: Callable[[], None] | None, *, at: int, last: int, **told: Any
+) -> Seen:
     """Train to update `at`, do it, go on to update `last` or to the first error.
 
     Args:
@@ -172,7 +210,9 @@ def under_attack(trainer: Trainer, attack: Callable[[], None] | None, *, at: int
                     seen.family = isinstance(error, ThinwireError)
     seen.after, seen.common = trainer.digest(), trainer.common()
     if trainer.sync is not None:
-        seen.before = seen.after  # the step of this rank alone is made before the averaging that fails
+        seen.before = (
+            seen.after
+        )  # the step of this rank alone is made before the averaging that fails
     if seen.error:
         seen.updates = max(seen.updates, 0) + 1
     return seen

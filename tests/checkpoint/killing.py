@@ -1,9 +1,11 @@
-"""Ranks that are killed at every point of a save, and what is loaded afterwards; run as a process of its own.
+"""Ranks that are killed at every point of a save, and what is loaded afterwards; run as a process
+of its own.
 
-`python -m tests.checkpoint.killing FOLDER` forks two ranks for every point, which costs a fraction of starting them
-anew, and prints a JSON list that says for every point what happened. A point is an operation on the file system inside
-the directory of checkpoints (an audit event, before it happens), a force to the disk, a tensor about to be written into
-an open file, or an exchange with the other rank.
+`python -m tests.checkpoint.killing FOLDER` forks two ranks for every point, which costs a fraction
+of starting them anew, and prints a JSON list that says for every point what happened. A point is an
+operation on the file system inside the directory of checkpoints (an audit event, before it
+happens), a force to the disk, a tensor about to be written into an open file, or an exchange with
+the other rank.
 """
 
 import json
@@ -29,7 +31,10 @@ AT_ONCE = 6
 """They mostly wait for each other."""
 EVENTS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.listdir", "os.scandir"}
 STEPS = {"next": 3, "again": 2, "apart": 3}
-"""Of the save that is killed; 1 and 2 are there. The ranks have directories of their own in the last case."""
+"""Of the save that is killed; 1 and 2 are there.
+
+The ranks have directories of their own in the last case.
+"""
 EVERY = {"next": 1, "again": 4, "apart": 4}
 """Which of the points are tried; all of them take three times as long."""
 
@@ -53,7 +58,8 @@ class Points:
     def _on_event(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event in EVENTS and isinstance(arguments[0], str | os.PathLike):
             path = os.fspath(arguments[0])
-            if path.startswith(self._root) or not os.path.isabs(path):  # noqa: PTH117 - no new events in here
+            # - no new events in here
+            if path.startswith(self._root) or not os.path.isabs(path):  # noqa: PTH117
                 self._reach(event)
 
     def _before(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,11 +83,17 @@ def forked(root: Path, rank: int, body: Callable[[int], Any]) -> int:
     try:
         warnings.simplefilter("ignore")
         dist.init_process_group(
-            "gloo", init_method=f"file://{root}/store", rank=rank, world_size=SIZE, timeout=timedelta(seconds=60)
+            "gloo",
+            init_method=f"file://{root}/store",
+            rank=rank,
+            world_size=SIZE,
+            timeout=timedelta(seconds=60),
         )
         (root / f"answer{rank}").write_text(json.dumps(body(rank)))
     except BaseException as error:
-        (root / f"answer{rank}").write_text(json.dumps({"error": f"{type(error).__name__}: {error}"}))
+        (root / f"answer{rank}").write_text(
+            json.dumps({"error": f"{type(error).__name__}: {error}"})
+        )
     os._exit(0)
 
 
@@ -125,7 +137,8 @@ def started(root: Path, body: Callable[[int], Any]) -> list[int]:
 
 
 def scenarios_of(base: Path, mode: str) -> list[dict[str, Any]]:
-    """The points of a kind of save, counted in one that nobody is killed in; makes the folder that all start from."""
+    """The points of a kind of save, counted in one that nobody is killed in; makes the folder that
+    all start from."""
     template, counted = base / f"{mode}-template", base / f"{mode}-counted"
     template.mkdir()
     answers(template, started(template, lambda rank: save_old(template, mode, rank)))
@@ -133,7 +146,13 @@ def scenarios_of(base: Path, mode: str) -> list[dict[str, Any]]:
     shutil.copytree(template, counted)
     names = answers(counted, started(counted, lambda rank: save_new(counted, mode, rank, 0, None)))
     return [
-        {"mode": mode, "victim": victim, "point": point, "what": what, "folder": str(base / f"{mode}{victim}-{point}")}
+        {
+            "mode": mode,
+            "victim": victim,
+            "point": point,
+            "what": what,
+            "folder": str(base / f"{mode}{victim}-{point}"),
+        }
         for victim in range(SIZE)
         for point, what in enumerate(names[victim])
         if point % EVERY[mode] == 0
@@ -144,14 +163,18 @@ def start(base: Path, scenario: dict[str, Any]) -> list[int]:
     """The ranks of one save in which one of them is killed."""
     root, mode = Path(scenario["folder"]), scenario["mode"]
     shutil.copytree(base / f"{mode}-template", root, ignore=shutil.ignore_patterns("answer*"))
-    return started(root, lambda rank: save_new(root, mode, rank, scenario["victim"], scenario["point"]))
+    return started(
+        root, lambda rank: save_new(root, mode, rank, scenario["victim"], scenario["point"])
+    )
 
 
 def main(base: Path) -> list[dict[str, Any]]:
     """Kill at every point, then load everything."""
     scenarios = [scenario for mode in STEPS for scenario in scenarios_of(base, mode)]
     for first in range(0, len(scenarios), AT_ONCE):
-        running = [(scenario, start(base, scenario)) for scenario in scenarios[first : first + AT_ONCE]]
+        running = [
+            (scenario, start(base, scenario)) for scenario in scenarios[first : first + AT_ONCE]
+        ]
         for scenario, children in running:
             scenario["answers"] = answers(Path(scenario["folder"]), children)
     folders = [(scenario["folder"], scenario["mode"]) for scenario in scenarios]

@@ -31,7 +31,10 @@ def rank_state(rank: int, value: float) -> dict[str, Any]:
     """A small state: parameters equal on all ranks, a residual that is not, counters."""
     value = float(value)
     return {
-        "model": {"weight": torch.full((3, 4), value), "bias": torch.full((4,), -value, dtype=torch.bfloat16)},
+        "model": {
+            "weight": torch.full((3, 4), value),
+            "bias": torch.full((4,), -value, dtype=torch.bfloat16),
+        },
         "residual": {"weight": torch.full((3, 4), value + 100 * (rank + 1))},
         "optimizer": {0: {"step": int(value), "rate": value / 8, "betas": (0.9, 0.999)}},
         "rank": rank,

@@ -15,10 +15,14 @@ from thinwire.errors import CheckpointError
 
 
 def some(seed: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn]
+)
 @pytest.mark.parametrize("count", [2, 3, 4, 7])
 def test_the_mean_is_taken_in_float64_and_rounded_once(dtype: torch.dtype, count: int) -> None:
     values = [some(seed, dtype, 50) for seed in range(count)]
@@ -30,15 +34,25 @@ def test_the_mean_is_taken_in_float64_and_rounded_once(dtype: torch.dtype, count
 
 
 def test_complex_numbers_have_a_mean_too() -> None:
-    values = [torch.complex(some(seed, torch.float32, 9), some(seed + 9, torch.float32, 9)) for seed in range(3)]
-    expected = torch.from_numpy(np.mean([value.numpy().astype(np.complex128) for value in values], axis=0))
+    values = [
+        torch.complex(some(seed, torch.float32, 9), some(seed + 9, torch.float32, 9))
+        for seed in range(3)
+    ]
+    expected = torch.from_numpy(
+        np.mean([value.numpy().astype(np.complex128) for value in values], axis=0)
+    )
     torch.testing.assert_close(combine(values), expected.to(torch.complex64), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("count", range(1, 8))
 def test_what_is_equal_on_all_ranks_stays_bit_for_bit(count: int) -> None:
-    odd = torch.tensor([0x7F800001, 0x7FC12345, -0x80000000, 1], dtype=torch.int32).view(torch.float32)
-    states = [{"a": torch.full((3,), 0.1, dtype=torch.float64), "nan": odd.clone(), "x": 0.1} for _ in range(count)]
+    odd = torch.tensor([0x7F800001, 0x7FC12345, -0x80000000, 1], dtype=torch.int32).view(
+        torch.float32
+    )
+    states = [
+        {"a": torch.full((3,), 0.1, dtype=torch.float64), "nan": odd.clone(), "x": 0.1}
+        for _ in range(count)
+    ]
     assert same(combine(states), states[0])
     nothing = [{"x": math.nan, "y": -0.0, "z": math.inf, "e": torch.empty(0)} for _ in range(count)]
     assert same(combine(nothing), nothing[0])
@@ -55,7 +69,16 @@ def test_kinds_and_their_defaults() -> None:
         "t": torch.tensor([1, 2]),
         "m": torch.tensor(True),
     }
-    b = {"i": 2, "b": False, "s": "z", "y": b"2", "f": 2.0, "n": 3, "t": torch.tensor([5, 6]), "m": torch.tensor(False)}
+    b = {
+        "i": 2,
+        "b": False,
+        "s": "z",
+        "y": b"2",
+        "f": 2.0,
+        "n": 3,
+        "t": torch.tensor([5, 6]),
+        "m": torch.tensor(False),
+    }
     assert same(combine([a, b]), {**a, "f": 1.5, "n": 3})
 
 
@@ -79,14 +102,24 @@ def test_rules(rule: Rule, number: float, integer: int, tensor: list[float]) -> 
 
 
 def test_the_first_pattern_that_matches_counts() -> None:
-    states = [{"loss_scale": {"scale": 8.0}, "x": {"scale": 8.0}}, {"loss_scale": {"scale": 4.0}, "x": {"scale": 4.0}}]
+    states = [
+        {"loss_scale": {"scale": 8.0}, "x": {"scale": 8.0}},
+        {"loss_scale": {"scale": 4.0}, "x": {"scale": 4.0}},
+    ]
     came = combine(states, {"loss_scale/*": "min", "*/scale": "max"})
     assert came == {"loss_scale": {"scale": 4.0}, "x": {"scale": 8.0}}
 
 
 def test_flags_by_rule() -> None:
-    states = [{"low": True, "high": False, "first": False}, {"low": False, "high": True, "first": True}]
-    assert combine(states, {"low": "min", "high": "max"}) == {"low": False, "high": True, "first": False}
+    states = [
+        {"low": True, "high": False, "first": False},
+        {"low": False, "high": True, "first": True},
+    ]
+    assert combine(states, {"low": "min", "high": "max"}) == {
+        "low": False,
+        "high": True,
+        "first": False,
+    }
 
 
 def test_integer_tensors_by_rule() -> None:
@@ -97,9 +130,15 @@ def test_integer_tensors_by_rule() -> None:
 
 def test_what_only_some_ranks_have() -> None:
     one, three = torch.tensor([1.0]), torch.tensor([3.0])
-    states = [{"moment": {}, "pending": {}}, {"moment": {"w": one}, "pending": {"w": one}}, {"moment": {"w": three}}]
+    states = [
+        {"moment": {}, "pending": {}},
+        {"moment": {"w": one}, "pending": {"w": one}},
+        {"moment": {"w": three}},
+    ]
     came = combine(states, {"pending/*": "mean_zero"})
-    assert same(came, {"moment": {"w": torch.tensor([2.0])}, "pending": {"w": torch.tensor([1 / 3])}})
+    assert same(
+        came, {"moment": {"w": torch.tensor([2.0])}, "pending": {"w": torch.tensor([1 / 3])}}
+    )
     assert same(combine([{"a": None}, {"a": one}]), {"a": one})
     assert same(combine([{"a": None}, {"a": one}], {"a": "mean_zero"}), {"a": one / 2})
     assert combine([{"x": {"f": 3.0}}, {}], {"x/f": "mean_zero"}) == {"x": {"f": 1.5}}
@@ -111,7 +150,8 @@ def test_sequences() -> None:
 
 
 def test_the_mean_of_the_pending_update_is_kept() -> None:
-    """Old ranks with residuals r: every new rank gets mean(r), so the mean over new ranks is mean(r)."""
+    """Old ranks with residuals r: every new rank gets mean(r), so the mean over new ranks is
+    mean(r)."""
     states = [{"residual": some(seed, torch.float32, 100)} for seed in range(4)]
     twice = combine([combine(states, rank=rank) for rank in range(2)])["residual"]
     expected = np.mean([state["residual"].numpy().astype(np.float64) for state in states], axis=0)
@@ -128,7 +168,10 @@ def test_nothing_given_is_changed() -> None:
 @pytest.mark.parametrize(
     ("states", "text"),
     [
-        ([{"a": {"w": torch.ones(2)}}, {"a": {"w": torch.ones(3)}}], "a/w is torch.float32 of shape (2,) on one and"),
+        (
+            [{"a": {"w": torch.ones(2)}}, {"a": {"w": torch.ones(3)}}],
+            "a/w is torch.float32 of shape (2,) on one and",
+        ),
         (
             [{"a": torch.ones(2)}, {"a": torch.ones(2).half()}],
             "a is torch.float16 of shape (2,) on one and torch.float32",
@@ -141,7 +184,9 @@ def test_nothing_given_is_changed() -> None:
 def test_what_does_not_fit_together_is_named(states: list[Any], text: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         combine(states)
-    assert text in str(caught.value) and "Load with the number of ranks that saved" in str(caught.value)
+    assert text in str(caught.value) and "Load with the number of ranks that saved" in str(
+        caught.value
+    )
 
 
 def test_rules_are_checked() -> None:

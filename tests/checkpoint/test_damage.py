@@ -1,4 +1,5 @@
-"""Damaged, missing, foreign and hostile files: found, named, passed over; nothing in them is ever executed."""
+"""Damaged, missing, foreign and hostile files: found, named, passed over; nothing in them is ever
+executed."""
 
 import ast
 import hashlib
@@ -41,7 +42,9 @@ def require_named(root: Path, path: Path, file: str) -> None:
 
 def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
     """More than 10 000 of them: every bit of every file, one after the other."""
-    path = save(tmp_path, {"a": torch.arange(110.0), "b": [1.5, "text"] * 20}, step=1, group=GROUP, facts={})
+    path = save(
+        tmp_path, {"a": torch.arange(110.0), "b": [1.5, "text"] * 20}, step=1, group=GROUP, facts={}
+    )
     flips = 0
     for file in FILES:
         target = path / file
@@ -63,7 +66,12 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
 def test_every_truncation_and_anything_added_is_found(tmp_path: Path, file: str) -> None:
     path = save(tmp_path, {"a": torch.arange(3.0), "b": 1}, step=1, group=GROUP, facts={})
     whole = (path / file).read_bytes()
-    for content in [*(whole[:size] for size in range(len(whole))), whole + b"\0", whole + b"\n", b" " + whole]:
+    for content in [
+        *(whole[:size] for size in range(len(whole))),
+        whole + b"\0",
+        whole + b"\n",
+        b" " + whole,
+    ]:
         (path / file).write_bytes(content)
         require_named(tmp_path, path, file)
 
@@ -129,7 +137,10 @@ def test_a_step_back_on_purpose_counts_from_there(tmp_path: Path) -> None:
     saved(tmp_path, 1, 9)
     saved(tmp_path, 5)
     assert load(tmp_path, group=GROUP).step == 5
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_0000000005", "step_0000000009"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step_0000000005",
+        "step_0000000009",
+    ]
 
 
 def test_stray_files_do_not_matter(tmp_path: Path) -> None:
@@ -146,18 +157,23 @@ def test_stray_files_do_not_matter(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [lambda root: None, lambda root: root.mkdir(), lambda root: (root / "x").mkdir(parents=True)]
+    "make",
+    [lambda root: None, lambda root: root.mkdir(), lambda root: (root / "x").mkdir(parents=True)],
 )
 def test_nothing_there(tmp_path: Path, make: Callable[[Path], None]) -> None:
     root = tmp_path / "none"
     make(root)
-    with pytest.raises(CheckpointError, match=r"there is no checkpoint in .*none: looked for folders"):
+    with pytest.raises(
+        CheckpointError, match=r"there is no checkpoint in .*none: looked for folders"
+    ):
         load(root, group=GROUP)
 
 
 def sealed(content: dict[str, Any]) -> bytes:
     """A manifest as a stranger who knows the format would write it, checksum included."""
-    lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(value)}" for name, value in content.items())
+    lines = ",\n".join(
+        f" {json.dumps(name)}: {json.dumps(value)}" for name, value in content.items()
+    )
     checksum = hashlib.sha256(lines.encode()).hexdigest()
     return f'{{\n{lines},\n "sha256": "{checksum}"\n}}\n'.encode()
 
@@ -176,7 +192,9 @@ def test_the_manifest_can_be_written_by_others(tmp_path: Path) -> None:
 def test_a_newer_format_is_an_error_and_no_older_state_takes_its_place(tmp_path: Path) -> None:
     path = saved(tmp_path, 1, 2)
     rewritten(path, format=2)
-    with pytest.raises(CheckpointError, match="has format 2, this version of thinwire reads format 1") as caught:
+    with pytest.raises(
+        CheckpointError, match="has format 2, this version of thinwire reads format 1"
+    ) as caught:
         load(tmp_path, group=GROUP)
     assert not isinstance(caught.value, CheckpointCorrupt)
 
@@ -231,7 +249,9 @@ class Bomb:
 
 
 def plain(**changes: Any) -> bytes:
-    return json.dumps({"tree": {"tensor": "a"}, "tensors": {"a": [0, "a", "float32", [3]]}, **changes}).encode()
+    return json.dumps(
+        {"tree": {"tensor": "a"}, "tensors": {"a": [0, "a", "float32", [3]]}, **changes}
+    ).encode()
 
 
 @pytest.mark.parametrize(
@@ -274,7 +294,9 @@ def test_a_hostile_tree_is_refused(tmp_path: Path, content: bytes) -> None:
         load(tmp_path, group=GROUP)
 
 
-@pytest.mark.parametrize("content", [pickle.dumps(Bomb()), b"", b"\xff" * 64, b"\x02" + bytes(7) + b"{}"])
+@pytest.mark.parametrize(
+    "content", [pickle.dumps(Bomb()), b"", b"\xff" * 64, b"\x02" + bytes(7) + b"{}"]
+)
 def test_a_hostile_tensor_file_is_refused(tmp_path: Path, content: bytes) -> None:
     path = save(tmp_path, {"a": torch.ones(3)}, step=1, group=GROUP, facts={})
     forged(path, "rank_00000.safetensors", content)
@@ -295,5 +317,19 @@ def test_nothing_here_can_execute_what_it_reads() -> None:
                 case ast.Call(func=function):
                     words.add(ast.unparse(function))
     assert "json" in words and "safe_open" in words
-    forbidden = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "yaml", "importlib", "eval", "exec", "compile"}
-    assert words & {*forbidden, "torch.load", "torch.save", "np.load", "__import__", "subprocess"} == set()
+    forbidden = {
+        "pickle",
+        "marshal",
+        "shelve",
+        "dill",
+        "cloudpickle",
+        "yaml",
+        "importlib",
+        "eval",
+        "exec",
+        "compile",
+    }
+    assert (
+        words & {*forbidden, "torch.load", "torch.save", "np.load", "__import__", "subprocess"}
+        == set()
+    )

@@ -1,4 +1,5 @@
-"""Disks that are full or cannot be written, real ones: a tmpfs in a mount namespace of a process of its own."""
+"""Disks that are full or cannot be written, real ones: a tmpfs in a mount namespace of a process of
+its own."""
 
 import json
 import os
@@ -48,7 +49,10 @@ print(json.dumps(said))
 
 def can_mount() -> bool:
     tools = ("unshare", "mount")
-    return all(map(shutil.which, tools)) and subprocess.run(["unshare", "-m", "true"], check=False).returncode == 0
+    return (
+        all(map(shutil.which, tools))
+        and subprocess.run(["unshare", "-m", "true"], check=False).returncode == 0
+    )
 
 
 @pytest.mark.fault
@@ -58,7 +62,9 @@ def test_a_full_and_a_read_only_disk(tmp_path: Path) -> None:
     command = ["unshare", "-m", "sh", "-c", script, "sh", str(tmp_path), sys.executable, PROGRAM]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
-    first, small, early, after_early, late, after_late, read_only, after, last, end = json.loads(run.stdout)
+    first, small, early, after_early, late, after_late, read_only, after, last, end = json.loads(
+        run.stdout
+    )
     assert (first, last) == ("saved", "saved")
     assert "no space left: a checkpoint of 4.0 MiB does not fit into the " in early
     assert "OSError: [Errno 28] No space left on device" in late
@@ -68,7 +74,9 @@ def test_a_full_and_a_read_only_disk(tmp_path: Path) -> None:
     assert small[1] == after_early[1] == after_late[1] == after[1], "the torso still takes space"
 
 
-def test_a_directory_that_vanishes_during_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_vanishes_during_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root, group = tmp_path / "runs" / "first", Group()
     root.mkdir(parents=True)
 
@@ -77,7 +85,9 @@ def test_a_directory_that_vanishes_during_a_save(tmp_path: Path, monkeypatch: py
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", vanish)
-        with pytest.raises(CheckpointError, match=r"writing a checkpoint failed on rank 0: FileNotFoundError"):
+        with pytest.raises(
+            CheckpointError, match=r"writing a checkpoint failed on rank 0: FileNotFoundError"
+        ):
             save(root, {"a": torch.ones(2)}, step=1, group=group, facts={})
     save(root, {"a": torch.ones(2)}, step=2, group=group, facts={})
     assert load(root, group=group).step == 2
@@ -90,19 +100,30 @@ def test_an_older_checkpoint_that_cannot_be_deleted_is_no_error(
     for step in (1, 2):
         save(tmp_path, {"a": step}, step=step, group=group, facts={})
     with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", lambda path: (_ for _ in ()).throw(PermissionError(13, "no", str(path))))
+        patch.setattr(
+            shutil,
+            "rmtree",
+            lambda path: (_ for _ in ()).throw(PermissionError(13, "no", str(path))),
+        )
         with pytest.warns(UserWarning, match="an older checkpoint could not be deleted"):
             save(tmp_path, {"a": 3}, step=3, group=group, facts={})
     assert load(tmp_path, group=group).state == {"a": 3}
     save(tmp_path, {"a": 4}, step=4, group=group, facts={})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_0000000003", "step_0000000004"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step_0000000003",
+        "step_0000000004",
+    ]
 
 
-@pytest.mark.parametrize(("keep", "left"), [(1, [5]), (2, [4, 5]), (3, [3, 4, 5]), (9, [1, 2, 3, 4, 5])])
+@pytest.mark.parametrize(
+    ("keep", "left"), [(1, [5]), (2, [4, 5]), (3, [3, 4, 5]), (9, [1, 2, 3, 4, 5])]
+)
 def test_how_many_stay(tmp_path: Path, keep: int, left: list[int]) -> None:
     for step in range(1, 6):
         save(tmp_path, {}, step=step, group=Group(), facts={}, keep=keep)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step_{step:010d}" for step in left]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"step_{step:010d}" for step in left
+    ]
 
 
 def test_damaged_ones_do_not_count_as_kept(tmp_path: Path) -> None:

@@ -24,8 +24,14 @@ def test_what_loads_after_a_kill_is_the_old_or_the_new_state(tmp_path: Path) -> 
     assert len(scenarios) >= 90
     seen: Counter[tuple[str, int]] = Counter()
     for scenario in scenarios:
-        name = f"{scenario['mode']}, rank {scenario['victim']} killed before {scenario['point']} ({scenario['what']})"
-        killed, survivor = scenario["answers"][scenario["victim"]], scenario["answers"][1 - scenario["victim"]]
+        name = (
+            f"{scenario['mode']}, rank {scenario['victim']} killed before {scenario['point']} "
+            f"({scenario['what']})"
+        )
+        killed, survivor = (
+            scenario["answers"][scenario["victim"]],
+            scenario["answers"][1 - scenario["victim"]],
+        )
         assert killed is None, f"{name}: the rank went on and said {killed}"
         finished = isinstance(survivor, list)
         assert finished or survivor["error"].startswith("PeerLost"), f"{name}: {survivor}"
@@ -36,4 +42,6 @@ def test_what_loads_after_a_kill_is_the_old_or_the_new_state(tmp_path: Path) -> 
             f"{name}: the next save: {scenario['loaded']}"
         )
         seen[scenario["mode"], states[0][0]] += 1
-    assert set(seen) == {(mode, state) for mode in ("next", "again", "apart") for state in (OLD, NEW)}
+    assert set(seen) == {
+        (mode, state) for mode in ("next", "again", "apart") for state in (OLD, NEW)
+    }

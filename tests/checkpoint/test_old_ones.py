@@ -1,4 +1,5 @@
-"""What stands in the directory already: links, damage, manifests that come and go, names that are not text."""
+"""What stands in the directory already: links, damage, manifests that come and go, names that are
+not text."""
 
 import os
 import shutil
@@ -61,7 +62,11 @@ def test_a_leftover_that_cannot_be_removed_does_not_keep_one_from_saving(
 ) -> None:
     (tmp_path / ".step_0000000009.tmp-0123abcd").mkdir()
     with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", lambda path: (_ for _ in ()).throw(PermissionError(13, "no", str(path))))
+        patch.setattr(
+            shutil,
+            "rmtree",
+            lambda path: (_ for _ in ()).throw(PermissionError(13, "no", str(path))),
+        )
         with pytest.warns(UserWarning, match=r"left behind .*could not be removed.*0123abcd"):
             saved(tmp_path, 1)
     assert load(tmp_path, group=GROUP).step == 1
@@ -134,8 +139,13 @@ def save_and_load_there(rank: int, size: int, raw: bytes) -> bool:
     return "rank_00001" in text and same(load(root, group=group).state, rank_state(rank, 2))
 
 
-def test_ranks_tell_each_other_of_a_directory_whose_name_is_no_text(ranks: Pool, tmp_path: Path) -> None:
-    assert ranks.run(save_and_load_there, os.fsencode(tmp_path) + b"/lauf-\xff", size=2) == [True, True]
+def test_ranks_tell_each_other_of_a_directory_whose_name_is_no_text(
+    ranks: Pool, tmp_path: Path
+) -> None:
+    assert ranks.run(save_and_load_there, os.fsencode(tmp_path) + b"/lauf-\xff", size=2) == [
+        True,
+        True,
+    ]
 
 
 def test_nothing_there_yet_has_a_class_of_its_own(tmp_path: Path) -> None:

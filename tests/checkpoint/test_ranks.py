@@ -1,4 +1,5 @@
-"""Several ranks, in one directory or in several: what one does wrong all hear of, and all load the same."""
+"""Several ranks, in one directory or in several: what one does wrong all hear of, and all load the
+same."""
 
 import os
 import shutil
@@ -36,14 +37,22 @@ def save_and_load(rank: int, size: int, root: str, machines: int) -> list[str]:
 
 def test_ranks_share_a_directory(ranks: Pool, tmp_path: Path) -> None:
     files = ranks.run(save_and_load, str(tmp_path), 1, size=3)[0]
-    names = ["manifest.json", *(f"rank_0000{r}.{kind}" for r in range(3) for kind in ("json", "safetensors"))]
+    names = [
+        "manifest.json",
+        *(f"rank_0000{r}.{kind}" for r in range(3) for kind in ("json", "safetensors")),
+    ]
     folders = ["step_0000000002", "step_0000000003"]
-    assert files == sorted([*folders, *(f"{folder}/{name}" for folder in folders for name in names)])
+    assert files == sorted(
+        [*folders, *(f"{folder}/{name}" for folder in folders for name in names)]
+    )
 
 
 def test_what_is_the_same_on_all_ranks_is_written_once(ranks: Pool, tmp_path: Path) -> None:
     ranks.run(save_and_load, str(tmp_path), 1, size=3)
-    sizes = [(tmp_path / f"machine0/step_0000000003/rank_0000{r}.safetensors").stat().st_size for r in range(3)]
+    sizes = [
+        (tmp_path / f"machine0/step_0000000003/rank_0000{r}.safetensors").stat().st_size
+        for r in range(3)
+    ]
     assert sizes[1] == sizes[2] < sizes[0]
 
 
@@ -54,7 +63,9 @@ def test_machines_without_a_common_file_system(ranks: Pool, tmp_path: Path) -> N
         "step_0000000003/rank_00001.json",
         "step_0000000003/rank_00001.safetensors",
     ]
-    manifests = {path.read_bytes() for path in tmp_path.glob("machine*/step_0000000003/manifest.json")}
+    manifests = {
+        path.read_bytes() for path in tmp_path.glob("machine*/step_0000000003/manifest.json")
+    }
     assert len(manifests) == 1
 
 
@@ -65,7 +76,9 @@ def load_here(rank: int, size: int, root: str, machines: int) -> tuple[int, Any,
     return loaded.step, loaded.state, [str(w.message) for w in caught if w.category is UserWarning]
 
 
-def test_another_number_of_ranks_needs_the_files_of_all_machines(ranks: Pool, tmp_path: Path) -> None:
+def test_another_number_of_ranks_needs_the_files_of_all_machines(
+    ranks: Pool, tmp_path: Path
+) -> None:
     ranks.run(save_and_load, str(tmp_path), 2, size=2)
     for size in (1, 3):
         for answer in ranks.run(load_here, str(tmp_path), 1, size=size, expect_errors=True):
@@ -85,7 +98,11 @@ def test_ranks_that_moved_to_other_machines_are_told(ranks: Pool, tmp_path: Path
     (tmp_path / "x").rename(tmp_path / "machine1")
     texts = {answer.text for answer in ranks.run(load_here, str(tmp_path), 2, expect_errors=True)}
     assert len(texts) == 1
-    assert "rank 0: " in (text := texts.pop()) and "rank 1: " in text and "rank_00000.json is not there" in text
+    assert (
+        "rank 0: " in (text := texts.pop())
+        and "rank 1: " in text
+        and "rank_00000.json is not there" in text
+    )
 
 
 def test_damage_on_one_machine_sends_all_ranks_back(ranks: Pool, tmp_path: Path) -> None:
@@ -99,7 +116,9 @@ def test_damage_on_one_machine_sends_all_ranks_back(ranks: Pool, tmp_path: Path)
         assert len(told) == 1 and f"rank 1: {file} is damaged" in told[0]
 
 
-def test_a_checkpoint_that_only_one_machine_has_is_no_checkpoint(ranks: Pool, tmp_path: Path) -> None:
+def test_a_checkpoint_that_only_one_machine_has_is_no_checkpoint(
+    ranks: Pool, tmp_path: Path
+) -> None:
     ranks.run(save_and_load, str(tmp_path), 2, size=2)
     shutil.rmtree(tmp_path / "machine1/step_0000000003")
     answers = ranks.run(load_here, str(tmp_path), 2, size=2)
@@ -140,17 +159,25 @@ def load_with_parts(rank: int, size: int, root: str, parts: list[int]) -> Any:
 def test_every_stage_gets_its_own_state_wherever_it_sits_now(ranks: Pool, tmp_path: Path) -> None:
     ranks.run(save_with_parts, str(tmp_path), [0, 0, 1, 1], size=4)
     came = ranks.run(load_with_parts, str(tmp_path), [1, 0, 1, 0], size=4)
-    assert all(same(state, rank_state(rank, 1)) for state, rank in zip(came, [2, 0, 3, 1], strict=True))
+    assert all(
+        same(state, rank_state(rank, 1)) for state, rank in zip(came, [2, 0, 3, 1], strict=True)
+    )
     fewer = ranks.run(load_with_parts, str(tmp_path), [0, 1], size=2)
     assert [state["residual"]["weight"].unique().tolist() for state in fewer] == [[151.0], [351.0]]
 
 
 @pytest.mark.parametrize("parts", [[0, 0], [0, 1, 2], [1, 2]])
-def test_another_number_of_stages_is_an_error(ranks: Pool, tmp_path: Path, parts: list[int]) -> None:
+def test_another_number_of_stages_is_an_error(
+    ranks: Pool, tmp_path: Path, parts: list[int]
+) -> None:
     ranks.run(save_with_parts, str(tmp_path), [0, 1], size=2)
-    for answer in ranks.run(load_with_parts, str(tmp_path), parts, size=len(parts), expect_errors=True):
+    for answer in ranks.run(
+        load_with_parts, str(tmp_path), parts, size=len(parts), expect_errors=True
+    ):
         assert answer.type_name == "CheckpointMismatch"
-        assert "has the state of pipeline stages [0, 1], and the ranks are now stages" in answer.text
+        assert (
+            "has the state of pipeline stages [0, 1], and the ranks are now stages" in answer.text
+        )
 
 
 def disagree(rank: int, size: int, root: str, what: str) -> None:
@@ -224,7 +251,9 @@ def broken_directory(state: Any, directory: Path) -> Any:
 
 
 def broken_space(state: Any, directory: Path) -> Any:
-    return state, patched(plan.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 5))  # type: ignore[attr-defined]
+    return state, patched(
+        plan.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 5)
+    )  # type: ignore[attr-defined]
 
 
 BROKEN = {
@@ -277,7 +306,11 @@ def hung(rank: int, size: int, root: str, where: str) -> tuple[str, float, bool]
     save(directory, rank_state(rank, 1), step=1, group=group, facts={})
     undo = lambda: None  # noqa: E731
     if rank == 1:
-        owner, name = {"fsync": (os, "fsync"), "unlink": (Path, "unlink"), "rename": (Path, "rename")}[where]
+        owner, name = {
+            "fsync": (os, "fsync"),
+            "unlink": (Path, "unlink"),
+            "rename": (Path, "rename"),
+        }[where]
         original = getattr(owner, name)
         undo = patched(owner, name, lambda *a, **k: (awake.wait(60), original(*a, **k))[1])
     group.gather_bytes(b"", what="waiting until it hangs")
@@ -297,7 +330,9 @@ def hung(rank: int, size: int, root: str, where: str) -> tuple[str, float, bool]
 
 
 @pytest.mark.parametrize("where", ["fsync", "rename"])
-def test_a_disk_that_hangs_is_an_error_on_all_within_the_time_out(ranks: Pool, tmp_path: Path, where: str) -> None:
+def test_a_disk_that_hangs_is_an_error_on_all_within_the_time_out(
+    ranks: Pool, tmp_path: Path, where: str
+) -> None:
     for text, taken, good in ranks.run(hung, str(tmp_path), where, size=2, group_timeout_s=6):
         assert "failed on rank 1: it made no progress for 6 s" in text
         assert taken < 10
@@ -320,11 +355,16 @@ def late_files(rank: int, size: int, root: str) -> None:
         undo()
 
 
-def test_ranks_that_see_different_things_in_one_directory_are_told(ranks: Pool, tmp_path: Path) -> None:
+def test_ranks_that_see_different_things_in_one_directory_are_told(
+    ranks: Pool, tmp_path: Path
+) -> None:
     answers = ranks.run(late_files, str(tmp_path), size=2, expect_errors=True)
     for answer in answers:
         assert answer.type_name == "CheckpointError"
-        assert "rank 0 sees files of the ranks [0, 1] in its directory, and rank 1 sees those of [1]" in answer.text
+        assert (
+            "rank 0 sees files of the ranks [0, 1] in its directory, and rank 1 sees those of [1]"
+            in answer.text
+        )
 
 
 def save_random(rank: int, size: int, root: str) -> list[float]:
@@ -337,7 +377,9 @@ def residual(rank: int) -> torch.Tensor:
     return torch.randn(1000, generator=torch.Generator().manual_seed(rank)) * 10.0**rank
 
 
-def load_and_save_again(rank: int, size: int, root: str, step: int) -> tuple[list[float], list[float], str]:
+def load_and_save_again(
+    rank: int, size: int, root: str, step: int
+) -> tuple[list[float], list[float], str]:
     group = Group()
     state = load(root, group=group).state
     save(root, state, step=step, group=group, facts={})
@@ -345,7 +387,9 @@ def load_and_save_again(rank: int, size: int, root: str, step: int) -> tuple[lis
 
 
 def test_four_to_two_to_four_ranks_keeps_the_mean(ranks: Pool, tmp_path: Path) -> None:
-    before = torch.tensor(ranks.run(save_random, str(tmp_path), size=4), dtype=torch.float64).mean(0)
+    before = torch.tensor(ranks.run(save_random, str(tmp_path), size=4), dtype=torch.float64).mean(
+        0
+    )
     for size, step in ((2, 2), (4, 3)):
         answers = ranks.run(load_and_save_again, str(tmp_path), step, size=size)
         after = torch.tensor([answer[0] for answer in answers], dtype=torch.float64).mean(0)

@@ -42,12 +42,21 @@ def dtypes() -> list[torch.dtype]:
 def of_random_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     generator = torch.Generator().manual_seed(1)
     top = 2 if dtype == torch.bool else 256
-    raw = torch.randint(0, top, (math.prod(shape) * dtype.itemsize,), generator=generator, dtype=torch.uint8)
+    raw = torch.randint(
+        0, top, (math.prod(shape) * dtype.itemsize,), generator=generator, dtype=torch.uint8
+    )
     return raw.view(dtype).reshape(shape)
 
 
 def test_dtypes_of_the_day_are_all_here() -> None:
-    assert {torch.float32, torch.bfloat16, torch.bool, torch.uint64, torch.complex128, torch.complex32} <= set(dtypes())
+    assert {
+        torch.float32,
+        torch.bfloat16,
+        torch.bool,
+        torch.uint64,
+        torch.complex128,
+        torch.complex32,
+    } <= set(dtypes())
     assert len(dtypes()) >= 20
 
 
@@ -95,7 +104,12 @@ def test_subclasses_come_back_as_the_plain_type(tmp_path: Path) -> None:
     [
         {"a/b": torch.ones(1), "a": {"b": torch.zeros(1)}, "a_b": torch.ones(2)},
         {0: torch.ones(1), "0": torch.zeros(1)},
-        {"__metadata__": torch.ones(1), "": torch.zeros(1), "\ud800": torch.ones(2), "ü\n": torch.ones(3)},
+        {
+            "__metadata__": torch.ones(1),
+            "": torch.zeros(1),
+            "\ud800": torch.ones(2),
+            "ü\n": torch.ones(3),
+        },
         torch.ones(3),
         [],
         None,
@@ -108,7 +122,9 @@ def test_odd_names_and_values(tmp_path: Path, state: Any) -> None:
     assert same(returned(state, tmp_path), state)
 
 
-tensors = st.builds(of_random_bits, st.sampled_from(dtypes()), st.lists(st.integers(0, 3), max_size=3).map(tuple))
+tensors = st.builds(
+    of_random_bits, st.sampled_from(dtypes()), st.lists(st.integers(0, 3), max_size=3).map(tuple)
+)
 leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | tensors
 trees = st.recursive(
     leaves,
@@ -129,16 +145,29 @@ def test_any_tree(state: Any) -> None:
 
 
 def test_facts_come_back_to_every_rank_as_they_were(tmp_path: Path) -> None:
-    facts = {"strategy": {"dgc": {"sparsity": (0.9, 0.99)}}, "layout": [("w", (2, 3))], "rate": math.inf, "none": None}
+    facts = {
+        "strategy": {"dgc": {"sparsity": (0.9, 0.99)}},
+        "layout": [("w", (2, 3))],
+        "rate": math.inf,
+        "none": None,
+    }
     returned(1, tmp_path, facts)
 
 
 def test_any_reader_of_safetensors_can_read_the_tensors(tmp_path: Path) -> None:
-    state = {"model": {"layer.weight": torch.rand(3, 2), "steps": torch.tensor(7), "flag": torch.tensor([True])}}
+    state = {
+        "model": {
+            "layer.weight": torch.rand(3, 2),
+            "steps": torch.tensor(7),
+            "flag": torch.tensor([True]),
+        }
+    }
     path = save(tmp_path, state, step=12, group=Group(), facts={})
     assert path == tmp_path / "step_0000000012"
     came = load_file(path / "rank_00000.safetensors")
-    assert same(dict(sorted(came.items())), {f"model/{k}": v for k, v in sorted(state["model"].items())})
+    assert same(
+        dict(sorted(came.items())), {f"model/{k}": v for k, v in sorted(state["model"].items())}
+    )
     assert json.loads((path / "manifest.json").read_text())["step"] == 12
 
 
@@ -154,7 +183,9 @@ def test_any_reader_of_safetensors_can_read_the_tensors(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_checkpoint_cannot_hold_is_named(tmp_path: Path, state: Any, text: str) -> None:
-    with pytest.raises(CheckpointError, match=r"preparing a checkpoint failed on rank 0: TypeError: ") as caught:
+    with pytest.raises(
+        CheckpointError, match=r"preparing a checkpoint failed on rank 0: TypeError: "
+    ) as caught:
         save(tmp_path, state, step=1, group=Group(), facts={})
     assert text in str(caught.value)
     assert list(tmp_path.iterdir()) == []
@@ -174,6 +205,8 @@ def test_tensors_are_no_facts(tmp_path: Path) -> None:
         ({"part": -1}, ValueError, "part must be an integer >= 0, got -1"),
     ],
 )
-def test_arguments(tmp_path: Path, arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+def test_arguments(
+    tmp_path: Path, arguments: dict[str, Any], error: type[Exception], text: str
+) -> None:
     with pytest.raises(error, match=text):
         save(tmp_path, {}, **{"step": 1, "group": Group(), "facts": {}, **arguments})

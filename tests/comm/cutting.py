@@ -1,4 +1,5 @@
-"""Starts trainees, stops or cuts one of them, and tells when the others heard of it and when they were gone."""
+"""Starts trainees, stops or cuts one of them, and tells when the others heard of it and when they
+were gone."""
 
 import contextlib
 import json
@@ -44,8 +45,11 @@ class Trainees:
     def __init__(self, processes: list[subprocess.Popen[bytes]]) -> None:
         self.processes = processes
 
-    def ended(self, who: list[int], attack: Callable[[], None], limit_s: float) -> list[Ended | None]:
-        """Attack, and wait for the ranks `who`; None for one that has not ended within the limit."""
+    def ended(
+        self, who: list[int], attack: Callable[[], None], limit_s: float
+    ) -> list[Ended | None]:
+        """Attack, and wait for the ranks `who`; None for one that has not ended within the
+        limit."""
         begun, wall = time.monotonic(), time.time()
         attack()
         ends: dict[int, float] = {}
@@ -70,7 +74,12 @@ class Trainees:
 
 @contextmanager
 def trainees(
-    kind: str, size: int, timeout_s: float, *, address: str = "127.0.0.1", namespaces: tuple[int, ...] = ()
+    kind: str,
+    size: int,
+    timeout_s: float,
+    *,
+    address: str = "127.0.0.1",
+    namespaces: tuple[int, ...] = (),
 ) -> Iterator[Trainees]:
     """Ranks that train, rank 0 with the store; all are killed in the end."""
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -79,14 +88,22 @@ def trainees(
     try:
         for rank in range(size):
             fd = namespaces[rank] if namespaces else -1
-            command = [sys.executable, str(_ENTER), str(fd), str(os.getpid()), sys.executable, str(_SCRIPT)]
+            command = [
+                sys.executable,
+                str(_ENTER),
+                str(fd),
+                str(os.getpid()),
+                sys.executable,
+                str(_SCRIPT),
+            ]
             processes.append(
                 subprocess.Popen(
                     [*command, kind, str(rank), str(size), address, str(port), str(timeout_s)],
                     stdout=subprocess.PIPE,
                     stderr=subprocess.DEVNULL,
                     pass_fds=namespaces,
-                    env={**os.environ, "OMP_NUM_THREADS": "1"} | ({"GLOO_SOCKET_IFNAME": "eth0"} if namespaces else {}),
+                    env={**os.environ, "OMP_NUM_THREADS": "1"}
+                    | ({"GLOO_SOCKET_IFNAME": "eth0"} if namespaces else {}),
                 )
             )
         for process in processes:

@@ -1,4 +1,5 @@
-"""Ranks that work for themselves keep telling the others, and work that hangs is an error on all of them."""
+"""Ranks that work for themselves keep telling the others, and work that hangs is an error on all of
+them."""
 
 import time
 
@@ -20,7 +21,9 @@ def slow(rank: int, size: int, seconds: float, limit_s: float | None) -> tuple[l
     try:
         return while_busy(group, "working", work, limit_s=limit_s), time.monotonic() - begun
     except ThinwireError as error:
-        raise ThinwireError(f"{error} after {'few' if time.monotonic() - begun < 6 else 'many'} seconds") from error
+        raise ThinwireError(
+            f"{error} after {'few' if time.monotonic() - begun < 6 else 'many'} seconds"
+        ) from error
 
 
 def test_work_may_take_longer_than_the_time_out(ranks: Pool) -> None:
@@ -31,7 +34,9 @@ def test_work_may_take_longer_than_the_time_out(ranks: Pool) -> None:
 
 def test_work_that_hangs_is_an_error_on_all_ranks(ranks: Pool) -> None:
     answers = ranks.run(slow, 30.0, 2.0, expect_errors=True)
-    assert [a.text for a in answers] == ["working failed on rank 1: it did not end within 2 s after few seconds"] * 2
+    assert [a.text for a in answers] == [
+        "working failed on rank 1: it did not end within 2 s after few seconds"
+    ] * 2
 
 
 class Stop(BaseException):

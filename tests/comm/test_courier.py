@@ -6,7 +6,8 @@ from thinwire.comm.courier import _sockets_to
 
 
 def test_pipes_between_processes_are_no_connections_to_the_store() -> None:
-    """Processes started by multiprocessing, workers that load data and notebooks have such pipes."""
+    """Processes started by multiprocessing, workers that load data and notebooks have such
+    pipes."""
     near, far = socket.socketpair()
     with near, far, socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

@@ -1,4 +1,5 @@
-"""Whatever is stopped or cut, every rank hears of it within two seconds after its time-out, truly, and can end."""
+"""Whatever is stopped or cut, every rank hears of it within two seconds after its time-out, truly,
+and can end."""
 
 import random
 import time
@@ -17,7 +18,8 @@ LIMIT_S = TIMEOUT_S + 2
 
 
 def check(ends: Sequence[Ended | None]) -> list[str]:
-    """The texts of the errors, which came in time, from processes that came to an end of their own."""
+    """The texts of the errors, which came in time, from processes that came to an end of
+    their own."""
     for end in ends:
         assert end is not None, "a rank is still blocked"
         assert (end.type_name, end.exit_code) == ("PeerStalled", 1)
@@ -41,7 +43,10 @@ def test_another_rank_is_stopped() -> None:
     with trainees("votes", 3, TIMEOUT_S) as job:
         time.sleep(random.random())
         texts = check(job.ended([0, 2], lambda: job.stop(1), 40))
-    assert all("rank 1 did not take part within 5 s: rank 1 has not been heard of for" in text for text in texts)
+    assert all(
+        "rank 1 did not take part within 5 s: rank 1 has not been heard of for" in text
+        for text in texts
+    )
 
 
 def down(namespace: int, _: Sequence[str]) -> None:
@@ -71,11 +76,15 @@ def drop(namespace: int, addresses: Sequence[str]) -> None:
 @pytest.mark.slow  # a time-out that a loaded machine keeps
 @needs_netns
 @pytest.mark.parametrize(("cut", "victim"), [(down, 0), (drop, 1)])
-def test_the_network_of_a_rank_is_cut(cut: Callable[[int, Sequence[str]], None], victim: int) -> None:
+def test_the_network_of_a_rank_is_cut(
+    cut: Callable[[int, Sequence[str]], None], victim: int
+) -> None:
     with network(3, Link.parse("100mbit")) as net:
         others = [address for rank, address in enumerate(net.addresses) if rank != victim]
         namespaces = net.namespace_fds
-        with trainees("engine", 3, TIMEOUT_S, address=net.addresses[0], namespaces=namespaces) as job:
+        with trainees(
+            "engine", 3, TIMEOUT_S, address=net.addresses[0], namespaces=namespaces
+        ) as job:
             time.sleep(random.random())
             texts = check(job.ended([0, 1, 2], lambda: cut(namespaces[victim], others), 40))
     if victim == 1:  # the others reach the store

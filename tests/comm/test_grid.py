@@ -16,7 +16,9 @@ def neighbours(
     rank: int, size: int, stages: int
 ) -> tuple[tuple[int, int, int, int], list[int], list[int], list[bytes]]:
     grid = Grid(stages)
-    members = [dist.get_process_group_ranks(group) for group in (grid.stage_group, grid.replica_group)]
+    members = [
+        dist.get_process_group_ranks(group) for group in (grid.stage_group, grid.replica_group)
+    ]
     told = grid.peers.gather_bytes(bytes([rank]), what="test")
     assert Group(grid.replica_group).size == grid.replicas
     return (grid.stages, grid.replicas, grid.stage, grid.replica), members[0], members[1], told
@@ -24,7 +26,9 @@ def neighbours(
 
 @pytest.mark.parametrize(("size", "stages"), [(4, 2), (4, 1), (4, 4), (3, 1)])
 def test_stages_of_a_replica_are_consecutive_ranks(ranks: Pool, size: int, stages: int) -> None:
-    for rank, (facts, pipeline, replicas, told) in enumerate(ranks.run(neighbours, stages, size=size)):
+    for rank, (facts, pipeline, replicas, told) in enumerate(
+        ranks.run(neighbours, stages, size=size)
+    ):
         stage, replica = rank % stages, rank // stages
         assert facts == (stages, size // stages, stage, replica)
         assert pipeline == [other for other in range(size) if other // stages == replica]
@@ -37,7 +41,9 @@ def test_one_process_is_a_grid_of_one() -> None:
     assert (grid.stages, grid.replicas, grid.stage, grid.replica) == (1, 1, 0, 0)
     assert grid.stage_group is None and grid.replica_group is None
     assert grid.peers.size == 1
-    with pytest.raises(StrategyError, match="a pipeline of 2 stages needs a multiple of 2 ranks, there are 1"):
+    with pytest.raises(
+        StrategyError, match="a pipeline of 2 stages needs a multiple of 2 ranks, there are 1"
+    ):
         Grid(2)
 
 
@@ -48,11 +54,15 @@ def uneven(rank: int, size: int) -> None:
 def test_ranks_must_be_a_multiple_of_the_stages(ranks: Pool) -> None:
     for answer in ranks.run(uneven, size=3, expect_errors=True):
         assert answer.type_name == "StrategyError"
-        assert "2 stages needs a multiple of 2 ranks, there are 3: start 2 or 4 ranks" in answer.text
+        assert (
+            "2 stages needs a multiple of 2 ranks, there are 3: start 2 or 4 ranks" in answer.text
+        )
 
 
 def test_one_number_of_ranks_that_would_do_is_said_once() -> None:
-    with pytest.raises(StrategyError, match=r"multiple of 3 ranks, there are 1: start 3 ranks, or change stages"):
+    with pytest.raises(
+        StrategyError, match=r"multiple of 3 ranks, there are 1: start 3 ranks, or change stages"
+    ):
         Grid(3)
 
 

@@ -27,7 +27,9 @@ def gather_bytes(rank: int, size: int, payloads: list[bytes]) -> tuple[list[byte
 
 
 @pytest.mark.parametrize("payloads", [[b"same", b"same", b"same"], [b"a", b"bbb", b""]])
-def test_gather_bytes_brings_every_payload_to_every_rank(ranks: Pool, payloads: list[bytes]) -> None:
+def test_gather_bytes_brings_every_payload_to_every_rank(
+    ranks: Pool, payloads: list[bytes]
+) -> None:
     assert [got for got, _ in ranks.run(gather_bytes, payloads, size=3)] == [payloads] * 3
 
 
@@ -69,7 +71,11 @@ def deal(rank: int, size: int) -> tuple[list[list[int]], int, int]:
     group = Group()
     lengths = [receiver + 1 for receiver in range(group.size)]
     parts = torch.cat([torch.full((n,), 10 * rank + n, dtype=torch.uint8) for n in lengths])
-    return group.deal(parts, lengths, what="test").wait().tolist(), group.bytes_sent, group.bytes_received
+    return (
+        group.deal(parts, lengths, what="test").wait().tolist(),
+        group.bytes_sent,
+        group.bytes_received,
+    )
 
 
 @pytest.mark.parametrize("size", [0, 2, 4])
@@ -86,7 +92,9 @@ def over_nodes(rank: int, size: int, width: int) -> tuple[Any, ...]:
     me = nodes.rank
     rows = nodes.gather(torch.full((3,), me, dtype=torch.uint8), what="test")
     total = nodes.sum_(torch.tensor([float(me), 1.0]), what="test")
-    dealt = nodes.deal(torch.arange(2 * nodes.size, dtype=torch.uint8) + 50 * me, [2] * nodes.size, what="test")
+    dealt = nodes.deal(
+        torch.arange(2 * nodes.size, dtype=torch.uint8) + 50 * me, [2] * nodes.size, what="test"
+    )
     again = sources_of(Group(), width)
     assert isinstance(nodes, Nodes) and isinstance(again, Nodes)
     same = nodes.inner._shared is again.inner._shared
@@ -96,7 +104,9 @@ def over_nodes(rank: int, size: int, width: int) -> tuple[Any, ...]:
 @pytest.mark.parametrize("width", [2, 4])
 def test_nodes_give_once_and_get_everything_everywhere(ranks: Pool, width: int) -> None:
     count = 4 // width
-    for rank, (me, size, rows, total, dealt, same) in enumerate(ranks.run(over_nodes, width, size=4)):
+    for rank, (me, size, rows, total, dealt, same) in enumerate(
+        ranks.run(over_nodes, width, size=4)
+    ):
         assert (me, size, same) == (rank // width, count, True)
         assert rows == [[node] * 3 for node in range(count)]
         assert total == [float(sum(range(count))), float(count)]
@@ -120,7 +130,9 @@ def test_a_group_of_some_ranks(ranks: Pool) -> None:
 def user_collectives_interleave(rank: int, size: int) -> list[bytes]:
     group = Group()
     if rank == 0:
-        dist.all_reduce(torch.zeros(7), async_op=True)  # nobody answers; it must not meet our traffic
+        dist.all_reduce(
+            torch.zeros(7), async_op=True
+        )  # nobody answers; it must not meet our traffic
     return group.gather_bytes(bytes([rank]), what="test")
 
 
@@ -135,14 +147,19 @@ def disagree(rank: int, size: int, facts: list[object]) -> None:
 @pytest.mark.parametrize(
     ("facts", "text"),
     [
-        ([{"lr": 1, "m": 2}, {"lr": 1, "m": 2}, {"lr": 1, "m": 3}], "settings.m differs: rank 0 has 2, rank 2 has 3"),
+        (
+            [{"lr": 1, "m": 2}, {"lr": 1, "m": 2}, {"lr": 1, "m": 3}],
+            "settings.m differs: rank 0 has 2, rank 2 has 3",
+        ),
         ([[1, 2], [1, 2, 5], [1, 2]], "settings.2 differs: rank 0 has nothing, rank 1 has 5"),
         ([[], [], ["x"]], "settings differs: rank 0 has [], rank 2 has nothing"),
         ([None, {"a": 1}, None], "settings"),
         ([1, True, 1], "settings differs: rank 0 has 1, rank 1 has True"),
     ],
 )
-def test_the_first_difference_is_named_on_every_rank(ranks: Pool, facts: list[object], text: str) -> None:
+def test_the_first_difference_is_named_on_every_rank(
+    ranks: Pool, facts: list[object], text: str
+) -> None:
     answers = ranks.run(disagree, facts, size=3, expect_errors=True)
     assert {(a.type_name, a.text) for a in answers} == {("Mismatch", answers[0].text)}
     assert text in answers[0].text
@@ -175,8 +192,12 @@ def die_or_join(rank: int, size: int, how: int) -> None:
 
 @pytest.mark.fault
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_does_not_come_to_the_making_of_the_group_is_told_apart(ranks: Pool, how: int) -> None:
-    answers = ranks.run(die_or_join, how, size=3, group_timeout_s=60, timeout_s=30, expect_errors=True)
+def test_a_rank_that_does_not_come_to_the_making_of_the_group_is_told_apart(
+    ranks: Pool, how: int
+) -> None:
+    answers = ranks.run(
+        die_or_join, how, size=3, group_timeout_s=60, timeout_s=30, expect_errors=True
+    )
     for answer in (answers[0], answers[2]):
         assert isinstance(answer, Raised)
         assert answer.type_name in {"PeerLost", "PeerStalled"}
@@ -188,9 +209,13 @@ _real_new_group = dist.new_group
 
 def refused_group(rank: int, size: int) -> None:
     def broken(**kwargs: object) -> None:
-        raise RuntimeError("Gloo connectFullMesh failed with pair.cc:553 Connection closed by peer [127.0.0.1]:707")
+        raise RuntimeError(
+            "Gloo connectFullMesh failed with pair.cc:553 Connection closed by peer [127.0.0.1]:707"
+        )
 
-    dist.new_group = broken  # the moment in which a peer dies while gloo connects cannot be hit from outside
+    dist.new_group = (
+        broken  # the moment in which a peer dies while gloo connects cannot be hit from outside
+    )
     try:
         Group()
     finally:
@@ -217,16 +242,23 @@ def test_a_late_rank_is_stalled_on_the_others_within_the_time_out(ranks: Pool) -
     answers = ranks.run(stall, size=2, expect_errors=True)
     assert answers[0].type_name == "PeerStalled"
     assert "rank 1 did not take part within 3 s: rank 1 was alive 0." in answers[0].text
-    assert "s ago, at work of its own for " in answers[0].text and "after 'warming up'" in answers[0].text
+    assert (
+        "s ago, at work of its own for " in answers[0].text
+        and "after 'warming up'" in answers[0].text
+    )
 
 
 @pytest.mark.fault
 def test_a_stopped_rank_is_named_by_all_others(ranks: Pool) -> None:
-    answers = ranks.run(die_or_gather, signal.SIGSTOP, size=3, group_timeout_s=60, timeout_s=40, expect_errors=True)
+    answers = ranks.run(
+        die_or_gather, signal.SIGSTOP, size=3, group_timeout_s=60, timeout_s=40, expect_errors=True
+    )
     assert answers[1] is None  # it is stopped still; the pool is rebuilt without it
     for answer in (answers[0], answers[2]):
         assert answer.type_name == "PeerStalled"
-        assert "rank 1 did not take part within 6 s: rank 1 has not been heard of for" in answer.text
+        assert (
+            "rank 1 did not take part within 6 s: rank 1 has not been heard of for" in answer.text
+        )
 
 
 def shared_then_released(rank: int, size: int) -> tuple[bool, bool]:
@@ -286,7 +318,9 @@ def test_making_the_first_group_counts_against_the_call_that_it_is_made_in(ranks
 
 @pytest.mark.parametrize("timeout", [0, -1, math.nan, math.inf, timedelta(0)])
 def test_a_time_out_that_is_none_is_refused(timeout: float) -> None:
-    with pytest.raises(ValueError, match="timeout, in seconds or as a timedelta, must be a finite number > 0"):
+    with pytest.raises(
+        ValueError, match="timeout, in seconds or as a timedelta, must be a finite number > 0"
+    ):
         Group(timeout=timeout)
     with pytest.raises(TypeError, match="timeout, in seconds or as a timedelta, must be a number"):
         Group(timeout="5")  # type: ignore[arg-type]
@@ -302,7 +336,9 @@ def late_twice(rank: int, size: int) -> float:
             group.gather_bytes(b"", what="test")
         return 0.0
     with (
-        pytest.raises(PeerStalled, match=r"within the 1\.\d s that were left of 4 s for the whole call"),
+        pytest.raises(
+            PeerStalled, match=r"within the 1\.\d s that were left of 4 s for the whole call"
+        ),
         group.one_deadline(),
     ):
         for _ in range(2):
@@ -366,10 +402,19 @@ def in_pieces(rank: int, size: int) -> tuple[bool, bool, bool]:
     everywhere = small.gather(cut.view(torch.uint8), what="test").wait()
     equal = all(torch.equal(row, everywhere[0]) for row in everywhere)
     message = values.view(torch.uint8)
-    gathered = torch.equal(large.gather(message, what="test").wait(), small.gather(message, what="test").wait())
+    gathered = torch.equal(
+        large.gather(message, what="test").wait(), small.gather(message, what="test").wait()
+    )
     lengths = [100_000 + 70_000 * receiver for receiver in range(size)]
-    parts = message[: sum(lengths)] if sum(lengths) <= message.numel() else message.repeat(3)[: sum(lengths)]
-    dealt = torch.equal(large.deal(parts, lengths, what="test").wait(), small.deal(parts, lengths, what="test").wait())
+    parts = (
+        message[: sum(lengths)]
+        if sum(lengths) <= message.numel()
+        else message.repeat(3)[: sum(lengths)]
+    )
+    dealt = torch.equal(
+        large.deal(parts, lengths, what="test").wait(),
+        small.deal(parts, lengths, what="test").wait(),
+    )
     near = torch.allclose(whole, cut, atol=1e-6)  # the order of additions is that of the pieces
     return near and equal and (size > 2 or torch.equal(whole, cut)), gathered, dealt
 

@@ -1,4 +1,5 @@
-"""Replicas are made equal: nothing travels where they are, and what travels is verified before it is written."""
+"""Replicas are made equal: nothing travels where they are, and what travels is verified before it
+is written."""
 
 import logging
 import time
@@ -73,7 +74,8 @@ def test_a_flipped_bit_is_an_error_on_all_ranks_and_nothing_is_written(ranks: Po
 
 
 def slow_line(rank: int, size: int) -> tuple[float, list[str]]:
-    """Every piece takes time in proportion to its size, the whole of them more than the time-out."""
+    """Every piece takes time in proportion to its size, the whole of them more than the
+    time-out."""
     real, told = Group.broadcast_, []
 
     class Told(logging.Handler):
@@ -104,4 +106,8 @@ def test_a_copy_may_take_longer_than_the_time_out_and_tells_its_progress(ranks: 
     for seconds, told in ranks.run(slow_line):
         assert seconds > 6
         assert len(told) >= 3
-        assert told[0].startswith("copying: ") and " of 1.4 MB, " in told[0] and told[0].endswith(" s left")
+        assert (
+            told[0].startswith("copying: ")
+            and " of 1.4 MB, " in told[0]
+            and told[0].endswith(" s left")
+        )

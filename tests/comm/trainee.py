@@ -1,6 +1,8 @@
-"""A rank in a process of its own, over a TCPStore, that trains until something happens; for attacks from outside.
+"""A rank in a process of its own, over a TCPStore, that trains until something happens; for attacks
+from outside.
 
-`python trainee.py KIND RANK SIZE ADDRESS PORT TIMEOUT_S` prints one JSON line when it trains and one when it has ended.
+`python trainee.py KIND RANK SIZE ADDRESS PORT TIMEOUT_S` prints one JSON line when it trains and
+one when it has ended.
 """
 
 import json
@@ -26,7 +28,9 @@ def votes(rank: int) -> None:
 def engine(rank: int) -> None:
     """A strategy with all that it exchanges."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.BatchNorm1d(512), torch.nn.Linear(512, 64))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(64, 512), torch.nn.BatchNorm1d(512), torch.nn.Linear(512, 64)
+    )
     strategy = tw.DistributedStrategy(dgc=tw.DGC())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     prepared = strategy.prepare(model, optimizer, torch.nn.functional.mse_loss)
@@ -68,7 +72,10 @@ def main() -> None:
     try:
         {"votes": votes, "engine": engine, "local": local}[kind](int(rank))
     except Exception as error:
-        print(json.dumps({"type": type(error).__name__, "text": str(error), "at": time.time()}), flush=True)
+        print(
+            json.dumps({"type": type(error).__name__, "text": str(error), "at": time.time()}),
+            flush=True,
+        )
         raise
 
 

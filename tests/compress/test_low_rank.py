@@ -28,17 +28,23 @@ def gradient(step: int, rank: int, name: str) -> Tensor:
     noise = torch.randn(SHAPES[name], generator=generator, dtype=torch.float64)
     if noise.dim() < 2:
         return noise
-    # directions of clearly different size; where an error grows to the size of another direction, the two change
-    # places, which makes a thousand times as much of any rounding
-    left, _ = torch.linalg.qr(torch.randn(len(noise), 3, generator=torch.Generator().manual_seed(7)).double())
+    # directions of clearly different size; where an error grows to the size of another direction,
+    # the two change places, which makes a thousand times as much of any rounding
+    left, _ = torch.linalg.qr(
+        torch.randn(len(noise), 3, generator=torch.Generator().manual_seed(7)).double()
+    )
     columns = noise.numel() // len(noise)
-    right, _ = torch.linalg.qr(torch.randn(columns, 3, generator=torch.Generator().manual_seed(8)).double())
+    right, _ = torch.linalg.qr(
+        torch.randn(columns, 3, generator=torch.Generator().manual_seed(8)).double()
+    )
     common = left * torch.tensor([3.0, 1.0, 0.3], dtype=torch.float64) @ right.T
     return common.view(noise.shape) + 0.01 * noise
 
 
 def follow(rank: int, size: int, width: int, steps: int) -> dict[str, Any]:
-    params = {name: Parameter(torch.zeros(shape, dtype=torch.float64)) for name, shape in SHAPES.items()}
+    params = {
+        name: Parameter(torch.zeros(shape, dtype=torch.float64)) for name, shape in SHAPES.items()
+    }
     mean = GradientMean(Group(), params, LowRank(width, begin_step=2, min_numel=9))
     state = mean.state_dict()
     factors = {name: q.clone() for name, q in state["factors"].items()}
@@ -48,7 +54,9 @@ def follow(rank: int, size: int, width: int, steps: int) -> dict[str, Any]:
         grads = {name: gradient(step, rank, name) for name in SHAPES}
         got = mean.reduce(step, grads)
         assert got is not None
-        assert all(torch.equal(g, gradient(step, rank, name)) for name, g in grads.items()), "read only"
+        assert all(torch.equal(g, gradient(step, rank, name)) for name, g in grads.items()), (
+            "read only"
+        )
         means.append(got)
         sent.append(mean.bytes_sent - before)
     return {"factors": factors, "means": means, "errors": dict(mean.residuals), "sent": sent}
@@ -83,11 +91,19 @@ def test_the_oracle_agrees_over_50_steps(ranks: Pool, size: int, width: int) -> 
 
 
 def test_the_bytes_are_those_of_the_formula(ranks: Pool) -> None:
-    """r (n + m) numbers per matrix and all of the rest, here of 8 bytes; what is dense and small has
+    """r (n + m) numbers per matrix and all of the rest, here of 8 bytes; what is dense and small
+    has
     a checksum of 8 bytes, and the two agreements have 24 bytes each."""
     [answer, _] = ranks.run(follow, 2, 5)
-    matrices = sum(2 * (SHAPES[n][0] + torch.zeros(SHAPES[n]).numel() // SHAPES[n][0]) for n in answer["factors"])
-    rest = sum(torch.zeros(shape).numel() for name, shape in SHAPES.items() if name not in answer["factors"])
+    matrices = sum(
+        2 * (SHAPES[n][0] + torch.zeros(SHAPES[n]).numel() // SHAPES[n][0])
+        for n in answer["factors"]
+    )
+    rest = sum(
+        torch.zeros(shape).numel()
+        for name, shape in SHAPES.items()
+        if name not in answer["factors"]
+    )
     everything = sum(torch.zeros(shape).numel() for shape in SHAPES.values())
     # the first steps are compared for ranks that bring the same, too
     assert answer["sent"][-1] == 8 * (matrices + rest) + 8 + 2 * 24
@@ -115,7 +131,9 @@ def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
 def engine_of(model: nn.Module, **settings: Any) -> Any:
     optimizer = torch.optim.SGD(model.named_parameters(), lr=0.02, momentum=0.9)
     low_rank = tw.LowRank(**{"rank": 2, "begin_step": 3, "min_numel": 64, **settings})
-    return tw.DistributedStrategy(low_rank=low_rank).prepare(model, optimizer, nn.functional.cross_entropy)
+    return tw.DistributedStrategy(low_rank=low_rank).prepare(
+        model, optimizer, nn.functional.cross_entropy
+    )
 
 
 def in_ten_buckets(engine: Any) -> None:
@@ -158,7 +176,9 @@ def resumed(rank: int, size: int, folder: str) -> list[bool]:
     same = [digest(straight.model) == digest(again.model)]
     states = [engine.state_dict()["exchange"] for engine in (straight, again)]
     for kind in ("residuals", "factors"):
-        same += [torch.equal(value, states[1][kind][name]) for name, value in states[0][kind].items()]
+        same += [
+            torch.equal(value, states[1][kind][name]) for name, value in states[0][kind].items()
+        ]
     return same
 
 
@@ -177,7 +197,11 @@ def begin(rank: int, size: int, folder: str) -> dict[str, Tensor]:
 
 def state_of(engine: Any) -> dict[str, Tensor]:
     state = engine.state_dict()["exchange"]
-    return {f"{kind} {name}": value.clone() for kind in ("residuals", "factors") for name, value in state[kind].items()}
+    return {
+        f"{kind} {name}": value.clone()
+        for kind in ("residuals", "factors")
+        for name, value in state[kind].items()
+    }
 
 
 def go_on(rank: int, size: int, folder: str) -> tuple[dict[str, Tensor], str]:
@@ -196,7 +220,9 @@ def test_another_number_of_ranks_keeps_the_pending_mean(ranks: Pool, tmp_path: P
     for state, _ in new:
         for name, value in state.items():
             expected = (
-                torch.stack([each[name] for each in old]).mean(0) if name.startswith("residuals") else old[0][name]
+                torch.stack([each[name] for each in old]).mean(0)
+                if name.startswith("residuals")
+                else old[0][name]
             )
             torch.testing.assert_close(value, expected, rtol=0, atol=1e-7)
 
@@ -227,7 +253,8 @@ def test_a_column_without_content_is_drawn_anew(ranks: Pool) -> None:
     total = sum(sum(grad for grad, _ in pairs) / 2 for pairs in steps)
     applied = sum(pairs[0][1] for pairs in steps)
     torch.testing.assert_close(applied + sum(kept) / 2, total, rtol=0, atol=1e-9)
-    # of rank 2 from the seventh on: all of it is applied but for the first steps of the new direction
+    # of rank 2 from the seventh on: all of it is applied but for the first steps of the new
+    # direction
     assert float((sum(kept) / 2).norm()) < 0.1 * float(total.norm())
 
 
@@ -235,7 +262,10 @@ def not_finite(rank: int, size: int) -> tuple[list[str], bool, bool]:
     engine = engine_of(model_of())
     for step in range(5):
         engine.train_step(*batch(rank, step))
-    before = digest(engine.model), [e.clone() for e in engine.state_dict()["exchange"]["residuals"].values()]
+    before = (
+        digest(engine.model),
+        [e.clone() for e in engine.state_dict()["exchange"]["residuals"].values()],
+    )
     x, y = batch(rank, 5)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -253,10 +283,14 @@ def test_a_gradient_that_is_not_finite_drops_the_step_on_all(ranks: Pool) -> Non
         assert same and moved
 
 
-def local_training(rank: int, size: int, config: tw.LocalSGD, stop: int, folder: str, resume: bool) -> list[Any]:
+def local_training(
+    rank: int, size: int, config: tw.LocalSGD, stop: int, folder: str, resume: bool
+) -> list[Any]:
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    engine = tw.DistributedStrategy(localsgd=config).prepare(model, optimizer, nn.functional.cross_entropy)
+    engine = tw.DistributedStrategy(localsgd=config).prepare(
+        model, optimizer, nn.functional.cross_entropy
+    )
     if resume:
         engine.load(folder)
     losses = []
@@ -311,7 +345,8 @@ def kept_books(rank: int, size: int) -> tuple[Tensor, Tensor]:
 
 
 def test_nothing_of_a_change_is_lost(ranks: Pool) -> None:
-    """What was applied, with what is kept (an error counts anchor minus parameter), is the mean of what was moved."""
+    """What was applied, with what is kept (an error counts anchor minus parameter), is the mean of
+    what was moved."""
     answers = ranks.run(kept_books)
     moved, held = (sum(answer[i] for answer in answers) / 2 for i in range(2))
     torch.testing.assert_close(held, moved, rtol=0, atol=1e-9)
@@ -340,7 +375,9 @@ def test_columns_are_orthonormal_and_the_same_bits_on_any_number_of_threads(rows
 
 def test_dependent_and_empty_columns_are_zero() -> None:
     column = torch.arange(1.0, 6.0)
-    [(basis, lost), (nothing, all_lost)] = orthonormal([torch.stack([column, 3 * column], 1), torch.zeros(4, 3)])
+    [(basis, lost), (nothing, all_lost)] = orthonormal(
+        [torch.stack([column, 3 * column], 1), torch.zeros(4, 3)]
+    )
     assert lost == [1] and torch.equal(basis[:, 1], torch.zeros(5))
     torch.testing.assert_close(basis[:, 0], column / column.norm())
     assert all_lost == [0, 1, 2] and not nothing.any()

@@ -1,4 +1,5 @@
-"""Settings of the property tests: the first example may have to wait for a compiler, so none has a deadline."""
+"""Settings of the property tests: the first example may have to wait for a compiler, so none has a
+deadline."""
 
 from hypothesis import settings
 

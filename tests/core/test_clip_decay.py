@@ -55,7 +55,12 @@ def test_norms_of_narrow_types_are_accumulated_in_float32(dtype: torch.dtype) ->
 
 
 def test_the_global_norm_mixes_types_shapes_and_layouts() -> None:
-    tensors = [THREE_FOUR, torch.tensor(12.0, dtype=torch.float64), torch.zeros(0, 3), rows((1, [0.0, 84.0]))]
+    tensors = [
+        THREE_FOUR,
+        torch.tensor(12.0, dtype=torch.float64),
+        torch.zeros(0, 3),
+        rows((1, [0.0, 84.0])),
+    ]
     assert global_norm(tensors).item() == 85.0
     assert global_norm(tensors).dtype == torch.float64
     out = clipped(ClipByGlobalNorm(42.5), tensors)
@@ -100,13 +105,19 @@ def test_decay_by_hand_and_its_identity() -> None:
     assert decayed(grad, param, weight_decay=0.0, regularizer=L1Decay(0.0)) is grad
     assert decayed(grad, param, weight_decay=0.5).tolist() == [1.0, -1.0, 0.0]
     assert decayed(grad, param, regularizer=L1Decay(0.5)).tolist() == [0.5, -0.5, 0.0]
-    assert decayed(grad, param, weight_decay=0.5, regularizer=L2Decay(0.25)).tolist() == [1.5, -1.5, 0.0]
+    assert decayed(grad, param, weight_decay=0.5, regularizer=L2Decay(0.25)).tolist() == [
+        1.5,
+        -1.5,
+        0.0,
+    ]
     assert grad.tolist() == [0.0] * 3
 
 
 def test_decay_of_a_sparse_gradient_acts_on_what_is_there() -> None:
     param = torch.full((5, 2), 2.0)
-    out = decayed(rows((1, [1.0, 1.0]), (3, [0.0, 0.0])), param, weight_decay=0.5, regularizer=L1Decay(0.25))
+    out = decayed(
+        rows((1, [1.0, 1.0]), (3, [0.0, 0.0])), param, weight_decay=0.5, regularizer=L1Decay(0.25)
+    )
     assert out.indices().tolist() == [[1, 3]]
     assert out.values().tolist() == [[2.25, 2.25], [1.25, 1.25]]
 

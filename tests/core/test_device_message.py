@@ -61,7 +61,9 @@ def refusal(layout, row, where=WHERE):
 @pytest.mark.parametrize("bits", VALUE_BITS)
 def test_the_bytes_and_what_is_read_are_those_of_the_host(bits, with_zeros):
     layout = Layout(SLOTS, bits)
-    senders = [[entries(slot, 10 * r + i, with_zeros) for i, slot in enumerate(SLOTS)] for r in range(3)]
+    senders = [
+        [entries(slot, 10 * r + i, with_zeros) for i, slot in enumerate(SLOTS)] for r in range(3)
+    ]
     if with_zeros:
         senders[1] = [(i, torch.zeros_like(v)) for i, v in senders[1]]
     rows = []
@@ -83,7 +85,9 @@ def test_the_bytes_and_what_is_read_are_those_of_the_host(bits, with_zeros):
             indices, sums = host(sum_sparse, [parts[i] for parts in expected], dtype)
             total = torch.zeros(slot.numel, dtype=dtype).index_put_((indices,), sums)
             places, sums = (t.cpu() for t in device_message.sum_rows(part, slot.numel, dtype))
-            assert_same_bits(torch.zeros(slot.numel, dtype=dtype).index_put_((places,), sums), total)
+            assert_same_bits(
+                torch.zeros(slot.numel, dtype=dtype).index_put_((places,), sums), total
+            )
             assert_same_bits(sums, total[places])  # every repetition too
 
 
@@ -103,7 +107,9 @@ def test_a_gradient_that_is_not_finite_makes_the_hosts_alarm(finite):
     for (_, values), flag in zip(parts, finite, strict=True):
         values[0] = 1.0 if flag else float("nan")
     made, _ = packed(layout, parts, list(finite))
-    assert_same_bits(made.cpu(), message.pack_nonfinite(layout, *WHERE.values(), finite.index(False)))
+    assert_same_bits(
+        made.cpu(), message.pack_nonfinite(layout, *WHERE.values(), finite.index(False))
+    )
     good, _ = packed(layout, [entries(slot, i) for i, slot in enumerate(SLOTS)])
     arrived = read_all(layout, torch.stack([made, good]))
     assert arrived.verdicts.tolist() == [0, 0]
@@ -114,7 +120,9 @@ def test_a_gradient_that_is_not_finite_makes_the_hosts_alarm(finite):
 def test_single_bit_flips_are_found_and_explained_as_on_the_host(bits):
     layout = Layout(SLOTS, bits)
     row, _ = packed(layout, [entries(slot, i) for i, slot in enumerate(SLOTS)])
-    flips = torch.randint(8 * layout.nbytes, (24,), generator=torch.Generator().manual_seed(bits)).tolist()
+    flips = torch.randint(
+        8 * layout.nbytes, (24,), generator=torch.Generator().manual_seed(bits)
+    ).tolist()
     flips += range(0, 8 * HEADER_BYTES, 13)
     rows = row.cpu().repeat(len(flips), 1)
     for damaged, bit in zip(rows, flips, strict=True):
@@ -136,8 +144,12 @@ def test_whatever_came_with_a_fitting_checksum_is_judged_as_on_the_host():
         row = host(message.pack, layout, *WHERE.values(), [entries(slot, 1) for slot in slots])[0]
         rows = row.repeat(40, 1)
         for i, changed in enumerate(rows):
-            at = torch.randint(24 if i % 3 else HEADER_BYTES, layout.nbytes, (1 + i // 14,), generator=generator)
-            changed[at] = torch.randint(256, at.shape, generator=generator).to(torch.uint8) >> (i % 7)
+            at = torch.randint(
+                24 if i % 3 else HEADER_BYTES, layout.nbytes, (1 + i // 14,), generator=generator
+            )
+            changed[at] = torch.randint(256, at.shape, generator=generator).to(torch.uint8) >> (
+                i % 7
+            )
             rows[i] = resealed(changed.tolist())
         for changed, verdict in zip(rows, read_all(layout, rows).verdicts.tolist(), strict=True):
             assert (verdict == 0) == (refusal(layout, changed) is None)
@@ -157,34 +169,47 @@ def test_a_header_that_is_wrong_from_the_start_is_judged_as_on_the_host(at, valu
 
 @pytest.mark.parametrize(("byte", "bit"), [(7, 4), (10, 7)])
 def test_low_bits_of_positions_that_did_not_come_are_found(byte, bit):
-    """17 positions of 5 low bits each, of which 9 came: bit 60 belongs to the 13th, bit 87 to none."""
+    """17 positions of 5 low bits each, of which 9 came: bit 60 belongs to the 13th, bit 87
+    to none."""
     layout = Layout(SLOTS[:1], 1)
     row, _ = packed(layout, [entries(SLOTS[0], with_zeros=True)])
     row[HEADER_BYTES + byte] |= 1 << bit
     row = resealed(row.tolist())
     assert "low bits came" in refusal(layout, row)
-    assert int(read_all(layout, row.unsqueeze(0)).verdicts) == 1 << device_message.FAULTS.index("positions")
+    assert int(read_all(layout, row.unsqueeze(0)).verdicts) == 1 << device_message.FAULTS.index(
+        "positions"
+    )
 
 
 def test_a_message_of_elsewhere_is_found():
     layout, other = Layout(SLOTS, 1), Layout((SLOTS[0], Slot(64, 63), SLOTS[2]), 1)
     row, _ = packed(layout, [entries(slot, i) for i, slot in enumerate(SLOTS)])
-    for its_layout, where in [(layout, {"step": 13, "bucket": 3}), (layout, {**WHERE, "bucket": 4}), (other, WHERE)]:
+    for its_layout, where in [
+        (layout, {"step": 13, "bucket": 3}),
+        (layout, {**WHERE, "bucket": 4}),
+        (other, WHERE),
+    ]:
         assert int(read_all(its_layout, row.unsqueeze(0), **where).verdicts) & 1
-    with pytest.raises(PayloadCorrupt, match=f"length in bytes {layout.nbytes + 1} came, expected {layout.nbytes}"):
+    with pytest.raises(
+        PayloadCorrupt, match=f"length in bytes {layout.nbytes + 1} came, expected {layout.nbytes}"
+    ):
         read_all(layout, torch.zeros(1, layout.nbytes + 1, dtype=torch.uint8))
 
 
 def test_a_verdict_that_the_host_does_not_share_is_refused_all_the_same():
     layout = Layout((Slot(50, 4),), 1)
     row, _ = packed(layout, [entries(layout.slots[0])])
-    with pytest.raises(PayloadCorrupt, match=r"rank 5 .* checksum, values found wrong there, nothing on the host"):
+    with pytest.raises(
+        PayloadCorrupt, match=r"rank 5 .* checksum, values found wrong there, nothing on the host"
+    ):
         host(device_message.explain, layout, row, 0b10010, **WHERE, source=5)
 
 
 def test_proposals_that_do_not_fill_their_slots_are_refused():
     layout = Layout((Slot(50, 4),), 1)
-    with pytest.raises(ValueError, match=r"proposals have \[3\] entries; the layout has slots for \[4\]"):
+    with pytest.raises(
+        ValueError, match=r"proposals have \[3\] entries; the layout has slots for \[4\]"
+    ):
         packed(layout, [entries(Slot(50, 3))])
     with pytest.raises(ValueError, match="step is -1"):
         device_message.pack(layout, -1, 0, list(proposals([entries(layout.slots[0])], [True])))

@@ -24,7 +24,11 @@ def test_proposal_and_commit_follow_the_formula_bit_for_bit(rule, dtype):
     grad, residual, buffer = state(700, dtype)
     rule, buffer = split(rule, buffer)
     new_buffer, new_residual = dgc_fold.folded(
-        grad.numpy(), residual.numpy(), None if buffer is None else buffer.numpy(), rule.momentum, rule.nesterov
+        grad.numpy(),
+        residual.numpy(),
+        None if buffer is None else buffer.numpy(),
+        rule.momentum,
+        rule.nesterov,
     )
     chosen = dgc_fold.largest(new_residual, 30)
     proposal = propose(grad, residual, buffer, 30, rule)
@@ -109,7 +113,9 @@ def test_a_single_value_that_is_not_finite_is_noticed_wherever_it_is(poison, pla
     for position in {0, numel // 2, numel - 1}:
         tensors = dict(zip(["grad", "residual", "buffer"], state(numel), strict=True))
         tensors[place][position] = poison
-        proposal = propose(tensors["grad"], tensors["residual"], tensors["buffer"], 1, FoldRule(0.9))
+        proposal = propose(
+            tensors["grad"], tensors["residual"], tensors["buffer"], 1, FoldRule(0.9)
+        )
         assert not proposal.finite
 
 

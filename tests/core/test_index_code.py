@@ -19,7 +19,10 @@ def as_bytes(code):
 @pytest.mark.parametrize("numel", EDGES)
 def test_every_edge_is_the_oracles_code_and_comes_back(numel):
     rng = random.Random(numel)
-    for k in sorted({1, 2, 3, numel // 3, numel // 2, numel // 2 + 1, numel - 1, numel} & set(range(1, numel + 1))):
+    for k in sorted(
+        {1, 2, 3, numel // 3, numel // 2, numel // 2 + 1, numel - 1, numel}
+        & set(range(1, numel + 1))
+    ):
         for positions in (
             sorted(rng.sample(range(numel), k)),
             list(range(k)),

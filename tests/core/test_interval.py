@@ -32,13 +32,23 @@ def test_interval(values: dict[str, float], expected: int) -> None:
 
 
 def test_the_interval_stays_where_loss_and_rate_stay() -> None:
-    """With the start inside the root, as another library has it, it would fall to its square root."""
+    """With the start inside the root, as another library has it, it would fall to its
+    square root."""
     for init in range(1, 17):
-        assert adapted_interval(init, 16, loss=0.7, first_loss=0.7, rate=0.3, first_rate=0.3) == init
+        assert (
+            adapted_interval(init, 16, loss=0.7, first_loss=0.7, rate=0.3, first_rate=0.3) == init
+        )
 
 
 def test_cut_covers_in_order_and_is_nearly_equal() -> None:
-    for sizes in ([1], [5, 5, 5, 5], [1, 1, 100, 1], [100, 1, 1, 1], [1, 1, 1, 100], [3, 1, 4, 1, 5, 9, 2, 6]):
+    for sizes in (
+        [1],
+        [5, 5, 5, 5],
+        [1, 1, 100, 1],
+        [100, 1, 1, 1],
+        [1, 1, 1, 100],
+        [3, 1, 4, 1, 5, 9, 2, 6],
+    ):
         for parts in range(1, len(sizes) + 1):
             ranges = cut(sizes, parts)
             assert [i for r in ranges for i in r] == list(range(len(sizes)))
@@ -57,7 +67,10 @@ def test_the_outer_step_is_torchs_sgd(momentum: float, nesterov: bool, lr: float
         return
     p = torch.nn.Parameter(torch.zeros(5, dtype=torch.float64))
     sgd = torch.optim.SGD([p], lr=lr, momentum=momentum, nesterov=nesterov)
-    place, buffer = torch.zeros(5, dtype=torch.float64), torch.zeros(5, dtype=torch.float64) if momentum else None
+    place, buffer = (
+        torch.zeros(5, dtype=torch.float64),
+        torch.zeros(5, dtype=torch.float64) if momentum else None,
+    )
     for i in range(6):
         change = torch.randn(5, dtype=torch.float64, generator=torch.Generator().manual_seed(i))
         before = change.clone()

@@ -22,7 +22,8 @@ SIZES = [1, 2, 63, 64, 65, 129, 1000, 8193, 29_000]
 
 @pytest.fixture
 def small_parts(monkeypatch):
-    """Three threads and little room for candidates, so that small tensors show what large ones do."""
+    """Three threads and little room for candidates, so that small tensors show what large
+    ones do."""
     monkeypatch.setattr(threads, "SMALLEST_PART", 64)
     monkeypatch.setattr(cpu_select, "_SMALLEST_ROOM", 1)
     monkeypatch.setattr(cpu_select, "_FEW", 100)
@@ -70,7 +71,18 @@ def counts(numel):
 )
 @pytest.mark.parametrize(
     "kind",
-    ["random", "tied", "denormal", "huge", "zero", "equal", "ascending", "descending", "rare", "one block"],
+    [
+        "random",
+        "tied",
+        "denormal",
+        "huge",
+        "zero",
+        "equal",
+        "ascending",
+        "descending",
+        "rare",
+        "one block",
+    ],
 )
 @pytest.mark.usefixtures("small_parts")
 def test_the_fast_fold_gives_the_bits_of_the_readable_one(kind, dtype, grad_dtype):
@@ -80,7 +92,9 @@ def test_the_fast_fold_gives_the_bits_of_the_readable_one(kind, dtype, grad_dtyp
         grad = (grad.clamp(-6e4, 6e4) if grad_dtype == torch.float16 else grad).to(grad_dtype)
         for k in counts(numel):
             assert_same_bits(cpu.top_k(residual, k), reference.top_k(residual, k))
-        for k, (has_buffer, nesterov) in zip(counts(numel), [(1, 0), (1, 1), (0, 0), (1, 0), (1, 1)], strict=False):
+        for k, (has_buffer, nesterov) in zip(
+            counts(numel), [(1, 0), (1, 1), (0, 0), (1, 0), (1, 1)], strict=False
+        ):
             rule = {"momentum": 0.9, "nesterov": bool(nesterov)}
             u = buffer if has_buffer else None
             fast, slow = (body.propose(grad, residual, u, k, **rule) for body in (cpu, reference))
@@ -162,18 +176,25 @@ def test_both_bodies_read_the_same_from_random_bytes(monkeypatch):
 
 
 def test_both_bodies_sum_the_same():
-    parts = [inputs("random", 5000, torch.float32).topk(900).indices.sort().values - shift for shift in (0, 1, 0, 7)]
+    parts = [
+        inputs("random", 5000, torch.float32).topk(900).indices.sort().values - shift
+        for shift in (0, 1, 0, 7)
+    ]
     parts = [p[p >= 0] for p in parts]
     values = [inputs("random", p.numel(), torch.float32) for p in parts]
     for dtype in (torch.float32, torch.float64):
         for fast, slow in zip(
-            cpu.sum_sparse(parts, values, dtype), reference.sum_sparse(parts, values, dtype), strict=True
+            cpu.sum_sparse(parts, values, dtype),
+            reference.sum_sparse(parts, values, dtype),
+            strict=True,
         ):
             assert_same_bits(fast, slow)
 
 
 def test_the_number_of_threads_changes_nothing(monkeypatch):
-    grad, residual, buffer = (inputs(kind, 300_003, torch.float32) for kind in ("random", "tied", "ascending"))
+    grad, residual, buffer = (
+        inputs(kind, 300_003, torch.float32) for kind in ("random", "tied", "ascending")
+    )
     results = []
     for count in (1, 2, 3, 5):
         monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
@@ -235,7 +256,9 @@ assert kernels.for_device(torch.device("cpu")).__name__.endswith("reference")
 
 
 def test_a_package_in_an_archive_compiles_into_the_cache_of_the_user(tmp_path):
-    archive = shutil.make_archive(str(tmp_path / "thinwire"), "zip", Path(kernels.__file__).parents[3], "thinwire")
+    archive = shutil.make_archive(
+        str(tmp_path / "thinwire"), "zip", Path(kernels.__file__).parents[3], "thinwire"
+    )
     code = f"""
 import sys
 sys.path.insert(0, {archive!r})
@@ -243,14 +266,27 @@ sys.path.insert(0, {archive!r})
 from thinwire.core.kernels import jit_select
 assert {archive!r} in jit_select.__file__
 """
-    environment = {"PYTHONPATH": "", "XDG_CACHE_HOME": str(tmp_path / "home"), "NUMBA_CACHE_DIR": ""}
+    environment = {
+        "PYTHONPATH": "",
+        "XDG_CACHE_HOME": str(tmp_path / "home"),
+        "NUMBA_CACHE_DIR": "",
+    }
     assert_succeeds(run_python(code, **environment))
     assert list((tmp_path / "home").rglob("*.loop"))
 
 
 def test_loops_tell_autograd_of_what_they_change():
     grad, residual, buffer = torch.ones(100), torch.zeros(100), torch.zeros(100)
-    cpu.commit_(grad, residual, buffer, torch.tensor([3]), torch.ones(1), momentum=0.9, nesterov=False, seed=0)
+    cpu.commit_(
+        grad,
+        residual,
+        buffer,
+        torch.tensor([3]),
+        torch.ones(1),
+        momentum=0.9,
+        nesterov=False,
+        seed=0,
+    )
     assert (grad._version, residual._version, buffer._version) == (0, 1, 1)
     target = torch.zeros(100, dtype=torch.bfloat16)
     cpu.store_(target, grad, 0)
@@ -277,7 +313,9 @@ def assert_succeeds(process):
 
 
 def test_numba_is_not_imported_before_it_is_needed():
-    assert_succeeds(run_python("import sys, thinwire, thinwire.core.message\nassert 'numba' not in sys.modules"))
+    assert_succeeds(
+        run_python("import sys, thinwire, thinwire.core.message\nassert 'numba' not in sys.modules")
+    )
 
 
 TOP_K = """
@@ -334,8 +372,14 @@ def test_a_change_in_any_file_compiles_all_anew(stepped, tmp_path):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_has_threads_of_its_own():
-    child = "import os\nif not os.fork():\n    os._exit(0 if top_k(x, 3).tolist() == [0, 1, 2] else 1)\n"
-    code = f"{TOP_K}\ntorch.set_num_threads(2)\ntop_k(x, 3)\n{child}assert os.waitstatus_to_exitcode(os.wait()[1]) == 0"
+    child = (
+        "import os\nif not os.fork():\n    os._exit(0 if top_k(x, 3).tolist() == [0, 1, 2] else "
+        "1)\n"
+    )
+    code = (
+        f"{TOP_K}\ntorch.set_num_threads(2)\ntop_k(x, 3)\n{child}assert "
+        "os.waitstatus_to_exitcode(os.wait()[1]) == 0"
+    )
     assert_succeeds(run_python(code))
 
 
@@ -382,7 +426,10 @@ for dtype in (torch.float32, torch.float64):
                 v = v if fill is None else torch.where(at, fill, v)
                 for k in {1, numel // 1000 + 1, numel // 4 + 1, numel}:
                     given = (torch.zeros(numel), v.to(dtype), None, k)
-                    own, other = (body.propose(*given, momentum=0.0, nesterov=False) for body in (cpu, reference))
+                    own, other = (
+                        body.propose(*given, momentum=0.0, nesterov=False)
+                        for body in (cpu, reference)
+                    )
                     assert own[2] == other[2], (dtype, numel, fill, share, k)
                     assert torch.equal(own[0], other[0]) and torch.equal(own[1], other[1])
 """

@@ -5,7 +5,14 @@ import torch
 
 from thinwire.core import message as message_module
 from thinwire.core.feedback import Fold, FoldRule, commit_, commit_list_, propose, propose_list
-from thinwire.core.kernels import cpu_lists, cpu_select, for_lists, has_address, share_memory, threads
+from thinwire.core.kernels import (
+    cpu_lists,
+    cpu_select,
+    for_lists,
+    has_address,
+    share_memory,
+    threads,
+)
 from thinwire.core.merge import sum_sparse
 from thinwire.core.message import HEADER_BYTES, Layout, Slot, pack, unpack
 from thinwire.core.value_code import VALUE_BITS
@@ -28,20 +35,33 @@ def folds_of(state_dtype, grad_dtype, *, momentum, nesterov, seed=0):
     generator = torch.Generator().manual_seed(seed)
     folds, ks = [], []
     for place, numel in enumerate(SIZES * 2):
-        residual, buffer = (torch.randn(numel, generator=generator).to(state_dtype) for _ in range(2))
+        residual, buffer = (
+            torch.randn(numel, generator=generator).to(state_dtype) for _ in range(2)
+        )
         grad = torch.randn(numel, generator=generator).to(grad_dtype)
         if place % 5 == 1:
-            residual, buffer, grad = torch.full_like(residual, -0.7), torch.zeros_like(buffer), torch.zeros_like(grad)
+            residual, buffer, grad = (
+                torch.full_like(residual, -0.7),
+                torch.zeros_like(buffer),
+                torch.zeros_like(grad),
+            )
         if place % 7 == 3:
             grad[numel // 2] = float("nan") if place % 2 else float("inf")
-        folds.append(Fold(grad, residual, buffer if momentum is not None else None, momentum or 0.0, nesterov))
+        folds.append(
+            Fold(
+                grad, residual, buffer if momentum is not None else None, momentum or 0.0, nesterov
+            )
+        )
         ks.append(max(1, numel // (1000, 100, 4, 1)[place % 4]))
     return folds, ks
 
 
 def copies(folds):
     return [
-        f._replace(residual=f.residual.clone(), momentum_buffer=None if f[2] is None else f[2].clone()) for f in folds
+        f._replace(
+            residual=f.residual.clone(), momentum_buffer=None if f[2] is None else f[2].clone()
+        )
+        for f in folds
     ]
 
 
@@ -67,7 +87,9 @@ def same_bits(a, b):
     ],
 )
 @pytest.mark.usefixtures("few_threads")
-def test_a_list_is_proposed_and_committed_as_its_tensors_are(state_dtype, grad_dtype, momentum, nesterov):
+def test_a_list_is_proposed_and_committed_as_its_tensors_are(
+    state_dtype, grad_dtype, momentum, nesterov
+):
     folds, ks = folds_of(state_dtype, grad_dtype, momentum=momentum, nesterov=nesterov)
     many = propose_list(folds, ks)
     one_by_one = [propose(*fold[:3], k, rule(fold)) for fold, k in zip(folds, ks, strict=True)]
@@ -94,12 +116,21 @@ def test_tensors_of_all_kinds_may_stand_in_one_list():
         (torch.float64, torch.float32, 0.5),
         (torch.bfloat16, torch.float16, 0),
     ]
-    lists = [folds_of(a, b, momentum=m, nesterov=False, seed=i) for i, (a, b, m) in enumerate(kinds)]
-    mixed = [(fold, k) for pair in zip(*(zip(*one, strict=True) for one in lists), strict=True) for fold, k in pair]
+    lists = [
+        folds_of(a, b, momentum=m, nesterov=False, seed=i) for i, (a, b, m) in enumerate(kinds)
+    ]
+    mixed = [
+        (fold, k)
+        for pair in zip(*(zip(*one, strict=True) for one in lists), strict=True)
+        for fold, k in pair
+    ]
     folds, ks = map(list, zip(*mixed, strict=True))
     for proposal, fold, k in zip(propose_list(folds, ks), folds, ks, strict=True):
         other = propose(*fold[:3], k, rule(fold))
-        assert (proposal.finite, proposal.indices.tolist()) == (other.finite, other.indices.tolist())
+        assert (proposal.finite, proposal.indices.tolist()) == (
+            other.finite,
+            other.indices.tolist(),
+        )
         assert same_bits(proposal.values, other.values)
 
 
@@ -121,7 +152,9 @@ def test_steps_along_the_mean_are_those_of_the_sparse_sum(dtype, sources):
 
     def part(numel):
         count = int(torch.randint(0, min(numel, 300) + 1, (), generator=generator))
-        return torch.randperm(numel, generator=generator)[:count].sort().values, torch.randn(count, generator=generator)
+        return torch.randperm(numel, generator=generator)[:count].sort().values, torch.randn(
+            count, generator=generator
+        )
 
     params = [torch.randn(numel, generator=generator).to(dtype) for numel in SIZES]
     parts = [[part(param.numel()) for _ in range(sources)] for param in params]
@@ -150,7 +183,9 @@ def parts_of(layout, generator, *, zeros):
         values[:: 3 if zeros else count + 1] = 0
         if not zeros and count:
             values[0] = 1.5
-        parts.append((torch.randperm(slot.numel, generator=generator)[:count].sort().values, values))
+        parts.append(
+            (torch.randperm(slot.numel, generator=generator)[:count].sort().values, values)
+        )
     return parts
 
 
@@ -158,7 +193,9 @@ def parts_of(layout, generator, *, zeros):
 @pytest.mark.parametrize("bits", VALUE_BITS)
 @pytest.mark.usefixtures("few_threads")
 def test_a_message_is_the_same_however_it_is_coded(bits, part, monkeypatch):
-    slots = tuple(Slot(numel, max(1, numel // divisor)) for numel in SIZES for divisor in (1, 3, 100))
+    slots = tuple(
+        Slot(numel, max(1, numel // divisor)) for numel in SIZES for divisor in (1, 3, 100)
+    )
     layout = Layout(slots, bits, part)
     for zeros in (False, True):
         parts = parts_of(layout, torch.Generator().manual_seed(bits), zeros=zeros)
@@ -177,7 +214,8 @@ def test_a_message_is_the_same_however_it_is_coded(bits, part, monkeypatch):
 
 @pytest.mark.parametrize("bits", [1, 4, 32])
 def test_what_one_refuses_the_other_refuses_and_nothing_is_touched_out_of_bounds(bits):
-    """Bytes that pass the checksum and are wrong all the same: the compiled loops leave them to the slow checks."""
+    """Bytes that pass the checksum and are wrong all the same: the compiled loops leave them to the
+    slow checks."""
     layout = Layout(tuple(Slot(numel, max(1, numel // 50)) for numel in (60, 700, 3000)), bits)
     generator = torch.Generator().manual_seed(bits)
     message, _ = pack(layout, 0, 0, parts_of(layout, generator, zeros=False))
@@ -215,9 +253,13 @@ def test_autograd_hears_of_what_it_cannot_see():
     before = [fold.residual._version for fold in folds]
     proposals = propose_list(folds, ks)
     commit_list_(folds, [(p.indices, p.values) for p in proposals], [0] * len(folds))
-    assert all(fold.residual._version > version for fold, version in zip(folds, before, strict=True))
+    assert all(
+        fold.residual._version > version for fold, version in zip(folds, before, strict=True)
+    )
     params = [torch.zeros(fold.residual.numel()) for fold in folds]
-    cpu_lists.step_along_list_(params, [[(p.indices, p.values)] for p in proposals], [0.1] * len(params), 1)
+    cpu_lists.step_along_list_(
+        params, [[(p.indices, p.values)] for p in proposals], [0.1] * len(params), 1
+    )
     assert all(param._version > 0 for param in params)
 
 

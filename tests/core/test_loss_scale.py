@@ -13,7 +13,11 @@ from thinwire.core.loss_scale import any_non_finite, initial_scale, next_scale
 from thinwire.errors import NonFinite
 
 
-@given(flags=st.lists(st.booleans(), max_size=60), window=st.integers(1, 5), factor=st.sampled_from([2.0, 1.5, 4.0]))
+@given(
+    flags=st.lists(st.booleans(), max_size=60),
+    window=st.integers(1, 5),
+    factor=st.sampled_from([2.0, 1.5, 4.0]),
+)
 def test_the_dynamic_rule(flags: list[bool], window: int, factor: float) -> None:
     config = DynamicLossScale(64.0, factor, window)
     state = initial_scale(config)
@@ -82,7 +86,12 @@ def test_configs_are_values() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_one_bad_entry_is_found(bad: float) -> None:
-    good = [torch.ones(3, 4), torch.tensor(1.0, dtype=torch.float64), torch.zeros(0), torch.ones(2).bfloat16()]
+    good = [
+        torch.ones(3, 4),
+        torch.tensor(1.0, dtype=torch.float64),
+        torch.zeros(0),
+        torch.ones(2).bfloat16(),
+    ]
     assert not any_non_finite(good)
     assert not any_non_finite([])
     assert any_non_finite([*good, torch.tensor([1.0, bad])])

@@ -15,7 +15,9 @@ PART = st.dictionaries(st.integers(0, 30), VALUE, max_size=20)
 def test_the_sum_is_taken_in_the_order_of_the_parts(parts, dtype):
     parts = [(sorted(part), [part[i] for i in sorted(part)]) for part in parts]
     expected = dgc_fold.sparse_sum(parts, np.float32 if dtype == torch.float32 else np.float64)
-    tensors = [(torch.tensor(i, dtype=torch.int64), torch.tensor(v, dtype=torch.float32)) for i, v in parts]
+    tensors = [
+        (torch.tensor(i, dtype=torch.int64), torch.tensor(v, dtype=torch.float32)) for i, v in parts
+    ]
     indices, sums = sum_sparse(tensors, dtype)
     assert indices.tolist() == list(expected)
     assert sums.dtype == dtype

@@ -48,7 +48,9 @@ def test_what_was_sent_arrives_and_the_size_is_the_layouts(sizes, bits, with_zer
     assert message.shape == (layout.nbytes,)
     unpacked = unpack(layout, message, **WHERE)
     assert unpacked.culprit is None
-    for (indices, values), sent, (came_indices, came_values) in zip(parts, all_sent, unpacked.parts, strict=True):
+    for (indices, values), sent, (came_indices, came_values) in zip(
+        parts, all_sent, unpacked.parts, strict=True
+    ):
         carried = values != 0
         assert torch.equal(came_indices, indices[carried])
         assert torch.equal(came_values, sent[carried])
@@ -78,7 +80,9 @@ def test_a_25_million_tensor_costs_at_most_13_2_bits_an_entry_with_header_and_sc
 
 def test_the_header_is_little_endian_and_32_bytes():
     layout, parts, message, _ = example()
-    magic, version, flags, bucket, step, digest, carried, _ = struct.unpack("<4sBBHQQII", bytes(message[:32].tolist()))
+    magic, version, flags, bucket, step, digest, carried, _ = struct.unpack(
+        "<4sBBHQQII", bytes(message[:32].tolist())
+    )
     assert HEADER_BYTES == 32
     assert (magic, version, flags, bucket, step) == (b"thwr", 1, 0, 3, 12)
     assert digest == layout.digest
@@ -114,15 +118,21 @@ def test_a_message_of_another_layout_of_equal_length_is_refused():
     layout, _, message, _ = example()
     other = Layout((layout.slots[0], Slot(64, 63), layout.slots[2]), 1)
     assert other.nbytes == layout.nbytes
-    with pytest.raises(PayloadCorrupt, match=f"layout {layout.digest} came, expected {other.digest}"):
+    with pytest.raises(
+        PayloadCorrupt, match=f"layout {layout.digest} came, expected {other.digest}"
+    ):
         unpack(other, message, **WHERE)
 
 
 @pytest.mark.parametrize("length", [0, 1, 31, 32, -1, +1])
 def test_a_message_of_another_length_is_refused(length):
     layout, _, message, _ = example()
-    wrong = torch.cat((message, message))[: length if length not in {-1, 1} else layout.nbytes + length]
-    with pytest.raises(PayloadCorrupt, match=f"length in bytes {wrong.numel()} came, expected {layout.nbytes}"):
+    wrong = torch.cat((message, message))[
+        : length if length not in {-1, 1} else layout.nbytes + length
+    ]
+    with pytest.raises(
+        PayloadCorrupt, match=f"length in bytes {wrong.numel()} came, expected {layout.nbytes}"
+    ):
         unpack(layout, wrong, **WHERE)
 
 

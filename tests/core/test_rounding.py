@@ -51,7 +51,9 @@ def test_what_is_a_bfloat16_stays_as_it_is():
 
 
 def test_no_finite_number_becomes_infinite_and_nothing_else_becomes_finite():
-    top = torch.tensor([torch.finfo(torch.float32).max, oracle.LARGEST, 3.3961e38, 3.3e38]).repeat(2000)
+    top = torch.tensor([torch.finfo(torch.float32).max, oracle.LARGEST, 3.3961e38, 3.3e38]).repeat(
+        2000
+    )
     top[::2] *= -1
     result = stored(top, 5)
     assert result.isfinite().all()
@@ -66,17 +68,23 @@ def test_the_mean_of_what_is_stored_is_what_should_be():
     for step in range(rounds):
         total += stored(values, rounding_seed(step, 3)).double()
     errors = total / rounds - values.double()
-    deviations = torch.tensor([math.sqrt(oracle.variance(x) / rounds) for x in values.tolist()], dtype=torch.float64)
+    deviations = torch.tensor(
+        [math.sqrt(oracle.variance(x) / rounds) for x in values.tolist()], dtype=torch.float64
+    )
     z = errors[deviations > 0] / deviations[deviations > 0]
     assert z.abs().max() < 5  # 900 normal variables pass it once in 2,000 times
     assert abs(z.sum()) < 5 * math.sqrt(len(z))
-    assert 0.9 < z.square().mean() < 1.15  # neither more random than said, nor less: 1 within three deviations
+    assert (
+        0.9 < z.square().mean() < 1.15
+    )  # neither more random than said, nor less: 1 within three deviations
 
 
 def test_steps_tensors_and_both_states_are_rounded_independently():
     half = torch.full((100_000,), 1 + 2**-8)  # in the middle between two bfloat16
     zero = torch.zeros_like(half)
-    columns = [stored(half, rounding_seed(step, key)) for step, key in [(0, 0), (1, 0), (0, 1), (9, 9)]]
+    columns = [
+        stored(half, rounding_seed(step, key)) for step, key in [(0, 0), (1, 0), (0, 1), (9, 9)]
+    ]
     v, u = torch.zeros(2, half.numel(), dtype=torch.bfloat16)
     commit_(half, v, u, *NOTHING, FoldRule(0.9), seed=rounding_seed(5, 5))
     columns += [v, u]
@@ -90,7 +98,11 @@ def test_steps_tensors_and_both_states_are_rounded_independently():
 @pytest.mark.parametrize("numel", [1, 700])
 @pytest.mark.parametrize("rule", RULES)
 def test_the_fold_is_that_of_float32_and_only_what_stays_is_rounded(rule, numel):
-    grad, v, u = normal(numel), normal(numel, 1).bfloat16(), normal(numel, 2).bfloat16() if rule else None
+    grad, v, u = (
+        normal(numel),
+        normal(numel, 1).bfloat16(),
+        normal(numel, 2).bfloat16() if rule else None,
+    )
     rule = rule or FoldRule(0.0)
     wide_v, wide_u = v.float(), None if u is None else u.float()
     k, seed = max(1, numel // 20), 77
@@ -102,9 +114,13 @@ def test_the_fold_is_that_of_float32_and_only_what_stays_is_rounded(rule, numel)
     commit_(grad, v, u, proposal.indices, sent, rule, seed=seed)
     commit_(grad, wide_v, wide_u, exact.indices, sent, rule)
     words = [oracle.random_word(i, seed) for i in range(numel)]
-    assert v.tolist() == [oracle.rounded(x, w & 0xFFFF) for x, w in zip(wide_v.tolist(), words, strict=True)]
+    assert v.tolist() == [
+        oracle.rounded(x, w & 0xFFFF) for x, w in zip(wide_v.tolist(), words, strict=True)
+    ]
     if u is not None:
-        assert u.tolist() == [oracle.rounded(x, w >> 16) for x, w in zip(wide_u.tolist(), words, strict=True)]
+        assert u.tolist() == [
+            oracle.rounded(x, w >> 16) for x, w in zip(wide_u.tolist(), words, strict=True)
+        ]
         assert u[proposal.indices].count_nonzero() == 0
 
 
@@ -112,7 +128,9 @@ def test_the_fold_is_that_of_float32_and_only_what_stays_is_rounded(rule, numel)
 def test_nothing_comes_of_nothing(rule):
     v, u = torch.zeros(2, 1000, dtype=torch.bfloat16)
     for seed in range(20):
-        commit_(torch.zeros(1000), v, u if rule else None, *NOTHING, rule or FoldRule(0.0), seed=seed)
+        commit_(
+            torch.zeros(1000), v, u if rule else None, *NOTHING, rule or FoldRule(0.0), seed=seed
+        )
     assert v.count_nonzero() == u.count_nonzero() == 0
 
 
@@ -131,7 +149,12 @@ def test_a_gradient_too_small_to_move_the_nearest_bfloat16_accumulates_at_its_ra
 
 
 def test_sent_residual_and_rounding_errors_are_what_was_accumulated():
-    numel, rule, expected_variance, sums = 3000, FoldRule(0.9), 0.0, torch.zeros(2, dtype=torch.float64)
+    numel, rule, expected_variance, sums = (
+        3000,
+        FoldRule(0.9),
+        0.0,
+        torch.zeros(2, dtype=torch.float64),
+    )
     v, u = torch.zeros(2, numel, dtype=torch.bfloat16)
     for step in range(60):
         grad = normal(numel, step)
@@ -142,7 +165,9 @@ def test_sent_residual_and_rounding_errors_are_what_was_accumulated():
         commit_(grad, wide_v, wide_u, proposal.indices, sent, rule)
         apart = torch.stack([v.double() - wide_v.double(), u.double() - wide_u.double()])
         for error, exact in zip(apart, (wide_v, wide_u), strict=True):
-            bounds = torch.tensor([oracle.spacing(x) if x else 0.0 for x in exact.tolist()], dtype=torch.float64)
+            bounds = torch.tensor(
+                [oracle.spacing(x) if x else 0.0 for x in exact.tolist()], dtype=torch.float64
+            )
             assert (error.abs() <= bounds).all()
         sums += apart.sum(dim=1)
         expected_variance += sum(map(oracle.variance, wide_v.tolist()))
@@ -152,7 +177,9 @@ def test_sent_residual_and_rounding_errors_are_what_was_accumulated():
 
 def test_the_seed_is_asked_for_where_it_counts():
     v = torch.zeros(10, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match="seed is None and the residual bfloat16; give rounding_seed"):
+    with pytest.raises(
+        ValueError, match="seed is None and the residual bfloat16; give rounding_seed"
+    ):
         commit_(torch.zeros(10), v, None, *NOTHING, FoldRule(0.0))
     with pytest.raises(ValueError, match=r"target has shape \(2, 5\)"):
         store_(v.view(2, 5), torch.zeros(2, 5), 0)

@@ -37,10 +37,15 @@ def test_a_tensor_without_entries_is_refused():
 @given(st.lists(st.integers(-4, 4), min_size=1, max_size=200), st.data())
 def test_selection_is_exact_and_takes_the_lowest_of_equal_ones(values, data):
     k = data.draw(st.integers(1, len(values)))
-    assert top_k(torch.tensor(values, dtype=torch.float32), k).tolist() == dgc_fold.largest(values, k)
+    assert top_k(torch.tensor(values, dtype=torch.float32), k).tolist() == dgc_fold.largest(
+        values, k
+    )
 
 
-@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=100), st.data())
+@given(
+    st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=100),
+    st.data(),
+)
 def test_selection_of_any_floats(values, data):
     k = data.draw(st.integers(1, len(values)))
     for dtype in (torch.float32, torch.float64):

@@ -18,7 +18,8 @@ def tensors(numel):
 @pytest.mark.parametrize("kind", ["one sign", "normal", "few large"])
 @pytest.mark.parametrize("numel", [SMALL, LARGE])
 def test_squares_are_right_on_average(numel, kind):
-    """Over 100 keys the standard error is sqrt(2 / 64 / 100), 1.8 %, and more where a sample meets few large ones."""
+    """Over 100 keys the standard error is sqrt(2 / 64 / 100), 1.8 %, and more where a sample meets
+    few large ones."""
     tensor = tensors(numel)[kind]
     squares = [float(sketch(tensor, key).square().sum()) for key in range(KEYS)]
     mean = sum(squares) / len(squares) / float(tensor.double().square().sum())
@@ -31,7 +32,9 @@ def test_products_of_tensors_of_one_key_survive():
     """1 / sqrt(64) of the norms is the standard deviation of one."""
     a, b = torch.ones(SMALL), tensors(SMALL)["normal"]
     products = [float(sketch(a, key) @ sketch(b, key)) for key in range(KEYS)]
-    assert sum(products) / KEYS == pytest.approx(float(a @ b), abs=0.06 * float(a.norm() * b.norm()))
+    assert sum(products) / KEYS == pytest.approx(
+        float(a @ b), abs=0.06 * float(a.norm() * b.norm())
+    )
 
 
 def test_the_sketch_of_a_sum_is_the_sum_of_the_sketches():

@@ -13,7 +13,9 @@ from thinwire.core.message import Layout, Slot, pack, unpack
 from thinwire.core.split import add_up, joined, shares, split_plan
 
 SLOTS = st.lists(
-    st.integers(1, 400).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n))), min_size=1, max_size=6
+    st.integers(1, 400).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n))),
+    min_size=1,
+    max_size=6,
 )
 
 
@@ -23,10 +25,14 @@ def layout_of(slots: list[tuple[int, int]], bits: int = 32) -> Layout:
 
 @settings(max_examples=60, deadline=None)
 @given(SLOTS, st.integers(1, 40))
-def test_shares_cover_everything_once_and_have_room_enough(slots: list[tuple[int, int]], sources: int) -> None:
+def test_shares_cover_everything_once_and_have_room_enough(
+    slots: list[tuple[int, int]], sources: int
+) -> None:
     plan = split_plan(layout_of(slots), sources)
     owners = {}
-    for owner, (mine, first, second) in enumerate(zip(plan.pieces, plan.first, plan.second, strict=True)):
+    for owner, (mine, first, second) in enumerate(
+        zip(plan.pieces, plan.first, plan.second, strict=True)
+    ):
         assert len(mine) == len(first.slots) == len(second.slots)
         for piece, one, two in zip(mine, first.slots, second.slots, strict=True):
             n, k = slots[piece.slot]
@@ -68,7 +74,9 @@ def proposal(numel: int, k: int, seed: int, *, lopsided: bool = False) -> tuple[
 @pytest.mark.parametrize("lopsided", [False, True])
 @pytest.mark.parametrize("bits", [1, 2, 8, 32])
 @pytest.mark.parametrize("sources", [2, 3, 5])
-def test_what_is_delivered_and_what_is_kept_make_up_what_was_sent(sources: int, bits: int, lopsided: bool) -> None:
+def test_what_is_delivered_and_what_is_kept_make_up_what_was_sent(
+    sources: int, bits: int, lopsided: bool
+) -> None:
     slots = [(300, 30), (7, 2), (120, 11), (1, 1)]
     layout = layout_of(slots, bits)
     plan = split_plan(layout, sources)
@@ -83,9 +91,13 @@ def test_what_is_delivered_and_what_is_kept_make_up_what_was_sent(sources: int, 
         for owner, mine in enumerate(given_away):
             message, sent = pack(plan.first[owner], 1, 0, mine)
             assert message.numel() == plan.first[owner].nbytes
-            arrived[owner].append(unpack(plan.first[owner], message, step=1, bucket=0, source=source).parts)
+            arrived[owner].append(
+                unpack(plan.first[owner], message, step=1, bucket=0, source=source).parts
+            )
             for piece, (indices, _), values in zip(plan.pieces[owner], mine, sent, strict=True):
-                np.add.at(sent_dense[piece.slot], (indices + piece.start).numpy(), values.double().numpy())
+                np.add.at(
+                    sent_dense[piece.slot], (indices + piece.start).numpy(), values.double().numpy()
+                )
     delivered = [np.zeros(n) for n, _ in slots]
     kept = [np.zeros(n) for n, _ in slots]
     told = []
@@ -95,7 +107,11 @@ def test_what_is_delivered_and_what_is_kept_make_up_what_was_sent(sources: int, 
         message, sent = pack(second, 1, 0, [each.passed_on for each in sums])
         told.append(unpack(second, message, step=1, bucket=0, source=owner).parts)
         for piece, each, values in zip(plan.pieces[owner], sums, sent, strict=True):
-            np.add.at(kept[piece.slot], (each.indices + piece.start).numpy(), each.left_over(values).numpy())
+            np.add.at(
+                kept[piece.slot],
+                (each.indices + piece.start).numpy(),
+                each.left_over(values).numpy(),
+            )
     for slot, entries in enumerate(joined(plan, len(slots), told)):
         assert entries is not None
         assert bool((entries[0][1:] > entries[0][:-1]).all())
@@ -126,7 +142,8 @@ def test_the_largest_sums_go_on() -> None:
 
 
 def test_one_bit_of_a_half_full_part_is_the_mean_of_what_came() -> None:
-    """Else every value would arrive at half its size, since a part has room for twice the usual number."""
+    """Else every value would arrive at half its size, since a part has room for twice the usual
+    number."""
     indices, values = torch.tensor([3, 9]), torch.tensor([2.0, -4.0])
     part = Layout((Slot(50, 8),), 1, ";to 0")
     message, (sent,) = pack(part, 0, 0, [(indices, values)])

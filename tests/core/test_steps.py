@@ -1,4 +1,5 @@
-"""The compiled steps of LAMB, LARS and the outer SGD against the formulas, one operation of torch at a time."""
+"""The compiled steps of LAMB, LARS and the outer SGD against the formulas, one operation of torch
+at a time."""
 
 import functools
 import itertools
@@ -69,7 +70,8 @@ def ratio_by_hand(p, update, decay=0.0, eps=0.0, coefficient=1.0, low=0.0, high=
 
 
 def assert_one_rounding_apart(ratio, expected):
-    """float32: the sums in float64 leave the rounding of the quotient. float64: those of a few hundred additions."""
+    """float32: the sums in float64 leave the rounding of the quotient. float64: those of a few
+    hundred additions."""
     allowed = 2.0**-23 if ratio.dtype == torch.float32 else 1e-13
     assert abs(float(ratio) - expected) <= max(allowed * expected, 2.0**-149)
 
@@ -105,16 +107,25 @@ def assert_the_way_changes_nothing(on_threads, work, lists):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("decay", "trust"), [(0.01, TrustRule()), (0.0, TrustRule(low=0.9, high=1.1))])
+@pytest.mark.parametrize(
+    ("decay", "trust"), [(0.01, TrustRule()), (0.0, TrustRule(low=0.9, high=1.1))]
+)
 def test_lamb(kind, dtype, decay, trust, on_threads):
     rule = LambRule(0.1, 0.9, 0.99, 1e-6, decay, 3, trust)
-    lists = [tensors(kind, dtype, 0), tensors(kind, dtype, 1), tensors(kind, dtype, 2), squares(kind, dtype, 3)]
+    lists = [
+        tensors(kind, dtype, 0),
+        tensors(kind, dtype, 1),
+        tensors(kind, dtype, 2),
+        squares(kind, dtype, 3),
+    ]
     assert_the_way_changes_nothing(on_threads, lambda *each: cpu_steps.lamb_(*each, rule), lists)
     moved = clones(lists)
     ratios = cpu_steps.lamb_(*moved, rule)
     for i, (p, g, m, v) in enumerate(zip(*lists, strict=True)):
         mean, square = m * 0.9 + g * (1 - 0.9), v * 0.99 + g * g * (1 - 0.99)
-        r = (mean * (1 / (1 - 0.9**3))) / (exact_root(square * (1 / (1 - 0.99**3))) + 1e-6) + decay * p
+        r = (mean * (1 / (1 - 0.9**3))) / (
+            exact_root(square * (1 / (1 - 0.99**3))) + 1e-6
+        ) + decay * p
         assert_same_bits(moved[1][i], g)
         assert_same_bits(moved[2][i], mean)
         assert_same_bits(moved[3][i], square)
@@ -151,7 +162,9 @@ def test_lars(kind, dtype, momentum, decay, eps, on_threads):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["random", "denormal", "huge"])
-@pytest.mark.parametrize("rule", [OuterRule(), OuterRule(0.7), OuterRule(0.7, 0.9), OuterRule(0.7, 0.9, nesterov=True)])
+@pytest.mark.parametrize(
+    "rule", [OuterRule(), OuterRule(0.7), OuterRule(0.7, 0.9), OuterRule(0.7, 0.9, nesterov=True)]
+)
 def test_the_outer_step(kind, dtype, rule, on_threads):
     lists = [tensors(kind, dtype, seed) for seed in range(3)]
 
@@ -164,13 +177,19 @@ def test_the_outer_step(kind, dtype, rule, on_threads):
     work(*moved)
     for i, (s, c, b) in enumerate(zip(*lists, strict=True)):
         velocity = b * rule.momentum + c if rule.momentum else b
-        step = {False: velocity, True: c + rule.momentum * velocity}[rule.nesterov] if rule.momentum else c
+        step = (
+            {False: velocity, True: c + rule.momentum * velocity}[rule.nesterov]
+            if rule.momentum
+            else c
+        )
         assert_same_bits(moved[0][i], s - rule.lr * step)
         assert_same_bits(moved[1][i], c)
         assert_same_bits(moved[2][i], velocity)
 
 
-@pytest.mark.parametrize("rule", [OuterRule(), OuterRule(0.7), OuterRule(0.7, 0.9), OuterRule(0.7, 0.9, nesterov=True)])
+@pytest.mark.parametrize(
+    "rule", [OuterRule(), OuterRule(0.7), OuterRule(0.7, 0.9), OuterRule(0.7, 0.9, nesterov=True)]
+)
 def test_the_readable_outer_step_has_the_same_bits(rule, monkeypatch):
     results = []
     for choice in ("auto", "reference"):
@@ -187,12 +206,16 @@ def test_the_readable_outer_step_has_the_same_bits(rule, monkeypatch):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_readable_twins_agree(dtype):
-    """Their norms are summed in another order, in float32: relative error up to about n times its rounding unit."""
+    """Their norms are summed in another order, in float32: relative error up to about n times its
+    rounding unit."""
     sizes = [3, 1025, 33_000]
     p, g, m, b = (tensors("random", dtype, seed, sizes) for seed in range(4))
     v = [t.square() for t in b]
     tolerance = 1e-5 if dtype == torch.float32 else 1e-13
-    lamb, lars = LambRule(0.1, 0.9, 0.99, 1e-6, 0.01, 3, TrustRule()), LarsRule(0.1, 0.9, True, TrustRule(0.02, 0.01))
+    lamb, lars = (
+        LambRule(0.1, 0.9, 0.99, 1e-6, 0.01, 3, TrustRule()),
+        LarsRule(0.1, 0.9, True, TrustRule(0.02, 0.01)),
+    )
     for fast_, slow_, lists, rule in (
         (cpu_steps.lamb_, lamb_, (p, g, m, v), lamb),
         (cpu_steps.lars_, lars_, (p, g, b), lars),
@@ -207,7 +230,12 @@ def test_the_readable_twins_agree(dtype):
 
 def test_norms_that_float32_cannot_hold_give_the_right_ratio():
     for size in (1e25, 1e-30):
-        p, g, m, v = [torch.full((2000,), size)], [torch.ones(2000)], [torch.zeros(2000)], [torch.zeros(2000)]
+        p, g, m, v = (
+            [torch.full((2000,), size)],
+            [torch.ones(2000)],
+            [torch.zeros(2000)],
+            [torch.zeros(2000)],
+        )
         ratio = cpu_steps.lamb_(p, g, m, v, LambRule(0.0, 0.9, 0.99, 1e-6, 0.0, 1, TrustRule()))
         assert float(ratio) == pytest.approx(size, rel=1e-5)
 
@@ -291,7 +319,8 @@ def test_gradients_and_parameters_in_bfloat16_take_the_same_way(make, monkeypatc
         for _ in range(3):
             optimizer.step()
         results.append(p.detach())
-    # the same float32 numbers but for the last bits, which may fall on either side of a rounding to bfloat16
+    # the same float32 numbers but for the last bits, which may fall on either side of a rounding to
+    # bfloat16
     torch.testing.assert_close(*results, rtol=2.0**-8, atol=0)
     assert (results[0] == results[1]).float().mean() > 0.99
 
@@ -326,7 +355,9 @@ def test_state_of_another_size_is_refused_before_anything_is_written(make):
     assert not other.state
     large.data = torch.ones(100)
     fresh = make([large])
-    with pytest.raises(RuntimeError, match=r"gradient of a parameter has shape \(64,\) and the parameter \(100,\)"):
+    with pytest.raises(
+        RuntimeError, match=r"gradient of a parameter has shape \(64,\) and the parameter \(100,\)"
+    ):
         fresh.step()
 
 

@@ -1,4 +1,5 @@
-"""The Triton kernels give the bits of the readable twin; through Triton's interpreter where there is no GPU."""
+"""The Triton kernels give the bits of the readable twin; through Triton's interpreter where there
+is no GPU."""
 
 import os
 import subprocess
@@ -76,7 +77,9 @@ def test_gradients_and_values_of_half_precision(dtype):
     assert_same([cuda.top_k(grad.to(DEVICE), 9)], [reference.top_k(grad, 9)])
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, which the interpreter computes with
+@pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning"
+)  # NumPy's, which the interpreter computes with
 @pytest.mark.parametrize("kind", ["random", "denormal", "huge"])
 def test_state_in_bfloat16_is_rounded_alike(kind):
     for numel, seed, (has_buffer, nesterov) in [
@@ -102,7 +105,9 @@ def test_state_in_bfloat16_is_rounded_alike(kind):
         for made, expected in ((v, residual), (u, buffer)):
             if expected is not None:
                 assert torch.equal(made.cpu().view(torch.int16), expected.view(torch.int16))
-        place, expected = (torch.empty(numel, dtype=torch.bfloat16, device=where) for where in (DEVICE, "cpu"))
+        place, expected = (
+            torch.empty(numel, dtype=torch.bfloat16, device=where) for where in (DEVICE, "cpu")
+        )
         cuda.store_(place, g, seed)
         reference.store_(expected, grad, seed)
         assert torch.equal(place.cpu().view(torch.int16), expected.view(torch.int16))
@@ -131,14 +136,19 @@ def test_value_codes(bits, kind):
 def test_values_that_do_not_lie_side_by_side():
     values = inputs("random", 90, torch.float32)[::3]
     for bits in VALUE_BITS:
-        assert_same(cuda.encode_values(values.to(DEVICE), bits, 30), reference.encode_values(values, bits, 30))
+        assert_same(
+            cuda.encode_values(values.to(DEVICE), bits, 30),
+            reference.encode_values(values, bits, 30),
+        )
 
 
 @pytest.mark.parametrize("numel", [1, SMALL_BLOCK, SMALL_BLOCK + 1, 300])
 def test_position_codes(numel):
     for k in sorted({1, max(1, numel // 9), max(1, numel // 2), numel}):
         low_bits, low_bytes, high_bytes = position_parts(numel, k)
-        indices = torch.randperm(numel, generator=torch.Generator().manual_seed(numel))[:k].sort().values
+        indices = (
+            torch.randperm(numel, generator=torch.Generator().manual_seed(numel))[:k].sort().values
+        )
         for kept in (indices, indices[: k // 2]):
             code = cuda.encode_positions(kept.to(DEVICE), low_bits, low_bytes, high_bytes)
             assert_same([code], [reference.encode_positions(kept, low_bits, low_bytes, high_bytes)])
@@ -148,16 +158,26 @@ def test_position_codes(numel):
 
 
 def test_the_sum_of_all_sources_is_added_in_their_order():
-    parts = [inputs("random", 200, torch.float32).topk(40).indices.sort().values - shift for shift in (0, 1, 0, 7)]
+    parts = [
+        inputs("random", 200, torch.float32).topk(40).indices.sort().values - shift
+        for shift in (0, 1, 0, 7)
+    ]
     parts = [p[p >= 0] for p in parts] + [torch.empty(0, dtype=torch.int64)]
     values = [inputs("random", p.numel(), torch.float32) for p in parts]
     for dtype in (torch.float32, torch.float64):
-        assert_same(cuda.sum_sparse(there(*parts), there(*values), dtype), reference.sum_sparse(parts, values, dtype))
+        assert_same(
+            cuda.sum_sparse(there(*parts), there(*values), dtype),
+            reference.sum_sparse(parts, values, dtype),
+        )
 
 
-@pytest.mark.parametrize("nbytes", [1, 2, SMALL_BLOCK, SMALL_BLOCK + 1, 10 * SMALL_BLOCK, 40 * SMALL_BLOCK + 3])
+@pytest.mark.parametrize(
+    "nbytes", [1, 2, SMALL_BLOCK, SMALL_BLOCK + 1, 10 * SMALL_BLOCK, 40 * SMALL_BLOCK + 3]
+)
 def test_the_checksum_is_that_of_zlib(nbytes):
-    rows = torch.randint(256, (3, nbytes), generator=torch.Generator().manual_seed(nbytes)).to(torch.uint8)
+    rows = torch.randint(256, (3, nbytes), generator=torch.Generator().manual_seed(nbytes)).to(
+        torch.uint8
+    )
     whole = [zlib.crc32(bytes(row.tolist())) for row in rows]
     assert [int(c) & 0xFFFFFFFF for c in crc32(rows.to(DEVICE))] == whole
     start, stop = nbytes // 3, nbytes // 2
@@ -177,7 +197,9 @@ def test_the_environment_chooses_triton(monkeypatch):
     assert kernels.for_device(torch.device("cuda")) is reference
     monkeypatch.setenv("THINWIRE_KERNELS", "triton")
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    with pytest.raises(ValueError, match=r"the tensors are on cpu: install triton, and .* TRITON_INTERPRET=1"):
+    with pytest.raises(
+        ValueError, match=r"the tensors are on cpu: install triton, and .* TRITON_INTERPRET=1"
+    ):
         kernels.for_device(torch.device("cpu"))
     monkeypatch.setenv("THINWIRE_KERNELS", "auto")
     monkeypatch.setitem(sys.modules, "triton", None)
@@ -261,7 +283,8 @@ assert len(names) >= 27, names
 
 @pytest.mark.timeout(300)
 def test_every_kernel_compiles_for_a_gpu_and_rounds_after_every_operation(tmp_path):
-    """No GPU is needed for it: the compiler shows that no product is fused with a sum, no division approximate."""
+    """No GPU is needed for it: the compiler shows that no product is fused with a sum, no division
+    approximate."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("THINWIRE_KERNELS")
     subprocess.run([sys.executable, "-c", COMPILE_ALL], env=environment, check=True)

@@ -1,4 +1,5 @@
-"""The Triton steps of LAMB, LARS and the outer SGD against the formulas, one operation of torch at a time."""
+"""The Triton steps of LAMB, LARS and the outer SGD against the formulas, one operation of torch at
+a time."""
 
 import math
 from collections.abc import Iterator
@@ -28,7 +29,9 @@ from thinwire.core.trust_ratio import TrustRule  # noqa: E402
 
 pytestmark = [
     pytest.mark.triton,
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy's, which the interpreter computes with
+    pytest.mark.filterwarnings(
+        "ignore::RuntimeWarning"
+    ),  # NumPy's, which the interpreter computes with
 ]
 BLOCK = 8
 SIZES = [1, BLOCK - 1, BLOCK, BLOCK + 1, BLOCK * (BLOCK + 1) + 5]
@@ -51,7 +54,9 @@ def moved_by(work, lists):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("decay", "trust"), [(0.01, TrustRule()), (0.0, TrustRule(low=0.9, high=1.1))])
+@pytest.mark.parametrize(
+    ("decay", "trust"), [(0.01, TrustRule()), (0.0, TrustRule(low=0.9, high=1.1))]
+)
 def test_lamb(kind, dtype, decay, trust):
     rule = LambRule(0.1, 0.9, 0.99, 1e-6, decay, 3, trust)
     lists = [tensors(kind, dtype, seed, SIZES) for seed in range(4)]
@@ -59,7 +64,9 @@ def test_lamb(kind, dtype, decay, trust):
     ratios, moved = moved_by(lambda *each: lamb_list_(*each, rule), lists)
     for i, (p, g, m, v) in enumerate(zip(*lists, strict=True)):
         mean, square = m * 0.9 + g * (1 - 0.9), v * 0.99 + g * g * (1 - 0.99)
-        r = (mean * (1 / (1 - 0.9**3))) / (exact_root(square * (1 / (1 - 0.99**3))) + 1e-6) + decay * p
+        r = (mean * (1 / (1 - 0.9**3))) / (
+            exact_root(square * (1 / (1 - 0.99**3))) + 1e-6
+        ) + decay * p
         assert_same_bits(moved[1][i], g)
         assert_same_bits(moved[2][i], mean)
         assert_same_bits(moved[3][i], square)
@@ -79,7 +86,9 @@ def test_lars(kind, dtype, momentum, decay, eps):
     work = lambda p, g, b: lars_list_(p, g, None if momentum == "none" else b, rule)  # noqa: E731
     ratios, moved = moved_by(work, lists)
     for i, (p, g, b) in enumerate(zip(*lists, strict=True)):
-        assert_one_rounding_apart(ratios[i], ratio_by_hand(p, g, decay, eps, 0.02) if decay else 1.0)
+        assert_one_rounding_apart(
+            ratios[i], ratio_by_hand(p, g, decay, eps, 0.02) if decay else 1.0
+        )
         step = (0.1 * ratios[i]) * (g + decay * p)
         velocity = b if momentum == "none" else b * 0.9 + step
         change = {"none": step, "plain": velocity, "nesterov": step + 0.9 * velocity}[momentum]
@@ -89,13 +98,21 @@ def test_lars(kind, dtype, momentum, decay, eps):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rule", [OuterRule(0.7), OuterRule(0.7, 0.9), OuterRule(0.7, 0.9, nesterov=True)])
+@pytest.mark.parametrize(
+    "rule", [OuterRule(0.7), OuterRule(0.7, 0.9), OuterRule(0.7, 0.9, nesterov=True)]
+)
 def test_the_outer_step(dtype, rule):
     lists = [tensors("random", dtype, seed, SIZES) for seed in range(3)]
-    _, moved = moved_by(lambda s, c, b: outer_list_(s, c, b if rule.momentum else None, rule), lists)
+    _, moved = moved_by(
+        lambda s, c, b: outer_list_(s, c, b if rule.momentum else None, rule), lists
+    )
     for i, (s, c, b) in enumerate(zip(*lists, strict=True)):
         velocity = b * rule.momentum + c if rule.momentum else b
-        step = {False: velocity, True: c + rule.momentum * velocity}[rule.nesterov] if rule.momentum else c
+        step = (
+            {False: velocity, True: c + rule.momentum * velocity}[rule.nesterov]
+            if rule.momentum
+            else c
+        )
         assert_same_bits(moved[0][i], s - rule.lr * step)
         assert_same_bits(moved[1][i], c)
         assert_same_bits(moved[2][i], velocity)
@@ -106,7 +123,9 @@ def test_a_nan_or_nothing_at_all_stays_in_its_tensor_and_has_the_ratio_one():
     lists = clones(twins)
     lists[1][0][37] = math.nan
     rule = LarsRule(0.1, 0.9, False, TrustRule(0.02, 0.01))
-    (ratios, moved), (expected, sane) = (moved_by(lambda *each: lars_list_(*each, rule), x) for x in (lists, twins))
+    (ratios, moved), (expected, sane) = (
+        moved_by(lambda *each: lars_list_(*each, rule), x) for x in (lists, twins)
+    )
     assert ratios[0] == ratios[2] == 1
     assert moved[0][0].isnan().nonzero().tolist() == [[37]]
     for i in (1, 3):
@@ -124,18 +143,30 @@ def test_a_nan_or_nothing_at_all_stays_in_its_tensor_and_has_the_ratio_one():
 def test_the_optimizers_take_the_kernels_and_agree_with_the_readable_path(make, monkeypatch):
     calls, results = [], []
     whole = device_steps.launch
-    monkeypatch.setattr(device_steps, "launch", lambda *given, **more: (calls.append(given[1]), whole(*given, **more)))
+    monkeypatch.setattr(
+        device_steps,
+        "launch",
+        lambda *given, **more: (calls.append(given[1]), whole(*given, **more)),
+    )
     for choice in ("triton", "reference"):
         monkeypatch.setenv("THINWIRE_KERNELS", choice)
-        params = [torch.nn.Parameter(t.to(DEVICE)) for t in tensors("random", torch.float32, 0, SIZES)]
+        params = [
+            torch.nn.Parameter(t.to(DEVICE)) for t in tensors("random", torch.float32, 0, SIZES)
+        ]
         optimizer = make(params)
         for step in range(3):
-            for p, grad in zip(params, tensors("random", torch.float32, 10 + step, SIZES), strict=True):
+            for p, grad in zip(
+                params, tensors("random", torch.float32, 10 + step, SIZES), strict=True
+            ):
                 p.grad = grad.to(DEVICE)
             optimizer.step()
         results.append(params)
     blocks = sum(-(-size // BLOCK) for size in SIZES)
-    assert calls == 3 * [(blocks,), (len(SIZES),), (blocks,)]  # whole lists, and nothing in the readable path
+    assert calls == 3 * [
+        (blocks,),
+        (len(SIZES),),
+        (blocks,),
+    ]  # whole lists, and nothing in the readable path
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)  # its norms are summed in float32
 
@@ -152,7 +183,12 @@ def test_autograd_sees_that_parameters_have_changed():
 def test_who_gets_the_kernels(monkeypatch):
     plain = torch.zeros(4, device=DEVICE)
     assert compiled_steps([plain], [torch.nn.Parameter(plain)]) is device_steps
-    for other in (plain.double(), plain.bfloat16(), torch.zeros(8, device=DEVICE)[::2], torch.zeros(4, device="meta")):
+    for other in (
+        plain.double(),
+        plain.bfloat16(),
+        torch.zeros(8, device=DEVICE)[::2],
+        torch.zeros(4, device="meta"),
+    ):
         assert compiled_steps([plain, plain], [plain, other]) is None
     monkeypatch.setenv("THINWIRE_KERNELS", "reference")
     assert compiled_steps([plain]) is None

@@ -27,7 +27,9 @@ def test_the_size_is_the_scales_and_the_fields(bits, k):
         assert sent.shape == (count,)
 
 
-@given(st.lists(ANY_FLOAT, max_size=60), st.sampled_from(VALUE_BITS), st.integers(0, 9), st.booleans())
+@given(
+    st.lists(ANY_FLOAT, max_size=60), st.sampled_from(VALUE_BITS), st.integers(0, 9), st.booleans()
+)
 def test_what_was_sent_is_what_is_decoded_bit_for_bit_and_finite(values, bits, room, in_double):
     k = max(1, len(values) + room)
     tensor = torch.tensor(values, dtype=torch.float64 if in_double else torch.float32)
@@ -53,7 +55,8 @@ def test_values_become_the_oracles_nearest_level(bits, scale, spread):
     }[spread] * scale
     values = values[values != 0]
     _, sent = encode_values(values, bits, 640)
-    # The oracle's sums differ from ours in the last bit of a float64; a level may then be its neighbour in float32.
+    # The oracle's sums differ from ours in the last bit of a float64; a level may then be its
+    # neighbour in float32.
     expected = torch.tensor(dgc_codec.sent(values.tolist(), bits, 640))
     torch.testing.assert_close(sent, expected, rtol=2.4e-7, atol=1.5e-45)
 
@@ -96,7 +99,9 @@ def test_zeros_are_allowed_where_there_is_more_than_a_sign(bits):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_coded_as_its_float32(bits, dtype):
     values = torch.tensor([1.0, -2.5, 0.125]).to(dtype)
-    for a, b in zip(encode_values(values, bits, 4), encode_values(values.float(), bits, 4), strict=True):
+    for a, b in zip(
+        encode_values(values, bits, 4), encode_values(values.float(), bits, 4), strict=True
+    ):
         assert torch.equal(a, b)
 
 
@@ -112,8 +117,13 @@ def test_one_bit_refuses_a_zero():
 
 def test_more_bits_err_less_on_near_and_on_heavy_tailed_magnitudes():
     normal = torch.randn(20_000, generator=torch.Generator().manual_seed(1))
-    for values in (normal.sign() * (1 + 0.02 * normal.abs()), normal.sign() * (1.5 * normal.abs()).exp()):
-        errors = [float((encode_values(values, bits, 20_000)[1] - values).norm()) for bits in VALUE_BITS]
+    for values in (
+        normal.sign() * (1 + 0.02 * normal.abs()),
+        normal.sign() * (1.5 * normal.abs()).exp(),
+    ):
+        errors = [
+            float((encode_values(values, bits, 20_000)[1] - values).norm()) for bits in VALUE_BITS
+        ]
         assert errors[:3] == sorted(errors[:3], reverse=True)
         assert errors[3] > errors[4] > errors[5] == 0
         assert errors[2] < 0.7 * errors[0]  # eight levels against one

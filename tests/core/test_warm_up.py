@@ -1,4 +1,5 @@
-"""Loops are compiled ahead, once per machine, and nothing that lies in the cache, or in its place, ends a start."""
+"""Loops are compiled ahead, once per machine, and nothing that lies in the cache, or in its place,
+ends a start."""
 
 import os
 import re
@@ -97,26 +98,37 @@ def params_of(dtype, sizes):
     return [torch.nn.Parameter(torch.randn(n, dtype=dtype)) for n in sizes]
 
 def dgc(dtype, state, bits, sizes=(3_000_000, 200_000, *[20_000] * 12, 100)):
-    for chosen, levels in ((sizes, (0.75, 0.75, 0.999)), (sizes[1:], (0.99,)), (sizes[:1], (0.6, 0.999))):
+    first, rest = sizes[:1], sizes[1:]
+    for chosen, levels in ((sizes, (0.75, 0.75, 0.999)), (rest, (0.99,)), (first, (0.6, 0.999))):
         params = params_of(dtype, chosen)
-        train(optim.DGCMomentum(params, 0.1, sparsity=levels, value_bits=bits, state_dtype=state), params)
+        how = dict(sparsity=levels, value_bits=bits, state_dtype=state)
+        train(optim.DGCMomentum(params, 0.1, **how), params)
 
 for need in NEEDS:
     warm(*need[0], **need[1])
 with event.install_recorder("numba:compile") as compilations:
     for make in USES:
         make()
-made = [(each.data["dispatcher"].py_func.__name__, each.data["args"]) for _, each in compilations.buffer]
+made = [each.data for _, each in compilations.buffer]
+made = [(each["dispatcher"].py_func.__name__, each["args"]) for each in made]
 assert not made, made
 """
-# each compiles for five seconds: every type of a state once, every type of a parameter, every code of values
-DGC_USES = [("float32", None, 1), ("float64", None, 8), ("bfloat16", "bfloat16", 4), ("bfloat16", None, 32)]
+# each compiles for five seconds: every type of a state once, every type of a parameter, every code
+# of values
+DGC_USES = [
+    ("float32", None, 1),
+    ("float64", None, 8),
+    ("bfloat16", "bfloat16", 4),
+    ("bfloat16", None, 32),
+]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("dtype", "state", "bits"), DGC_USES)
-def test_training_with_dgc_compiles_nothing_that_was_not_compiled_ahead(tmp_path, dtype, state, bits):
+def test_training_with_dgc_compiles_nothing_that_was_not_compiled_ahead(
+    tmp_path, dtype, state, bits
+):
     settings = f"dict(value_bits={bits}, state_dtype={f'torch.{state}' if state else None})"
     needs = f"[(('sparse', torch.{dtype}), {settings})]"
     uses = f"[lambda: dgc(torch.{dtype}, {state!r}, {bits})]"
@@ -127,7 +139,9 @@ def test_steps_and_changes_compile_nothing_that_was_not_compiled_ahead(tmp_path)
     uses = """[
         lambda: train(optim.Lamb(ps := params_of(torch.float32, (5, 100_000))), ps),
         lambda: train(optim.Lars(ps := params_of(torch.float32, (5, 100_000)), 0.1), ps),
-        lambda: outer.outer_list_(*[[torch.ones(9)] for _ in range(3)], outer.OuterRule(0.1, 0.9, True)),
+        lambda: outer.outer_list_(
+            *[[torch.ones(9)] for _ in range(3)], outer.OuterRule(0.1, 0.9, True)
+        ),
         lambda: top_k(torch.randn(300_000), 3_000),
         lambda: top_k(torch.randn(300_000), 200_000),
     ]"""
@@ -186,7 +200,10 @@ def test_a_damaged_file_is_made_anew_once_with_a_warning(warm_cache, tmp_path):
     for kind, cache in caches.items():
         path = the_loop(cache)
         path.write_bytes(DAMAGE[kind](path.read_bytes()))
-    output = run(STARTS.replace("CACHES", repr([str(cache) for cache in caches.values()])), tmp_path / "no cache")
+    output = run(
+        STARTS.replace("CACHES", repr([str(cache) for cache in caches.values()])),
+        tmp_path / "no cache",
+    )
     for cache in caches.values():
         first = output.partition(f"first start with {cache}\n")[2].partition("second start")[0]
         second = output.partition(f"second start with {cache}\n")[2].partition("first start")[0]
@@ -222,7 +239,9 @@ def test_a_cache_that_cannot_be_written_is_said_once_and_loops_work(tmp_path, ob
     else:
         cache.mkdir()
         made = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "ro", "none", str(cache)], capture_output=True, check=False
+            ["mount", "-t", "tmpfs", "-o", "ro", "none", str(cache)],
+            capture_output=True,
+            check=False,
         )
         if made.returncode:
             pytest.skip("needs the right to mount")
@@ -250,7 +269,12 @@ def test_what_was_compiled_is_read_where_nothing_can_be_written(warm_cache, tmp_
 def test_processes_that_start_together_share_the_work(tmp_path):
     code = f"{WARM}\nfor work in ('lamb', 'lars', 'outer'): warm(work)"
     outputs = [output_of(process) for process in [start(code, tmp_path) for _ in range(3)]]
-    compiled = [int(line.split()[2]) for output in outputs for line in output.splitlines() if "INFO compiled" in line]
+    compiled = [
+        int(line.split()[2])
+        for output in outputs
+        for line in output.splitlines()
+        if "INFO compiled" in line
+    ]
     alone = run(code, tmp_path / "alone")
     inner = [int(line.split()[2]) for line in alone.splitlines() if "INFO compiled" in line]
     assert sum(compiled) == sum(inner), "no loop was compiled twice"
@@ -269,7 +293,10 @@ jit_steps.lars._cache = Holding("jit_steps.lars")
     first = start(f"{hold}{LARS}", tmp_path)
     with first:
         try:
-            assert first.stdout.readline().startswith("INFO compiling") or first.stdout.readline() == "holding\n"
+            assert (
+                first.stdout.readline().startswith("INFO compiling")
+                or first.stdout.readline() == "holding\n"
+            )
             begun = time.monotonic()
             patience = "from thinwire.core.kernels import jit_cache\njit_cache._PATIENCE_S = 1.0\n"
             assert re.search(r"compiled \d+ loops", run(patience + LARS, tmp_path))

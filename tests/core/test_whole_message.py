@@ -19,12 +19,16 @@ NUMELS = (1000, 1, 33)
 
 def tensors(numels=NUMELS, dtype=torch.float32):
     generator = torch.Generator().manual_seed(3)
-    return [torch.randn(n, generator=generator, dtype=torch.float64).pow(3).to(dtype) for n in numels]
+    return [
+        torch.randn(n, generator=generator, dtype=torch.float64).pow(3).to(dtype) for n in numels
+    ]
 
 
 def decoded(layout, message):
     codes = unpack(layout, message, **WHERE)
-    return [decode(code, n, layout.value_bits) for code, n in zip(codes, layout.numels, strict=True)]
+    return [
+        decode(code, n, layout.value_bits) for code, n in zip(codes, layout.numels, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -45,7 +49,10 @@ def test_one_bit_byte_for_byte():
     assert bytes(message.tolist()) == expected
 
 
-@given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=40), st.sampled_from(WHOLE_BITS))
+@given(
+    st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=40),
+    st.sampled_from(WHOLE_BITS),
+)
 def test_what_is_lost_is_never_larger_than_what_was_to_be_sent(values, bits):
     """Error feedback needs it: |e - q| <= |e|. 1e-6: the scales are float32."""
     tensor = torch.tensor(values)
@@ -74,7 +81,9 @@ def test_zeros_arrive_as_zeros(bits):
 @pytest.mark.parametrize("bits", WHOLE_BITS)
 def test_magnitudes_beyond_float32_saturate(bits):
     layout = WholeLayout((3,), bits)
-    [came] = decoded(layout, pack(layout, 12, 0, [torch.tensor([1e300, -1e300, 1e300], dtype=torch.float64)]))
+    [came] = decoded(
+        layout, pack(layout, 12, 0, [torch.tensor([1e300, -1e300, 1e300], dtype=torch.float64)])
+    )
     assert came.isfinite().all()
     assert came.sign().tolist() == [1, -1, 1]
 
@@ -86,7 +95,9 @@ def test_every_damaged_byte_is_refused_with_its_source(bits):
     for place in range(message.numel()):
         damaged = message.clone()
         damaged[place] ^= 64
-        with pytest.raises(PayloadCorrupt, match="the message of rank 5 for bucket 0 of step 12 was refused"):
+        with pytest.raises(
+            PayloadCorrupt, match="the message of rank 5 for bucket 0 of step 12 was refused"
+        ):
             unpack(layout, damaged, **WHERE)
 
 
@@ -104,7 +115,9 @@ def test_messages_of_another_place_or_layout_are_refused():
     assert WholeLayout((40,), 2).digest != WholeLayout((40,), 4).digest
 
 
-@pytest.mark.parametrize(("place", "text"), [(5, "flags 1"), (24, "1 entries"), (HEADER_BYTES, "not finite")])
+@pytest.mark.parametrize(
+    ("place", "text"), [(5, "flags 1"), (24, "1 entries"), (HEADER_BYTES, "not finite")]
+)
 def test_what_no_sender_writes_is_refused_under_a_checksum_that_fits(place, text):
     layout = WholeLayout((40,), 8)
     raw = bytearray(pack(layout, 12, 0, tensors((40,))).tolist())
@@ -117,7 +130,9 @@ def test_what_no_sender_writes_is_refused_under_a_checksum_that_fits(place, text
         unpack(layout, torch.tensor(list(raw), dtype=torch.uint8), **WHERE)
 
 
-@pytest.mark.parametrize("given_", [[], [torch.zeros(3)], [torch.zeros(2, 2)], [torch.zeros(4), torch.zeros(1)]])
+@pytest.mark.parametrize(
+    "given_", [[], [torch.zeros(3)], [torch.zeros(2, 2)], [torch.zeros(4), torch.zeros(1)]]
+)
 def test_tensors_that_do_not_fit_are_refused(given_):
     with pytest.raises(ValueError, match="the layout has one dimension each"):
         pack(WholeLayout((4,), 4), 0, 0, given_)

@@ -1,4 +1,5 @@
-"""Real restarts by torchrun: ranks kill themselves at random moments, and the run has to end as the undisturbed one.
+"""Real restarts by torchrun: ranks kill themselves at random moments, and the run has to end as the
+undisturbed one.
 
     python -m tests.field.restarts --restarts 30
 
@@ -44,7 +45,8 @@ def start(folder: Path, restarts: int, seed: int, apart_s: float) -> None:
 def train(folder: Path, restarts: int, seed: int, incarnation: int) -> str:
     """Train from the newest checkpoint to the end; returns a digest of parameters and residuals.
 
-    One of the ranks kills itself at a moment that follows from seed and incarnation, unless the seed is negative.
+    One of the ranks kills itself at a moment that follows from seed and incarnation, unless the
+    seed is negative.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
@@ -55,7 +57,11 @@ def train(folder: Path, restarts: int, seed: int, incarnation: int) -> str:
     engine.load(folder / "checkpoints", if_any=True)
     begin = engine.step
     chance = random.Random(1000 * seed + incarnation)
-    victim, life, moment_s = chance.randrange(size), chance.randint(2, LONGEST_LIFE_STEPS), chance.random() * 0.01
+    victim, life, moment_s = (
+        chance.randrange(size),
+        chance.randint(2, LONGEST_LIFE_STEPS),
+        chance.random() * 0.01,
+    )
     for step in range(begin, LONGEST_LIFE_STEPS * restarts + 10):
         generator = torch.Generator().manual_seed(step * size + rank)
         x = torch.randn(16, 64, generator=generator)
@@ -90,12 +96,21 @@ def torchrun(
     """Run to the end, or until torchrun gives up.
 
     Returns:
-        `begins`: per incarnation the step from which each rank trained on; `digests` per rank at the end, empty where
+        `begins`: per incarnation the step from which each rank trained on; `digests` per rank at
+            the end, empty where
         it was not reached; `log`: what was printed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     allowed = str(2 * restarts)  # those that fail by themselves take one, too
-    agent = ["--standalone", "--nproc-per-node", "2", "--max-restarts", allowed, "--monitor-interval", "0.1"]
+    agent = [
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        allowed,
+        "--monitor-interval",
+        "0.1",
+    ]
     mine = ["-m", "tests.field.restarts", "--worker", str(folder), "--restarts", str(restarts)]
     mine += ["--seed", str(seed), "--apart", str(apart_s)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
@@ -104,13 +119,17 @@ def torchrun(
         environment[WORKAROUND] = "1"
     command = [sys.executable, "-m", "torch.distributed.run", *agent, *mine]
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=folder, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, env=environment, cwd=folder, start_new_session=True
+        )
         try:
             process.wait(timeout=90 + 30 * restarts)
         except subprocess.TimeoutExpired:
             print(f"torchrun had not ended after {90 + 30 * restarts} s", flush=True)
         finally:
-            if process.poll() is None:  # torchrun ends its workers, which have sessions of their own, on SIGTERM
+            if (
+                process.poll() is None
+            ):  # torchrun ends its workers, which have sessions of their own, on SIGTERM
                 process.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(timeout=40)
@@ -126,21 +145,33 @@ def torchrun(
                 digests.append(fields["digest"])
             else:
                 begins.setdefault(fields["incarnation"], {})[rank] = fields["begin"]
-    return {"begins": begins, "digests": digests, "log": (folder / "log").read_text(errors="replace")}
+    return {
+        "begins": begins,
+        "digests": digests,
+        "log": (folder / "log").read_text(errors="replace"),
+    }
 
 
 def good_restarts(result: dict[str, Any], restarts: int) -> list[int]:
     """The incarnations after the first one in which both ranks trained on from the same step."""
     begins = result["begins"]
-    return [i for i in range(1, restarts + 1) if len(begins.get(i, {})) == 2 and len(set(begins[i].values())) == 1]
+    return [
+        i
+        for i in range(1, restarts + 1)
+        if len(begins.get(i, {})) == 2 and len(set(begins[i].values())) == 1
+    ]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--restarts", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--apart", type=float, default=0.0, help="seconds that rank 1 starts later")
-    parser.add_argument("--without", action="store_true", help=f"leave {WORKAROUND} out, to see what it is for")
+    parser.add_argument(
+        "--without", action="store_true", help=f"leave {WORKAROUND} out, to see what it is for"
+    )
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker is not None:
@@ -157,10 +188,15 @@ def main() -> int:
         undisturbed.mkdir()
         alone = torchrun(undisturbed, restarts=given.restarts, **{**settings, "seed": -1})
         equal = bool(result["digests"]) and result["digests"] == alone["digests"]
-    print(f"{len(good)} of {given.restarts} restarts good, {time.monotonic() - begin_s:.0f} s; ", end="")
+    print(
+        f"{len(good)} of {given.restarts} restarts good, {time.monotonic() - begin_s:.0f} s; ",
+        end="",
+    )
     print("ended as undisturbed" if equal else "did NOT end as undisturbed")
     causes = Counter(
-        line.strip()[:160] for line in result["log"].splitlines() if "Error: " in line and "frame #" not in line
+        line.strip()[:160]
+        for line in result["log"].splitlines()
+        if "Error: " in line and "frame #" not in line
     )
     for cause, count in causes.most_common(8):
         print(f"  {count:3} x {cause}")

@@ -1,4 +1,5 @@
-"""torchrun starts the ranks again after a kill, and the run ends with the bits of the undisturbed one."""
+"""torchrun starts the ranks again after a kill, and the run ends with the bits of the undisturbed
+one."""
 
 from pathlib import Path
 

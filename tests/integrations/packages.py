@@ -1,4 +1,5 @@
-"""Which optional packages there are, and how a rank of the pool looks like one that torchrun started."""
+"""Which optional packages there are, and how a rank of the pool looks like one that torchrun
+started."""
 
 import os
 import warnings
@@ -11,9 +12,12 @@ import pytest
 
 
 def needs(package: str) -> pytest.MarkDecorator:
-    """Skips where the package is not installed, unless THINWIRE_INTEGRATIONS=required: then the test must run."""
+    """Skips where the package is not installed, unless THINWIRE_INTEGRATIONS=required: then the
+    test must run."""
     skipped = find_spec(package) is None and os.environ.get("THINWIRE_INTEGRATIONS") != "required"
-    return pytest.mark.skipif(skipped, reason=f"{package} is not installed (make test-integrations installs it)")
+    return pytest.mark.skipif(
+        skipped, reason=f"{package} is not installed (make test-integrations installs it)"
+    )
 
 
 @contextmanager
@@ -30,7 +34,10 @@ def as_under_torchrun(rank: int, size: int) -> Iterator[None]:
         "TORCHELASTIC_RUN_ID": "tests",
         "OMP_NUM_THREADS": 1,
     }
-    with warnings.catch_warnings(), patch.dict(os.environ, {name: str(value) for name, value in variables.items()}):
+    with (
+        warnings.catch_warnings(),
+        patch.dict(os.environ, {name: str(value) for name, value in variables.items()}),
+    ):
         warnings.simplefilter("ignore")
         warnings.filterwarnings("error", module="thinwire")
         yield

@@ -19,7 +19,9 @@ BATCH, STEPS, ACCUMULATED = 16, 24, 2
 def task(seed: int = 0) -> tuple[nn.Module, TensorDataset]:
     """A model initialized from `seed`, and data that are always the same."""
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(20, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 4))
+    model = nn.Sequential(
+        nn.Linear(20, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 4)
+    )
     x = torch.randn(2 * BATCH * STEPS, 20, generator=torch.Generator().manual_seed(1))
     return model, TensorDataset(x, (x[:, :4] + x[:, 4:8]).argmax(1))
 
@@ -29,8 +31,11 @@ def dgc(model: nn.Module, **settings: Any) -> tw.optim.DGCMomentum:
     return tw.optim.DGCMomentum(model.named_parameters(), lr=0.05, **(ramp | settings))
 
 
-def own_batches(data: TensorDataset, rank: int, *, of_batches: bool) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's batches: every second batch (Accelerate), or batches of every second sample (Lightning)."""
+def own_batches(
+    data: TensorDataset, rank: int, *, of_batches: bool
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """This rank's batches: every second batch (Accelerate), or batches of every second sample
+    (Lightning)."""
     x, y = data.tensors
     for i in range(STEPS):
         if of_batches:
@@ -57,7 +62,12 @@ def own_compressed(rank: int, epochs: int, *, of_batches: bool) -> list[Tensor]:
 
 
 def own_local(
-    rank: int, epochs: int, make: Callable[[nn.Module], torch.optim.Optimizer], config: Any, *, of_batches: bool
+    rank: int,
+    epochs: int,
+    make: Callable[[nn.Module], torch.optim.Optimizer],
+    config: Any,
+    *,
+    of_batches: bool,
 ) -> list[Tensor]:
     """The parameters after a plain loop of local updates."""
     model, data = task()
@@ -78,7 +88,9 @@ def parameters(model: nn.Module) -> list[Tensor]:
 
 
 def residuals(optimizer: tw.optim.DGCMomentum) -> list[Tensor]:
-    return [entries["residual"].clone() for entries in optimizer.state.values() if "residual" in entries]
+    return [
+        entries["residual"].clone() for entries in optimizer.state.values() if "residual" in entries
+    ]
 
 
 def equal(first: list[Tensor], second: list[Tensor]) -> bool:

@@ -49,7 +49,9 @@ class Compressed:
         self.accelerator = accelerator
         model, data = task(seed)
         self.dgc = dgc(model)
-        self.model, self.optimizer, self.loader = accelerator.prepare(model, self.dgc, DataLoader(data, BATCH))
+        self.model, self.optimizer, self.loader = accelerator.prepare(
+            model, self.dgc, DataLoader(data, BATCH)
+        )
         self.dgc.attach(self.model)
         PerRankState(self.dgc).register(accelerator)
 
@@ -68,11 +70,15 @@ class Compressed:
 
 
 def compressed(rank: int, size: int, precision: str) -> dict[str, Any]:
-    with accelerator_for(rank, size, mixed_precision=precision, gradient_accumulation_steps=ACCUMULATED) as accelerator:
+    with accelerator_for(
+        rank, size, mixed_precision=precision, gradient_accumulation_steps=ACCUMULATED
+    ) as accelerator:
         loop = Compressed(accelerator)
         losses = [loop.epoch() for _ in range(4)]
         own = own_compressed(rank, 4, of_batches=True)
-        wide = {t.dtype for entries in loop.dgc.state.values() for t in entries.values()} == {torch.float32}
+        wide = {t.dtype for entries in loop.dgc.state.values() for t in entries.values()} == {
+            torch.float32
+        }
         return {
             "losses": losses,
             "parameters": parameters(loop.model),
@@ -129,7 +135,9 @@ def resumed(rank: int, size: int, folder: Path) -> dict[str, Any]:
     }
 
 
-def test_a_saved_state_resumes_bit_for_bit_with_the_residuals_of_every_rank(ranks: Pool, tmp_path: Path) -> None:
+def test_a_saved_state_resumes_bit_for_bit_with_the_residuals_of_every_rank(
+    ranks: Pool, tmp_path: Path
+) -> None:
     answers = ranks.run(resumed, tmp_path)
     assert sorted(p.name for p in tmp_path.glob("per_rank*")) == [
         f"per_rank_0.rank_0000{rank}.safetensors" for rank in range(2)
@@ -162,7 +170,12 @@ def local(rank: int, size: int, precision: str, wrapped: bool = False) -> dict[s
                     optimizer.zero_grad()
                     losses.append(loss.item())
         own = own_local(rank, 4, sgd, config, of_batches=True)
-        return {"losses": losses, "parameters": parameters(model), "own": own, "stats": sync.stats()}
+        return {
+            "losses": losses,
+            "parameters": parameters(model),
+            "own": own,
+            "stats": sync.stats(),
+        }
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])

@@ -34,7 +34,9 @@ CONFIGS = {
 }
 
 
-def module(make_optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer], seed: int = 0) -> Any:
+def module(
+    make_optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer], seed: int = 0
+) -> Any:
     from lightning import LightningModule
 
     class Student(LightningModule):
@@ -57,7 +59,9 @@ def module(make_optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer], s
 def trainer_of(strategy: Any, callback: Any, folder: Path, **arguments: Any) -> Any:
     from lightning import Trainer
 
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    quiet = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
     settings = {"max_epochs": 4, "accelerator": "cpu", "devices": 2} | quiet | arguments
     return Trainer(
         strategy=strategy,
@@ -86,12 +90,21 @@ def compressed(rank: int, size: int, folder: Path, precision: str) -> dict[str, 
 
         student = module(dgc)
         trainer = trainer_of(
-            "ddp", CompressedExchange(), folder, accumulate_grad_batches=ACCUMULATED, precision=precision
+            "ddp",
+            CompressedExchange(),
+            folder,
+            accumulate_grad_batches=ACCUMULATED,
+            precision=precision,
         )
         trainer.fit(student, loader(rank))
         stats = trainer.optimizers[0].stats()
         own = own_compressed(rank, 4, of_batches=False)
-    return {"losses": student.losses, "parameters": parameters(student.net), "own": own, "stats": stats}
+    return {
+        "losses": student.losses,
+        "parameters": parameters(student.net),
+        "own": own,
+        "stats": stats,
+    }
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
@@ -133,7 +146,9 @@ def observed_losses(rank: int, size: int, folder: Path) -> tuple[list[float], li
         from thinwire.integrations.lightning import LocalAveraging, UnwrappedDDP
 
         student, averaging = module(sgd), LocalAveraging(CONFIGS["adaptive"])
-        trainer = trainer_of(UnwrappedDDP(), averaging, folder, accumulate_grad_batches=3, max_steps=1)
+        trainer = trainer_of(
+            UnwrappedDDP(), averaging, folder, accumulate_grad_batches=3, max_steps=1
+        )
         observe = LocalUpdates.observe
         with patch.object(LocalUpdates, "observe", autospec=True, side_effect=observe) as spy:
             trainer.fit(student, loader(rank))
@@ -149,7 +164,8 @@ def test_the_losses_observed_are_those_of_the_batches(ranks: Pool, tmp_path: Pat
 
 
 def resumed(rank: int, size: int, folder: Path, method: str) -> dict[str, Any]:
-    """A fit of 4 epochs, and one that goes on after the first (not at an averaging) with another initial model."""
+    """A fit of 4 epochs, and one that goes on after the first (not at an averaging) with another
+    initial model."""
     with as_under_torchrun(rank, size):
         from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -161,7 +177,9 @@ def resumed(rank: int, size: int, folder: Path, method: str) -> dict[str, Any]:
             if method == "compressed":
                 part, strategy, make = CompressedExchange(), "ddp", dgc
             student = module(make, seed)
-            keep = ModelCheckpoint(dirpath=folder, filename="{epoch}", every_n_epochs=1, save_top_k=-1)
+            keep = ModelCheckpoint(
+                dirpath=folder, filename="{epoch}", every_n_epochs=1, save_top_k=-1
+            )
             trainer = trainer_of(strategy, [part, keep], folder, enable_checkpointing=True)
             trainer.fit(student, loader(rank), ckpt_path=start)
             return trainer, student
@@ -169,7 +187,10 @@ def resumed(rank: int, size: int, folder: Path, method: str) -> dict[str, Any]:
         whole, first = fit(0, None)
         torch.distributed.barrier()
         again, second = fit(7, folder / "epoch=0.ckpt")
-        states = [[v.clone() for e in t.optimizers[0].state.values() for v in e.values()] for t in (whole, again)]
+        states = [
+            [v.clone() for e in t.optimizers[0].state.values() for v in e.values()]
+            for t in (whole, again)
+        ]
         pending = residuals(whole.optimizers[0])
     return {
         "whole": parameters(first.net),
@@ -205,7 +226,10 @@ def kept_one(rank: int, size: int, folder: Path) -> None:
 def test_the_files_of_the_ranks_go_with_their_checkpoint(ranks: Pool, tmp_path: Path) -> None:
     ranks.run(kept_one, tmp_path)
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["epoch=3.ckpt", *(f"epoch=3.ckpt.0.rank_0000{rank}.safetensors" for rank in range(2))]
+    assert names == [
+        "epoch=3.ckpt",
+        *(f"epoch=3.ckpt.0.rank_0000{rank}.safetensors" for rank in range(2)),
+    ]
 
 
 def misused(rank: int, size: int, folder: Path, how: str) -> None:
@@ -216,7 +240,10 @@ def misused(rank: int, size: int, folder: Path, how: str) -> None:
 
         exchange, averaging = CompressedExchange(), LocalAveraging(CONFIGS["adaptive"])
         if how == "clipping":
-            trainer, student = trainer_of("ddp", exchange, folder, gradient_clip_val=1e-3), module(dgc)
+            trainer, student = (
+                trainer_of("ddp", exchange, folder, gradient_clip_val=1e-3),
+                module(dgc),
+            )
         elif how == "another optimizer":
             trainer, student = trainer_of("ddp", exchange, folder), module(sgd)
         elif how == "wrapped":
@@ -225,7 +252,10 @@ def misused(rank: int, size: int, folder: Path, how: str) -> None:
             trainer, student = trainer_of(UnwrappedDDP(), exchange, folder), module(dgc)
         else:
             plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
-            trainer, student = trainer_of(UnwrappedDDP(), averaging, folder, plugins=[plugin]), module(sgd)
+            trainer, student = (
+                trainer_of(UnwrappedDDP(), averaging, folder, plugins=[plugin]),
+                module(sgd),
+            )
         trainer.fit(student, loader(rank))
 
 
@@ -239,7 +269,9 @@ def misused(rank: int, size: int, folder: Path, how: str) -> None:
         ("scaler", "ValueError", "bf16-mixed"),
     ],
 )
-def test_misuse_is_an_error_that_says_what_to_do(ranks: Pool, tmp_path: Path, how: str, kind: str, advice: str) -> None:
+def test_misuse_is_an_error_that_says_what_to_do(
+    ranks: Pool, tmp_path: Path, how: str, kind: str, advice: str
+) -> None:
     for answer in ranks.run(misused, tmp_path, how, expect_errors=True):
         assert isinstance(answer, Raised)
         assert answer.type_name == kind, answer.traceback

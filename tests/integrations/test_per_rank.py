@@ -1,4 +1,5 @@
-"""A file for each rank beside a checkpoint: everybody gets the own back, other numbers of ranks the mean."""
+"""A file for each rank beside a checkpoint: everybody gets the own back, other numbers of ranks the
+mean."""
 
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,12 @@ def there_and_back(rank: int, size: int, folder: str) -> dict[str, Any]:
     both = ([r.clone() for r in residuals(second)], second.position)
     steps(model, optimizer, rank, 3)
     steps(again, second, rank, 3)
-    return {"saved": saved, "residuals": mine, "loaded": both, "equal": equal(parameters(model), parameters(again))}
+    return {
+        "saved": saved,
+        "residuals": mine,
+        "loaded": both,
+        "equal": equal(parameters(model), parameters(again)),
+    }
 
 
 def test_every_rank_gets_its_own_state_back(ranks: Pool, tmp_path: Path) -> None:
@@ -98,12 +104,16 @@ def on_fewer(rank: int, size: int, saved: dict[str, Any], folder: str) -> list[t
 
 
 @pytest.mark.parametrize("size", [0, 1, 3])
-def test_another_number_of_ranks_keeps_the_mean_of_the_residuals(ranks: Pool, size: int, tmp_path: Path) -> None:
+def test_another_number_of_ranks_keeps_the_mean_of_the_residuals(
+    ranks: Pool, size: int, tmp_path: Path
+) -> None:
     """And so the update that was still pending."""
     first, second = ranks.run(there_and_back, str(tmp_path))
     for loaded in ranks.run(on_fewer, first["saved"], str(tmp_path), size=size):
         for a, b, c in zip(first["loaded"][0], second["loaded"][0], loaded, strict=True):
-            torch.testing.assert_close((a.double() + b.double()) / 2, c.double(), rtol=1e-6, atol=1e-9)
+            torch.testing.assert_close(
+                (a.double() + b.double()) / 2, c.double(), rtol=1e-6, atol=1e-9
+            )
 
 
 def of_two(folder: Path, *values: Any) -> dict[str, Any]:
@@ -111,19 +121,30 @@ def of_two(folder: Path, *values: Any) -> dict[str, Any]:
     files = [folder / f"per_rank.rank_{rank:05d}.safetensors" for rank in range(len(values))]
     return {
         "name": "per_rank",
-        "sha256": [write_rank_file(file, {"value": value}) for file, value in zip(files, values, strict=True)],
+        "sha256": [
+            write_rank_file(file, {"value": value})
+            for file, value in zip(files, values, strict=True)
+        ],
     }
 
 
 def test_what_has_no_mean_is_an_error(tmp_path: Path) -> None:
-    for first, second in [(1, 2), ("a", "b"), (torch.tensor(1), torch.tensor(2)), ([1.0], [1.0, 2.0]), (None, 1)]:
+    for first, second in [
+        (1, 2),
+        ("a", "b"),
+        (torch.tensor(1), torch.tensor(2)),
+        ([1.0], [1.0, 2.0]),
+        (None, 1),
+    ]:
         saved = of_two(tmp_path, {"x": first}, {"x": second})
         with pytest.raises(CheckpointError, match=r"2 ranks, value, x.*resume on as many ranks"):
             PerRankState(Box(), folder=tmp_path).load_state_dict(saved)
 
 
 @pytest.mark.parametrize("harm", ["missing", "damaged", "of another save"])
-def test_a_file_that_does_not_belong_to_the_checkpoint_is_an_error(tmp_path: Path, harm: str) -> None:
+def test_a_file_that_does_not_belong_to_the_checkpoint_is_an_error(
+    tmp_path: Path, harm: str
+) -> None:
     part = PerRankState(Box({"x": torch.ones(3)}), folder=tmp_path)
     saved = part.state_dict()
     [file] = tmp_path.iterdir()
@@ -136,7 +157,8 @@ def test_a_file_that_does_not_belong_to_the_checkpoint_is_an_error(tmp_path: Pat
     box = Box("before")
     with pytest.raises(
         CheckpointError,
-        match=rf"per_rank\.rank_00000\.safetensors is {'not there' if harm == 'missing' else 'damaged'}",
+        match=r"per_rank\.rank_00000\.safetensors is "
+        rf"{'not there' if harm == 'missing' else 'damaged'}",
     ):
         PerRankState(box, folder=tmp_path).load_state_dict(saved)
     assert box.value == "before"
@@ -144,7 +166,10 @@ def test_a_file_that_does_not_belong_to_the_checkpoint_is_an_error(tmp_path: Pat
 
 def test_nested_values_keep_their_kinds(tmp_path: Path) -> None:
     box = Box()
-    values = [{"a": (0.1, [torch.full((2,), x, dtype=torch.bfloat16)]), "b": torch.tensor(3)} for x in (1.0, 2.0)]
+    values = [
+        {"a": (0.1, [torch.full((2,), x, dtype=torch.bfloat16)]), "b": torch.tensor(3)}
+        for x in (1.0, 2.0)
+    ]
     PerRankState(box, folder=tmp_path).load_state_dict(of_two(tmp_path, *values))
     assert box.value["a"][0] == 0.1
     assert box.value["a"][1][0].tolist() == [1.5, 1.5]
@@ -154,7 +179,9 @@ def test_nested_values_keep_their_kinds(tmp_path: Path) -> None:
 
 
 def failing(rank: int, size: int, folder: str) -> None:
-    PerRankState(Box(OSError("the disk is on fire") if rank == 1 else 0), folder=folder).state_dict()
+    PerRankState(
+        Box(OSError("the disk is on fire") if rank == 1 else 0), folder=folder
+    ).state_dict()
 
 
 def test_an_error_of_one_rank_is_an_error_of_all(ranks: Pool, tmp_path: Path) -> None:
@@ -166,7 +193,9 @@ def test_an_error_of_one_rank_is_an_error_of_all(ranks: Pool, tmp_path: Path) ->
 
 
 def local_updates(rank: int, size: int, folder: str) -> bool:
-    def train(saved: list[dict[str, Any]] | None, *counts: int) -> tuple[torch.nn.Module, list[dict[str, Any]]]:
+    def train(
+        saved: list[dict[str, Any]] | None, *counts: int
+    ) -> tuple[torch.nn.Module, list[dict[str, Any]]]:
         model, _ = task()
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         with tw.local_sgd(model, optimizer, tw.LocalSGD(k_steps=5, begin_step=1)) as sync:

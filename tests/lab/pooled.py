@@ -16,7 +16,9 @@ __all__ = ["run_workers_in"]
 def run_workers_in(ranks: Pool) -> Callable[..., Iterator[dict[str, Any]]]:
     """What stands for `run_workers` over the loopback; the events come when all have ended."""
 
-    def run_workers(config: Mapping[str, Any], workers: int, network: None, work: Path) -> Iterator[dict[str, Any]]:
+    def run_workers(
+        config: Mapping[str, Any], workers: int, network: None, work: Path
+    ) -> Iterator[dict[str, Any]]:
         assert network is None
         work.mkdir(parents=True, exist_ok=True)
         path = work / "config.json"

@@ -9,11 +9,15 @@ import pytest
 from thinwire.lab.netns import why_unavailable
 
 _REASON = why_unavailable()
-NETNS = [pytest.mark.netns, pytest.mark.skipif(_REASON is not None, reason=f"network namespaces: {_REASON}")]
+NETNS = [
+    pytest.mark.netns,
+    pytest.mark.skipif(_REASON is not None, reason=f"network namespaces: {_REASON}"),
+]
 
 
 def needs_netns(test: Callable[..., None]) -> Callable[..., None]:
-    """Marks a test that needs network namespaces and skips it, with the reason, where there are none."""
+    """Marks a test that needs network namespaces and skips it, with the reason, where there are
+    none."""
     for mark in NETNS:
         test = mark(test)
     return test
@@ -38,7 +42,9 @@ def descendants(pid: int) -> list[int]:
     parents = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            parents[int(folder.name)] = int(
+                (folder / "stat").read_text().rpartition(")")[2].split()[1]
+            )
         except OSError:
             continue
     found, new = set(), {pid}

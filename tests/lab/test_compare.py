@@ -1,4 +1,5 @@
-"""Whole comparisons with real workers: what comes out, and what is left when they fail or are killed."""
+"""Whole comparisons with real workers: what comes out, and what is left when they fail or are
+killed."""
 
 import json
 import os
@@ -13,7 +14,15 @@ from typing import Any
 import pytest
 
 from tests.lab.pooled import run_workers_in
-from tests.lab.spaces import NETNS, alive, descendants, namespace_of, needs_netns, processes_in, until
+from tests.lab.spaces import (
+    NETNS,
+    alive,
+    descendants,
+    namespace_of,
+    needs_netns,
+    processes_in,
+    until,
+)
 from tests.ranks import Pool
 from thinwire.lab import compare as comparison
 from thinwire.lab import netns
@@ -68,13 +77,18 @@ def test_the_command_trains_over_a_shaped_link_and_reports(tmp_path: Path) -> No
     assert (done.returncode, done.stderr) == (0, "")
     assert str(out / "report.html") in done.stdout
     # the winner's strategy too, where one of the two is ahead
-    assert {path.name for path in out.iterdir()} - {"best-strategy.yaml"} == {"report.html", "results.json"}
+    assert {path.name for path in out.iterdir()} - {"best-strategy.yaml"} == {
+        "report.html",
+        "results.json",
+    }
     results = json.loads((out / "results.json").read_text())
     assert results["link"]["emulated"]
     dense, dgc = results["strategies"]
     assert dense["steps"] == dgc["steps"] == 16
     assert dense["evaluations"][0]["loss"] == dgc["evaluations"][0]["loss"]
-    assert dense["library_bytes_per_step"] == 4 * dense["parameters"]  # 2 (W - 1) / W = 1 for two workers
+    assert (
+        dense["library_bytes_per_step"] == 4 * dense["parameters"]
+    )  # 2 (W - 1) / W = 1 for two workers
     assert 1.0 <= dense["kernel_sent_bytes_per_step"] / dense["library_bytes_per_step"] < 1.25
     assert dgc["library_bytes_per_step"] < dense["library_bytes_per_step"] / 3
     assert dgc["kernel_sent_bytes_per_step"] < dense["kernel_sent_bytes_per_step"] / 3
@@ -90,7 +104,9 @@ def test_torchs_own_hooks_run_without_hanging(strategy: str, tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("pooled")
-def test_without_permission_the_first_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_permission_the_first_line_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse() -> int:
         raise PermissionError(1, "Operation not permitted")
 
@@ -112,9 +128,12 @@ def test_a_budget_of_seconds_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("pooled")
-def test_local_updates_are_evaluated_where_all_ranks_are_equal_and_end_within_the_budget(tmp_path: Path) -> None:
+def test_local_updates_are_evaluated_where_all_ranks_are_equal_and_end_within_the_budget(
+    tmp_path: Path,
+) -> None:
     results = compare(
-        settings(tmp_path, link="loopback", strategies=["sparse-local"], steps=None, seconds=3.0), Silent()
+        settings(tmp_path, link="loopback", strategies=["sparse-local"], steps=None, seconds=3.0),
+        Silent(),
     )
     run = results["strategies"][0]
     k_steps = run["settings"]["k_steps"]
@@ -122,7 +141,9 @@ def test_local_updates_are_evaluated_where_all_ranks_are_equal_and_end_within_th
     assert all(point["step"] % k_steps == 1 for point in run["evaluations"][1:-1])
     assert run["final_loss"] < run["evaluations"][0]["loss"]
     assert run["seconds"] < 3.0 + 2 * k_steps * run["median_step_ms"] / 1e3
-    averagings = 2 + (run["steps"] - 2) // k_steps  # after step 1, every k_steps-th from there, and the last one
+    averagings = (
+        2 + (run["steps"] - 2) // k_steps
+    )  # after step 1, every k_steps-th from there, and the last one
     elsewhere = 2 * averagings * 24  # agreements
     dense = 4 * run["parameters"]
     sent = run["evaluations"][-1]["library_bytes"] - elsewhere
@@ -132,8 +153,13 @@ def test_local_updates_are_evaluated_where_all_ranks_are_equal_and_end_within_th
 @pytest.mark.usefixtures("pooled")
 def test_strategy_files_take_part(tmp_path: Path) -> None:
     plan = tmp_path / "plan.yaml"
-    plan.write_text("dgc: {sparsity: [0.99], min_numel: 1024}\nlocalsgd: {k_steps: 4}\ngradient_merge: {k_steps: 2}\n")
-    results = compare(settings(tmp_path / "out", link="loopback", strategies=[str(plan)], steps=30), Silent())
+    plan.write_text(
+        "dgc: {sparsity: [0.99], min_numel: 1024}\nlocalsgd: {k_steps: 4}\ngradient_merge: "
+        "{k_steps: 2}\n"
+    )
+    results = compare(
+        settings(tmp_path / "out", link="loopback", strategies=[str(plan)], steps=30), Silent()
+    )
     run = results["strategies"][0]
     assert run["strategy"] == "plan"
     assert run["settings"]["localsgd"]["k_steps"] == 4
@@ -168,7 +194,9 @@ def test_a_failing_worker_is_named_and_nothing_is_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("pooled")
-def test_what_was_measured_before_a_failure_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_measured_before_a_failure_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run_one = comparison._run
 
     def first_fails(config: dict[str, Any], *rest: Any) -> dict[str, Any]:
@@ -177,7 +205,9 @@ def test_what_was_measured_before_a_failure_is_kept(tmp_path: Path, monkeypatch:
         return run_one(config, *rest)
 
     monkeypatch.setattr(comparison, "_run", first_fails)
-    results = compare(settings(tmp_path, link="loopback", strategies=["dgc", "dense"], steps=5), Silent())
+    results = compare(
+        settings(tmp_path, link="loopback", strategies=["dgc", "dense"], steps=5), Silent()
+    )
     assert [run["strategy"] for run in results["strategies"]] == ["dense"]
     assert results["failed"] == {"strategy": "dgc", "error": "worker 1 failed: it was a test"}
     assert results["interrupted"] is None
@@ -188,7 +218,10 @@ def test_what_was_measured_before_a_failure_is_kept(tmp_path: Path, monkeypatch:
 @pytest.mark.timeout(400)
 def test_a_strategy_that_raises_diverges_or_dies_does_not_stop_the_others(tmp_path: Path) -> None:
     (good,) = choose(["dense"])
-    bad = [Recipe(name, "of the tests", f"tests.lab.bad_trainers:{name}", 0.1, "nobody") for name in BAD]
+    bad = [
+        Recipe(name, "of the tests", f"tests.lab.bad_trainers:{name}", 0.1, "nobody")
+        for name in BAD
+    ]
     asked = replace(settings(tmp_path, link="loopback", steps=12), strategies=(*bad, good))
     kept: list[dict[str, Any]] = []
     results = compare(asked, Silent(), kept.append)
@@ -201,7 +234,9 @@ def test_a_strategy_that_raises_diverges_or_dies_does_not_stop_the_others(tmp_pa
     assert "worker 1 was killed by SIGKILL" in why["Dies"]
 
 
-def test_a_file_that_does_not_go_with_the_model_is_refused_before_anything_trains(tmp_path: Path) -> None:
+def test_a_file_that_does_not_go_with_the_model_is_refused_before_anything_trains(
+    tmp_path: Path,
+) -> None:
     bad, good = tmp_path / "bad.yaml", tmp_path / "good.yaml"
     bad.write_text('lamb: {exclude_from_weight_decay: ["*.bias"]}\n')
     good.write_text("gradient_merge: {k_steps: 2}\n")
@@ -230,7 +265,9 @@ def test_every_strategy_that_is_shipped_as_an_example_runs(tmp_path: Path) -> No
 @pytest.mark.timeout(400)
 def test_no_strategy_compiles_on_its_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))
-    results = compare(settings(tmp_path / "out", link="loopback", strategies=["dgc"], steps=8), Silent())
+    results = compare(
+        settings(tmp_path / "out", link="loopback", strategies=["dgc"], steps=8), Silent()
+    )
     run = results["strategies"][0]
     assert run["preparation_seconds"] > run["seconds"]
     assert max(run["step_ms"]) < 1000
@@ -249,27 +286,45 @@ def test_what_has_finished_survives_an_interruption(
     out = tmp_path / "out"
     more = ["--link", link, "--strategies", "dense", "localsgd", "fp16", "--seconds", "1"]
     process = started(command(out, *more))
-    until(lambda: (out / ".work" / "localsgd" / "config.json").exists() or process.poll() is not None)
+    until(
+        lambda: (out / ".work" / "localsgd" / "config.json").exists() or process.poll() is not None
+    )
     before = json.loads((out / "results.json").read_text())
-    assert before["interrupted"] == {"by": None, "during": None, "progress": None, "not_begun": ["localsgd", "fp16"]}
+    assert before["interrupted"] == {
+        "by": None,
+        "during": None,
+        "progress": None,
+        "not_begun": ["localsgd", "fp16"],
+    }
     family = descendants(process.pid)
     process.send_signal(number)
     printed, errors = process.communicate(timeout=60)
     assert process.returncode == status
-    assert errors == ("thinwire: interrupted; every worker has been ended\n" if by == "Ctrl-C" else "")
+    assert errors == (
+        "thinwire: interrupted; every worker has been ended\n" if by == "Ctrl-C" else ""
+    )
     until(lambda: not any(alive(pid) for pid in family), 20)
     results = json.loads((out / "results.json").read_text())
     assert [run["strategy"] for run in results["strategies"]] == ["dense"]
-    assert results["interrupted"] == {"by": by, "during": "localsgd", "progress": 0.0, "not_begun": ["fp16"]}
+    assert results["interrupted"] == {
+        "by": by,
+        "during": "localsgd",
+        "progress": 0.0,
+        "not_begun": ["fp16"],
+    }
     page = (out / "report.html").read_text()
     for text in (printed, page):
         assert f"interrupted by {by}" in text
         assert "localsgd" in text
-    assert sorted(path.name for path in out.iterdir() if path.suffix != ".yaml") == ["report.html", "results.json"]
+    assert sorted(path.name for path in out.iterdir() if path.suffix != ".yaml") == [
+        "report.html",
+        "results.json",
+    ]
 
 
 def started(words: list[str]) -> subprocess.Popen[str]:
-    """A command that Ctrl-C reaches, even where the tests run in a shell's background, which ignores it."""
+    """A command that Ctrl-C reaches, even where the tests run in a shell's background, which
+    ignores it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -278,8 +333,12 @@ def started(words: list[str]) -> subprocess.Popen[str]:
 
 
 def workers_below(pid: int) -> list[int]:
-    """The training processes; the agents above them have the same words in their command line, and more."""
-    lines = {child: Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0") for child in descendants(pid)}
+    """The training processes; the agents above them have the same words in their command line, and
+    more."""
+    lines = {
+        child: Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+        for child in descendants(pid)
+    }
     return [
         child
         for child, words in lines.items()
@@ -292,11 +351,15 @@ class Running:
 
     def __init__(self, out: Path, *more: str) -> None:
         self.out = out
-        self.process = started(command(out, "--link", "20mbit", "--strategies", "dense", "--steps", "100000", *more))
+        self.process = started(
+            command(out, "--link", "20mbit", "--strategies", "dense", "--steps", "100000", *more)
+        )
         until(lambda: list(out.glob(".work/*/rank0.jsonl")) and "step" in self._diary())
         self.family = descendants(self.process.pid)
         mine = namespace_of(os.getpid())
-        self.namespaces = {space for pid in self.family if (space := namespace_of(pid)) not in (mine, None)}
+        self.namespaces = {
+            space for pid in self.family if (space := namespace_of(pid)) not in (mine, None)
+        }
         assert len(self.namespaces) == 2
 
     def _diary(self) -> str:
@@ -335,9 +398,14 @@ def test_nothing_survives_a_killed_command(latency: str, tmp_path: Path) -> None
 @needs_netns
 @pytest.mark.parametrize(
     ("number", "status", "text"),
-    [(signal.SIGINT, 130, "thinwire: interrupted; every worker has been ended\n"), (signal.SIGTERM, 143, "")],
+    [
+        (signal.SIGINT, 130, "thinwire: interrupted; every worker has been ended\n"),
+        (signal.SIGTERM, 143, ""),
+    ],
 )
-def test_an_interrupted_command_cleans_up(number: int, status: int, text: str, tmp_path: Path) -> None:
+def test_an_interrupted_command_cleans_up(
+    number: int, status: int, text: str, tmp_path: Path
+) -> None:
     running = Running(tmp_path / "out")
     running.process.send_signal(number)
     assert running.end() == (status, text)
@@ -357,7 +425,9 @@ def test_a_killed_worker_ends_the_comparison(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault
-def test_a_silent_worker_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_worker_is_not_waited_for_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(comparison, "_SHORTEST_TIMEOUT_S", 3.0)
     stopped: list[int] = []
 

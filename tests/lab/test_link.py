@@ -6,14 +6,22 @@ from thinwire.lab.spaces import tbf_settings
 
 @pytest.mark.parametrize(
     ("text", "rate"),
-    [("100mbit", 1e8), ("1.5 gbit", 1.5e9), (" 500KBIT ", 5e5), (".5mbit", 5e5), ("10kbit", 1e4), ("30gbit", 3e10)],
+    [
+        ("100mbit", 1e8),
+        ("1.5 gbit", 1.5e9),
+        (" 500KBIT ", 5e5),
+        (".5mbit", 5e5),
+        ("10kbit", 1e4),
+        ("30gbit", 3e10),
+    ],
 )
 def test_rates(text: str, rate: float) -> None:
     assert parse_rate(text) == rate
 
 
 @pytest.mark.parametrize(
-    "text", ["0mbit", "9kbit", "31gbit", "fast", "", "mbit", "100", "-1mbit", "1e3mbit", "5mb", "nan"]
+    "text",
+    ["0mbit", "9kbit", "31gbit", "fast", "", "mbit", "100", "-1mbit", "1e3mbit", "5mb", "nan"],
 )
 def test_what_is_no_rate_is_named(text: str) -> None:
     with pytest.raises(ValueError, match="link=") as error:
@@ -37,7 +45,9 @@ def test_links_without_a_rate() -> None:
 
 
 def test_a_link_prints_as_it_was_typed() -> None:
-    assert [str(Link.parse(text)) for text in ("100mbit", "1gbit", "64kbit", "none", "loopback")] == [
+    assert [
+        str(Link.parse(text)) for text in ("100mbit", "1gbit", "64kbit", "none", "loopback")
+    ] == [
         "100mbit",
         "1gbit",
         "64kbit",

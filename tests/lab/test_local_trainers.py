@@ -25,7 +25,9 @@ def parameters(module: nn.Module) -> list[float]:
 
 def run(rank: int, size: int, name: str, steps: int) -> list[tuple[bool, list[float], float]]:
     recipe = STRATEGIES[name]
-    trainer = build_trainer(recipe.trainer, recipe.options, model(), Setup(momentum=0.9, ramp_steps=10))
+    trainer = build_trainer(
+        recipe.trainer, recipe.options, model(), Setup(momentum=0.9, ramp_steps=10)
+    )
     assert isinstance(trainer, Local)
     for group in trainer.optimizer.param_groups:
         group["lr"] = 0.1
@@ -43,7 +45,9 @@ def run(rank: int, size: int, name: str, steps: int) -> list[tuple[bool, list[fl
 
 
 @pytest.mark.parametrize("name", LOCAL)
-def test_agreed_is_where_all_ranks_are_equal_and_bytes_grow_there_alone(name: str, ranks: Pool) -> None:
+def test_agreed_is_where_all_ranks_are_equal_and_bytes_grow_there_alone(
+    name: str, ranks: Pool
+) -> None:
     first, second = ranks.run(run, name, 40, size=2)
     assert sum(agreed for agreed, _, _ in first) >= 3
     for step, ((agreed, mine, sent), (_, other, _)) in enumerate(zip(first, second, strict=True)):

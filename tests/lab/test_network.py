@@ -29,7 +29,10 @@ def connection(link: Link) -> Iterator[tuple[socket.socket, socket.socket, Netwo
         def connect() -> socket.socket:
             return socket.create_connection((net.addresses[0], 5000), timeout=20)
 
-        with inside(net.namespace_fds[0], listen) as server, inside(net.namespace_fds[1], connect) as far:
+        with (
+            inside(net.namespace_fds[0], listen) as server,
+            inside(net.namespace_fds[1], connect) as far,
+        ):
             near, _ = server.accept()
             with near:
                 for end in (near, far):
@@ -72,13 +75,17 @@ def test_what_a_worker_receives_is_shaped_too() -> None:
     count, link = 1_500_000, Link.parse("20mbit")
     with network(3, link) as net, contextlib.ExitStack() as stack:
         address = (net.addresses[0], 5000)
-        server = stack.enter_context(inside(net.namespace_fds[0], lambda: socket.create_server(address)))
+        server = stack.enter_context(
+            inside(net.namespace_fds[0], lambda: socket.create_server(address))
+        )
         pairs = []
         for fd in net.namespace_fds[1:]:
             far = inside(fd, lambda: socket.create_connection(address, timeout=20))
             pairs.append((stack.enter_context(far), stack.enter_context(server.accept()[0])))
         begin_s = time.monotonic()
-        receivers = [threading.Thread(target=seconds_for, args=(far, near, count)) for far, near in pairs]
+        receivers = [
+            threading.Thread(target=seconds_for, args=(far, near, count)) for far, near in pairs
+        ]
         for thread in receivers:
             thread.start()
         for thread in receivers:

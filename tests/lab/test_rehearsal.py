@@ -17,18 +17,32 @@ STEPS = 4
 
 
 def test_intervals_become_short_and_nothing_else_changes() -> None:
-    local = {"k_steps": 64, "begin_step": 200, "fragments": 8, "delay": 5, "outer_lr": 0.7, "average_state": 3}
+    local = {
+        "k_steps": 64,
+        "begin_step": 200,
+        "fragments": 8,
+        "delay": 5,
+        "outer_lr": 0.7,
+        "average_state": 3,
+    }
     assert shortened({"document": {"localsgd": local}}) == {
         "document": {
-            "localsgd": {**local, "k_steps": 4, "begin_step": 1, "fragments": 2, "delay": 1, "average_state": True}
+            "localsgd": {
+                **local,
+                "k_steps": 4,
+                "begin_step": 1,
+                "fragments": 2,
+                "delay": 1,
+                "average_state": True,
+            }
         }
     }
     dgc = {"rampup_begin_step": 0, "rampup_step": 800, "sparsity": [0.75, 0.999]}
     assert shortened(dgc) == {**dgc, "rampup_step": 5}
     assert shortened({"k_steps": 2, "begin_step": 0}) == {"k_steps": 2, "begin_step": 0}
-    assert shortened({"loss_scale": {"dynamic": {"init_loss_scale": 65536.0}}})["loss_scale"]["dynamic"] == {
-        "init_loss_scale": 1024.0
-    }
+    assert shortened({"loss_scale": {"dynamic": {"init_loss_scale": 65536.0}}})["loss_scale"][
+        "dynamic"
+    ] == {"init_loss_scale": 1024.0}
 
 
 def config_of(word: str) -> dict[str, Any]:
@@ -37,7 +51,9 @@ def config_of(word: str) -> dict[str, Any]:
     return {**own, "momentum": 0.9, "context": 16, "width": 64, "layers": 2, "seed": 0}
 
 
-def losses(rank: int, size: int, word: str, rehearsed: bool) -> tuple[list[float], list[float], float]:
+def losses(
+    rank: int, size: int, word: str, rehearsed: bool
+) -> tuple[list[float], list[float], float]:
     """Of a few steps on each rank, the parameters after them, and the bytes counted."""
     config = config_of(word)
     model = initial_model(config)
@@ -56,9 +72,15 @@ def losses(rank: int, size: int, word: str, rehearsed: bool) -> tuple[list[float
         found.append(float(trainer.train_step(batch[:, :-1], batch[:, 1:])))
     trainer.finish()
     trainer.close()
-    return found, [float(p.detach().sum()) for p in trainer.module.parameters()], trainer.sent_bytes()
+    return (
+        found,
+        [float(p.detach().sum()) for p in trainer.module.parameters()],
+        trainer.sent_bytes(),
+    )
 
 
-@pytest.mark.parametrize("word", [*STRATEGIES, *map(str, EXAMPLES)], ids=lambda word: Path(word).stem)
+@pytest.mark.parametrize(
+    "word", [*STRATEGIES, *map(str, EXAMPLES)], ids=lambda word: Path(word).stem
+)
 def test_a_rehearsal_changes_no_bit_of_the_training(word: str, ranks: Pool) -> None:
     assert ranks.run(losses, word, True, size=2) == ranks.run(losses, word, False, size=2)

@@ -1,4 +1,5 @@
-"""The figures that follow from a run, against figures worked out by hand; and a report that needs nothing else."""
+"""The figures that follow from a run, against figures worked out by hand; and a report that needs
+nothing else."""
 
 import json
 import re
@@ -53,9 +54,23 @@ def run(strategy: str, losses: list[float], step_s: float, sent: float) -> dict[
     }
 
 
-def results(*, emulated: bool = True, failed: dict[str, str] | None = None, tune: bool = False) -> dict[str, Any]:
-    typed: dict[str, Any] = {"link": "100mbit", "latency": "0ms", "strategies": ["dense", "dgc"], "steps": 20}
-    rest: dict[str, Any] = {"workers": 2, "seconds": None, "size": "tiny", "text": None, "batch": 2, "seed": 0}
+def results(
+    *, emulated: bool = True, failed: dict[str, str] | None = None, tune: bool = False
+) -> dict[str, Any]:
+    typed: dict[str, Any] = {
+        "link": "100mbit",
+        "latency": "0ms",
+        "strategies": ["dense", "dgc"],
+        "steps": 20,
+    }
+    rest: dict[str, Any] = {
+        "workers": 2,
+        "seconds": None,
+        "size": "tiny",
+        "text": None,
+        "batch": 2,
+        "seed": 0,
+    }
     settings = Settings.check(**typed, **rest, out=Path("out"), lr=None, tune=tune)
     runs = [run("dense", [5.0, 4.0, 3.0], 1.0, 4000), run("dgc", [5.0, 4.5, 3.5], 0.3, 10)]
     if not emulated:
@@ -95,7 +110,11 @@ def test_derived_figures() -> None:
 
 
 def test_a_loss_that_is_never_reached_has_no_time() -> None:
-    points = [{"loss": 5.0, "seconds": 0.0}, {"loss": 4.0, "seconds": 1.0}, {"loss": 4.5, "seconds": 2.0}]
+    points = [
+        {"loss": 5.0, "seconds": 0.0},
+        {"loss": 4.0, "seconds": 1.0},
+        {"loss": 4.5, "seconds": 2.0},
+    ]
     assert seconds_to_loss(points, 3.9) is None
     assert seconds_to_loss(points, 4.25) == pytest.approx(0.75)
     assert seconds_to_loss(points, 6.0) == 0.0
@@ -107,7 +126,15 @@ def test_every_key_is_described_and_every_description_has_its_key() -> None:
     for key in measured.keys() - {"thinwire", "started", "keys"}:
         assert key in described
     for entry in measured["strategies"]:
-        raw = {"strategy", "steps", "parameters", "steady_from_step", "summary", "bare_step_ms", "bytes_to_common_loss"}
+        raw = {
+            "strategy",
+            "steps",
+            "parameters",
+            "steady_from_step",
+            "summary",
+            "bare_step_ms",
+            "bytes_to_common_loss",
+        }
         assert entry.keys() - raw <= described
         assert described - set(measured) <= entry.keys() | {"strategies", "seconds_on_asked_link"}
 
@@ -153,7 +180,8 @@ def test_a_column_has_one_unit_and_one_precision_and_marks_its_best() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (13_200_000, "13.2 MB"), (5e12, "5e+03 GB")]
+    ("count", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (13_200_000, "13.2 MB"), (5e12, "5e+03 GB")],
 )
 def test_bytes_for_people(count: float, text: str) -> None:
     assert bytes_text(count) == text
@@ -163,7 +191,9 @@ def test_the_loss_that_all_reached_is_shown_where_it_says_something() -> None:
     label = "time to the loss that all reached (3.500), s"
     measured = results()
     assert label in columns(measured)
-    assert label not in columns({**measured, "strategies": measured["strategies"][1:], "dense_loss": None})
+    assert label not in columns(
+        {**measured, "strategies": measured["strategies"][1:], "dense_loss": None}
+    )
     reached = [{**run, "seconds_to_dense_loss": 1.0} for run in measured["strategies"]]
     assert label not in columns({**measured, "strategies": reached})
 
@@ -174,7 +204,9 @@ def test_the_table_fits_a_terminal(
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     measured = results()
-    measured["strategies"] = [{**measured["strategies"][0], "strategy": f"adaptive-local-{i}"} for i in range(6)]
+    measured["strategies"] = [
+        {**measured["strategies"][0], "strategy": f"adaptive-local-{i}"} for i in range(6)
+    ]
     measured["strategies"][3]["final_loss"] = 2.5
     print_table(measured)
     printed = capsys.readouterr().out
@@ -236,13 +268,17 @@ def test_the_report_can_be_read_without_eyes() -> None:
     cells = re.findall(r"<th[^>]*>", page)
     assert cells
     assert all("scope=" in cell for cell in cells if not cell.startswith("<thead"))
-    assert page.count('class="best" title="the best of its column"') == page.count('class="best"') > 0
+    assert (
+        page.count('class="best" title="the best of its column"') == page.count('class="best"') > 0
+    )
     assert "dense: loss 4.000 at 10.0 s, step 10, 40 kB sent per worker" in page  # on hover
 
 
 def luminance(colour: str) -> float:
     parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    linear = [
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    ]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
@@ -276,7 +312,8 @@ def test_the_report_suits_light_and_dark_and_escapes_what_it_shows() -> None:
 def test_the_report_says_how_to_make_it_again_and_how_to_use_what_won(tmp_path: Path) -> None:
     measured = results()
     assert measured["command"] == (
-        "thinwire compare --workers 2 --link 100mbit --strategies dense dgc --steps 20 --size tiny --batch 2 --seed 0"
+        "thinwire compare --workers 2 --link 100mbit --strategies dense dgc --steps 20 --size tiny "
+        "--batch 2 --seed 0"
     )
     measured["winner"] = "dgc"
     page = render(measured)
@@ -284,7 +321,9 @@ def test_the_report_says_how_to_make_it_again_and_how_to_use_what_won(tmp_path: 
     assert "sparsity: [0.75, 0.9375, 0.984375, 0.996, 0.999]" in page
     assert write_best(measured, "dgc", tmp_path) == tmp_path / BEST
     strategy = DistributedStrategy.load(tmp_path / BEST)
-    assert strategy.dgc == DGC(rampup_step=20, sparsity=(0.75, 0.9375, 0.984375, 0.996, 0.999), value_bits=1)
+    assert strategy.dgc == DGC(
+        rampup_step=20, sparsity=(0.75, 0.9375, 0.984375, 0.996, 0.999), value_bits=1
+    )
     assert write_best(measured, None, tmp_path) is None  # a file of an earlier winner would mislead
     assert list(tmp_path.iterdir()) == []
     (tmp_path / BEST).write_text("dgc: {}\n")  # not ours
@@ -301,7 +340,9 @@ def test_every_strategy_can_be_used_elsewhere(name: str) -> None:
         compile(recipe.code, name, "exec")
     else:
         fields = DistributedStrategy.from_dict(document).on
-        assert list(fields) == ([recipe.field] if recipe.field else list(recipe.options.get("document", {})))
+        assert list(fields) == (
+            [recipe.field] if recipe.field else list(recipe.options.get("document", {}))
+        )
 
 
 def test_no_text_of_a_plot_leaves_its_drawing() -> None:
@@ -314,7 +355,9 @@ def test_no_text_of_a_plot_leaves_its_drawing() -> None:
     ends = 0
     for plot in plots:
         width = float(re.findall(r'viewBox="0 0 (\d+)', plot)[0])
-        for x, anchor, text in re.findall(r'<text class="tick" x="([\d.]+)"[^>]*anchor="(\w+)">([^<]*)<', plot):
+        for x, anchor, text in re.findall(
+            r'<text class="tick" x="([\d.]+)"[^>]*anchor="(\w+)">([^<]*)<', plot
+        ):
             share = {"start": 1.0, "middle": 0.5, "end": 0.0}[anchor]
             assert float(x) + share * 7 * len(text) <= width, text
             ends += anchor == "end" and "MB" in text
@@ -323,9 +366,18 @@ def test_no_text_of_a_plot_leaves_its_drawing() -> None:
 
 @pytest.mark.parametrize(
     ("values", "logarithmic"),
-    [([0.0, 90.3], False), ([2.41, 2.68], False), ([5.0], False), ([0.0], False), ([1e3, 9e8], True), ([7e5], True)],
+    [
+        ([0.0, 90.3], False),
+        ([2.41, 2.68], False),
+        ([5.0], False),
+        ([0.0], False),
+        ([1e3, 9e8], True),
+        ([7e5], True),
+    ],
 )
-def test_axes_hold_their_values_and_have_a_few_round_ticks(values: list[float], logarithmic: bool) -> None:
+def test_axes_hold_their_values_and_have_a_few_round_ticks(
+    values: list[float], logarithmic: bool
+) -> None:
     axis = Axis.around(values, 50, 900, logarithmic=logarithmic)
     assert all(50 <= axis.place(value) <= 900 for value in values)
     for count in (4, 8):

@@ -40,7 +40,9 @@ def test_the_nearest_name_is_suggested() -> None:
 
 
 def test_a_file_is_called_by_its_stem_and_carries_the_whole_strategy(tmp_path: Path) -> None:
-    dense, plan = choose(["dense", file(tmp_path, "dgc:\n  sparsity: [0.99]\ngradient_merge:\n  k_steps: 2\n")])
+    dense, plan = choose(
+        ["dense", file(tmp_path, "dgc:\n  sparsity: [0.99]\ngradient_merge:\n  k_steps: 2\n")]
+    )
     assert (dense.name, plan.name) == ("dense", "plan")
     assert plan.summary == "strategy file plan.yaml: gradient_merge, dgc"
     assert plan.options["document"]["dgc"]["sparsity"] == [0.99]

@@ -12,15 +12,30 @@ from thinwire.lab.verdict import Verdict, verdict
 
 def judged(*runs: dict[str, Any], seconds: float | None = 20.0, **changes: Any) -> Verdict:
     """The verdict on runs, whose times to a loss are worked out as in `summarise`."""
-    dense = next((one["evaluations"][-1]["loss"] for one in runs if one["strategy"] == "dense"), None)
+    dense = next(
+        (one["evaluations"][-1]["loss"] for one in runs if one["strategy"] == "dense"), None
+    )
     common = common_loss(runs)
     for one in runs:
         points = one["evaluations"]
-        one["final_loss"], one["best_loss"] = points[-1]["loss"], min(point["loss"] for point in points)
+        one["final_loss"], one["best_loss"] = (
+            points[-1]["loss"],
+            min(point["loss"] for point in points),
+        )
         for which, loss in (("dense", dense), ("common", common)):
-            one[f"seconds_to_{which}_loss"] = None if loss is None else seconds_to_loss(points, loss)
-            one[f"bytes_to_{which}_loss"] = None if loss is None else seconds_to_loss(points, loss, "library_bytes")
-    whole = {**results(), "strategies": list(runs), "dense_loss": dense, "common_loss": common, **changes}
+            one[f"seconds_to_{which}_loss"] = (
+                None if loss is None else seconds_to_loss(points, loss)
+            )
+            one[f"bytes_to_{which}_loss"] = (
+                None if loss is None else seconds_to_loss(points, loss, "library_bytes")
+            )
+    whole = {
+        **results(),
+        "strategies": list(runs),
+        "dense_loss": dense,
+        "common_loss": common,
+        **changes,
+    }
     whole["settings"] = {**whole["settings"], "seconds": seconds, "steps": None if seconds else 20}
     return verdict(whole)
 
@@ -32,7 +47,8 @@ def dense(*losses: float) -> dict[str, Any]:
 def test_what_a_person_would_repeat() -> None:
     found = judged(dense(), run("dgc", [5.0, 3.5, 2.5, 2.0], 0.5, 80))
     assert found == Verdict(
-        "On this link (100mbit) dgc reached dense's loss (3.000) in 7.5 s instead of 20.0 s (2.7 times as fast), "
+        "On this link (100mbit) dgc reached dense's loss (3.000) in 7.5 s instead of 20.0 s (2.7 "
+        "times as fast), "
         "with 67 times fewer bytes.",
         "dgc",
     )
@@ -47,7 +63,10 @@ def test_where_dense_wins_it_says_so() -> None:
     )
     late = judged(dense(), run("dgc", [5.0, 4.0, 3.5, 3.0], 1.0, 80))
     assert late.winner == "dense"
-    assert "dense was the fastest to its own loss (3.000): 20.0 s; next came dgc with 30.0 s (1.5 times" in late.text
+    assert (
+        "dense was the fastest to its own loss (3.000): 20.0 s; next came dgc with 30.0 s (1.5 "
+        "times" in late.text
+    )
     assert "33 times fewer bytes" in late.text
 
 
@@ -67,8 +86,8 @@ def test_as_many_steps_for_all_are_not_as_much_time() -> None:
     assert found.winner == "dgc"
     assert "no other strategy reached dense's loss (3.000) within 20 steps" in found.text
     assert (
-        "By time, dgc was the first at the loss that all reached (4.000): 2.0 s, where dense, the next, took 10.0 s"
-        in (found.text)
+        "By time, dgc was the first at the loss that all reached (4.000): 2.0 s, where dense, the "
+        "next, took 10.0 s" in (found.text)
     )
     assert found.text.endswith("At the end dense had the lowest loss (3.000; dgc 4.000).")
 
@@ -77,7 +96,8 @@ def test_without_dense_the_loss_that_all_reached_decides() -> None:
     found = judged(run("fp16", [5.0, 4.0, 3.0], 1.0, 2000), run("dgc", [5.0, 4.0, 2.5], 0.5, 80))
     assert found.winner == "dgc"
     assert (
-        "dgc was the first at the loss that all reached (3.000): 8.3 s, where fp16, the next, took 20.0 s" in found.text
+        "dgc was the first at the loss that all reached (3.000): 8.3 s, where fp16, the next, took "
+        "20.0 s" in found.text
     )
     assert "dense" not in found.text
 
@@ -104,7 +124,9 @@ def test_what_is_missing_is_said() -> None:
     failures = [{"strategy": name, "error": "it broke"} for name in ("dgc", "fp16")]
     assert judged(dense(), failures=failures).text.endswith("dgc and fp16 failed and are left out.")
     told = {"by": "Ctrl-C", "during": "dgc", "progress": 0.4, "not_begun": ["fp16"]}
-    assert judged(dense(), interrupted=told).text.endswith("The comparison is not complete: dgc and fp16 are missing.")
+    assert judged(dense(), interrupted=told).text.endswith(
+        "The comparison is not complete: dgc and fp16 are missing."
+    )
 
 
 def test_a_link_that_was_not_emulated_is_only_estimated() -> None:
@@ -112,10 +134,17 @@ def test_a_link_that_was_not_emulated_is_only_estimated() -> None:
     found = judged(dense(), run("dgc", [5.0, 4.0, 3.0], 2.0, 80), link=link)
     # dense: 20 s of training and 80 s for 80 kB; dgc: 40 s and 1.6 s
     assert found.text.startswith(
-        "By an estimate for a link of 8kbit, which was NOT emulated, dgc reached dense's loss (3.000) "
+        "By an estimate for a link of 8kbit, which was NOT emulated, dgc reached dense's loss "
+        "(3.000) "
         "in 41.6 s instead of 100.0 s (2.4 times as fast)"
     )
-    asked = {"asked": "loopback", "rate_bit_s": None, "latency_s": 0.0, "emulated": False, "reason": None}
+    asked = {
+        "asked": "loopback",
+        "rate_bit_s": None,
+        "latency_s": 0.0,
+        "emulated": False,
+        "reason": None,
+    }
     assert judged(dense(), run("dgc", [5.0, 4.0, 3.0], 2.0, 80), link=asked).text.startswith(
         "Over this machine's loopback dense was the fastest"
     )
@@ -123,7 +152,8 @@ def test_a_link_that_was_not_emulated_is_only_estimated() -> None:
 
 @pytest.mark.parametrize("names", [("dense", "dgc"), ("dgc", "dense")])
 def test_the_loss_is_looked_for_in_the_same_way_for_all(names: tuple[str, str]) -> None:
-    """Two equal curves are equally soon at dense's loss, dense's own included, and also if it rose again at the end."""
+    """Two equal curves are equally soon at dense's loss, dense's own included, and also if it rose
+    again at the end."""
     for losses in ([5.0, 4.0, 3.0], [5.0, 3.0, 3.5]):
         found = judged(*(run(name, losses, 1.0, 4000) for name in names))
         times = re.findall(r"\((\d+\.\d) s and (\d+\.\d) s\)", found.text)

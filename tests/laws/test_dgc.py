@@ -21,19 +21,26 @@ MIN_NUMEL = 100
 
 def start_values() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(7)
-    return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in SHAPES.items()}
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64)
+        for name, shape in SHAPES.items()
+    }
 
 
 def gradient(step: int, rank: int, name: str) -> Tensor:
     seed = 10_000 * step + 100 * rank + list(SHAPES).index(name)
-    return torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(
+        SHAPES[name], generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 def params_of(dtype: torch.dtype = torch.float64) -> dict[str, nn.Parameter]:
     return {name: nn.Parameter(value.to(dtype)) for name, value in start_values().items()}
 
 
-def train(rank: int, size: int, steps: int, options: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
+def train(
+    rank: int, size: int, steps: int, options: dict[str, Any], group: dict[str, Any]
+) -> dict[str, Any]:
     params = params_of()
     optimizer = tw.optim.DGCMomentum(
         [{"params": list(params.items()), **group}], lr=0.1, min_numel=MIN_NUMEL, **options
@@ -45,7 +52,11 @@ def train(rank: int, size: int, steps: int, options: dict[str, Any], group: dict
     return {
         "params": {name: p.detach().numpy() for name, p in params.items()},
         "u": {name: optimizer.state[p]["momentum_buffer"].numpy() for name, p in params.items()},
-        "v": {name: optimizer.state[p]["residual"].numpy() for name, p in params.items() if p.numel() >= MIN_NUMEL},
+        "v": {
+            name: optimizer.state[p]["residual"].numpy()
+            for name, p in params.items()
+            if p.numel() >= MIN_NUMEL
+        },
     }
 
 
@@ -62,7 +73,11 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"levels": (0.5, 0.75, 0.9), "begin": 4, "rampup": 6},
     ),
     "decay": ({"sparsity": (0.9,), "weight_decay": 0.02}, {}, {"levels": (0.9,), "decay": 0.02}),
-    "l1": ({"sparsity": (0.9,), "regularizer": tw.L1Decay(0.03)}, {}, {"levels": (0.9,), "l1": 0.03}),
+    "l1": (
+        {"sparsity": (0.9,), "regularizer": tw.L1Decay(0.03)},
+        {},
+        {"levels": (0.9,), "l1": 0.03},
+    ),
     "l2 of the group": (
         {"sparsity": (0.9,), "regularizer": tw.L1Decay(0.5), "rampup_begin_step": 3},
         {"regularizer": tw.L2Decay(0.03)},
@@ -73,7 +88,11 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {},
         {"levels": (0.9,), "clip": 2.0, "begin": 3},
     ),
-    "local clip": ({"sparsity": (0.9,), "local_grad_clip_norm": 3.0}, {}, {"levels": (0.9,), "local_clip": 3.0}),
+    "local clip": (
+        {"sparsity": (0.9,), "local_grad_clip_norm": 3.0},
+        {},
+        {"levels": (0.9,), "local_clip": 3.0},
+    ),
     "num_trainers": (
         {"sparsity": (0.9,), "local_grad_clip_norm": 3.0, "num_trainers": 9},
         {},
@@ -94,23 +113,37 @@ def test_the_oracle_agrees(ranks: Pool, name: str, size: int) -> None:
     steps = 14
     answers = ranks.run(train, steps, {"value_bits": 32, **options}, group, size=size)
     oracle = Oracle(
-        {n: v.numpy() for n, v in start_values().items()}, ranks=len(answers), min_numel=MIN_NUMEL, **oracle_options
+        {n: v.numpy() for n, v in start_values().items()},
+        ranks=len(answers),
+        min_numel=MIN_NUMEL,
+        **oracle_options,
     )
     for step in range(steps):
-        oracle.update([{n: gradient(step, r, n).numpy() for n in SHAPES} for r in range(len(answers))])
+        oracle.update(
+            [{n: gradient(step, r, n).numpy() for n in SHAPES} for r in range(len(answers))]
+        )
     for rank, answer in enumerate(answers):
         for n in SHAPES:
-            # values travel as float32, so two orders of summation may round a sent value differently: 1e-7 of it
-            np.testing.assert_allclose(answer["params"][n], oracle.params[n], rtol=1e-6, atol=1e-7, err_msg=n)
-            np.testing.assert_allclose(answer["u"][n], oracle.u[rank][n], rtol=1e-6, atol=1e-6, err_msg=n)
+            # values travel as float32, so two orders of summation may round a sent value
+            # differently: 1e-7 of it
+            np.testing.assert_allclose(
+                answer["params"][n], oracle.params[n], rtol=1e-6, atol=1e-7, err_msg=n
+            )
+            np.testing.assert_allclose(
+                answer["u"][n], oracle.u[rank][n], rtol=1e-6, atol=1e-6, err_msg=n
+            )
             assert np.array_equal(answer["params"][n], answers[0]["params"][n])
         for n in answer["v"]:
-            np.testing.assert_allclose(answer["v"][n], oracle.v[rank][n], rtol=1e-5, atol=1e-5, err_msg=n)
+            np.testing.assert_allclose(
+                answer["v"][n], oracle.v[rank][n], rtol=1e-5, atol=1e-5, err_msg=n
+            )
 
 
 def sends_everything(rank: int, size: int) -> tuple[list[Tensor], list[Tensor]]:
     ours, plain = params_of(torch.float32), params_of(torch.float32)
-    optimizer = tw.optim.DGCMomentum(ours.items(), lr=0.1, sparsity=(0.0,), value_bits=32, min_numel=1)
+    optimizer = tw.optim.DGCMomentum(
+        ours.items(), lr=0.1, sparsity=(0.0,), value_bits=32, min_numel=1
+    )
     sgd = torch.optim.SGD(plain.values(), lr=0.1)
     for step in range(10):
         for name in SHAPES:
@@ -130,7 +163,9 @@ def test_sending_everything_is_plain_sgd(ranks: Pool) -> None:
 def conserve(rank: int, size: int, bits: int) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Per step (accumulated before sending, residual after it, update of the parameters)."""
     p = nn.Parameter(torch.zeros(500))
-    optimizer = tw.optim.DGCMomentum([p], lr=1.0, momentum=0.9, sparsity=(0.98,), min_numel=1, value_bits=bits)
+    optimizer = tw.optim.DGCMomentum(
+        [p], lr=1.0, momentum=0.9, sparsity=(0.98,), min_numel=1, value_bits=bits
+    )
     u, v, history = torch.zeros(500), torch.zeros(500), []
     for step in range(30):
         g = torch.randn(500, generator=torch.Generator().manual_seed(1000 * step + rank))
@@ -148,7 +183,9 @@ def conserve(rank: int, size: int, bits: int) -> list[tuple[Tensor, Tensor, Tens
 def test_what_is_not_sent_stays(ranks: Pool, bits: int) -> None:
     histories = ranks.run(conserve, bits, size=3)
     for step in range(30):
-        applied = 3 * histories[0][step][2].double()  # with lr 1 the update is the mean of what was sent
+        applied = (
+            3 * histories[0][step][2].double()
+        )  # with lr 1 the update is the mean of what was sent
         sent = sum((h[step][0].double() - h[step][1].double()) for h in histories)
         torch.testing.assert_close(applied, sent, rtol=1e-4, atol=1e-4)
         for history in histories:
@@ -186,7 +223,12 @@ DGC_OPTIONS: dict[str, Any] = {
 
 
 def run_net(
-    rank: int, size: int, attach: bool, steps: int, options: dict[str, Any], ddp_options: dict[str, Any]
+    rank: int,
+    size: int,
+    attach: bool,
+    steps: int,
+    options: dict[str, Any],
+    ddp_options: dict[str, Any],
 ) -> dict[str, Any]:
     torch.manual_seed(3)
     model = Net(torch.float32)
@@ -264,7 +306,9 @@ def resume(rank: int, size: int, attach: bool) -> tuple[list[Tensor], list[Tenso
         torch.manual_seed(seed)
         model = Net(torch.float32)
         schedule = tw.schedules.ExponentialDecay(0.1, 0.5, 4)
-        return model, tw.optim.DGCMomentum(model.named_parameters(), **{**DGC_OPTIONS, "lr": schedule})
+        return model, tw.optim.DGCMomentum(
+            model.named_parameters(), **{**DGC_OPTIONS, "lr": schedule}
+        )
 
     whole, optimizer = fresh(3)
     continued(whole, optimizer, 0, 5)
@@ -295,7 +339,9 @@ def test_save_load_continue_is_bit_exact(ranks: Pool, attach: bool) -> None:
 def poisoned(rank: int, size: int, attach: bool, where: str) -> dict[str, Any]:
     torch.manual_seed(3)
     model = Net(torch.float32)
-    optimizer = tw.optim.DGCMomentum(model.named_parameters(), lr=0.05, min_numel=200, sparsity=(0.9,))
+    optimizer = tw.optim.DGCMomentum(
+        model.named_parameters(), lr=0.05, min_numel=200, sparsity=(0.9,)
+    )
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.001) if attach else model
     if attach:
         optimizer.attach(ddp)
@@ -310,7 +356,10 @@ def poisoned(rank: int, size: int, attach: bool, where: str) -> dict[str, Any]:
             grad = dict(model.named_parameters())[where].grad
             assert grad is not None
             grad.view(-1)[3] = float("inf")
-        before = copy.deepcopy(optimizer.state_dict()), [p.detach().clone() for p in model.parameters()]
+        before = (
+            copy.deepcopy(optimizer.state_dict()),
+            [p.detach().clone() for p in model.parameters()],
+        )
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             optimizer.step()
@@ -320,23 +369,36 @@ def poisoned(rank: int, size: int, attach: bool, where: str) -> dict[str, Any]:
             assert before[0]["param_groups"] == after["param_groups"]
             for index, state in before[0]["state"].items():
                 assert all(torch.equal(state[key], after["state"][index][key]) for key in state)
-            assert all(torch.equal(a, b) for a, b in zip(before[1], model.parameters(), strict=True))
+            assert all(
+                torch.equal(a, b) for a, b in zip(before[1], model.parameters(), strict=True)
+            )
         optimizer.zero_grad()
-    return {"params": [p.detach() for p in model.parameters()], "texts": texts, "stats": optimizer.stats()}
+    return {
+        "params": [p.detach() for p in model.parameters()],
+        "texts": texts,
+        "stats": optimizer.stats(),
+    }
 
 
 @pytest.mark.fault
 @pytest.mark.parametrize("where", ["second.weight", "third.bias"])
 @pytest.mark.parametrize("attach", [False, True])
-def test_a_bad_gradient_on_one_rank_drops_the_step_on_all(ranks: Pool, attach: bool, where: str) -> None:
+def test_a_bad_gradient_on_one_rank_drops_the_step_on_all(
+    ranks: Pool, attach: bool, where: str
+) -> None:
     answers = ranks.run(poisoned, attach, where, size=3)
     for answer in answers:
-        assert all(torch.equal(a, b) for a, b in zip(answer["params"], answers[0]["params"], strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(answer["params"], answers[0]["params"], strict=True)
+        )
         assert all(p.isfinite().all() for p in answer["params"])
         assert answer["stats"]["dropped_steps"] == 1
         assert answer["stats"]["step"] == 7
         assert len(answer["texts"]) == 1
-        assert f"step 4 was dropped on every rank: the gradient of parameter {where} on rank 1" in answer["texts"][0]
+        assert (
+            f"step 4 was dropped on every rank: the gradient of parameter {where} on rank 1"
+            in answer["texts"][0]
+        )
 
 
 def always_bad(rank: int, size: int) -> int:

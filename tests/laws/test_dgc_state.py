@@ -1,4 +1,5 @@
-"""Momentum buffer and residual in bfloat16: where they are so, what they do to training, and how they are saved."""
+"""Momentum buffer and residual in bfloat16: where they are so, what they do to training, and how
+they are saved."""
 
 import copy
 from collections.abc import Iterator
@@ -25,34 +26,51 @@ def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 
 def optimizer_of(model: nn.Module, **options: Any) -> DGCMomentum:
-    return DGCMomentum(model.named_parameters(), **{"lr": 0.05, "sparsity": (0.9,), "min_numel": 100, **options})
+    return DGCMomentum(
+        model.named_parameters(), **{"lr": 0.05, "sparsity": (0.9,), "min_numel": 100, **options}
+    )
 
 
 def step(model: nn.Module, optimizer: DGCMomentum, number: int) -> None:
     for i, p in enumerate(model.parameters()):
-        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * number + i)).to(p)
+        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * number + i)).to(
+            p
+        )
     optimizer.step()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("choice", [None, "float32", "bfloat16", torch.bfloat16])
 @pytest.mark.parametrize("begin", [0, 9])
-def test_compressed_tensors_have_the_type_that_is_asked_for(dtype: torch.dtype, choice: Any, begin: int) -> None:
+def test_compressed_tensors_have_the_type_that_is_asked_for(
+    dtype: torch.dtype, choice: Any, begin: int
+) -> None:
     model = net(dtype)
     optimizer = optimizer_of(model, state_dtype=choice, rampup_begin_step=begin)
     step(model, optimizer, 0)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    named = {None: wide, "float32": torch.float32, "bfloat16": torch.bfloat16, torch.bfloat16: torch.bfloat16}[choice]
+    named = {
+        None: wide,
+        "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
+        torch.bfloat16: torch.bfloat16,
+    }[choice]
     for p in model.parameters():
         found = {key: value.dtype for key, value in optimizer.state[p].items()}
-        assert found == (dict.fromkeys(KEYS, named) if p.numel() >= 100 else {"momentum_buffer": wide})
+        assert found == (
+            dict.fromkeys(KEYS, named) if p.numel() >= 100 else {"momentum_buffer": wide}
+        )
         assert p.dtype == dtype
         assert p.isfinite().all()
 
 
 def test_the_name_and_the_type_are_one_choice() -> None:
     assert tw.DGC(state_dtype=torch.bfloat16) == tw.DGC(state_dtype="bfloat16")
-    assert optimizer_of(net(), state_dtype=torch.float32).state_dict().keys() == {"state", "param_groups", "position"}
+    assert optimizer_of(net(), state_dtype=torch.float32).state_dict().keys() == {
+        "state",
+        "param_groups",
+        "position",
+    }
     document = tw.DistributedStrategy(dgc=tw.DGC(state_dtype=torch.bfloat16)).to_dict()
     assert document["dgc"]["state_dtype"] == "bfloat16"
     assert tw.DistributedStrategy.from_dict(document).dgc == tw.DGC(state_dtype="bfloat16")
@@ -61,10 +79,18 @@ def test_the_name_and_the_type_are_one_choice() -> None:
 @pytest.mark.parametrize(
     ("choice", "error", "text"),
     [
-        ("float16", ValueError, r"state_dtype must be one of \['float32', 'bfloat16'\], got 'float16'"),
+        (
+            "float16",
+            ValueError,
+            r"state_dtype must be one of \['float32', 'bfloat16'\], got 'float16'",
+        ),
         ("bfloat", ValueError, "did you mean 'bfloat16'"),
         (torch.float64, ValueError, "'float64'"),
-        (16, TypeError, "state_dtype must be str, got 16 of type int; write 'float32' or 'bfloat16'"),
+        (
+            16,
+            TypeError,
+            "state_dtype must be str, got 16 of type int; write 'float32' or 'bfloat16'",
+        ),
     ],
 )
 def test_other_types_are_refused(choice: Any, error: type[Exception], text: str) -> None:
@@ -76,7 +102,10 @@ def test_other_types_are_refused(choice: Any, error: type[Exception], text: str)
 
 def test_what_an_averaging_keeps_is_not_narrowed() -> None:
     dgc = tw.DGC(state_dtype="bfloat16")
-    with pytest.raises(tw.StrategyError, match=r"dgc\.state_dtype='bfloat16' and localsgd: .* leave state_dtype out"):
+    with pytest.raises(
+        tw.StrategyError,
+        match=r"dgc\.state_dtype='bfloat16' and localsgd: .* leave state_dtype out",
+    ):
         tw.DistributedStrategy(dgc=dgc, localsgd=tw.LocalSGD(2))
     assert tw.DistributedStrategy(dgc=tw.DGC(state_dtype="float32"), localsgd=tw.LocalSGD(2))
 
@@ -118,9 +147,12 @@ def test_loaded_state_takes_on_the_type_of_the_one_that_loads(saved: str, here: 
 
 
 def test_before_compression_the_update_is_that_of_a_buffer_rounded_step_by_step() -> None:
-    """Oracle: SGD in float32 whose buffer is rounded by the random words of the step; the bias has none."""
+    """Oracle: SGD in float32 whose buffer is rounded by the random words of the step; the bias has
+    none."""
     p = nn.Parameter(torch.linspace(-1, 1, 300))
-    optimizer = DGCMomentum([p], lr=0.1, min_numel=100, rampup_begin_step=100, state_dtype="bfloat16")
+    optimizer = DGCMomentum(
+        [p], lr=0.1, min_numel=100, rampup_begin_step=100, state_dtype="bfloat16"
+    )
     expected, buffer = p.detach().clone(), torch.zeros(300)
     for number in range(5):
         p.grad = torch.randn(300, generator=torch.Generator().manual_seed(number))
@@ -133,8 +165,12 @@ def test_before_compression_the_update_is_that_of_a_buffer_rounded_step_by_step(
         assert torch.equal(p, expected)
 
 
-@pytest.mark.parametrize("options", [{}, {"nesterov": True, "weight_decay": 0.1, "value_bits": 4}], ids=str)
-def test_replicas_stay_equal_across_the_switch_and_attached_or_not(ranks: Pool, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"nesterov": True, "weight_decay": 0.1, "value_bits": 4}], ids=str
+)
+def test_replicas_stay_equal_across_the_switch_and_attached_or_not(
+    ranks: Pool, options: dict[str, Any]
+) -> None:
     options = {"state_dtype": "bfloat16", "rampup_begin_step": 6, **options}
     attached = ranks.run(run_net, True, 20, options, {})
     stepped = ranks.run(run_net, False, 20, options, {})
@@ -163,7 +199,8 @@ def mean_of_two(rank: int, size: int) -> list[Tensor]:
         total += means["weight"].double() * size
         errors = errors + sum(map(oracle.variance, (before + grad).view(-1).tolist()))
     accumulated = sum(
-        torch.randn(40, 30, generator=torch.Generator().manual_seed(1000 * n + rank)).double() for n in range(40)
+        torch.randn(40, 30, generator=torch.Generator().manual_seed(1000 * n + rank)).double()
+        for n in range(40)
     )
     assert isinstance(accumulated, Tensor)
     assert mean.residuals["weight"].dtype == torch.bfloat16
@@ -171,7 +208,9 @@ def mean_of_two(rank: int, size: int) -> list[Tensor]:
     return [total, mean.residuals["weight"].double(), accumulated, errors]
 
 
-def test_under_another_optimizer_what_was_sent_and_what_stays_is_what_was_accumulated(ranks: Pool) -> None:
+def test_under_another_optimizer_what_was_sent_and_what_stays_is_what_was_accumulated(
+    ranks: Pool,
+) -> None:
     answers = ranks.run(mean_of_two)
     assert torch.equal(answers[0][0], answers[1][0])
     missing = sum(answer[1] - answer[2] for answer in answers).sum() + answers[0][0].sum()
@@ -188,7 +227,12 @@ def final_loss(seed: int, choice: str) -> float:
     y = teacher(x).mul(4).argmax(1)
     model = nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 5))
     optimizer = DGCMomentum(
-        model.named_parameters(), lr=0.1, min_numel=300, sparsity=(0.75, 0.99), rampup_step=40, state_dtype=choice
+        model.named_parameters(),
+        lr=0.1,
+        min_numel=300,
+        sparsity=(0.75, 0.99),
+        rampup_step=40,
+        state_dtype=choice,
     )
     losses = []
     for number in range(250):

@@ -1,4 +1,5 @@
-"""What a step allocates: momentum buffer and residual stay in full size, and nothing of that size comes and goes."""
+"""What a step allocates: momentum buffer and residual stay in full size, and nothing of that size
+comes and goes."""
 
 import gc
 import tracemalloc
@@ -17,15 +18,22 @@ NUMEL = 400_000
 
 
 class Allocations(TorchDispatchMode):
-    """The most bytes that tensors of at least a fifth of the parameters held at a time, of those made inside."""
+    """The most bytes that tensors of at least a fifth of the parameters held at a time, of those
+    made inside."""
 
     def __init__(self) -> None:
         super().__init__()
         self.live: dict[int, int] = {}
         self.peak = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = {
+            t.untyped_storage()._cdata
+            for t in tree_leaves((args, kwargs))
+            if isinstance(t, torch.Tensor)
+        }
         result = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if not isinstance(tensor, torch.Tensor):
@@ -40,7 +48,8 @@ class Allocations(TorchDispatchMode):
 
 
 def words_of_a_step(step: Any) -> float:
-    """What one step held at its peak beyond what was there before, per parameter, in words of four bytes."""
+    """What one step held at its peak beyond what was there before, per parameter, in words of four
+    bytes."""
     step()
     step()
     gc.collect()
@@ -52,14 +61,17 @@ def words_of_a_step(step: Any) -> float:
         numpys = tracemalloc.get_traced_memory()[1] - before
     finally:
         tracemalloc.stop()
-    # The room for candidates of a small tensor is a fixed number of entries, which no longer counts in a large one.
+    # The room for candidates of a small tensor is a fixed number of entries, which no longer counts
+    # in a large one.
     return (torchs.peak + max(0, numpys - 1_000_000)) / (4 * NUMEL)
 
 
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("state_dtype", [None, "bfloat16"])
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_a_compressed_step_makes_nothing_of_full_size(grad_dtype: Any, state_dtype: Any, nesterov: bool) -> None:
+def test_a_compressed_step_makes_nothing_of_full_size(
+    grad_dtype: Any, state_dtype: Any, nesterov: bool
+) -> None:
     param = nn.Parameter(torch.randn(NUMEL).to(grad_dtype))
     optimizer = tw.optim.DGCMomentum([param], lr=0.1, nesterov=nesterov, state_dtype=state_dtype)
     param.grad = torch.randn(NUMEL).to(grad_dtype)
@@ -91,7 +103,9 @@ def test_what_the_options_hold_for_a_moment(options: dict[str, Any], words: int)
 def test_under_another_optimizer_there_is_no_second_set_of_gradients(merged: int) -> None:
     model = nn.Linear(400, NUMEL // 400, bias=False)
     strategy = tw.DistributedStrategy(dgc=tw.DGC(), gradient_merge=tw.GradientMerge(merged))
-    optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-4, foreach=False, momentum=0, maximize=False)
+    optimizer = torch.optim.RMSprop(
+        model.parameters(), lr=1e-4, foreach=False, momentum=0, maximize=False
+    )
     optimizer.step = lambda: None  # what it makes for itself is not ours
     engine = strategy.prepare(model, optimizer, lambda y, _: y.square().mean())
 
@@ -99,6 +113,7 @@ def test_under_another_optimizer_there_is_no_second_set_of_gradients(merged: int
         for _ in range(merged):
             engine.train_step(torch.randn(2, 400), None)
 
-    # The gradient itself, which is there when the step begins too, and the sum of those that are merged.
+    # The gradient itself, which is there when the step begins too, and the sum of those that are
+    # merged.
     assert words_of_a_step(update) == pytest.approx(merged, abs=0.2)
     engine.close()

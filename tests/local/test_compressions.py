@@ -1,4 +1,5 @@
-"""Laws of what compresses changes: nothing lost, sizes known, means over those who sent, the share that is applied."""
+"""Laws of what compresses changes: nothing lost, sizes known, means over those who sent, the share
+that is applied."""
 
 from typing import Any
 
@@ -36,12 +37,17 @@ def follow(rank: int, size: int, config: Any, steps: int) -> list[Any]:
         for step in range(1, steps + 1):
             set_gradients(model, step, rank)
             optimizer.step()
-            found.append((values(model), {n: e.numpy() for n, e in sync.state_dict()["errors"].items()}))
+            found.append(
+                (values(model), {n: e.numpy() for n, e in sync.state_dict()["errors"].items()})
+            )
     return found
 
 
 CASES: dict[str, tuple[tw.LocalSGD, dict[str, Any]]] = {
-    **{f"{bits} bits": (tw.LocalSGD(3, compression=tw.Quantized(bits)), {"k": 3, "bits": bits}) for bits in BITS},
+    **{
+        f"{bits} bits": (tw.LocalSGD(3, compression=tw.Quantized(bits)), {"k": 3, "bits": bits})
+        for bits in BITS
+    },
     "4 bits, forgetting, outer, fragments and delay": (
         tw.LocalSGD(
             6,
@@ -66,7 +72,9 @@ CASES: dict[str, tuple[tw.LocalSGD, dict[str, Any]]] = {
         {"k": 4, "sparsity": 0.75, "decay": 0.9, "senders": True},
     ),
     "over the senders, outer, fragments and delay": (
-        tw.LocalSGD(6, fragments=2, delay=1, outer_momentum=0.5, compression=tw.Sparse(0.8, value_bits=32)),
+        tw.LocalSGD(
+            6, fragments=2, delay=1, outer_momentum=0.5, compression=tw.Sparse(0.8, value_bits=32)
+        ),
         {
             "k": 6,
             "parts": [["a"], ["b", "c", "d"]],
@@ -83,10 +91,13 @@ CASES: dict[str, tuple[tw.LocalSGD, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("size", [1, 3])
 def test_training_is_that_of_the_simulation(ranks: Pool, case: str, size: int) -> None:
-    """1e-6: scales are rounded to float32 from sums in another order, and such a difference stays in the errors."""
+    """1e-6: scales are rounded to float32 from sums in another order, and such a difference stays
+    in the errors."""
     config, settings = CASES[case]
     found = ranks.run(follow, config, 26, size=size)
-    oracle = Simulation({n: v.numpy() for n, v in start_values().items()}, size, lr=0.1, momentum=0.9, **settings)
+    oracle = Simulation(
+        {n: v.numpy() for n, v in start_values().items()}, size, lr=0.1, momentum=0.9, **settings
+    )
     for step in range(26):
         oracle.advance(gradient)
         for rank in range(size):
@@ -102,11 +113,14 @@ def test_training_is_that_of_the_simulation(ranks: Pool, case: str, size: int) -
 
 
 def keep_books(rank: int, size: int, compression: Any) -> float:
-    """Largest error of: what this rank sent in all, plus what it keeps, is what it changed and kept before."""
+    """Largest error of: what this rank sent in all, plus what it keeps, is what it changed and kept
+    before."""
     model = Bag(dtype=torch.float32)
     optimizer = sgd(model)
     worst = 0.0
-    with tw.local_sgd(model, optimizer, tw.LocalSGD(2, begin_step=0, compression=compression)) as sync:
+    with tw.local_sgd(
+        model, optimizer, tw.LocalSGD(2, begin_step=0, compression=compression)
+    ) as sync:
         averaging = sync._open_turns().averaging
         sent: dict[str, Tensor] = {}
         settle = averaging._mean_change
@@ -123,7 +137,9 @@ def keep_books(rank: int, size: int, compression: Any) -> float:
             anchors = {n: a.clone() for n, a in averaging.anchors.items()}
             start = {n: p.detach().clone() for n, p in model.named_parameters()}
             set_gradients(model, step, rank)
-            change = {n: anchors[n] - (start[n] - 0.1 * p.grad) for n, p in model.named_parameters()}  # type: ignore[operator]
+            change = {
+                n: anchors[n] - (start[n] - 0.1 * p.grad) for n, p in model.named_parameters()
+            }  # type: ignore[operator]
             optimizer.step()
             if not sync.synced:
                 continue
@@ -144,18 +160,23 @@ def keep_books(rank: int, size: int, compression: Any) -> float:
     ids=str,
 )
 @pytest.mark.parametrize("size", [1, 2])
-def test_what_is_sent_and_kept_is_what_changed_and_was_kept(ranks: Pool, compression: Any, size: int) -> None:
+def test_what_is_sent_and_kept_is_what_changed_and_was_kept(
+    ranks: Pool, compression: Any, size: int
+) -> None:
     """1e-6: float32 sums of values of size 1."""
     assert max(ranks.run(keep_books, compression, size=size)) < 1e-6
 
 
 def add_up(rank: int, size: int, bits: int) -> float:
-    """Largest error of: the anchors moved by the mean of all changes less the mean of what is kept."""
+    """Largest error of: the anchors moved by the mean of all changes less the mean of what
+    is kept."""
     model = Bag()
     optimizer = sgd(model)
     changed = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
-    with tw.local_sgd(model, optimizer, tw.LocalSGD(2, begin_step=0, compression=tw.Quantized(bits))) as sync:
+    with tw.local_sgd(
+        model, optimizer, tw.LocalSGD(2, begin_step=0, compression=tw.Quantized(bits))
+    ) as sync:
         for step in range(1, 401):
             set_gradients(model, step, rank)
             for name, p in model.named_parameters():
@@ -168,7 +189,9 @@ def add_up(rank: int, size: int, bits: int) -> float:
         sums = torch.stack([changed[name], errors[name]]).detach()
         if size > 1:
             torch.distributed.all_reduce(sums)
-        worst = max(worst, float(((start[name] - p.detach()) * size + sums[1] - sums[0]).abs().max()))
+        worst = max(
+            worst, float(((start[name] - p.detach()) * size + sums[1] - sums[0]).abs().max())
+        )
     return worst
 
 
@@ -209,13 +232,19 @@ def sent_in_turns(rank: int, size: int, compression: Any, dgc: Any) -> list[tupl
         told = compression_of(compression, dgc)
         assert told is not None
         pairs = []
-        with local_sgd.LocalUpdates(model, optimizer, tw.LocalSGD(2, compression=compression), dgc=dgc) as sync:
+        with local_sgd.LocalUpdates(
+            model, optimizer, tw.LocalSGD(2, compression=compression), dgc=dgc
+        ) as sync:
             for step in range(1, 10):
                 gathered.clear()
                 set_gradients(model, step, rank)
                 optimizer.step()
                 if sync.synced:
-                    taken = [p.shape for p in model.parameters() if told.compresses(p) and told.takes(step, p.numel())]
+                    taken = [
+                        p.shape
+                        for p in model.parameters()
+                        if told.compresses(p) and told.takes(step, p.numel())
+                    ]
                     pairs.append((sum(gathered), told.sent_bytes(step, taken) if taken else 0))
     finally:
         local_sgd.Group = Group  # type: ignore[misc]
@@ -231,7 +260,9 @@ def sent_in_turns(rank: int, size: int, compression: Any, dgc: Any) -> list[tupl
     ],
     ids=str,
 )
-def test_what_travels_is_exactly_what_was_predicted(ranks: Pool, compression: Any, dgc: Any) -> None:
+def test_what_travels_is_exactly_what_was_predicted(
+    ranks: Pool, compression: Any, dgc: Any
+) -> None:
     for pairs in ranks.run(sent_in_turns, compression, dgc):
         assert len(pairs) == 5
         assert all(came == predicted for came, predicted in pairs)
@@ -241,7 +272,9 @@ def test_what_travels_is_exactly_what_was_predicted(ranks: Pool, compression: An
 def counted(rank: int, size: int, compression: Any) -> float:
     model = Bag()
     optimizer = sgd(model)
-    with tw.local_sgd(model, optimizer, tw.LocalSGD(1, begin_step=0, compression=compression)) as sync:
+    with tw.local_sgd(
+        model, optimizer, tw.LocalSGD(1, begin_step=0, compression=compression)
+    ) as sync:
         for step in range(1, 6):
             set_gradients(model, step, rank)
             before = sync.stats()["bytes_sent"]
@@ -251,7 +284,8 @@ def counted(rank: int, size: int, compression: Any) -> float:
 
 
 def test_stats_count_the_message_and_the_scalars_that_ride_along(ranks: Pool) -> None:
-    """Two agreements of 24 bytes; for the share that is applied 64 float32, and nothing at decay 1 with all ranks."""
+    """Two agreements of 24 bytes; for the share that is applied 64 float32, and nothing at decay 1
+    with all ranks."""
     for compression, riders in [
         (tw.Quantized(4), 0),
         (tw.Quantized(4, decay=0.9), 4 * SKETCH_NUMEL),
@@ -269,7 +303,9 @@ def two_steps(rank: int, size: int, mean_over: str) -> tuple[list[Any], str]:
     """Rank r changes entry r by 1 + r, entry 3 by 8, and a little of all; 2 of 5 are sent."""
     model = Bag({"w": (5,)}, dtype=torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    config = tw.LocalSGD(1, 0, compression=tw.Sparse(0.6, value_bits=32, decay=1.0, mean_over=mean_over))  # type: ignore[arg-type]
+    config = tw.LocalSGD(
+        1, 0, compression=tw.Sparse(0.6, value_bits=32, decay=1.0, mean_over=mean_over)
+    )  # type: ignore[arg-type]
     [p] = model.parameters()
     start = p.detach().clone()
     with tw.local_sgd(model, optimizer, config):
@@ -302,7 +338,9 @@ def many_steps(rank: int, size: int, compression: Any, steps: int) -> list[tuple
     return found
 
 
-@pytest.mark.parametrize("compression", [tw.Sparse(0.8), tw.Quantized(1), tw.Quantized(4, decay=0.9)], ids=str)
+@pytest.mark.parametrize(
+    "compression", [tw.Sparse(0.8), tw.Quantized(1), tw.Quantized(4, decay=0.9)], ids=str
+)
 def test_ranks_are_bit_identical_after_every_averaging(ranks: Pool, compression: Any) -> None:
     for views in zip(*ranks.run(many_steps, compression, 60, size=3), strict=True):
         flags, digests, shares = zip(*views, strict=True)
@@ -343,16 +381,22 @@ def steady(rank: int, size: int, config: Any, rounds: int) -> tuple[float, float
     ],
     ids=str,
 )
-def test_the_applied_share_is_near_what_it_estimates(ranks: Pool, compression: Any, low: float, high: float) -> None:
-    """Decay eats a part of what is sent seldom; over the senders, entries that one rank sends count whole."""
-    for share, truth in ranks.run(steady, tw.LocalSGD(1, begin_step=0, compression=compression), 60, size=2):
+def test_the_applied_share_is_near_what_it_estimates(
+    ranks: Pool, compression: Any, low: float, high: float
+) -> None:
+    """Decay eats a part of what is sent seldom; over the senders, entries that one rank sends count
+    whole."""
+    for share, truth in ranks.run(
+        steady, tw.LocalSGD(1, begin_step=0, compression=compression), 60, size=2
+    ):
         assert low < truth < high
         assert abs(share - truth) < 0.15
 
 
 def test_the_share_follows_the_outer_rate() -> None:
     half, whole = (
-        steady(0, 1, tw.LocalSGD(1, 0, outer_lr=rate, compression=tw.Sparse(0.9)), 40)[0] for rate in (0.5, 1.0)
+        steady(0, 1, tw.LocalSGD(1, 0, outer_lr=rate, compression=tw.Sparse(0.9)), 40)[0]
+        for rate in (0.5, 1.0)
     )
     assert half == pytest.approx(whole / 2, rel=1e-3)
 
@@ -373,9 +417,18 @@ def differing(rank: int, size: int, kinds: list[Any]) -> str:
 @pytest.mark.parametrize(
     ("kinds", "text"),
     [
-        ([tw.Sparse(0.5), tw.Quantized()], "compression differs: rank 0 has 'Sparse', rank 1 has 'Quantized'"),
-        ([None, tw.Quantized()], "compression differs: rank 0 has 'NoneType', rank 1 has 'Quantized'"),
-        ([tw.Quantized(4), tw.Quantized(8)], "settings.compression.value_bits differs: rank 0 has 4, rank 1 has 8"),
+        (
+            [tw.Sparse(0.5), tw.Quantized()],
+            "compression differs: rank 0 has 'Sparse', rank 1 has 'Quantized'",
+        ),
+        (
+            [None, tw.Quantized()],
+            "compression differs: rank 0 has 'NoneType', rank 1 has 'Quantized'",
+        ),
+        (
+            [tw.Quantized(4), tw.Quantized(8)],
+            "settings.compression.value_bits differs: rank 0 has 4, rank 1 has 8",
+        ),
         (
             [tw.Sparse(0.5), tw.Sparse(0.5, mean_over="all")],
             "mean_over differs: rank 0 has 'senders', rank 1 has 'all'",
@@ -391,10 +444,18 @@ def test_ranks_compare_what_compresses(ranks: Pool, kinds: list[Any], text: str)
     ("make", "kind", "text"),
     [
         (lambda: tw.Quantized(32), ValueError, "value_bits=32 is no compression.*compression=None"),
-        (lambda: tw.Quantized(3), ValueError, r"value_bits must be one of \[1, 2, 4, 8, 16\], got 3"),
+        (
+            lambda: tw.Quantized(3),
+            ValueError,
+            r"value_bits must be one of \[1, 2, 4, 8, 16\], got 3",
+        ),
         (lambda: tw.Quantized(4.0), TypeError, "value_bits must be an integer"),  # type: ignore[arg-type]
         (lambda: tw.Quantized(4, decay=1.5), ValueError, "decay"),
-        (lambda: tw.Sparse(0.9, mean_over="some"), ValueError, "mean_over must be one of.*senders.*all.*'some'"),  # type: ignore[arg-type]
+        (
+            lambda: tw.Sparse(0.9, mean_over="some"),
+            ValueError,
+            "mean_over must be one of.*senders.*all.*'some'",
+        ),  # type: ignore[arg-type]
         (lambda: tw.LocalSGD(4, compression=tw.DGC()), TypeError, "Sparse or Quantized"),  # type: ignore[arg-type]
     ],
 )
@@ -453,7 +514,9 @@ def test_every_compression_is_pure(tag: str) -> None:
         for kind, entry in compression.begin(value).items():
             kept[kind][name] = entry
         kept[ERRORS][name].fill_(1.0)
-    copies = [{name: value.clone() for name, value in each.items()} for each in (folded, kept[ERRORS])]
+    copies = [
+        {name: value.clone() for name, value in each.items()} for each in (folded, kept[ERRORS])
+    ]
     sending = compression.send(Context(1, 0, 0, 2), folded, kept)
     answers, nbytes = None, 0
     with pytest.raises(StopIteration) as end:
@@ -464,7 +527,9 @@ def test_every_compression_is_pure(tag: str) -> None:
                 assert isinstance(request, AllGather | AllReduce)
                 sent = request.message if isinstance(request, AllGather) else request.buffer
                 nbytes += sent.nbytes
-                answers.append(torch.stack([sent, sent]) if isinstance(request, AllGather) else 2 * sent)
+                answers.append(
+                    torch.stack([sent, sent]) if isinstance(request, AllGather) else 2 * sent
+                )
     assert nbytes == compression.sent_bytes(1, [value.shape for value in folded.values()])
     for each, copy in zip((folded, kept[ERRORS]), copies, strict=True):
         assert all(torch.equal(each[name], copy[name]) for name in copy)

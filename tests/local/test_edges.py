@@ -1,4 +1,5 @@
-"""Corners of local updates: what is applied early, what counts as an averaging, what is left out of one."""
+"""Corners of local updates: what is applied early, what counts as an averaging, what is left out of
+one."""
 
 from typing import Any
 
@@ -58,11 +59,17 @@ def test_an_interval_below_the_delay_applies_early_and_loses_nothing(ranks: Pool
         (tw.LocalSGD(2), 4, 3),
         (tw.LocalSGD(2, begin_step=3), 3, 3),
         (tw.LocalSGD(4, fragments=2), 3, 3),  # after 1, a part after 3, and the whole at the end
-        (tw.LocalSGD(4, delay=2), 5, 3),  # after 1, one on its way after 5, and the whole at the end
+        (
+            tw.LocalSGD(4, delay=2),
+            5,
+            3,
+        ),  # after 1, one on its way after 5, and the whole at the end
         (tw.LocalSGD(4), 0, 0),
     ],
 )
-def test_the_last_averaging_is_made_where_something_is_left(config: Any, steps: int, averagings: int) -> None:
+def test_the_last_averaging_is_made_where_something_is_left(
+    config: Any, steps: int, averagings: int
+) -> None:
     model = Bag()
     optimizer = sgd(model)
     with tw.local_sgd(model, optimizer, config) as sync:
@@ -104,7 +111,9 @@ def test_where_every_loss_was_dropped_the_interval_stays() -> None:
                 sync.skip_step()
             else:
                 one_step(model, optimizer, step)
-            assert sync.k_steps == (3 if step < 6 else 5)  # ceil(sqrt(7 / 3) * 3), from the loss of step 2
+            assert sync.k_steps == (
+                3 if step < 6 else 5
+            )  # ceil(sqrt(7 / 3) * 3), from the loss of step 2
             assert sync.synced == (step in {3, 6})
 
 
@@ -136,7 +145,9 @@ class Odd(nn.Module):
 def odd(rank: int, size: int) -> list[Tensor]:
     model = Odd()
     optimizer = sgd(model)
-    with tw.local_sgd(model, optimizer, tw.LocalSGD(1, compression=tw.Sparse(0.5, mean_over="all"))) as sync:
+    with tw.local_sgd(
+        model, optimizer, tw.LocalSGD(1, compression=tw.Sparse(0.5, mean_over="all"))
+    ) as sync:
         model.w.grad = torch.full((3,), 10.0 * rank)
         model.none.grad = torch.ones(0)
         optimizer.step()
@@ -148,7 +159,9 @@ def odd(rank: int, size: int) -> list[Tensor]:
 
 def test_what_has_no_elements_or_no_gradient_is_left_out(ranks: Pool) -> None:
     for w, frozen in ranks.run(odd):
-        assert torch.equal(w, torch.tensor([0.5, 0.5, 1.0]))  # two entries of change 1 from one rank, and 0
+        assert torch.equal(
+            w, torch.tensor([0.5, 0.5, 1.0])
+        )  # two entries of change 1 from one rank, and 0
         assert torch.equal(frozen, torch.ones(2))
 
 
@@ -173,14 +186,20 @@ def averaged_state(rank: int, size: int) -> list[dict[str, float]]:
         optimizer.remember(2 * rank)
         one_step(model, optimizer)
     return [
-        {key: float(value.double().mean()) for key, value in optimizer.state[p].items()} for p in model.parameters()
+        {key: float(value.double().mean()) for key, value in optimizer.state[p].items()}
+        for p in model.parameters()
     ]
 
 
 def test_only_state_like_a_parameter_is_averaged(ranks: Pool) -> None:
     for rank, found in enumerate(ranks.run(averaged_state)):
         for state in found:
-            assert state == {"like": 1.0, "step": 2.0 * rank, "row": 2.0 * rank, "marks": 2.0 * rank}
+            assert state == {
+                "like": 1.0,
+                "step": 2.0 * rank,
+                "row": 2.0 * rank,
+                "marks": 2.0 * rank,
+            }
 
 
 def test_a_buffer_that_is_not_finite_is_not_given_to_others() -> None:
@@ -203,13 +222,16 @@ def narrow(rank: int, size: int, options: dict[str, Any]) -> bool:
             one_step(model, optimizer, step, rank)
             if sync.synced:
                 anchors = sync.state_dict()["anchors"]
-                same = same and all(torch.equal(anchors[n], p.float()) for n, p in model.named_parameters())
+                same = same and all(
+                    torch.equal(anchors[n], p.float()) for n, p in model.named_parameters()
+                )
     return same
 
 
 @pytest.mark.parametrize("options", [{}, {"outer_lr": 0.7}, {"compression": tw.Sparse(0.5)}])
 def test_the_anchor_is_what_the_parameter_holds(ranks: Pool, options: dict[str, Any]) -> None:
-    """S <- p, also where p is rounded: the rounding is no change that the next averaging would undo."""
+    """S <- p, also where p is rounded: the rounding is no change that the next averaging would
+    undo."""
     assert ranks.run(narrow, options) == [True, True]
 
 

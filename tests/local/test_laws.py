@@ -1,4 +1,5 @@
-"""Laws of local updates over real ranks, against a simulation in one process that shares no code."""
+"""Laws of local updates over real ranks, against a simulation in one process that shares no
+code."""
 
 import hashlib
 from typing import Any
@@ -18,7 +19,9 @@ SHAPES = {"a": (6, 5), "b": (7,), "c": (3, 4), "d": ()}
 class Bag(nn.Module):
     """Parameters by name, and nothing to compute."""
 
-    def __init__(self, shapes: dict[str, tuple[int, ...]] = SHAPES, dtype: torch.dtype = torch.float64) -> None:
+    def __init__(
+        self, shapes: dict[str, tuple[int, ...]] = SHAPES, dtype: torch.dtype = torch.float64
+    ) -> None:
         super().__init__()
         for name, value in start_values(shapes).items():
             self.register_parameter(name, nn.Parameter(value.to(dtype)))
@@ -26,12 +29,17 @@ class Bag(nn.Module):
 
 def start_values(shapes: dict[str, tuple[int, ...]] = SHAPES) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(7)
-    return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64)
+        for name, shape in shapes.items()
+    }
 
 
 def noise(step: int, rank: int, name: str) -> Tensor:
     seed = 10_000 * step + 100 * rank + list(SHAPES).index(name)
-    return torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(
+        SHAPES[name], generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 def gradient(step: int, rank: int, name: str, p: np.ndarray) -> np.ndarray:
@@ -72,7 +80,10 @@ CASES: dict[str, tuple[tw.LocalSGD, dict[str, Any]]] = {
     "begin 6": (tw.LocalSGD(5, begin_step=6), {"k": 5, "begin": 6}),
     "every step": (tw.LocalSGD(1), {"k": 1}),
     "outer rate": (tw.LocalSGD(4, outer_lr=0.7), {"k": 4, "outer": (0.7, 0.0, False)}),
-    "outer momentum": (tw.LocalSGD(4, outer_lr=0.6, outer_momentum=0.5), {"k": 4, "outer": (0.6, 0.5, False)}),
+    "outer momentum": (
+        tw.LocalSGD(4, outer_lr=0.6, outer_momentum=0.5),
+        {"k": 4, "outer": (0.6, 0.5, False)},
+    ),
     "outer nesterov": (
         tw.LocalSGD(4, begin_step=0, outer_lr=0.7, outer_momentum=0.9, outer_nesterov=True),
         {"k": 4, "begin": 0, "outer": (0.7, 0.9, True)},
@@ -92,7 +103,9 @@ CASES: dict[str, tuple[tw.LocalSGD, dict[str, Any]]] = {
         {"k": 4, "begin": 2, "sparsity": 0.9, "decay": 0.0},
     ),
     "all at once": (
-        tw.LocalSGD(6, fragments=2, delay=1, outer_momentum=0.5, compression=tw.Sparse(0.8, 32, 1.0, "all")),
+        tw.LocalSGD(
+            6, fragments=2, delay=1, outer_momentum=0.5, compression=tw.Sparse(0.8, 32, 1.0, "all")
+        ),
         {
             "k": 6,
             "parts": [["a"], ["b", "c", "d"]],
@@ -108,7 +121,8 @@ CASES: dict[str, tuple[tw.LocalSGD, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("size", [1, 3])
 def test_training_is_that_of_the_simulation(ranks: Pool, case: str, size: int) -> None:
-    """1e-11: float64 sums in another order, and under compression float32 on the wire, rounded alike by both."""
+    """1e-11: float64 sums in another order, and under compression float32 on the wire, rounded
+    alike by both."""
     config, settings = CASES[case]
     steps = 33
     found = ranks.run(follow, config, steps, 0.9, size=size)
@@ -124,7 +138,10 @@ def test_training_is_that_of_the_simulation(ranks: Pool, case: str, size: int) -
     oracle.finish()
     for rank in range(size):
         for name, p in found[rank][-1][1].items():
-            if settings.get("outer", (1.0, 0.0, False)) == (1.0, 0.0, False) and "sparsity" not in settings:
+            if (
+                settings.get("outer", (1.0, 0.0, False)) == (1.0, 0.0, False)
+                and "sparsity" not in settings
+            ):
                 np.testing.assert_allclose(p, oracle.ranks[rank].p[name], rtol=1e-11, atol=1e-11)
             np.testing.assert_array_equal(p, found[0][-1][1][name])
 
@@ -149,7 +166,9 @@ def synchronous(rank: int, size: int, momentum: float, nesterov: bool) -> float:
 
 
 @pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
-def test_interval_1_with_sgd_is_synchronous_sgd(ranks: Pool, momentum: float, nesterov: bool) -> None:
+def test_interval_1_with_sgd_is_synchronous_sgd(
+    ranks: Pool, momentum: float, nesterov: bool
+) -> None:
     assert max(ranks.run(synchronous, momentum, nesterov, size=4)) < 1e-12
 
 
@@ -184,7 +203,9 @@ def many_steps(rank: int, size: int, config: Any, steps: int) -> list[tuple[bool
     ],
     ids=["plain", "outer", "sparse", "adaptive"],
 )
-def test_ranks_are_bit_identical_after_every_averaging_and_only_then(ranks: Pool, config: Any) -> None:
+def test_ranks_are_bit_identical_after_every_averaging_and_only_then(
+    ranks: Pool, config: Any
+) -> None:
     steps = 500 if config == tw.LocalSGD(7) else 150
     found = ranks.run(many_steps, config, steps, size=4)
     for step, views in enumerate(zip(*found, strict=True)):
@@ -193,15 +214,21 @@ def test_ranks_are_bit_identical_after_every_averaging_and_only_then(ranks: Pool
         assert len(set(digests)) == (1 if flags[0] else 4), step
 
 
-def adapt(rank: int, size: int, curve: list[float], rates: list[float], config: Any) -> tuple[list[int], list[int]]:
+def adapt(
+    rank: int, size: int, curve: list[float], rates: list[float], config: Any
+) -> tuple[list[int], list[int]]:
     model = Bag()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     ks, averaged = [], []
     with tw.local_sgd(model, optimizer, config) as sync:
         for step, (loss, rate) in enumerate(zip(curve, rates, strict=True), start=1):
-            optimizer.param_groups[0]["lr"] = rate if rank == 0 else rate + 5  # rank 0's is the one that counts
+            optimizer.param_groups[0]["lr"] = (
+                rate if rank == 0 else rate + 5
+            )  # rank 0's is the one that counts
             set_gradients(model, step, rank)
-            spread = loss * (rank - (size - 1) / 2) / 2  # other losses on every rank, with the mean of the curve
+            spread = (
+                loss * (rank - (size - 1) / 2) / 2
+            )  # other losses on every rank, with the mean of the curve
             sync.observe(loss + spread - loss / 4)
             sync.observe(torch.tensor(loss + spread + loss / 4, dtype=torch.float64))
             optimizer.step()
@@ -216,7 +243,10 @@ CURVES = {
     "falling loss": ([2.0**-8 + 4 * 0.97**i for i in range(LENGTH)], [0.125] * LENGTH),
     "falling rate": ([1.5] * LENGTH, [0.1 * 0.96**i for i in range(LENGTH)]),
     "rising loss": ([1.0 + 0.07 * i for i in range(LENGTH)], [0.1] * LENGTH),
-    "rate from 0": ([3 * 0.98**i for i in range(LENGTH)], [0.01 * max(0, i - 5) for i in range(LENGTH)]),
+    "rate from 0": (
+        [3 * 0.98**i for i in range(LENGTH)],
+        [0.01 * max(0, i - 5) for i in range(LENGTH)],
+    ),
     "loss reaches 0": ([max(0.0, 1 - 0.02 * i) for i in range(LENGTH)], [0.1] * LENGTH),
     "loss begins at 0": ([0.0, 0.0, 1.0] * 40, [0.1] * LENGTH),
     "rate falls to 0": ([1.0] * LENGTH, [max(0.0, 0.1 - 0.002 * i) for i in range(LENGTH)]),
@@ -243,7 +273,8 @@ def test_a_delay_does_not_change_when_ranks_average(ranks: Pool, name: str) -> N
 
 
 def keep_books(rank: int, size: int, bits: int) -> float:
-    """Largest error of: what the ranks sent in all, plus what they keep, is what they changed in all."""
+    """Largest error of: what the ranks sent in all, plus what they keep, is what they changed in
+    all."""
     model = Bag()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     config = tw.LocalSGD(2, begin_step=0, compression=tw.Sparse(0.9, bits, 1.0, "all"))
@@ -275,7 +306,8 @@ def test_nothing_is_lost_over_200_rounds(ranks: Pool, bits: int, size: int) -> N
 
 
 def sum_of_parts(rank: int, size: int) -> list[Tensor]:
-    """Per parameter: what this rank measured, sent and kept in one averaging; alone, sent is S - p afterwards."""
+    """Per parameter: what this rank measured, sent and kept in one averaging; alone, sent is S - p
+    afterwards."""
     model = Bag(dtype=torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     config = tw.LocalSGD(1, begin_step=0, compression=tw.Sparse(0.8, value_bits=2))

@@ -1,4 +1,5 @@
-"""What local updates leave alone, what they refuse, and how they fail: on all ranks, with nothing applied."""
+"""What local updates leave alone, what they refuse, and how they fail: on all ranks, with nothing
+applied."""
 
 import os
 import signal
@@ -51,7 +52,9 @@ def test_gradients_are_untouched_and_hooks_come_off() -> None:
                 set_gradients(model, 1, 0)
                 grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
                 optimizer.step()
-                assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), grads, strict=True))
+                assert all(
+                    torch.equal(p.grad, g) for p, g in zip(model.parameters(), grads, strict=True)
+                )
                 assert sync.synced
                 if leave_by_error:
                     raise KeyError("from the loop")
@@ -105,7 +108,9 @@ def partly_unused(rank: int, size: int, average_state: bool) -> tuple[Any, Any, 
             optimizer.step()
     same_c = bool((values(model)["c"] == start["c"]).all())
     moments = {
-        name: optimizer.state[p]["exp_avg"].tolist() for name, p in model.named_parameters() if p in optimizer.state
+        name: optimizer.state[p]["exp_avg"].tolist()
+        for name, p in model.named_parameters()
+        if p in optimizer.state
     }
     return values(model), moments, same_c
 
@@ -122,7 +127,9 @@ def test_ranks_without_a_gradient_take_part(ranks: Pool, average_state: bool) ->
 def halves(rank: int, size: int) -> tuple[Any, list[str]]:
     model = Bag(dtype=torch.bfloat16)
     optimizer = sgd(model)
-    with tw.local_sgd(model, optimizer, tw.LocalSGD(2, outer_momentum=0.5, compression=tw.Sparse(0.5))) as sync:
+    with tw.local_sgd(
+        model, optimizer, tw.LocalSGD(2, outer_momentum=0.5, compression=tw.Sparse(0.5))
+    ) as sync:
         for step in range(1, 6):
             one_step(model, optimizer, step, rank)
         state = sync.state_dict()
@@ -138,7 +145,10 @@ def test_state_of_narrow_parameters_is_float32(ranks: Pool) -> None:
 
 def test_bytes_are_counted() -> None:
     shapes = {"w": (100, 100)}
-    for config, least in ((tw.LocalSGD(10, begin_step=0), 9.9), (tw.LocalSGD(10, 0, compression=tw.Sparse(0.99)), 300)):
+    for config, least in (
+        (tw.LocalSGD(10, begin_step=0), 9.9),
+        (tw.LocalSGD(10, 0, compression=tw.Sparse(0.99)), 300),
+    ):
         model = Bag(shapes, dtype=torch.float32)
         optimizer = sgd(model)
         with tw.local_sgd(model, optimizer, config) as sync:
@@ -187,14 +197,30 @@ def test_a_dropped_step_counts_and_its_loss_does_not(ranks: Pool) -> None:
         (lambda: tw.LocalSGD(4, outer_momentum=1.0), ValueError, "outer_momentum"),
         (lambda: tw.LocalSGD(4, outer_nesterov=True), ValueError, "outer_nesterov needs"),
         (lambda: tw.LocalSGD(4, outer_nesterov=1, outer_momentum=0.9), TypeError, "outer_nesterov"),  # type: ignore[arg-type]
-        (lambda: tw.LocalSGD(4, compression=0.9), TypeError, "compression must be Sparse or Quantized"),  # type: ignore[arg-type]
-        (lambda: tw.LocalSGD(4, fragments=5), ValueError, "fragments must be at most k_steps=4, got 5"),
+        (
+            lambda: tw.LocalSGD(4, compression=0.9),
+            TypeError,
+            "compression must be Sparse or Quantized",
+        ),  # type: ignore[arg-type]
+        (
+            lambda: tw.LocalSGD(4, fragments=5),
+            ValueError,
+            "fragments must be at most k_steps=4, got 5",
+        ),
         (lambda: tw.LocalSGD(4, fragments=0), ValueError, "fragments"),
         (lambda: tw.LocalSGD(4, delay=4), ValueError, "delay must be below the 4 steps"),
-        (lambda: tw.LocalSGD(4, fragments=2, delay=2), ValueError, "delay must be below the 2 steps"),
+        (
+            lambda: tw.LocalSGD(4, fragments=2, delay=2),
+            ValueError,
+            "delay must be below the 2 steps",
+        ),
         (lambda: tw.LocalSGD(4, average_state=1), TypeError, "average_state"),  # type: ignore[arg-type]
         (lambda: tw.AdaptiveLocalSGD(0), ValueError, "init_k_steps"),
-        (lambda: tw.AdaptiveLocalSGD(17), ValueError, "init_k_steps must be at most max_k_steps=16, got 17"),
+        (
+            lambda: tw.AdaptiveLocalSGD(17),
+            ValueError,
+            "init_k_steps must be at most max_k_steps=16, got 17",
+        ),
         (lambda: tw.AdaptiveLocalSGD(1, max_k_steps=0), ValueError, "max_k_steps"),
         (lambda: tw.AdaptiveLocalSGD(3, fragments=4), ValueError, "at most init_k_steps=3"),
         (lambda: tw.Sparse(1.0), ValueError, "sparsity"),
@@ -214,10 +240,18 @@ def test_wrong_models_and_optimizers_are_refused() -> None:
         ((model, optimizer, 16), TypeError, "config must be LocalSGD or AdaptiveLocalSGD"),
         ((optimizer, optimizer, tw.LocalSGD(2)), TypeError, "model must be Module"),
         ((model, model, tw.LocalSGD(2)), TypeError, "optimizer must be Optimizer"),
-        ((model, tw.optim.DGCMomentum(model.parameters(), lr=0.1), tw.LocalSGD(2)), TypeError, "DGCMomentum.*SGD"),
+        (
+            (model, tw.optim.DGCMomentum(model.parameters(), lr=0.1), tw.LocalSGD(2)),
+            TypeError,
+            "DGCMomentum.*SGD",
+        ),
         ((model, sgd(other), tw.LocalSGD(2)), ValueError, "not in model"),
         ((model, optimizer, tw.LocalSGD(20, fragments=20)), ValueError, "fragments is 20"),
-        ((net().requires_grad_(False), optimizer, tw.LocalSGD(2)), ValueError, "nothing to average"),
+        (
+            (net().requires_grad_(False), optimizer, tw.LocalSGD(2)),
+            ValueError,
+            "nothing to average",
+        ),
     ]:
         with pytest.raises(kind, match=text):
             tw.local_sgd(*arguments)  # type: ignore[arg-type]
@@ -230,13 +264,20 @@ def wrapped(rank: int, size: int) -> None:
 
 def test_a_ddp_model_is_refused(ranks: Pool) -> None:
     for answer in ranks.run(wrapped, size=2, expect_errors=True):
-        assert isinstance(answer, Raised) and answer.type_name == "TypeError" and "ddp.module" in answer.text
+        assert (
+            isinstance(answer, Raised)
+            and answer.type_name == "TypeError"
+            and "ddp.module" in answer.text
+        )
 
 
 def test_two_cannot_be_nested_on_one_model() -> None:
     model = net()
     with tw.local_sgd(model, sgd(model), tw.LocalSGD(2)) as sync:
-        with pytest.raises(RuntimeError, match="cannot be nested"), tw.local_sgd(model, sgd(model), tw.LocalSGD(2)):
+        with (
+            pytest.raises(RuntimeError, match="cannot be nested"),
+            tw.local_sgd(model, sgd(model), tw.LocalSGD(2)),
+        ):
             pass
         with (
             pytest.raises(RuntimeError, match="cannot be nested"),
@@ -250,11 +291,15 @@ def test_two_cannot_be_nested_on_one_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss", "kind"), [("1", TypeError), (None, TypeError), (True, TypeError), (torch.zeros(2), ValueError)]
+    ("loss", "kind"),
+    [("1", TypeError), (None, TypeError), (True, TypeError), (torch.zeros(2), ValueError)],
 )
 def test_observe_refuses(loss: Any, kind: type[Exception]) -> None:
     model = Bag()
-    with tw.local_sgd(model, sgd(model), tw.AdaptiveLocalSGD(2)) as sync, pytest.raises(kind, match="loss must be"):
+    with (
+        tw.local_sgd(model, sgd(model), tw.AdaptiveLocalSGD(2)) as sync,
+        pytest.raises(kind, match="loss must be"),
+    ):
         sync.observe(loss)
 
 
@@ -274,7 +319,9 @@ def fail(rank: int, size: int, way: str) -> str:
     """Step 1 averages, then rank 1 goes wrong in its own way."""
     model = Bag()
     if way == "other order" and rank == 1:
-        model = Bag(dict(reversed({name: tuple(p.shape) for name, p in model.named_parameters()}.items())))
+        model = Bag(
+            dict(reversed({name: tuple(p.shape) for name, p in model.named_parameters()}.items()))
+        )
     config = tw.LocalSGD(2 + rank) if way == "other settings" else tw.LocalSGD(2)
     if way in {"infinite loss", "negative loss"}:
         config = tw.AdaptiveLocalSGD(2)  # type: ignore[assignment]
@@ -287,7 +334,11 @@ def fail(rank: int, size: int, way: str) -> str:
                     spoil(model, way)
                 if way == "leaves early" and rank == 1 and step == 3:
                     break
-                sync.observe({"infinite loss": float("inf"), "negative loss": -9.0}.get(way, 1.0) if rank else 1.0)
+                sync.observe(
+                    {"infinite loss": float("inf"), "negative loss": -9.0}.get(way, 1.0)
+                    if rank
+                    else 1.0
+                )
                 for name, p in model.named_parameters():
                     p.grad = torch.ones_like(p) if name != "new" else None
                 optimizer.step()
@@ -314,11 +365,17 @@ def spoil(model: nn.Module, way: str) -> None:
 @pytest.mark.parametrize(
     ("way", "text"),
     [
-        ("other order", "layout.0 differs: rank 0 has 'parameter a: float64 [6, 5], trainable', rank 1 has"),
+        (
+            "other order",
+            "layout.0 differs: rank 0 has 'parameter a: float64 [6, 5], trainable', rank 1 has",
+        ),
         ("other settings", "settings.k_steps differs: rank 0 has 2, rank 1 has 3"),
         ("not finite", "rank 1: parameter c is not finite at the averaging of step 3"),
         ("removed", "rank 1: the model was changed since local_sgd was set up: parameter b was"),
-        ("added", "rank 1: the model was changed since local_sgd was set up: parameter new was not there"),
+        (
+            "added",
+            "rank 1: the model was changed since local_sgd was set up: parameter new was not there",
+        ),
         ("frozen", "parameter a was float64 [6, 5], trainable and is float64 [6, 5], frozen"),
         ("replaced", "parameter a is another object"),
         ("infinite loss", "the mean loss of step 1 over the ranks is inf"),
@@ -326,17 +383,25 @@ def spoil(model: nn.Module, way: str) -> None:
         ("leaves early", "rank 0 is at step 3 (averaging part 0), rank 1 at step 2 (flushing)"),
     ],
 )
-def test_what_goes_wrong_on_one_rank_is_the_same_error_on_all(ranks: Pool, way: str, text: str) -> None:
+def test_what_goes_wrong_on_one_rank_is_the_same_error_on_all(
+    ranks: Pool, way: str, text: str
+) -> None:
     answers = ranks.run(fail, way, size=3 if way == "not finite" else 2)
     assert all(text in answer for answer in answers), answers
     # where ranks are at different steps, each names its own as the occasion
-    assert len({answer.replace("agreeing on step 2:", "agreeing on step 3:") for answer in answers}) == 1
+    assert (
+        len({answer.replace("agreeing on step 2:", "agreeing on step 3:") for answer in answers})
+        == 1
+    )
 
 
 def not_finite(rank: int, size: int) -> bool:
     model = Bag()
     optimizer = sgd(model)
-    with pytest.raises(RuntimeError, match="parameter b is not finite"), tw.local_sgd(model, optimizer, tw.LocalSGD(2)):
+    with (
+        pytest.raises(RuntimeError, match="parameter b is not finite"),
+        tw.local_sgd(model, optimizer, tw.LocalSGD(2)),
+    ):
         one_step(model, optimizer, 1, rank)
         one_step(model, optimizer, 2, rank)
         if rank == 0:
@@ -354,7 +419,8 @@ def test_nothing_is_applied_where_a_rank_is_not_finite(ranks: Pool) -> None:
 
 
 def corrupted(rank: int, size: int) -> tuple[str, bool, str]:
-    """Rank 1 receives one wrong byte in the first averaging that is sent sparsely and applied later."""
+    """Rank 1 receives one wrong byte in the first averaging that is sent sparsely and applied
+    later."""
     model = Bag()
     optimizer = sgd(model)
     config = tw.LocalSGD(3, begin_step=0, delay=1, outer_momentum=0.5, compression=tw.Sparse(0.5))
@@ -381,10 +447,15 @@ def corrupted(rank: int, size: int) -> tuple[str, bool, str]:
             optimizer.step()
         except RuntimeError as error:
             text = f"{type(error).__name__}: {error}"
-        same = all(torch.allclose(p, q, rtol=0, atol=1e-15) for p, q in zip(model.parameters(), local, strict=True))
+        same = all(
+            torch.allclose(p, q, rtol=0, atol=1e-15)
+            for p, q in zip(model.parameters(), local, strict=True)
+        )
         after = sync.state_dict()
         for kind in ("anchors", "outer_momentum", "errors"):
-            same = same and all(torch.equal(before[kind][name], after[kind][name]) for name in before[kind])
+            same = same and all(
+                torch.equal(before[kind][name], after[kind][name]) for name in before[kind]
+            )
         sync.close()
         return text, same, "left by close()"
 
@@ -411,7 +482,11 @@ def test_a_killed_rank_is_lost_to_the_others(ranks: Pool) -> None:
     a, b, c = ranks.run(die, size=3, expect_errors=True)
     assert isinstance(b, Lost)
     for answer in (a, c):
-        assert isinstance(answer, Raised) and answer.type_name == "PeerLost" and "rank 1" in answer.text, answer
+        assert (
+            isinstance(answer, Raised)
+            and answer.type_name == "PeerLost"
+            and "rank 1" in answer.text
+        ), answer
 
 
 def subgroup(rank: int, size: int) -> str:

@@ -18,13 +18,19 @@ CONFIGS = {
     "sparse": tw.LocalSGD(5, compression=tw.Sparse(0.9)),
     "quantized": tw.LocalSGD(5, compression=tw.Quantized(2)),
     "adaptive": tw.AdaptiveLocalSGD(4, begin_step=0),
-    "fragments and delay": tw.LocalSGD(8, fragments=2, delay=3, outer_momentum=0.5, compression=tw.Sparse(0.8)),
-    "quantized, fragments and delay": tw.LocalSGD(8, fragments=2, delay=3, compression=tw.Quantized(decay=0.9)),
+    "fragments and delay": tw.LocalSGD(
+        8, fragments=2, delay=3, outer_momentum=0.5, compression=tw.Sparse(0.8)
+    ),
+    "quantized, fragments and delay": tw.LocalSGD(
+        8, fragments=2, delay=3, compression=tw.Quantized(decay=0.9)
+    ),
     "delay and state": tw.LocalSGD(6, delay=4, average_state=True),
 }
 
 
-def steps_of(model: nn.Module, optimizer: Any, sync: Any, rank: int, first: int, last: int) -> list[Any]:
+def steps_of(
+    model: nn.Module, optimizer: Any, sync: Any, rank: int, first: int, last: int
+) -> list[Any]:
     found = []
     for step in range(first, last):
         optimizer.zero_grad()
@@ -37,7 +43,9 @@ def steps_of(model: nn.Module, optimizer: Any, sync: Any, rank: int, first: int,
     return found
 
 
-def resume(rank: int, size: int, config: Any, stop: int) -> tuple[list[Any], list[Any], dict[str, Any], dict[str, Any]]:
+def resume(
+    rank: int, size: int, config: Any, stop: int
+) -> tuple[list[Any], list[Any], dict[str, Any], dict[str, Any]]:
     model = net()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     with tw.local_sgd(model, optimizer, config) as sync:
@@ -53,7 +61,9 @@ def resume(rank: int, size: int, config: Any, stop: int) -> tuple[list[Any], lis
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     model.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
-    with tw.local_sgd(model, optimizer, config) as sync:  # copies rank 0's parameters, which the state puts right
+    with tw.local_sgd(
+        model, optimizer, config
+    ) as sync:  # copies rank 0's parameters, which the state puts right
         sync.load_state_dict(saved[2])
         resumed = steps_of(model, optimizer, sync, rank, stop, 40)
         stats_again = sync.stats()
@@ -72,7 +82,8 @@ def test_resuming_is_bit_exact(ranks: Pool, name: str, stop: int) -> None:
 
 
 def mean_of(states: list[Any]) -> Any:
-    """The mean of the ranks' floating-point tensors, in any nesting; the rest is the first rank's."""
+    """The mean of the ranks' floating-point tensors, in any nesting; the rest is the first
+    rank's."""
     first = states[0]
     if isinstance(first, dict):
         return {key: mean_of([state[key] for state in states]) for key in first}
@@ -82,7 +93,8 @@ def mean_of(states: list[Any]) -> Any:
 
 
 def some_steps(rank: int, size: int, config: Any, mean: Any, dgc: Any) -> dict[str, Any]:
-    """From `mean` on, if there is one, some steps; the state after them, and what became of `mean`."""
+    """From `mean` on, if there is one, some steps; the state after them, and what became of
+    `mean`."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with LocalUpdates(model, optimizer, config, dgc=dgc) as sync:
@@ -90,7 +102,9 @@ def some_steps(rank: int, size: int, config: Any, mean: Any, dgc: Any) -> dict[s
             sync.load_state_dict(mean)
             loaded = sync.state_dict()
             del loaded["origin"]  # as below
-            assert {key: type(value) for key, value in loaded.items()} == {k: type(v) for k, v in mean.items()}
+            assert {key: type(value) for key, value in loaded.items()} == {
+                k: type(v) for k, v in mean.items()
+            }
             for kind in ("anchors", "errors", "outer_momentum", "local"):
                 for name, value in (mean[kind] or {}).items():
                     assert torch.equal(loaded[kind][name], value), (kind, name)
@@ -108,7 +122,8 @@ def some_steps(rank: int, size: int, config: Any, mean: Any, dgc: Any) -> dict[s
 
 @pytest.mark.parametrize("name", [*CONFIGS, "dgc"])
 def test_another_number_of_ranks_goes_on_from_the_mean(ranks: Pool, name: str) -> None:
-    """4 to 2 to 4 ranks: the mean of errors, parameters and what is on its way; ranks agree at the next averaging."""
+    """4 to 2 to 4 ranks: the mean of errors, parameters and what is on its way; ranks agree at the
+    next averaging."""
     config = tw.LocalSGD(6) if name == "dgc" else CONFIGS[name]
     dgc = tw.DGC(sparsity=(0.9,), min_numel=9) if name == "dgc" else None
     mean = None

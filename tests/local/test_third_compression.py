@@ -1,4 +1,5 @@
-"""A compression that the library does not have needs nothing but the protocol: two sums, with a state of its own."""
+"""A compression that the library does not have needs nothing but the protocol: two sums, with a
+state of its own."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,7 +22,8 @@ from thinwire.sync.round import Round
 
 
 class OneFactor(ErrorsOnly):
-    """Rank 1 of PowerSGD (arXiv 1905.13727, algorithm 1) for matrices; everything else travels whole."""
+    """Rank 1 of PowerSGD (arXiv 1905.13727, algorithm 1) for matrices; everything else travels
+    whole."""
 
     decay, conserves = 1.0, True
     kept = {ERRORS: "mean_zero", "factors": "first"}  # noqa: RUF012 (as the protocol has it)
@@ -90,7 +92,13 @@ def trained(rank: int, size: int, stop: int, state: Any, last: int) -> dict[str,
         kept = sync.state_dict()["errors"]
         sync.close()
     lost = {n: (start[n] - p.detach()) * size for n, p in model.named_parameters()}
-    return {"digest": digest(model), "saved": saved, "changed": changed, "kept": kept, "moved": lost}
+    return {
+        "digest": digest(model),
+        "saved": saved,
+        "changed": changed,
+        "kept": kept,
+        "moved": lost,
+    }
 
 
 def test_it_trains_keeps_books_and_resumes(ranks: Pool) -> None:

@@ -1,4 +1,5 @@
-"""Local updates beside other methods: the sparsity of gradient compression, and a loss scale for every rank."""
+"""Local updates beside other methods: the sparsity of gradient compression, and a loss scale for
+every rank."""
 
 from typing import Any
 
@@ -19,14 +20,20 @@ def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=0.1, **options)
 
 
-RAMP = tw.DGC(rampup_begin_step=7, rampup_step=9, sparsity=(0.5, 0.8, 0.9), min_numel=12, value_bits=32)
+RAMP = tw.DGC(
+    rampup_begin_step=7, rampup_step=9, sparsity=(0.5, 0.8, 0.9), min_numel=12, value_bits=32
+)
 CASES: dict[str, tuple[tw.LocalSGD, tw.DGC, dict[str, Any]]] = {
     "from the start": (
         tw.LocalSGD(3),
         tw.DGC(sparsity=(0.8,), min_numel=1, value_bits=32),
         {"k": 3, "ramp": (0, 1, (0.8,), 1)},
     ),
-    "ramp": (tw.LocalSGD(2, begin_step=4), RAMP, {"k": 2, "begin": 4, "ramp": (7, 9, (0.5, 0.8, 0.9), 12)}),
+    "ramp": (
+        tw.LocalSGD(2, begin_step=4),
+        RAMP,
+        {"k": 2, "begin": 4, "ramp": (7, 9, (0.5, 0.8, 0.9), 12)},
+    ),
     "every step": (tw.LocalSGD(1), RAMP, {"k": 1, "ramp": (7, 9, (0.5, 0.8, 0.9), 12)}),
     "outer, fragments and delay": (
         tw.LocalSGD(6, fragments=2, delay=2, outer_lr=0.8, outer_momentum=0.5, outer_nesterov=True),
@@ -57,11 +64,15 @@ def follow(rank: int, size: int, config: Any, dgc: tw.DGC, steps: int) -> list[A
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("size", [1, 3])
-def test_the_change_travels_by_the_ramp_of_gradient_compression(ranks: Pool, case: str, size: int) -> None:
+def test_the_change_travels_by_the_ramp_of_gradient_compression(
+    ranks: Pool, case: str, size: int
+) -> None:
     """1e-11: float64 sums in another order; what travels as float32 is rounded alike by both."""
     config, dgc, settings = CASES[case]
     found = ranks.run(follow, config, dgc, 26, size=size)
-    oracle = Simulation({n: v.numpy() for n, v in start_values().items()}, size, lr=0.1, momentum=0.9, **settings)
+    oracle = Simulation(
+        {n: v.numpy() for n, v in start_values().items()}, size, lr=0.1, momentum=0.9, **settings
+    )
     for step in range(26):
         averaged = oracle.advance(gradient)
         for rank in range(size):
@@ -71,7 +82,9 @@ def test_the_change_travels_by_the_ramp_of_gradient_compression(ranks: Pool, cas
             for name, p in params.items():
                 np.testing.assert_allclose(p, oracle.ranks[rank].p[name], rtol=1e-11, atol=1e-11)
                 kept = oracle.ranks[rank].error.get(name, np.zeros_like(p))
-                np.testing.assert_allclose(errors.get(name, np.zeros_like(p)), kept, rtol=1e-11, atol=1e-11)
+                np.testing.assert_allclose(
+                    errors.get(name, np.zeros_like(p)), kept, rtol=1e-11, atol=1e-11
+                )
     assert any(e.any() for e in found[0][-1][2].values())
 
 
@@ -79,7 +92,9 @@ def few_bytes(rank: int, size: int) -> tuple[int, int]:
     model = nn.Linear(200, 100)
     optimizer = sgd(model)
     torch.manual_seed(rank)
-    with LocalUpdates(model, optimizer, tw.LocalSGD(1), dgc=tw.DGC(rampup_begin_step=2, min_numel=1000)) as sync:
+    with LocalUpdates(
+        model, optimizer, tw.LocalSGD(1), dgc=tw.DGC(rampup_begin_step=2, min_numel=1000)
+    ) as sync:
         sent = []
         for _ in range(4):
             for p in model.parameters():
@@ -91,7 +106,8 @@ def few_bytes(rank: int, size: int) -> tuple[int, int]:
 
 
 def test_the_bytes_are_those_of_the_ramp() -> None:
-    """20100 values of 4 bytes; then 20 of 20000 at one bit and about 12 for the place, and 100 values of 4 bytes."""
+    """20100 values of 4 bytes; then 20 of 20000 at one bit and about 12 for the place, and 100
+    values of 4 bytes."""
     dense, sparse = few_bytes(0, 1)
     assert dense == 4 * 20100 + 2 * 24
     assert 448 < sparse < 448 + 32 + 60
@@ -126,8 +142,12 @@ def other_layouts(rank: int, size: int) -> tuple[list[bytes], float]:
     model = nn.Conv2d(3, 4, 5).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     before = model.weight.detach().clone()
     optimizer = sgd(model)
-    with tw.local_sgd(model, optimizer, tw.LocalSGD(1, compression=tw.Sparse(0.9, value_bits=32, decay=1.0))) as sync:
-        model.weight.grad = torch.arange(300.0).view(4, 3, 5, 5).to(memory_format=torch.channels_last)
+    with tw.local_sgd(
+        model, optimizer, tw.LocalSGD(1, compression=tw.Sparse(0.9, value_bits=32, decay=1.0))
+    ) as sync:
+        model.weight.grad = (
+            torch.arange(300.0).view(4, 3, 5, 5).to(memory_format=torch.channels_last)
+        )
         model.bias.grad = torch.zeros_like(model.bias)  # type: ignore[union-attr]
         grad = model.weight.grad.clone()
         optimizer.step()
@@ -148,7 +168,9 @@ def train_scaled(rank: int, size: int, delay: int) -> list[tuple[bool, float, fl
     optimizer = sgd(model)
     scaler = LossScaler(tw.DynamicLossScale(64.0, 2.0, 3), local=True)
     found = []
-    with LocalUpdates(model, optimizer, tw.LocalSGD(4, begin_step=0, delay=delay), scaler=scaler) as sync:
+    with LocalUpdates(
+        model, optimizer, tw.LocalSGD(4, begin_step=0, delay=delay), scaler=scaler
+    ) as sync:
         for step in range(1, 11):
             set_gradients(model, step, rank)
             for p in model.parameters():
@@ -161,7 +183,11 @@ def train_scaled(rank: int, size: int, delay: int) -> list[tuple[bool, float, fl
                 optimizer.step()
             else:
                 sync.skip_step()
-                assert sync.synced or delay or all((values(model)[name] == p).all() for name, p in before.items())
+                assert (
+                    sync.synced
+                    or delay
+                    or all((values(model)[name] == p).all() for name, p in before.items())
+                )
             assert sync.step == step
             found.append((sync.synced, scaler.scale, float(scaler.dropped_steps)))
     return [*found, (True, scaler.scale, 0.0)]

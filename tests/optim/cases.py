@@ -1,4 +1,5 @@
-"""The optimizers that the contracts are tried on, each with values that exercise it, and a small model."""
+"""The optimizers that the contracts are tried on, each with values that exercise it, and a small
+model."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,7 +36,10 @@ OURS = {
 }
 ALL = {**TORCHS, **OURS}
 # one worker: the compression is at work, the exchange is not
-EVERY = {**ALL, "DGCMomentum": Case(optim.DGCMomentum, {"lr": 0.05, "min_numel": 8, "sparsity": (0.5,)})}
+EVERY = {
+    **ALL,
+    "DGCMomentum": Case(optim.DGCMomentum, {"lr": 0.05, "min_numel": 8, "sparsity": (0.5,)}),
+}
 EXTRAS: dict[str, Any] = {
     "grad_clip": optim.ClipByNorm(0.5),
     "regularizer": optim.L1Decay(0.01),

@@ -10,7 +10,18 @@ import weakref
 import pytest
 import torch
 
-from tests.optim.cases import ALL, EVERY, EXTRAS, OURS, Case, give_gradients, model, same, train, values
+from tests.optim.cases import (
+    ALL,
+    EVERY,
+    EXTRAS,
+    OURS,
+    Case,
+    give_gradients,
+    model,
+    same,
+    train,
+    values,
+)
 from thinwire import optim
 from thinwire.schedules import CosineDecay
 
@@ -46,8 +57,12 @@ def test_step_hooks_run_once_around_the_update(case: Case, way: str) -> None:
     optimizer = case(net.named_parameters())
     seen = []
     before = values(net)
-    optimizer.register_step_pre_hook(lambda o, args, kwargs: seen.append(("pre", same(before, values(net)))))
-    handle = optimizer.register_step_post_hook(lambda o, args, kwargs: seen.append(("post", same(before, values(net)))))
+    optimizer.register_step_pre_hook(
+        lambda o, args, kwargs: seen.append(("pre", same(before, values(net))))
+    )
+    handle = optimizer.register_step_post_hook(
+        lambda o, args, kwargs: seen.append(("post", same(before, values(net))))
+    )
     give_gradients(net, 0)
     for _ in range(2):
         if way == "step":
@@ -61,7 +76,9 @@ def test_step_hooks_run_once_around_the_update(case: Case, way: str) -> None:
 
 
 def test_hooks_of_torchs_class_do_not_run_twice() -> None:
-    torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)  # makes torch wrap the step of its class
+    torch.optim.SGD(
+        [torch.nn.Parameter(torch.ones(1))], lr=0.1
+    )  # makes torch wrap the step of its class
     net = model()
     optimizer = optim.SGD(net.named_parameters(), lr=0.1)
     seen = []
@@ -150,7 +167,11 @@ def test_a_scheduler_of_torch_can_be_attached(case: Case) -> None:
 @pytest.mark.parametrize("extras", [{}, EXTRAS], ids=["plain", "extras"])
 def test_gradients_are_not_touched(case: Case, extras: dict, centralize: bool) -> None:
     net = model()
-    optimizer = case([{"params": net.named_parameters(), "grad_centralization": centralize}], maximize=True, **extras)
+    optimizer = case(
+        [{"params": net.named_parameters(), "grad_centralization": centralize}],
+        maximize=True,
+        **extras,
+    )
     for seed in range(3):
         give_gradients(net, seed)
         before = [(p.grad, p.grad.clone(), p.grad._version) for p in net.parameters()]
@@ -162,7 +183,9 @@ def test_gradients_are_not_touched(case: Case, extras: dict, centralize: bool) -
 
 
 @pytest.mark.parametrize("extras", [{}, EXTRAS], ids=["plain", "extras"])
-@pytest.mark.parametrize("name", sorted(ALL.keys() - {"SGD", "Adagrad"}))  # these two take any sparse gradient
+@pytest.mark.parametrize(
+    "name", sorted(ALL.keys() - {"SGD", "Adagrad"})
+)  # these two take any sparse gradient
 def test_gradients_and_groups_are_restored_after_an_error(name: str, extras: dict) -> None:
     net = model()
     optimizer = ALL[name](net.named_parameters(), **extras)
@@ -193,16 +216,24 @@ def test_a_parameter_without_gradient_is_left_alone(case: Case, extras: dict) ->
         assert torch.equal(p, before[p])
         now = optimizer.state.get(p, {})
         assert set(now) == set(state)
-        assert all(torch.equal(torch.as_tensor(now[k]), torch.as_tensor(v)) for k, v in state.items() if v is not None)
+        assert all(
+            torch.equal(torch.as_tensor(now[k]), torch.as_tensor(v))
+            for k, v in state.items()
+            if v is not None
+        )
     assert not torch.equal(net[2].weight, model()[2].weight)
 
 
 @pytest.mark.parametrize("foreach", [True, False])
 def test_empty_and_scalar_parameters(case: Case, foreach: bool) -> None:
-    empty, scalar, flat = (torch.nn.Parameter(t) for t in (torch.zeros(0, 3), torch.tensor(2.0), torch.ones(0)))
+    empty, scalar, flat = (
+        torch.nn.Parameter(t) for t in (torch.zeros(0, 3), torch.tensor(2.0), torch.ones(0))
+    )
     params = [("empty", empty), ("scalar", scalar), ("flat", flat)]
     optimizer = case(
-        [{"params": params, "grad_centralization": True}], foreach=foreach, grad_clip=optim.ClipByNorm(1.0)
+        [{"params": params, "grad_centralization": True}],
+        foreach=foreach,
+        grad_clip=optim.ClipByNorm(1.0),
     )
     for _ in range(3):
         for _, p in params:
@@ -222,7 +253,9 @@ def test_no_graph_is_kept_alive(case: Case, extras: dict) -> None:
     node = weakref.ref(hidden)
     loss = net[2](net[1](hidden)).square().sum()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch warns once in a process, of the cycle that we look for
+        warnings.simplefilter(
+            "ignore", UserWarning
+        )  # torch warns once in a process, of the cycle that we look for
         loss.backward(create_graph=True)
     optimizer.step()
     assert all(p.grad_fn is None for p in net.parameters())
@@ -236,7 +269,9 @@ def test_no_graph_is_kept_alive(case: Case, extras: dict) -> None:
 
 @pytest.mark.parametrize("name", OURS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_parameters_have_float32_state_and_are_rounded_once(name: str, dtype: torch.dtype) -> None:
+def test_narrow_parameters_have_float32_state_and_are_rounded_once(
+    name: str, dtype: torch.dtype
+) -> None:
     case = OURS[name]
     narrow, wide = model(dtype), model()
     for p, q in zip(narrow.parameters(), wide.parameters(), strict=True):
@@ -261,10 +296,14 @@ def test_narrow_parameters_have_float32_state_and_are_rounded_once(name: str, dt
 def test_grad_scaler_unscales_and_skips(case: Case) -> None:
     net, twin = model(), model()
     kwargs = {**EXTRAS, "lr": CosineDecay(0.001, 0.02, 10)}
-    run_scaled(net, twin, case(net.named_parameters(), **kwargs), case(twin.named_parameters(), **kwargs))
+    run_scaled(
+        net, twin, case(net.named_parameters(), **kwargs), case(twin.named_parameters(), **kwargs)
+    )
 
 
-def run_scaled(net: torch.nn.Module, twin: torch.nn.Module, optimizer: object, plain: object) -> None:
+def run_scaled(
+    net: torch.nn.Module, twin: torch.nn.Module, optimizer: object, plain: object
+) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
     for seed in range(5):
         give_gradients(twin, seed)
@@ -285,13 +324,18 @@ def run_scaled(net: torch.nn.Module, twin: torch.nn.Module, optimizer: object, p
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad"])
 def test_grad_scaler_with_fused_kernels(name: str) -> None:
     net, twin = model(), model()
-    extras = {**EXTRAS, "grad_clip": optim.ClipByNorm(2.0)}  # it leaves some gradients as they are, so that scale shows
+    extras = {
+        **EXTRAS,
+        "grad_clip": optim.ClipByNorm(2.0),
+    }  # it leaves some gradients as they are, so that scale shows
     optimizer = ALL[name](net.named_parameters(), fused=True, **extras)
     run_scaled(net, twin, optimizer, ALL[name](twin.named_parameters(), fused=True, **extras))
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when its compiler is imported
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # torch's own, when its compiler is imported
 def test_a_compiled_step_gives_the_same_numbers(case: Case) -> None:
     compiled_and_plain(case, {})
 
@@ -306,7 +350,10 @@ def test_a_compiled_step_follows_a_schedule(name: str, extras: dict) -> None:
 
 def compiled_and_plain(case: Case, kwargs: dict) -> None:
     net, twin = model(), model()
-    optimizer, plain = case(net.named_parameters(), **kwargs), case(twin.named_parameters(), **kwargs)
+    optimizer, plain = (
+        case(net.named_parameters(), **kwargs),
+        case(twin.named_parameters(), **kwargs),
+    )
     torch._dynamo.reset()
     compiled = torch.compile(optimizer.step)
     for seed in range(3):

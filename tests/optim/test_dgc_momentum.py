@@ -1,4 +1,5 @@
-"""DGCMomentum as a torch optimizer: arguments, manners, what it refuses, and what happens around a failed exchange."""
+"""DGCMomentum as a torch optimizer: arguments, manners, what it refuses, and what happens around a
+failed exchange."""
 
 import copy
 import pickle
@@ -53,11 +54,17 @@ NAN = float("nan")
         ({"grad_clip": tw.ClipByGlobalNorm(1.0)}, TypeError, "ClipByNorm"),
         ({"grad_clip": tw.ClipByValue(1.0)}, TypeError, "ClipByNorm"),
         ({"grad_clip": 1.0}, TypeError, "grad_clip"),
-        ({"grad_clip": tw.ClipByNorm(1.0), "local_grad_clip_norm": 1.0}, ValueError, "give one of them"),
+        (
+            {"grad_clip": tw.ClipByNorm(1.0), "local_grad_clip_norm": 1.0},
+            ValueError,
+            "give one of them",
+        ),
         ({"regularizer": 0.1}, TypeError, "regularizer"),
     ],
 )
-def test_a_wrong_argument_is_named_at_construction(options: dict[str, Any], error: type[Exception], text: str) -> None:
+def test_a_wrong_argument_is_named_at_construction(
+    options: dict[str, Any], error: type[Exception], text: str
+) -> None:
     with pytest.raises(error, match=text):
         DGCMomentum([nn.Parameter(torch.zeros(3))], **{"lr": 0.1, **options})
 
@@ -70,9 +77,13 @@ def test_a_process_group_needs_an_initialized_torch_distributed() -> None:
         optimizer.step()
 
 
-def one_param(numel: int = 600, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[nn.Parameter, DGCMomentum]:
+def one_param(
+    numel: int = 600, dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[nn.Parameter, DGCMomentum]:
     p = nn.Parameter(torch.linspace(-1, 1, numel).to(dtype))
-    return p, DGCMomentum([("weight", p)], **{"lr": 0.1, "sparsity": (0.9,), "min_numel": 1, **options})
+    return p, DGCMomentum(
+        [("weight", p)], **{"lr": 0.1, "sparsity": (0.9,), "min_numel": 1, **options}
+    )
 
 
 def test_the_gradient_stays_as_it_is() -> None:
@@ -108,7 +119,9 @@ def test_state_is_at_least_float32_and_stays_so_through_a_state_dict(dtype: torc
     assert p.dtype == dtype
 
 
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
+@pytest.mark.parametrize(
+    "how", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))]
+)
 def test_copies_continue_alike(how: Any) -> None:
     p, optimizer = one_param(lr=tw.schedules.ExponentialDecay(0.1, 0.5, 2))
     grads = [torch.randn(600) for _ in range(6)]
@@ -129,13 +142,17 @@ def test_shapes_of_all_kinds() -> None:
     params = {
         "zero size": nn.Parameter(torch.zeros(0, 3)),
         "0-d": nn.Parameter(torch.tensor(1.0)),
-        "channels last": nn.Parameter(torch.randn(8, 4, 3, 3).to(memory_format=torch.channels_last)),
+        "channels last": nn.Parameter(
+            torch.randn(8, 4, 3, 3).to(memory_format=torch.channels_last)
+        ),
         "transposed": nn.Parameter(torch.randn(20, 30).t()),
         "complex": nn.Parameter(torch.randn(40, dtype=torch.complex64)),
         "frozen": nn.Parameter(torch.ones(50), requires_grad=False),
         "unused": nn.Parameter(torch.ones(50)),
     }
-    optimizer = DGCMomentum(params.items(), lr=0.1, momentum=0.0, sparsity=(0.0,), value_bits=32, min_numel=30)
+    optimizer = DGCMomentum(
+        params.items(), lr=0.1, momentum=0.0, sparsity=(0.0,), value_bits=32, min_numel=30
+    )
     before = {name: p.detach().clone() for name, p in params.items()}
     for name, p in params.items():
         if name not in {"frozen", "unused"}:
@@ -150,7 +167,11 @@ def test_shapes_of_all_kinds() -> None:
 
 def test_a_group_may_stay_dense_and_have_its_own_ramp() -> None:
     a, b, c = (nn.Parameter(torch.zeros(100)) for _ in range(3))
-    groups = [{"params": [a]}, {"params": [b], "min_numel": 1000}, {"params": [c], "sparsity": (0.5,), "lr": 0.2}]
+    groups = [
+        {"params": [a]},
+        {"params": [b], "min_numel": 1000},
+        {"params": [c], "sparsity": (0.5,), "lr": 0.2},
+    ]
     optimizer = DGCMomentum(groups, lr=0.1, sparsity=(0.9,), min_numel=10, value_bits=32)
     for p in (a, b, c):
         p.grad = torch.randn(100)
@@ -245,7 +266,10 @@ def disagreeing(rank: int, size: int, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "text"),
     [
-        ("order", "parameter.0 differs: rank 0 has 'a float32 [40] requires_grad=True', rank 1 has 'b"),
+        (
+            "order",
+            "parameter.0 differs: rank 0 has 'a float32 [40] requires_grad=True', rank 1 has 'b",
+        ),
         ("shape", "'b float32 [41] requires_grad=True'"),
         ("dtype", "'b float64 [40] requires_grad=True'"),
         ("requires_grad", "'b float32 [40] requires_grad=False'"),
@@ -253,12 +277,17 @@ def disagreeing(rank: int, size: int, what: str) -> None:
         ("sparsity", "sparsity differs: rank 0 has '(0.999,)', rank 1 has '(0.5,)'"),
         ("value_bits", "value_bits differs: rank 0 has 1, rank 1 has 8"),
         ("state_dtype", "state_dtype differs: rank 0 has None, rank 1 has 'bfloat16'"),
-        ("schedule", "schedule.0 differs: rank 0 has 'CosineDecay(min_lr=0.0, max_lr=0.1, decay_steps=100)'"),
+        (
+            "schedule",
+            "schedule.0 differs: rank 0 has 'CosineDecay(min_lr=0.0, max_lr=0.1, decay_steps=100)'",
+        ),
         ("grad_clip", "grad_clip differs: rank 0 has 'None', rank 1 has 'ClipByNorm(c=2.0)'"),
         ("initial values", "initial value (CRC-32) of.b differs"),
     ],
 )
-def test_ranks_that_disagree_are_told_before_anything_moves(ranks: Pool, what: str, text: str) -> None:
+def test_ranks_that_disagree_are_told_before_anything_moves(
+    ranks: Pool, what: str, text: str
+) -> None:
     answers = ranks.run(disagreeing, what, size=2, expect_errors=True)
     assert {(a.type_name, a.text) for a in answers} == {("Mismatch", answers[0].text)}
     assert "RuntimeError" in answers[0].bases
@@ -280,7 +309,9 @@ def data(rank: int, step: int) -> Tensor:
 
 
 def dgc(model: nn.Module, **options: Any) -> DGCMomentum:
-    return DGCMomentum(model.named_parameters(), **{"lr": 0.05, "sparsity": (0.9,), "min_numel": 100, **options})
+    return DGCMomentum(
+        model.named_parameters(), **{"lr": 0.05, "sparsity": (0.9,), "min_numel": 100, **options}
+    )
 
 
 def accumulate(rank: int, size: int, attach: bool) -> list[Tensor]:
@@ -360,7 +391,13 @@ def test_attaching_wrongly_is_refused(ranks: Pool) -> None:
     for texts in ranks.run(misuse):
         for text, part in zip(
             texts,
-            ["DistributedDataParallel", "4 of the model's", "attached already", "attached already", "hook already"],
+            [
+                "DistributedDataParallel",
+                "4 of the model's",
+                "attached already",
+                "attached already",
+                "hook already",
+            ],
             strict=True,
         ):
             assert part in text
@@ -386,7 +423,9 @@ def detach_in_the_middle(rank: int, size: int, attached_steps: list[int]) -> lis
 
 
 def test_removing_and_attaching_again_keeps_the_numbers(ranks: Pool) -> None:
-    always, sometimes, never = (ranks.run(detach_in_the_middle, steps) for steps in ([*range(6)], [0, 1, 4], []))
+    always, sometimes, never = (
+        ranks.run(detach_in_the_middle, steps) for steps in ([*range(6)], [0, 1, 4], [])
+    )
     for other in (always[1], *sometimes, *never):
         assert all(torch.equal(a, b) for a, b in zip(always[0], other, strict=True))
 
@@ -408,7 +447,11 @@ def scaled(rank: int, size: int, attach: bool, use_scaler: bool) -> dict[str, An
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-    return {"params": [p.detach() for p in model.parameters()], "stats": optimizer.stats(), "scale": scaler.get_scale()}
+    return {
+        "params": [p.detach() for p in model.parameters()],
+        "stats": optimizer.stats(),
+        "scale": scaler.get_scale(),
+    }
 
 
 @pytest.mark.fault
@@ -421,7 +464,9 @@ def test_grad_scaler_drops_everywhere_or_nowhere(ranks: Pool, attach: bool) -> N
         assert answer["stats"]["step"] == 7
         for a, b, c in zip(answer["params"], answers[0]["params"], plain[0]["params"], strict=True):
             assert torch.equal(a, b)
-            torch.testing.assert_close(a, c)  # scales are powers of two, the sums inside a matrix product are not
+            torch.testing.assert_close(
+                a, c
+            )  # scales are powers of two, the sums inside a matrix product are not
     assert answers[1]["scale"] < answers[0]["scale"]
 
 
@@ -436,15 +481,22 @@ def tampered(rank: int, size: int, how: str, begin: int) -> bool:
     elif how == "scale":
         tw.amp.LossScaler(tw.FixedLossScale(8.0)).unscale_(model.parameters())
     before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(RuntimeError, match=r"rank [01]: the gradient of a.weight was changed between backward\(\)"):
+    with pytest.raises(
+        RuntimeError, match=r"rank [01]: the gradient of a.weight was changed between backward\(\)"
+    ):
         optimizer.step()
-    return all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)) and not optimizer.state
+    return (
+        all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        and not optimizer.state
+    )
 
 
 @pytest.mark.fault
 @pytest.mark.parametrize("begin", [0, 5])
 @pytest.mark.parametrize("how", ["clip", "scale"])
-def test_a_gradient_changed_after_it_was_sent_is_an_error_everywhere(ranks: Pool, how: str, begin: int) -> None:
+def test_a_gradient_changed_after_it_was_sent_is_an_error_everywhere(
+    ranks: Pool, how: str, begin: int
+) -> None:
     assert ranks.run(tampered, how, begin) == [True, True]
 
 
@@ -466,7 +518,10 @@ def unscaled_before_step(rank: int, size: int, attach: bool) -> list[Tensor]:
 
 
 def test_grad_scaler_may_unscale_before_the_step(ranks: Pool) -> None:
-    attached, stepped = ranks.run(unscaled_before_step, True), ranks.run(unscaled_before_step, False)
+    attached, stepped = (
+        ranks.run(unscaled_before_step, True),
+        ranks.run(unscaled_before_step, False),
+    )
     for other in (attached[1], *stepped):
         assert all(torch.equal(a, b) for a, b in zip(attached[0], other, strict=True))
 
@@ -551,8 +606,14 @@ def damaged_step(rank: int, size: int) -> tuple[str, bool, bool]:
         except RuntimeError as error:
             text = f"{type(error).__name__}: {error}"
         after = optimizer.state_dict()
-        same_state = all(torch.equal(before[0]["state"][0][k], after["state"][0][k]) for k in after["state"][0])
-        return text, same_state and before[0]["position"] == after["position"], torch.equal(before[1], p)
+        same_state = all(
+            torch.equal(before[0]["state"][0][k], after["state"][0][k]) for k in after["state"][0]
+        )
+        return (
+            text,
+            same_state and before[0]["position"] == after["position"],
+            torch.equal(before[1], p),
+        )
     finally:
         dgc_momentum.Group = Group  # type: ignore[misc]
 
@@ -575,27 +636,39 @@ def die_in_backward(rank: int, size: int, path: str) -> None:
     for step in range(4):
         optimizer.zero_grad()
         if step == 3 and rank == 1:
-            model.a.weight.register_hook(lambda _: os.kill(os.getpid(), 9))  # the last bucket: one is already out
-        before = [p.detach().clone() for p in model.parameters()], copy.deepcopy(optimizer.state_dict())
+            model.a.weight.register_hook(
+                lambda _: os.kill(os.getpid(), 9)
+            )  # the last bucket: one is already out
+        before = (
+            [p.detach().clone() for p in model.parameters()],
+            copy.deepcopy(optimizer.state_dict()),
+        )
         try:
             ddp(data(rank, step)).square().mean().backward()
             optimizer.step()
         except RuntimeError as error:
             state = optimizer.state_dict()["state"]
-            unchanged = all(torch.equal(a, b) for a, b in zip(before[0], model.parameters(), strict=True)) and all(
+            unchanged = all(
+                torch.equal(a, b) for a, b in zip(before[0], model.parameters(), strict=True)
+            ) and all(
                 torch.equal(entry, state[i][k])
                 for i, entries in before[1]["state"].items()
                 for k, entry in entries.items()
             )
-            raise RuntimeError(f"{type(error).__name__} at step {step}, unchanged={unchanged}") from error
+            raise RuntimeError(
+                f"{type(error).__name__} at step {step}, unchanged={unchanged}"
+            ) from error
 
 
 @pytest.mark.fault
-def test_a_rank_killed_between_two_buckets_leaves_the_others_unchanged(ranks: Pool, tmp_path: Any) -> None:
+def test_a_rank_killed_between_two_buckets_leaves_the_others_unchanged(
+    ranks: Pool, tmp_path: Any
+) -> None:
     answers = ranks.run(die_in_backward, str(tmp_path), size=3, expect_errors=True)
     assert isinstance(answers[1], Lost)
     texts = {answers[0].text, answers[2].text}
-    # the one that waits for the other survivor, and not for the dead rank, may see the time-out first
+    # the one that waits for the other survivor, and not for the dead rank, may see the time-out
+    # first
     assert "PeerLost at step 3, unchanged=True" in texts
     assert texts <= {"PeerLost at step 3, unchanged=True", "PeerStalled at step 3, unchanged=True"}
 
@@ -637,7 +710,9 @@ def test_only_the_given_group_exchanges(ranks: Pool) -> None:
 
 @pytest.mark.parametrize("group", [3, "x", 0])
 def test_a_process_group_that_is_none_is_refused_at_construction(group: Any) -> None:
-    with pytest.raises(TypeError, match=r"process_group must be a torch\.distributed\.ProcessGroup or None"):
+    with pytest.raises(
+        TypeError, match=r"process_group must be a torch\.distributed\.ProcessGroup or None"
+    ):
         DGCMomentum([nn.Parameter(torch.zeros(2))], 0.1, process_group=group)
 
 
@@ -684,7 +759,8 @@ def test_no_warning_without_a_reason() -> None:
 
 
 def joined_by_ddp(rank: int, size: int) -> list[str]:
-    """Rank 1 has fewer batches, inside DDP's own context; then without the exchange in the backward pass."""
+    """Rank 1 has fewer batches, inside DDP's own context; then without the exchange in the backward
+    pass."""
     model = nn.Linear(6, 3)
     ddp = DistributedDataParallel(model)
     optimizer = DGCMomentum(model.named_parameters(), lr=0.1, min_numel=4, timeout=5)
@@ -709,5 +785,7 @@ def joined_by_ddp(rank: int, size: int) -> list[str]:
 @pytest.mark.fault
 def test_ddps_own_join_is_refused_while_attached(ranks: Pool) -> None:
     for refused, afterwards in ranks.run(joined_by_ddp, expect_errors=True):
-        assert refused.startswith("RuntimeError: DistributedDataParallel.join() does not work with an attached")
+        assert refused.startswith(
+            "RuntimeError: DistributedDataParallel.join() does not work with an attached"
+        )
         assert afterwards == ""

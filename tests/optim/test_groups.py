@@ -22,7 +22,9 @@ def case(request: pytest.FixtureRequest) -> Case:
         ("parms", "params"),
     ],
 )
-def test_an_unknown_key_is_an_error_with_the_closest_one(case: Case, key: str, closest: str) -> None:
+def test_an_unknown_key_is_an_error_with_the_closest_one(
+    case: Case, key: str, closest: str
+) -> None:
     with pytest.raises(ValueError, match=rf"'{key}' with value 3.*'{closest}'"):
         case([{"params": model().named_parameters(), key: 3}])
 
@@ -61,7 +63,9 @@ def test_what_torch_refuses_stays_refused(case: Case) -> None:
         case([{"lr": 0.1}])
 
 
-@pytest.mark.parametrize("patterns", [("*.bias", "1.*"), ["*.bias", "1.*"], lambda name, p: p.ndim < 2])
+@pytest.mark.parametrize(
+    "patterns", [("*.bias", "1.*"), ["*.bias", "1.*"], lambda name, p: p.ndim < 2]
+)
 def test_excluded_parameters_have_no_decay(case: Case, patterns: object) -> None:
     """The same as two groups of which one has weight_decay 0."""
     net, twin = model(), model()
@@ -95,7 +99,11 @@ def test_the_regularizer_still_acts_on_excluded_parameters() -> None:
 def test_a_groups_regularizer_replaces_the_constructors() -> None:
     a, b, c = (torch.nn.Parameter(torch.full((1,), 2.0)) for _ in range(3))
     optimizer = optim.SGD(
-        [{"params": [a]}, {"params": [b], "regularizer": optim.L1Decay(0.5)}, {"params": [c], "regularizer": None}],
+        [
+            {"params": [a]},
+            {"params": [b], "regularizer": optim.L1Decay(0.5)},
+            {"params": [c], "regularizer": None},
+        ],
         lr=1.0,
         regularizer=optim.L2Decay(0.5),
     )
@@ -129,7 +137,9 @@ def test_patterns_are_case_sensitive() -> None:
     with pytest.raises(ValueError, match="matches no"):
         optim.SGD(model().named_parameters(), exclude_from_weight_decay=("*.BIAS",))
     upper, lower = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
-    optimizer = optim.SGD([("A", upper), ("a", lower)], lr=1.0, weight_decay=0.5, exclude_from_weight_decay=("A",))
+    optimizer = optim.SGD(
+        [("A", upper), ("a", lower)], lr=1.0, weight_decay=0.5, exclude_from_weight_decay=("A",)
+    )
     upper.grad, lower.grad = torch.zeros(1), torch.zeros(1)
     optimizer.step()
     assert (upper.item(), lower.item()) == (1.0, 0.5)
@@ -143,7 +153,9 @@ def test_the_predicate_is_asked_once_per_parameter_and_again_only_for_new_ones()
         return name.endswith("bias")
 
     net = model()
-    optimizer = optim.AdamW(net.named_parameters(), weight_decay=0.1, exclude_from_weight_decay=predicate)
+    optimizer = optim.AdamW(
+        net.named_parameters(), weight_decay=0.1, exclude_from_weight_decay=predicate
+    )
     names = [name for name, _ in net.named_parameters()]
     assert asked == names
     late = torch.nn.Parameter(torch.ones(2))
@@ -166,10 +178,14 @@ def test_the_predicate_is_asked_once_per_parameter_and_again_only_for_new_ones()
         ({"maximize": 1}, TypeError, "maximize"),
     ],
 )
-def test_wrong_values_in_a_group_change_nothing(case: Case, group: dict, error: type[Exception], name: str) -> None:
+def test_wrong_values_in_a_group_change_nothing(
+    case: Case, group: dict, error: type[Exception], name: str
+) -> None:
     optimizer = case(model().named_parameters())
     with pytest.raises(error, match=name):
-        optimizer.add_param_group({"params": [("late", torch.nn.Parameter(torch.ones(1)))], **group})
+        optimizer.add_param_group(
+            {"params": [("late", torch.nn.Parameter(torch.ones(1)))], **group}
+        )
     assert len(optimizer.param_groups) == 1
     assert len(optimizer._ordered_params()) == 6
     train(model(), optimizer, range(1))
@@ -185,7 +201,9 @@ def test_wrong_values_in_a_group_change_nothing(case: Case, group: dict, error: 
         ({"regularizer": 0.1}, TypeError, "regularizer"),
     ],
 )
-def test_wrong_common_arguments(case: Case, kwargs: dict, error: type[Exception], name: str) -> None:
+def test_wrong_common_arguments(
+    case: Case, kwargs: dict, error: type[Exception], name: str
+) -> None:
     with pytest.raises(error, match=name):
         case(model().named_parameters(), **kwargs)
 
@@ -219,7 +237,9 @@ METHODS_ARGUMENTS = [
 
 
 @pytest.mark.parametrize(("method", "kwargs", "error", "name"), METHODS_ARGUMENTS)
-def test_wrong_arguments_of_the_methods(method: type, kwargs: dict, error: type[Exception], name: str) -> None:
+def test_wrong_arguments_of_the_methods(
+    method: type, kwargs: dict, error: type[Exception], name: str
+) -> None:
     with pytest.raises(error, match=name):
         method(model().parameters(), **kwargs)
     own = {k: v for k, v in kwargs.items() if k != "lr"}
@@ -260,10 +280,16 @@ def test_a_sparse_gradient_has_to_be_of_rows(name: str) -> None:
 def test_order_params_fixes_the_order_and_not_the_numbers(case: Case) -> None:
     net, twin = model(), model()
     reverse = list(net.named_parameters())[::-1]
-    groups = [{"params": net[0].named_parameters(prefix="0")}, {"params": net[1:].named_parameters(prefix="rest")}]
+    groups = [
+        {"params": net[0].named_parameters(prefix="0")},
+        {"params": net[1:].named_parameters(prefix="rest")},
+    ]
     a = case([*groups, {"order_params": reverse}], grad_clip=optim.ClipByNorm(0.1))
     b = case(
-        [{"params": twin[0].named_parameters(prefix="0")}, {"params": twin[1:].named_parameters(prefix="rest")}],
+        [
+            {"params": twin[0].named_parameters(prefix="0")},
+            {"params": twin[1:].named_parameters(prefix="rest")},
+        ],
         grad_clip=optim.ClipByNorm(0.1),
     )
     assert a._ordered_params() == [p for _, p in reverse]
@@ -285,7 +311,9 @@ def test_the_order_changes_no_bit_of_the_global_norm() -> None:
         params = [torch.nn.Parameter(torch.zeros(7)) for _ in grads]
         order = params[::-1] if reverse else params
         optimizer = optim.SGD(
-            [{"params": params}, {"order_params": order}], lr=1.0, grad_clip=optim.ClipByGlobalNorm(1.0)
+            [{"params": params}, {"order_params": order}],
+            lr=1.0,
+            grad_clip=optim.ClipByGlobalNorm(1.0),
         )
         for p, g in zip(params, grads, strict=True):
             p.grad = g
@@ -317,7 +345,8 @@ def test_order_params_errors(case: Case) -> None:
 
 
 def test_the_example_with_groups_schedule_and_order() -> None:
-    """Two groups, one with a schedule and centralization, an order, and momentum from the constructor."""
+    """Two groups, one with a schedule and centralization, an order, and momentum from the
+    constructor."""
     from thinwire.schedules import PolynomialDecay
 
     net = model()
@@ -333,7 +362,10 @@ def test_the_example_with_groups_schedule_and_order() -> None:
         weight_decay=0.0,
     )
     train(net, optimizer, range(2))
-    assert [g["lr"] for g in optimizer.param_groups] == [0.01, PolynomialDecay(0.1, 0.01, 4, 0.5)(2)]
+    assert [g["lr"] for g in optimizer.param_groups] == [
+        0.01,
+        PolynomialDecay(0.1, 0.01, 4, 0.5)(2),
+    ]
 
 
 def test_centralization_is_per_group() -> None:

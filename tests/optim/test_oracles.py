@@ -9,7 +9,14 @@ from thinwire import optim
 from thinwire.schedules import CosineDecay
 
 UPDATES = 60
-SHAPES = {"weight": (6, 5), "bias": (6,), "conv": (3, 2, 2, 2), "scale": (), "zero": (4, 3), "idle": (3,)}
+SHAPES = {
+    "weight": (6, 5),
+    "bias": (6,),
+    "conv": (3, 2, 2, 2),
+    "scale": (),
+    "zero": (4, 3),
+    "idle": (3,),
+}
 
 OWN_HYPER = {
     "SGD": [{}, {"momentum": 0.9, "dampening": 0.2}, {"momentum": 0.8, "nesterov": True}],
@@ -17,10 +24,23 @@ OWN_HYPER = {
     "AdamW": [{}, {"betas": (0.8, 0.95), "eps": 1e-3}],
     "RMSprop": [{}, {"alpha": 0.9, "momentum": 0.5, "eps": 1e-3}, {"centered": True, "eps": 1e-2}],
     "Adagrad": [{}, {"lr_decay": 0.1, "initial_accumulator_value": 0.2}],
-    "Lamb": [{}, {"betas": (0.7, 0.9), "eps": 1e-3}, {"trust_clip": (0.2, 0.9)}, {"trust_clip": (0.5, float("inf"))}],
-    "Lars": [{}, {"momentum": 0.5, "nesterov": True, "trust_coefficient": 0.02, "eps": 0.1}, {"momentum": 0.0}],
+    "Lamb": [
+        {},
+        {"betas": (0.7, 0.9), "eps": 1e-3},
+        {"trust_clip": (0.2, 0.9)},
+        {"trust_clip": (0.5, float("inf"))},
+    ],
+    "Lars": [
+        {},
+        {"momentum": 0.5, "nesterov": True, "trust_coefficient": 0.02, "eps": 0.1},
+        {"momentum": 0.0},
+    ],
     "LazyAdam": [{}, {"betas": (0.8, 0.95), "eps": 1e-3}],
-    "Ftrl": [{}, {"lr_power": -0.7, "l1": 0.3, "l2": 0.1}, {"lr_power": 0.0, "initial_accumulator": 0.0, "l2": 0.5}],
+    "Ftrl": [
+        {},
+        {"lr_power": -0.7, "l1": 0.3, "l2": 0.1},
+        {"lr_power": 0.0, "initial_accumulator": 0.0, "l2": 0.5},
+    ],
     "ProximalAdagrad": [{}, {"l1": 0.05, "l2": 0.1, "initial_accumulator": 0.0}],
 }
 COMMON = {
@@ -30,7 +50,9 @@ COMMON = {
     "norm": Options(clip=("norm", 1.0, 0.0), weight_decay=0.01),
     "value": Options(clip=("value", 0.5, -0.2), maximize=True),
     "l1": Options(l1_decay=0.05, centralize=True),
-    "l2": Options(l2_decay=0.05, weight_decay=0.02, centralize=True, excluded=("weight",), maximize=True),
+    "l2": Options(
+        l2_decay=0.05, weight_decay=0.02, centralize=True, excluded=("weight",), maximize=True
+    ),
 }
 CASES = [
     pytest.param(method, {**hyper}, common, id=f"{method}-{i}-{common}")
@@ -45,7 +67,11 @@ def start(dtype: torch.dtype) -> dict[str, torch.nn.Parameter]:
     generator = torch.Generator().manual_seed(3)
     made = {}
     for name, shape in SHAPES.items():
-        value = torch.zeros(shape) if name == "zero" else torch.randn(shape, generator=generator, dtype=torch.float64)
+        value = (
+            torch.zeros(shape)
+            if name == "zero"
+            else torch.randn(shape, generator=generator, dtype=torch.float64)
+        )
         made[name] = torch.nn.Parameter(value.to(torch.float32).to(dtype))
     return made
 
@@ -56,20 +82,26 @@ def gradients() -> list[dict[str, torch.Tensor | None]]:
     updates = []
     for s in range(UPDATES):
         grads = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
-        updates.append({name: g if name != "idle" or s % 3 == 0 else None for name, g in grads.items()})
+        updates.append(
+            {name: g if name != "idle" or s % 3 == 0 else None for name, g in grads.items()}
+        )
     return updates
 
 
-def build(method: str, params: dict[str, torch.nn.Parameter], hyper: dict, common: Options, lr: object):
+def build(
+    method: str, params: dict[str, torch.nn.Parameter], hyper: dict, common: Options, lr: object
+):
     clip = None
     if common.clip is not None:
         kind, c, low = common.clip
-        clip = {"global": optim.ClipByGlobalNorm, "norm": optim.ClipByNorm}.get(kind, optim.ClipByValue)(
-            c, *([low] if kind == "value" else [])
-        )
+        clip = {"global": optim.ClipByGlobalNorm, "norm": optim.ClipByNorm}.get(
+            kind, optim.ClipByValue
+        )(c, *([low] if kind == "value" else []))
     regularizer = None
     if common.l1_decay or common.l2_decay:
-        regularizer = optim.L1Decay(common.l1_decay) if common.l1_decay else optim.L2Decay(common.l2_decay)
+        regularizer = (
+            optim.L1Decay(common.l1_decay) if common.l1_decay else optim.L2Decay(common.l2_decay)
+        )
     group = {"params": list(params.items()), "grad_centralization": common.centralize}
     return getattr(optim, method)(
         [group],
@@ -111,7 +143,10 @@ def follow(method: str, hyper: dict, common: Options, dtype: torch.dtype, tolera
             p.grad = None if grads[name] is None else grads[name].to(dtype)
         optimizer.step()
     rates = [0.002 + (0.05 - 0.002) / 2 * (1 + np.cos(np.pi * s / UPDATES)) for s in range(UPDATES)]
-    plain = [{k: None if g is None else g.double().numpy() for k, g in grads.items()} for grads in updates]
+    plain = [
+        {k: None if g is None else g.double().numpy() for k, g in grads.items()}
+        for grads in updates
+    ]
     full = Options(**{**common.__dict__, "hyper": hyper})
     expected = run(method, before, plain, rates, full)
     ratios = expected.pop("__ratios__")
@@ -137,7 +172,9 @@ def test_row_sparse_gradients_follow_the_formula_by_rows(method: str, common: st
     updates = []
     for s in range(UPDATES):
         count = 0 if s == 7 else 5
-        rows = torch.randint(0, 8, (count,), generator=generator)  # repeats happen, row 8 never comes
+        rows = torch.randint(
+            0, 8, (count,), generator=generator
+        )  # repeats happen, row 8 never comes
         values = torch.randn(count, 4, generator=generator).double()
         updates.append((rows.numpy(), values.numpy()))
         param.grad = torch.sparse_coo_tensor(rows[None], values, (9, 4), check_invariants=True)
@@ -177,7 +214,8 @@ def test_lars_with_its_ratio_at_one_is_sgd() -> None:
 @pytest.mark.parametrize("method", ["Lamb", "Lars"])
 @pytest.mark.parametrize("hyper", [{}, {"weight_decay": 0.0}])
 def test_layouts_that_fused_kernels_do_not_take(method: str, hyper: dict) -> None:
-    """A transposed parameter, a gradient in another layout, and a state that was saved in another layout."""
+    """A transposed parameter, a gradient in another layout, and a state that was saved in another
+    layout."""
     generator = torch.Generator().manual_seed(2)
     table = torch.randn(4, 6, generator=generator).double()
     grads = [torch.randn(4, 6, generator=generator).double() for _ in range(UPDATES)]
@@ -194,7 +232,9 @@ def test_layouts_that_fused_kernels_do_not_take(method: str, hyper: dict) -> Non
             optimizers[0].load_state_dict(second)
             optimizers[1].load_state_dict(first)
     options = Options(weight_decay=hyper.get("weight_decay", 0.01 if method == "Lamb" else 5e-4))
-    expected = run(method, {"p": table.numpy()}, [{"p": g.numpy()} for g in grads], [0.02] * UPDATES, options)
+    expected = run(
+        method, {"p": table.numpy()}, [{"p": g.numpy()} for g in grads], [0.02] * UPDATES, options
+    )
     for p in params:
         assert_near(p, expected["p"], 1e-9, method)
 

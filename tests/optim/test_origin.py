@@ -1,4 +1,5 @@
-"""State that is another rank's, or mixed from several, is noticed when it is loaded, however it was saved."""
+"""State that is another rank's, or mixed from several, is noticed when it is loaded, however it was
+saved."""
 
 import warnings
 from pathlib import Path
@@ -8,7 +9,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
@@ -16,13 +20,17 @@ from tests.ranks import Pool
 from tests.strategy.training import make_engine, train
 
 
-def made(order: int = 1, *, named: bool = True, **settings: Any) -> tuple[nn.Module, tw.optim.DGCMomentum]:
+def made(
+    order: int = 1, *, named: bool = True, **settings: Any
+) -> tuple[nn.Module, tw.optim.DGCMomentum]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 40), nn.Tanh(), nn.Linear(40, 40))
     params: list[Any] = list(model.named_parameters())[::order]
     if not named:
         params = [p for _, p in params]
-    return model, tw.optim.DGCMomentum(params, lr=0.1, **{"min_numel": 16, "sparsity": (0.9,), **settings})
+    return model, tw.optim.DGCMomentum(
+        params, lr=0.1, **{"min_numel": 16, "sparsity": (0.9,), **settings}
+    )
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, count: int) -> None:
@@ -37,7 +45,11 @@ def told(load: Any, *args: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         load(*args)
-    return [str(w.message) for w in caught if "thinwire" in str(w.message) or "position" in str(w.message)]
+    return [
+        str(w.message)
+        for w in caught
+        if "thinwire" in str(w.message) or "position" in str(w.message)
+    ]
 
 
 def through_dcp(rank: int, size: int, folder: str, way: str) -> tuple[list[str], int, bool]:
@@ -72,13 +84,19 @@ def through_dcp(rank: int, size: int, folder: str, way: str) -> tuple[list[str],
 
 
 @pytest.mark.parametrize("way", ["get_optimizer_state_dict", "state_dict"])
-def test_torch_distributed_checkpoint_is_noticed_and_the_position_kept(ranks: Pool, tmp_path: Path, way: str) -> None:
+def test_torch_distributed_checkpoint_is_noticed_and_the_position_kept(
+    ranks: Pool, tmp_path: Path, way: str
+) -> None:
     answers = ranks.run(through_dcp, str(tmp_path / "dcp"), way)
     for texts, position, same in answers:
         assert position == 6
         assert same or texts, "a residual that is not this rank's came without a word"
     assert any(texts for texts, _, _ in answers)
-    assert all("engine.save" in text and "PerRankState" in text for texts, _, _ in answers for text in texts)
+    assert all(
+        "engine.save" in text and "PerRankState" in text
+        for texts, _, _ in answers
+        for text in texts
+    )
 
 
 def through_rank_0(rank: int, size: int, folder: str, what: str) -> list[str]:
@@ -99,7 +117,9 @@ def through_rank_0(rank: int, size: int, folder: str, what: str) -> list[str]:
             steps(model, optimizer, rank, 3)
             state = sync.state_dict()
         again = made()[0]
-        block = tw.local_sgd(again, torch.optim.SGD(again.parameters(), lr=0.1), tw.LocalSGD(5, begin_step=1))
+        block = tw.local_sgd(
+            again, torch.optim.SGD(again.parameters(), lr=0.1), tw.LocalSGD(5, begin_step=1)
+        )
         fresh = block.__enter__().load_state_dict
     if rank == 0:
         torch.save(state, path)
@@ -138,7 +158,9 @@ def test_a_position_that_was_lost_is_noticed() -> None:
     state = optimizer.state_dict()
     bare = {
         "param_groups": state["param_groups"],
-        "state": {k: {n: v for n, v in e.items() if n != "origin"} for k, e in state["state"].items()},
+        "state": {
+            k: {n: v for n, v in e.items() if n != "origin"} for k, e in state["state"].items()
+        },
     }
     other = made()[1]
     [text] = told(other.load_state_dict, bare)
@@ -160,7 +182,9 @@ def test_the_live_state_has_no_origin_and_torch_loads_what_was_saved(tmp_path: P
 
 def residuals(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     return {
-        name: optimizer.state[p]["residual"] for name, p in model.named_parameters() if "residual" in optimizer.state[p]
+        name: optimizer.state[p]["residual"]
+        for name, p in model.named_parameters()
+        if "residual" in optimizer.state[p]
     }
 
 
@@ -190,7 +214,9 @@ def test_other_names_are_an_error_that_names_one() -> None:
     steps(model, optimizer, 0, 2)
     other = nn.ModuleDict({"net": made()[0]})
     mine = tw.optim.DGCMomentum(other.named_parameters(), lr=0.1, min_numel=16)
-    with pytest.raises(ValueError, match=r"net\.0\.(weight|bias), which is in no group of the state"):
+    with pytest.raises(
+        ValueError, match=r"net\.0\.(weight|bias), which is in no group of the state"
+    ):
         mine.load_state_dict(optimizer.state_dict())
     wrapped = [(f"module.{name}", p) for name, p in made()[0].named_parameters()]
     tw.optim.DGCMomentum(wrapped, lr=0.1, min_numel=16).load_state_dict(optimizer.state_dict())

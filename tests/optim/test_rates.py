@@ -1,4 +1,5 @@
-"""The learning rate as a number, schedule or list, per group; position, errors before anything changes, get and set."""
+"""The learning rate as a number, schedule or list, per group; position, errors before anything
+changes, get and set."""
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ def test_a_schedule_is_what_setting_the_rate_by_hand_gives(case: Case) -> None:
     rates = [0.03, 0.01, 0.02, 0.005]
     nets = [model(), model(), model()]
     listed, scheduled, by_hand = (
-        case(net.named_parameters(), lr=lr) for net, lr in zip(nets, (rates, Table(rates), 1.0), strict=True)
+        case(net.named_parameters(), lr=lr)
+        for net, lr in zip(nets, (rates, Table(rates), 1.0), strict=True)
     )
     for s, rate in enumerate(rates):
         assert listed.get_lr() == scheduled.get_lr() == rate
@@ -34,13 +36,19 @@ def test_a_list_that_ends_is_an_error_before_anything_changes(case: Case) -> Non
     train(net, optimizer, range(2))
     assert optimizer.get_lr() == 0.02, "the last value stays in sight"
     before = values(net)
-    state = {k: {n: torch.as_tensor(v).clone() for n, v in s.items()} for k, s in optimizer.state.items()}
+    state = {
+        k: {n: torch.as_tensor(v).clone() for n, v in s.items()} for k, s in optimizer.state.items()
+    }
     give_gradients(net, 2)
     with pytest.raises(IndexError, match=r"step 2 .* 2 values"):
         optimizer.step()
     assert same(before, values(net))
     assert optimizer.position == 2
-    assert all(torch.equal(torch.as_tensor(optimizer.state[k][n]), v) for k, s in state.items() for n, v in s.items())
+    assert all(
+        torch.equal(torch.as_tensor(optimizer.state[k][n]), v)
+        for k, s in state.items()
+        for n, v in s.items()
+    )
 
 
 def test_groups_have_rates_of_their_own() -> None:
@@ -116,7 +124,13 @@ def test_set_lr_is_refused_while_something_drives_the_rate() -> None:
 
 @pytest.mark.parametrize(
     ("value", "error"),
-    [(-0.1, ValueError), (float("nan"), ValueError), (float("inf"), ValueError), ("1", TypeError), (True, TypeError)],
+    [
+        (-0.1, ValueError),
+        (float("nan"), ValueError),
+        (float("inf"), ValueError),
+        ("1", TypeError),
+        (True, TypeError),
+    ],
 )
 def test_rates_that_cannot_be(case: Case, value: object, error: type[Exception]) -> None:
     with pytest.raises(error, match="lr"):
@@ -152,7 +166,9 @@ class Bad(Schedule):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.5])
-def test_a_rate_that_goes_wrong_names_the_step_and_changes_nothing(case: Case, value: float) -> None:
+def test_a_rate_that_goes_wrong_names_the_step_and_changes_nothing(
+    case: Case, value: float
+) -> None:
     net = model()
     optimizer = case(net.named_parameters(), lr=Bad(value))
     before = train(net, optimizer, range(2))
@@ -236,7 +252,9 @@ def test_load_hooks_of_the_user_see_the_saved_and_the_loaded(name: str) -> None:
     other = OURS[name](net.named_parameters())
     seen = []
     other.register_load_state_dict_pre_hook(lambda o, saved: {**saved, "position": 17})
-    other.register_load_state_dict_post_hook(lambda o: seen.append((o.position, list(o.state.values()))))
+    other.register_load_state_dict_post_hook(
+        lambda o: seen.append((o.position, list(o.state.values())))
+    )
     other.load_state_dict(optimizer.state_dict())
     ((position, states),) = seen
     assert position == 17

@@ -1,4 +1,5 @@
-"""Parameters sharded over ranks (DTensors): norms, ratios and updates are those of the whole tensors."""
+"""Parameters sharded over ranks (DTensors): norms, ratios and updates are those of the whole
+tensors."""
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from tests.ranks import Pool
 from thinwire import optim
 
 
-def train_sharded(rank: int, size: int, name: str, clip: float, foreach: bool | None) -> list[Tensor]:
+def train_sharded(
+    rank: int, size: int, name: str, clip: float, foreach: bool | None
+) -> list[Tensor]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import distribute_tensor

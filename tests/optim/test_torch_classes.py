@@ -1,4 +1,5 @@
-"""SGD, Adam, AdamW, RMSprop, Adagrad: torch's bits where nothing extra is set, for all that torch's own tests try."""
+"""SGD, Adam, AdamW, RMSprop, Adagrad: torch's bits where nothing extra is set, for all that torch's
+own tests try."""
 
 import copy
 import inspect
@@ -14,7 +15,8 @@ NOTHING = {"grad_clip": optim.ClipByNorm(1e30), "regularizer": optim.L2Decay(0.0
 
 
 def data_base() -> list[object]:
-    """(name, keyword arguments) of every configuration that torch tests its own class with on a CPU."""
+    """(name, keyword arguments) of every configuration that torch tests its own class with on a
+    CPU."""
     pytest.importorskip("expecttest")
     from torch.testing._internal.common_optimizers import optim_db
 
@@ -24,7 +26,9 @@ def data_base() -> list[object]:
         if name in TORCHS:
             for given in info.optim_inputs_func(device=torch.device("cpu")):
                 a_tensor = isinstance(given.kwargs.get("lr"), torch.Tensor)
-                for foreach in (None, False) if a_tensor else (None, True, False):  # torch refuses a tensor with True
+                for foreach in (
+                    (None, False) if a_tensor else (None, True, False)
+                ):  # torch refuses a tensor with True
                     kwargs = {**given.kwargs, "foreach": foreach}
                     cases.append(pytest.param(name, kwargs, id=f"{name}-{given.desc}-{foreach}"))
     return cases
@@ -32,10 +36,14 @@ def data_base() -> list[object]:
 
 @pytest.mark.parametrize("route", ["plain", "through the stages"])
 @pytest.mark.parametrize(("name", "kwargs"), data_base())
-def test_torchs_own_configurations_give_torchs_bits_and_state(name: str, kwargs: dict, route: str) -> None:
+def test_torchs_own_configurations_give_torchs_bits_and_state(
+    name: str, kwargs: dict, route: str
+) -> None:
     ours, theirs = model(), model()
     kwargs = {"lr": 0.01, **kwargs}
-    a = getattr(optim, name)(ours.named_parameters(), **copy.deepcopy(kwargs), **(NOTHING if route != "plain" else {}))
+    a = getattr(optim, name)(
+        ours.named_parameters(), **copy.deepcopy(kwargs), **(NOTHING if route != "plain" else {})
+    )
     plain = {k: float(v) if k == "lr" else v for k, v in kwargs.items()}
     b = THEIRS[name](theirs.named_parameters(), **plain)
     assert same(train(ours, a, range(5)), train(theirs, b, range(5)))
@@ -78,7 +86,9 @@ def test_arguments_are_torchs_and_the_common_part(name: str) -> None:
     extra = [k for k in ours if k not in theirs]
     assert extra == ["grad_clip", "regularizer", "exclude_from_weight_decay"]
     assert [k for k in ours if k in theirs] == list(theirs)
-    assert all(ours[k].default == theirs[k].default and ours[k].kind == theirs[k].kind for k in theirs)
+    assert all(
+        ours[k].default == theirs[k].default and ours[k].kind == theirs[k].kind for k in theirs
+    )
 
 
 @pytest.mark.parametrize("name", TORCHS)
@@ -93,14 +103,18 @@ def test_the_state_goes_back_and_forth(name: str) -> None:
     assert same(train(ours, a, range(5, 7)), train(theirs, b, range(5, 7)))
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's Adagrad makes sparse tensors without a choice
+@pytest.mark.filterwarnings(
+    "ignore:Sparse invariant checks"
+)  # torch's Adagrad makes sparse tensors without a choice
 def test_sparse_gradients_of_sgd_and_adagrad_as_in_torch() -> None:
     for name in ("SGD", "Adagrad"):
         ours, theirs = (torch.nn.Parameter(torch.ones(6, 2)) for _ in range(2))
         a = getattr(optim, name)([ours], lr=0.1, grad_clip=optim.ClipByGlobalNorm(1.0))
         b = THEIRS[name]([theirs], lr=0.1)
         for _ in range(3):
-            grad = torch.sparse_coo_tensor([[1, 1, 4]], torch.ones(3, 2), (6, 2), check_invariants=True)
+            grad = torch.sparse_coo_tensor(
+                [[1, 1, 4]], torch.ones(3, 2), (6, 2), check_invariants=True
+            )
             ours.grad = grad
             whole = grad.coalesce()
             theirs.grad = whole * (1.0 / whole.values().norm())
@@ -124,7 +138,13 @@ def test_differentiable_keeps_its_graph_through_the_stages() -> None:
 
 def test_the_fast_and_the_long_way_agree_when_something_is_set() -> None:
     net, twin = model(), model()
-    a = optim.SGD(net.named_parameters(), lr=0.1, momentum=0.9, weight_decay=0.1, exclude_from_weight_decay=("*.bias",))
+    a = optim.SGD(
+        net.named_parameters(),
+        lr=0.1,
+        momentum=0.9,
+        weight_decay=0.1,
+        exclude_from_weight_decay=("*.bias",),
+    )
     groups = [
         {"params": [p for n, p in twin.named_parameters() if "bias" not in n], "weight_decay": 0.1},
         {"params": [p for n, p in twin.named_parameters() if "bias" in n], "weight_decay": 0.0},

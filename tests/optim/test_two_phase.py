@@ -52,7 +52,9 @@ def test_a_selection_leaves_other_gradients_as_they_were(as_names: bool) -> None
 
     wanted, unwanted = pick("2.weight", "0.weight", "2.bias"), set(pick("2.bias"))
     pairs = optimizer.backward(loss_of(net), parameters=wanted, no_grad_set=unwanted)
-    assert [p for p, _ in pairs] == [named["0.weight"], named["2.weight"]], "in the optimizer's order"
+    assert [p for p, _ in pairs] == [named["0.weight"], named["2.weight"]], (
+        "in the optimizer's order"
+    )
     changed = {name for name, p in named.items() if not torch.equal(p.grad, before[name])}
     assert changed == {"0.weight", "2.weight"}
     fresh = model()
@@ -127,11 +129,14 @@ def test_apply_gradients_takes_the_users_own_tensors(case: Case) -> None:
         b.step()
         assert same(own, given), "the user's tensors stay as they are"
         assert all(
-            p.grad is g and torch.equal(g, copied) for p, (g, copied) in zip(net.parameters(), held, strict=True)
+            p.grad is g and torch.equal(g, copied)
+            for p, (g, copied) in zip(net.parameters(), held, strict=True)
         )
     assert same(values(net), values(twin))
     assert a.position == 3
-    assert same(train(net, a, range(3, 5)), train(twin, b, range(3, 5))), "step() goes back to p.grad"
+    assert same(train(net, a, range(3, 5)), train(twin, b, range(3, 5))), (
+        "step() goes back to p.grad"
+    )
 
 
 def test_parameters_that_are_not_listed_are_not_updated(case: Case) -> None:
@@ -150,7 +155,9 @@ def test_gradients_wider_than_the_parameter_are_taken() -> None:
         net = model(torch.bfloat16)
         optimizer = ALL[name](net.named_parameters())
         before = values(net)
-        optimizer.apply_gradients([(p, torch.ones_like(p, dtype=torch.float32)) for p in net.parameters()])
+        optimizer.apply_gradients(
+            [(p, torch.ones_like(p, dtype=torch.float32)) for p in net.parameters()]
+        )
         assert not same(before, values(net))
         assert all(p.grad is None for p in net.parameters())
 

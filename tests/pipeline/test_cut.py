@@ -1,4 +1,5 @@
-"""Stages are the model: every module once, in order, under its name; and the largest is as small as it can be."""
+"""Stages are the model: every module once, in order, under its name; and the largest is as small as
+it can be."""
 
 from itertools import combinations, pairwise
 
@@ -38,7 +39,14 @@ def names(stage: nn.Module) -> list[str]:
 
 @pytest.mark.parametrize(
     "points",
-    [(), ("blocks",), ("blocks.0",), ("blocks.1",), ("blocks.1", "blocks.2", "head"), ("blocks.0", "blocks.1", "head")],
+    [
+        (),
+        ("blocks",),
+        ("blocks.0",),
+        ("blocks.1",),
+        ("blocks.1", "blocks.2", "head"),
+        ("blocks.0", "blocks.1", "head"),
+    ],
 )
 def test_stages_are_the_model(points: tuple[str, ...]) -> None:
     torch.manual_seed(0)
@@ -61,7 +69,11 @@ def named(module: nn.Module) -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize(
     ("point", "first"),
-    [("blocks", "blocks.0.inner.weight"), ("blocks.1.1", "blocks.2.inner.weight"), ("head", "head.weight")],
+    [
+        ("blocks", "blocks.0.inner.weight"),
+        ("blocks.1.1", "blocks.2.inner.weight"),
+        ("head", "head.weight"),
+    ],
 )
 def test_a_stage_begins_at_its_split_point(point: str, first: str) -> None:
     model = tree()
@@ -77,11 +89,17 @@ def test_one_stage_is_the_model_whatever_it_is() -> None:
 
 
 def test_stages_keep_the_mode() -> None:
-    assert not any(module.training for stage in cut(tree().eval(), Pipeline(4, 4)) for module in stage.modules())
+    assert not any(
+        module.training
+        for stage in cut(tree().eval(), Pipeline(4, 4))
+        for module in stage.modules()
+    )
 
 
 def test_activations_stay_with_what_they_follow() -> None:
-    first, second = cut(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Dropout(), nn.Linear(2, 2)), Pipeline(2, 2))
+    first, second = cut(
+        nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Dropout(), nn.Linear(2, 2)), Pipeline(2, 2)
+    )
     assert [len(first), len(second)] == [3, 1]
 
 
@@ -141,16 +159,64 @@ def with_own_forward() -> nn.Sequential:
     [
         (tree(), 2, ("blocks.9",), ValueError, "no module 'blocks.9'; did you mean 'blocks.2'"),
         (tree(), 2, ("haed",), ValueError, "no module 'haed'; did you mean 'head'"),
-        (tree(), 3, ("head", "blocks"), ValueError, "execution order, got 'blocks', which runs before 'head'"),
-        (tree(), 3, ("blocks", "blocks.0"), ValueError, "'blocks.0', which runs at the same place as 'blocks'"),
+        (
+            tree(),
+            3,
+            ("head", "blocks"),
+            ValueError,
+            "execution order, got 'blocks', which runs before 'head'",
+        ),
+        (
+            tree(),
+            3,
+            ("blocks", "blocks.0"),
+            ValueError,
+            "'blocks.0', which runs at the same place as 'blocks'",
+        ),
         (tree(), 2, ("0",), ValueError, "'0' is where the model begins, so stage 1 would be empty"),
-        (tree(), 2, ("blocks.0.norm",), StrategyError, "'blocks.0.norm' lies inside 'blocks.0', a Block, which cannot"),
-        (hooked(), 2, ("blocks.1",), StrategyError, "'blocks.1' lies inside 'blocks', a Sequential.*it has hooks"),
+        (
+            tree(),
+            2,
+            ("blocks.0.norm",),
+            StrategyError,
+            "'blocks.0.norm' lies inside 'blocks.0', a Block, which cannot",
+        ),
+        (
+            hooked(),
+            2,
+            ("blocks.1",),
+            StrategyError,
+            "'blocks.1' lies inside 'blocks', a Sequential.*it has hooks",
+        ),
         (tree(), 3, ("1", "blocks"), StrategyError, "stage 2 of 3, '1' to '1', has no parameters"),
-        (tree(), 6, (), StrategyError, "6 stages, but the model is a sequence of only 5 modules with parameters"),
-        (tied(), 2, (), StrategyError, "'0.weight' on stage 1 and 'head.weight' on stage 2 are one tensor"),
-        (shared_buffer(), 2, (), StrategyError, "'0.running_mean' on stage 1 and '1.running_mean' on stage 2"),
-        (Block(), 2, (), StrategyError, "the model, a Block, cannot be cut into 2 stages: only an nn.Sequential"),
+        (
+            tree(),
+            6,
+            (),
+            StrategyError,
+            "6 stages, but the model is a sequence of only 5 modules with parameters",
+        ),
+        (
+            tied(),
+            2,
+            (),
+            StrategyError,
+            "'0.weight' on stage 1 and 'head.weight' on stage 2 are one tensor",
+        ),
+        (
+            shared_buffer(),
+            2,
+            (),
+            StrategyError,
+            "'0.running_mean' on stage 1 and '1.running_mean' on stage 2",
+        ),
+        (
+            Block(),
+            2,
+            (),
+            StrategyError,
+            "the model, a Block, cannot be cut into 2 stages: only an nn.Sequential",
+        ),
         (with_own_weight(), 2, (), StrategyError, "parameters or buffers of its own"),
         (
             with_own_forward(),

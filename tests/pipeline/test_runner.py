@@ -1,4 +1,5 @@
-"""A pipeline is one process: same gradients, losses, buffers and random numbers, on any number of stages."""
+"""A pipeline is one process: same gradients, losses, buffers and random numbers, on any number of
+stages."""
 
 import os
 import signal
@@ -46,7 +47,9 @@ def buffers(module: nn.Module) -> dict[str, Tensor]:
     return {name: buffer.clone() for name, buffer in module.named_buffers()}
 
 
-def prepared(model: nn.Module, config: Pipeline, **options: Any) -> tuple[nn.Module, PipelineRunner]:
+def prepared(
+    model: nn.Module, config: Pipeline, **options: Any
+) -> tuple[nn.Module, PipelineRunner]:
     grid = Grid(config.stages)
     stage = cut(model, config)[grid.stage]
     loss_fn = options.pop("loss_fn", nn.functional.cross_entropy)
@@ -56,7 +59,9 @@ def prepared(model: nn.Module, config: Pipeline, **options: Any) -> tuple[nn.Mod
 def train(rank: int, size: int, config: Pipeline) -> tuple[list[Tensor], dict[str, Tensor]]:
     stage, runner = prepared(mlp(), config, scale=lambda: 16.0)
     grid = Grid(config.stages)
-    losses = [runner.step(*batch(seed=2 * step + grid.replica)) for step in range(2)]  # both add to p.grad
+    losses = [
+        runner.step(*batch(seed=2 * step + grid.replica)) for step in range(2)
+    ]  # both add to p.grad
     if grid.replicas > 1:
         for p in stage.parameters():
             dist.all_reduce(p.grad, group=grid.replica_group)
@@ -79,7 +84,9 @@ def trained_alone(replicas: int) -> tuple[list[list[Tensor]], dict[str, Tensor]]
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("size", "stages", "micro"), LAYOUTS)
-def test_a_pipeline_equals_one_process(ranks: Pool, size: int, stages: int, micro: int, schedule: str) -> None:
+def test_a_pipeline_equals_one_process(
+    ranks: Pool, size: int, stages: int, micro: int, schedule: str
+) -> None:
     answers = ranks.run(train, Pipeline(stages, micro, schedule), size=size)
     losses, grads = trained_alone(replicas=max(size, 1) // stages)
     for rank, (mine, own) in enumerate(answers):
@@ -139,8 +146,8 @@ class Mixed(nn.Module):
 
 def normed() -> nn.Sequential:
     return nn.Sequential(
-        nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True), Turned(), nn.Linear(8, 8), nn.BatchNorm1d(8),
-        nn.Dropout(0.3), nn.Linear(8, 3),
+        nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True), Turned(),
+        nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 3),
     )  # fmt: skip
 
 
@@ -186,17 +193,25 @@ def train_case(rank: int, size: int, case: str, schedule: str) -> dict[str, Any]
 
 
 def case_alone(case: str) -> dict[str, Any]:
-    """A plain loop over the micro-batches. Random numbers are drawn in no stage but one, so they are the same."""
+    """A plain loop over the micro-batches.
+
+    Random numbers are drawn in no stage but one, so they are the same.
+    """
     model = made(case)
     torch.manual_seed(5)
     losses = []
     for inputs, targets in mini_batches(case):
         parts = [
-            nn.functional.cross_entropy(model(x), y) for x, y in zip(inputs.chunk(4), targets.chunk(4), strict=True)
+            nn.functional.cross_entropy(model(x), y)
+            for x, y in zip(inputs.chunk(4), targets.chunk(4), strict=True)
         ]
         losses.append(sum(parts) / 4)
         losses[-1].backward()
-    return {"losses": [loss.detach() for loss in losses], "gradients": gradients(model), "buffers": buffers(model)}
+    return {
+        "losses": [loss.detach() for loss in losses],
+        "gradients": gradients(model),
+        "buffers": buffers(model),
+    }
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -208,7 +223,9 @@ def test_models_of_all_kinds_train_as_in_one_process(ranks: Pool, case: str, sch
         torch.testing.assert_close(answer["losses"], alone["losses"])
         for kind in ("gradients", "buffers"):
             assert set(answer[kind]) <= set(alone[kind])
-            torch.testing.assert_close(answer[kind], {name: alone[kind][name] for name in answer[kind]})
+            torch.testing.assert_close(
+                answer[kind], {name: alone[kind][name] for name in answer[kind]}
+            )
     for kind in ("gradients", "buffers"):
         assert {name for answer in answers for name in answer[kind]} == set(alone[kind])
 
@@ -246,7 +263,9 @@ def test_autocast_covers_every_stage_and_the_loss(ranks: Pool) -> None:
 
 
 def state_after(rank: int, size: int) -> tuple[dict[str, Tensor], Tensor]:
-    stage, runner = prepared(made("batch norm, dropout, strides"), Pipeline(2, 4, split_points=("7",)))
+    stage, runner = prepared(
+        made("batch norm, dropout, strides"), Pipeline(2, 4, split_points=("7",))
+    )
     torch.manual_seed(5)
     inputs, targets = mini_batches("batch norm, dropout, strides")[0]
     runner.step(inputs, targets)
@@ -265,7 +284,9 @@ def test_buffers_and_random_numbers_advance_once_per_micro_batch(ranks: Pool) ->
 
 
 def evaluated(rank: int, size: int) -> tuple[list[Tensor], int, Tensor]:
-    stage, runner = prepared(made("batch norm, dropout, strides"), Pipeline(2, 4, split_points=("4",)))
+    stage, runner = prepared(
+        made("batch norm, dropout, strides"), Pipeline(2, 4, split_points=("4",))
+    )
     inputs, targets = mini_batches("batch norm, dropout, strides")[0]
     runner.step(inputs, targets)
     stage.zero_grad()
@@ -319,7 +340,9 @@ class Shared(nn.Module):
 
 
 def forms_of_inputs(rank: int, size: int) -> list[Tensor]:
-    _, runner = prepared(Shared(), Pipeline(1, 2), loss_fn=lambda out, t: (out - t["y"][0]).square().mean())
+    _, runner = prepared(
+        Shared(), Pipeline(1, 2), loss_fn=lambda out, t: (out - t["y"][0]).square().mean()
+    )
     x, y = torch.ones(4, 6, dtype=torch.float64), torch.zeros(4, 3, dtype=torch.float64)
     factor = torch.tensor(2.0)
     targets = {"y": [y]}
@@ -392,18 +415,38 @@ class Trip:
 @pytest.mark.parametrize(
     ("trouble", "kinds", "texts"),
     [
-        ("indivisible", ("ValueError",) * 2, ["a mini-batch of 7 cannot be cut into micro_batches=4"] * 2),
+        (
+            "indivisible",
+            ("ValueError",) * 2,
+            ["a mini-batch of 7 cannot be cut into micro_batches=4"] * 2,
+        ),
         ("no batch", ("ValueError",) * 2, ["inputs must be tensors with one first dimension"] * 2),
         ("no gradients", ("RuntimeError",) * 2, ["use evaluate instead"] * 2),
-        ("other targets", ("Mismatch",) * 2, ["content of targets of the mini-batch: stage 1 has"] * 2),
+        (
+            "other targets",
+            ("Mismatch",) * 2,
+            ["content of targets of the mini-batch: stage 1 has"] * 2,
+        ),
         (
             "forward",
             ("KeyError", "ThinwireError"),
             ["tripped", "stage 1 of 2 failed in this step: KeyError: 'tripped'"],
         ),
-        ("backward", ("ThinwireError", "KeyError"), ["stage 2 of 2 failed in this step: KeyError", "tripped"]),
-        ("loss of two", ("ValueError",) * 2, ["stage 2 of 2", "must return one element, got shape (2,)"]),
-        ("no tensor", ("TypeError",) * 2, ["stage 2 of 2", "must return a tensor of one element, got float"]),
+        (
+            "backward",
+            ("ThinwireError", "KeyError"),
+            ["stage 2 of 2 failed in this step: KeyError", "tripped"],
+        ),
+        (
+            "loss of two",
+            ("ValueError",) * 2,
+            ["stage 2 of 2", "must return one element, got shape (2,)"],
+        ),
+        (
+            "no tensor",
+            ("TypeError",) * 2,
+            ["stage 2 of 2", "must return a tensor of one element, got float"],
+        ),
         ("integer", ("TypeError",) * 2, ["stage 2 of 2", "floating-point loss, got torch.int64"]),
         ("detached", ("ValueError",) * 2, ["stage 2 of 2", "depends on no parameter"]),
     ],
@@ -416,7 +459,9 @@ def test_an_error_of_one_stage_is_one_of_all_and_the_pipeline_goes_on(
     for (_, text, loss), expected in zip(answers, texts, strict=True):
         assert expected in text
         inputs, targets = batch()
-        torch.testing.assert_close(loss, nn.functional.cross_entropy(mlp()(inputs), targets), **TIGHT)
+        torch.testing.assert_close(
+            loss, nn.functional.cross_entropy(mlp()(inputs), targets), **TIGHT
+        )
 
 
 class Unsteady(nn.Module):
@@ -434,13 +479,16 @@ class Unsteady(nn.Module):
 
 def change_shapes(rank: int, size: int) -> None:
     model = nn.Sequential(Unsteady(), nn.Linear(6, 3)).double()
-    _, runner = prepared(model, Pipeline(2, 2, "gpipe", ("1",)), loss_fn=lambda outputs, _: outputs.mean())
+    _, runner = prepared(
+        model, Pipeline(2, 2, "gpipe", ("1",)), loss_fn=lambda outputs, _: outputs.mean()
+    )
     runner.step(*batch())
 
 
 def return_an_object(rank: int, size: int) -> None:
     _, runner = prepared(
-        nn.Sequential(nn.Linear(6, 6), Odd(), nn.Linear(6, 3)).double(), Pipeline(2, 2, "gpipe", ("2",))
+        nn.Sequential(nn.Linear(6, 6), Odd(), nn.Linear(6, 3)).double(),
+        Pipeline(2, 2, "gpipe", ("2",)),
     )
     runner.step(*batch())
 
@@ -454,10 +502,16 @@ class Odd(nn.Module):
     ("function", "kind", "text"),
     [
         (change_shapes, "ValueError", "must look the same for all micro-batches"),
-        (return_an_object, "TypeError", "has a part of type set, which cannot travel between stages"),
+        (
+            return_an_object,
+            "TypeError",
+            "has a part of type set, which cannot travel between stages",
+        ),
     ],
 )
-def test_what_cannot_travel_is_refused(ranks: Pool, function: Callable[..., None], kind: str, text: str) -> None:
+def test_what_cannot_travel_is_refused(
+    ranks: Pool, function: Callable[..., None], kind: str, text: str
+) -> None:
     for answer in ranks.run(function, expect_errors=True):
         assert answer.type_name == kind
         assert text in answer.text
@@ -480,10 +534,16 @@ def lose_a_stage(rank: int, size: int, how: int) -> None:
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize(("how", "kinds"), [(signal.SIGKILL, {"PeerLost"}), (signal.SIGSTOP, {"PeerStalled"})])
+@pytest.mark.parametrize(
+    ("how", "kinds"), [(signal.SIGKILL, {"PeerLost"}), (signal.SIGSTOP, {"PeerStalled"})]
+)
 def test_the_others_raise_when_a_stage_is_gone(ranks: Pool, how: int, kinds: set[str]) -> None:
-    ranks.run(train_case, "a stage that begins in place", "1f1b", size=3)  # starts what the short time-out is not for
-    answers = ranks.run(lose_a_stage, how, size=3, group_timeout_s=5, timeout_s=20, expect_errors=True)
+    ranks.run(
+        train_case, "a stage that begins in place", "1f1b", size=3
+    )  # starts what the short time-out is not for
+    answers = ranks.run(
+        lose_a_stage, how, size=3, group_timeout_s=5, timeout_s=20, expect_errors=True
+    )
     assert not isinstance(answers[1], Raised)
     assert isinstance(answers[1], Lost) == (how == signal.SIGKILL)
     for answer in (answers[0], answers[2]):

@@ -22,7 +22,9 @@ def position_code(positions, numel, k):
         low |= (position % 2**width) << (i * width)
         high |= 1 << ((position // 2**width) + i)
     high_bits = k + (numel - 1) // 2**width + 1
-    return low.to_bytes(math.ceil(k * width / 8), "little") + high.to_bytes(math.ceil(high_bits / 8), "little")
+    return low.to_bytes(math.ceil(k * width / 8), "little") + high.to_bytes(
+        math.ceil(high_bits / 8), "little"
+    )
 
 
 def positions(code, numel, k):
@@ -57,13 +59,19 @@ def levels(values, bits, k):
         halves = []
         for cell, inherited in cells:
             mean = math.fsum(cell) / len(cell) if cell else inherited
-            halves += [([x for x in cell if x <= mean], mean), ([x for x in cell if x > mean], mean)]
+            halves += [
+                ([x for x in cell if x <= mean], mean),
+                ([x for x in cell if x > mean], mean),
+            ]
         cells = halves
-    return [float32(math.fsum(cell) / len(cell) if cell else inherited) for cell, inherited in cells]
+    return [
+        float32(math.fsum(cell) / len(cell) if cell else inherited) for cell, inherited in cells
+    ]
 
 
 def nearest_on_grid(magnitude, low, high, steps):
-    """The nearest of low, ..., high in `steps` equal steps, the lower of two, found with exact fractions."""
+    """The nearest of low, ..., high in `steps` equal steps, the lower of two, found with exact
+    fractions."""
     if low == high:
         return low
     step = (Fraction(high) - Fraction(low)) / steps
@@ -72,11 +80,17 @@ def nearest_on_grid(magnitude, low, high, steps):
 
 
 def sent(values, bits, k):
-    """What the receiver decodes: the nearest level, the lower of two, with the sign of the value."""
+    """What the receiver decodes: the nearest level, the lower of two, with the sign of the
+    value."""
     if bits == 32:
         return [float32(v) for v in values]
     if bits <= 4:
         grid = levels(values, bits, k)
-        return [math.copysign(min(grid, key=lambda level: (abs(abs(v) - level), level)), v) for v in values]
+        return [
+            math.copysign(min(grid, key=lambda level: (abs(abs(v) - level), level)), v)
+            for v in values
+        ]
     low, high = (float32(extreme(abs(v) for v in values)) for extreme in (min, max))
-    return [math.copysign(nearest_on_grid(abs(v), low, high, 2 ** (bits - 1) - 1), v) for v in values]
+    return [
+        math.copysign(nearest_on_grid(abs(v), low, high, 2 ** (bits - 1) - 1), v) for v in values
+    ]

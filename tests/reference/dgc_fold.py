@@ -1,4 +1,5 @@
-"""Slow oracle of selection, fold and sparse sum: one entry at a time, one rounding per operation."""
+"""Slow oracle of selection, fold and sparse sum: one entry at a time, one rounding per
+operation."""
 
 import numpy as np
 

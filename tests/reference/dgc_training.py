@@ -1,4 +1,5 @@
-"""Deep gradient compression of N ranks in one process: NumPy, float64, written from the specification alone."""
+"""Deep gradient compression of N ranks in one process: NumPy, float64, written from the
+specification alone."""
 
 import math
 from dataclasses import dataclass, field
@@ -25,7 +26,8 @@ class Oracle:
     l1: float = 0.0
     l2: float = 0.0
     clip: float | None = None
-    """c of ClipByNorm: full value on dense tensors, c / sqrt(N) on a rank's share of compressed ones."""
+    """c of ClipByNorm: full value on dense tensors, c / sqrt(N) on a rank's share of compressed
+    ones."""
     local_clip: float | None = None
     num_trainers: int | None = None
     centralize: bool = False
@@ -97,7 +99,9 @@ class Oracle:
             v[chosen] -= q
             u[chosen] = 0.0
             self.u[rank][name], self.v[rank][name] = u.reshape(own.shape), v.reshape(own.shape)
-        self.params[name] = self.params[name] - self.lr * (total / self.ranks).reshape(self.params[name].shape)
+        self.params[name] = self.params[name] - self.lr * (total / self.ranks).reshape(
+            self.params[name].shape
+        )
 
     def _coded(self, values: Array) -> Array:
         if self.bits == 32:

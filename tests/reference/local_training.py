@@ -12,11 +12,14 @@ def interval(init, most, loss, first_loss, rate, first_rate):
     """The adaptive rule, with exact fractions where doubles would do."""
     if first_loss == 0:
         return init
-    return int(min(max(math.ceil(math.sqrt((first_rate * loss) / (rate * first_loss)) * init), 1), most))
+    return int(
+        min(max(math.ceil(math.sqrt((first_rate * loss) / (rate * first_loss)) * init), 1), most)
+    )
 
 
 def intervals(losses, rates, *, init, most, begin):
-    """Interval in force after each step, and the steps that average; `losses` are means over the ranks."""
+    """Interval in force after each step, and the steps that average; `losses` are means over the
+    ranks."""
     k, last, first, found, averaged = init, begin, None, [], []
     for step, (loss, rate) in enumerate(zip(losses, rates, strict=True), start=1):
         if first is None and rate > 0:
@@ -43,8 +46,9 @@ class Rank:
 class Simulation:
     """`size` ranks with SGD and momentum; every tensor is a NumPy array by name."""
 
-    def __init__(self, start, size, *, k, begin=1, lr=0.1, momentum=0.0, outer=(1.0, 0.0, False), parts=None, delay=0,
-                 sparsity=None, decay=1.0, ramp=None, senders=False, bits=None):  # fmt: skip
+    def __init__(self, start, size, *, k, begin=1, lr=0.1, momentum=0.0, outer=(1.0, 0.0, False),
+                 parts=None, delay=0, sparsity=None, decay=1.0, ramp=None, senders=False,
+                 bits=None):  # fmt: skip
         self.names = list(start)
         self.ranks = [Rank({n: v.copy() for n, v in start.items()}) for _ in range(size)]
         self.anchor = {n: v.copy() for n, v in start.items()}
@@ -57,7 +61,8 @@ class Simulation:
         self.sent = {n: np.zeros_like(v) for n, v in start.items()}
 
     def advance(self, gradient):
-        """One local step on every rank and what follows from it; `gradient(step, rank, name, p)`."""
+        """One local step on every rank and what follows from it; `gradient(step, rank,
+        name, p)`."""
         self.step += 1
         for number, rank in enumerate(self.ranks):
             for name in self.names:
@@ -107,9 +112,14 @@ class Simulation:
         changes = [self.anchor[name] - v for v in values]
         sparsity = self.sparsity_at(at, values[0].size)
         if sparsity is not None:
-            changes = [self.compressed(rank, name, c, sparsity) for rank, c in zip(self.ranks, changes, strict=True)]
+            changes = [
+                self.compressed(rank, name, c, sparsity)
+                for rank, c in zip(self.ranks, changes, strict=True)
+            ]
         elif self.bits is not None:
-            changes = [self.quantized(rank, name, c) for rank, c in zip(self.ranks, changes, strict=True)]
+            changes = [
+                self.quantized(rank, name, c) for rank, c in zip(self.ranks, changes, strict=True)
+            ]
         mean = sum(changes) / len(changes)
         if self.senders:
             mean = sum(changes) / np.maximum(sum(c != 0 for c in changes), 1)
@@ -120,7 +130,8 @@ class Simulation:
         return self.anchor[name]
 
     def sparsity_at(self, step, size):
-        """After local step `step`; a ramp is (begin, length, levels, smallest size) in completed updates."""
+        """After local step `step`; a ramp is (begin, length, levels, smallest size) in completed
+        updates."""
         if self.ramp is None:
             return self.sparsity
         begin, length, levels, smallest = self.ramp

@@ -26,16 +26,22 @@ class LowRankOracle:
         for matrix in moved:
             for i in range(rows):
                 for k in range(width):
-                    left[i][k] += sum(matrix[i][j] * self.factor[j][k] for j in range(columns)) / ranks
+                    left[i][k] += (
+                        sum(matrix[i][j] * self.factor[j][k] for j in range(columns)) / ranks
+                    )
         _orthonormalize(left)
         right = [[0.0] * width for _ in range(columns)]
         for matrix in moved:
             for j in range(columns):
                 for k in range(width):
                     right[j][k] += sum(matrix[i][j] * left[i][k] for i in range(rows)) / ranks
-        mean = [[sum(left[i][k] * right[j][k] for k in range(width)) for j in range(columns)] for i in range(rows)]
+        mean = [
+            [sum(left[i][k] * right[j][k] for k in range(width)) for j in range(columns)]
+            for i in range(rows)
+        ]
         self.errors = [
-            [[m - a for m, a in zip(*pair, strict=True)] for pair in zip(matrix, mean, strict=True)] for matrix in moved
+            [[m - a for m, a in zip(*pair, strict=True)] for pair in zip(matrix, mean, strict=True)]
+            for matrix in moved
         ]
         self.factor = right
         return mean

@@ -1,4 +1,5 @@
-"""Mean gradients of N ranks in one process, dense or compressed with error feedback: float64, one entry at a time."""
+"""Mean gradients of N ranks in one process, dense or compressed with error feedback: float64, one
+entry at a time."""
 
 import math
 
@@ -8,8 +9,25 @@ import numpy as np
 class MeanOracle:
     """The residuals of all ranks, and what each step brings; tensors are NumPy arrays by name."""
 
-    def __init__(self, ranks, *, begin=0, rampup=1, levels=None, clip=None, trainers=None, min_numel=1, bits=32):
-        self.begin, self.rampup, self.levels, self.min_numel, self.bits = begin, rampup, levels, min_numel, bits
+    def __init__(
+        self,
+        ranks,
+        *,
+        begin=0,
+        rampup=1,
+        levels=None,
+        clip=None,
+        trainers=None,
+        min_numel=1,
+        bits=32,
+    ):
+        self.begin, self.rampup, self.levels, self.min_numel, self.bits = (
+            begin,
+            rampup,
+            levels,
+            min_numel,
+            bits,
+        )
         self.limit = None if clip is None else clip * math.sqrt(trainers or ranks)
         self.residuals = [{} for _ in range(ranks)]
 
@@ -39,7 +57,10 @@ class MeanOracle:
             v[i] += x
         chosen = sorted(sorted(range(len(v)), key=lambda i: (-abs(v[i]), i))[:count])
         scale = float(np.float32(math.fsum(abs(v[i]) for i in chosen) / count))
-        pairs = [(i, float(np.float32(v[i])) if self.bits == 32 else math.copysign(scale, v[i])) for i in chosen]
+        pairs = [
+            (i, float(np.float32(v[i])) if self.bits == 32 else math.copysign(scale, v[i]))
+            for i in chosen
+        ]
         for i, q in pairs:
             v[i] -= q
         return pairs

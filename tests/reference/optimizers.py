@@ -1,6 +1,8 @@
-"""Slow oracles of the optimizers in NumPy float64, written from the formulas; nothing of the library is imported.
+"""Slow oracles of the optimizers in NumPy float64, written from the formulas; nothing of the
+library is imported.
 
-A run is a list of updates; each update has one gradient per parameter: an array, None, or for rows (indices, values).
+A run is a list of updates; each update has one gradient per parameter: an array, None, or for rows
+(indices, values).
 """
 
 import math
@@ -55,7 +57,13 @@ def centre(g: Array) -> Array:
 COUPLED = {"SGD", "Adam", "RMSprop", "Adagrad", "LazyAdam", "Ftrl", "ProximalAdagrad"}
 
 
-def run(method: str, params: dict[str, Array], updates: list[dict[str, Grad]], rates: list[float], o: Options) -> dict:
+def run(
+    method: str,
+    params: dict[str, Array],
+    updates: list[dict[str, Grad]],
+    rates: list[float],
+    o: Options,
+) -> dict:
     """Parameters after all updates (the arrays given stay as they are)."""
     p = {k: v.astype(np.float64).copy() for k, v in params.items()}
     state: dict[str, dict[str, Any]] = {k: {"t": 0} for k in p}
@@ -172,10 +180,14 @@ METHODS = {
 }
 
 
-def run_rows(method: str, table: Array, updates: list[tuple[Array, Array]], rates: list[float], o: Options) -> Array:
-    """One table of rows with (row numbers, values) gradients: every row is a parameter of its own, but for t.
+def run_rows(
+    method: str, table: Array, updates: list[tuple[Array, Array]], rates: list[float], o: Options
+) -> Array:
+    """One table of rows with (row numbers, values) gradients: every row is a parameter of its own,
+    but for t.
 
-    Duplicated row numbers are summed; rows that are absent keep all they have. Clipping sees all rows together.
+    Duplicated row numbers are summed; rows that are absent keep all they have. Clipping sees all
+    rows together.
     """
     p = table.astype(np.float64).copy()
     state: list[dict[str, Any]] = [{} for _ in p]

@@ -1,4 +1,5 @@
-"""Slow oracle of stochastic rounding to bfloat16: one entry at a time, in exact arithmetic of integers and float64."""
+"""Slow oracle of stochastic rounding to bfloat16: one entry at a time, in exact arithmetic of
+integers and float64."""
 
 import math
 
@@ -20,7 +21,8 @@ def spacing(x):
 
 
 def neighbours(x):
-    """The two bfloat16 around x in the order of their magnitude, and the probability of the second."""
+    """The two bfloat16 around x in the order of their magnitude, and the probability of the
+    second."""
     step = spacing(x)
     below = math.floor(abs(x) / step) * step
     above = min(below + step, LARGEST)

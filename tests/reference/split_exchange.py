@@ -1,4 +1,5 @@
-"""The split exchange of W sources in one process: loops over single positions, float64, 32-bit values on the wire."""
+"""The split exchange of W sources in one process: loops over single positions, float64, 32-bit
+values on the wire."""
 
 from fractions import Fraction
 
@@ -10,7 +11,8 @@ Sparse = dict[int, float]
 def split_exchange(
     numels: list[int], counts: list[int], proposals: list[list[Sparse]]
 ) -> tuple[list[Sparse], list[list[Sparse]], list[list[Sparse]]]:
-    """Per tensor what is delivered; per source and tensor what it gave away, and what it keeps as an owner."""
+    """Per tensor what is delivered; per source and tensor what it gave away, and what it keeps as
+    an owner."""
     sources = len(proposals)
     total = sum(numels)
     delivered: list[Sparse] = [{} for _ in numels]
@@ -19,7 +21,8 @@ def split_exchange(
     offset = 0
     for tensor, (n, k) in enumerate(zip(numels, counts, strict=True)):
         owner_of = [
-            max(o for o in range(sources) if o * total // sources <= offset + position) for position in range(n)
+            max(o for o in range(sources) if o * total // sources <= offset + position)
+            for position in range(n)
         ]
         offset += n
         for owner in sorted(set(owner_of)):

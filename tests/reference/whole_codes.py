@@ -1,4 +1,5 @@
-"""Slow oracle of messages in which every entry travels: from the written format, with Python numbers."""
+"""Slow oracle of messages in which every entry travels: from the written format, with Python
+numbers."""
 
 import math
 import struct
@@ -12,7 +13,9 @@ SCALES = {1: 2, 2: 2, 4: 8, 8: 2, 16: 2}
 def means_of_signs(values):
     """The two scales at 1 bit: over the entries that are not negative, and over the others."""
     upper, lower = [v for v in values if v >= 0], [-v for v in values if v < 0]
-    return tuple(dgc_codec.float32(math.fsum(half) / len(half) if half else 0.0) for half in (upper, lower))
+    return tuple(
+        dgc_codec.float32(math.fsum(half) / len(half) if half else 0.0) for half in (upper, lower)
+    )
 
 
 def sent(values, bits):
@@ -24,7 +27,8 @@ def sent(values, bits):
 
 
 def message_bytes(numels, bits):
-    """A header of 32 bytes, then for each tensor its scales of 4 bytes and its bits, in whole bytes."""
+    """A header of 32 bytes, then for each tensor its scales of 4 bytes and its bits, in whole
+    bytes."""
     return 32 + sum(4 * SCALES[bits] + math.ceil(n * bits / 8) for n in numels)
 
 

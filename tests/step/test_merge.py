@@ -18,7 +18,10 @@ def summed(rounds, factor, name):
 
 def random_rounds(dtype, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    grads = [{"a": torch.randn(3, 4, generator=generator), "b": torch.randn((), generator=generator)} for _ in range(5)]
+    grads = [
+        {"a": torch.randn(3, 4, generator=generator), "b": torch.randn((), generator=generator)}
+        for _ in range(5)
+    ]
     rounds = [{name: g.to(dtype) for name, g in each.items()} for each in grads]
     rounds[1]["b"] = None
     del rounds[3]["b"]
@@ -37,11 +40,15 @@ def test_the_merged_gradient_is_the_sum_or_the_mean(dtype, factor, avg):
     merged = merge.take(avg)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     for name in ("a", "b"):
-        expected = torch.tensor(summed(rounds, factor, name), dtype=torch.float64) / (5 if avg else 1)
+        expected = torch.tensor(summed(rounds, factor, name), dtype=torch.float64) / (
+            5 if avg else 1
+        )
         assert merged[name].dtype == wide
         # five additions and a product, each rounded once
         tolerance = 1e-15 if wide == torch.float64 else 1e-6
-        assert torch.allclose(merged[name].double().flatten(), expected, rtol=tolerance, atol=tolerance)
+        assert torch.allclose(
+            merged[name].double().flatten(), expected, rtol=tolerance, atol=tolerance
+        )
 
 
 def test_merging_k_batches_is_one_batch_k_times_as_large():
@@ -71,7 +78,9 @@ def test_small_gradients_are_not_lost_beside_large_sums():
 @pytest.mark.parametrize("order", ["sparse first", "dense first"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_row_sparse_gradients_become_dense(order, dtype):
-    rows = torch.sparse_coo_tensor([[1, 3, 1]], torch.ones(3, 2), (4, 2), check_invariants=True).to(dtype)
+    rows = torch.sparse_coo_tensor([[1, 3, 1]], torch.ones(3, 2), (4, 2), check_invariants=True).to(
+        dtype
+    )
     dense = torch.full((4, 2), 0.5, dtype=dtype)
     merge = GradientSum()
     for grad in (rows, dense) if order == "sparse first" else (dense, rows):
@@ -134,8 +143,13 @@ def test_completing_gives_what_adding_and_taking_would_and_leaves_the_sum(dtype,
             merge.add(grads, factor)
         last = {name: grad.clone() for name, grad in rounds[before].items() if grad is not None}
         whole.add(rounds[before], factor)
-        expected, sums = whole.take(avg), {name: total.clone() for name, total in merge.take(avg=False).items()}
-        places = {name: grad.data_ptr() for name, grad in last.items() if grad.layout is torch.strided}
+        expected, sums = (
+            whole.take(avg),
+            {name: total.clone() for name, total in merge.take(avg=False).items()},
+        )
+        places = {
+            name: grad.data_ptr() for name, grad in last.items() if grad.layout is torch.strided
+        }
         done = merge.completed_(last, factor, avg)
         assert done.keys() == expected.keys()
         for name, value in done.items():

@@ -1,4 +1,5 @@
-"""Recompute against the same model without: equal bits everywhere, while the forward pass is really repeated."""
+"""Recompute against the same model without: equal bits everywhere, while the forward pass is really
+repeated."""
 
 import copy
 import io
@@ -26,7 +27,8 @@ class Counting(nn.Module):
 
 
 class Block(nn.Module):
-    """Everything whose repetition could differ: dropout, running statistics, buffers of all sorts."""
+    """Everything whose repetition could differ: dropout, running statistics, buffers of all
+    sorts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,11 +40,17 @@ class Block(nn.Module):
         self.register_buffer("count", torch.zeros((), dtype=torch.int64), persistent=False)
         self.register_buffer("late", None)
 
-    def forward(self, x: Tensor, bias: Tensor | None = None, *, scale: float = 1.0) -> dict[str, Tensor]:
+    def forward(
+        self, x: Tensor, bias: Tensor | None = None, *, scale: float = 1.0
+    ) -> dict[str, Tensor]:
         h = self.drop(torch.tanh(self.mix(self.norm(x)))) * scale
         self.count += 1
-        self.mean = 0.9 * self.mean + 0.1 * h.detach().mean(0)  # reassigned, and the result depends on it
-        self.late = h.detach().amax() if self.late is None else torch.maximum(self.late, h.detach().amax())
+        self.mean = 0.9 * self.mean + 0.1 * h.detach().mean(
+            0
+        )  # reassigned, and the result depends on it
+        self.late = (
+            h.detach().amax() if self.late is None else torch.maximum(self.late, h.detach().amax())
+        )
         h = self.spectral(h + self.mean / self.count) * self.late
         return {"x": x + h if bias is None else x + h + bias, "h": h}
 
@@ -65,7 +73,9 @@ class Plain(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(nn.Sequential(Counting(), nn.BatchNorm1d(6), nn.Dropout(0.3)), Counting())
+        self.blocks = nn.Sequential(
+            nn.Sequential(Counting(), nn.BatchNorm1d(6), nn.Dropout(0.3)), Counting()
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.blocks(x)
@@ -135,7 +145,9 @@ def test_the_forward_pass_is_repeated_once_and_only_of_what_matches():
 def test_less_is_kept_for_the_backward_pass():
     def kept(net):
         sizes = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: sizes.append(t.numel()) or t, lambda t: t
+        ):
             net(inputs())
         return sum(sizes)
 
@@ -182,7 +194,9 @@ def test_shared_modules():
         backward(net, inputs(), seed)
     assert_equal(plain, net)
     assert calls(net) == [2 * 3 * 2]
-    assert matches(net, ("outer.1",)) == ("outer.1",), "a name that named_modules leaves out as repeated"
+    assert matches(net, ("outer.1",)) == ("outer.1",), (
+        "a name that named_modules leaves out as repeated"
+    )
 
 
 def test_passes_that_are_in_flight_together():
@@ -293,7 +307,11 @@ def test_a_copy_recomputes_its_own_weights(copied):
 def test_layers_come_off_in_any_order():
     for first in (0, 1):
         plain, net = twins()
-        handles = [recompute(net, ("",)), autocast_forward(net, torch.bfloat16), recompute(net, ("blocks.0",))]
+        handles = [
+            recompute(net, ("",)),
+            autocast_forward(net, torch.bfloat16),
+            recompute(net, ("blocks.0",)),
+        ]
         handles.pop(first).remove()
         if first == 0:
             autocast_forward(plain, torch.bfloat16)
@@ -411,7 +429,9 @@ def test_a_lazy_module_finds_its_class():
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("way", ["recompute, then compile", "compile, then recompute", "compiled parts"])
+@pytest.mark.parametrize(
+    "way", ["recompute, then compile", "compile, then recompute", "compiled parts"]
+)
 def test_compiled_models(way):
     class Part(nn.Module):
         def __init__(self):
@@ -476,7 +496,9 @@ def test_the_whole_model_is_matched_by_the_empty_pattern_only():
 
 def test_of_a_match_that_is_cut_in_two_each_stage_recomputes_its_part():
     def make():
-        return nn.Sequential(Counting(), nn.Sequential(Counting(), nn.Dropout(0.5), Counting()), Counting())
+        return nn.Sequential(
+            Counting(), nn.Sequential(Counting(), nn.Dropout(0.5), Counting()), Counting()
+        )
 
     plain, net = twins(make)
     stages = [nn.Sequential(net[0], net[1][:1]), nn.Sequential()]

@@ -1,4 +1,5 @@
-"""The optimizer that trains is told what the given one was, or prepare says what it cannot take over."""
+"""The optimizer that trains is told what the given one was, or prepare says what it cannot take
+over."""
 
 import copy
 import gc
@@ -8,7 +9,17 @@ import pytest
 import torch
 from torch import nn
 
-from thinwire import DGC, LAMB, LARS, ClipByGlobalNorm, ClipByNorm, L1Decay, L2Decay, StrategyError, optim
+from thinwire import (
+    DGC,
+    LAMB,
+    LARS,
+    ClipByGlobalNorm,
+    ClipByNorm,
+    L1Decay,
+    L2Decay,
+    StrategyError,
+    optim,
+)
 from thinwire.schedules import CosineDecay, PiecewiseConstant, ScheduledLR
 from thinwire.strategy.adopt import adopt
 from thinwire.strategy.onlookers import schedulers_of
@@ -66,7 +77,13 @@ def test_dgc_makes_an_sgd_dgc_momentum_that_trains_as_it_would_have(sgd, lr):
     kwargs = {"momentum": 0.8, "nesterov": True, "weight_decay": 0.02, "maximize": True}
 
     def groups(model):
-        other = {"params": model[2].parameters(), "lr": 0.03, "weight_decay": 0.5, "momentum": 0.5, "foreach": False}
+        other = {
+            "params": model[2].parameters(),
+            "lr": 0.03,
+            "weight_decay": 0.5,
+            "momentum": 0.5,
+            "foreach": False,
+        }
         return [{"params": model[:2].parameters()}, other]
 
     given = sgd(groups(twin), lr=lr, **kwargs)
@@ -96,7 +113,13 @@ def test_dgc_settings_arrive():
     )
     new = adopted(net, torch.optim.SGD(net.parameters(), lr=0.1), dgc=dgc).optimizer
     assert (new.value_bits, new.node_size, new.exchange) == (8, 1, "split")
-    for key in ("rampup_begin_step", "rampup_step", "sparsity", "local_grad_clip_norm", "min_numel"):
+    for key in (
+        "rampup_begin_step",
+        "rampup_step",
+        "sparsity",
+        "local_grad_clip_norm",
+        "min_numel",
+    ):
         assert new.param_groups[0][key] == getattr(dgc, key)
 
 
@@ -105,7 +128,12 @@ def full(model):
     named = [(f"net.{name}", p) for name, p in model.named_parameters()]
     return optim.SGD(
         [
-            {"params": named[:2], "lr": CosineDecay(0.0, 0.2, 10), "regularizer": L1Decay(0.1), "name": "first"},
+            {
+                "params": named[:2],
+                "lr": CosineDecay(0.0, 0.2, 10),
+                "regularizer": L1Decay(0.1),
+                "name": "first",
+            },
             {"params": named[2:4], "lr": [0.3, 0.2, 0.1, 0.05, 0.02, 0.01]},
             {"params": named[4:], "weight_decay": 0.7, "grad_centralization": True},
             {"order_params": named[::-1]},
@@ -125,7 +153,9 @@ def test_schedules_groups_exclusions_order_and_clipping_are_taken_over():
     new = adopted(net, full(net), dgc=DENSE).optimizer
     assert new.grad_clip == ClipByNorm(0.5)
     assert new.param_groups[0]["name"] == "first"
-    assert new.param_groups[0]["param_names"] == ["net.0.weight", "net.0.bias"], "its own names go first"
+    assert new.param_groups[0]["param_names"] == ["net.0.weight", "net.0.bias"], (
+        "its own names go first"
+    )
     assert new._ordered_params() == list(net.parameters())[::-1]
     for _ in range(5):
         assert [g["lr"] for g in new.param_groups] == [g["lr"] for g in given.param_groups]
@@ -149,7 +179,8 @@ def test_momentum_goes_on(sgd, dtype):
     steps(twin, theirs, range(2))
     new = adopted(net, ours, dgc=DENSE).optimizer
     assert all(
-        state["momentum_buffer"].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        state["momentum_buffer"].dtype
+        == (torch.float64 if dtype == torch.float64 else torch.float32)
         for state in new.state.values()
     )
     steps(net, new, range(2, 4))
@@ -164,7 +195,9 @@ def test_momentum_goes_on(sgd, dtype):
 
 def test_a_schedule_goes_on_at_the_same_update():
     net, twin = network(), network()
-    given = [optim.SGD(n.parameters(), lr=CosineDecay(0.0, 0.2, 6), momentum=0.9) for n in (net, twin)]
+    given = [
+        optim.SGD(n.parameters(), lr=CosineDecay(0.0, 0.2, 6), momentum=0.9) for n in (net, twin)
+    ]
     steps(net, given[0], range(2))
     steps(twin, given[1], range(4))
     new = adopted(net, given[0], dgc=DENSE).optimizer
@@ -175,18 +208,24 @@ def test_a_schedule_goes_on_at_the_same_update():
 
 def test_a_rate_that_was_typed_over_is_the_rate():
     net = network()
-    given = optim.SGD([{"params": net[0].parameters()}, {"params": net[2].parameters(), "lr": 0.5}], lr=0.1)
+    given = optim.SGD(
+        [{"params": net[0].parameters()}, {"params": net[2].parameters(), "lr": 0.5}], lr=0.1
+    )
     given.param_groups[0]["lr"] = 0.07
     new = adopted(net, given, dgc=DENSE).optimizer
     assert [g["lr"] for g in new.param_groups] == [0.07, 0.5]
     new.set_lr(0.01)
-    assert [g["lr"] for g in new.param_groups] == [0.01, 0.5], "which group follows the constructor stays"
+    assert [g["lr"] for g in new.param_groups] == [0.01, 0.5], (
+        "which group follows the constructor stays"
+    )
 
 
 @SGDS
 def test_what_dgc_cannot_take_over_is_said_at_once(sgd):
     net = network()
-    optimizer = sgd([{"params": net.parameters(), "dampening": 0.1}], lr=0.1, momentum=0.9, differentiable=True)
+    optimizer = sgd(
+        [{"params": net.parameters(), "dampening": 0.1}], lr=0.1, momentum=0.9, differentiable=True
+    )
     said = refused(net, optimizer, dgc=DGC())
     assert "dampening" in said
     assert "0.1" in said
@@ -241,14 +280,22 @@ def test_dgc_momentum_is_said_once():
     assert "twice" in refused(net, given, dgc=DGC())
     assert "local" in refused(net, given, local=True)
     everything = refused(net, given, dgc=DGC(), lars=LARS(), lamb=LAMB(), local=True)
-    assert all(word in everything for word in ("twice", "lars replaces", "lamb replaces", "both replace", "local"))
+    assert all(
+        word in everything
+        for word in ("twice", "lars replaces", "lamb replaces", "both replace", "local")
+    )
 
 
 @SGDS
 def test_lars_replaces_an_sgd(sgd):
     net, twin = network(), network()
     optimizer = sgd(net.named_parameters(), lr=2.0, momentum=0.8, nesterov=True, maximize=True)
-    config = LARS(lars_coeff=0.02, lars_weight_decay=0.03, epsilon=0.1, exclude_from_weight_decay=("*.bias", "1.*"))
+    config = LARS(
+        lars_coeff=0.02,
+        lars_weight_decay=0.03,
+        epsilon=0.1,
+        exclude_from_weight_decay=("*.bias", "1.*"),
+    )
     result = adopted(net, optimizer, lars=config, dgc=DGC())
     assert type(result.optimizer) is optim.Lars
     assert result.compressor == DGC(), "the compressor stands before it"
@@ -379,7 +426,10 @@ def test_nothing_decays_twice(make, own, config, works):
     field = type(config).__name__.lower()
     decay = getattr(config, f"{field}_weight_decay")
     if works:
-        assert adopted(net, optimizer, **{field: config}).optimizer.param_groups[0]["weight_decay"] == decay
+        assert (
+            adopted(net, optimizer, **{field: config}).optimizer.param_groups[0]["weight_decay"]
+            == decay
+        )
     else:
         said = refused(net, optimizer, **{field: config})
         assert f"weight_decay={own}" in said
@@ -401,7 +451,9 @@ def test_a_group_with_a_decay_of_its_own_keeps_it(adamw):
 
 def test_exclusions_of_both_add_up():
     net = network()
-    optimizer = optim.SGD(net.named_parameters(), lr=0.1, exclude_from_weight_decay=lambda name, p: p.shape == (6, 4))
+    optimizer = optim.SGD(
+        net.named_parameters(), lr=0.1, exclude_from_weight_decay=lambda name, p: p.shape == (6, 4)
+    )
     new = adopted(net, optimizer, lars=LARS(exclude_from_weight_decay=("*.bias",))).optimizer
     decays = {name: new._facts(p).weight_decay for name, p in net.named_parameters()}
     assert decays == {
@@ -417,7 +469,9 @@ def test_exclusions_of_both_add_up():
 def test_patterns_need_named_parameters():
     net = network()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    assert "model.named_parameters()" in refused(net, optimizer, lars=LARS(exclude_from_weight_decay=("*.bias",)))
+    assert "model.named_parameters()" in refused(
+        net, optimizer, lars=LARS(exclude_from_weight_decay=("*.bias",))
+    )
 
 
 def test_a_pattern_that_matches_nothing_is_said_with_the_rest():
@@ -496,7 +550,9 @@ def named(net, index):
     return [(f"{index}.{name}", p) for name, p in net[index].named_parameters()]
 
 
-@pytest.mark.parametrize("strategy", [{"dgc": DENSE}, {"lars": LARS(exclude_from_weight_decay=("0.bias", "2.*"))}])
+@pytest.mark.parametrize(
+    "strategy", [{"dgc": DENSE}, {"lars": LARS(exclude_from_weight_decay=("0.bias", "2.*"))}]
+)
 def test_a_stage_trains_its_own_parameters_as_the_whole_would_have(strategy):
     whole = network()
     staged = network()
@@ -509,12 +565,28 @@ def test_a_stage_trains_its_own_parameters_as_the_whole_would_have(strategy):
             {"params": named(net, 2)},
             {"order_params": list(net.parameters())[::-1]},
         ]
-        return optim.SGD(groups, lr=0.1, momentum=0.9, exclude_from_weight_decay=lambda name, p: p.ndim > 9, **told)
+        return optim.SGD(
+            groups,
+            lr=0.1,
+            momentum=0.9,
+            exclude_from_weight_decay=lambda name, p: p.ndim > 9,
+            **told,
+        )
 
     stages = [set(staged[:1].parameters()), set(staged[1:].parameters())]
-    parts = [adopted(staged, make(staged), keep=stage.__contains__, **strategy).optimizer for stage in stages]
-    assert [[len(g["params"]) for g in part.param_groups] for part in parts] == [[2, 0, 0], [0, 2, 2]]
-    assert [g["lr"] for g in parts[0].param_groups] == [g["lr"] for g in parts[1].param_groups] == [0.3, 0.2, 0.1]
+    parts = [
+        adopted(staged, make(staged), keep=stage.__contains__, **strategy).optimizer
+        for stage in stages
+    ]
+    assert [[len(g["params"]) for g in part.param_groups] for part in parts] == [
+        [2, 0, 0],
+        [0, 2, 2],
+    ]
+    assert (
+        [g["lr"] for g in parts[0].param_groups]
+        == [g["lr"] for g in parts[1].param_groups]
+        == [0.3, 0.2, 0.1]
+    )
     for seed in range(3):
         give_gradients(staged, seed)
         for part in parts:
@@ -532,7 +604,11 @@ def test_an_optimizer_that_stays_lets_go_of_other_stages_and_can_take_them_back(
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     result = adopted(net, optimizer, keep=set(net[1:].parameters()).__contains__)
     assert result.optimizer is optimizer
-    assert len(optimizer.param_groups[0]["params"]) == len(optimizer.param_groups[0]["param_names"]) == 4
+    assert (
+        len(optimizer.param_groups[0]["params"])
+        == len(optimizer.param_groups[0]["param_names"])
+        == 4
+    )
     assert len(optimizer.state) == 4
     before = net[0].weight.clone()
     steps(net, optimizer, range(1, 2))

@@ -1,4 +1,5 @@
-"""What ranks must have in common beside their strategy: builds, processors, kernels and the shapes of buffers."""
+"""What ranks must have in common beside their strategy: builds, processors, kernels and the shapes
+of buffers."""
 
 import os
 import warnings
@@ -47,7 +48,9 @@ def start(way: str) -> None:
         with tw.local_sgd(model, torch.optim.SGD(model.parameters(), 0.1), tw.LocalSGD(2)):
             pass
     else:
-        strategy = tw.DistributedStrategy(lamb=tw.LAMB()) if way == "lamb" else tw.DistributedStrategy()
+        strategy = (
+            tw.DistributedStrategy(lamb=tw.LAMB()) if way == "lamb" else tw.DistributedStrategy()
+        )
         strategy.prepare(model, torch.optim.Adam(model.parameters(), 0.1))
 
 
@@ -102,7 +105,9 @@ def grow(rank: int, size: int, rows: tuple[int, int], local: bool) -> Any:
 
 
 @pytest.mark.parametrize("local", [False, True])
-def test_a_buffer_of_another_shape_on_one_rank_is_a_mismatch_on_all(local: bool, ranks: Pool) -> None:
+def test_a_buffer_of_another_shape_on_one_rank_is_a_mismatch_on_all(
+    local: bool, ranks: Pool
+) -> None:
     for answer in ranks.run(grow, (1, 2), local, expect_errors=True):
         assert isinstance(answer, Raised)
         assert answer.type_name == ("ThinwireError" if local else "Mismatch")

@@ -1,4 +1,5 @@
-"""Loops that take longer to compile than the group waits for anybody do not end a run, however it is set up."""
+"""Loops that take longer to compile than the group waits for anybody do not end a run, however it
+is set up."""
 
 import time
 
@@ -84,7 +85,8 @@ def with_quantized_changes():
 
 
 WAYS = {
-    way.__name__: way for way in (with_engine, with_lamb, alone, attached, with_local_updates, with_quantized_changes)
+    way.__name__: way
+    for way in (with_engine, with_lamb, alone, attached, with_local_updates, with_quantized_changes)
 }
 
 

@@ -40,7 +40,13 @@ def test_it_is_frozen_hashable_and_by_keyword_only() -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_wrong_type_names_the_field_the_value_and_the_config(name: str) -> None:
-    wrong = [True, {}, 3, type(CONFIGS[name]), next(c for other, c in CONFIGS.items() if other != name)]
+    wrong = [
+        True,
+        {},
+        3,
+        type(CONFIGS[name]),
+        next(c for other, c in CONFIGS.items() if other != name),
+    ]
     for value in wrong:
         with pytest.raises(TypeError) as error:
             tw.DistributedStrategy(**{name: value})

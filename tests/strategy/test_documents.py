@@ -1,4 +1,5 @@
-"""Dictionaries and YAML files: there and back without loss, every key explained, every mistake named with its line."""
+"""Dictionaries and YAML files: there and back without loss, every key explained, every mistake
+named with its line."""
 
 import ast
 import inspect
@@ -29,7 +30,9 @@ bits = st.sampled_from([1, 2, 4, 8, 16, 32])
 patterns = st.lists(st.text(), max_size=3).map(tuple)
 loss_scales = st.one_of(
     st.builds(tw.FixedLossScale, st.floats(1, 1e38), st.booleans()),
-    st.builds(tw.DynamicLossScale, st.floats(1, 1e38), st.floats(1.0, 1e30, exclude_min=True), counts),
+    st.builds(
+        tw.DynamicLossScale, st.floats(1, 1e38), st.floats(1.0, 1e30, exclude_min=True), counts
+    ),
 )
 
 
@@ -47,7 +50,9 @@ def local_updates(draw: st.DrawFn, kind: Callable[..., Any]) -> Any:
     return kind(
         k_steps,
         begin_step=draw(st.integers(0, 1000)),
-        **({"max_k_steps": draw(st.integers(k_steps, 2000))} if kind is tw.AdaptiveLocalSGD else {}),
+        **(
+            {"max_k_steps": draw(st.integers(k_steps, 2000))} if kind is tw.AdaptiveLocalSGD else {}
+        ),
         outer_lr=draw(non_negative),
         outer_momentum=momentum,
         outer_nesterov=momentum > 0 and draw(st.booleans()),
@@ -62,7 +67,9 @@ def local_updates(draw: st.DrawFn, kind: Callable[..., Any]) -> Any:
 def pipelines(draw: st.DrawFn) -> tw.Pipeline:
     points = draw(st.lists(st.text(), unique=True, max_size=3))
     stages = len(points) + 1 if points else draw(counts)
-    return tw.Pipeline(stages, draw(counts), draw(st.sampled_from(["1f1b", "gpipe"])), tuple(points))
+    return tw.Pipeline(
+        stages, draw(counts), draw(st.sampled_from(["1f1b", "gpipe"])), tuple(points)
+    )
 
 
 KINDS: dict[str, st.SearchStrategy[Any]] = {
@@ -89,7 +96,10 @@ KINDS: dict[str, st.SearchStrategy[Any]] = {
 @st.composite
 def strategies(draw: st.DrawFn) -> tw.DistributedStrategy:
     chosen = draw(st.sets(st.sampled_from(list(KINDS))))
-    chosen -= {draw(st.sampled_from(["lars", "lamb"])), draw(st.sampled_from(["localsgd", "adaptive_localsgd"]))}
+    chosen -= {
+        draw(st.sampled_from(["lars", "lamb"])),
+        draw(st.sampled_from(["localsgd", "adaptive_localsgd"])),
+    }
     values = {name: draw(KINDS[name]) for name in chosen}
     if any(getattr(value, "compression", None) is not None for value in values.values()):
         values.pop("dgc", None)
@@ -124,11 +134,16 @@ def test_there_and_back_through_a_file(folder: Path, strategy: tw.DistributedStr
     path = folder / "strategy.yaml"
     strategy.save(path)
     assert tw.DistributedStrategy.load(path) == strategy
-    assert (yaml.safe_load(path.read_text(encoding="utf-8")) or {}) == strategy.to_dict(), "for YAML 1.1 as well"
+    assert (yaml.safe_load(path.read_text(encoding="utf-8")) or {}) == strategy.to_dict(), (
+        "for YAML 1.1 as well"
+    )
 
 
 def test_the_loss_scale_carries_its_kind() -> None:
-    for scale, tag in ((tw.FixedLossScale(8.0, False), "fixed"), (tw.DynamicLossScale(), "dynamic")):
+    for scale, tag in (
+        (tw.FixedLossScale(8.0, False), "fixed"),
+        (tw.DynamicLossScale(), "dynamic"),
+    ):
         document = tw.DistributedStrategy(amp=tw.AMP("float16", scale)).to_dict()
         assert list(document["amp"]["loss_scale"]) == [tag]
 
@@ -141,11 +156,17 @@ def test_a_compression_carries_its_kind_and_one_without_is_sparse() -> None:
         strategy = tw.DistributedStrategy(localsgd=tw.LocalSGD(2, compression=compression))
         assert strategy.to_dict()["localsgd"]["compression"] == plain
     document = {"localsgd": {"k_steps": 2, "compression": {"sparse": {"sparsity": 0.9}}}}
-    assert tw.DistributedStrategy.from_dict(document).localsgd == tw.LocalSGD(2, compression=tw.Sparse(0.9))
+    assert tw.DistributedStrategy.from_dict(document).localsgd == tw.LocalSGD(
+        2, compression=tw.Sparse(0.9)
+    )
 
 
 def test_ints_pass_for_floats_and_null_for_none() -> None:
-    document = {"dgc": {"sparsity": [0], "local_grad_clip_norm": None}, "lars": None, "localsgd": {"k_steps": 2}}
+    document = {
+        "dgc": {"sparsity": [0], "local_grad_clip_norm": None},
+        "lars": None,
+        "localsgd": {"k_steps": 2},
+    }
     expected = tw.DistributedStrategy(dgc=tw.DGC(sparsity=(0.0,)), localsgd=tw.LocalSGD(2))
     assert tw.DistributedStrategy.from_dict(document) == expected
 
@@ -153,19 +174,40 @@ def test_ints_pass_for_floats_and_null_for_none() -> None:
 UNKNOWN: list[tuple[dict[str, Any], list[str]]] = [
     ({"dcg": {}}, ["strategy.dcg={}", "'dgc'"]),
     ({"dgc": {"sparsty": 0.9}}, ["strategy.dgc.sparsty=0.9", "'sparsity'"]),
-    ({"localsgd": {"k_steps": 2, "compression": {"sparsity": 0.5, "value_bit": 2}}}, ["compression.value_bit=2"]),
-    ({"localsgd": {"k_steps": 2, "compression": {"quantised": {}}}}, ["compression.quantised={}", "'quantized'"]),
-    ({"localsgd": {"k_steps": 2, "compression": {"quantized": {"bits": 4}}}}, ["quantized.bits=4", "'value_bits'"]),
+    (
+        {"localsgd": {"k_steps": 2, "compression": {"sparsity": 0.5, "value_bit": 2}}},
+        ["compression.value_bit=2"],
+    ),
+    (
+        {"localsgd": {"k_steps": 2, "compression": {"quantised": {}}}},
+        ["compression.quantised={}", "'quantized'"],
+    ),
+    (
+        {"localsgd": {"k_steps": 2, "compression": {"quantized": {"bits": 4}}}},
+        ["quantized.bits=4", "'value_bits'"],
+    ),
     (
         {"localsgd": {"k_steps": 2, "compression": {"quantized": {}, "sparsity": 0.5}}},
         ["strategy.localsgd.compression must have one key of sparse and quantized"],
     ),
-    ({"localsgd": {"k_steps": 2, "compression": {"value_bits": 4}}}, ["compression lacks sparsity"]),
+    (
+        {"localsgd": {"k_steps": 2, "compression": {"value_bits": 4}}},
+        ["compression lacks sparsity"],
+    ),
     ({"amp": {"loss_scale": {"dynamc": {}}}}, ["strategy.amp.loss_scale.dynamc={}", "'dynamic'"]),
-    ({"amp": {"loss_scale": {"fixed": {"scale": 3}}}}, ["strategy.amp.loss_scale.fixed.scale=3", "'loss_scale'"]),
-    ({"zzz": 1, "lars": {"lars_coef": 1}, 3: 4}, ["strategy.zzz=1", "known are amp", "'lars_coeff'", "strategy.3=4"]),
+    (
+        {"amp": {"loss_scale": {"fixed": {"scale": 3}}}},
+        ["strategy.amp.loss_scale.fixed.scale=3", "'loss_scale'"],
+    ),
+    (
+        {"zzz": 1, "lars": {"lars_coef": 1}, 3: 4},
+        ["strategy.zzz=1", "known are amp", "'lars_coeff'", "strategy.3=4"],
+    ),
     ({"gradient_merge": {}}, ["strategy.gradient_merge lacks k_steps"]),
-    ({"amp": {"loss_scale": {"fixed": {}, "dynamic": {}}}}, ["strategy.amp.loss_scale must have one key"]),
+    (
+        {"amp": {"loss_scale": {"fixed": {}, "dynamic": {}}}},
+        ["strategy.amp.loss_scale must have one key"],
+    ),
 ]
 
 
@@ -184,17 +226,37 @@ WRONG: list[tuple[Any, type[Exception], list[str]]] = [
     ({"dgc": {"sparsity": 0.9}}, TypeError, ["strategy.dgc.sparsity", "0.9", "list"]),
     ({"dgc": {"sparsity": ["0.9"]}}, TypeError, ["strategy.dgc.sparsity[0]", "'0.9'", "number"]),
     ({"dgc": {"min_numel": 1.5}}, TypeError, ["strategy.dgc.min_numel", "1.5", "integer"]),
-    ({"gradient_merge": {"k_steps": 2, "avg": 1}}, TypeError, ["strategy.gradient_merge.avg", "True or False"]),
-    ({"gradient_merge": {"k_steps": {}}}, TypeError, ["strategy.gradient_merge.k_steps", "{}", "integer"]),
+    (
+        {"gradient_merge": {"k_steps": 2, "avg": 1}},
+        TypeError,
+        ["strategy.gradient_merge.avg", "True or False"],
+    ),
+    (
+        {"gradient_merge": {"k_steps": {}}},
+        TypeError,
+        ["strategy.gradient_merge.k_steps", "{}", "integer"],
+    ),
     ({"amp": {"loss_scale": 128}}, TypeError, ["strategy.amp.loss_scale must be a mapping", "128"]),
-    ({"amp": {"loss_scale": {"fixed": {"loss_scale": "8"}}}}, TypeError, ["loss_scale.fixed.loss_scale", "'8'"]),
-    ({"localsgd": {"k_steps": 2, "compression": 3}}, TypeError, ["strategy.localsgd.compression", "3"]),
+    (
+        {"amp": {"loss_scale": {"fixed": {"loss_scale": "8"}}}},
+        TypeError,
+        ["loss_scale.fixed.loss_scale", "'8'"],
+    ),
+    (
+        {"localsgd": {"k_steps": 2, "compression": 3}},
+        TypeError,
+        ["strategy.localsgd.compression", "3"],
+    ),
     (
         {"localsgd": {"k_steps": 2, "compression": {"quantized": {"value_bits": 32}}}},
         ValueError,
         ["quantized.value_bits"],
     ),
-    ({"localsgd": {"k_steps": 2, "compression": {"quantized": 4}}}, TypeError, ["compression.quantized", "4"]),
+    (
+        {"localsgd": {"k_steps": 2, "compression": {"quantized": 4}}},
+        TypeError,
+        ["compression.quantized", "4"],
+    ),
     ({"amp": {"dtype": "float8"}}, ValueError, ["strategy.amp.dtype", "'float8'", "bfloat16"]),
     ({"dgc": {"sparsity": [0.5, 1]}}, ValueError, ["strategy.dgc.sparsity[1]", "< 1"]),
     ({"recompute": {"checkpoints": []}}, ValueError, ["strategy.recompute.checkpoints"]),
@@ -203,7 +265,9 @@ WRONG: list[tuple[Any, type[Exception], list[str]]] = [
 
 
 @pytest.mark.parametrize(("document", "kind", "parts"), WRONG, ids=str)
-def test_wrong_values_are_named_by_their_path(document: Any, kind: type[Exception], parts: list[str]) -> None:
+def test_wrong_values_are_named_by_their_path(
+    document: Any, kind: type[Exception], parts: list[str]
+) -> None:
     with pytest.raises(kind) as error:
         tw.DistributedStrategy.from_dict(document)
     assert type(error.value) is kind
@@ -217,7 +281,11 @@ TRAPS: dict[str, tuple[type[Exception], int, str]] = {
     "- dgc\n": (TypeError, 1, "strategy must be a mapping"),
     "dgc": (TypeError, 1, "strategy must be a mapping"),
     "lars: {}\ndgc:\n": (tw.StrategyError, 2, "strategy.dgc has no value"),
-    "gradient_merge:\n  k_steps: 2\n  avg: on\n": (TypeError, 3, "strategy.gradient_merge.avg must be True or False"),
+    "gradient_merge:\n  k_steps: 2\n  avg: on\n": (
+        TypeError,
+        3,
+        "strategy.gradient_merge.avg must be True or False",
+    ),
     "dgc: off\n": (TypeError, 1, "strategy.dgc must be a mapping, got 'off'"),
     "dgc:\n  min_numel: 1_000\n": (TypeError, 2, "'1_000'"),
     "dgc:\n  min_numel: 010\n": (TypeError, 2, "'010'"),
@@ -236,7 +304,11 @@ TRAPS: dict[str, tuple[type[Exception], int, str]] = {
     "dgc: {}\n\0": (tw.StrategyError, 2, "not YAML"),
     "dgc: {}\n---\nlars: {}\n": (tw.StrategyError, 2, "not YAML"),
     "[" * 1500: (tw.StrategyError, 1, "nested too deeply"),
-    "lars: {}\nlamb:\n  lamb_weight_decy: 1\n": (tw.StrategyError, 3, "did you mean 'lamb_weight_decay'"),
+    "lars: {}\nlamb:\n  lamb_weight_decy: 1\n": (
+        tw.StrategyError,
+        3,
+        "did you mean 'lamb_weight_decay'",
+    ),
 }
 
 
@@ -269,19 +341,23 @@ def test_a_missing_file_is_an_os_error_that_names_it(tmp_path: Path) -> None:
 def test_numbers_are_read_as_people_write_them(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     path.write_bytes(
-        b"\xef\xbb\xbflars: {lars_coeff: 1e-3, epsilon: 1E-8, lars_weight_decay: +.5}\r\ndgc: {min_numel: +7}\n"
+        b"\xef\xbb\xbflars: {lars_coeff: 1e-3, epsilon: 1E-8, lars_weight_decay: +.5}\r\ndgc: "
+        b"{min_numel: +7}\n"
     )
     expected = tw.DistributedStrategy(lars=tw.LARS(1e-3, 0.5, 1e-8), dgc=tw.DGC(min_numel=7))
     assert tw.DistributedStrategy.load(str(path)) == expected
 
 
 def documented(config: type) -> dict[str, str]:
-    """The first words of each attribute's entry, by a reader of its own: lines of the source, and where they begin."""
+    """The first words of each attribute's entry, by a reader of its own: lines of the source, and
+    where they begin."""
     tree = ast.parse(inspect.getsource(config))
     docstring = ast.get_docstring(tree.body[0]) or ""  # type: ignore[arg-type]
     inside = docstring.split("Attributes:")[1].split("Raises:")[0].splitlines()
     entries = [line.strip().split(": ", 1) for line in inside if re.match(r"    \w+: ", line)]
-    return {name: text.replace("`", "").replace("*", "").split(".")[0][:40] for name, text in entries}
+    return {
+        name: text.replace("`", "").replace("*", "").split(".")[0][:40] for name, text in entries
+    }
 
 
 def test_every_key_of_a_saved_file_has_its_line_of_the_docstring(tmp_path: Path) -> None:
@@ -295,8 +371,13 @@ def test_every_key_of_a_saved_file_has_its_line_of_the_docstring(tmp_path: Path)
         text = text_of(tw.DistributedStrategy(**{name: config}))
         lines = text.splitlines()
         top = lines.index(f"{name}:" if fields(config) else name)
-        assert documented(tw.DistributedStrategy)[name] in " ".join(line.lstrip("# ") for line in lines[:top])
-        for kind in [type(config), *(nested[key] for key in nested if getattr(config, key, None) is not None)]:
+        assert documented(tw.DistributedStrategy)[name] in " ".join(
+            line.lstrip("# ") for line in lines[:top]
+        )
+        for kind in [
+            type(config),
+            *(nested[key] for key in nested if getattr(config, key, None) is not None),
+        ]:
             lacking = dict(documented(kind))
             for key in [field.name for field in fields(kind)]:
                 at = next(i for i, line in enumerate(lines) if re.match(rf" +(# )?{key}:", line))
@@ -307,11 +388,15 @@ def test_every_key_of_a_saved_file_has_its_line_of_the_docstring(tmp_path: Path)
                     assert lacking[key] in said, (name, key)
         assert "See LocalSGD" not in text
         off = [other for other in full if other != name]
-        assert all(f"# {other}: {documented(tw.DistributedStrategy)[other]}" in text for other in off)
+        assert all(
+            f"# {other}: {documented(tw.DistributedStrategy)[other]}" in text for other in off
+        )
         assert max(map(len, lines)) <= 100
 
 
-def test_saving_makes_parents_and_replaces_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saving_makes_parents_and_replaces_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "a" / "b" / "plan.yaml"
     first, second = tw.DistributedStrategy(dgc=tw.DGC()), tw.DistributedStrategy(lars=tw.LARS())
     first.save(path)

@@ -17,7 +17,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from tests.ranks import Lost, Pool, Raised
-from tests.strategy.training import FIELDS, batch, digest, make_engine, make_model, make_optimizer, train
+from tests.strategy.training import (
+    FIELDS,
+    batch,
+    digest,
+    make_engine,
+    make_model,
+    make_optimizer,
+    train,
+)
 from thinwire.comm import Group
 
 cross_entropy = nn.functional.cross_entropy
@@ -31,7 +39,9 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 # ---- a strategy with no field set is DDP
 
 
-def engine_and_ddp(rank: int, size: int, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
+def engine_and_ddp(
+    rank: int, size: int, dtype: torch.dtype
+) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
     engine = make_engine((), dtype=dtype)
     reference = make_model(dtype=dtype)
     ddp = DistributedDataParallel(reference)
@@ -52,7 +62,9 @@ def engine_and_ddp(rank: int, size: int, dtype: torch.dtype) -> tuple[dict[str, 
 def test_no_field_set_is_ddp_to_the_last_bit(ranks: Pool) -> None:
     for ours, theirs, rank in ranks.run(engine_and_ddp, torch.float32, size=2):
         for name, value in ours.items():
-            if rank == 0 or "running" not in name:  # DDP copies rank 0's buffers before the next forward pass only
+            if (
+                rank == 0 or "running" not in name
+            ):  # DDP copies rank 0's buffers before the next forward pass only
                 assert torch.equal(value, theirs[name]), name
 
 
@@ -89,8 +101,12 @@ def dying_after_an_update(rank: int, size: int) -> tuple[str, str, int, bool]:
 
 
 @pytest.mark.fault
-def test_where_a_rank_dies_while_buffers_are_compared_the_others_say_that_the_update_was_made(ranks: Pool) -> None:
-    first, killed, third = ranks.run(dying_after_an_update, size=3, group_timeout_s=8, expect_errors=True)
+def test_where_a_rank_dies_while_buffers_are_compared_the_others_say_that_the_update_was_made(
+    ranks: Pool,
+) -> None:
+    first, killed, third = ranks.run(
+        dying_after_an_update, size=3, group_timeout_s=8, expect_errors=True
+    )
     assert isinstance(killed, Lost)
     for name, text, step, moved in (first, third):
         assert name in ("PeerLost", "PeerStalled")
@@ -125,7 +141,9 @@ def damaged_buffers(rank: int, size: int) -> tuple[list[tuple[str, str, int]], b
 
 
 @pytest.mark.fault
-def test_batch_statistics_that_arrive_damaged_are_not_written_and_all_ranks_hear_of_it(ranks: Pool) -> None:
+def test_batch_statistics_that_arrive_damaged_are_not_written_and_all_ranks_hear_of_it(
+    ranks: Pool,
+) -> None:
     (first, _), (second, kept) = ranks.run(damaged_buffers, size=2)
     assert kept
     assert second[0][2] == 4
@@ -140,7 +158,10 @@ def test_batch_statistics_that_arrive_damaged_are_not_written_and_all_ranks_hear
 
 def merged_and_whole(rank: int, size: int, avg: bool) -> float:
     merged = make_engine(
-        ("gradient_merge",), replace={"gradient_merge": tw.GradientMerge(4, avg=avg)}, plain=True, **DOUBLE
+        ("gradient_merge",),
+        replace={"gradient_merge": tw.GradientMerge(4, avg=avg)},
+        plain=True,
+        **DOUBLE,
     )
     whole = make_engine((), plain=True, **DOUBLE)
     for step in range(3):
@@ -167,8 +188,18 @@ def flat_state(engine: Any) -> dict[str, Any]:
     def leaves(tree: Any, place: str) -> dict[str, Any]:
         if isinstance(tree, Tensor):
             return {place: tree.reshape(-1).view(torch.uint8).numpy().tobytes()}
-        pairs = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list | tuple) else ()
-        inner = {key: value for at, entry in pairs for key, value in leaves(entry, f"{place}/{at}").items()}
+        pairs = (
+            tree.items()
+            if isinstance(tree, dict)
+            else enumerate(tree)
+            if isinstance(tree, list | tuple)
+            else ()
+        )
+        inner = {
+            key: value
+            for at, entry in pairs
+            for key, value in leaves(entry, f"{place}/{at}").items()
+        }
         return inner or {place: repr(tree)}
 
     return {place: value for place, value in leaves(state, "").items() if "bytes_sent" not in place}
@@ -214,7 +245,9 @@ def damaged_at_the_update(rank: int, size: int, name: str) -> tuple[str, list[st
 
 @pytest.mark.fault
 @pytest.mark.parametrize("name", MERGES)
-def test_a_merge_is_as_it_was_where_the_exchange_of_its_update_fails(name: str, ranks: Pool) -> None:
+def test_a_merge_is_as_it_was_where_the_exchange_of_its_update_fails(
+    name: str, ranks: Pool
+) -> None:
     for text, moved, again, whole in ranks.run(damaged_at_the_update, name, size=2):
         assert "rank 1 refused a message" in text
         assert moved == []
@@ -238,14 +271,20 @@ def lost_at_the_update(rank: int, size: int, updates: int) -> tuple[str, list[st
 
 @pytest.mark.fault
 @pytest.mark.parametrize("updates", [1, 4])
-def test_a_merge_is_as_it_was_where_a_rank_is_lost_in_the_exchange_of_its_update(updates: int, ranks: Pool) -> None:
-    first, killed = ranks.run(lost_at_the_update, updates, size=2, group_timeout_s=8, expect_errors=True)
+def test_a_merge_is_as_it_was_where_a_rank_is_lost_in_the_exchange_of_its_update(
+    updates: int, ranks: Pool
+) -> None:
+    first, killed = ranks.run(
+        lost_at_the_update, updates, size=2, group_timeout_s=8, expect_errors=True
+    )
     assert isinstance(killed, Lost)
     assert first == ("PeerLost", [])
 
 
 def quiet_microsteps(rank: int, size: int) -> list[int]:
-    engine = make_engine(("gradient_merge",), replace={"gradient_merge": tw.GradientMerge(3)}, plain=True)
+    engine = make_engine(
+        ("gradient_merge",), replace={"gradient_merge": tw.GradientMerge(3)}, plain=True
+    )
     return [train(engine, (), step, step + 1) and engine.stats()["bytes_sent"] for step in range(6)]
 
 
@@ -256,7 +295,9 @@ def test_a_microstep_sends_nothing(ranks: Pool) -> None:
 
 
 def leftovers(rank: int, size: int) -> tuple[float, dict[str, Any], dict[str, Any]]:
-    engine = make_engine(("gradient_merge",), replace={"gradient_merge": tw.GradientMerge(4)}, plain=True, **DOUBLE)
+    engine = make_engine(
+        ("gradient_merge",), replace={"gradient_merge": tw.GradientMerge(4)}, plain=True, **DOUBLE
+    )
     whole = make_engine((), plain=True, **DOUBLE)
     x, y = batch(0, rank, **DOUBLE)
     engine.train_step(x[:8], y[:8])
@@ -274,7 +315,11 @@ def leftovers(rank: int, size: int) -> tuple[float, dict[str, Any], dict[str, An
 def test_flush_applies_the_leftovers_of_a_merge(ranks: Pool) -> None:
     for difference, before, after in ranks.run(leftovers, size=2):
         assert difference < 1e-12
-        assert (before["step"], before["microsteps"], before["pending"]) == (0, 2, "2 merged microsteps")
+        assert (before["step"], before["microsteps"], before["pending"]) == (
+            0,
+            2,
+            "2 merged microsteps",
+        )
         assert (after["step"], after["microsteps"], after["pending"]) == (1, 0, "")
 
 
@@ -293,17 +338,27 @@ def test_recompute_changes_no_bit(fields: tuple[str, ...]) -> None:
     assert found[0] == found[1]
 
 
-def staged(rank: int, size: int, schedule: str, stages: int) -> tuple[int, dict[str, Tensor], list[float]]:
+def staged(
+    rank: int, size: int, schedule: str, stages: int
+) -> tuple[int, dict[str, Tensor], list[float]]:
     pipeline = tw.Pipeline(stages=stages, micro_batches=4, schedule=schedule)
-    engine = make_engine(("pipeline",), replace={"pipeline": pipeline}, plain=True, blocks=4, **DOUBLE)
+    engine = make_engine(
+        ("pipeline",), replace={"pipeline": pipeline}, plain=True, blocks=4, **DOUBLE
+    )
     replica = rank // stages
     losses = [engine.train_step(*batch(step, replica, **DOUBLE)).item() for step in range(5)]
-    return replica, {name: p.detach().clone() for name, p in engine.model.named_parameters()}, losses
+    return (
+        replica,
+        {name: p.detach().clone() for name, p in engine.model.named_parameters()},
+        losses,
+    )
 
 
 @pytest.mark.parametrize(("size", "stages"), [(2, 2), (4, 2), (4, 4), (2, 1)])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_pipeline_times_data_parallel_is_one_process(size: int, stages: int, schedule: str, ranks: Pool) -> None:
+def test_pipeline_times_data_parallel_is_one_process(
+    size: int, stages: int, schedule: str, ranks: Pool
+) -> None:
     replicas = size // stages
     alone = make_engine((), plain=True, blocks=4, **DOUBLE)
     expected: list[list[float]] = []
@@ -314,7 +369,9 @@ def test_pipeline_times_data_parallel_is_one_process(size: int, stages: int, sch
     whole = dict(alone.model.named_parameters())
     seen = set()
     for replica, params, losses in ranks.run(staged, schedule, stages, size=size):
-        assert losses == pytest.approx([per_replica[replica] for per_replica in expected], abs=1e-12)
+        assert losses == pytest.approx(
+            [per_replica[replica] for per_replica in expected], abs=1e-12
+        )
         for name, value in params.items():
             seen.add(name)
             torch.testing.assert_close(value, whole[name].detach(), rtol=0, atol=1e-12)
@@ -346,14 +403,20 @@ def test_inputs_may_be_a_tensor_a_tuple_or_a_mapping() -> None:
 
     torch.manual_seed(0)
     model = TwoInputs()
-    engine = tw.DistributedStrategy().prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), cross_entropy)
+    engine = tw.DistributedStrategy().prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.0), cross_entropy
+    )
     x, y = batch(0, 0)
     shift = torch.zeros(4)
-    assert torch.equal(engine.train_step((x, shift), y), engine.train_step({"shift": shift, "x": x}, y))
+    assert torch.equal(
+        engine.train_step((x, shift), y), engine.train_step({"shift": shift, "x": x}, y)
+    )
 
 
 def test_the_loss_that_comes_back_is_detached_and_unscaled() -> None:
-    scaled = make_engine(("amp",), replace={"amp": tw.AMP("bfloat16", tw.FixedLossScale(1024.0))}, plain=True)
+    scaled = make_engine(
+        ("amp",), replace={"amp": tw.AMP("bfloat16", tw.FixedLossScale(1024.0))}, plain=True
+    )
     plain = make_engine(("amp",), replace={"amp": tw.AMP("bfloat16")}, plain=True)
     for step in range(3):
         loss, expected = (engine.train_step(*batch(step, 0)) for engine in (scaled, plain))
@@ -402,7 +465,9 @@ def test_a_copy_of_the_model_is_a_model_of_its_own() -> None:
 # ---- overflow
 
 
-def overflowing(rank: int, size: int, fields: tuple[str, ...]) -> tuple[list[str], list[float], list[int]]:
+def overflowing(
+    rank: int, size: int, fields: tuple[str, ...]
+) -> tuple[list[str], list[float], list[int]]:
     engine = make_engine(fields, plain=True)
     digests, scales, dropped = [], [], []
     for step in range(6):
@@ -417,8 +482,12 @@ def overflowing(rank: int, size: int, fields: tuple[str, ...]) -> tuple[list[str
     return digests, scales, dropped
 
 
-@pytest.mark.parametrize("fields", [("amp",), ("amp", "dgc"), ("amp", "dgc", "lamb"), ("amp", "lars")])
-def test_an_overflow_on_one_rank_drops_the_step_on_all(fields: tuple[str, ...], ranks: Pool) -> None:
+@pytest.mark.parametrize(
+    "fields", [("amp",), ("amp", "dgc"), ("amp", "dgc", "lamb"), ("amp", "lars")]
+)
+def test_an_overflow_on_one_rank_drops_the_step_on_all(
+    fields: tuple[str, ...], ranks: Pool
+) -> None:
     one, two = ranks.run(overflowing, fields, size=2)
     assert one == two
     digests, scales, dropped = one
@@ -449,7 +518,9 @@ def test_an_overflow_in_a_microstep_drops_the_merged_update_once(ranks: Pool) ->
 
 
 def local_overflow(rank: int, size: int) -> tuple[list[float], list[int], str]:
-    engine = make_engine(("amp", "localsgd"), replace={"localsgd": tw.LocalSGD(4, begin_step=0)}, plain=True)
+    engine = make_engine(
+        ("amp", "localsgd"), replace={"localsgd": tw.LocalSGD(4, begin_step=0)}, plain=True
+    )
     scales, dropped = [], []
     for step in range(8):
         x, y = batch(step, rank)
@@ -462,8 +533,12 @@ def local_overflow(rank: int, size: int) -> tuple[list[float], list[int], str]:
     return scales, dropped, digest(engine)
 
 
-def test_between_averagings_an_overflow_concerns_its_rank_and_the_smallest_scale_wins(ranks: Pool) -> None:
-    (scales_0, dropped_0, digest_0), (scales_1, dropped_1, digest_1) = ranks.run(local_overflow, size=2)
+def test_between_averagings_an_overflow_concerns_its_rank_and_the_smallest_scale_wins(
+    ranks: Pool,
+) -> None:
+    (scales_0, dropped_0, digest_0), (scales_1, dropped_1, digest_1) = ranks.run(
+        local_overflow, size=2
+    )
     assert dropped_0 == [0] * 8
     assert dropped_1 == [0] + [1] * 7
     assert scales_1[1] == scales_0[1] / 2
@@ -489,7 +564,9 @@ def poisoned_stage(rank: int, size: int) -> tuple[list[str], int]:
     return digests, engine.stats()["dropped_steps"]
 
 
-def test_a_gradient_of_one_stage_that_is_not_finite_drops_the_step_on_all_stages(ranks: Pool) -> None:
+def test_a_gradient_of_one_stage_that_is_not_finite_drops_the_step_on_all_stages(
+    ranks: Pool,
+) -> None:
     for digests, dropped in ranks.run(poisoned_stage, size=4):
         assert digests[1] == digests[2] != digests[3]
         assert dropped == 1
@@ -552,12 +629,18 @@ def refuse(rank: int, size: int, case: str) -> None:
             "setting: table": {"lr": [0.1] * 50 + [0.2 + rank] + [0.1] * 9},
             "setting: number or table": {"lr": [0.1] * 5 if rank else 0.1},
         }[case]
-        given = tw.optim.SGD(model.named_parameters(), **{"lr": 0.1, "weight_decay": 0.1, **settings})
+        given = tw.optim.SGD(
+            model.named_parameters(), **{"lr": 0.1, "weight_decay": 0.1, **settings}
+        )
         tw.DistributedStrategy().prepare(model, given)
     elif case == "ranks and stages":
-        tw.DistributedStrategy(pipeline=tw.Pipeline(stages=2, micro_batches=1)).prepare(model, optimizer)
+        tw.DistributedStrategy(pipeline=tw.Pipeline(stages=2, micro_batches=1)).prepare(
+            model, optimizer
+        )
     elif case == "different microsteps":
-        engine = tw.DistributedStrategy(gradient_merge=tw.GradientMerge(4)).prepare(model, optimizer, cross_entropy)
+        engine = tw.DistributedStrategy(gradient_merge=tw.GradientMerge(4)).prepare(
+            model, optimizer, cross_entropy
+        )
         for step in range(1 + rank):
             engine.train_step(*batch(step, rank))
         engine.flush()
@@ -581,7 +664,9 @@ def refuse(rank: int, size: int, case: str) -> None:
         ("ranks and stages", 3, ["3", "2", "stages"]),
     ],
 )
-def test_disagreement_is_an_error_on_every_rank(case: str, size: int, needles: list[str], ranks: Pool) -> None:
+def test_disagreement_is_an_error_on_every_rank(
+    case: str, size: int, needles: list[str], ranks: Pool
+) -> None:
     for answer in ranks.run(refuse, case, size=size, expect_errors=True):
         assert isinstance(answer, Raised), answer
         assert all(needle in answer.text for needle in needles), answer.text
@@ -606,17 +691,24 @@ def rates_that_part(rank: int, size: int, fields: tuple[str, ...]) -> list[str]:
 
 
 @pytest.mark.parametrize("fields", [(), ("dgc",), ("gradient_merge",), ("lamb",)])
-def test_rates_that_part_in_mid_training_are_an_error_on_every_rank(fields: tuple[str, ...], ranks: Pool) -> None:
+def test_rates_that_part_in_mid_training_are_an_error_on_every_rank(
+    fields: tuple[str, ...], ranks: Pool
+) -> None:
     first, second = ranks.run(rates_that_part, fields, size=2)
     assert first == second
     assert len(first) == 2
-    assert "lr differs" in first[0] or "learning rates" in first[0]  # DGCMomentum's own handshake is in its first step
+    assert (
+        "lr differs" in first[0] or "learning rates" in first[0]
+    )  # DGCMomentum's own handshake is in its first step
     assert "learning rates" in first[1]
     assert all("rank 1" in text for text in first)
 
 
-def unfrozen_in_mid_training(rank: int, size: int, fields: tuple[str, ...], added: bool) -> tuple[str, bool, str]:
-    """What was said, whether the parameter was left alone, and all parameters after a new engine has gone on."""
+def unfrozen_in_mid_training(
+    rank: int, size: int, fields: tuple[str, ...], added: bool
+) -> tuple[str, bool, str]:
+    """What was said, whether the parameter was left alone, and all parameters after a new engine
+    has gone on."""
     model = make_model(plain=True)
     late = model.get_parameter("3.weight")
     optimizer = make_optimizer(model, fields)
@@ -717,7 +809,9 @@ def test_what_cannot_be_prepared() -> None:
     with pytest.raises(ValueError, match="nothing"):
         tw.DistributedStrategy(recompute=tw.Recompute(("nothing.*",))).prepare(model, optimizer)
     with pytest.raises(tw.StrategyError, match="stages"):
-        tw.DistributedStrategy(pipeline=tw.Pipeline(stages=2, micro_batches=2)).prepare(model, optimizer)
+        tw.DistributedStrategy(pipeline=tw.Pipeline(stages=2, micro_batches=2)).prepare(
+            model, optimizer
+        )
     assert "forward" not in vars(model[1])
 
 
@@ -730,7 +824,9 @@ class OldStyle(torch.optim.SGD):
 
 @pytest.mark.parametrize("kind", [torch.optim.LBFGS, OldStyle])
 @pytest.mark.parametrize("fields", [(), ("localsgd",), ("dgc",)])
-def test_an_optimizer_whose_step_requires_a_closure_is_refused(kind: Any, fields: tuple[str, ...]) -> None:
+def test_an_optimizer_whose_step_requires_a_closure_is_refused(
+    kind: Any, fields: tuple[str, ...]
+) -> None:
     model = make_model(plain=True)
     strategy = tw.DistributedStrategy(**{name: FIELDS[name] for name in fields})
     with pytest.raises(tw.StrategyError, match=rf"{kind.__name__}\.step requires a closure"):
@@ -741,7 +837,9 @@ def test_a_step_that_a_scheduler_wraps_requires_no_closure() -> None:
     model = make_model(plain=True)
     optimizer = make_optimizer(model, ())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    tw.DistributedStrategy().prepare(model, optimizer, nn.functional.cross_entropy).train_step(*batch(0, 0))
+    tw.DistributedStrategy().prepare(model, optimizer, nn.functional.cross_entropy).train_step(
+        *batch(0, 0)
+    )
     scheduler.step()
 
 
@@ -758,7 +856,9 @@ def destroyed(rank: int, size: int, fields: tuple[str, ...], steps: int) -> tupl
 
 
 @pytest.mark.parametrize(("fields", "steps"), [((), 0), ((), 3), (("dgc",), 3), (("amp",), 3)])
-def test_after_the_end_of_the_process_group_nothing_moves(fields: tuple[str, ...], steps: int, ranks: Pool) -> None:
+def test_after_the_end_of_the_process_group_nothing_moves(
+    fields: tuple[str, ...], steps: int, ranks: Pool
+) -> None:
     for same, told in ranks.run(destroyed, fields, steps, size=2):
         assert same
         for text in told:
@@ -793,7 +893,9 @@ class WithoutRate(torch.optim.Optimizer):
 
 def trained_without_rate(rank: int, size: int) -> str:
     model = make_model(plain=True)
-    engine = tw.DistributedStrategy().prepare(model, WithoutRate(model.parameters(), {}), cross_entropy)
+    engine = tw.DistributedStrategy().prepare(
+        model, WithoutRate(model.parameters(), {}), cross_entropy
+    )
     engine.train_step(*batch(0, rank))
     return digest(engine)
 

@@ -1,4 +1,5 @@
-"""The text that says what a step does: complete, in order, narrow, and true to model and optimizer."""
+"""The text that says what a step does: complete, in order, narrow, and true to model and
+optimizer."""
 
 import contextlib
 import io
@@ -33,8 +34,12 @@ def small_model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.Linear(512, 10))
 
 
-@pytest.mark.parametrize("fields", [(), *itertools.combinations(CONFIGS, 1), *COMBINATIONS], ids="-".join)
-def test_steps_are_numbered_and_pairs_are_told(fields: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "fields", [(), *itertools.combinations(CONFIGS, 1), *COMBINATIONS], ids="-".join
+)
+def test_steps_are_numbered_and_pairs_are_told(
+    fields: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     text = text_of(capsys, **{name: CONFIGS[name] for name in fields})
     places = [text.index(f" {number}. ") for number in range(1, 5)]
     assert places == sorted(places)
@@ -73,7 +78,8 @@ def test_the_parts_come_in_the_order_of_a_step(capsys: pytest.CaptureFixture[str
         "below 1024 numbers are dense",
         "limited to 2.5 / sqrt(sources)",
         "LAMB in the place of the given Adam: weight decay 0.03, without decay: *.bias",
-        "New loss scale: divided by 4 after an overflow, but not below 1, times 4 after 77 good updates",
+        "New loss scale: divided by 4 after an overflow, but not below 1, times 4 after 77 good "
+        "updates",
     ]
     places = [text.index(part) for part in parts]
     assert places == sorted(places)
@@ -81,14 +87,22 @@ def test_the_parts_come_in_the_order_of_a_step(capsys: pytest.CaptureFixture[str
 
 def test_local_updates_exchange_no_gradient(capsys: pytest.CaptureFixture[str]) -> None:
     config = tw.AdaptiveLocalSGD(
-        8, begin_step=30, max_k_steps=32, outer_lr=0.7, outer_momentum=0.9, outer_nesterov=True, fragments=2, delay=1
+        8,
+        begin_step=30,
+        max_k_steps=32,
+        outer_lr=0.7,
+        outer_momentum=0.9,
+        outer_nesterov=True,
+        fragments=2,
+        delay=1,
     )
     text = text_of(capsys, adaptive_localsgd=config, dgc=tw.DGC(10, min_numel=100))
     for part in (
         "No exchange of gradients",
         "after each of the steps 1 to 30, then after every 8th step",
         "outer SGD, rate 0.7, momentum 0.9, Nesterov",
-        "the first 10 updates dense, then of each tensor's change the largest 0.1 % are sent, 1 bit an entry",
+        "the first 10 updates dense, then of each tensor's change the largest 0.1 % are sent, 1 "
+        "bit an entry",
         "2 parts of the model take turns",
         "takes effect 1 step later",
         "New interval, 1 to 32 steps: 8 at the start",
@@ -97,7 +111,10 @@ def test_local_updates_exchange_no_gradient(capsys: pytest.CaptureFixture[str]) 
         assert part in text
     assert "Exchange:" not in text
     text = text_of(
-        capsys, localsgd=tw.LocalSGD(4, begin_step=0, compression=tw.Sparse(0.9, 4, 0.5), average_state=True)
+        capsys,
+        localsgd=tw.LocalSGD(
+            4, begin_step=0, compression=tw.Sparse(0.9, 4, 0.5), average_state=True
+        ),
     )
     for part in (
         "parameters and optimizer state",
@@ -112,7 +129,9 @@ def test_local_updates_exchange_no_gradient(capsys: pytest.CaptureFixture[str]) 
     assert "every entry is sent in 1 bit; the rounding error is kept and counts 0.9 times" in text
 
 
-def test_a_pipeline_says_how_ranks_and_batches_must_divide(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pipeline_says_how_ranks_and_batches_must_divide(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     text = text_of(capsys, pipeline=tw.Pipeline(3, 5, "gpipe", ("a", "b")))
     for part in (
         "5 equal parts",
@@ -139,11 +158,20 @@ def test_a_pipeline_says_how_ranks_and_batches_must_divide(capsys: pytest.Captur
         ({"dgc": tw.DGC()}, "LOCAL_WORLD_SIZE"),
         ({"dgc": tw.DGC()}, "exchange='auto'"),
         ({"dgc": tw.DGC(node_size=1, exchange="gather")}, "every rank is a source of its own"),
-        ({"dgc": tw.DGC(node_size=1, exchange="gather")}, "bytes grow with sources (exchange='gather')"),
+        (
+            {"dgc": tw.DGC(node_size=1, exchange="gather")},
+            "bytes grow with sources (exchange='gather')",
+        ),
         ({"dgc": tw.DGC(node_size=4)}, "ranks must be a multiple of 4"),
-        ({"dgc": tw.DGC(node_size=4), "pipeline": tw.Pipeline(2, 2)}, "replicas of a stage must be a multiple of 4"),
+        (
+            {"dgc": tw.DGC(node_size=4), "pipeline": tw.Pipeline(2, 2)},
+            "replicas of a stage must be a multiple of 4",
+        ),
         ({"dgc": tw.DGC(exchange="split")}, "adds up a share of the numbers"),
-        ({"dgc": tw.DGC(node_size=4), "localsgd": tw.LocalSGD(2)}, "averages of local updates are gathered"),
+        (
+            {"dgc": tw.DGC(node_size=4), "localsgd": tw.LocalSGD(2)},
+            "averages of local updates are gathered",
+        ),
     ],
     ids=str,
 )
@@ -156,7 +184,10 @@ def test_with_a_model_dense_tensors_have_a_reason(capsys: pytest.CaptureFixture[
     model[3].bias.requires_grad_(False)
     text = text_of(capsys, model, dgc=tw.DGC(min_numel=6000))
     assert "compressed, the gradient of 294,912 numbers in 2 tensors: 0.weight, 2.weight" in text
-    assert "dense, below min_numel=6000, the gradient of 6,144 numbers in 3 tensors: 0.bias, 2.bias, 3.weight" in text
+    assert (
+        "dense, below min_numel=6000, the gradient of 6,144 numbers in 3 tensors: 0.bias, 2.bias, "
+        "3.weight" in text
+    )
     assert "not trained: 1 tensor: 3.bias" in text
     model = nn.Sequential(nn.Linear(8, 8, dtype=torch.complex64))
     assert "dense, because of torch.complex64" in text_of(capsys, model, dgc=tw.DGC(min_numel=1))
@@ -174,9 +205,13 @@ def test_with_a_model_dense_tensors_have_a_reason(capsys: pytest.CaptureFixture[
     assert f"the message has {32 + 2 * 32 + 64 + 8} bytes" in " ".join(told.split())
 
 
-def test_with_a_model_the_message_and_the_choice_of_exchange_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_with_a_model_the_message_and_the_choice_of_exchange_are_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     model = nn.Sequential(nn.Linear(1000, 1000), nn.Linear(1000, 500))
-    assert "1,500 entries in 2,471 bytes; sources gather below 10" in text_of(capsys, model, dgc=tw.DGC())
+    assert "1,500 entries in 2,471 bytes; sources gather below 10" in text_of(
+        capsys, model, dgc=tw.DGC()
+    )
     told = text_of(capsys, model, dgc=tw.DGC(exchange="split"))
     assert "in 2,471 bytes" in told and "below 10" not in told
 
@@ -194,8 +229,13 @@ def explained(rank: int, size: int) -> list[str]:
     return [" ".join(text.split()) for text in texts]
 
 
-def test_with_a_model_stages_and_recomputed_modules_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    fields = {"pipeline": tw.Pipeline(2, 2, split_points=("2",)), "recompute": tw.Recompute(("[02]",))}
+def test_with_a_model_stages_and_recomputed_modules_are_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fields = {
+        "pipeline": tw.Pipeline(2, 2, split_points=("2",)),
+        "recompute": tw.Recompute(("[02]",)),
+    }
     text = text_of(capsys, small_model(), **fields)
     assert "stage 1: 33,280 numbers in 2 tensors: 0.weight, 0.bias" in text
     assert "stage 2: 267,786 numbers in 4 tensors" in text
@@ -206,7 +246,10 @@ def test_with_a_model_stages_and_recomputed_modules_are_named(capsys: pytest.Cap
 
 def test_long_lists_are_cut(capsys: pytest.CaptureFixture[str]) -> None:
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(10)))
-    assert "20 tensors: 0.weight, 0.bias, 1.weight, 1.bias, 2.weight, 2.bias and 14 more" in text_of(capsys, model)
+    assert (
+        "20 tensors: 0.weight, 0.bias, 1.weight, 1.bias, 2.weight, 2.bias and 14 more"
+        in text_of(capsys, model)
+    )
 
 
 def test_with_an_optimizer_it_says_what_is_taken_over(capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,7 +49,10 @@ MAPPED: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"lars": True, "lars_configs": {"lars_coeff": 1, "lars_weight_decay": 0, "epsilon": 0}},
         {"lars": tw.LARS(1.0, 0.0, 0.0)},
     ),
-    ({"lars": True, "lars_configs": {"exclude_from_weight_decay": None}}, {"lars": tw.LARS(0.001, 0.0005, 0.0)}),
+    (
+        {"lars": True, "lars_configs": {"exclude_from_weight_decay": None}},
+        {"lars": tw.LARS(0.001, 0.0005, 0.0)},
+    ),
     (
         {"lars": True, "lars_configs": {"exclude_from_weight_decay": ["batch_norm", ".b"]}},
         {"lars": tw.LARS(exclude_from_weight_decay=("*batch_norm*", "*.b*"))},
@@ -60,7 +63,10 @@ MAPPED: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"localsgd": tw.LocalSGD(4, begin_step=30)},
     ),
     (
-        {"adaptive_localsgd": True, "adaptive_localsgd_configs": {"init_k_steps": 1, "begin_step": 30}},
+        {
+            "adaptive_localsgd": True,
+            "adaptive_localsgd_configs": {"init_k_steps": 1, "begin_step": 30},
+        },
         {"adaptive_localsgd": tw.AdaptiveLocalSGD(1, begin_step=30, max_k_steps=16)},
     ),
     (
@@ -69,7 +75,10 @@ MAPPED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ),
     ({"a_sync": False, "mode": "COLLECTIVE", "auto": False, "sharding": False, "asp": False}, {}),
     ({"a_sync": True, "a_sync_configs": {"k_steps": -1}, "mode": 1}, {}),
-    ({"hybrid_configs": {"dp_degree": -1, "pp_degree": 1, "mp_degree": 1, "sharding_degree": 1}}, {}),
+    (
+        {"hybrid_configs": {"dp_degree": -1, "pp_degree": 1, "mp_degree": 1, "sharding_degree": 1}},
+        {},
+    ),
     ({"gradient_scale_configs": {"scale_strategy": "avg", "scale_gradient": False}}, {}),
 ]
 
@@ -87,12 +96,18 @@ NOTED_MAPS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     ),
     ({"dgc": True}, {"dgc": tw.DGC(0, 1, (0.999,), value_bits=1)}, ["one bit", "value_bits=32"]),
     (
-        {"dgc": True, "dgc_configs": {"rampup_begin_step": 10, "rampup_step": 20, "sparsity": [0, 0.5]}},
+        {
+            "dgc": True,
+            "dgc_configs": {"rampup_begin_step": 10, "rampup_step": 20, "sparsity": [0, 0.5]},
+        },
         {"dgc": tw.DGC(10, 20, (0.0, 0.5))},
         ["one bit"],
     ),
     (
-        {"lamb": True, "lamb_configs": {"lamb_weight_decay": 0.01, "exclude_from_weight_decay": []}},
+        {
+            "lamb": True,
+            "lamb_configs": {"lamb_weight_decay": 0.01, "exclude_from_weight_decay": []},
+        },
         {"lamb": tw.LAMB()},
         ["1e-6"],
     ),
@@ -109,7 +124,12 @@ NOTED_MAPS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     (
         {
             "amp": True,
-            "amp_configs": {"init_loss_scaling": 8, "incr_ratio": 3, "incr_every_n_steps": 5, "decr_ratio": 0.5},
+            "amp_configs": {
+                "init_loss_scaling": 8,
+                "incr_ratio": 3,
+                "incr_every_n_steps": 5,
+                "decr_ratio": 0.5,
+            },
         },
         {"amp": tw.AMP("float16", tw.DynamicLossScale(8.0, 3.0, 5))},
         ["amp_configs.decr_ratio=0.5", "every overflow divides"],
@@ -150,7 +170,9 @@ NOTED_MAPS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
 
 
 @pytest.mark.parametrize(("description", "fields", "parts"), NOTED_MAPS, ids=str)
-def test_what_maps_with_a_note(description: dict[str, Any], fields: dict[str, Any], parts: list[str]) -> None:
+def test_what_maps_with_a_note(
+    description: dict[str, Any], fields: dict[str, Any], parts: list[str]
+) -> None:
     strategy, warned = read(description)
     assert strategy == tw.DistributedStrategy(**fields)
     for part in parts:
@@ -169,15 +191,27 @@ def test_exclusions_take_names_literally() -> None:
         (["x.a0", "bx", "cx"], False, False),
     ):
         for word_lars, word_lamb, name in zip(
-            lars.lars.exclude_from_weight_decay, lamb.lamb.exclude_from_weight_decay, names, strict=True
+            lars.lars.exclude_from_weight_decay,
+            lamb.lamb.exclude_from_weight_decay,
+            names,
+            strict=True,
         ):
-            assert (fnmatchcase(name, word_lars), fnmatchcase(name, word_lamb)) == (contained, at_the_end)
+            assert (fnmatchcase(name, word_lars), fnmatchcase(name, word_lamb)) == (
+                contained,
+                at_the_end,
+            )
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"recompute": True}, "checkpoints is empty"),
-    ({"recompute": True, "recompute_configs": {"checkpoints": ["a"], "enable_offload": True}}, "not moved to the host"),
-    ({"pipeline": True, "pipeline_configs": {"micro_batch": 2, "accumulate_steps": 3}}, "give one of them"),
+    (
+        {"recompute": True, "recompute_configs": {"checkpoints": ["a"], "enable_offload": True}},
+        "not moved to the host",
+    ),
+    (
+        {"pipeline": True, "pipeline_configs": {"micro_batch": 2, "accumulate_steps": 3}},
+        "give one of them",
+    ),
     ({"pipeline": True, "pipeline_configs": {"schedule_mode": "VPP"}}, "'VPP'"),
     ({"amp": True, "amp_configs": {"custom_white_list": ["exp"]}}, "autocast decides"),
     ({"amp": True, "amp_configs": {"custom_black_list": ["exp"]}}, "autocast decides"),
@@ -186,7 +220,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"hybrid_configs": {"pp_degree": 2}}, "without pipeline=True"),
     ({"hybrid_configs": {"mp_degree": 2}}, "tensors are not split over ranks"),
     ({"hybrid_configs": {"sharding_degree": 2}}, "not sharded"),
-    ({"sharding": True, "sharding_configs": {"stage": 2}}, "optimizer state and parameters are not sharded"),
+    (
+        {"sharding": True, "sharding_configs": {"stage": 2}},
+        "optimizer state and parameters are not sharded",
+    ),
     ({"tensor_parallel": True}, "tensors are not split over ranks"),
     ({"fp16_allreduce": True}, "value_bits=16"),
     ({"asp": True}, "structured sparsity"),
@@ -201,7 +238,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"gradient_scale_configs": {"scale_strategy": "sum"}}, "multiply the loss instead"),
     ({"gradient_scale_configs": {"scale_gradient": True}}, "multiply the loss instead"),
     ({"lars": True, "lamb": True}, "remove lars or lamb"),
-    ({"gradient_merge": True, "gradient_merge_configs": {"k_steps": 0}}, "gradient_merge_configs.k_steps"),
+    (
+        {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 0}},
+        "gradient_merge_configs.k_steps",
+    ),
     ({"amp": True, "amp_configs": {"init_loss_scaling": 0}}, "amp_configs.init_loss_scaling"),
     ({"amp": True, "amp_configs": {"incr_every_n_steps": 0}}, "amp_configs.incr_every_n_steps"),
     ({"dgc": True, "dgc_configs": {"sparsity": [1.0]}}, "dgc_configs.sparsity[0]"),
@@ -269,7 +309,10 @@ def test_what_has_no_counterpart_is_noted(name: str) -> None:
     [
         ({"amp_configs": {"use_fp16_guard": False}}, "use_fp16_guard=False"),
         ({"amp_configs": {"decr_every_n_nan_or_inf": 4}}, "decr_every_n_nan_or_inf=4"),
-        ({"recompute_configs": {"checkpoints": ["a"], "checkpoint_shape": [2, 3]}}, "checkpoint_shape=[2, 3]"),
+        (
+            {"recompute_configs": {"checkpoints": ["a"], "checkpoint_shape": [2, 3]}},
+            "checkpoint_shape=[2, 3]",
+        ),
     ],
     ids=str,
 )
@@ -279,7 +322,9 @@ def test_keys_without_counterpart_are_noted(configs: dict[str, Any], part: str) 
 
 
 def test_configs_of_a_feature_that_is_off_are_named_once_and_have_no_effect() -> None:
-    strategy, warned = read({"dgc": False, "dgc_configs": {"sparsity": [0.5]}, "amp_configs": {"use_pure_fp16": True}})
+    strategy, warned = read(
+        {"dgc": False, "dgc_configs": {"sparsity": [0.5]}, "amp_configs": {"use_pure_fp16": True}}
+    )
     assert strategy == tw.DistributedStrategy()
     assert "amp_configs, dgc_configs: without effect" in warned
 
@@ -290,10 +335,19 @@ WRONG_TYPES = [
     ({"sharding": 0}, ["sharding must be True or False"]),
     ({"a_sync": None}, ["a_sync must be True or False"]),
     ({"dgc": True, "dgc_configs": []}, ["dgc_configs must be a mapping"]),
-    ({"gradient_merge": True, "gradient_merge_configs": {"k_steps": 4.0}}, ["gradient_merge_configs.k_steps", "4.0"]),
+    (
+        {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 4.0}},
+        ["gradient_merge_configs.k_steps", "4.0"],
+    ),
     ({"amp": True, "amp_configs": {"incr_ratio": "2"}}, ["amp_configs.incr_ratio", "'2'"]),
-    ({"lars": True, "lars_configs": {"exclude_from_weight_decay": "bias"}}, ["exclude_from_weight_decay", "'bias'"]),
-    ({"lamb": True, "lamb_configs": {"exclude_from_weight_decay": [1]}}, ["exclude_from_weight_decay[0]"]),
+    (
+        {"lars": True, "lars_configs": {"exclude_from_weight_decay": "bias"}},
+        ["exclude_from_weight_decay", "'bias'"],
+    ),
+    (
+        {"lamb": True, "lamb_configs": {"exclude_from_weight_decay": [1]}},
+        ["exclude_from_weight_decay[0]"],
+    ),
     ({"hybrid_configs": {"dp_degree": "2"}}, ["hybrid_configs.dp_degree", "'2'"]),
     (3, ["description must be a mapping", "3"]),
 ]
@@ -337,7 +391,9 @@ def test_all_problems_are_reported_together() -> None:
     assert "asp=True" in str(error.value)
 
 
-def test_stages_without_a_degree_are_the_ranks_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_without_a_degree_are_the_ranks_of_the_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert read({"pipeline": True})[0].pipeline == tw.Pipeline(4, 1)
 
@@ -349,7 +405,9 @@ def test_the_number_of_replicas_is_checked_where_the_ranks_are_known() -> None:
     model = torch.nn.Linear(2, 2)
     with pytest.raises(tw.StrategyError, match="dp_degree=3, and there are 1 ranks"):
         strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    read({"hybrid_configs": {"dp_degree": 1}})[0].prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    read({"hybrid_configs": {"dp_degree": 1}})[0].prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1)
+    )
 
 
 @pytest.mark.parametrize("flag", NOTED_FLAGS)
@@ -378,6 +436,14 @@ def test_whatever_has_keys_and_items_will_do() -> None:
 
 
 def test_the_description_is_left_as_it_was() -> None:
-    description: dict[str, Any] = {"dgc": True, "dgc_configs": {"sparsity": [0.5]}, "hybrid_configs": {"dp_degree": 2}}
+    description: dict[str, Any] = {
+        "dgc": True,
+        "dgc_configs": {"sparsity": [0.5]},
+        "hybrid_configs": {"dp_degree": 2},
+    }
     read(description)
-    assert description == {"dgc": True, "dgc_configs": {"sparsity": [0.5]}, "hybrid_configs": {"dp_degree": 2}}
+    assert description == {
+        "dgc": True,
+        "dgc_configs": {"sparsity": [0.5]},
+        "hybrid_configs": {"dp_degree": 2},
+    }

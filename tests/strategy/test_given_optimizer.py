@@ -1,4 +1,5 @@
-"""The optimizer that is given to `prepare` is the object that trains: its groups, its schedulers, its state."""
+"""The optimizer that is given to `prepare` is the object that trains: its groups, its schedulers,
+its state."""
 
 import copy
 import pickle
@@ -22,12 +23,18 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "dgc with SGD": (lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), DGC),
     "dgc with our SGD": (lambda p: tw.optim.SGD(p, lr=0.05, momentum=0.9), DGC),
     "dgc with AdamW": (lambda p: torch.optim.AdamW(p, lr=0.01), DGC),
-    "lars": (lambda p: torch.optim.SGD(p, lr=0.3, momentum=0.9), {"lars": tw.LARS(lars_coeff=0.02)}),
+    "lars": (
+        lambda p: torch.optim.SGD(p, lr=0.3, momentum=0.9),
+        {"lars": tw.LARS(lars_coeff=0.02)},
+    ),
     "lamb": (lambda p: torch.optim.AdamW(p, lr=0.02), {"lamb": tw.LAMB()}),
     "no field": (lambda p: torch.optim.AdamW(p, lr=0.01), {}),
     "merge": (lambda p: torch.optim.AdamW(p, lr=0.01), {"gradient_merge": tw.GradientMerge(2)}),
     "local": (lambda p: torch.optim.AdamW(p, lr=0.01), {"localsgd": tw.LocalSGD(2)}),
-    "local with dgc": (lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), {"localsgd": tw.LocalSGD(2), **DGC}),
+    "local with dgc": (
+        lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+        {"localsgd": tw.LocalSGD(2), **DGC},
+    ),
 }
 ALL = pytest.mark.parametrize("case", CASES)
 BECOMES = ("dgc with SGD", "dgc with our SGD", "lars", "lamb")
@@ -37,7 +44,11 @@ def prepared(case: str, **told: Any) -> tuple[nn.Module, Optimizer, Any]:
     make, fields = CASES[case]
     model = make_model(plain=True)
     optimizer = make(model.named_parameters())
-    return model, optimizer, tw.DistributedStrategy(**fields).prepare(model, optimizer, cross_entropy, **told)
+    return (
+        model,
+        optimizer,
+        tw.DistributedStrategy(**fields).prepare(model, optimizer, cross_entropy, **told),
+    )
 
 
 def values(model: nn.Module) -> Tensor:
@@ -85,14 +96,19 @@ def test_a_rate_set_in_its_groups_is_the_rate_of_the_next_update(case: str) -> N
 
 
 def by_hand(case: str, make: Any, early: bool) -> tuple[list[float], list[float]]:
-    """The rates at which a scheduler drives the engine, and those of the same scheduler with plain torch."""
+    """The rates at which a scheduler drives the engine, and those of the same scheduler with plain
+    torch."""
     parts = []
     for with_engine in (True, False):
         maker, fields = CASES[case]
         model = make_model(plain=True)
         optimizer = maker(model.named_parameters())
         scheduler = make(optimizer) if early else None
-        engine = tw.DistributedStrategy(**fields).prepare(model, optimizer, cross_entropy) if with_engine else None
+        engine = (
+            tw.DistributedStrategy(**fields).prepare(model, optimizer, cross_entropy)
+            if with_engine
+            else None
+        )
         scheduler = scheduler or make(optimizer)
         rates = []
         for step in range(6):
@@ -110,7 +126,9 @@ def by_hand(case: str, make: Any, early: bool) -> tuple[list[float], list[float]
 SCHEDULERS = {
     "LambdaLR": lambda o: LambdaLR(o, lambda step: 0.5**step),
     "CosineAnnealingLR": lambda o: CosineAnnealingLR(o, 5, eta_min=1e-4),
-    "SequentialLR": lambda o: SequentialLR(o, [LambdaLR(o, lambda _: 0.1), CosineAnnealingLR(o, 4)], milestones=[2]),
+    "SequentialLR": lambda o: SequentialLR(
+        o, [LambdaLR(o, lambda _: 0.1), CosineAnnealingLR(o, 4)], milestones=[2]
+    ),
     "OneCycleLR": lambda o: OneCycleLR(o, max_lr=0.2, total_steps=8),
 }
 
@@ -239,7 +257,12 @@ def test_a_left_over_step_does_not_drive_ranks_apart(case: str, ranks: Pool) -> 
 
 def everything(optimizer: Optimizer) -> dict[str, Any]:
     groups = [dict(group) for group in optimizer.param_groups]
-    return {"kind": type(optimizer), "dict": dict(vars(optimizer)), "groups": groups, "state": dict(optimizer.state)}
+    return {
+        "kind": type(optimizer),
+        "dict": dict(vars(optimizer)),
+        "groups": groups,
+        "state": dict(optimizer.state),
+    }
 
 
 def fails(rank: int, size: int, case: str, how: str) -> tuple[bool, bool, str]:
@@ -281,7 +304,9 @@ def test_where_prepare_fails_the_object_is_as_before(case: str, how: str, ranks:
         assert same
 
 
-def test_where_putting_it_together_fails_the_object_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_putting_it_together_fails_the_object_is_as_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from thinwire.strategy import prepare as module
 
     def broken(*_: Any, **__: Any) -> None:
@@ -294,7 +319,9 @@ def test_where_putting_it_together_fails_the_object_is_as_before(monkeypatch: py
     before = everything(optimizer)
     recompute = tw.Recompute(("1",))
     with pytest.raises(OSError, match="memory"):
-        tw.DistributedStrategy(**fields, recompute=recompute).prepare(model, optimizer, cross_entropy)
+        tw.DistributedStrategy(**fields, recompute=recompute).prepare(
+            model, optimizer, cross_entropy
+        )
     assert everything(optimizer) == before
     assert "forward" not in vars(model[1])
     optimizer.step()
@@ -347,7 +374,9 @@ def test_copies_of_it_train_on_alike(case: str) -> None:
         one.step()
         results.append(values(net))
     assert torch.equal(results[0], results[1])
-    if "dgc" not in case or "AdamW" in case or case == "local with dgc":  # a fresh one has other settings of dgc
+    if (
+        "dgc" not in case or "AdamW" in case or case == "local with dgc"
+    ):  # a fresh one has other settings of dgc
         assert torch.equal(results[0], results[2])
 
 
@@ -356,7 +385,9 @@ def stages(rank: int, size: int) -> tuple[bool, float, float]:
     optimizer = torch.optim.SGD(model.named_parameters(), lr=0.05, momentum=0.9)
     scheduler = LambdaLR(optimizer, lambda step: 0.0 if step == 2 else 1.0)
     pipeline = tw.Pipeline(stages=2, micro_batches=2)
-    engine = tw.DistributedStrategy(pipeline=pipeline, **DGC).prepare(model, optimizer, cross_entropy)
+    engine = tw.DistributedStrategy(pipeline=pipeline, **DGC).prepare(
+        model, optimizer, cross_entropy
+    )
     moved = []
     for step in range(3):
         before = values(engine.model)

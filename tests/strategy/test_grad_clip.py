@@ -1,4 +1,5 @@
-"""Clipping that `prepare` is given works with every optimizer, on the mean gradient, before the update."""
+"""Clipping that `prepare` is given works with every optimizer, on the mean gradient, before the
+update."""
 
 import warnings
 from typing import Any
@@ -48,7 +49,9 @@ def flat(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
-def clipped(rank: int, size: int, maker: str, clip: str, fields: dict[str, Any]) -> tuple[list[float], list[float]]:
+def clipped(
+    rank: int, size: int, maker: str, clip: str, fields: dict[str, Any]
+) -> tuple[list[float], list[float]]:
     model, plain = make_model(plain=True, **DOUBLE), make_model(plain=True, **DOUBLE)
     optimizer, other = MAKERS[maker](model.parameters()), MAKERS[maker](plain.parameters())
     strategy = tw.DistributedStrategy(**fields)
@@ -74,7 +77,9 @@ def test_the_mean_gradient_is_clipped_before_the_update(maker: str, clip: str, r
 
 
 def test_a_merged_gradient_is_clipped_as_a_whole(ranks: Pool) -> None:
-    for got, expected in ranks.run(clipped, "AdamW", "global", {"gradient_merge": tw.GradientMerge(2)}):
+    for got, expected in ranks.run(
+        clipped, "AdamW", "global", {"gradient_merge": tw.GradientMerge(2)}
+    ):
         assert torch.allclose(wide(got), wide(expected), rtol=0, atol=1e-9)
 
 
@@ -89,7 +94,9 @@ def narrow(rank: int, size: int, fields: dict[str, Any]) -> list[float]:
     model = make_model(plain=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
     clip = tw.ClipByGlobalNorm(0.05)
-    engine = tw.DistributedStrategy(**fields).prepare(model, optimizer, cross_entropy, grad_clip=clip)
+    engine = tw.DistributedStrategy(**fields).prepare(
+        model, optimizer, cross_entropy, grad_clip=clip
+    )
     for step in range(3):
         engine.train_step(*batch(step, rank))
     return flat(model).tolist()
@@ -103,7 +110,9 @@ def local(rank: int, size: int) -> tuple[list[float], list[float]]:
     for step in range(3):
         engine.train_step(*batch(step, rank, **DOUBLE))
         other.zero_grad()
-        cross_entropy(plain(batch(step, rank, **DOUBLE)[0]), batch(step, rank, **DOUBLE)[1]).backward()
+        cross_entropy(
+            plain(batch(step, rank, **DOUBLE)[0]), batch(step, rank, **DOUBLE)[1]
+        ).backward()
         bounded(CLIPS["global"], plain)
         other.step()
     return flat(model).tolist(), flat(plain).tolist()
@@ -191,14 +200,20 @@ def test_two_clippings_are_one_too_many() -> None:
 def test_something_else_is_no_clipping() -> None:
     model = make_model(plain=True)
     wrong: Any = 1.0
-    with pytest.raises(TypeError, match="grad_clip must be ClipByGlobalNorm or ClipByNorm or ClipByValue"):
-        tw.DistributedStrategy().prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), grad_clip=wrong)
+    with pytest.raises(
+        TypeError, match="grad_clip must be ClipByGlobalNorm or ClipByNorm or ClipByValue"
+    ):
+        tw.DistributedStrategy().prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), grad_clip=wrong
+        )
 
 
 def differing(rank: int, size: int) -> None:
     model = make_model(plain=True)
     clip = tw.ClipByGlobalNorm(1.0 + rank)
-    tw.DistributedStrategy().prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), grad_clip=clip)
+    tw.DistributedStrategy().prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), grad_clip=clip
+    )
 
 
 def test_ranks_must_clip_alike(ranks: Pool) -> None:
@@ -210,9 +225,10 @@ def test_ranks_must_clip_alike(ranks: Pool) -> None:
 
 def test_explain_says_what_is_clipped_by_what() -> None:
     clip = tw.ClipByGlobalNorm(1.5)
-    assert "clipping of the mean gradient by ClipByGlobalNorm(c=1.5)" in tw.DistributedStrategy().explain(
-        grad_clip=clip
-    ).replace("\n    ", "")
+    assert (
+        "clipping of the mean gradient by ClipByGlobalNorm(c=1.5)"
+        in tw.DistributedStrategy().explain(grad_clip=clip).replace("\n    ", "")
+    )
     local_text = tw.DistributedStrategy(localsgd=tw.LocalSGD(4)).explain(grad_clip=clip)
     assert "this rank's own gradient" in " ".join(local_text.split())
 
@@ -222,12 +238,15 @@ def test_row_sparse_gradients_keep_their_rows() -> None:
     model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Flatten(), nn.Linear(8, 2))
     before = model[0].weight.detach().clone()
     optimizer = tw.optim.LazyAdam(model.parameters(), lr=0.1)
-    engine = tw.DistributedStrategy().prepare(model, optimizer, cross_entropy, grad_clip=tw.ClipByGlobalNorm(0.01))
+    engine = tw.DistributedStrategy().prepare(
+        model, optimizer, cross_entropy, grad_clip=tw.ClipByGlobalNorm(0.01)
+    )
     engine.train_step(torch.tensor([[1, 3]]), torch.tensor([0]))
     moved = (model[0].weight != before).any(dim=1)
     assert moved.tolist() == [False, True, False, True, False, False, False, False]
     total = sum(
-        float((p.grad.coalesce().values() if p.grad.is_sparse else p.grad).pow(2).sum()) for p in model.parameters()
+        float((p.grad.coalesce().values() if p.grad.is_sparse else p.grad).pow(2).sum())
+        for p in model.parameters()
     )
     assert total**0.5 == pytest.approx(0.01)
 
@@ -247,7 +266,12 @@ def late(engine: Any, model: nn.Module, change: Any, steps: int = 3) -> list[str
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"dgc": tw.DGC(min_numel=64)}, {"gradient_merge": tw.GradientMerge(2)}, {"localsgd": tw.LocalSGD(4)}],
+    [
+        {},
+        {"dgc": tw.DGC(min_numel=64)},
+        {"gradient_merge": tw.GradientMerge(2)},
+        {"localsgd": tw.LocalSGD(4)},
+    ],
     ids=["no field", "dgc", "merge", "local"],
 )
 def test_clipping_after_minimize_is_noticed_once_with_the_cure(fields: dict[str, Any]) -> None:

@@ -1,4 +1,5 @@
-"""Nodes under a strategy: ranks of a node that see the same data are, bit for bit, one rank in its place."""
+"""Nodes under a strategy: ranks of a node that see the same data are, bit for bit, one rank in its
+place."""
 
 import warnings
 from typing import Any
@@ -10,7 +11,9 @@ from tests.ranks import Pool
 from tests.strategy.training import batch, digest, make_engine
 
 
-def trained(rank: int, size: int, fields: tuple[str, ...], options: dict[str, Any], alike: int) -> dict[str, Any]:
+def trained(
+    rank: int, size: int, fields: tuple[str, ...], options: dict[str, Any], alike: int
+) -> dict[str, Any]:
     """Replicas in groups of `alike` see the same mini-batches."""
     warnings.filterwarnings("ignore", message="the gradients of all ranks are equal")
     dgc = tw.DGC(rampup_begin_step=1, sparsity=(0.75, 0.9), rampup_step=4, min_numel=64, **options)
@@ -26,11 +29,22 @@ def trained(rank: int, size: int, fields: tuple[str, ...], options: dict[str, An
 @pytest.mark.parametrize("exchange", ["gather", "split"])
 @pytest.mark.parametrize(
     "fields",
-    [("dgc",), ("amp", "gradient_merge", "dgc"), ("recompute", "dgc", "lars"), ("dgc", "lamb"), ("pipeline", "dgc")],
+    [
+        ("dgc",),
+        ("amp", "gradient_merge", "dgc"),
+        ("recompute", "dgc", "lars"),
+        ("dgc", "lamb"),
+        ("pipeline", "dgc"),
+    ],
     ids="-".join,
 )
-def test_a_node_of_two_is_one_rank_with_their_data(ranks: Pool, fields: tuple[str, ...], exchange: str) -> None:
-    """The mean of two equal gradients is exact, so nothing but the grouping differs. A pipeline has two stages."""
+def test_a_node_of_two_is_one_rank_with_their_data(
+    ranks: Pool, fields: tuple[str, ...], exchange: str
+) -> None:
+    """The mean of two equal gradients is exact, so nothing but the grouping differs.
+
+    A pipeline has two stages.
+    """
     in_nodes = ranks.run(trained, fields, {"node_size": 2, "exchange": exchange}, 2, size=4)
     single = ranks.run(trained, fields, {"node_size": 1, "exchange": exchange}, 1, size=2)
     for rank, answer in enumerate(in_nodes):
@@ -45,7 +59,9 @@ def refused(rank: int, size: int) -> None:
 
 
 @pytest.mark.fault
-def test_a_size_that_does_not_divide_the_ranks_is_refused_before_anything_changes(ranks: Pool) -> None:
+def test_a_size_that_does_not_divide_the_ranks_is_refused_before_anything_changes(
+    ranks: Pool,
+) -> None:
     for answer in ranks.run(refused, size=4, expect_errors=True):
         assert answer.type_name == "ValueError"
         assert "node_size=3 does not divide the 4 ranks" in answer.text
@@ -60,6 +76,8 @@ def test_a_size_that_does_not_divide_the_ranks_is_refused_before_anything_change
         ({"exchange": None}, TypeError, "exchange"),
     ],
 )
-def test_wrong_settings_are_named(options: dict[str, Any], error: type[Exception], text: str) -> None:
+def test_wrong_settings_are_named(
+    options: dict[str, Any], error: type[Exception], text: str
+) -> None:
     with pytest.raises(error, match=text):
         tw.DGC(**options)

@@ -1,4 +1,5 @@
-"""An exchange that begins during the backward pass gives the bits of one that comes after it, and never hangs."""
+"""An exchange that begins during the backward pass gives the bits of one that comes after it, and
+never hangs."""
 
 import contextlib
 import dataclasses
@@ -29,12 +30,19 @@ class Net(nn.Module):
     """Layers that can be shared, skipped, recomputed in torch's re-entrant way, or made to fail."""
 
     def __init__(
-        self, *, shared: bool = False, reentrant: bool = False, blocks: int = 4, dtype: torch.dtype = torch.float32
+        self,
+        *,
+        shared: bool = False,
+        reentrant: bool = False,
+        blocks: int = 4,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         torch.manual_seed(7)
         self.first = nn.Linear(8, 16)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(blocks))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(blocks)
+        )
         if shared:
             self.blocks[2][0].weight = self.blocks[0][0].weight
         self.last = nn.Linear(16, 4)
@@ -50,7 +58,8 @@ class Net(nn.Module):
         for i, block in enumerate(self.blocks):
             if i == self.skipped:
                 continue
-            # the first block twice: with re-entrant checkpoints its gradient then comes in two parts
+            # the first block twice: with re-entrant checkpoints its gradient then comes in two
+            # parts
             for _ in range(2 if self.reentrant and i == 0 else 1):
                 x = checkpoint(block, x, use_reentrant=True) if self.reentrant else block(x)
             if i == 1 and self.at_half is not None and x.requires_grad:
@@ -103,7 +112,8 @@ class Case:
     before_step: Callable[[Net, int, int], None] = nothing
     frozen: tuple[str, ...] = ()
     early: int = 18
-    """Steps of 20 of which all buckets were sent early and counted: ranks agree for two steps first."""
+    """Steps of 20 of which all buckets were sent early and counted: ranks agree for two steps
+    first."""
 
 
 AMP = tw.AMP("float16", tw.DynamicLossScale(init_loss_scale=2.0**12, scale_window=5))
@@ -133,10 +143,12 @@ CASES = {
     ),
     "recompute": Case({"recompute": tw.Recompute(("blocks.*",)), "dgc": DGC}),
     "shared": Case({"dgc": DGC}, model={"shared": True}),
-    # re-entrant checkpoints bring one gradient in parts: sent too early, it is sent again, ever more rarely tried
+    # re-entrant checkpoints bring one gradient in parts: sent too early, it is sent again, ever
+    # more rarely tried
     "re-entrant": Case({"dgc": DGC}, model={"reentrant": True}, early=0),
     "frozen": Case({"dgc": DGC}, frozen=("blocks.1.0.weight", "last.bias")),
-    # steps 6 and 13 are not what was expected; before the next early one ranks look at four, then eight equal ones
+    # steps 6 and 13 are not what was expected; before the next early one ranks look at four, then
+    # eight equal ones
     "skipped together": Case({"dgc": DGC}, before_step=skip_together, early=4 + 2),
     "skipped together, dense": Case(before_step=skip_together, early=4 + 2),
     "frozen later": Case({"dgc": DGC}, before_step=freeze_later, early=7 + 7),
@@ -148,10 +160,14 @@ def make(case: Case, *, early: bool) -> Any:
     model = Net(**case.model)
     for name in case.frozen:
         model.get_parameter(name).requires_grad_(False)
-    engine = tw.DistributedStrategy(**case.strategy).prepare(model, case.optimizer(model), cross_entropy)
+    engine = tw.DistributedStrategy(**case.strategy).prepare(
+        model, case.optimizer(model), cross_entropy
+    )
     parts = engine._parts
     parts.overlap.remove()
-    parts.overlap = Overlap(parts.params, parts.exchange, bucket_bytes=BUCKET_BYTES, first_bytes=200)
+    parts.overlap = Overlap(
+        parts.params, parts.exchange, bucket_bytes=BUCKET_BYTES, first_bytes=200
+    )
     parts.handles.append(parts.overlap)
     if not early:
         parts.overlap.remove()
@@ -204,7 +220,11 @@ def side_by_side(rank: int, size: int, name: str) -> tuple[list[bool], int, str]
         state["counters"]["bytes_sent"] = state["exchange"].pop("bytes_sent", None)
         state["counters"]["bytes_sent"] = None
     same.append(pickle.dumps(_plain(states[0])) == pickle.dumps(_plain(states[1])))
-    return same, events.count("apply") + events.count("drop") + events.count("overflow"), digest(early)
+    return (
+        same,
+        events.count("apply") + events.count("drop") + events.count("overflow"),
+        digest(early),
+    )
 
 
 def _plain(tree: Any) -> Any:
@@ -247,7 +267,9 @@ def test_two_models_take_turns(ranks: Pool) -> None:
 
 @contextlib.contextmanager
 def noted(events: list[str], model: Net) -> Iterator[None]:
-    handle = model.first.weight.register_post_accumulate_grad_hook(lambda _: events.append("the last gradient"))
+    handle = model.first.weight.register_post_accumulate_grad_hook(
+        lambda _: events.append("the last gradient")
+    )
     yield
     handle.remove()
 
@@ -263,7 +285,9 @@ def when(rank: int, size: int) -> tuple[list[str], list[str], list[str], list[st
             found.append(list(events))
             events.clear()
         x, y = batch(6, rank)
-        cross_entropy(engine.model(x), y).backward()  # of the user's own: nobody else has to call it
+        cross_entropy(
+            engine.model(x), y
+        ).backward()  # of the user's own: nobody else has to call it
         engine.model.zero_grad()  # or a warning says that the engine does not take them
         found.append(list(events))
         events.clear()
@@ -277,7 +301,9 @@ def test_buckets_leave_during_the_backward_pass_that_updates_and_in_no_other(ran
     for quiet, updating, own, minimized in ranks.run(when, size=2):
         assert quiet == own == ["the last gradient"]
         for events in (updating, minimized[1:]):
-            assert [e for e in events if e.startswith("bucket")] == [f"bucket {i}" for i in range(4)]
+            assert [e for e in events if e.startswith("bucket")] == [
+                f"bucket {i}" for i in range(4)
+            ]
             at = events.index("the last gradient")
             assert events.index("bucket 0") < events.index("bucket 2") < at
             assert events[-1] == "apply"
@@ -381,20 +407,27 @@ def raising(rank: int, size: int, where: str) -> tuple[str, str, int, list[str]]
 
 
 @pytest.mark.parametrize("where", ["begin", "middle", "end"])
-def test_an_error_in_the_backward_pass_of_one_rank_is_told_to_all_who_then_go_on(where: str, ranks: Pool) -> None:
+def test_an_error_in_the_backward_pass_of_one_rank_is_told_to_all_who_then_go_on(
+    where: str, ranks: Pool
+) -> None:
     answers = ranks.run(raising, where, size=3)
     assert len({(bits, steps) for _, bits, steps, _ in answers}) == 1
     assert answers[0][2] == 6
     assert answers[1][0] == "ZeroDivisionError: a hook of the user"
     for text in (answers[0][0], answers[2][0]):
-        assert text.startswith("ThinwireError: rank 1: its backward pass ended with ZeroDivisionError: a hook of the")
+        assert text.startswith(
+            "ThinwireError: rank 1: its backward pass ended with ZeroDivisionError: a hook of the"
+        )
         assert "Nothing was applied on any rank" in text
 
 
 def narrow(rank: int, size: int, where: str) -> tuple[str, int, str, int]:
-    """Parameters in bfloat16, whose merged gradients travel in float32; rank 1 has none of a block, or an error."""
+    """Parameters in bfloat16, whose merged gradients travel in float32; rank 1 has none of a block,
+    or an error."""
     torch.manual_seed(7)
-    engine = make(Case({"gradient_merge": tw.GradientMerge(2)}, model={"dtype": torch.bfloat16}), early=True)
+    engine = make(
+        Case({"gradient_merge": tw.GradientMerge(2)}, model={"dtype": torch.bfloat16}), early=True
+    )
     text, microsteps = "", -1
     for step in range(14):
         engine.model.skipped = 1 if where == "unused" and (step, rank) in {(8, 1), (9, 1)} else None
@@ -413,18 +446,26 @@ def _fail(_: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("where", ["unused", "error"])
-def test_what_takes_the_place_of_a_missing_gradient_travels_as_it_would(where: str, ranks: Pool) -> None:
-    """In another type it would be another collective on one rank; and a merge is as before the call on all ranks."""
+def test_what_takes_the_place_of_a_missing_gradient_travels_as_it_would(
+    where: str, ranks: Pool
+) -> None:
+    """In another type it would be another collective on one rank; and a merge is as before the call
+    on all ranks."""
     answers = ranks.run(narrow, where, size=3)
     assert len({(bits, steps) for _, _, bits, steps in answers}) == 1
     assert all(microsteps == 1 for _, microsteps, _, _ in answers)
-    text = "Mismatch" if where == "unused" else "ThinwireError: rank 1: its backward pass ended with ZeroDivisionError"
+    text = (
+        "Mismatch"
+        if where == "unused"
+        else "ThinwireError: rank 1: its backward pass ended with ZeroDivisionError"
+    )
     assert answers[0][0].startswith(text)
     assert answers[0][3] == 6
 
 
 def interrupted(rank: int, size: int, how: str) -> list[str]:
-    """Rank 1 is asked to end, or its sending fails: it must not send anything any more, and the others must notice."""
+    """Rank 1 is asked to end, or its sending fails: it must not send anything any more, and the
+    others must notice."""
     engine = make(CASES["dense"], early=True)
     for step in range(3):
         engine.train_step(*batch(step, rank))
@@ -459,7 +500,9 @@ def interrupted(rank: int, size: int, how: str) -> list[str]:
 @pytest.mark.parametrize("how", ["interrupt", "sending"])
 def test_an_exchange_left_half_way_is_refused_from_then_on(how: str, ranks: Pool) -> None:
     first, second = ranks.run(interrupted, how, size=2, group_timeout_s=6.0)
-    assert second[0].startswith("KeyboardInterrupt" if how == "interrupt" else "MemoryError: no room for a bucket")
+    assert second[0].startswith(
+        "KeyboardInterrupt" if how == "interrupt" else "MemoryError: no room for a bucket"
+    )
     assert "left half-way" in second[1]
     assert "left half-way" in second[2]
     assert first[0].startswith(("PeerStalled", "PeerLost"))
@@ -496,7 +539,11 @@ def poisoned(rank: int, size: int) -> tuple[list[str], int, list[str]]:
         else:
             engine.train_step(*batch(step, rank))
         digests.append(digest(engine))
-    return digests, engine.stats()["dropped_steps"], [e for e in events if not e.startswith("bucket")]
+    return (
+        digests,
+        engine.stats()["dropped_steps"],
+        [e for e in events if not e.startswith("bucket")],
+    )
 
 
 def test_a_gradient_that_is_not_finite_drops_the_early_step_on_all(ranks: Pool) -> None:
@@ -529,7 +576,8 @@ def test_a_gradient_that_changes_after_it_was_sent_is_sent_again(ranks: Pool) ->
 
 
 def resumed(rank: int, size: int) -> bool:
-    """In the middle of a merge, once the exchange is early: the new engine is not early yet, and the bits agree."""
+    """In the middle of a merge, once the exchange is early: the new engine is not early yet, and
+    the bits agree."""
     straight = make(CASES["amp dgc merge overflow"], early=True)
     for step in range(11):
         straight.train_step(*batch(step, rank))

@@ -1,4 +1,5 @@
-"""Every pair of fields, and triples and more at random: trained on real ranks, or refused in so many words."""
+"""Every pair of fields, and triples and more at random: trained on real ranks, or refused in so
+many words."""
 
 import itertools
 import math
@@ -36,11 +37,14 @@ def some_combinations(count: int) -> list[tuple[str, ...]]:
     return sorted(found)
 
 
-def five_updates(rank: int, size: int, fields: Sequence[str]) -> tuple[list[float], str, dict[str, object]]:
+def five_updates(
+    rank: int, size: int, fields: Sequence[str]
+) -> tuple[list[float], str, dict[str, object]]:
     engine = make_engine(fields)
     microsteps = 10 if "gradient_merge" in fields else 5
     losses = train(engine, fields, 0, microsteps)
-    # five steps are few and every one sees another batch: falling is judged on the first batch again
+    # five steps are few and every one sees another batch: falling is judged on the first batch
+    # again
     again = train(engine, fields, 0, 2)
     engine.flush()
     stats = {**engine.stats(), "pending": engine.pending}
@@ -62,7 +66,9 @@ def check_training(fields: Sequence[str], pool: Pool) -> None:
     # ranks 0, 2 hold one stage of a pipeline, 1, 3 the other
     stages = 2 if "pipeline" in fields else 1
     for stage in range(stages):
-        assert len({answer[1] for answer in answers[stage::stages]}) == 1, f"replicas of stage {stage} differ"
+        assert len({answer[1] for answer in answers[stage::stages]}) == 1, (
+            f"replicas of stage {stage} differ"
+        )
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)

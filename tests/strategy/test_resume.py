@@ -1,4 +1,5 @@
-"""Training that was interrupted goes on as if it had not been: at every phase, and on another number of ranks."""
+"""Training that was interrupted goes on as if it had not been: at every phase, and on another
+number of ranks."""
 
 import math
 from pathlib import Path
@@ -10,7 +11,15 @@ from torch import Tensor
 
 import thinwire as tw
 from tests.ranks import Pool, Raised
-from tests.strategy.training import FIELDS, batch, digest, make_engine, make_model, make_optimizer, train
+from tests.strategy.training import (
+    FIELDS,
+    batch,
+    digest,
+    make_engine,
+    make_model,
+    make_optimizer,
+    train,
+)
 
 ADAPTIVE = tw.AdaptiveLocalSGD(3, begin_step=2, max_k_steps=6, compression=tw.Sparse(0.5))
 NARROW = tw.DGC(5, 2, (0.75, 0.9), min_numel=64, state_dtype="bfloat16")
@@ -25,7 +34,11 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "adaptive, sparse": (("adaptive_localsgd",), {"adaptive_localsgd": ADAPTIVE}),
     "diloco with a delay": (
         ("localsgd",),
-        {"localsgd": tw.LocalSGD(4, 1, outer_lr=0.7, outer_momentum=0.9, outer_nesterov=True, fragments=2, delay=1)},
+        {
+            "localsgd": tw.LocalSGD(
+                4, 1, outer_lr=0.7, outer_momentum=0.9, outer_nesterov=True, fragments=2, delay=1
+            )
+        },
     ),
     "amp, merge, dgc": (("amp", "gradient_merge", "dgc"), {"gradient_merge": tw.GradientMerge(3)}),
     "pipeline, amp, dgc": (("amp", "pipeline", "dgc"), {}),
@@ -40,7 +53,9 @@ MICROSTEPS = 11
 TRAFFIC = ("bytes_sent", "bytes_received", "bytes_between_nodes", "ratio", "wait_s")
 
 
-def interrupted(rank: int, size: int, case: str, at: int, folder: str) -> tuple[str, str, list[float], list[float]]:
+def interrupted(
+    rank: int, size: int, case: str, at: int, folder: str
+) -> tuple[str, str, list[float], list[float]]:
     fields, replace = CASES[case]
     straight = make_engine(fields, replace=replace)
     torch.manual_seed(rank)
@@ -65,9 +80,13 @@ def interrupted(rank: int, size: int, case: str, at: int, folder: str) -> tuple[
 
 @pytest.mark.parametrize("at", [4, 7])
 @pytest.mark.parametrize("case", CASES)
-def test_resumed_training_is_the_same_bit_for_bit(case: str, at: int, ranks: Pool, tmp_path: Path) -> None:
+def test_resumed_training_is_the_same_bit_for_bit(
+    case: str, at: int, ranks: Pool, tmp_path: Path
+) -> None:
     size = 4 if "pipeline" in CASES[case][0] else 2
-    for straight, resumed, expected, found in ranks.run(interrupted, case, at, str(tmp_path), size=size):
+    for straight, resumed, expected, found in ranks.run(
+        interrupted, case, at, str(tmp_path), size=size
+    ):
         assert found == expected
         assert resumed == straight
 
@@ -97,7 +116,10 @@ def test_state_dict_holds_a_moment_that_training_does_not_change(case: str, rank
 RESHARD: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "dgc": (("dgc",), {"dgc": tw.DGC(sparsity=(0.9,), min_numel=64)}),
     "dgc under lamb": (("dgc", "lamb"), {"dgc": tw.DGC(sparsity=(0.9,), min_numel=64)}),
-    "dgc in bfloat16": (("dgc",), {"dgc": tw.DGC(sparsity=(0.9,), min_numel=64, state_dtype="bfloat16")}),
+    "dgc in bfloat16": (
+        ("dgc",),
+        {"dgc": tw.DGC(sparsity=(0.9,), min_numel=64, state_dtype="bfloat16")},
+    ),
     "dgc in nodes": (("dgc",), {"dgc": tw.DGC(sparsity=(0.9,), min_numel=64, node_size=2)}),
     "dgc in nodes, split, under lamb": (
         ("dgc", "lamb"),
@@ -120,7 +142,11 @@ def pending(engine: Any) -> dict[str, Tensor]:
     found = {f"residual {k}": v for k, v in state["exchange"].get("residuals", {}).items()}
     found |= {f"error {k}": v for k, v in state["exchange"].get("errors", {}).items()}
     for index, entries in state["optimizer"]["state"].items():
-        found |= {f"{key} {index}": v for key, v in entries.items() if key in ("residual", "momentum_buffer")}
+        found |= {
+            f"{key} {index}": v
+            for key, v in entries.items()
+            if key in ("residual", "momentum_buffer")
+        }
     if state["merge"]:
         found |= {f"merged {k}": v for k, v in state["merge"]["sums"].items()}
     if (state["exchange"].get("local") or {}) != {}:
@@ -143,7 +169,9 @@ def pending_of(engine: Any) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in pending(engine).items()}
 
 
-def enter(rank: int, size: int, case: str, source: str, target: str) -> tuple[int, dict[str, Tensor], list[float]]:
+def enter(
+    rank: int, size: int, case: str, source: str, target: str
+) -> tuple[int, dict[str, Tensor], list[float]]:
     fields, replace = RESHARD[case]
     engine = make_engine(fields, replace=replace, plain=True, dtype=torch.float64)
     engine.load(source)
@@ -157,11 +185,15 @@ def enter(rank: int, size: int, case: str, source: str, target: str) -> tuple[in
 
 def mean_of(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     names = {name for part in parts for name in part}
-    return {name: torch.stack([part[name] for part in parts if name in part]).mean(0) for name in names}
+    return {
+        name: torch.stack([part[name] for part in parts if name in part]).mean(0) for name in names
+    }
 
 
 @pytest.mark.parametrize("case", RESHARD)
-def test_four_ranks_to_two_to_four_keep_the_update_still_pending(case: str, ranks: Pool, tmp_path: Path) -> None:
+def test_four_ranks_to_two_to_four_keep_the_update_still_pending(
+    case: str, ranks: Pool, tmp_path: Path
+) -> None:
     folders = [str(tmp_path / name) for name in ("four", "two", "again")]
     before = ranks.run(leave, case, folders[0], size=4)
     two = ranks.run(enter, case, folders[0], folders[1], size=2)
@@ -173,7 +205,9 @@ def test_four_ranks_to_two_to_four_keep_the_update_still_pending(case: str, rank
             for name, value in expected.items():
                 # the mean of several bfloat16 is rounded to the nearest one
                 rtol = 2.0**-8 if value.dtype == torch.bfloat16 else 1e-6
-                torch.testing.assert_close(found[name].double(), value.double(), rtol=rtol, atol=1e-9, msg=name)
+                torch.testing.assert_close(
+                    found[name].double(), value.double(), rtol=rtol, atol=1e-9, msg=name
+                )
     assert all(math.isfinite(loss) for _, _, losses in (*two, *four) for loss in losses)
 
 
@@ -195,7 +229,9 @@ def overflow(engine: Any, rank: int) -> None:
     engine.minimize(outputs.float().pow(2).mean() * (math.inf if rank == 1 else 1.0))
 
 
-def overflown(rank: int, size: int, case: str, folder: str) -> tuple[int, int, str, str, str, list[float], list[float]]:
+def overflown(
+    rank: int, size: int, case: str, folder: str
+) -> tuple[int, int, str, str, str, list[float], list[float]]:
     fields, replace = OVERFLOWING[case]
     straight = make_engine(fields, replace=replace)
     train(straight, fields, 0, 2)
@@ -215,7 +251,15 @@ def overflown(rank: int, size: int, case: str, folder: str) -> tuple[int, int, s
     found = train(resumed, fields, 5, 12)
     resumed.flush()
     assert resumed.save(folder).name[:15] == straight.save(folder).name[:15]
-    answer = told["step"], told["dropped_steps"], name, digest(straight), digest(resumed), expected, found
+    answer = (
+        told["step"],
+        told["dropped_steps"],
+        name,
+        digest(straight),
+        digest(resumed),
+        expected,
+        found,
+    )
     straight.close()
     resumed.close()
     return answer
@@ -257,7 +301,9 @@ def gone_on_with(rank: int, size: int, folder: str) -> tuple[dict[str, Any], set
     return told, steps
 
 
-def test_another_number_of_ranks_goes_on_with_the_counts_of_rank_0(ranks: Pool, tmp_path: Path) -> None:
+def test_another_number_of_ranks_goes_on_with_the_counts_of_rank_0(
+    ranks: Pool, tmp_path: Path
+) -> None:
     ranks.run(overflown_on_two, str(tmp_path), size=2)
     for told, steps in ranks.run(gone_on_with, str(tmp_path), size=3):
         assert (told["step"], told["dropped_steps"], told["loss_scale"]) == (3, 0, 32.0)
@@ -292,7 +338,9 @@ def saved_on_one(rank: int, size: int, case: str, folder: str) -> None:
 
 
 @pytest.mark.parametrize("case", ON_ONE)
-def test_saving_on_rank_0_only_is_an_error_on_all_that_says_what_to_do(case: str, ranks: Pool, tmp_path: Path) -> None:
+def test_saving_on_rank_0_only_is_an_error_on_all_that_says_what_to_do(
+    case: str, ranks: Pool, tmp_path: Path
+) -> None:
     for answer in ranks.run(saved_on_one, case, str(tmp_path), size=2, expect_errors=True):
         assert isinstance(answer, Raised)
         assert answer.type_name == "Mismatch", answer.traceback
@@ -317,9 +365,16 @@ def mixed_up(rank: int, size: int, folder: str, case: str) -> None:
 
 @pytest.mark.parametrize(
     ("case", "needle"),
-    [("strategy", "strategy"), ("model", "parameters"), ("optimizer", "optimizer"), ("nothing", "elsewhere")],
+    [
+        ("strategy", "strategy"),
+        ("model", "parameters"),
+        ("optimizer", "optimizer"),
+        ("nothing", "elsewhere"),
+    ],
 )
-def test_a_checkpoint_of_something_else_is_refused(case: str, needle: str, ranks: Pool, tmp_path: Path) -> None:
+def test_a_checkpoint_of_something_else_is_refused(
+    case: str, needle: str, ranks: Pool, tmp_path: Path
+) -> None:
     for answer in ranks.run(mixed_up, str(tmp_path), case, size=2, expect_errors=True):
         assert isinstance(answer, Raised)
         assert "CheckpointError" in answer.bases, answer.text
@@ -334,7 +389,9 @@ def test_a_state_of_something_else_is_refused_before_anything_changes() -> None:
     state = make_engine(("gradient_merge",), plain=True).state_dict()
     with pytest.raises(ValueError, match=r"does not fit: strategy\.dgc was nothing"):
         engine.load_state_dict(state)
-    with pytest.raises(TypeError, match=r"state must be Mapping, got 3 of type int; .*engine\.state_dict\(\)"):
+    with pytest.raises(
+        TypeError, match=r"state must be Mapping, got 3 of type int; .*engine\.state_dict\(\)"
+    ):
         engine.load_state_dict(3)
     with pytest.raises(ValueError, match="missing"):
         engine.load_state_dict({"counters": {}})

@@ -1,4 +1,5 @@
-"""The table in full: all 45 pairs, what a strategy does with each, and the page that is printed from it."""
+"""The table in full: all 45 pairs, what a strategy does with each, and the page that is printed
+from it."""
 
 import itertools
 import re
@@ -45,7 +46,11 @@ def test_a_strategy_of_two_fields_does_what_its_rule_says(pair: tuple[str, str])
 
 def test_the_rules_of_three_fields_are_those_of_their_pairs() -> None:
     rules = rules_among(["localsgd", "amp", "dgc"])
-    assert [rule.pair for rule in rules] == [("amp", "dgc"), ("amp", "localsgd"), ("dgc", "localsgd")]
+    assert [rule.pair for rule in rules] == [
+        ("amp", "dgc"),
+        ("amp", "localsgd"),
+        ("dgc", "localsgd"),
+    ]
     assert rules_among(["amp"]) == []
     with pytest.raises(KeyError):
         rule_of("amp", "amp")
@@ -68,5 +73,9 @@ def test_the_matrix_of_the_page_is_true() -> None:
     told = {}
     for row in rows:
         first, *cells = [cell.strip() for cell in row.split("|")[1:-1]]
-        told |= {(first.strip("*"), column): cell for column, cell in zip(columns, cells, strict=True) if cell}
+        told |= {
+            (first.strip("*"), column): cell
+            for column, cell in zip(columns, cells, strict=True)
+            if cell
+        }
     assert told == {pair: "**x**" if frozenset(pair) in CONFLICTS else "works" for pair in PAIRS}

@@ -1,4 +1,5 @@
-"""What an engine saves beside its own state, and what it finds and refuses when it loads: all or nothing."""
+"""What an engine saves beside its own state, and what it finds and refuses when it loads: all or
+nothing."""
 
 import logging
 import warnings
@@ -16,22 +17,37 @@ from torch.optim import lr_scheduler as torch_schedulers
 import thinwire as tw
 from tests.checkpoint.states import same
 from tests.ranks import Pool, Raised
-from tests.strategy.training import FIELDS, batch, digest, make_engine, make_model, make_optimizer, train
+from tests.strategy.training import (
+    FIELDS,
+    batch,
+    digest,
+    make_engine,
+    make_model,
+    make_optimizer,
+    train,
+)
 from thinwire.errors import CheckpointError, CheckpointMismatch, CheckpointMissing
 
 
 def prepared(
-    strategy: tw.DistributedStrategy | None = None, *, make: Callable[..., Any] | None = None, **model: Any
+    strategy: tw.DistributedStrategy | None = None,
+    *,
+    make: Callable[..., Any] | None = None,
+    **model: Any,
 ) -> Any:
     net = make_model(plain=True, **model)
     optimizer = make(net) if make else make_optimizer(net, ())
-    return (strategy or tw.DistributedStrategy()).prepare(net, optimizer, nn.functional.cross_entropy)
+    return (strategy or tw.DistributedStrategy()).prepare(
+        net, optimizer, nn.functional.cross_entropy
+    )
 
 
 # ---- nothing there yet, and how many stay
 
 
-def test_nothing_there_yet_is_none_where_that_is_allowed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_there_yet_is_none_where_that_is_allowed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     engine = prepared()
     before = digest(engine)
     with caplog.at_level(logging.INFO, "thinwire"):
@@ -94,7 +110,9 @@ def test_what_the_user_gave_comes_back(tmp_path: Path) -> None:
     again = prepared()
     again.load(tmp_path)
     found = again.extra
-    assert same(found["sampler"], {"seen": 7, "order": torch.arange(3), "nested": {"a": [1, (2.5, None)]}})
+    assert same(
+        found["sampler"], {"seen": 7, "order": torch.arange(3), "nested": {"a": [1, (2.5, None)]}}
+    )
     assert found[3]["deep"][0]["seen"] == 0
     assert same(
         {key: found[key] for key in ("epoch", "best", "names", "average")},
@@ -118,7 +136,9 @@ def test_what_the_user_gave_comes_back(tmp_path: Path) -> None:
         (object(), "extra is of type object"),
     ],
 )
-def test_what_cannot_be_saved_is_refused_with_its_place(tmp_path: Path, extra: Any, needle: str) -> None:
+def test_what_cannot_be_saved_is_refused_with_its_place(
+    tmp_path: Path, extra: Any, needle: str
+) -> None:
     with pytest.raises(CheckpointError, match=needle):
         prepared().save(tmp_path, extra=extra)
     assert list(tmp_path.iterdir()) == []
@@ -137,7 +157,9 @@ def extra_here(rank: int, size: int, folder: str) -> Any:
     return engine.extra
 
 
-def test_every_rank_gets_its_own_and_other_numbers_of_ranks_that_of_rank_0(ranks: Pool, tmp_path: Path) -> None:
+def test_every_rank_gets_its_own_and_other_numbers_of_ranks_that_of_rank_0(
+    ranks: Pool, tmp_path: Path
+) -> None:
     answers = ranks.run(extra_of_each, str(tmp_path), size=2)
     assert answers == [{"rank": r, "order": [r] * (r + 1), "loss": float(r)} for r in range(2)]
     assert ranks.run(extra_here, str(tmp_path), size=3) == [answers[0]] * 3
@@ -211,7 +233,10 @@ def test_a_scheduler_goes_on_where_it_was(tmp_path: Path, kind: str) -> None:
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler")
 def test_two_of_a_kind_are_told_apart_by_their_settings(tmp_path: Path) -> None:
     def both(optimizer: Any, order: int) -> list[Any]:
-        makes = [lambda: torch_schedulers.StepLR(optimizer, 2, 0.5), lambda: torch_schedulers.StepLR(optimizer, 3, 0.1)]
+        makes = [
+            lambda: torch_schedulers.StepLR(optimizer, 2, 0.5),
+            lambda: torch_schedulers.StepLR(optimizer, 3, 0.1),
+        ]
         made = [make() for make in makes[::order]]
         return made[::order]
 
@@ -236,7 +261,9 @@ def test_a_scheduler_that_is_missing_or_new_is_told(tmp_path: Path) -> None:
         engine.load(tmp_path / "with")
     engine.save(tmp_path / "without")
     scheduler = SCHEDULERS["cosine"](engine.optimizer)
-    with pytest.warns(UserWarning, match=r"CosineAnnealingLR.*no state for it.*starts from its beginning"):
+    with pytest.warns(
+        UserWarning, match=r"CosineAnnealingLR.*no state for it.*starts from its beginning"
+    ):
         engine.load(tmp_path / "without")
     assert scheduler.last_epoch == 0
 
@@ -273,11 +300,18 @@ def test_a_scheduler_that_cannot_be_saved_is_refused_aloud(tmp_path: Path) -> No
 # ---- strategies that differ
 
 CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "k_steps": ({"gradient_merge": tw.GradientMerge(2)}, {"gradient_merge": tw.GradientMerge(3, avg=False)}),
+    "k_steps": (
+        {"gradient_merge": tw.GradientMerge(2)},
+        {"gradient_merge": tw.GradientMerge(3, avg=False)},
+    ),
     "merge on": ({}, {"gradient_merge": tw.GradientMerge(3)}),
     "sparsity": (
         {"dgc": tw.DGC(1, sparsity=(0.75,), min_numel=64)},
-        {"dgc": tw.DGC(4, 3, sparsity=(0.5, 0.9), min_numel=64, value_bits=4, local_grad_clip_norm=3.0)},
+        {
+            "dgc": tw.DGC(
+                4, 3, sparsity=(0.5, 0.9), min_numel=64, value_bits=4, local_grad_clip_norm=3.0
+            )
+        },
     ),
     "k_steps of local updates": (
         {"localsgd": tw.LocalSGD(2, compression=tw.Sparse(0.5))},
@@ -301,7 +335,9 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", CHANGES)
-def test_settings_that_touch_no_state_may_change(tmp_path: Path, case: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_settings_that_touch_no_state_may_change(
+    tmp_path: Path, case: str, caplog: pytest.LogCaptureFixture
+) -> None:
     before, after = (tw.DistributedStrategy(**fields) for fields in CHANGES[case])
     engine = prepared(before)
     train(engine, (), 0, 4)
@@ -313,8 +349,16 @@ def test_settings_that_touch_no_state_may_change(tmp_path: Path, case: str, capl
     assert digest(changed) == digest(engine)
     assert "goes on with other settings" in caplog.text
     assert case != "sparsity" or "dgc.sparsity was [0.75] and is [0.5, 0.9]" in caplog.text
-    for key in ("sparsity", "rampup_begin_step", "rampup_step", "local_grad_clip_norm", "trust_coefficient"):
-        assert changed.optimizer.param_groups[0].get(key) == fresh[0].get(key), "the new setting must be in force"
+    for key in (
+        "sparsity",
+        "rampup_begin_step",
+        "rampup_step",
+        "local_grad_clip_norm",
+        "trust_coefficient",
+    ):
+        assert changed.optimizer.param_groups[0].get(key) == fresh[0].get(key), (
+            "the new setting must be in force"
+        )
     if case == "k_steps of local updates":
         assert changed.stats()["k_steps"] == 5
     train(changed, (), 4, 8)
@@ -336,12 +380,18 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"localsgd": tw.LocalSGD(2, outer_momentum=0.5)},
         r"strategy\.localsgd\.outer_momentum was 0\.0 when",
     ),
-    "dgc off": ({"dgc": tw.DGC(1, min_numel=64)}, {}, r"strategy\.dgc was .* and is nothing in this engine"),
+    "dgc off": (
+        {"dgc": tw.DGC(1, min_numel=64)},
+        {},
+        r"strategy\.dgc was .* and is nothing in this engine",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_settings_that_touch_state_are_named_with_both_values_and_the_way_on(tmp_path: Path, case: str) -> None:
+def test_settings_that_touch_state_are_named_with_both_values_and_the_way_on(
+    tmp_path: Path, case: str
+) -> None:
     before, after, needle = REFUSED[case]
     engine = prepared(tw.DistributedStrategy(**before))
     train(engine, (), 0, 3)
@@ -377,7 +427,9 @@ def diverging(rank: int, size: int, folder: str, fields: tuple[str, ...]) -> str
 
 
 @pytest.mark.parametrize("fields", [("localsgd",), ("dgc",), ("lamb",)])
-def test_parameters_alone_are_the_same_on_all_ranks(ranks: Pool, tmp_path: Path, fields: tuple[str, ...]) -> None:
+def test_parameters_alone_are_the_same_on_all_ranks(
+    ranks: Pool, tmp_path: Path, fields: tuple[str, ...]
+) -> None:
     """Ranks that were between two averagings had different ones: their mean is taken."""
     first, second = ranks.run(diverging, str(tmp_path), fields, size=2)
     assert first == second
@@ -393,7 +445,10 @@ def onto_local(rank: int, size: int, folder: str) -> tuple[str, float]:
     other.load_parameters(folder)
     before = [p.detach().clone() for p in other.model.parameters()]
     train(other, (), 30, 34)
-    moved = max(float((p.detach() - b).abs().max()) for p, b in zip(other.model.parameters(), before, strict=True))
+    moved = max(
+        float((p.detach() - b).abs().max())
+        for p, b in zip(other.model.parameters(), before, strict=True)
+    )
     other.close()
     return digest(other), moved
 
@@ -468,7 +523,9 @@ def refused_on_one(rank: int, size: int, folder: str) -> tuple[str, bool, list[f
     other = make_engine((), plain=True)
     before = digest(other)
     if rank == 1:
-        other.optimizer.register_load_state_dict_post_hook(lambda _: (_ for _ in ()).throw(OSError("not here")))
+        other.optimizer.register_load_state_dict_post_hook(
+            lambda _: (_ for _ in ()).throw(OSError("not here"))
+        )
     try:
         other.load(folder)
     except CheckpointError as error:
@@ -487,7 +544,9 @@ def test_what_one_rank_refuses_no_rank_loads(ranks: Pool, tmp_path: Path) -> Non
 # ---- names decide whose state it is
 
 
-def shuffled(model: nn.Module, order: int, *, named: bool, kind: Callable[..., Any], **settings: Any) -> Any:
+def shuffled(
+    model: nn.Module, order: int, *, named: bool, kind: Callable[..., Any], **settings: Any
+) -> Any:
     params = list(model.named_parameters())[::order]
     return kind(params if named else [p for _, p in params], lr=0.05, **settings)
 
@@ -508,15 +567,21 @@ def by_name(engine: Any) -> dict[str, dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_order_of_the_optimizer_does_not_matter_to_an_engine(tmp_path: Path, kind: str, named: bool) -> None:
+def test_the_order_of_the_optimizer_does_not_matter_to_an_engine(
+    tmp_path: Path, kind: str, named: bool
+) -> None:
     make, settings, fields = KINDS[kind]
     strategy = tw.DistributedStrategy(**fields)
     if not named and fields:
         strategy = tw.DistributedStrategy(dgc=fields["dgc"])
-    first = prepared(strategy, make=lambda net: shuffled(net, 1, named=named, kind=make, **settings))
+    first = prepared(
+        strategy, make=lambda net: shuffled(net, 1, named=named, kind=make, **settings)
+    )
     train(first, (), 0, 4)
     first.save(tmp_path)
-    other = prepared(strategy, make=lambda net: shuffled(net, -1, named=named, kind=make, **settings))
+    other = prepared(
+        strategy, make=lambda net: shuffled(net, -1, named=named, kind=make, **settings)
+    )
     other.load(tmp_path)
     found, expected = by_name(other), by_name(first)
     assert found.keys() == expected.keys()
@@ -531,7 +596,9 @@ def test_a_group_of_other_parameters_is_an_error_that_names_one(tmp_path: Path) 
     def other_groups(net: nn.Module) -> Any:
         params = list(net.named_parameters())[::-1]
         n = len(params)
-        return torch.optim.SGD([{"params": params[: n - 2]}, {"params": params[n - 2 :]}], lr=0.05, momentum=0.9)
+        return torch.optim.SGD(
+            [{"params": params[: n - 2]}, {"params": params[n - 2 :]}], lr=0.05, momentum=0.9
+        )
 
     same_groups = prepared(make=other_groups)
     same_groups.load(tmp_path)

@@ -30,10 +30,14 @@ def sgd(model: nn.Module, momentum: float = 0.0) -> torch.optim.Optimizer:
 # ---- unequal numbers of batches
 
 
-def joined(rank: int, size: int, counts: list[int], fields: dict[str, Any], maker: str) -> dict[str, Any]:
+def joined(
+    rank: int, size: int, counts: list[int], fields: dict[str, Any], maker: str
+) -> dict[str, Any]:
     """As many batches as `counts` says for each rank."""
     model = make_model(plain=True, **DOUBLE)
-    optimizer = sgd(model) if maker == "sgd" else torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-3)
+    optimizer = (
+        sgd(model) if maker == "sgd" else torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-3)
+    )
     engine = tw.DistributedStrategy(**fields).prepare(model, optimizer, cross_entropy)
     losses = []
     with engine.join():
@@ -48,7 +52,9 @@ def joined(rank: int, size: int, counts: list[int], fields: dict[str, Any], make
 def by_one_process(counts: list[int], merged: int, maker: str) -> list[float]:
     """Ranks that ran out count with a gradient of zero."""
     model = make_model(plain=True, **DOUBLE)
-    optimizer = sgd(model) if maker == "sgd" else torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-3)
+    optimizer = (
+        sgd(model) if maker == "sgd" else torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-3)
+    )
     size, microsteps = len(counts), 0
     optimizer.zero_grad()
     for step in range(max(counts)):
@@ -89,7 +95,9 @@ def test_ranks_that_ran_out_count_with_zero(case: str, counts: list[int], ranks:
     expected = wide(by_one_process(counts, merged, maker))
     assert results[0]["params"] == results[1]["params"]
     # what travels by dgc is float32
-    assert torch.allclose(wide(results[0]["params"]), expected, rtol=0, atol=1e-6 if "dgc" in fields else 1e-12)
+    assert torch.allclose(
+        wide(results[0]["params"]), expected, rtol=0, atol=1e-6 if "dgc" in fields else 1e-12
+    )
     assert results[0]["step"] == results[1]["step"]
     assert [len(result["losses"]) for result in results] == counts
 
@@ -117,7 +125,9 @@ def test_what_a_rank_has_not_sent_goes_on_being_sent(ranks: Pool) -> None:
     assert step == 8
 
 
-def local_joined(rank: int, size: int, config: str, counts: list[int]) -> tuple[list[float], int, list[float]]:
+def local_joined(
+    rank: int, size: int, config: str, counts: list[int]
+) -> tuple[list[float], int, list[float]]:
     model = make_model(plain=True, **DOUBLE)
     fields: dict[str, Any] = {
         "localsgd": {"localsgd": tw.LocalSGD(4, begin_step=0)},
@@ -269,9 +279,13 @@ class Branches(nn.Module):
         return taken
 
 
-def branching(rank: int, size: int, fields: dict[str, Any], maker: str, told: bool, k: int) -> list[float]:
+def branching(
+    rank: int, size: int, fields: dict[str, Any], maker: str, told: bool, k: int
+) -> list[float]:
     model = Branches()
-    optimizer = sgd(model) if maker == "sgd" else torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-3)
+    optimizer = (
+        sgd(model) if maker == "sgd" else torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-3)
+    )
     extra = {"find_unused_parameters": True} if told else {}
     engine = tw.DistributedStrategy(**fields).prepare(model, optimizer, cross_entropy, **extra)
     for step in range(6 * k):
@@ -282,13 +296,17 @@ def branching(rank: int, size: int, fields: dict[str, Any], maker: str, told: bo
 
 def branching_alone(size: int, maker: str, k: int) -> list[float]:
     model = Branches()
-    optimizer = sgd(model) if maker == "sgd" else torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-3)
+    optimizer = (
+        sgd(model) if maker == "sgd" else torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-3)
+    )
     for update in range(6):
         optimizer.zero_grad()
         for step in range(k * update, k * update + k):
             for part in range(size):
                 x, y = batch(step, part, **DOUBLE)
-                (cross_entropy(model(x, (step + part) % 2 if step < 4 * k else 0), y) / size / k).backward()
+                (
+                    cross_entropy(model(x, (step + part) % 2 if step < 4 * k else 0), y) / size / k
+                ).backward()
         optimizer.step()
     return flat(model)
 
@@ -311,10 +329,14 @@ def test_an_absent_gradient_counts_as_zero_where_another_rank_has_one(
     results = ranks.run(branching, fields, maker, True, k)
     assert results[0] == results[1]
     expected = wide(branching_alone(2, maker, k))
-    assert torch.allclose(wide(results[0]), expected, rtol=0, atol=1e-6 if "dgc" in fields else 1e-12)
+    assert torch.allclose(
+        wide(results[0]), expected, rtol=0, atol=1e-6 if "dgc" in fields else 1e-12
+    )
 
 
-def test_without_being_told_it_is_an_error_that_names_the_parameter_and_the_cure(ranks: Pool) -> None:
+def test_without_being_told_it_is_an_error_that_names_the_parameter_and_the_cure(
+    ranks: Pool,
+) -> None:
     for raised in ranks.run(branching, {}, "sgd", False, 1, expect_errors=True):
         assert isinstance(raised, Raised)
         assert raised.type_name == "Mismatch"
@@ -330,7 +352,9 @@ def test_the_same_on_all_ranks_or_a_mismatch(ranks: Pool) -> None:
 
 def one_told(rank: int, size: int) -> None:
     model = Branches()
-    tw.DistributedStrategy().prepare(model, sgd(model), cross_entropy, find_unused_parameters=rank == 1)
+    tw.DistributedStrategy().prepare(
+        model, sgd(model), cross_entropy, find_unused_parameters=rank == 1
+    )
 
 
 def narrow(rank: int, size: int) -> tuple[list[float], int]:
@@ -370,7 +394,8 @@ def test_row_sparse_gradients_and_a_loss_scale_join_too(ranks: Pool) -> None:
 
 
 def rows_here_and_dense_there(rank: int, size: int) -> tuple[list[float], list[float]]:
-    """Both ranks look up rows of one table, and rank 1 penalises one of them, densely, in every other step."""
+    """Both ranks look up rows of one table, and rank 1 penalises one of them, densely, in every
+    other step."""
 
     def make() -> tuple[nn.Sequential, torch.optim.Optimizer]:
         torch.manual_seed(0)
@@ -392,7 +417,9 @@ def rows_here_and_dense_there(rank: int, size: int) -> tuple[list[float], list[f
     return flat(model), flat(whole)
 
 
-def test_a_gradient_that_is_row_sparse_on_one_rank_only_is_treated_alike_on_all(ranks: Pool) -> None:
+def test_a_gradient_that_is_row_sparse_on_one_rank_only_is_treated_alike_on_all(
+    ranks: Pool,
+) -> None:
     (first, alone), (second, _) = ranks.run(rows_here_and_dense_there)
     assert first == second
     assert first == pytest.approx(alone, abs=1e-6)
@@ -408,7 +435,8 @@ class Sometimes(nn.Linear):
 
 
 def stages_with_unused(rank: int, size: int, complete: bool) -> tuple[str, list[float]]:
-    """Two replicas of a pipeline of two stages; a block of each stage is used by one replica only, now and then."""
+    """Two replicas of a pipeline of two stages; a block of each stage is used by one replica only,
+    now and then."""
     torch.manual_seed(4)
     model = nn.Sequential(nn.Linear(8, 8), Sometimes(8, 8), Sometimes(8, 8), nn.Linear(8, 4))
     strategy = tw.DistributedStrategy(pipeline=tw.Pipeline(stages=2, micro_batches=2))
@@ -426,7 +454,9 @@ def stages_with_unused(rank: int, size: int, complete: bool) -> tuple[str, list[
     return text, flat(engine.model)
 
 
-def test_parameters_of_a_stage_may_be_unused_on_some_replicas_where_that_is_asked_for(ranks: Pool) -> None:
+def test_parameters_of_a_stage_may_be_unused_on_some_replicas_where_that_is_asked_for(
+    ranks: Pool,
+) -> None:
     answers = ranks.run(stages_with_unused, True, size=4)
     assert [text for text, _ in answers] == [""] * 4
     stages = {tuple(values) for _, values in answers}

@@ -29,21 +29,30 @@ class Block(nn.Sequential):
 
     def __init__(self, width: int, dtype: torch.dtype, dropout: float = 0.1) -> None:
         super().__init__(
-            nn.Linear(width, width, dtype=dtype), nn.BatchNorm1d(width, dtype=dtype), nn.Tanh(), nn.Dropout(dropout)
+            nn.Linear(width, width, dtype=dtype),
+            nn.BatchNorm1d(width, dtype=dtype),
+            nn.Tanh(),
+            nn.Dropout(dropout),
         )
 
 
-def make_model(*, dtype: torch.dtype = torch.float32, plain: bool = False, blocks: int = 2) -> nn.Sequential:
+def make_model(
+    *, dtype: torch.dtype = torch.float32, plain: bool = False, blocks: int = 2
+) -> nn.Sequential:
     """Equal on all ranks; `plain` leaves out what depends on the batch or on chance."""
     torch.manual_seed(5)
     if plain:
-        layers: list[nn.Module] = [nn.Sequential(nn.Linear(16, 16, dtype=dtype), nn.Tanh()) for _ in range(blocks)]
+        layers: list[nn.Module] = [
+            nn.Sequential(nn.Linear(16, 16, dtype=dtype), nn.Tanh()) for _ in range(blocks)
+        ]
     else:
         layers = [Block(16, dtype) for _ in range(blocks)]
     return nn.Sequential(nn.Linear(8, 16, dtype=dtype), *layers, nn.Linear(16, 4, dtype=dtype))
 
 
-def batch(step: int, part: int, *, rows: int = 16, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+def batch(
+    step: int, part: int, *, rows: int = 16, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
     """A mini-batch that all who ask for the same part get."""
     generator = torch.Generator().manual_seed(1000 * step + part)
     x = torch.randn(rows, 8, generator=generator, dtype=dtype)
@@ -54,10 +63,14 @@ def make_optimizer(model: nn.Module, fields: Iterable[str]) -> torch.optim.Optim
     """What the fields can work with."""
     if "lamb" in fields:
         return torch.optim.Adam(model.named_parameters(), lr=0.02)
-    return torch.optim.SGD(model.named_parameters(), lr=0.05 if "lars" not in fields else 0.3, momentum=0.9)
+    return torch.optim.SGD(
+        model.named_parameters(), lr=0.05 if "lars" not in fields else 0.3, momentum=0.9
+    )
 
 
-def make_engine(fields: Sequence[str], *, replace: dict[str, Any] | None = None, **model: Any) -> Any:
+def make_engine(
+    fields: Sequence[str], *, replace: dict[str, Any] | None = None, **model: Any
+) -> Any:
     """An engine with the fields on, in their settings above or those of `replace`."""
     settings = {name: {**FIELDS, **(replace or {})}[name] for name in fields}
     net = make_model(**model)
@@ -72,7 +85,10 @@ def replica_of(rank: int, fields: Iterable[str]) -> int:
 
 def digest(engine: Any) -> str:
     """Parameters and floating-point buffers of this rank, every bit."""
-    tensors = [*engine.model.parameters(), *(b for b in engine.model.buffers() if b.is_floating_point())]
+    tensors = [
+        *engine.model.parameters(),
+        *(b for b in engine.model.buffers() if b.is_floating_point()),
+    ]
     raw = (t.detach().reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors)
     return hashlib.sha256(b"".join(raw)).hexdigest()
 

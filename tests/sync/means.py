@@ -37,7 +37,11 @@ class GradientMean:
     """The mean gradient by parameter name, and what is kept back."""
 
     def __init__(
-        self, group: Group, params: Mapping[str, Any], compression: Compression | None = None, **told: Any
+        self,
+        group: Group,
+        params: Mapping[str, Any],
+        compression: Compression | None = None,
+        **told: Any,
     ) -> None:
         self.exchange: GradientExchange = gradients_of(group, params, compression, **told)
 
@@ -56,7 +60,10 @@ class GradientMean:
         self.exchange.commit_(done, grads)
         self.exchange.seal(step + 1)
         mine = with_own_storage(grads) if reuse else set()
-        return {n: done.arrived[n].mean(n, self.exchange.params[n], g if n in mine else None) for n, g in grads.items()}
+        return {
+            n: done.arrived[n].mean(n, self.exchange.params[n], g if n in mine else None)
+            for n, g in grads.items()
+        }
 
     @property
     def residuals(self) -> dict[str, Tensor]:

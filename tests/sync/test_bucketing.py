@@ -1,4 +1,5 @@
-"""Which tensors travel together, when they may leave, and when ranks may send before they have agreed."""
+"""Which tensors travel together, when they may leave, and when ranks may send before they have
+agreed."""
 
 import random
 
@@ -20,14 +21,21 @@ from thinwire.sync.steady import Steady
         ([0, 0, 2, 0], [[3, 2], [1, 0]]),
     ],
 )
-def test_buckets_go_backwards_and_end_where_they_are_full(sizes: list[int], expected: list[list[int]]) -> None:
+def test_buckets_go_backwards_and_end_where_they_are_full(
+    sizes: list[int], expected: list[list[int]]
+) -> None:
     named = {str(place): nbytes for place, nbytes in enumerate(sizes)}
     found = cut_into_buckets(named, bucket_bytes=4, first_bytes=2)
     assert found == [[str(place) for place in bucket] for bucket in expected]
 
 
 def test_the_first_bucket_is_never_larger_than_the_others() -> None:
-    assert cut_into_buckets(dict.fromkeys("abcd", 1), bucket_bytes=1, first_bytes=100) == [["d"], ["c"], ["b"], ["a"]]
+    assert cut_into_buckets(dict.fromkeys("abcd", 1), bucket_bytes=1, first_bytes=100) == [
+        ["d"],
+        ["c"],
+        ["b"],
+        ["a"],
+    ]
 
 
 def test_every_order_launches_every_bucket_once_and_in_order() -> None:
@@ -39,11 +47,17 @@ def test_every_order_launches_every_bucket_once_and_in_order() -> None:
         order = order[: chance.randint(0, len(order))]
         readiness, launched, seen = Readiness(buckets), [], set()
         for name in order:
-            for again in (name, "unknown", name):  # a tensor may come twice, and others do not matter
+            for again in (
+                name,
+                "unknown",
+                name,
+            ):  # a tensor may come twice, and others do not matter
                 launched += list(readiness.mark(again))
             seen.add(name)
             # as many as are complete from the front on, and no more
-            assert len(launched) == next((i for i, b in enumerate(buckets) if not seen.issuperset(b)), len(buckets))
+            assert len(launched) == next(
+                (i for i, b in enumerate(buckets) if not seen.issuperset(b)), len(buckets)
+            )
         assert launched + list(readiness.rest()) == [0, 1, 2, 3]
         assert list(readiness.rest()) == []
 

@@ -1,4 +1,5 @@
-"""A whole step through the device path: the bits of the host's path, and where the host waits for the device."""
+"""A whole step through the device path: the bits of the host's path, and where the host waits for
+the device."""
 
 import traceback
 from collections import Counter
@@ -34,7 +35,9 @@ def batch(rank: int, step: int) -> Tensor:
     return torch.randn(4, 9, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def train(rank: int, size: int, static: bool, attached: bool, options: dict[str, Any], bad_step: int = -1) -> Any:
+def train(
+    rank: int, size: int, static: bool, attached: bool, options: dict[str, Any], bad_step: int = -1
+) -> Any:
     with triton_kernels(256) if static else nullcontext():
         net = model()
         wrapped = DistributedDataParallel(net) if attached else net
@@ -44,16 +47,27 @@ def train(rank: int, size: int, static: bool, attached: bool, options: dict[str,
         for step in range(3):
             optimizer.zero_grad()
             loss = wrapped(batch(rank, step)).square().sum()
-            with pytest.warns(UserWarning, match="0.weight on rank 1") if step == bad_step else nullcontext():
+            with (
+                pytest.warns(UserWarning, match="0.weight on rank 1")
+                if step == bad_step
+                else nullcontext()
+            ):
                 (loss * (float("inf") if (step, rank) == (bad_step, 1) else 1.0)).backward()
                 optimizer.step()
-        found = [*net.parameters(), *(s[key] for s in optimizer.state.values() for key in sorted(s))]
+        found = [
+            *net.parameters(),
+            *(s[key] for s in optimizer.state.values() for key in sorted(s)),
+        ]
         return [t.detach().numpy() for t in found], optimizer.stats()
 
 
 CASES = {
     "one bit": (False, {"sparsity": (0.9,)}, -1),
-    "ramp": (False, {"sparsity": (0.5, 0.9), "rampup_begin_step": 1, "rampup_step": 2, "value_bits": 4}, -1),
+    "ramp": (
+        False,
+        {"sparsity": (0.5, 0.9), "rampup_begin_step": 1, "rampup_step": 2, "value_bits": 4},
+        -1,
+    ),
     "attached": (True, {"sparsity": (0.9,), "value_bits": 8, "nesterov": True}, -1),
     "not finite": (False, {"sparsity": (0.9,), "value_bits": 32}, 1),
     "not finite, attached": (True, {"sparsity": (0.9,), "value_bits": 2}, 1),
@@ -88,7 +102,9 @@ def average(rank: int, size: int, static: bool, compression: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "compression", [tw.Sparse(0.8), tw.Sparse(0.8, mean_over="all"), tw.Quantized(4), tw.Quantized(1)], ids=str
+    "compression",
+    [tw.Sparse(0.8), tw.Sparse(0.8, mean_over="all"), tw.Quantized(4), tw.Quantized(1)],
+    ids=str,
 )
 def test_averaged_changes_have_the_bits_of_the_host_path(ranks: Pool, compression: Any) -> None:
     answers = ranks.run(average, True, compression, timeout_s=PATIENCE_S)
@@ -113,10 +129,19 @@ def test_a_damaged_message_is_refused_by_name_on_every_rank(ranks: Pool) -> None
 
 
 class HostReads(TorchDispatchMode):
-    """Counts, by the function of this library it happens in, what makes the host wait for a device."""
+    """Counts, by the function of this library it happens in, what makes the host wait for a
+    device."""
 
     WAITING = frozenset(
-        {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount"}
+        {
+            "_local_scalar_dense",
+            "nonzero",
+            "masked_select",
+            "_unique2",
+            "unique_dim",
+            "unique_consecutive",
+            "bincount",
+        }
         | {"is_nonzero", "equal", "_assert_async"}
     )
     METHODS = ("cpu", "tolist", "numpy")
@@ -128,14 +153,26 @@ class HostReads(TorchDispatchMode):
 
     def note(self) -> None:
         if not self.paused:
-            stack = [f for f in traceback.extract_stack() if not f.name.startswith("<")]  # no comprehensions
+            stack = [
+                f for f in traceback.extract_stack() if not f.name.startswith("<")
+            ]  # no comprehensions
             frames = [f for f in stack if "thinwire" in Path(f.filename).parts]
-            self.sites[f"{Path(frames[-1].filename).stem}.{frames[-1].name}" if frames else "elsewhere"] += 1
+            self.sites[
+                f"{Path(frames[-1].filename).stem}.{frames[-1].name}" if frames else "elsewhere"
+            ] += 1
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name = function.overloadpacket.__name__
-        masks = [a for a in args[1:2] if isinstance(a, (list, tuple)) and name in {"index", "index_put_", "index_put"}]
-        if name in self.WAITING or any(t is not None and t.dtype == torch.bool for mask in masks for t in mask):
+        masks = [
+            a
+            for a in args[1:2]
+            if isinstance(a, (list, tuple)) and name in {"index", "index_put_", "index_put"}
+        ]
+        if name in self.WAITING or any(
+            t is not None and t.dtype == torch.bool for mask in masks for t in mask
+        ):
             self.note()
         return function(*args, **(kwargs or {}))
 
@@ -205,7 +242,14 @@ def test_the_host_reads_once_for_the_vote_of_a_step_that_is_not_attached(ranks: 
 def test_the_watch_sees_what_it_is_for() -> None:
     x = torch.tensor([1.0, 0.0])
     with HostReads().watching() as sites:
-        for wait in ("bool(x[0])", "x.nonzero()", "x[x > 0]", "x.tolist()", "x.unique()", "x.sum().item()"):
+        for wait in (
+            "bool(x[0])",
+            "x.nonzero()",
+            "x[x > 0]",
+            "x.tolist()",
+            "x.unique()",
+            "x.sum().item()",
+        ):
             before = sites.total()
             eval(wait)
             assert sites.total() > before

@@ -1,4 +1,5 @@
-"""Ranks that must hold the same: what differs is `Diverged` on all of them, within a known number of updates."""
+"""Ranks that must hold the same: what differs is `Diverged` on all of them, within a known number
+of updates."""
 
 import itertools
 import warnings
@@ -53,7 +54,9 @@ def engine_of(kind: str, model: nn.Module, dgc: tw.DGC | None = None, **given: A
     else:
         optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
     settings = {"digest_every": EVERY, **given}
-    return tw.DistributedStrategy(**fields).prepare(model, optimizer, nn.functional.cross_entropy, **settings)
+    return tw.DistributedStrategy(**fields).prepare(
+        model, optimizer, nn.functional.cross_entropy, **settings
+    )
 
 
 def trained(kind: str, harm: str, rank: int) -> tuple[int, str]:
@@ -62,7 +65,9 @@ def trained(kind: str, harm: str, rank: int) -> tuple[int, str]:
     for step in range(5):
         engine.train_step(*data(rank, step))
     if rank == 1:
-        {"parameter": hurt_parameter, "moment": hurt_moment, "residual": hurt_residual}[harm](engine)
+        {"parameter": hurt_parameter, "moment": hurt_moment, "residual": hurt_residual}[harm](
+            engine
+        )
     for step in range(5, 5 + EVERY + 1):
         try:
             engine.train_step(*data(rank, step))
@@ -132,7 +137,9 @@ def train_whole(rank: int, size: int, kind: str) -> str:
 
 
 @pytest.mark.parametrize("kind", ["adamw", "dgc"])
-def test_what_is_changed_on_purpose_and_what_lies_otherwise_in_memory_is_no_error(kind: str, ranks: Pool) -> None:
+def test_what_is_changed_on_purpose_and_what_lies_otherwise_in_memory_is_no_error(
+    kind: str, ranks: Pool
+) -> None:
     assert ranks.run(train_whole, kind) == ["24", "24"]
 
 
@@ -148,7 +155,9 @@ def change_setting(rank: int, size: int, kind: str, key: str, value: Any) -> Non
     ("kind", "key", "value"),
     [("dense", "weight_decay", 0.1), ("adamw", "betas", (0.9, 0.99)), ("dgc", "momentum", 0.8)],
 )
-def test_a_hyper_parameter_changed_on_one_rank_is_named_on_all(kind: str, key: str, value: Any, ranks: Pool) -> None:
+def test_a_hyper_parameter_changed_on_one_rank_is_named_on_all(
+    kind: str, key: str, value: Any, ranks: Pool
+) -> None:
     answers = ranks.run(change_setting, kind, key, value, expect_errors=True)
     for answer in answers:
         assert isinstance(answer, Raised)
@@ -160,11 +169,15 @@ def test_a_hyper_parameter_changed_on_one_rank_is_named_on_all(kind: str, key: s
 def step_in_another_order(rank: int, size: int, kind: str, steps: int) -> None:
     if kind == "optimizer":
         models = [model_of(), model_of()]
-        optimizers = [DGCMomentum(m.parameters(), 0.01, min_numel=64, sparsity=(0.9,)) for m in models]
+        optimizers = [
+            DGCMomentum(m.parameters(), 0.01, min_numel=64, sparsity=(0.9,)) for m in models
+        ]
         for step in range(steps + 1):
             for i in (1, 0) if rank == 1 and step == steps else (0, 1):
                 optimizers[i].zero_grad()
-                nn.functional.cross_entropy(models[i](data(rank, step)[0]), data(rank, step)[1]).backward()
+                nn.functional.cross_entropy(
+                    models[i](data(rank, step)[0]), data(rank, step)[1]
+                ).backward()
                 optimizers[i].step()
         return
     engines = [engine_of(kind, model_of()) for _ in range(2)]
@@ -175,7 +188,9 @@ def step_in_another_order(rank: int, size: int, kind: str, steps: int) -> None:
 
 @pytest.mark.parametrize("kind", ["dense", "dgc", "dgc adamw", "optimizer"])
 @pytest.mark.parametrize("steps", [0, 5])
-def test_engines_stepped_in_another_order_are_a_mismatch(kind: str, steps: int, ranks: Pool) -> None:
+def test_engines_stepped_in_another_order_are_a_mismatch(
+    kind: str, steps: int, ranks: Pool
+) -> None:
     for answer in ranks.run(step_in_another_order, kind, steps, expect_errors=True):
         assert isinstance(answer, Raised)
         assert answer.type_name == "Mismatch"
@@ -194,8 +209,16 @@ def train_locally(rank: int, size: int, harm: str) -> tuple[int, str]:
             if step == 6 and rank == 1:
                 assert sync._turns is not None
                 averaging = sync._turns.averaging
-                held = {"anchor": averaging.anchors, "outer": averaging.momentum, "kept error": averaging.errors}
-                flip_({"frozen": model[0].bias, **{k: v["2.weight"] for k, v in held.items()}}[harm], 7, 3)
+                held = {
+                    "anchor": averaging.anchors,
+                    "outer": averaging.momentum,
+                    "kept error": averaging.errors,
+                }
+                flip_(
+                    {"frozen": model[0].bias, **{k: v["2.weight"] for k, v in held.items()}}[harm],
+                    7,
+                    3,
+                )
             try:
                 optimizer.step()
             except tw.Diverged as error:
@@ -205,7 +228,9 @@ def train_locally(rank: int, size: int, harm: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("harm", ["anchor", "outer", "kept error", "frozen"])
-def test_a_bit_that_flips_under_local_updates_is_found_at_an_averaging(harm: str, ranks: Pool) -> None:
+def test_a_bit_that_flips_under_local_updates_is_found_at_an_averaging(
+    harm: str, ranks: Pool
+) -> None:
     first, second = ranks.run(train_locally, harm)
     assert first == second
     assert 6 <= first[0] <= 6 + EVERY, first
@@ -218,12 +243,15 @@ def save_harmed(rank: int, size: int, kind: str, harm: str, folder: str) -> None
         engine.train_step(*data(rank, step))
     engine.save(folder)
     if rank == 1:
-        {"parameter": hurt_parameter, "moment": hurt_moment, "residual": hurt_residual}[harm](engine)
+        {"parameter": hurt_parameter, "moment": hurt_moment, "residual": hurt_residual}[harm](
+            engine
+        )
     engine.save(folder)
 
 
 @pytest.mark.parametrize(
-    ("kind", "harm"), [("adamw", "parameter"), ("adamw", "moment"), ("dgc", "residual"), ("dgc adamw", "residual")]
+    ("kind", "harm"),
+    [("adamw", "parameter"), ("adamw", "moment"), ("dgc", "residual"), ("dgc adamw", "residual")],
 )
 def test_no_checkpoint_is_written_of_ranks_that_do_not_hold_the_same(
     kind: str, harm: str, ranks: Pool, tmp_path: Path
@@ -254,8 +282,17 @@ def test_any_bit_counts_and_the_layout_in_memory_does_not() -> None:
 
 
 def test_any_type_and_any_size_has_a_checksum() -> None:
-    odd = [torch.zeros(0), torch.tensor(2.0), torch.ones(5, dtype=torch.complex64), torch.ones(7).bfloat16()]
-    odd += [torch.tensor([True] * 9), torch.arange(300_001)[1:].bfloat16(), torch.tensor([float("nan")])]
+    odd = [
+        torch.zeros(0),
+        torch.tensor(2.0),
+        torch.ones(5, dtype=torch.complex64),
+        torch.ones(7).bfloat16(),
+    ]
+    odd += [
+        torch.tensor([True] * 9),
+        torch.arange(300_001)[1:].bfloat16(),
+        torch.tensor([float("nan")]),
+    ]
     assert checksum(odd) == checksum([each.clone() for each in odd])
     assert checksum([]) == 0
 
@@ -283,7 +320,9 @@ def change_sparsity(rank: int, size: int, way: str) -> None:
     if way == "attached":
         optimizer.attach(ddp)
     else:
-        tap = DGCMomentum(model.parameters(), 0.0).attach(ddp)  # takes the exchange of DDP's own away
+        tap = DGCMomentum(model.parameters(), 0.0).attach(
+            ddp
+        )  # takes the exchange of DDP's own away
         tap.remove()
     for step in range(8):
         if step == 6 and rank == 1:
@@ -318,7 +357,9 @@ def clip_after_attach(rank: int, size: int, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["in place", "data"])
-def test_one_outlier_that_is_clipped_after_it_was_sent_is_an_error_on_all(way: str, ranks: Pool) -> None:
+def test_one_outlier_that_is_clipped_after_it_was_sent_is_an_error_on_all(
+    way: str, ranks: Pool
+) -> None:
     for answer in ranks.run(clip_after_attach, way, expect_errors=True):
         assert isinstance(answer, Raised)
         assert "was changed between backward() and step()" in answer.text
@@ -327,12 +368,20 @@ def test_one_outlier_that_is_clipped_after_it_was_sent_is_an_error_on_all(way: s
 def overflow_in_the_sum(rank: int, size: int, way: str, early: int) -> tuple[int, float]:
     torch.manual_seed(1)
     model = nn.Linear(40, 30)
-    fields = {} if way == "dense" else {"dgc": tw.DGC(sparsity=(0.9,), min_numel=64, value_bits=32, exchange=way)}
-    engine = tw.DistributedStrategy(**fields).prepare(model, torch.optim.SGD(model.parameters(), 0.01, momentum=0.9))
+    fields = (
+        {}
+        if way == "dense"
+        else {"dgc": tw.DGC(sparsity=(0.9,), min_numel=64, value_bits=32, exchange=way)}
+    )
+    engine = tw.DistributedStrategy(**fields).prepare(
+        model, torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    )
     for step in range(early + 1):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            engine.minimize((model.weight * (3e38 if step == early else 1.0)).sum() + model.bias.sum())
+            engine.minimize(
+                (model.weight * (3e38 if step == early else 1.0)).sum() + model.bias.sum()
+            )
     return int(engine.stats()["dropped_steps"]), float(model.weight.detach().abs().max())
 
 
@@ -349,7 +398,8 @@ def hurting(rank: int, where: str) -> Any:
     """`Group` whose dense sum of step 3 has a flipped bit on rank 1, or from it.
 
     Args:
-        where: "sum", of an all-reduce; "arriving", of what rank 1 receives; "part", of what all get from rank 1.
+        where: "sum", of an all-reduce; "arriving", of what rank 1 receives; "part", of what all get
+            from rank 1.
     """
     plain = Group.sum_ if where == "sum" else Group.gather
 
@@ -380,11 +430,15 @@ def flip_in_a_sum(rank: int, size: int, kind: str, where: str) -> None:
             with tw.local_sgd(model, optimizer, tw.LocalSGD(2)):
                 for step in range(6):
                     optimizer.zero_grad()
-                    nn.functional.cross_entropy(model(data(rank, step)[0]), data(rank, step)[1]).backward()
+                    nn.functional.cross_entropy(
+                        model(data(rank, step)[0]), data(rank, step)[1]
+                    ).backward()
                     optimizer.step()
             return
         model = model_of()
-        engine = engine_of("dgc" if kind == "nodes" else kind, model, dgc=NODES if kind == "nodes" else None)
+        engine = engine_of(
+            "dgc" if kind == "nodes" else kind, model, dgc=NODES if kind == "nodes" else None
+        )
         before: Any = None
         try:
             for step in range(6):
@@ -404,7 +458,9 @@ def flip_in_a_sum(rank: int, size: int, kind: str, where: str) -> None:
         ("nodes", "arriving"),
     ],
 )
-def test_a_bit_that_flips_in_a_dense_sum_is_found_before_it_is_applied(kind: str, where: str, ranks: Pool) -> None:
+def test_a_bit_that_flips_in_a_dense_sum_is_found_before_it_is_applied(
+    kind: str, where: str, ranks: Pool
+) -> None:
     size = 4 if kind == "nodes" else 2
     for answer in ranks.run(flip_in_a_sum, kind, where, size=size, expect_errors=True):
         assert isinstance(answer, Raised)
@@ -435,14 +491,23 @@ def flip_at_random(rank: int, size: int, count: int) -> list[tuple[str, int]]:
             begin = 3 + draw(chance, 6)
             for step in range(begin):
                 engine.train_step(*data(rank, step))
-            names = [name for name, p in engine.model.named_parameters() if where != "residual" or p.numel() > 64]
+            names = [
+                name
+                for name, p in engine.model.named_parameters()
+                if where != "residual" or p.numel() > 64
+            ]
             name, bit = names[draw(chance, len(names))], draw(chance, 32)
             p = engine.model.get_parameter(name)
             place = draw(chance, p.numel())
             if rank == 1:
                 entries = {"parameter": p, **engine.optimizer.state[p]}
                 flip_(entries[where] if where in entries else kept(engine)[name], place, bit)
-            found.append((f"{kind}, {where} {name}[{place}] bit {bit}", updates_until_found(engine, rank, begin)))
+            found.append(
+                (
+                    f"{kind}, {where} {name}[{place}] bit {bit}",
+                    updates_until_found(engine, rank, begin),
+                )
+            )
     return found
 
 
@@ -486,7 +551,9 @@ def raise_after_the_exchange(rank: int, size: int, kind: str) -> tuple[str, str]
 
 
 @pytest.mark.parametrize("kind", ["dense", "dgc", "dgc adamw"])
-def test_an_optimizer_that_raises_after_the_exchange_is_heard_of_in_the_next_update(kind: str, ranks: Pool) -> None:
+def test_an_optimizer_that_raises_after_the_exchange_is_heard_of_in_the_next_update(
+    kind: str, ranks: Pool
+) -> None:
     (nothing, first), (told, second) = ranks.run(raise_after_the_exchange, kind)
     assert nothing == ""
     assert "came after the exchange" in told

@@ -1,4 +1,5 @@
-"""The mean gradient for optimizers that do not exchange: laws over real ranks, against an oracle in float64."""
+"""The mean gradient for optimizers that do not exchange: laws over real ranks, against an oracle in
+float64."""
 
 import warnings
 from typing import Any
@@ -25,7 +26,9 @@ def parameters(dtype: torch.dtype = torch.float64) -> dict[str, Parameter]:
 
 def gradient(step: int, rank: int, name: str) -> Tensor:
     seed = 1000 * step + 10 * rank + list(SHAPES).index(name)
-    return torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(
+        SHAPES[name], generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 def gradients(step: int, rank: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
@@ -39,8 +42,15 @@ def follow(rank: int, size: int, dgc: DGC | None, trainers: int | None, steps: i
         given = gradients(step, rank)
         got = mean.reduce(step, given)
         assert got is not None and list(got) == list(SHAPES)
-        assert all(torch.equal(g, gradient(step, rank, name)) for name, g in given.items()), "they are read only"
-        found.append(({n: g.numpy() for n, g in got.items()}, {n: v.tolist() for n, v in mean.residuals.items()}))
+        assert all(torch.equal(g, gradient(step, rank, name)) for name, g in given.items()), (
+            "they are read only"
+        )
+        found.append(
+            (
+                {n: g.numpy() for n, g in got.items()},
+                {n: v.tolist() for n, v in mean.residuals.items()},
+            )
+        )
     return found
 
 
@@ -50,11 +60,23 @@ CASES: dict[str, tuple[DGC | None, dict[str, Any]]] = {
     "everything": (DGC(sparsity=(0.0,), min_numel=1, value_bits=32), {"levels": (0.0,)}),
     "one bit": (DGC(sparsity=(0.9,), min_numel=84), {"levels": (0.9,), "min_numel": 84, "bits": 1}),
     "ramp": (
-        DGC(rampup_begin_step=2, rampup_step=5, sparsity=(0.5, 0.75, 0.95), min_numel=84, value_bits=32),
+        DGC(
+            rampup_begin_step=2,
+            rampup_step=5,
+            sparsity=(0.5, 0.75, 0.95),
+            min_numel=84,
+            value_bits=32,
+        ),
         {"begin": 2, "rampup": 5, "levels": (0.5, 0.75, 0.95), "min_numel": 84},
     ),
     "clip": (
-        DGC(sparsity=(0.8,), local_grad_clip_norm=1.5, min_numel=84, value_bits=32, rampup_begin_step=1),
+        DGC(
+            sparsity=(0.8,),
+            local_grad_clip_norm=1.5,
+            min_numel=84,
+            value_bits=32,
+            rampup_begin_step=1,
+        ),
         {"levels": (0.8,), "clip": 1.5, "min_numel": 84, "begin": 1},
     ),
     "clip for 7": (
@@ -73,7 +95,9 @@ def test_means_and_residuals_are_those_of_the_oracle(ranks: Pool, case: str, siz
     world = max(size, 1)
     oracle = MeanOracle(world, **settings)
     for step in range(9):
-        expected = oracle.mean(step, [{n: g.numpy() for n, g in gradients(step, r).items()} for r in range(world)])
+        expected = oracle.mean(
+            step, [{n: g.numpy() for n, g in gradients(step, r).items()} for r in range(world)]
+        )
         for rank in range(world):
             got, residuals = found[rank][step]
             for name, shape in SHAPES.items():
@@ -87,11 +111,15 @@ def test_means_and_residuals_are_those_of_the_oracle(ranks: Pool, case: str, siz
                     assert name not in residuals or not np.any(residuals[name])
 
 
-def keep_books(rank: int, size: int, bits: int, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+def keep_books(
+    rank: int, size: int, bits: int, dtype: torch.dtype
+) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
     """Per tensor: what this rank gave, what it keeps, and what it got as means, over 100 steps."""
     dgc = DGC(rampup_step=60, sparsity=(0.5, 0.9, 0.99), min_numel=84, value_bits=bits)
     mean = GradientMean(Group(), parameters(dtype), dgc)
-    given, got = ({n: torch.zeros(s, dtype=torch.float64) for n, s in SHAPES.items()} for _ in range(2))
+    given, got = (
+        {n: torch.zeros(s, dtype=torch.float64) for n, s in SHAPES.items()} for _ in range(2)
+    )
     for step in range(100):
         own = gradients(step, rank, dtype)
         means = mean.reduce(step, own)
@@ -99,33 +127,46 @@ def keep_books(rank: int, size: int, bits: int, dtype: torch.dtype) -> dict[str,
         for name in SHAPES:
             given[name] += own[name].double()
             got[name] += means[name].double()
-    return {name: (given[name], mean.residuals[name].double(), got[name]) for name in mean.residuals}
+    return {
+        name: (given[name], mean.residuals[name].double(), got[name]) for name in mean.residuals
+    }
 
 
-@pytest.mark.parametrize(("bits", "dtype"), [(1, torch.float32), (2, torch.float32), (32, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("bits", "dtype"), [(1, torch.float32), (2, torch.float32), (32, torch.bfloat16)]
+)
 def test_nothing_is_lost_over_100_steps(ranks: Pool, bits: int, dtype: torch.dtype) -> None:
-    """1e-4 of sums of size 30: 100 roundings of float32, of the residual and of the mean, on each of 3 ranks."""
+    """1e-4 of sums of size 30: 100 roundings of float32, of the residual and of the mean, on each
+    of 3 ranks."""
     found = ranks.run(keep_books, bits, dtype, size=3)
     assert set(found[0]) == {"big", "middle"}
     for name in found[0]:
         given, kept, got = (sum(answer[name][i] for answer in found) for i in range(3))
-        torch.testing.assert_close(kept + got, given, rtol=0, atol=1e-4)  # got: three times the mean is the sum
+        torch.testing.assert_close(
+            kept + got, given, rtol=0, atol=1e-4
+        )  # got: three times the mean is the sum
         assert all(torch.equal(answer[name][2], found[0][name][2]) for answer in found)
 
 
 def beside_ddp(rank: int, size: int, dtype: torch.dtype) -> list[bool]:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 3)).to(dtype)
-    twin = DistributedDataParallel(nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 3)).to(dtype))
+    twin = DistributedDataParallel(
+        nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 3)).to(dtype)
+    )
     twin.module.load_state_dict(model.state_dict())
     mean = GradientMean(Group(), dict(model.named_parameters()))
     same = []
     for step in range(3):
-        batch = torch.randn(8, 40, generator=torch.Generator().manual_seed(10 * step + rank)).to(dtype)
+        batch = torch.randn(8, 40, generator=torch.Generator().manual_seed(10 * step + rank)).to(
+            dtype
+        )
         for each in (model, twin):
             each.zero_grad()
             each(batch).square().mean().backward()
-        means = mean.reduce(step, {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+        means = mean.reduce(
+            step, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        )
         assert means is not None
         for name, p in twin.module.named_parameters():
             assert p.grad is not None
@@ -135,7 +176,9 @@ def beside_ddp(rank: int, size: int, dtype: torch.dtype) -> list[bool]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_without_compression_two_ranks_get_what_ddp_gives_bit_for_bit(ranks: Pool, dtype: torch.dtype) -> None:
+def test_without_compression_two_ranks_get_what_ddp_gives_bit_for_bit(
+    ranks: Pool, dtype: torch.dtype
+) -> None:
     for answer in ranks.run(beside_ddp, dtype):
         assert all(answer)
 
@@ -147,8 +190,14 @@ def half_precision(rank: int, size: int, dtype: torch.dtype) -> dict[str, Any]:
     huge = {name: torch.full(shape, 60000.0).to(dtype) for name, shape in SHAPES.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that all ranks bring the same
-        means = [dense.reduce(0, huge), sparse.reduce(0, gradients(0, rank, dtype)), dense.reduce(1, huge)]
-    assert all(m is not None and t.dtype == torch.float32 for m in means for t in (m or {}).values())
+        means = [
+            dense.reduce(0, huge),
+            sparse.reduce(0, gradients(0, rank, dtype)),
+            dense.reduce(1, huge),
+        ]
+    assert all(
+        m is not None and t.dtype == torch.float32 for m in means for t in (m or {}).values()
+    )
     assert all(v.dtype == torch.float32 for v in sparse.residuals.values())
     return {"huge": means[0], "big": means[1]["big"] if means[1] else None}
 
@@ -198,7 +247,10 @@ def test_what_is_not_finite_on_one_rank_drops_the_step_on_all(
     answers = ranks.run(drop, dgc, name, bad, size=3)
     assert all(answer == answers[0] for answer in answers)
     texts, total, in_a_row = answers[0]
-    assert texts[-1].startswith("NonFinite: step 1 was dropped on every rank") and "rank 1" in texts[-1]
+    assert (
+        texts[-1].startswith("NonFinite: step 1 was dropped on every rank")
+        and "rank 1" in texts[-1]
+    )
     assert (total, in_a_row) == (10, 0)
 
 
@@ -221,7 +273,12 @@ def unchecked(rank: int, size: int) -> list[Tensor]:
     means = GradientMean(Group(), parameters(), check_finite=False).reduce(0, own)
     assert means is not None
     with pytest.warns(UserWarning, match="small"):  # a residual would be spoiled for ever
-        assert GradientMean(Group(), parameters(), DGC(min_numel=84), check_finite=False).reduce(0, own) is None
+        assert (
+            GradientMean(Group(), parameters(), DGC(min_numel=84), check_finite=False).reduce(
+                0, own
+            )
+            is None
+        )
     return [means["small"], means["big"]]
 
 
@@ -260,13 +317,20 @@ def missing(rank: int, size: int, where: str) -> tuple[str, bool]:
     [
         (
             "missing",
-            "Mismatch: agreeing on step 1: parameter middle has a gradient on ranks .0, 2. but none on ranks .1",
+            "Mismatch: agreeing on step 1: parameter middle has a gradient on ranks .0, 2. but "
+            "none on ranks .1",
         ),
         ("unknown", "ThinwireError: rank 1: a gradient was given for 'other'"),
-        ("shape", r"ThinwireError: rank 1: the gradient of big has shape \(19, 15\), and the parameter \(20, 15\)"),
+        (
+            "shape",
+            r"ThinwireError: rank 1: the gradient of big has shape \(19, 15\), and the parameter "
+            r"\(20, 15\)",
+        ),
     ],
 )
-def test_gradients_that_do_not_fit_are_the_same_error_on_all(ranks: Pool, where: str, text: str) -> None:
+def test_gradients_that_do_not_fit_are_the_same_error_on_all(
+    ranks: Pool, where: str, text: str
+) -> None:
     answers = ranks.run(missing, where, size=3)
     assert all(answer == answers[0] for answer in answers)
     with pytest.raises(RuntimeError, match=text):
@@ -276,10 +340,16 @@ def test_gradients_that_do_not_fit_are_the_same_error_on_all(ranks: Pool, where:
 
 def row_sparse(rank: int, size: int, everywhere: bool) -> list[Tensor]:
     params = {"table": Parameter(torch.zeros(30, 4)), "weight": Parameter(torch.zeros(40))}
-    mean = GradientMean(Group(), params, DGC(sparsity=(0.9,), min_numel=1, local_grad_clip_norm=0.1))
-    rows = torch.sparse_coo_tensor(torch.tensor([[3, 3, 7 + rank]]), torch.ones(3, 4), (30, 4), check_invariants=True)
+    mean = GradientMean(
+        Group(), params, DGC(sparsity=(0.9,), min_numel=1, local_grad_clip_norm=0.1)
+    )
+    rows = torch.sparse_coo_tensor(
+        torch.tensor([[3, 3, 7 + rank]]), torch.ones(3, 4), (30, 4), check_invariants=True
+    )
     weight = torch.linspace(-1, 1, 40)
-    means = mean.reduce(0, {"table": rows if everywhere or rank == 0 else rows.to_dense(), "weight": weight})
+    means = mean.reduce(
+        0, {"table": rows if everywhere or rank == 0 else rows.to_dense(), "weight": weight}
+    )
     assert means is not None and means["table"].layout is torch.strided
     assert not mean.residuals["table"].any() and mean.residuals["weight"].any()
     return [means["table"], means["weight"]]
@@ -299,7 +369,9 @@ def other_layouts(rank: int, size: int) -> dict[str, Tensor]:
     params = {"conv": weight, "wave": Parameter(torch.zeros(50, dtype=torch.complex64))}
     grad = torch.arange(300.0).view(4, 3, 5, 5).to(memory_format=torch.channels_last)
     mean = GradientMean(Group(), params, DGC(sparsity=(0.99,), min_numel=1, value_bits=32))
-    means = mean.reduce(0, {"conv": grad, "wave": torch.full((50,), complex(rank, 1), dtype=torch.complex64)})
+    means = mean.reduce(
+        0, {"conv": grad, "wave": torch.full((50,), complex(rank, 1), dtype=torch.complex64)}
+    )
     assert means is not None and list(mean.residuals) == ["conv"]
     assert torch.equal(mean.residuals["conv"] + means["conv"], grad)
     return means
@@ -321,7 +393,9 @@ def resume(rank: int, size: int) -> list[Any]:
     resumed.load_state_dict(state)
     same = []
     for step in range(5, 10):
-        got = [each.reduce(step, gradients(step, rank, torch.float32)) for each in (straight, resumed)]
+        got = [
+            each.reduce(step, gradients(step, rank, torch.float32)) for each in (straight, resumed)
+        ]
         assert got[0] is not None and got[1] is not None
         same += [torch.equal(got[0][n], got[1][n]) for n in SHAPES]
     same += [torch.equal(v, resumed.residuals[n]) for n, v in straight.residuals.items()]
@@ -337,7 +411,9 @@ def run_and_save(rank: int, size: int, states: list[dict[str, Any]] | None) -> d
     """The state after five steps, which go on from the mean of `states` if there are some."""
     mean = GradientMean(Group(), parameters(), DGC(sparsity=(0.95,), min_numel=84))
     if states is not None:
-        pending = {n: torch.stack([s["residuals"][n] for s in states]).mean(0) for n in mean.residuals}
+        pending = {
+            n: torch.stack([s["residuals"][n] for s in states]).mean(0) for n in mean.residuals
+        }
         mean.load_state_dict({**states[0], "residuals": pending})
         assert all(torch.equal(mean.residuals[n], v) and v.any() for n, v in pending.items())
         assert mean.drops.total == 0
@@ -359,14 +435,21 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
     mean = GradientMean(Group(), parameters(), dgc)
     mean.reduce(0, gradients(0, 0))
     good = {
-        key: {n: v.clone() for n, v in x.items()} if key == "residuals" else x for key, x in mean.state_dict().items()
+        key: {n: v.clone() for n, v in x.items()} if key == "residuals" else x
+        for key, x in mean.state_dict().items()
     }
     for bad, text in [
         ({}, "keys"),
         ({**good, "more": 1}, "more"),
         ({**good, "dropped_steps": -1}, "dropped_steps"),
-        ({**good, "residuals": {"big": good["residuals"]["big"]}}, "residual middle has shape nothing in it"),
-        ({**good, "residuals": {**good["residuals"], "big": torch.zeros(3)}}, r"residual big has shape \(3,\) in it"),
+        (
+            {**good, "residuals": {"big": good["residuals"]["big"]}},
+            "residual middle has shape nothing in it",
+        ),
+        (
+            {**good, "residuals": {**good["residuals"], "big": torch.zeros(3)}},
+            r"residual big has shape \(3,\) in it",
+        ),
         ({**good, "residuals": {**good["residuals"], "other": torch.zeros(3)}}, "residual other"),
     ]:
         with pytest.raises(ValueError, match=text):
@@ -445,7 +528,8 @@ def test_wrong_arguments() -> None:
 
 
 def reused(rank: int, size: int) -> list[bool]:
-    """The mean of what is compressed lies in the gradient's memory if that is allowed, with the same bits."""
+    """The mean of what is compressed lies in the gradient's memory if that is allowed, with the
+    same bits."""
     dgc = DGC(sparsity=(0.9,), min_numel=84, rampup_begin_step=1)
     plain, saving = (GradientMean(Group(), parameters(torch.float32), dgc) for _ in range(2))
     same = []
@@ -457,7 +541,9 @@ def reused(rank: int, size: int) -> list[bool]:
         same += [(got[n].data_ptr() == lent[n].data_ptr()) == (step > 0) for n in ("big", "middle")]
         same += [torch.equal(lent[n], given[n]) for n in ("small", "scalar")]
     narrow = parameters(torch.bfloat16)
-    got = GradientMean(Group(), narrow, dgc).reduce(1, gradients(1, rank, torch.bfloat16), reuse=True)
+    got = GradientMean(Group(), narrow, dgc).reduce(
+        1, gradients(1, rank, torch.bfloat16), reuse=True
+    )
     assert got is not None
     return [*same, got["big"].dtype == torch.float32]
 
@@ -467,12 +553,15 @@ def test_means_may_take_the_place_of_gradients(ranks: Pool) -> None:
 
 
 def one_memory(rank: int, size: int, reuse: bool) -> list[Tensor]:
-    """Two parameters whose gradients are views of one tensor, as autograd makes them of a sum of views."""
+    """Two parameters whose gradients are views of one tensor, as autograd makes them of a sum of
+    views."""
     names = ("a", "b")
     params = {name: Parameter(torch.zeros(40)) for name in names}
     mean = GradientMean(Group(), params, DGC(sparsity=(0.9,), min_numel=1, value_bits=32))
     for name in names:  # they differ, so that different entries are sent
-        mean.residuals[name].copy_(torch.randn(40, generator=torch.Generator().manual_seed(ord(name))))
+        mean.residuals[name].copy_(
+            torch.randn(40, generator=torch.Generator().manual_seed(ord(name)))
+        )
     whole = torch.randn(40, generator=torch.Generator().manual_seed(rank))
     found = mean.reduce(0, {"a": whole.view(40), "b": whole.view(40)}, reuse=reuse)
     assert found is not None

@@ -1,4 +1,5 @@
-"""A forgotten `attach`, or local updates inside DDP, is noticed, and the statistics do not claim what is not saved."""
+"""A forgotten `attach`, or local updates inside DDP, is noticed, and the statistics do not claim
+what is not saved."""
 
 import warnings
 from typing import Any
@@ -16,9 +17,15 @@ cross_entropy = nn.functional.cross_entropy
 SPARSE: dict[str, Any] = {"sparsity": (0.99,), "min_numel": 64}
 
 
-def told(rank: int, size: int, case: str, same_data: bool = False) -> tuple[list[str], dict[str, float], list[float]]:
+def told(
+    rank: int, size: int, case: str, same_data: bool = False
+) -> tuple[list[str], dict[str, float], list[float]]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 4)) if "wide" in case else make_model(plain=True)
+    model = (
+        nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 4))
+        if "wide" in case
+        else make_model(plain=True)
+    )
     ddp = DistributedDataParallel(model) if "ddp" in case else model
     dgc = tw.optim.DGCMomentum(model.parameters(), lr=0.1, **SPARSE)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -29,7 +36,9 @@ def told(rank: int, size: int, case: str, same_data: bool = False) -> tuple[list
     return [str(each.message) for each in said], stats, values
 
 
-def trained(case: str, part: int, model: nn.Module, ddp: nn.Module, dgc: Any, sgd: Any) -> dict[str, float]:
+def trained(
+    case: str, part: int, model: nn.Module, ddp: nn.Module, dgc: Any, sgd: Any
+) -> dict[str, float]:
     steps = [batch(step, part) for step in range(12)]
     if "local" in case:
         with tw.local_sgd(model, sgd, tw.LocalSGD(2, compression=tw.Sparse(0.99))) as sync:

@@ -1,4 +1,5 @@
-"""Nodes as sources: dense inside, sparse between; the same as one rank for each node with the mean of its gradients."""
+"""Nodes as sources: dense inside, sparse between; the same as one rank for each node with the mean
+of its gradients."""
 
 import copy
 import os
@@ -24,12 +25,17 @@ MIN_NUMEL = 100
 
 def start_values() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(7)
-    return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in SHAPES.items()}
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64)
+        for name, shape in SHAPES.items()
+    }
 
 
 def gradient(step: int, rank: int, name: str) -> Tensor:
     seed = 10_000 * step + 100 * rank + list(SHAPES).index(name)
-    return torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(
+        SHAPES[name], generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 def train(rank: int, size: int, steps: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -39,11 +45,19 @@ def train(rank: int, size: int, steps: int, options: dict[str, Any]) -> dict[str
         for name, p in params.items():
             p.grad = gradient(step, rank, name)
         optimizer.step()
-        assert all(torch.equal(p.grad, gradient(step, rank, name)) for name, p in params.items() if p.grad is not None)
+        assert all(
+            torch.equal(p.grad, gradient(step, rank, name))
+            for name, p in params.items()
+            if p.grad is not None
+        )
     return {
         "params": {name: p.detach().numpy() for name, p in params.items()},
         "u": {name: optimizer.state[p]["momentum_buffer"].numpy() for name, p in params.items()},
-        "v": {name: optimizer.state[p]["residual"].numpy() for name, p in params.items() if p.numel() >= MIN_NUMEL},
+        "v": {
+            name: optimizer.state[p]["residual"].numpy()
+            for name, p in params.items()
+            if p.numel() >= MIN_NUMEL
+        },
         "stats": optimizer.stats(),
     }
 
@@ -67,7 +81,9 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("node_size", [2, 4])
-def test_nodes_are_as_many_ranks_with_the_means_of_their_gradients(ranks: Pool, name: str, node_size: int) -> None:
+def test_nodes_are_as_many_ranks_with_the_means_of_their_gradients(
+    ranks: Pool, name: str, node_size: int
+) -> None:
     options, oracle_options = OPTIONS[name]
     answers = ranks.run(train, 9, {"node_size": node_size, "exchange": "gather", **options}, size=4)
     nodes = 4 // node_size
@@ -76,20 +92,28 @@ def test_nodes_are_as_many_ranks_with_the_means_of_their_gradients(ranks: Pool, 
     for step in range(9):
         own = [{n: gradient(step, r, n).numpy() for n in SHAPES} for r in range(4)]
         means = [
-            {n: sum(own[node * node_size + i][n] for i in range(node_size)) / node_size for n in SHAPES}
+            {
+                n: sum(own[node * node_size + i][n] for i in range(node_size)) / node_size
+                for n in SHAPES
+            }
             for node in range(nodes)
         ]
         oracle.update(means)
     for rank, answer in enumerate(answers):
         first = rank // node_size * node_size
         for n in SHAPES:
-            # as in the laws of the flat exchange: float32 on the wire rounds sums of another order differently
-            np.testing.assert_allclose(answer["params"][n], oracle.params[n], rtol=1e-6, atol=1e-7, err_msg=n)
+            # as in the laws of the flat exchange: float32 on the wire rounds sums of another order
+            # differently
+            np.testing.assert_allclose(
+                answer["params"][n], oracle.params[n], rtol=1e-6, atol=1e-7, err_msg=n
+            )
             np.testing.assert_array_equal(answer["params"][n], answers[0]["params"][n])
             for key in ("u", "v"):
                 if n in answer[key]:
                     expected = getattr(oracle, key)[rank // node_size][n]
-                    np.testing.assert_allclose(answer[key][n], expected, rtol=1e-5, atol=1e-5, err_msg=n)
+                    np.testing.assert_allclose(
+                        answer[key][n], expected, rtol=1e-5, atol=1e-5, err_msg=n
+                    )
                     np.testing.assert_array_equal(answer[key][n], answers[first][key][n])
         crossed = answer["stats"]["bytes_between_nodes"]
         assert (crossed > 0) == (rank == first)
@@ -118,11 +142,19 @@ OPTION_SETS: list[dict[str, Any]] = [
 
 
 def dgc(model: nn.Module, **options: Any) -> tw.optim.DGCMomentum:
-    settings = {"lr": 0.05, "min_numel": 200, "sparsity": (0.9, 0.97), "rampup_begin_step": 2, "rampup_step": 4}
+    settings = {
+        "lr": 0.05,
+        "min_numel": 200,
+        "sparsity": (0.9, 0.97),
+        "rampup_begin_step": 2,
+        "rampup_step": 4,
+    }
     return tw.optim.DGCMomentum(model.named_parameters(), **{**settings, **options})
 
 
-def run_net(rank: int, size: int, attach: bool, steps: int, options: dict[str, Any]) -> dict[str, Any]:
+def run_net(
+    rank: int, size: int, attach: bool, steps: int, options: dict[str, Any]
+) -> dict[str, Any]:
     model = Net()
     optimizer = dgc(model, **options)
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.001) if attach else model
@@ -142,7 +174,8 @@ def run_net(rank: int, size: int, attach: bool, steps: int, options: dict[str, A
 
 @pytest.mark.parametrize("options", OPTION_SETS, ids=str)
 def test_attached_or_not_the_numbers_are_the_same(ranks: Pool, options: dict[str, Any]) -> None:
-    # one tensor to a bucket and one tensor to a message cut the index space alike only where nothing is cut
+    # one tensor to a bucket and one tensor to a message cut the index space alike only where
+    # nothing is cut
     options = {**options, "value_bits": 32} if options["exchange"] == "split" else options
     attached = ranks.run(run_net, True, 8, options, size=4)
     stepped = ranks.run(run_net, False, 8, options, size=4)
@@ -157,7 +190,9 @@ def test_attached_or_not_the_numbers_are_the_same(ranks: Pool, options: dict[str
                 assert all(torch.equal(mine[key], theirs[key]) for key in mine)
 
 
-def launched_by(rank: int, size: int, environment: dict[str, str], options: dict[str, Any]) -> dict[str, Any]:
+def launched_by(
+    rank: int, size: int, environment: dict[str, str], options: dict[str, Any]
+) -> dict[str, Any]:
     os.environ.update(environment)
     try:
         return run_net(rank, size, False, 5, options)
@@ -176,7 +211,8 @@ def test_what_torchrun_says_is_what_is_done(ranks: Pool) -> None:
 
 
 def scaled(rank: int, size: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Attached, with gradients accumulated under no_sync and a scaler that finds an overflow on the last rank."""
+    """Attached, with gradients accumulated under no_sync and a scaler that finds an overflow on the
+    last rank."""
     model = Net()
     optimizer = dgc(model, rampup_begin_step=0, value_bits=32, **options)
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.001)
@@ -201,7 +237,9 @@ def test_a_grad_scaler_drops_everywhere_or_nowhere(ranks: Pool, options: dict[st
     answers = ranks.run(scaled, options, size=4)
     for answer in answers:
         assert (answer["stats"]["dropped_steps"], answer["stats"]["step"]) == (1, 5)
-        assert all(torch.equal(a, b) for a, b in zip(answer["params"], answers[0]["params"], strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(answer["params"], answers[0]["params"], strict=True)
+        )
         assert all(torch.isfinite(p).all() for p in answer["params"])
 
 
@@ -232,12 +270,16 @@ def resumed(rank: int, size: int, attach: bool, options: dict[str, Any]) -> bool
         for p, q in zip(whole.parameters(), again.parameters(), strict=True)
         for key, entry in optimizer.state[p].items()
     ]
-    return all(states) and all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
+    return all(states) and all(
+        torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("attach", [False, True])
 @pytest.mark.parametrize("options", OPTION_SETS, ids=str)
-def test_save_load_continue_is_bit_exact(ranks: Pool, attach: bool, options: dict[str, Any]) -> None:
+def test_save_load_continue_is_bit_exact(
+    ranks: Pool, attach: bool, options: dict[str, Any]
+) -> None:
     assert ranks.run(resumed, attach, options, size=4) == [True] * 4
 
 
@@ -264,10 +306,16 @@ def from_flat_to_nodes(rank: int, size: int) -> dict[str, Any]:
 def test_state_of_single_ranks_becomes_the_mean_of_their_node(ranks: Pool) -> None:
     answers = ranks.run(from_flat_to_nodes, size=4)
     for node in (0, 2):
-        for a, b, mean, same in zip(*(answers[node + i][k] for k in ("before", "after") for i in (0, 1)), strict=True):
+        for a, b, mean, same in zip(
+            *(answers[node + i][k] for k in ("before", "after") for i in (0, 1)), strict=True
+        ):
             assert torch.equal(mean, same)
             torch.testing.assert_close(mean, (a + b) / 2, rtol=0, atol=1e-6)
-    assert all(torch.equal(a, b) for o in answers for a, b in zip(o["params"], answers[0]["params"], strict=True))
+    assert all(
+        torch.equal(a, b)
+        for o in answers
+        for a, b in zip(o["params"], answers[0]["params"], strict=True)
+    )
 
 
 def poisoned(rank: int, size: int, attach: bool, options: dict[str, Any]) -> dict[str, Any]:
@@ -282,7 +330,10 @@ def poisoned(rank: int, size: int, attach: bool, options: dict[str, Any]) -> dic
     for step in range(5):
         x, y = batch(step, rank)
         (ddp(x) - y).square().mean().backward()
-        before = copy.deepcopy(optimizer.state_dict()), [p.detach().clone() for p in model.parameters()]
+        before = (
+            copy.deepcopy(optimizer.state_dict()),
+            [p.detach().clone() for p in model.parameters()],
+        )
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             optimizer.step()
@@ -291,9 +342,15 @@ def poisoned(rank: int, size: int, attach: bool, options: dict[str, Any]) -> dic
             after = optimizer.state_dict()
             for index, state in before[0]["state"].items():
                 assert all(torch.equal(state[key], after["state"][index][key]) for key in state)
-            assert all(torch.equal(a, b) for a, b in zip(before[1], model.parameters(), strict=True))
+            assert all(
+                torch.equal(a, b) for a, b in zip(before[1], model.parameters(), strict=True)
+            )
         optimizer.zero_grad()
-    return {"params": [p.detach() for p in model.parameters()], "texts": texts, "stats": optimizer.stats()}
+    return {
+        "params": [p.detach() for p in model.parameters()],
+        "texts": texts,
+        "stats": optimizer.stats(),
+    }
 
 
 @pytest.mark.fault
@@ -306,10 +363,14 @@ def test_what_is_not_finite_on_one_rank_drops_the_step_on_all(
     for answer in answers:
         assert answer["texts"] == answers[0]["texts"]
         assert len(answer["texts"]) == 1
-        assert "the gradient of parameter second.weight on rank 3 is not finite" in answer["texts"][0]
+        assert (
+            "the gradient of parameter second.weight on rank 3 is not finite" in answer["texts"][0]
+        )
         assert answer["stats"]["dropped_steps"] == 1
         assert all(torch.isfinite(p).all() for p in answer["params"])
-        assert all(torch.equal(a, b) for a, b in zip(answer["params"], answers[0]["params"], strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(answer["params"], answers[0]["params"], strict=True)
+        )
 
 
 def always_poisoned(rank: int, size: int) -> tuple[int, str]:
@@ -376,7 +437,9 @@ def damaged(rank: int, size: int, options: dict[str, Any], what: str) -> tuple[s
     dgc_momentum.Group = nodes_module.Group = Broken  # type: ignore[misc]
     try:
         p = nn.Parameter(torch.linspace(-1, 1, 600))
-        optimizer = tw.optim.DGCMomentum([("weight", p)], lr=0.1, sparsity=(0.9,), min_numel=1, **options)
+        optimizer = tw.optim.DGCMomentum(
+            [("weight", p)], lr=0.1, sparsity=(0.9,), min_numel=1, **options
+        )
         for step in range(2):
             p.grad = torch.full((600,), 1.0 + step + rank)
             optimizer.step()
@@ -387,7 +450,9 @@ def damaged(rank: int, size: int, options: dict[str, Any], what: str) -> tuple[s
         except RuntimeError as error:
             text = f"{type(error).__name__}: {error}"
         after = optimizer.state_dict()
-        same = all(torch.equal(before[0]["state"][0][k], after["state"][0][k]) for k in after["state"][0])
+        same = all(
+            torch.equal(before[0]["state"][0][k], after["state"][0][k]) for k in after["state"][0]
+        )
         return text, same and torch.equal(before[1], p)
     finally:
         Broken.broken_at = ""
@@ -424,13 +489,20 @@ def die(rank: int, size: int, options: dict[str, Any], who: int, phase: str) -> 
         (model(x) - y).square().mean().backward()
         if step == 1 and rank == who:
             _die_at(optimizer, phase)
-        before = [p.detach().clone() for p in model.parameters()], copy.deepcopy(optimizer.state_dict()["state"])
+        before = (
+            [p.detach().clone() for p in model.parameters()],
+            copy.deepcopy(optimizer.state_dict()["state"]),
+        )
         try:
             optimizer.step()
         except RuntimeError as error:
             state = optimizer.state_dict()["state"]
-            same = all(torch.equal(a, b) for a, b in zip(before[0], model.parameters(), strict=True)) and all(
-                torch.equal(entry, state[i][k]) for i, entries in before[1].items() for k, entry in entries.items()
+            same = all(
+                torch.equal(a, b) for a, b in zip(before[0], model.parameters(), strict=True)
+            ) and all(
+                torch.equal(entry, state[i][k])
+                for i, entries in before[1].items()
+                for k, entry in entries.items()
             )
             raise RuntimeError(f"{type(error).__name__}, unchanged={same}") from error
 
@@ -457,8 +529,12 @@ def _die_at(optimizer: tw.optim.DGCMomentum, phase: str) -> None:
         (OPTION_SETS[2], 1, "gathering sums"),
     ],
 )
-def test_a_rank_that_dies_is_lost_on_all_others(ranks: Pool, options: dict[str, Any], who: int, phase: str) -> None:
-    answers = ranks.run(die, options, who, phase, size=4, expect_errors=True, group_timeout_s=8, timeout_s=110)
+def test_a_rank_that_dies_is_lost_on_all_others(
+    ranks: Pool, options: dict[str, Any], who: int, phase: str
+) -> None:
+    answers = ranks.run(
+        die, options, who, phase, size=4, expect_errors=True, group_timeout_s=8, timeout_s=110
+    )
     assert isinstance(answers[who], Lost)
     for rank, answer in enumerate(answers):
         if rank != who:
@@ -478,8 +554,11 @@ def mean_with_nodes(rank: int, size: int, dgc_config: tw.DGC) -> list[dict[str, 
 
 @pytest.mark.parametrize("exchange", ["gather", "split"])
 def test_the_mean_for_other_optimizers_conserves_over_nodes(ranks: Pool, exchange: str) -> None:
-    """Sum over nodes of the residuals + what was delivered = sum over nodes of their mean gradients; float64."""
-    config = tw.DGC(sparsity=(0.9,), min_numel=MIN_NUMEL, value_bits=2, node_size=2, exchange=exchange)
+    """Sum over nodes of the residuals + what was delivered = sum over nodes of their mean
+    gradients; float64."""
+    config = tw.DGC(
+        sparsity=(0.9,), min_numel=MIN_NUMEL, value_bits=2, node_size=2, exchange=exchange
+    )
     answers = ranks.run(mean_with_nodes, config, size=4)
     for name in ("embed.weight", "layer.weight"):
         kept = answers[0][-1][name] + answers[2][-1][name]
@@ -510,8 +589,13 @@ def test_ranks_that_differ_in_the_size_are_told(ranks: Pool) -> None:
         assert "node_size differs: rank 0 has 2, rank 2 has 1" in answer.text
 
 
-def launched(rank: int, size: int, environment: dict[str, str], given: int | None) -> tuple[int, str]:
-    kept = {key: os.environ.pop(key, None) for key in ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "WORLD_SIZE")}
+def launched(
+    rank: int, size: int, environment: dict[str, str], given: int | None
+) -> tuple[int, str]:
+    kept = {
+        key: os.environ.pop(key, None)
+        for key in ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "WORLD_SIZE")
+    }
     os.environ.update(environment)
     try:
         return node_size_of(Group().global_ranks, given)
@@ -530,7 +614,12 @@ def launched(rank: int, size: int, environment: dict[str, str], given: int | Non
         ({"LOCAL_WORLD_SIZE": "4"}, None, 1, "do not fill two machines"),
         ({"LOCAL_WORLD_SIZE": "1"}, None, 1, "no second rank"),
         ({"LOCAL_WORLD_SIZE": "nonsense"}, None, 1, "no second rank"),
-        ({"LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "3", "WORLD_SIZE": "4"}, None, 1, "3 machines"),
+        (
+            {"LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "3", "WORLD_SIZE": "4"},
+            None,
+            1,
+            "3 machines",
+        ),
         ({"LOCAL_WORLD_SIZE": "2"}, 1, 1, "given"),
         ({}, 4, 4, "given"),
     ],

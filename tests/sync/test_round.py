@@ -36,7 +36,9 @@ def exchange(rank: int, size: int, bits: int) -> dict[str, object]:
         "sent": {key: each.given[str(key)] for key, each in entries.items()},
         "sparse": {key: each.sparse_mean(str(key), torch.float32) for key, each in entries.items()},
         "dense": {
-            key: each.mean(str(key), gradient(rank, key).to(torch.float64 if key == 4 else torch.float32))
+            key: each.mean(
+                str(key), gradient(rank, key).to(torch.float64 if key == 4 else torch.float32)
+            )
             for key, each in arrived.items()
             if key not in entries
         },
@@ -46,7 +48,9 @@ def exchange(rank: int, size: int, bits: int) -> dict[str, object]:
 
 @pytest.mark.parametrize("bits", [1, 2, 8, 32])
 @pytest.mark.parametrize("size", [0, 3])
-def test_the_mean_is_that_of_what_was_sent_and_equal_on_all_ranks(ranks: Pool, bits: int, size: int) -> None:
+def test_the_mean_is_that_of_what_was_sent_and_equal_on_all_ranks(
+    ranks: Pool, bits: int, size: int
+) -> None:
     answers = ranks.run(exchange, bits, size=size)
     world = len(answers)
     for key in (0, 1, 3):
@@ -63,7 +67,9 @@ def test_the_mean_is_that_of_what_was_sent_and_equal_on_all_ranks(ranks: Pool, b
         tolerance = 1e-6 if key != 5 else 1e-3  # key 5 travels from float16 gradients
         for answer in answers:
             assert torch.equal(answer["dense"][key], answers[0]["dense"][key])
-            torch.testing.assert_close(answer["dense"][key].double(), expected, rtol=0, atol=tolerance)
+            torch.testing.assert_close(
+                answer["dense"][key].double(), expected, rtol=0, atol=tolerance
+            )
     assert answers[0]["keys"] == {0, 1, 2, 3, 4, 5}
 
 

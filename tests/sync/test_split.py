@@ -1,4 +1,5 @@
-"""The split exchange over real ranks: against an oracle, its conservation law, and what it sends."""
+"""The split exchange over real ranks: against an oracle, its conservation law, and what it
+sends."""
 
 import warnings
 from typing import Any
@@ -49,7 +50,9 @@ def exchange(rank: int, size: int, lopsided: bool) -> list[Any]:
 
 
 def dense(entries: Any, numel: int) -> Tensor:
-    indices, values = (list(entries), list(entries.values())) if isinstance(entries, dict) else entries
+    indices, values = (
+        (list(entries), list(entries.values())) if isinstance(entries, dict) else entries
+    )
     return torch.zeros(numel, dtype=torch.float64).index_put_(
         (torch.as_tensor(indices, dtype=torch.int64),), torch.as_tensor(values, dtype=torch.float64)
     )
@@ -60,7 +63,9 @@ def dense(entries: Any, numel: int) -> Tensor:
 def test_the_oracle_agrees(ranks: Pool, size: int, lopsided: bool) -> None:
     answers = ranks.run(exchange, lopsided, size=size)
     pairs = [[proposal(s, t, lopsided=lopsided) for t in range(4)] for s in range(size)]
-    proposals = [[dict(zip(i.tolist(), v.tolist(), strict=True)) for i, v in mine] for mine in pairs]
+    proposals = [
+        [dict(zip(i.tolist(), v.tolist(), strict=True)) for i, v in mine] for mine in pairs
+    ]
     delivered, given, kept = split_exchange(NUMELS, COUNTS, proposals)
     for rank, (means, sent, mine) in enumerate(answers):
         for t, n in enumerate(NUMELS):
@@ -74,10 +79,14 @@ SHAPES = {"big": (20, 15), "small": (6,), "middle": (7, 3, 4), "scalar": ()}
 
 def gradient(step: int, rank: int, name: str) -> Tensor:
     seed = 1000 * step + 10 * rank + list(SHAPES).index(name)
-    return torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(
+        SHAPES[name], generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
-def keep_books(rank: int, size: int, bits: int, dtype: torch.dtype, nodes: int) -> dict[str, tuple[Tensor, ...]]:
+def keep_books(
+    rank: int, size: int, bits: int, dtype: torch.dtype, nodes: int
+) -> dict[str, tuple[Tensor, ...]]:
     """Per tensor what this rank gave, keeps, and got as means over 50 steps."""
     params = {name: nn.Parameter(torch.zeros(shape, dtype=dtype)) for name, shape in SHAPES.items()}
     config = tw.DGC(
@@ -89,7 +98,9 @@ def keep_books(rank: int, size: int, bits: int, dtype: torch.dtype, nodes: int) 
         exchange="split",
     )
     mean = GradientMean(Group(), params, config)
-    given, got = ({n: torch.zeros(s, dtype=torch.float64) for n, s in SHAPES.items()} for _ in range(2))
+    given, got = (
+        {n: torch.zeros(s, dtype=torch.float64) for n, s in SHAPES.items()} for _ in range(2)
+    )
     for step in range(50):
         own = {n: gradient(step, rank, n).to(dtype) for n in SHAPES}
         means = mean.reduce(step, own)
@@ -97,7 +108,9 @@ def keep_books(rank: int, size: int, bits: int, dtype: torch.dtype, nodes: int) 
         for name in SHAPES:
             given[name] += own[name].double()
             got[name] += means[name].double()
-    return {name: (given[name], mean.residuals[name].double(), got[name]) for name in mean.residuals}
+    return {
+        name: (given[name], mean.residuals[name].double(), got[name]) for name in mean.residuals
+    }
 
 
 @pytest.mark.parametrize(
@@ -172,28 +185,41 @@ def learn(rank: int, size: int, exchange: str) -> list[float]:
 
 
 def test_training_falls_as_with_a_gather(ranks: Pool) -> None:
-    """A quarter of the entries is delivered; 1.5 times the loss is allowed for that, after a fall by more than that."""
-    curves = {exchange: torch.tensor(ranks.run(learn, exchange, size=4)).mean(0) for exchange in ("gather", "split")}
+    """A quarter of the entries is delivered; 1.5 times the loss is allowed for that, after a fall
+    by more than that."""
+    curves = {
+        exchange: torch.tensor(ranks.run(learn, exchange, size=4)).mean(0)
+        for exchange in ("gather", "split")
+    }
     begin, end = (
-        {name: float(c[part].mean()) for name, c in curves.items()} for part in (slice(0, 10), slice(-30, None))
+        {name: float(c[part].mean()) for name, c in curves.items()}
+        for part in (slice(0, 10), slice(-30, None))
     )
     assert end["gather"] < 0.4 * begin["gather"]
     assert end["split"] < 1.5 * end["gather"]
 
 
 def count(rank: int, size: int, exchange: str, width: int) -> list[tuple[int, ...]]:
-    """Bytes by the counters of the groups, and as counted from the layout: between nodes, and inside this one."""
+    """Bytes by the counters of the groups, and as counted from the layout: between nodes, and
+    inside this one."""
     everybody = Group()
     sources = sources_of(everybody, width)
     one_round = Round(sources, 0)
     source = rank // width
-    launch(one_round, 0, {str(t): sparse(source, t) for t in range(4)}, {}, bits=1, exchange=exchange)
+    launch(
+        one_round, 0, {str(t): sparse(source, t) for t in range(4)}, {}, bits=1, exchange=exchange
+    )
     one_round.finish()
     layout = Layout(tuple(Slot(n, k) for n, k in zip(NUMELS, COUNTS, strict=True)), 1)
     expected = between_sources(layout, size // width, exchange, source)
-    inside = inside_node(layout, size // width, exchange, source, leader=rank % width == 0, grad_bytes=0)
+    inside = inside_node(
+        layout, size // width, exchange, source, leader=rank % width == 0, grad_bytes=0
+    )
     if width == 1:
-        return [(everybody.bytes_sent, everybody.bytes_received), (expected.bytes_sent, expected.bytes_received)]
+        return [
+            (everybody.bytes_sent, everybody.bytes_received),
+            (expected.bytes_sent, expected.bytes_received),
+        ]
     crossing, inner = sources.crossing, sources.inner  # type: ignore[union-attr]
     between = (0, 0) if crossing is None else (crossing.bytes_sent, crossing.bytes_received)
     own = (inner.bytes_sent, inner.bytes_received)
@@ -231,7 +257,14 @@ def test_finite_messages_without_a_finite_sum_drop_the_step(ranks: Pool) -> None
 def narrow(rank: int, size: int) -> dict[str, Tensor]:
     p = nn.Parameter(torch.zeros(4000))
     optimizer = tw.optim.DGCMomentum(
-        [p], lr=1.0, min_numel=1, sparsity=(0.98,), state_dtype="bfloat16", node_size=2, exchange="split", momentum=0.0
+        [p],
+        lr=1.0,
+        min_numel=1,
+        sparsity=(0.98,),
+        state_dtype="bfloat16",
+        node_size=2,
+        exchange="split",
+        momentum=0.0,
     )
     given = torch.zeros(4000)
     for step in range(20):
@@ -242,7 +275,8 @@ def narrow(rank: int, size: int) -> dict[str, Tensor]:
 
 
 def test_state_in_bfloat16_stays_common_to_a_node_and_right_on_average(ranks: Pool) -> None:
-    """Stochastic rounding: a residual of about 20 has steps of 2^-3, the mean of 4,000 of 2 nodes errs by far less."""
+    """Stochastic rounding: a residual of about 20 has steps of 2^-3, the mean of 4,000 of 2 nodes
+    errs by far less."""
     answers = ranks.run(narrow, size=4)
     for rank, answer in enumerate(answers):
         assert torch.equal(answer["p"], answers[0]["p"])

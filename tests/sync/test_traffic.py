@@ -4,7 +4,13 @@ import math
 
 import pytest
 
-from thinwire.compress.traffic import between_sources, busiest, chosen_exchange, first_split, inside_node
+from thinwire.compress.traffic import (
+    between_sources,
+    busiest,
+    chosen_exchange,
+    first_split,
+    inside_node,
+)
 from thinwire.core.message import Layout, Slot
 
 MILLION = 1_000_000
@@ -26,7 +32,8 @@ def test_a_gathered_message_is_given_once_and_got_from_all_others() -> None:
 
 
 def test_two_sources_deal_each_other_a_half() -> None:
-    """One tensor of 1,000 numbers, of which 100 are sent: a half has room for 100 in round one and for 50 in two."""
+    """One tensor of 1,000 numbers, of which 100 are sent: a half has room for 100 in round one and
+    for 50 in two."""
     layout = Layout((Slot(1000, 100),), 32)
     part, sums = (32 + elias_fano_bytes(500, k) + 4 * k for k in (100, 50))
     for source in (0, 1):
@@ -38,13 +45,17 @@ def test_two_sources_deal_each_other_a_half() -> None:
 def test_split_stays_within_six_k_entries_however_many_sources(sources: int, tensors: int) -> None:
     layout = layout_of(25 * MILLION, tensors)
     k = sum(slot.k for slot in layout.slots)
-    assert all(between_sources(layout, sources, "split", s).entries <= 6 * k for s in range(0, sources, 7))
+    assert all(
+        between_sources(layout, sources, "split", s).entries <= 6 * k for s in range(0, sources, 7)
+    )
     assert busiest(layout, sources, "gather").entries == sources * k
 
 
 def test_auto_gathers_up_to_eight_and_splits_from_nine_sources() -> None:
     layout = layout_of(25 * MILLION, 160)
-    assert [chosen_exchange("auto", layout, w) for w in (1, 2, 8, 9, 1024)] == ["gather"] * 3 + ["split"] * 2
+    assert [chosen_exchange("auto", layout, w) for w in (1, 2, 8, 9, 1024)] == ["gather"] * 3 + [
+        "split"
+    ] * 2
     assert first_split(layout) == 9
     for sources in (8, 9):
         ratio = busiest(layout, sources, "gather").bytes / busiest(layout, sources, "split").bytes
@@ -66,9 +77,13 @@ def test_inside_a_node_the_leader_gives_what_the_others_get() -> None:
     layout = layout_of(MILLION, 4)
     for exchange in ("gather", "split"):
         leader, other = (
-            inside_node(layout, 12, exchange, 5, leader=leads, grad_bytes=4 * MILLION) for leads in (True, False)
+            inside_node(layout, 12, exchange, 5, leader=leads, grad_bytes=4 * MILLION)
+            for leads in (True, False)
         )
         assert leader.bytes_sent == other.bytes_received
         assert leader.bytes_received == other.bytes_sent == 4 * MILLION
         assert leader.entries_sent == other.entries_received
-    assert inside_node(layout, 12, "gather", 5, leader=False, grad_bytes=0).bytes_received == 12 * layout.nbytes
+    assert (
+        inside_node(layout, 12, "gather", 5, leader=False, grad_bytes=0).bytes_received
+        == 12 * layout.nbytes
+    )

@@ -1,4 +1,6 @@
-"""One checkpoint as one rank sees it: which of its files it needs, whether they are intact, and what is in them."""
+"""One checkpoint as one rank sees it: which of its files it needs, whether they are intact, and
+what is in them.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -19,16 +21,21 @@ __all__ = ["Candidate"]
 class Candidate:
     """A checkpoint that may be the one to load."""
 
-    def __init__(self, path: Path, manifest: Manifest, parts: Sequence[int], rank: int, *, combined: bool) -> None:
-        """`parts` are those of the ranks that load, `rank` is this one of them; `combined`: in any case.
+    def __init__(
+        self, path: Path, manifest: Manifest, parts: Sequence[int], rank: int, *, combined: bool
+    ) -> None:
+        """`parts` are those of the ranks that load, `rank` is this one of them; `combined`: in any
+        case.
 
         Raises:
             CheckpointMismatch: There is no state for these parts.
         """
         if set(parts) != set(manifest.parts):
             raise CheckpointMismatch(
-                f"{path} has the state of pipeline stages {sorted(set(manifest.parts))}, and the ranks are now stages "
-                f"{sorted(set(parts))}: a checkpoint is loaded with the number of stages that saved it"
+                f"{path} has the state of pipeline stages {sorted(set(manifest.parts))}, and the "
+                "ranks are now stages "
+                f"{sorted(set(parts))}: a checkpoint is loaded with the number of stages that "
+                "saved it"
             )
         self.path, self.manifest = path, manifest
         peers = [r for r, part in enumerate(parts) if part == parts[rank]]
@@ -64,7 +71,8 @@ class Candidate:
             tree = decoded(content["tree"], table.__getitem__)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointCorrupt(
-                f"{self.path / name} is not what this version writes ({type(error).__name__}: {error})"
+                f"{self.path / name} is not what this version writes ({type(error).__name__}: "
+                f"{error})"
             ) from error
         for writer in sorted({rank, *(ref.rank for ref in table.values())}):
             self._require_intact(tensor_file(writer))
@@ -78,9 +86,13 @@ class Candidate:
             if not is_regular(path):
                 raise CheckpointCorrupt(f"{path} is not there{self._elsewhere()}")
             if path.stat().st_size != size:
-                raise CheckpointCorrupt(f"{path} has {path.stat().st_size} bytes, {size} were written")
+                raise CheckpointCorrupt(
+                    f"{path} has {path.stat().st_size} bytes, {size} were written"
+                )
             if checksum(path) != wanted:
-                raise CheckpointCorrupt(f"{path} is damaged: its checksum is not that of what was written")
+                raise CheckpointCorrupt(
+                    f"{path} is damaged: its checksum is not that of what was written"
+                )
         except OSError as error:
             raise CheckpointCorrupt(f"{path} cannot be read: {error}") from error
         self._intact.add(name)
@@ -89,6 +101,8 @@ class Candidate:
         if len(self.manifest.places) == 1:
             return ""
         return (
-            f" (the ranks saved into {len(self.manifest.places)} directories, {self.manifest.places}, each of which "
-            f"has the files of its own ranks: copy the folders {self.path.name} of all of them together)"
+            f" (the ranks saved into {len(self.manifest.places)} directories, "
+            f"{self.manifest.places}, each of which "
+            f"has the files of its own ranks: copy the folders {self.path.name} of all of them "
+            "together)"
         )

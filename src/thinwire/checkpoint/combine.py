@@ -1,22 +1,26 @@
 """One state from those of several ranks, when another number of ranks goes on.
 
-Every new rank gets the same: the mean of what the old ranks had. What is pending on single ranks (residuals, merged
-gradients, changes since the last averaging) enters training through a mean over ranks, so its effect is kept exactly.
+Every new rank gets the same: the mean of what the old ranks had. What is pending on single ranks
+(residuals, merged gradients, changes since the last averaging) enters training through a mean over
+ranks, so its effect is kept exactly.
 
-Rules, chosen by path (`model/blocks.0.weight`: keys joined by "/"; the first matching glob pattern counts):
+Rules, chosen by path (`model/blocks.0.weight`: keys joined by "/"; the first matching glob pattern
+counts):
 
-- `mean`: the default. Floating-point and complex tensors and floats: the mean over the ranks that have it, computed in
-  float64 (complex128) in the order of the ranks and rounded once; what is bit-identical on all of them stays as it is.
-  Anything else under this rule: `first`.
-- `mean_zero`: as `mean`, but a rank that lacks the tensor, where others have it, counts as zero. For what is pending.
-- `first`: that of the first rank that has it, as a whole where the path is that of a dict, list or tuple. The default
-  of ints, bools, str, bytes and other tensors.
+- `mean`: the default. Floating-point and complex tensors and floats: the mean over the ranks that
+  have it, computed in float64 (complex128) in the order of the ranks and rounded once; what is
+  bit-identical on all of them stays as it is. Anything else under this rule: `first`.
+- `mean_zero`: as `mean`, but a rank that lacks the tensor, where others have it, counts as zero.
+  For what is pending.
+- `first`: that of the first rank that has it, as a whole where the path is that of a dict, list or
+  tuple. The default of ints, bools, str, bytes and other tensors.
 - `min`, `max`, `sum`: element by element, of ints too; of bools `min` is all and `max` is any.
 
-None beside something is as absent as a missing key. Dicts are joined, keys in order of their first appearance. Lists
-and tuples are joined entry by entry where they are equally long, and taken from the first rank where not. The state
-of `random_state()` is no matter of rules: new rank r goes on with the one of old rank r, and a rank beyond the old ones
-starts streams of its own, derived from that of old rank r mod their number.
+None beside something is as absent as a missing key. Dicts are joined, keys in order of their first
+appearance. Lists and tuples are joined entry by entry where they are equally long, and taken from
+the first rank where not. The state of `random_state()` is no matter of rules: new rank r goes on
+with the one of old rank r, and a rank beyond the old ones starts streams of its own, derived from
+that of old rank r mod their number.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -42,22 +46,29 @@ Read = Callable[[Any], Tensor]
 
 
 def combine(
-    states: Sequence[Any], rules: Mapping[str, Rule] | None = None, *, rank: int = 0, read: Read = lambda leaf: leaf
+    states: Sequence[Any],
+    rules: Mapping[str, Rule] | None = None,
+    *,
+    rank: int = 0,
+    read: Read = lambda leaf: leaf,
 ) -> Any:
     """The state with which a rank goes on where `states` were saved by another number of ranks.
 
     Args:
         states: Of the old ranks, in their order; trees as `save` takes them. Read only.
-        rules: Glob patterns over paths, and what happens to the values there; see the top of this module.
+        rules: Glob patterns over paths, and what happens to the values there; see the top of this
+            module.
         rank: The new rank, for its random-number state.
-        read: Gives the tensor for a leaf that stands for one, so that not all of them are in memory at once.
+        read: Gives the tensor for a leaf that stands for one, so that not all of them are in memory
+            at once.
 
     Returns:
         A tree with tensors on the CPU; the same for every rank but for random-number states.
 
     Raises:
         ValueError: Unknown rule.
-        CheckpointError: Values at one path do not fit together: shapes, dtypes or kinds differ; names the path.
+        CheckpointError: Values at one path do not fit together: shapes, dtypes or kinds differ;
+            names the path.
     """
     return _Combiner(require_rules(rules), rank, read).node("", list(states))
 
@@ -86,7 +97,10 @@ class _Combiner:
             return self._random_state(present)
         if all(isinstance(node, Mapping) for node in present):
             keys = dict.fromkeys(key for node in present for key in node)
-            return {key: self.node(_joined(path, key), [_entry(node, key) for node in nodes]) for key in keys}
+            return {
+                key: self.node(_joined(path, key), [_entry(node, key) for node in nodes])
+                for key in keys
+            }
         for kind in (list, tuple):
             if all(isinstance(node, kind) for node in present):
                 if any(len(node) != len(first) for node in present):
@@ -96,7 +110,9 @@ class _Combiner:
         return self._leaf(path, present, absent=len(nodes) - len(present))
 
     def _rule(self, path: str) -> str:
-        return next((rule for pattern, rule in self.rules.items() if fnmatchcase(path, pattern)), "mean")
+        return next(
+            (rule for pattern, rule in self.rules.items() if fnmatchcase(path, pattern)), "mean"
+        )
 
     def _leaf(self, path: str, present: list[Any], *, absent: int) -> Any:
         rule = self._rule(path)
@@ -109,7 +125,8 @@ class _Combiner:
         kinds = sorted({type(value).__name__ for value in present})
         if len(kinds) > 1:
             raise CheckpointError(
-                f"states of {len(present)} ranks do not fit together: {path} is {' here and '.join(kinds)} there. "
+                f"states of {len(present)} ranks do not fit together: {path} is "
+                f"{' here and '.join(kinds)} there. "
                 "Load with the number of ranks that saved"
             )
         return present[0]
@@ -117,10 +134,10 @@ class _Combiner:
     def _tensor(self, path: str, rule: str, leaves: list[Any], zeros: int) -> Tensor:
         looks = {(leaf.dtype, tuple(leaf.shape)) for leaf in leaves}
         if len(looks) > 1:
+            texts = [f"{dtype} of shape {shape}" for dtype, shape in sorted(looks, key=str)]
             raise CheckpointError(
                 f"states of {len(leaves)} ranks do not fit together: {path} is "
-                f"{' on one and '.join(f'{dtype} of shape {shape}' for dtype, shape in sorted(looks, key=str))} on "
-                "another. Load with the number of ranks that saved"
+                f"{' on one and '.join(texts)} on another. Load with the number of ranks that saved"
             )
         [(dtype, _)] = looks
         if rule in ("mean", "mean_zero"):
@@ -161,7 +178,11 @@ def _equal(values: list[int | float]) -> bool:
 
 
 def _folded(rule: str, tensors: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
-    fold: Callable[[Tensor, Tensor], Tensor] = {"min": Tensor.minimum, "max": Tensor.maximum, "sum": Tensor.add}[rule]
+    fold: Callable[[Tensor, Tensor], Tensor] = {
+        "min": Tensor.minimum,
+        "max": Tensor.maximum,
+        "sum": Tensor.add,
+    }[rule]
     wide = _wide(dtype) if _has_mean(dtype) else dtype
     return reduce(fold, (tensor.to(wide) for tensor in tensors)).to(dtype)
 
@@ -171,7 +192,9 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _has_mean(dtype: torch.dtype) -> bool:
-    """Whether it stands for real or complex numbers by itself; scales of other tensors and packed pairs do not."""
+    """Whether it stands for real or complex numbers by itself; scales of other tensors and packed
+    pairs do not.
+    """
     return (dtype.is_floating_point or dtype.is_complex) and dtype not in _ONLY_STORAGE
 
 

@@ -1,4 +1,6 @@
-"""What one rank has to write: its tree, the tensors in it, and which of them another rank writes for it."""
+"""What one rank has to write: its tree, the tensors in it, and which of them another rank writes
+for it.
+"""
 
 import contextlib
 import json
@@ -27,7 +29,8 @@ Writers = dict[str, tuple[int, str]]
 class Draft:
     """This rank's contribution to a checkpoint.
 
-    **State**: the encoded tree, references to its tensors, their digests, a token file in the directory.
+    **State**: the encoded tree, references to its tensors, their digests, a token file in the
+    directory.
     """
 
     def __init__(self, root: Path, rank: int, token: str) -> None:
@@ -39,13 +42,17 @@ class Draft:
         self.facts: Any = None
 
     def open(self, state: Any, facts: Mapping[str, Any], part: int) -> Opened:
-        """Survey the state, make the directory and leave a token in it by which ranks see that they share it."""
+        """Survey the state, make the directory and leave a token in it by which ranks see that they
+        share it.
+        """
         if isinstance(state, Exception):
             raise state
         self.facts = encoded(dict(facts), None)
         self._tree = encoded(state, self._tensors)
         for device in {tensor.device for tensor in self._tensors.values() if tensor.is_cuda}:
-            torch.cuda.synchronize(device)  # this thread knows nothing of the streams of the caller's
+            torch.cuda.synchronize(
+                device
+            )  # this thread knows nothing of the streams of the caller's
         self._digests = {name: digest(tensor) for name, tensor in self._tensors.items()}
         make_directory(self._root)
         here = found(self._root)
@@ -77,17 +84,24 @@ class Draft:
             By name: the size in bytes and the SHA-256 in hex.
         """
         names = (plain_file(self._rank), tensor_file(self._rank))
-        own = {n: t for n, t in self._tensors.items() if writing[self._digests[n]] == (self._rank, n)}
+        own = {
+            n: t for n, t in self._tensors.items() if writing[self._digests[n]] == (self._rank, n)
+        }
         table = {n: self._entry(t, *writing[self._digests[n]]) for n, t in self._tensors.items()}
         plain = json.dumps({"tree": self._tree, "tensors": table}).encode()
-        return {names[1]: write_tensors(folder / names[1], own), names[0]: write_file(folder / names[0], plain)}
+        return {
+            names[1]: write_tensors(folder / names[1], own),
+            names[0]: write_file(folder / names[0], plain),
+        }
 
     def _entry(self, tensor: Tensor, writer: int, name: str) -> list[Any]:
         return [writer, name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
 
 
 def writers(opened: Mapping[int, Opened]) -> Writers:
-    """Who writes which tensor, among ranks that share a directory: the first of those that have the same bits."""
+    """Who writes which tensor, among ranks that share a directory: the first of those that have the
+    same bits.
+    """
     result: Writers = {}
     for rank, row in opened.items():
         for name, tensor_digest, _ in row["tensors"]:

@@ -101,7 +101,9 @@ def checksum(path: Path) -> str:
 
 
 def is_regular(path: Path) -> bool:
-    """Whether it is a plain file, which a link, a folder or a pipe is not (reading a pipe may never end)."""
+    """Whether it is a plain file, which a link, a folder or a pipe is not (reading a pipe may never
+    end).
+    """
     try:
         return stat.S_ISREG(path.lstat().st_mode)
     except OSError:
@@ -109,7 +111,9 @@ def is_regular(path: Path) -> bool:
 
 
 def discard(folder: Path, aside: Path) -> None:
-    """Delete a folder so that no reader ever sees half of it under its name: it is renamed first."""
+    """Delete a folder so that no reader ever sees half of it under its name: it is renamed
+    first.
+    """
     if folder != aside:
         folder.rename(aside)
     remove(aside)

@@ -18,7 +18,8 @@ _LEFTOVER = re.compile(r"\.step_[0-9_]+\.tmp-[0-9a-f]+|\.rank_[0-9]+\.token-[0-9
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A folder with the name of a checkpoint, and its manifest or the reason why there is none to go by.
+    """A folder with the name of a checkpoint, and its manifest or the reason why there is none to
+    go by.
 
     A reason that is no `CheckpointCorrupt` is a newer format.
     """
@@ -27,14 +28,19 @@ class Found:
     step: int
     manifest: Manifest | None
     key: str
-    """Tells it from other checkpoints, on all ranks alike: SHA-256 in hex of the manifest's bytes."""
+    """Tells it from other checkpoints, on all ranks alike: SHA-256 in hex of the manifest's bytes.
+    """
     problem: CheckpointError | None
 
 
 def name_of(step: int, taken: Iterable[str]) -> str:
     """Name for a new checkpoint beside those that exist, some of the same step maybe."""
     base, used = f"step_{step:010d}", set(taken)
-    return base if base not in used else next(n for i in range(2, len(used) + 3) if (n := f"{base}_{i}") not in used)
+    return (
+        base
+        if base not in used
+        else next(n for i in range(2, len(used) + 3) if (n := f"{base}_{i}") not in used)
+    )
 
 
 def torso_name(name: str, token: str) -> str:

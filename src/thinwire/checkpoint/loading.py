@@ -47,26 +47,30 @@ def load(
 ) -> Loaded:
     """Read the newest checkpoint that is whole on every rank.
 
-    Every byte that a rank needs is verified before any rank gets anything. All ranks get the same checkpoint: one that
-    is damaged or missing on any rank is passed over by all of them, with one `UserWarning` that names the file. The
-    newest is the one that was saved last, whatever its step. Nothing of the files is ever executed.
+    Every byte that a rank needs is verified before any rank gets anything. All ranks get the same
+    checkpoint: one that is damaged or missing on any rank is passed over by all of them, with one
+    `UserWarning` that names the file. The newest is the one that was saved last, whatever its step.
+    Nothing of the files is ever executed.
 
-    With as many ranks of a part as have saved, each gets back what it had saved. With another number, each gets what
-    `thinwire.checkpoint.combine` makes of all of them.
+    With as many ranks of a part as have saved, each gets back what it had saved. With another
+    number, each gets what `thinwire.checkpoint.combine` makes of all of them.
 
     Args:
         directory: What `save` was given.
         group: The ranks.
         part: Pipeline stage of this rank.
-        rules: For another number of ranks: what to do with the values at which paths, see `combine`.
+        rules: For another number of ranks: what to do with the values at which paths, see
+            `combine`.
         combined: Whether ranks get what `combine` makes even where as many go on as have saved.
 
     Raises:
         TypeError, ValueError: `part` or `rules` is not what it must be.
-        CheckpointCorrupt: There are checkpoints, and all of them are damaged or incomplete; names the files.
+        CheckpointCorrupt: There are checkpoints, and all of them are damaged or incomplete; names
+            the files.
         CheckpointMissing: There is none.
         CheckpointMismatch: It is of other pipeline stages.
-        CheckpointError: It is of a newer format, or its states do not fit together. All on every rank.
+        CheckpointError: It is of a newer format, or its states do not fit together. All on every
+            rank.
 
     Communication: three small rounds, and one more for every checkpoint that is passed over.
     """
@@ -97,22 +101,40 @@ def _look(root: Path, part: int, whole: dict[str, Found]) -> dict[str, Any]:
     whole.update({entry.key: entry for entry in entries if entry.manifest})
     newest = max((entry.step for entry in whole.values()), default=-1)
     for entry in entries:
-        if entry.problem and not isinstance(entry.problem, CheckpointCorrupt) and entry.step > newest:
-            raise entry.problem  # of a newer format: an older one in its place would be a silent step back
+        if (
+            entry.problem
+            and not isinstance(entry.problem, CheckpointCorrupt)
+            and entry.step > newest
+        ):
+            # of a newer format: an older one in its place would be a silent step back
+            raise entry.problem
     return {
         "part": part,
         "root": str(root),
-        "whole": [(entry.manifest.serial, key, entry.step) for key, entry in whole.items() if entry.manifest],
+        "whole": [
+            (entry.manifest.serial, key, entry.step)
+            for key, entry in whole.items()
+            if entry.manifest
+        ],
         "damaged": [(entry.step, str(entry.problem)) for entry in entries if entry.problem],
     }
 
 
 def _verify(
-    root: Path, entry: Found | None, step: int, of: Callable[[Path, Manifest], Candidate], verified: list[Candidate]
+    root: Path,
+    entry: Found | None,
+    step: int,
+    of: Callable[[Path, Manifest], Candidate],
+    verified: list[Candidate],
 ) -> str | None:
-    """What is wrong with a checkpoint on this rank; None: nothing, and it is added to `verified`."""
+    """What is wrong with a checkpoint on this rank; None: nothing, and it is added to
+    `verified`.
+    """
     if entry is None or entry.manifest is None:
-        return f"{root} lacks the checkpoint of step {step} that other ranks have: copy its folder there"
+        return (
+            f"{root} lacks the checkpoint of step {step} that other ranks have: copy its folder "
+            "there"
+        )
     candidate = of(entry.path, entry.manifest)
     try:
         candidate.verify()
@@ -136,7 +158,9 @@ def _read(group: Group, candidate: Candidate, rules: Mapping[str, Rule]) -> Load
 
 def _tell_of(problems: list[str], path: Path) -> None:
     if problems:
-        message = f"loading {path}, because what was saved later cannot be loaded: {'; '.join(problems)}"
+        message = (
+            f"loading {path}, because what was saved later cannot be loaded: {'; '.join(problems)}"
+        )
         warnings.warn(message, UserWarning, stacklevel=3)
 
 
@@ -144,6 +168,7 @@ def _nothing(roots: list[str], problems: list[str]) -> CheckpointError:
     if problems:
         return CheckpointCorrupt(f"no checkpoint is whole on all ranks: {'; '.join(problems)}")
     return CheckpointMissing(
-        f"there is no checkpoint in {' nor in '.join(roots)}: looked for folders named step_ and ten digits, with a "
+        f"there is no checkpoint in {' nor in '.join(roots)}: looked for folders named step_ and "
+        "ten digits, with a "
         f"{MANIFEST} inside. Pass the directory that was given to save"
     )

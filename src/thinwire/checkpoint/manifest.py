@@ -1,4 +1,6 @@
-"""What a checkpoint consists of: the file that makes it whole, and that covers every byte of the others."""
+"""What a checkpoint consists of: the file that makes it whole, and that covers every byte of the
+others.
+"""
 
 import hashlib
 import json
@@ -12,7 +14,8 @@ from thinwire.errors import CheckpointCorrupt, CheckpointError
 __all__ = ["FORMAT", "MANIFEST", "Manifest", "plain_file", "tensor_file"]
 
 FORMAT = 1
-"""Goes up with every change after which an older version of this library could not read a checkpoint."""
+"""Goes up with every change after which an older version of this library could not read a
+checkpoint."""
 MANIFEST = "manifest.json"
 _FILE = re.compile(r"rank_[0-9]{5,9}\.(json|safetensors)")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -30,7 +33,9 @@ def tensor_file(rank: int) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """Everything about a checkpoint but the state itself; the same bytes in every directory that holds a part of it."""
+    """Everything about a checkpoint but the state itself; the same bytes in every directory that
+    holds a part of it.
+    """
 
     thinwire: str
     """Version that wrote it."""
@@ -39,7 +44,8 @@ class Manifest:
     step: int
     """Updates done."""
     serial: int
-    """Grows with every save into a directory, the time in milliseconds where that does; the largest is the newest."""
+    """Grows with every save into a directory, the time in milliseconds where that does; the largest
+    is the newest."""
     parts: list[int]
     """Pipeline stage of every rank."""
     places: list[list[int]]
@@ -58,35 +64,51 @@ class Manifest:
         """Read the file.
 
         Raises:
-            CheckpointCorrupt: Any byte differs from what was written, or it was written by no version of this library.
+            CheckpointCorrupt: Any byte differs from what was written, or it was written by no
+                version of this library.
             CheckpointError: It is whole and of a newer format.
         """
         content = _verified(raw)
         version = content.pop("format", None)
         if version != FORMAT:
             raise CheckpointError(
-                f"the checkpoint has format {version!r}, this version of thinwire reads format {FORMAT}: "
+                f"the checkpoint has format {version!r}, this version of thinwire reads format "
+                f"{FORMAT}: "
                 f"update thinwire (it was written by {content.get('thinwire')!r})"
             )
         if set(content) != set(cls.__dataclass_fields__):
-            raise CheckpointCorrupt(f"its entries are {sorted(content)}, not {sorted(cls.__dataclass_fields__)}")
+            raise CheckpointCorrupt(
+                f"its entries are {sorted(content)}, not {sorted(cls.__dataclass_fields__)}"
+            )
         manifest = cls(**content)
         manifest._check()
         return manifest
 
     def _check(self) -> None:
-        """The checksum is no secret: bytes of a stranger must not lead out of the folder, nor into odd errors."""
+        """The checksum is no secret: bytes of a stranger must not lead out of the folder, nor into
+        odd errors.
+        """
         integers = (self.step, self.serial, *_flat(self.parts), *_flat(_flat(self.places)))
         if not all(type(number) is int and number >= 0 for number in integers):
             raise CheckpointCorrupt("its numbers are not what a checkpoint has")
         if sorted(_flat(self.places)) != list(range(len(self.parts))):
-            raise CheckpointCorrupt(f"its places {self.places} are not those of {len(self.parts)} ranks")
-        wanted = {name for rank in range(len(self.parts)) for name in (plain_file(rank), tensor_file(rank))}
+            raise CheckpointCorrupt(
+                f"its places {self.places} are not those of {len(self.parts)} ranks"
+            )
+        wanted = {
+            name
+            for rank in range(len(self.parts))
+            for name in (plain_file(rank), tensor_file(rank))
+        }
         if not isinstance(self.files, dict) or set(self.files) != wanted:
-            raise CheckpointCorrupt(f"it names files other than the two of each of its {len(self.parts)} ranks")
+            raise CheckpointCorrupt(
+                f"it names files other than the two of each of its {len(self.parts)} ranks"
+            )
         for name, entry in self.files.items():
             match entry:
-                case [int(size), str(checksum)] if size >= 0 and _SHA256.fullmatch(checksum) and _FILE.fullmatch(name):
+                case [int(size), str(checksum)] if (
+                    size >= 0 and _SHA256.fullmatch(checksum) and _FILE.fullmatch(name)
+                ):
                     continue
             raise CheckpointCorrupt(f"it has {entry!r} for {name}")
         try:
@@ -109,8 +131,12 @@ def _verified(raw: bytes) -> dict[str, Any]:
 
 
 def _sealed(content: dict[str, Any]) -> bytes:
-    """The one way to write this content, its checksum as the last entry: any other byte is damage."""
-    lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(value)}" for name, value in content.items())
+    """The one way to write this content, its checksum as the last entry: any other byte is
+    damage.
+    """
+    lines = ",\n".join(
+        f" {json.dumps(name)}: {json.dumps(value)}" for name, value in content.items()
+    )
     checksum = hashlib.sha256(lines.encode()).hexdigest()
     return f'{{\n{lines},\n "sha256": "{checksum}"\n}}\n'.encode()
 

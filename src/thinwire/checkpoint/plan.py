@@ -1,4 +1,6 @@
-"""How the ranks write one checkpoint together: who shares a directory with whom, and what its leader does there."""
+"""How the ranks write one checkpoint together: who shares a directory with whom, and what its
+leader does there.
+"""
 
 import contextlib
 import shutil
@@ -25,24 +27,35 @@ def places_of(neighbours: Sequence[Sequence[int]]) -> list[list[int]]:
     """The sets of ranks that share a directory, from what each rank sees there.
 
     Raises:
-        CheckpointError: Two ranks do not see the same, as on a file system that shows new files late.
+        CheckpointError: Two ranks do not see the same, as on a file system that shows new files
+            late.
     """
     for rank, seen in enumerate(neighbours):
         for other in seen:
             if neighbours[other] != seen:
                 raise CheckpointError(
-                    f"rank {rank} sees files of the ranks {list(seen)} in its directory, and rank {other} sees those "
-                    f"of {list(neighbours[other])}: either all of them share a directory or they have different ones. "
+                    f"rank {rank} sees files of the ranks {list(seen)} in its directory, and rank "
+                    f"{other} sees those "
+                    f"of {list(neighbours[other])}: either all of them share a directory or they "
+                    "have different ones. "
                     "A network file system must show a new file to all machines at once"
                 )
     return sorted(list(seen) for seen in {tuple(seen) for seen in neighbours})
 
 
 class Plan:
-    """The same on all ranks but for `rank` and the directory; all but the leader of a place only read it."""
+    """The same on all ranks but for `rank` and the directory; all but the leader of a place only
+    read it.
+    """
 
     def __init__(
-        self, root: Path, rank: int, step: int, places: list[list[int]], opened: Sequence[Opened], facts: Any
+        self,
+        root: Path,
+        rank: int,
+        step: int,
+        places: list[list[int]],
+        opened: Sequence[Opened],
+        facts: Any,
     ) -> None:
         [self._place] = [place for place in places if rank in place]
         self.leads = rank == self._place[0]
@@ -59,12 +72,14 @@ class Plan:
         sizes = {checksum: size for row in here.values() for _, checksum, size in row["tensors"]}
         # the table of tensors repeats their names
         self._needed_bytes = sum(sizes.values()) + sum(
-            row["plain_bytes"] + sum(2 * len(name) + 100 for name, _, _ in row["tensors"]) for row in here.values()
+            row["plain_bytes"] + sum(2 * len(name) + 100 for name, _, _ in row["tensors"])
+            for row in here.values()
         )
         self._committed = False
 
     def make_room(self) -> list[str]:
-        """Remove what interrupted saves left behind, and make the folder aside if there is space for its content.
+        """Remove what interrupted saves left behind, and make the folder aside if there is space
+        for its content.
 
         Returns:
             What could not be removed, in words.
@@ -76,12 +91,16 @@ class Plan:
             try:
                 remove(path)
             except OSError as error:
-                stuck.append(f"what an interrupted save left behind in {path} could not be removed: {error}")
+                stuck.append(
+                    f"what an interrupted save left behind in {path} could not be removed: {error}"
+                )
         free = shutil.disk_usage(self.root).free
         if free < self._needed_bytes + _SPARE_BYTES:
             raise CheckpointError(
-                f"no space left: a checkpoint of {_mib(self._needed_bytes)} does not fit into the {_mib(free)} that "
-                f"are free in {self.root}. Delete files there, save elsewhere, or keep fewer checkpoints"
+                f"no space left: a checkpoint of {_mib(self._needed_bytes)} does not fit into the "
+                f"{_mib(free)} that "
+                f"are free in {self.root}. Delete files there, save elsewhere, or keep fewer "
+                "checkpoints"
             )
         self.torso.mkdir()
         return stuck
@@ -113,7 +132,9 @@ class Plan:
     def remove(self) -> None:
         """Leave nothing of this checkpoint behind."""
         if self.leads:
-            with contextlib.suppress(OSError):  # the failure that led here is being raised; the next save cleans up
+            with contextlib.suppress(
+                OSError
+            ):  # the failure that led here is being raised; the next save cleans up
                 discard(self.path if self._committed else self.torso, self.torso)
 
 

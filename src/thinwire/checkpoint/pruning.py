@@ -20,10 +20,10 @@ _log = logging.getLogger("thinwire")
 def prune(plan: Plan, keep: int | None) -> list[str]:
     """Delete what the new checkpoint has made superfluous, where this rank leads.
 
-    `keep` whole ones stay, the new one included. Before one is deleted, every byte of the newest that stays beside the
-    new one is read and compared with its checksums; a damaged one does not count, so that the last good one stays.
-    With `keep` 1 only the new one stays, and nothing is read. The others that stay must have all files in the right
-    sizes.
+    `keep` whole ones stay, the new one included. Before one is deleted, every byte of the newest
+    that stays beside the new one is read and compared with its checksums; a damaged one does not
+    count, so that the last good one stays. With `keep` 1 only the new one stays, and nothing is
+    read. The others that stay must have all files in the right sizes.
 
     Args:
         plan: Of the save whose checkpoint is whole now, so a failure here is no error.
@@ -65,13 +65,17 @@ def _superfluous(plan: Plan, keep: int | None) -> Iterator[Found]:
         if problem is None:
             whole += 1
         else:
-            _log.warning("%s is damaged (%s) and does not count as one that is kept", entry.path, problem)
+            _log.warning(
+                "%s is damaged (%s) and does not count as one that is kept", entry.path, problem
+            )
 
 
 def _missing(entry: Found) -> str | None:
     """What is wrong if the files of no place are all there in the right sizes."""
     assert entry.manifest is not None, "only those are looked at"
-    problems = [missing_file(entry.path, entry.manifest, names) for names in _places(entry.manifest)]
+    problems = [
+        missing_file(entry.path, entry.manifest, names) for names in _places(entry.manifest)
+    ]
     return None if None in problems else f"{problems[0]} is not there in the right size"
 
 
@@ -79,20 +83,31 @@ def _damage(entry: Found) -> str | None:
     """What is wrong with the content of the files that are here."""
     assert entry.manifest is not None, "only those are looked at"
     manifest = entry.manifest
-    here = [names for names in _places(manifest) if missing_file(entry.path, manifest, names) is None]
+    here = [
+        names for names in _places(manifest) if missing_file(entry.path, manifest, names) is None
+    ]
     names = [name for place in here for name in place]
     with ThreadPoolExecutor(_READERS) as pool:
-        problems = pool.map(lambda name: _difference(entry.path / name, manifest.files[name][1]), names)
+        problems = pool.map(
+            lambda name: _difference(entry.path / name, manifest.files[name][1]), names
+        )
         return next((problem for problem in problems if problem is not None), None)
 
 
 def _difference(path: Path, wanted: str) -> str | None:
     try:
-        return None if checksum(path) == wanted else f"the checksum of {path.name} is not that of what was written"
+        return (
+            None
+            if checksum(path) == wanted
+            else f"the checksum of {path.name} is not that of what was written"
+        )
     except OSError as error:
         return f"{path.name} cannot be read: {error}"
 
 
 def _places(manifest: Manifest) -> list[list[str]]:
     """The files of the ranks that shared a directory, for each directory."""
-    return [[name for rank in place for name in (plain_file(rank), tensor_file(rank))] for place in manifest.places]
+    return [
+        [name for rank in place for name in (plain_file(rank), tensor_file(rank))]
+        for place in manifest.places
+    ]

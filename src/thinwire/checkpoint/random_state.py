@@ -15,7 +15,8 @@ _KIND = "thinwire.random_state"
 
 
 def random_state() -> dict[str, Any]:
-    """The states of all global generators: `random`, NumPy's, torch's on the CPU and on every CUDA device in use.
+    """The states of all global generators: `random`, NumPy's, torch's on the CPU and on every CUDA
+    device in use.
 
     Returns:
         A tree of plain values and tensors, for `set_random_state`.
@@ -32,7 +33,8 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Let all global generators go on from `state`. States of CUDA devices that are not here are left out.
+    """Let all global generators go on from `state`. States of CUDA devices that are not here are
+    left out.
 
     Args:
         state: What `random_state` returned.
@@ -76,7 +78,9 @@ def derived(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
         "python": random.Random(seed).getstate(),
         "numpy": _from_numpy(legacy),
         "torch": torch.Generator().manual_seed(seed).get_state(),
-        "cuda": [_cuda_state(seed + 1 + device, entry) for device, entry in enumerate(state["cuda"])],
+        "cuda": [
+            _cuda_state(seed + 1 + device, entry) for device, entry in enumerate(state["cuda"])
+        ],
     }
 
 

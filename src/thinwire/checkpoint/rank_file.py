@@ -19,7 +19,8 @@ __all__ = ["read_rank_file", "write_rank_file"]
 
 
 def write_rank_file(path: Path, state: Any) -> str:
-    """Write a state as a safetensors file, plain values in its header; one that is there is replaced as a whole.
+    """Write a state as a safetensors file, plain values in its header; one that is there is
+    replaced as a whole.
 
     Args:
         path: Its folder and the parents of that are made.
@@ -35,13 +36,20 @@ def write_rank_file(path: Path, state: Any) -> str:
     tensors: dict[str, Tensor] = {}
     tree = encoded(state, tensors)
     for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
-        torch.cuda.synchronize(device)  # this may be another thread, which knows nothing of the streams of the caller's
-    table = {name: [0, name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
+        torch.cuda.synchronize(
+            device
+        )  # this may be another thread, which knows nothing of the streams of the caller's
+    table = {
+        name: [0, name, str(t.dtype).removeprefix("torch."), list(t.shape)]
+        for name, t in tensors.items()
+    }
     make_directory(path.parent)
     aside = path.with_name(f".{path.name}.tmp")
     aside.unlink(missing_ok=True)
     try:
-        _, sha256 = write_tensors(aside, tensors, {"tree": json.dumps(tree), "tensors": json.dumps(table)})
+        _, sha256 = write_tensors(
+            aside, tensors, {"tree": json.dumps(tree), "tensors": json.dumps(table)}
+        )
         aside.replace(path)
     except OSError:
         aside.unlink(missing_ok=True)
@@ -51,18 +59,25 @@ def write_rank_file(path: Path, state: Any) -> str:
 
 
 def read_rank_file(path: Path, sha256: str) -> Any:
-    """The state that was written, tensors on the CPU; every byte is compared with the checksum first.
+    """The state that was written, tensors on the CPU; every byte is compared with the checksum
+    first.
 
     Raises:
         CheckpointCorrupt: It is not there, or is not the file with this checksum.
     """
     try:
         if not is_regular(path):
-            raise CheckpointCorrupt(f"{path} is not there: every rank's file must lie beside the checkpoint")
+            raise CheckpointCorrupt(
+                f"{path} is not there: every rank's file must lie beside the checkpoint"
+            )
         if checksum(path) != sha256:
-            raise CheckpointCorrupt(f"{path} is damaged, or belongs to another checkpoint: its checksum differs")
+            raise CheckpointCorrupt(
+                f"{path} is damaged, or belongs to another checkpoint: its checksum differs"
+            )
         with ExitStack() as stack:
-            file = stack.enter_context(safe_open(readable(path, stack), framework="pt", device="cpu"))
+            file = stack.enter_context(
+                safe_open(readable(path, stack), framework="pt", device="cpu")
+            )
             metadata = file.metadata()
             table = parsed_table(json.loads(metadata["tensors"]), 1)
 
@@ -70,5 +85,13 @@ def read_rank_file(path: Path, sha256: str) -> Any:
                 return restored(file.get_tensor(name), table[name], f"{path}, tensor {name!r},")
 
             return decoded(json.loads(metadata["tree"]), leaf)
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (
+        OSError,
+        SafetensorError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as error:
         raise CheckpointCorrupt(f"{path} cannot be read: {error}") from error

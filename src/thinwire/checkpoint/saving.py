@@ -30,23 +30,26 @@ def save(
 ) -> Path:
     """Save the state of all ranks as one checkpoint, the newest from now on.
 
-    Whatever happens in here, what `load` returns afterwards is the state of before or this one, whole: files are
-    written into a folder aside and forced to the disk, the ranks agree, the manifest with the checksums of all files
-    follows, and one renaming makes it a checkpoint. Tensors that are bit-identical on several ranks of a directory are
-    written once.
+    Whatever happens in here, what `load` returns afterwards is the state of before or this one,
+    whole: files are written into a folder aside and forced to the disk, the ranks agree, the
+    manifest with the checksums of all files follows, and one renaming makes it a checkpoint.
+    Tensors that are bit-identical on several ranks of a directory are written once.
 
     Args:
-        directory: Where checkpoints are kept, one folder each; made with its parents. Ranks on machines without a
-            common file system each name one of their own, which then holds the files of its own ranks.
-        state: Of this rank: nested dicts (str or int keys), lists and tuples of None, bool, int, float, str, bytes and
-            dense tensors of any device, dtype and strides. Read only. An exception stands for a state that this rank
-            failed to put together: all ranks hear of it.
+        directory: Where checkpoints are kept, one folder each; made with its parents. Ranks on
+            machines without a common file system each name one of their own, which then holds the
+            files of its own ranks.
+        state: Of this rank: nested dicts (str or int keys), lists and tuples of None, bool, int,
+            float, str, bytes and dense tensors of any device, dtype and strides. Read only. An
+            exception stands for a state that this rank failed to put together: all ranks hear of
+            it.
         step: Updates done, or local steps where ranks update on their own; the same on all ranks.
         group: The ranks.
         facts: What is common to all ranks, as `state` but without tensors.
         part: Pipeline stage of this rank.
-        keep: How many whole checkpoints may stay, this one included; at least 1, None for all of them. Older ones are
-            deleted after this one is whole, and so is an older one of the same step. See `prune`.
+        keep: How many whole checkpoints may stay, this one included; at least 1, None for all of
+            them. Older ones are deleted after this one is whole, and so is an older one of the same
+            step. See `prune`.
 
     Returns:
         The folder of the checkpoint.
@@ -54,12 +57,15 @@ def save(
     Raises:
         TypeError, ValueError: `step`, `part` or `keep` is not an integer in the range.
         Mismatch: `step`, `keep` or `facts` differ between ranks.
-        CheckpointError: On every rank, when it failed on any: no space left, not writable, a disk that hangs (nothing
-            read or written for the time-out of the group), a value of a type that a checkpoint does not hold. Training
-            may go on; earlier checkpoints are untouched, and what is left behind the next save removes.
+        CheckpointError: On every rank, when it failed on any: no space left, not writable, a disk
+            that hangs (nothing read or written for the time-out of the group), a value of a type
+            that a checkpoint does not hold. Training may go on; earlier checkpoints are untouched,
+            and what is left behind the next save removes.
 
-    Communication: seven rounds that carry, all in all, about 120 bytes for every tensor of the state.
-    Failure: a rank that dies is `PeerLost` on the others; what it leaves behind is removed by the next save.
+    Communication: seven rounds that carry, all in all, about 120 bytes for every tensor of the
+        state.
+    Failure: a rank that dies is `PeerLost` on the others; what it leaves behind is removed by the
+        next save.
     """
     step, part = integer("step", step, at_least=0), integer("part", part, at_least=0)
     keep = None if keep is None else integer("keep", keep, at_least=1)
@@ -68,7 +74,9 @@ def save(
     plan = _planned(draft, root, state, facts, group=group, step=step, part=part, keep=keep)
     try:
         stuck = together(group, "making room for a checkpoint", plan.make_room)[group.rank]
-        written = together(group, "writing a checkpoint", lambda: draft.write(plan.torso, plan.writing))
+        written = together(
+            group, "writing a checkpoint", lambda: draft.write(plan.torso, plan.writing)
+        )
         files = {name: list(entry) for row in written for name, entry in row.items()}
         together(group, "completing a checkpoint", lambda: plan.seal(files))
         together(group, "naming a checkpoint", plan.commit)
@@ -97,7 +105,9 @@ def _planned(
         opened = together(group, "preparing a checkpoint", lambda: draft.open(state, facts, part))
         common = {"step": step, "keep": keep, "facts": draft.facts}
         require_agreement(group, common, what="saving a checkpoint")
-        seen = together(group, "looking for the other ranks of a directory", lambda: draft.neighbours(opened))
+        seen = together(
+            group, "looking for the other ranks of a directory", lambda: draft.neighbours(opened)
+        )
     finally:
         meanwhile(draft.close)
     return Plan(root, group.rank, step, places_of(seen), opened, draft.facts)

@@ -1,4 +1,6 @@
-"""Tensors in a file of the safetensors format: written as a stream, hashed on the way, read one by one."""
+"""Tensors in a file of the safetensors format: written as a stream, hashed on the way, read one by
+one.
+"""
 
 import hashlib
 import json
@@ -36,13 +38,15 @@ _CODES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""What every version of safetensors knows; other dtypes are written as bytes and named in the rank's JSON file."""
+"""What every version of safetensors knows; other dtypes are written as bytes and named in the
+rank's JSON file."""
 
 
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> tuple[int, str]:
-    """Write a new safetensors file and force it to the disk, holding no more than one tensor on the CPU at a time.
+    """Write a new safetensors file and force it to the disk, holding no more than one tensor on the
+    CPU at a time.
 
     Args:
         path: Must not exist.
@@ -59,7 +63,9 @@ def write_tensors(
 
 
 class TensorReader:
-    """Reads single tensors of a checkpoint's folder; each file is opened once, until the context is left."""
+    """Reads single tensors of a checkpoint's folder; each file is opened once, until the context is
+    left.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._stack = folder, ExitStack()
@@ -103,12 +109,16 @@ def restored(stored: Tensor, ref: TensorRef, where: str) -> Tensor:
         # a clone is aligned for any dtype, a view into a file need not be
         return stored.clone().view(ref.dtype).reshape(ref.shape)
     if stored.dtype != ref.dtype or tuple(stored.shape) != ref.shape:
-        raise CheckpointCorrupt(f"{where} is {stored.dtype} of {tuple(stored.shape)}, not {ref.dtype} of {ref.shape}")
+        raise CheckpointCorrupt(
+            f"{where} is {stored.dtype} of {tuple(stored.shape)}, not {ref.dtype} of {ref.shape}"
+        )
     return stored.clone()
 
 
 def readable(path: Path, stack: ExitStack) -> str | Path:
-    """A name by which safetensors can open a file: it takes text only, and a name on Linux is any bytes."""
+    """A name by which safetensors can open a file: it takes text only, and a name on Linux is any
+    bytes.
+    """
     try:
         str(path).encode()
     except UnicodeEncodeError:
@@ -119,7 +129,9 @@ def readable(path: Path, stack: ExitStack) -> str | Path:
 
 
 def digest(tensor: Tensor) -> str:
-    """SHA-256 in hex of dtype, shape and every bit: equal where two tensors are indistinguishable."""
+    """SHA-256 in hex of dtype, shape and every bit: equal where two tensors are
+    indistinguishable.
+    """
     hasher = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
     content = _bytes(tensor)
     for start in range(0, len(content), _HASHED_BYTES):

@@ -1,8 +1,9 @@
 """A nested state as plain JSON and a table of tensors, and back.
 
-None, bool, int, finite float, str and list stand for themselves. Everything else is an object with one key that names
-its kind: `dict` (str keys), `items` (other keys, as pairs), `tuple`, `float` (inf, -inf, nan), `bytes` (base64) and
-`tensor` (its name in the table). Subclasses come back as the plain type.
+None, bool, int, finite float, str and list stand for themselves. Everything else is an object with
+one key that names its kind: `dict` (str keys), `items` (other keys, as pairs), `tuple`, `float`
+(inf, -inf, nan), `bytes` (base64) and `tensor` (its name in the table). Subclasses come back as the
+plain type.
 """
 
 import base64
@@ -25,7 +26,9 @@ _KINDS = "None, bool, int, float, str, bytes, tensors, and dicts, lists and tupl
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """Where a tensor of a checkpoint lies: in the file of which rank, under which name, and what it is."""
+    """Where a tensor of a checkpoint lies: in the file of which rank, under which name, and what it
+    is.
+    """
 
     rank: int
     name: str
@@ -37,8 +40,10 @@ def encoded(tree: Any, tensors: dict[str, Tensor] | None) -> Any:
     """The tree as values that JSON holds exactly.
 
     Args:
-        tree: Nested dicts (str or int keys), lists and tuples of None, bool, int, float, str, bytes and tensors.
-        tensors: Filled with the tensors of the tree under names made from their paths; None: tensors are refused.
+        tree: Nested dicts (str or int keys), lists and tuples of None, bool, int, float, str, bytes
+            and tensors.
+        tensors: Filled with the tensors of the tree under names made from their paths; None:
+            tensors are refused.
 
     Raises:
         TypeError: Something else is in it; names the path and the type.
@@ -61,22 +66,34 @@ class _Encoder:
 
     def _container(self, value: Any, path: str) -> Any:
         if isinstance(value, Mapping):
-            items = [(_key(key, path), self.node(entry, f"{path}/{key}")) for key, entry in value.items()]
+            items = [
+                (_key(key, path), self.node(entry, f"{path}/{key}")) for key, entry in value.items()
+            ]
             if all(isinstance(key, str) for key, _ in items):
                 return {"dict": dict(items)}
             return {"items": [list(item) for item in items]}
         if isinstance(value, list | tuple):
             entries = [self.node(entry, f"{path}/{i}") for i, entry in enumerate(value)]
             return entries if isinstance(value, list) else {"tuple": entries}
-        raise TypeError(f"state{path} is of type {type(value).__name__}; a checkpoint holds {_KINDS}")
+        raise TypeError(
+            f"state{path} is of type {type(value).__name__}; a checkpoint holds {_KINDS}"
+        )
 
     def _registered(self, tensor: Tensor, path: str) -> str:
         if self.tensors is None:
-            raise TypeError(f"facts{path} is a tensor; facts are plain values, tensors belong in the state")
-        kind = str(tensor.layout) if tensor.layout != torch.strided else tensor.device.type
-        if tensor.layout != torch.strided or kind == "meta" or tensor.is_quantized or hasattr(tensor, "full_tensor"):
             raise TypeError(
-                f"state{path} is a {kind} tensor of type {type(tensor).__name__} and {tensor.dtype}; a checkpoint "
+                f"facts{path} is a tensor; facts are plain values, tensors belong in the state"
+            )
+        kind = str(tensor.layout) if tensor.layout != torch.strided else tensor.device.type
+        if (
+            tensor.layout != torch.strided
+            or kind == "meta"
+            or tensor.is_quantized
+            or hasattr(tensor, "full_tensor")
+        ):
+            raise TypeError(
+                f"state{path} is a {kind} tensor of type {type(tensor).__name__} and "
+                f"{tensor.dtype}; a checkpoint "
                 "holds dense tensors (of a DTensor, save to_local())"
             )
         base = _UNFIT.sub("_", path.removeprefix("/")) or "state"
@@ -97,7 +114,9 @@ def decoded(node: Any, leaf: Callable[[str], Any]) -> Any:  # noqa: PLR0911 - on
     if isinstance(node, list):
         return [decoded(entry, leaf) for entry in node]
     if not isinstance(node, dict) or len(node) != 1:
-        raise ValueError(f"a tree has an object with the keys {sorted(node)}, where exactly one names its kind")
+        raise ValueError(
+            f"a tree has an object with the keys {sorted(node)}, where exactly one names its kind"
+        )
     [(kind, content)] = node.items()
     match kind, content:
         case "dict", dict():
@@ -112,7 +131,10 @@ def decoded(node: Any, leaf: Callable[[str], Any]) -> Any:  # noqa: PLR0911 - on
             return _unpacked(content)
         case "tensor", str():
             return leaf(content)
-    raise ValueError(f"a tree has {kind!r} with a {type(content).__name__}, which no checkpoint of this format has")
+    raise ValueError(
+        f"a tree has {kind!r} with a {type(content).__name__}, which no checkpoint of this format "
+        "has"
+    )
 
 
 def _scalar(value: Any) -> Any:
@@ -140,7 +162,9 @@ def _unpacked(content: str) -> bytes:
 
 def _key(key: object, path: str) -> int | str:
     if isinstance(key, bool) or not isinstance(key, int | str):
-        raise TypeError(f"state{path} has the key {key!r} of type {type(key).__name__}; keys are str or int")
+        raise TypeError(
+            f"state{path} has the key {key!r} of type {type(key).__name__}; keys are str or int"
+        )
     return int(key) if isinstance(key, int) else str(key)
 
 

@@ -32,34 +32,42 @@ def while_busy(
 ) -> list[_T]:
     """Run `act` on every rank and wait for all of them, however long they take.
 
-    The work is done on a thread beside the main one, so that a slow rank can say in time that it is still at it: a
-    rank that says nothing within the time-out of the group is one that is lost. Every wait for the others has a
-    deadline of its own, and a line in the log of `thinwire` tells every now and then who is waited for.
+    The work is done on a thread beside the main one, so that a slow rank can say in time that it is
+    still at it: a rank that says nothing within the time-out of the group is one that is lost.
+    Every wait for the others has a deadline of its own, and a line in the log of `thinwire` tells
+    every now and then who is waited for.
 
     Args:
         group: The ranks; all of them must call this.
         what: The work in plain words, the same on all ranks, for errors and for the log.
         act: Local, without communication; returns what JSON holds.
-        limit_s: How long, in seconds, the work may take on any rank before it is an error on all of them; None: as
-            long as it takes. Work that has not ended by then goes on alone, and nobody hears what becomes of it.
-        moved: When the work of this rank last made progress, on the clock of `time.monotonic`: `limit_s` is counted
-            from there.
+        limit_s: How long, in seconds, the work may take on any rank before it is an error on all of
+            them; None: as long as it takes. Work that has not ended by then goes on alone, and
+            nobody hears what becomes of it.
+        moved: When the work of this rank last made progress, on the clock of `time.monotonic`:
+            `limit_s` is counted from there.
         error: What to raise when the work failed on a rank.
 
     Returns:
         The results in rank order, lists for tuples.
 
     Raises:
-        error: On every rank with the same text, when the work failed on any or took longer than `limit_s`; the subclass
-            of it that all who failed agree on, if there is one. The cause is this rank's own exception, if it has one.
+        error: On every rank with the same text, when the work failed on any or took longer than
+            `limit_s`; the subclass of it that all who failed agree on, if there is one. The cause
+            is this rank's own exception, if it has one.
         Mismatch: A rank is at other work than this.
         PeerLost, PeerStalled: A rank died or stopped.
 
-    Communication: one `Group.gather_bytes` where all end within 5 s of each other, and one more for every 5 s (or
+    Communication: one `Group.gather_bytes` where all end within 5 s of each other, and one more for
+        every 5 s (or
     quarter of the time-out, where that is shorter) in which a rank is still at it.
     """
     work = _Work(act)
-    rows = [work.outcome()] if group.size == 1 and limit_s is None else _answers(group, what, work, limit_s, moved)
+    rows = (
+        [work.outcome()]
+        if group.size == 1 and limit_s is None
+        else _answers(group, what, work, limit_s, moved)
+    )
     problems = by_rank([row.get("problem") for row in rows])
     if problems:
         raise _kind(error, rows)(f"{what} failed on {'; '.join(problems)}") from work.failure
@@ -72,7 +80,10 @@ def by_rank(texts: Sequence[str | None]) -> list[str]:
     for rank, text in enumerate(texts):
         if text is not None:
             speakers.setdefault(text, []).append(rank)
-    return [f"{'ranks' if len(r) > 1 else 'rank'} {', '.join(map(str, r))}: {text}" for text, r in speakers.items()]
+    return [
+        f"{'ranks' if len(r) > 1 else 'rank'} {', '.join(map(str, r))}: {text}"
+        for text, r in speakers.items()
+    ]
 
 
 def _kind(error: type[ThinwireError], rows: Sequence[_Answer]) -> type[ThinwireError]:
@@ -104,7 +115,11 @@ class _Work:
             self._answer = {"result": self._act()}
         except BaseException as failure:  # whatever it is, the others must hear of it
             self.failure = failure
-            named = str(failure) if isinstance(failure, ThinwireError) else f"{type(failure).__name__}: {failure}"
+            named = (
+                str(failure)
+                if isinstance(failure, ThinwireError)
+                else f"{type(failure).__name__}: {failure}"
+            )
             self._answer = {"problem": named, "kind": type(failure).__name__}
         self._done.set()
         return self._answer

@@ -1,4 +1,6 @@
-"""Who is alive, and where: every rank says it to the store now and then, and asks only when an exchange has failed."""
+"""Who is alive, and where: every rank says it to the store now and then, and asks only when an
+exchange has failed.
+"""
 
 import contextlib
 import json
@@ -22,7 +24,8 @@ __all__ = ["Courier", "Sighting", "here", "stop_all"]
 _KEY = "thinwire/alive"
 _SHORTEST_S, _LONGEST_S = 0.5, 5.0
 _place: list[tuple[str, bool, float]] = [("", False, time.monotonic())]
-"""The last exchange of this process, whether it is waited for, and since when it is or is not; replaced as a whole."""
+"""The last exchange of this process, whether it is waited for, and since when it is or is not;
+replaced as a whole."""
 _connecting = threading.Lock()
 
 
@@ -55,10 +58,10 @@ class Sighting:
 class Courier:
     """Carries this rank's signs of life to the store of a group, on a thread of its own.
 
-    A client of the store is busy until the store's host has answered, and that host may be stopped or cut off: the
-    thread has a connection of its own, saying takes no answer, and `ask` gives up by closing the connection. So the
-    main thread waits no longer than it wants to, and no thread is left in the middle of a call at exit, where it would
-    abort the interpreter.
+    A client of the store is busy until the store's host has answered, and that host may be stopped
+    or cut off: the thread has a connection of its own, saying takes no answer, and `ask` gives up
+    by closing the connection. So the main thread waits no longer than it wants to, and no thread is
+    left in the middle of a call at exit, where it would abort the interpreter.
     """
 
     def __init__(self, store: "Store", rank: int, size: int, timeout_s: float) -> None:
@@ -71,7 +74,9 @@ class Courier:
         self._others: set[int] = set()
         self._mine: set[int] | None = None
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(store,), name="thinwire-alive", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(store,), name="thinwire-alive", daemon=True
+        )
         _couriers.append(self)
         self._thread.start()
 
@@ -80,11 +85,12 @@ class Courier:
 
         Args:
             failed: "stalled" or "lost".
-            patience_s: How long to wait for ranks that have not said the same; the answer comes within half a second
-                of it.
+            patience_s: How long to wait for ranks that have not said the same; the answer comes
+                within half a second of it.
 
         Returns:
-            By rank, None for one that has never been heard of; None where the store does not answer.
+            By rank, None for one that has never been heard of; None where the store does not
+            answer.
         """
         if not self._thread.is_alive():
             return None
@@ -99,7 +105,9 @@ class Courier:
         """End the thread, within a second; may be called more than once."""
         self._over.set()
         self._wanted.put(None)
-        if threading.current_thread() is self._thread:  # the collector of garbage runs on any thread
+        if (
+            threading.current_thread() is self._thread
+        ):  # the collector of garbage runs on any thread
             return
         self._thread.join(0.2)
         if self._thread.is_alive():
@@ -113,7 +121,8 @@ class Courier:
         with contextlib.suppress(RuntimeError, ValueError):
             with _connecting:
                 self._others = _sockets_to(self._host)
-                own: Store = store.clone()  # type: ignore[attr-defined]  # torch has it, its stub not
+                # torch has it, its stub not
+                own: Store = store.clone()  # type: ignore[attr-defined]
                 self._mine = _sockets_to(self._host) - self._others
             del store
             own.set_timeout(timedelta(seconds=_LONGEST_S))
@@ -129,7 +138,13 @@ class Courier:
     def _sign(self) -> str:
         what, waiting, since = _place[0]
         now = time.monotonic()
-        sign = {"at": now - self._begun, "what": what, "waiting": waiting, "for": now - since, "failed": self._failed}
+        sign = {
+            "at": now - self._begun,
+            "what": what,
+            "waiting": waiting,
+            "for": now - since,
+            "failed": self._failed,
+        }
         return json.dumps(sign)
 
     def _answer(self, store: "Store", question: "_Question") -> None:
@@ -150,10 +165,14 @@ class Courier:
     def _sighting(self, answer: bytes) -> Sighting:
         sign: dict[str, Any] = json.loads(answer)
         age_s = max(time.monotonic() - self._begun - sign["at"], 0.0)
-        return Sighting(age_s, self.interval_s, sign["what"], sign["waiting"], sign["for"], sign["failed"])
+        return Sighting(
+            age_s, self.interval_s, sign["what"], sign["waiting"], sign["for"], sign["failed"]
+        )
 
     def _hang_up(self) -> None:
-        """Close the connection under a call that waits for an answer, or for the connection itself."""
+        """Close the connection under a call that waits for an answer, or for the connection
+        itself.
+        """
         mine = self._mine if self._mine is not None else _sockets_to(self._host) - self._others
         for descriptor in mine & _sockets_to(self._host):
             with contextlib.suppress(OSError), _duplicate(descriptor) as connection:

@@ -1,4 +1,6 @@
-"""The place in DistributedDataParallel's backward pass where gradients become ready, bucket by bucket."""
+"""The place in DistributedDataParallel's backward pass where gradients become ready, bucket by
+bucket.
+"""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -20,10 +22,11 @@ _taps: "weakref.WeakKeyDictionary[DistributedDataParallel, BucketTap]" = weakref
 
 
 class BucketTap:
-    """Calls a function for every bucket and leaves the rank's own gradients in place of their average.
+    """Calls a function for every bucket and leaves the rank's own gradients in place of their
+    average.
 
-    DDP takes one communication hook for good. Closing the tap therefore leaves a hook that passes local gradients
-    through, and `tap_buckets` opens the same tap again.
+    DDP takes one communication hook for good. Closing the tap therefore leaves a hook that passes
+    local gradients through, and `tap_buckets` opens the same tap again.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -32,7 +35,9 @@ class BucketTap:
         ddp.register_comm_hook(None, self._hook)
 
     def open(self, on_bucket: OnBucket) -> None:
-        """From now on call the function, and refuse DDP's `join`, whose idle ranks make backward passes and no step."""
+        """From now on call the function, and refuse DDP's `join`, whose idle ranks make backward
+        passes and no step.
+        """
         self.on_bucket = on_bucket
         if (ddp := self._ddp()) is not None:
             vars(ddp)["join_hook"] = _refuse_join
@@ -43,8 +48,10 @@ class BucketTap:
         if (ddp := self._ddp()) is not None:
             vars(ddp).pop("join_hook", None)
 
-    # DDP inspects this signature: a bound method whose second argument is called `bucket` and really annotated so.
-    def _hook(self, _state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]  # torch.distributed has it, its stub not
+    # DDP inspects this signature: a bound method whose second argument is called `bucket` and
+    # really annotated so.
+    # torch.distributed has it, its stub not
+    def _hook(self, _state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
         buffer = bucket.buffer()
         if self.on_bucket is not None:
             self.on_bucket(bucket.index(), bucket.parameters(), bucket.gradients())
@@ -56,20 +63,23 @@ class BucketTap:
 
 
 def tap_buckets(ddp: DistributedDataParallel, group: Group, on_bucket: OnBucket) -> BucketTap:
-    """Have `on_bucket(index, parameters, gradients)` called in every synchronising backward pass of `ddp`.
+    """Have `on_bucket(index, parameters, gradients)` called in every synchronising backward pass of
+    `ddp`.
 
     Args:
         ddp: The wrapped model; its gradients are no longer averaged.
         group: The ranks that will exchange them instead.
-        on_bucket: Gets this rank's gradients, views shaped as their parameters; must not block on a collective that
-            other ranks have not launched, and must not change them.
+        on_bucket: Gets this rank's gradients, views shaped as their parameters; must not block on a
+            collective that other ranks have not launched, and must not change them.
 
     Raises:
-        ValueError: The model spans other ranks, its buckets are tapped already, or it has a hook of somebody else.
+        ValueError: The model spans other ranks, its buckets are tapped already, or it has a hook of
+            somebody else.
     """
     if dist.get_world_size(ddp.process_group) != group.size:
         raise ValueError(
-            f"ddp spans {dist.get_world_size(ddp.process_group)} ranks and the optimizer {group.size}: "
+            f"ddp spans {dist.get_world_size(ddp.process_group)} ranks and the optimizer "
+            f"{group.size}: "
             "give both the same process_group"
         )
     tap = _taps.get(ddp)
@@ -78,19 +88,24 @@ def tap_buckets(ddp: DistributedDataParallel, group: Group, on_bucket: OnBucket)
             tap = BucketTap(ddp)
         except RuntimeError as error:
             raise ValueError(
-                "this DistributedDataParallel model has a communication hook already, and torch allows one: "
+                "this DistributedDataParallel model has a communication hook already, and torch "
+                "allows one: "
                 f"wrap the model anew ({error})"
             ) from error
         _taps[ddp] = tap
     if tap.on_bucket is not None:
-        raise ValueError("this DistributedDataParallel model is attached already: call remove() on its handle first")
+        raise ValueError(
+            "this DistributedDataParallel model is attached already: call remove() on its handle "
+            "first"
+        )
     tap.open(on_bucket)
     return tap
 
 
 def _refuse_join(**_: Any) -> NoReturn:
     raise RuntimeError(
-        "DistributedDataParallel.join() does not work with an attached optimizer, whose ranks meet in step(), which "
+        "DistributedDataParallel.join() does not work with an attached optimizer, whose ranks meet "
+        "in step(), which "
         "a rank without batches does not call: give all ranks equally many batches, or train with "
         "DistributedStrategy(dgc=DGC(...)) inside `with engine.join():`"
     )

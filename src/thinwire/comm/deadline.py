@@ -1,4 +1,6 @@
-"""How long a rank waits for others: one time-out for a whole call, whatever number of exchanges it makes."""
+"""How long a rank waits for others: one time-out for a whole call, whatever number of exchanges it
+makes.
+"""
 
 import datetime
 import threading
@@ -7,11 +9,21 @@ from contextlib import contextmanager
 
 from thinwire import _validate as check
 
-__all__ = ["left_s", "one_deadline", "own_deadlines", "progressed", "seconds_of", "waited", "whole_s"]
+__all__ = [
+    "left_s",
+    "one_deadline",
+    "own_deadlines",
+    "progressed",
+    "seconds_of",
+    "waited",
+    "whole_s",
+]
 
 
 class _Call(threading.local):
-    """What is left of the time-out of the outermost call that this thread is in; None outside of any."""
+    """What is left of the time-out of the outermost call that this thread is in; None outside of
+    any.
+    """
 
     timeout_s: float | None = None
     left_s: float | None = None
@@ -22,9 +34,11 @@ _call = _Call()
 
 @contextmanager
 def one_deadline(timeout_s: float) -> Iterator[None]:
-    """Let all waiting for others in here count against one time-out; in another such block, against that one's.
+    """Let all waiting for others in here count against one time-out; in another such block, against
+    that one's.
 
-    What counts is the time for which this rank is blocked: its own work in between takes nothing off.
+    What counts is the time for which this rank is blocked: its own work in between takes nothing
+    off.
     """
     if _call.left_s is not None:
         yield
@@ -38,7 +52,9 @@ def one_deadline(timeout_s: float) -> Iterator[None]:
 
 @contextmanager
 def own_deadlines() -> Iterator[None]:
-    """Let every wait in here have the whole time-out for itself: for work that is known to go on."""
+    """Let every wait in here have the whole time-out for itself: for work that is known to
+    go on.
+    """
     outer = _call.timeout_s, _call.left_s
     _call.timeout_s = _call.left_s = None
     try:
@@ -48,12 +64,16 @@ def own_deadlines() -> Iterator[None]:
 
 
 def left_s(timeout_s: float) -> float:
-    """How long one wait may take: what is left of the call that it is in, or `timeout_s` outside of any."""
+    """How long one wait may take: what is left of the call that it is in, or `timeout_s` outside of
+    any.
+    """
     return timeout_s if _call.left_s is None else max(_call.left_s, 0.0)
 
 
 def whole_s(timeout_s: float) -> float:
-    """The time-out of the call that a wait is in, of which `left_s` is left, or `timeout_s` outside of any."""
+    """The time-out of the call that a wait is in, of which `left_s` is left, or `timeout_s` outside
+    of any.
+    """
     return timeout_s if _call.timeout_s is None else _call.timeout_s
 
 
@@ -64,7 +84,9 @@ def waited(seconds: float) -> None:
 
 
 def progressed() -> None:
-    """A part of something large has arrived: the time-out of the call, if there is one, begins anew."""
+    """A part of something large has arrived: the time-out of the call, if there is one, begins
+    anew.
+    """
     _call.left_s = _call.timeout_s
 
 

@@ -1,4 +1,6 @@
-"""Turning what a backend says about a broken exchange into one of our errors, and saying truly whose fault it is."""
+"""Turning what a backend says about a broken exchange into one of our errors, and saying truly
+whose fault it is.
+"""
 
 import re
 import threading
@@ -11,10 +13,12 @@ from thinwire.errors import PeerLost, PeerStalled, ThinwireError
 __all__ = ["explain_failure", "state_after_failure", "state_told"]
 
 _PATIENCE_S = 0.5
-"""For the reports of ranks that are alive: their exchange fails within milliseconds of this one's."""
+"""For the reports of ranks that are alive: their exchange fails within milliseconds of this one's.
+"""
 _STALLED = re.compile(r"timed? ?out|timeout|watchdog", re.IGNORECASE)
 _LOST = re.compile(
-    r"connection (closed|reset|refused|aborted)|closed by peer|broken pipe|remote (worker|process)|socket|aborted",
+    r"connection (closed|reset|refused|aborted)|closed by peer|broken pipe|remote "
+    r"(worker|process)|socket|aborted",
     re.IGNORECASE,
 )
 
@@ -28,7 +32,8 @@ _told = _Told()
 
 @contextmanager
 def state_told(state: str) -> Iterator[None]:
-    """What errors of the exchanges in here say of this rank's state, where it has moved before them.
+    """What errors of the exchanges in here say of this rank's state, where it has moved before
+    them.
 
     Args:
         state: A sentence without its full stop.
@@ -48,7 +53,8 @@ def state_after_failure() -> str:
 def explain_failure(
     error: RuntimeError, *, what: str, rank: int, size: int, within: str, courier: Courier | None
 ) -> ThinwireError:
-    """The error to raise on this rank for a collective that failed; keep `error` as its cause. Takes at most 1 s.
+    """The error to raise on this rank for a collective that failed; keep `error` as its cause.
+    Takes at most 1 s.
 
     Args:
         error: What the backend raised.
@@ -59,8 +65,8 @@ def explain_failure(
         courier: Through which ranks that still live report; None where there is none.
 
     Returns:
-        `PeerStalled` for a time-out, here or on the rank that hung up; `PeerLost` for a closed connection; else
-        `ThinwireError`.
+        `PeerStalled` for a time-out, here or on the rank that hung up; `PeerLost` for a closed
+        connection; else `ThinwireError`.
     """
     text = str(error)
     stalled, lost = _STALLED.search(text), _LOST.search(text)
@@ -69,38 +75,57 @@ def explain_failure(
         return ThinwireError(f"{where} failed: {text}")
     seen = None if courier is None else courier.ask("stalled" if stalled else "lost", _PATIENCE_S)
     others = None if seen is None else {r: s for r, s in enumerate(seen) if r != rank}
-    if stalled or (others and any(s is not None and s.failed == "stalled" for s in others.values())):
-        return PeerStalled(f"{where}: {_who_stalled(others, within, what, known=courier is not None)} ({text})")
+    if stalled or (
+        others and any(s is not None and s.failed == "stalled" for s in others.values())
+    ):
+        return PeerStalled(
+            f"{where}: {_who_stalled(others, within, what, known=courier is not None)} ({text})"
+        )
     return PeerLost(f"{where}: {_who_left(others)}; restart from the last checkpoint. ({text})")
 
 
-def _who_stalled(others: dict[int, Sighting | None] | None, within: str, what: str, *, known: bool) -> str:
+def _who_stalled(
+    others: dict[int, Sighting | None] | None, within: str, what: str, *, known: bool
+) -> str:
     end = f"{state_after_failure()}."
     if others is None:
         why = (
-            "The store of the process group does not answer either: its host, or the network of this rank, is stopped "
+            "The store of the process group does not answer either: its host, or the network of "
+            "this rank, is stopped "
             "or cut off. "
         )
         return f"another rank did not take part within {within}. {why if known else ''}{end}"
-    away = {r: s for r, s in others.items() if s is None or not (s.failed or (s.waiting and not _is_silent(s)))}
+    away = {
+        r: s
+        for r, s in others.items()
+        if s is None or not (s.failed or (s.waiting and not _is_silent(s)))
+    }
     if away:
         told = "; ".join(f"rank {rank} {_place_of(sighting)}" for rank, sighting in away.items())
         return f"rank {', '.join(map(str, away))} did not take part within {within}: {told}. {end}"
     elsewhere = {r: s for r, s in others.items() if s is not None and s.what != what}
-    told = "; ".join(f"rank {rank} {_place_of(sighting)}" for rank, sighting in (elsewhere or others).items())
+    told = "; ".join(
+        f"rank {rank} {_place_of(sighting)}" for rank, sighting in (elsewhere or others).items()
+    )
     return (
-        f"no exchange came about within {within}, though all ranks are alive: {told}. The network between them "
+        f"no exchange came about within {within}, though all ranks are alive: {told}. The network "
+        "between them "
         f"is cut, or they do not make the same calls. {end}"
     )
 
 
 def _who_left(others: dict[int, Sighting | None] | None) -> str:
-    left = f"closed its connection, it died or left after an error of its own. {state_after_failure()}"
+    left = (
+        f"closed its connection, it died or left after an error of its own. {state_after_failure()}"
+    )
     if others is None:
         return f"another rank {left}"
     silent = [rank for rank, sighting in others.items() if sighting is None or not sighting.failed]
     if not silent:
-        return f"a connection was closed, though all ranks are alive: the network cut it. {state_after_failure()}"
+        return (
+            "a connection was closed, though all ranks are alive: the network cut it. "
+            f"{state_after_failure()}"
+        )
     names = ", ".join(map(str, silent))
     return f"{f'rank {names}' if len(silent) == 1 else f'one of the ranks {names}'} {left}"
 
@@ -120,5 +145,8 @@ def _place_of(sighting: Sighting | None) -> str:
     else:
         where = f"at work of its own for {sighting.since_s:.0f} s after {sighting.what!r}"
     if _is_silent(sighting):
-        return f"has not been heard of for {sighting.age_s:.0f} s, it is stopped, cut off or gone (it was {where})"
+        return (
+            f"has not been heard of for {sighting.age_s:.0f} s, it is stopped, cut off or gone (it "
+            f"was {where})"
+        )
     return f"was alive {sighting.age_s:.1f} s ago, {where}"

@@ -1,4 +1,6 @@
-"""The process groups of pipelines that train side by side: one over the stages of a replica, one over the replicas."""
+"""The process groups of pipelines that train side by side: one over the stages of a replica, one
+over the replicas.
+"""
 
 import datetime
 import weakref
@@ -22,14 +24,15 @@ class Grid:
         replicas: Pipelines side by side, ranks / stages.
         stage: Which stage this rank holds, from 0.
         replica: Which pipeline this rank belongs to, from 0.
-        peers: The stages of this rank's replica, for what they agree on; their traffic is apart from `stage_group`'s.
+        peers: The stages of this rank's replica, for what they agree on; their traffic is apart
+            from `stage_group`'s.
 
     Args:
         stages: Stages of a pipeline.
         timeout: As for `Group`.
 
-    Communication: making it is collective over all ranks; the groups are made once for each number of stages and each
-        time-out, and they are let go of at exit.
+    Communication: making it is collective over all ranks; the groups are made once for each number
+        of stages and each time-out, and they are let go of at exit.
 
     Raises:
         StrategyError: The number of ranks is no multiple of `stages`.
@@ -41,23 +44,30 @@ class Grid:
         if size % stages:
             fitting = sorted({stages * max(size // stages, 1), stages * (size // stages + 1)})
             raise StrategyError(
-                f"a pipeline of {stages} stages needs a multiple of {stages} ranks, there are {size}: start "
+                f"a pipeline of {stages} stages needs a multiple of {stages} ranks, there are "
+                f"{size}: start "
                 f"{' or '.join(map(str, fitting))} ranks, or change stages"
             )
         self.stages, self.replicas = stages, size // stages
         self.replica, self.stage = divmod(rank, stages)
-        self._groups: tuple[Private, Private] | None = _groups_of(self, seconds_of(timeout)) if joined else None
+        self._groups: tuple[Private, Private] | None = (
+            _groups_of(self, seconds_of(timeout)) if joined else None
+        )
         self._joined = joined
         self.peers = Group(self.stage_group, timeout)
 
     @property
     def stage_group(self) -> dist.ProcessGroup | None:
-        """The ranks of this replica's pipeline, in the order of the stages; None without a process group."""
+        """The ranks of this replica's pipeline, in the order of the stages; None without a process
+        group.
+        """
         return self._group(0)
 
     @property
     def replica_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold this stage, in the order of the replicas; None without a process group."""
+        """The ranks that hold this stage, in the order of the replicas; None without a process
+        group.
+        """
         return self._group(1)
 
     def explain(self, error: RuntimeError, *, what: str) -> ThinwireError:
@@ -68,7 +78,8 @@ class Grid:
             what: The transfer in plain words.
 
         Returns:
-            `PeerStalled`, `PeerLost` or `ThinwireError`, as for `Group`; ranks are counted within the replica.
+            `PeerStalled`, `PeerLost` or `ThinwireError`, as for `Group`; ranks are counted within
+            the replica.
         """
         peers = self.peers
         shared = peers._shared
@@ -86,7 +97,9 @@ class Grid:
             return None
         group = None if self._groups is None else self._groups[which].group
         if group is None:
-            raise ThinwireError("the pipeline's process groups have been released: nothing can be exchanged at exit")
+            raise ThinwireError(
+                "the pipeline's process groups have been released: nothing can be exchanged at exit"
+            )
         return group
 
 

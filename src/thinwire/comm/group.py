@@ -47,26 +47,29 @@ class Pending(Generic[_T]):
 
 
 class Group:
-    """The ranks that exchange with each other; one process without a process group is a group of one.
+    """The ranks that exchange with each other; one process without a process group is a group of
+    one.
 
-    A private process group carries the library's traffic, one for each group of the user, so that collectives of the
-    user cannot interleave with it.
+    A private process group carries the library's traffic, one for each group of the user, so that
+    collectives of the user cannot interleave with it.
 
     Args:
         process_group: The ranks; None for all of them.
-        timeout: For how long a rank waits for others, in seconds or as a timedelta; None: as long as `process_group`
-            itself would. The same on all ranks. What is larger than a few MiB goes in pieces, each of which has this
-            time for itself.
+        timeout: For how long a rank waits for others, in seconds or as a timedelta; None: as long
+            as `process_group` itself would. The same on all ranks. What is larger than a few MiB
+            goes in pieces, each of which has this time for itself.
 
     Raises:
-        TypeError, ValueError: `process_group` or `timeout` is none, or this rank does not belong to the group.
+        TypeError, ValueError: `process_group` or `timeout` is none, or this rank does not belong to
+            the group.
         PeerLost, PeerStalled: A rank died or did not come while the private group was made.
 
-    Communication: making the first one over given ranks is collective over them. `bytes_sent` counts every byte given
-    to an exchange, on one rank too; `bytes_received` what came from others, the result of a sum as a whole; `wait_s`
-    the seconds for which this rank was blocked until an exchange was over.
-    Failure: a dead rank is `PeerLost` on the others, a stopped one `PeerStalled` within a second after the time-out.
-        After that nothing goes over these ranks any more.
+    Communication: making the first one over given ranks is collective over them. `bytes_sent`
+        counts every byte given
+    to an exchange, on one rank too; `bytes_received` what came from others, the result of a sum as
+    a whole; `wait_s` the seconds for which this rank was blocked until an exchange was over.
+    Failure: a dead rank is `PeerLost` on the others, a stopped one `PeerStalled` within a second
+        after the time-out. After that nothing goes over these ranks any more.
     """
 
     node_size = 1
@@ -84,14 +87,17 @@ class Group:
         if not (dist.is_available() and dist.is_initialized()):
             if process_group is not None:
                 raise ValueError(
-                    "process_group was given but torch.distributed is not initialized: call init_process_group first"
+                    "process_group was given but torch.distributed is not initialized: call "
+                    "init_process_group first"
                 )
             self.rank, self.size = 0, 1
             return
         self.rank = dist.get_rank(process_group)
         self.size = dist.get_world_size(process_group)
         if self.rank < 0:
-            raise ValueError("process_group does not contain this rank: pass the group that this rank belongs to")
+            raise ValueError(
+                "process_group does not contain this rank: pass the group that this rank belongs to"
+            )
         parent = process_group if process_group is not None else dist.group.WORLD
         assert parent is not None
         if self.size > 1:
@@ -110,7 +116,9 @@ class Group:
         return group
 
     def one_deadline(self) -> AbstractContextManager[None]:
-        """Let all that is waited for inside count against one time-out, this group's; see `one_deadline`."""
+        """Let all that is waited for inside count against one time-out, this group's; see
+        `one_deadline`.
+        """
         return one_deadline(self.timeout_s)
 
     @property
@@ -121,12 +129,18 @@ class Group:
     @property
     def _private(self) -> dist.ProcessGroup:
         shared = self._shared
-        if shared is None or shared.group is None:  # never go on alone, nor over the user's own group
-            raise ThinwireError("the library's process group has been released: nothing can be exchanged at exit")
+        if (
+            shared is None or shared.group is None
+        ):  # never go on alone, nor over the user's own group
+            raise ThinwireError(
+                "the library's process group has been released: nothing can be exchanged at exit"
+            )
         if not shared.lives:
             raise ThinwireError(
-                "the process group was destroyed, so nothing can be exchanged over it: call destroy_process_group "
-                "after the last step, save and flush; after a new init_process_group make a new engine or optimizer"
+                "the process group was destroyed, so nothing can be exchanged over it: call "
+                "destroy_process_group "
+                "after the last step, save and flush; after a new init_process_group make a new "
+                "engine or optimizer"
             )
         if shared.abandoned is not None:
             raise ThinwireError(
@@ -136,7 +150,9 @@ class Group:
         return shared.group
 
     def abandon(self, reason: str) -> None:
-        """Refuse all further traffic of the library over these ranks: it would meet what is still on its way."""
+        """Refuse all further traffic of the library over these ranks: it would meet what is still
+        on its way.
+        """
         if self._shared is not None:
             self._shared.abandoned = reason
 
@@ -172,15 +188,17 @@ class Group:
             launch = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
             launches = [partial(launch, out, message)]
         else:
-            launches = [partial(dist.all_gather, to, piece) for to, piece in rows_of(rows, message, limit)]
+            launches = [
+                partial(dist.all_gather, to, piece) for to, piece in rows_of(rows, message, limit)
+            ]
         return self._launched(launches, lambda: rows, what, [out, message], control=control)
 
     def deal(self, parts: Tensor, lengths: Sequence[int], *, what: str) -> Pending[Tensor]:
         """Launch an exchange in which every rank gives every rank a byte string of its own.
 
         Args:
-            parts: uint8, one dimension: the strings for rank 0, 1, ..., one after the other; must stay untouched until
-                `wait`.
+            parts: uint8, one dimension: the strings for rank 0, 1, ..., one after the other; must
+                stay untouched until `wait`.
             lengths: Of the strings by receiver, in bytes, the same on every rank.
             what: The exchange in plain words, for errors.
 
@@ -211,16 +229,22 @@ class Group:
         return self._launched(launches, rows, what, [*outs, *pieces])
 
     def sum_(self, buffer: Tensor, *, what: str) -> Pending[Tensor]:
-        """Launch an all-reduce that overwrites `buffer` with its sum over the ranks, bit-identical on all of them."""
+        """Launch an all-reduce that overwrites `buffer` with its sum over the ranks, bit-identical
+        on all of them.
+        """
         self.bytes_sent += buffer.numel() * buffer.element_size()
         if self.size == 1:
             return Pending(lambda: buffer)
         self.bytes_received += buffer.numel() * buffer.element_size()
         pieces = pieces_of(buffer, piece_bytes(self.timeout_s))
-        return self._launched([partial(dist.all_reduce, piece) for piece in pieces], lambda: buffer, what, [buffer])
+        return self._launched(
+            [partial(dist.all_reduce, piece) for piece in pieces], lambda: buffer, what, [buffer]
+        )
 
     def broadcast_(self, buffer: Tensor, *, what: str) -> Pending[Tensor]:
-        """Launch a broadcast that overwrites `buffer` with that of rank 0, whose bytes are counted there."""
+        """Launch a broadcast that overwrites `buffer` with that of rank 0, whose bytes are counted
+        there.
+        """
         if self.size == 1:
             return Pending(lambda: buffer)
         if self.rank == 0:
@@ -234,12 +258,13 @@ class Group:
     def gather_bytes(self, payload: bytes, *, what: str) -> list[bytes]:
         """Every rank's byte string, of any lengths, in rank order.
 
-        One round of 24 bytes where all ranks say the same, which is what they do in a healthy step; a second one,
-        padded to the longest, where they differ.
+        One round of 24 bytes where all ranks say the same, which is what they do in a healthy step;
+        a second one, padded to the longest, where they differ.
 
         Raises:
-            PayloadCorrupt: A rank claims more than 64 MiB and 16 times what the shortest one sends, on every rank; or
-                what came from a rank is not what it sent, on the rank that sees it.
+            PayloadCorrupt: A rank claims more than 64 MiB and 16 times what the shortest one sends,
+                on every rank; or what came from a rank is not what it sent, on the rank that sees
+                it.
         """
         mine = _head(payload)
         heads = self.gather_now(mine, what)
@@ -250,14 +275,19 @@ class Group:
         for rank, length in enumerate(lengths):
             if length > bound:
                 raise PayloadCorrupt(
-                    f"{what}: rank {rank} claims to send {length} bytes, and at most {bound} can be right beside "
-                    f"{min(lengths)} bytes of another rank: its message is damaged. {state_after_failure()}"
+                    f"{what}: rank {rank} claims to send {length} bytes, and at most {bound} can "
+                    "be right beside "
+                    f"{min(lengths)} bytes of another rank: its message is damaged. "
+                    f"{state_after_failure()}"
                 )
         rows = self.gather_now(payload.ljust(max(lengths), b"\0"), what)
         answers = [row[:length] for row, length in zip(rows, lengths, strict=True)]
         for rank, (answer, head) in enumerate(zip(answers, heads, strict=True)):
             if _head(answer) != head:
-                told = f"{what}: what came from rank {rank} was damaged on its way. {state_after_failure()}"
+                told = (
+                    f"{what}: what came from rank {rank} was damaged on its way. "
+                    f"{state_after_failure()}"
+                )
                 raise PayloadCorrupt(told)
         return answers
 
@@ -276,7 +306,9 @@ class Group:
         *,
         control: bool = False,
     ) -> Pending[Tensor]:
-        """Launch all pieces of an exchange; `held` are the tensors that must not go before it has ended."""
+        """Launch all pieces of an exchange; `held` are the tensors that must not go before it has
+        ended.
+        """
         group = self._private
         if control and self._shared is not None:
             group = self._shared.control
@@ -313,7 +345,9 @@ class Group:
                 told, share = now, (done + 1) / len(works)
                 left = (now - begun) * (1 - share) / share
                 rate = nbytes * share / (now - begun) / 1e6
-                _log.info("%s: %.0f %% done, %.2f MB/s, about %.0f s left", what, 100 * share, rate, left)
+                _log.info(
+                    "%s: %.0f %% done, %.2f MB/s, about %.0f s left", what, 100 * share, rate, left
+                )
 
     def _wait_for(self, work: dist.Work, what: str) -> None:
         """Wait for one work, for as long as it may take."""
@@ -349,7 +383,12 @@ class Group:
         if limit_s < 0.99 * whole:
             within = f"the {limit_s:.1f} s that were left of {within} for the whole call"
         told = explain_failure(
-            error, what=what, rank=self.rank, size=self.size, within=within, courier=self._shared.courier
+            error,
+            what=what,
+            rank=self.rank,
+            size=self.size,
+            within=within,
+            courier=self._shared.courier,
         )
         self.abandon(str(told))
         return told
@@ -359,8 +398,11 @@ def _head(payload: bytes) -> bytes:
     return _DIGEST.pack(len(payload), hashlib.blake2b(payload, digest_size=16).digest())
 
 
-def time_limit_s(process_group: dist.ProcessGroup | None, timeout: float | datetime.timedelta | None) -> float:
-    """For how long a rank waits for others in one call: `timeout`, or what the process group says itself.
+def time_limit_s(
+    process_group: dist.ProcessGroup | None, timeout: float | datetime.timedelta | None
+) -> float:
+    """For how long a rank waits for others in one call: `timeout`, or what the process group says
+    itself.
 
     Raises:
         TypeError, ValueError: `process_group` or `timeout` is none.
@@ -369,17 +411,22 @@ def time_limit_s(process_group: dist.ProcessGroup | None, timeout: float | datet
     own_s = seconds_of(timeout)
     if own_s is not None:
         return own_s
-    parent = None if is_alone() else process_group if process_group is not None else dist.group.WORLD
+    parent = (
+        None if is_alone() else process_group if process_group is not None else dist.group.WORLD
+    )
     return timeout_s_of(parent) if isinstance(parent, dist.ProcessGroup) else _ALONE_S
 
 
 def require_process_group(value: object) -> None:
-    """Raise `TypeError` unless `value` is None, for all ranks, or a process group of this rank's."""
+    """Raise `TypeError` unless `value` is None, for all ranks, or a process group of this
+    rank's.
+    """
     if value is None or (dist.is_available() and isinstance(value, dist.ProcessGroup)):
         return
     if dist.is_available() and value is dist.GroupMember.NON_GROUP_MEMBER:
         return  # whoever joins the group says so
     raise TypeError(
-        f"process_group must be a torch.distributed.ProcessGroup or None for all ranks, got {value!r} of type "
+        "process_group must be a torch.distributed.ProcessGroup or None for all ranks, got "
+        f"{value!r} of type "
         f"{type(value).__name__}: pass what new_group returned"
     )

@@ -1,4 +1,6 @@
-"""Agreement before anything moves: what ranks must have in common, compared once, first difference named."""
+"""Agreement before anything moves: what ranks must have in common, compared once, first difference
+named.
+"""
 
 import json
 import warnings
@@ -29,15 +31,15 @@ def require_agreement(
 
     Args:
         group: The ranks that must agree.
-        facts: What they must have in common: strings, numbers, booleans, None, lists and mappings of these. The order
-            of entries is the order in which differences are looked for.
+        facts: What they must have in common: strings, numbers, booleans, None, lists and mappings
+            of these. The order of entries is the order in which differences are looked for.
         what: The occasion in plain words, for errors.
         cures: What to do where an entry of `facts` differs, by its name; sentences.
         versions: What may differ, and is warned of once in a process.
 
     Raises:
-        Mismatch: On every rank, with the same text: the first entry that differs, both values, both ranks. Or a rank
-            compares something else altogether.
+        Mismatch: On every rank, with the same text: the first entry that differs, both values, both
+            ranks. Or a rank compares something else altogether.
 
     Communication: `Group.gather_bytes`, 24 bytes a rank when all agree.
     """
@@ -48,7 +50,9 @@ def require_agreement(
         if facts and not facts.keys() & row.keys():
             raise elsewhere(what, rank)
     builds = [row.pop(_VERSIONS, None) for row in rows]
-    if all(build is not None for build in builds):  # else a rank compares something else, which is told below
+    if all(
+        build is not None for build in builds
+    ):  # else a rank compares something else, which is told below
         _warn_of_versions(builds)
     first, *others = (dict(_entries("", row)) for row in rows)
     for rank, other in enumerate(others, start=1):
@@ -56,7 +60,9 @@ def require_agreement(
             ours, theirs = (entries.get(where, "nothing") for entries in (first, other))
             if ours != theirs:
                 cure = (cures or {}).get(where.split(".")[0], _SAME_SCRIPT)
-                raise Mismatch(f"{what}: {where} differs: rank 0 has {ours}, rank {rank} has {theirs}. {cure}")
+                raise Mismatch(
+                    f"{what}: {where} differs: rank 0 has {ours}, rank {rank} has {theirs}. {cure}"
+                )
 
 
 def _warn_of_versions(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -65,8 +71,10 @@ def _warn_of_versions(rows: Sequence[Mapping[str, Any]]) -> None:
         for rank, row in enumerate(rows):
             if row.get(key) != rows[0].get(key):
                 text = (
-                    f"{key} is {rows[0].get(key)} on rank 0 and {row.get(key)} on rank {rank}. They train together; "
-                    "where builds round differently replicas part, which is then an error. The same build everywhere "
+                    f"{key} is {rows[0].get(key)} on rank 0 and {row.get(key)} on rank {rank}. "
+                    "They train together; "
+                    "where builds round differently replicas part, which is then an error. The "
+                    "same build everywhere "
                     "is safest"
                 )
                 if text not in _told:
@@ -76,10 +84,14 @@ def _warn_of_versions(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def elsewhere(what: str, rank: int) -> Mismatch:
-    """The error for a rank whose answer belongs to another call than `what`, which this rank has made."""
+    """The error for a rank whose answer belongs to another call than `what`, which this rank has
+    made.
+    """
     return Mismatch(
-        f"{what}: rank {rank} is in another exchange of this library. All ranks must make the same calls; "
-        "engine.save too belongs on every rank, not on rank 0 only: it writes one checkpoint for all of them"
+        f"{what}: rank {rank} is in another exchange of this library. All ranks must make the same "
+        "calls; "
+        "engine.save too belongs on every rank, not on rank 0 only: it writes one checkpoint for "
+        "all of them"
     )
 
 

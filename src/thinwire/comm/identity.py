@@ -15,13 +15,15 @@ def is_alone() -> bool:
 
 
 def next_identity(process_group: dist.ProcessGroup | None = None) -> int:
-    """The number, from 1, of what is being made over these ranks, which must make the same things in the same order.
+    """The number, from 1, of what is being made over these ranks, which must make the same things
+    in the same order.
 
     Args:
         process_group: The ranks; None for all of them.
 
     Returns:
-        0 where there is no process group yet: such a number is known to this process only, and nothing is compared.
+        0 where there is no process group yet: such a number is known to this process only, and
+            nothing is compared.
     """
     if is_alone():
         return 0
@@ -33,7 +35,9 @@ def next_identity(process_group: dist.ProcessGroup | None = None) -> int:
 
 
 def place_in(process_group: dist.ProcessGroup | None = None) -> tuple[int, int]:
-    """This rank's number among these ranks, and how many they are; (0, 1) where there is no process group yet."""
+    """This rank's number among these ranks, and how many they are; (0, 1) where there is no process
+    group yet.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         return 0, 1
     return max(dist.get_rank(process_group), 0), max(dist.get_world_size(process_group), 1)

@@ -14,10 +14,12 @@ __all__ = ["Nodes", "Sources", "job_ranks", "node_size_of", "require_divisor", "
 
 
 class Nodes:
-    """A group whose members are nodes of `node_size` consecutive ranks; `rank` and `size` count nodes.
+    """A group whose members are nodes of `node_size` consecutive ranks; `rank` and `size` count
+    nodes.
 
-    `gather`, `deal` and `sum_` have the meaning of `Group`'s: each node gives once, by its first rank, the leader, and
-    every rank of every node gets the result. What the ranks of a node give must be the same bits on all of them.
+    `gather`, `deal` and `sum_` have the meaning of `Group`'s: each node gives once, by its first
+    rank, the leader, and every rank of every node gets the result. What the ranks of a node give
+    must be the same bits on all of them.
 
     Attributes:
         everybody: All ranks.
@@ -27,7 +29,8 @@ class Nodes:
         size: Nodes.
         crossing: The leaders, where this rank is one of them.
 
-    Communication: making the first one over a group is collective over it. A result is launched between the leaders at
+    Communication: making the first one over a group is collective over it. A result is launched
+        between the leaders at
     once; `wait` broadcasts it inside the node, so all ranks of a node must wait in the same order.
     Failure: as for `Group`; a leader that fails leaves, and its node with it.
     """
@@ -58,13 +61,17 @@ class Nodes:
 
     @property
     def wait_s(self) -> float:
-        """Seconds for which this rank was blocked until an exchange was over, agreements included."""
+        """Seconds for which this rank was blocked until an exchange was over, agreements
+        included.
+        """
         crossed = 0.0 if self.crossing is None else self.crossing.wait_s
         return self.everybody.wait_s + self.inner.wait_s + crossed
 
     @property
     def bytes_between_nodes(self) -> int:
-        """What this rank gave to exchanges between the nodes, agreements aside; 0 where it is no leader."""
+        """What this rank gave to exchanges between the nodes, agreements aside; 0 where it is no
+        leader.
+        """
         return 0 if self.crossing is None else self.crossing.bytes_sent
 
     def abandon(self, reason: str) -> None:
@@ -89,7 +96,9 @@ class Nodes:
         crossed = None if self.crossing is None else self.crossing.sum_(buffer, what=what)
         return self._shared(crossed, lambda: buffer, what)
 
-    def _shared(self, crossed: Pending[Tensor] | None, place: Callable[[], Tensor], what: str) -> Pending[Tensor]:
+    def _shared(
+        self, crossed: Pending[Tensor] | None, place: Callable[[], Tensor], what: str
+    ) -> Pending[Tensor]:
         """What the leader gets from other nodes, on all ranks of this node."""
 
         def finish() -> Tensor:
@@ -125,8 +134,8 @@ def node_size_of(ranks: Sequence[int], node_size: int | None) -> tuple[int, str]
 
     Args:
         ranks: Those that exchange, as the whole job counts them, in the order of the group.
-        node_size: What the user said; None to follow the launcher: `LOCAL_WORLD_SIZE`, where the group has at least two
-            nodes and every one of them has that many of its ranks, else 1.
+        node_size: What the user said; None to follow the launcher: `LOCAL_WORLD_SIZE`, where the
+            group has at least two nodes and every one of them has that many of its ranks, else 1.
 
     Returns:
         A divisor of the group's size, and the reason.
@@ -144,13 +153,15 @@ def require_divisor(node_size: int | None, ranks: int) -> None:
     """Raise `ValueError` where ranks do not fall into nodes of the size that was given."""
     if node_size is not None and ranks % node_size:
         raise ValueError(
-            f"node_size={node_size} does not divide the {ranks} ranks that exchange: give a divisor of "
+            f"node_size={node_size} does not divide the {ranks} ranks that exchange: give a "
+            "divisor of "
             f"{ranks}, or 1 to make every rank a source of its own"
         )
 
 
 def sources_of(group: Group, node_size: int) -> Sources:
-    """The group itself where every rank counts, else its nodes; collective over the group the first time.
+    """The group itself where every rank counts, else its nodes; collective over the group the first
+    time.
 
     Raises:
         PeerLost, PeerStalled: A rank died or did not come while the process groups were made.
@@ -164,24 +175,38 @@ def _launched_size(ranks: Sequence[int]) -> tuple[int, str]:
         return 1, "LOCAL_WORLD_SIZE, which torchrun sets, names no second rank of a machine"
     local = int(said)
     if len(ranks) < 2 * local:
-        return 1, f"the {len(ranks)} ranks do not fill two machines of LOCAL_WORLD_SIZE={local} ranks"
+        return (
+            1,
+            f"the {len(ranks)} ranks do not fill two machines of LOCAL_WORLD_SIZE={local} ranks",
+        )
     agents, job = os.environ.get("GROUP_WORLD_SIZE", ""), os.environ.get("WORLD_SIZE", "")
     if agents.isdigit() and job.isdigit() and int(agents) * local != int(job):
-        return 1, f"the {agents} machines of this job do not all have LOCAL_WORLD_SIZE={local} ranks"
+        return (
+            1,
+            f"the {agents} machines of this job do not all have LOCAL_WORLD_SIZE={local} ranks",
+        )
     machines = [rank // local for rank in ranks]
     blocks = [set(machines[at : at + local]) for at in range(0, len(machines), local)]
     whole = len(machines) % local == 0 and all(len(block) == 1 for block in blocks)
     if not whole or len(set.union(*blocks)) < len(blocks):
-        return 1, f"the ranks that exchange are not whole machines of LOCAL_WORLD_SIZE={local} consecutive ranks"
+        return (
+            1,
+            f"the ranks that exchange are not whole machines of LOCAL_WORLD_SIZE={local} "
+            "consecutive ranks",
+        )
     return local, f"LOCAL_WORLD_SIZE={local} and {len(blocks)} machines"
 
 
 _Made = tuple[Private, Private | None]
-_shared: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, _Made]]" = weakref.WeakKeyDictionary()
+_shared: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, _Made]]" = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def _groups_of(nodes: Nodes) -> _Made:
-    """The process groups of this node and of the leaders, made once; the latter on leaders of several nodes."""
+    """The process groups of this node and of the leaders, made once; the latter on leaders of
+    several nodes.
+    """
     everybody, width = nodes.everybody, nodes.node_size
     made = _shared.setdefault(everybody._private, {})
     if width not in made:

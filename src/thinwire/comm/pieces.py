@@ -12,9 +12,11 @@ _BYTES_PER_S = 32 << 10
 
 
 def piece_bytes(timeout_s: float) -> int:
-    """How large a piece is at most: one that a line of 0.5 Mbit/s carries within the time-out, two being on their way.
+    """How large a piece is at most: one that a line of 0.5 Mbit/s carries within the time-out, two
+    being on their way.
 
-    The time-out must be the same on all ranks. Larger pieces than 4 MiB gain nothing on a fast line.
+    The time-out must be the same on all ranks. Larger pieces than 4 MiB gain nothing on a fast
+    line.
     """
     wanted = int(min(timeout_s, 1e6)) * _BYTES_PER_S
     return min(max(wanted, _SMALLEST_BYTES), _LARGEST_BYTES)
@@ -27,13 +29,17 @@ def pieces_of(buffer: Tensor, limit_bytes: int) -> Sequence[Tensor]:
     return torch.split(buffer.view(-1), limit_bytes // buffer.element_size())
 
 
-def rows_of(out: Tensor, message: Tensor, limit_bytes: int) -> Iterator[tuple[list[Tensor], Tensor]]:
+def rows_of(
+    out: Tensor, message: Tensor, limit_bytes: int
+) -> Iterator[tuple[list[Tensor], Tensor]]:
     """For every piece of `message`, where it goes in the rows of `out` and the piece itself."""
     for at in range(0, message.numel(), limit_bytes):
         yield [row[at : at + limit_bytes] for row in out], message[at : at + limit_bytes]
 
 
-def shares_of(parts: Tensor, lengths: Sequence[int], limit_bytes: int) -> Iterator[tuple[Tensor, list[int]]]:
+def shares_of(
+    parts: Tensor, lengths: Sequence[int], limit_bytes: int
+) -> Iterator[tuple[Tensor, list[int]]]:
     """Rounds of an exchange in which every rank gives every rank a string of its own.
 
     Yields:

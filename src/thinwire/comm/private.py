@@ -1,4 +1,6 @@
-"""The process groups of the library's own: made within a limit, shared, and let go of at exit without blocking."""
+"""The process groups of the library's own: made within a limit, shared, and let go of at exit
+without blocking.
+"""
 
 import atexit
 import contextlib
@@ -35,17 +37,18 @@ class Private:
     """One process group with its courier, shared by all who exchange over the same ranks.
 
     Attributes:
-        control: The process group of the small messages by which ranks agree, beside that of the data: a rank that
-            makes another call than the others meets them in an agreement, never in a message of another length, for
-            which gloo aborts the process.
+        control: The process group of the small messages by which ranks agree, beside that of the
+            data: a rank that makes another call than the others meets them in an agreement, never
+            in a message of another length, for which gloo aborts the process.
         courier: Tells the others that this rank is alive; None where the group has no store.
         abandoned: Why nothing may be exchanged over it any more; None while that is not so.
 
     Args:
         ranks: Global ranks, this one among them; making it is collective over them.
         timeout_s: For the making; and for every exchange, where `timed`.
-        timed: Whether the backend watches the time. Else whoever waits does: then an exchange may be launched long
-            before others get to it, and a large one may take as long as it makes progress.
+        timed: Whether the backend watches the time. Else whoever waits does: then an exchange may
+            be launched long before others get to it, and a large one may take as long as it makes
+            progress.
 
     Raises:
         PeerLost, PeerStalled: One of the ranks died, or did not come within the time-out.
@@ -61,7 +64,9 @@ class Private:
             for group in (self._group, self.control):
                 # set afterwards: the same value limits the making
                 group._get_backend(torch.device("cpu"))._set_default_timeout(_NEVER)
-        if gloo and timed:  # the making was limited by what was left of a deadline, which ranks do not have alike
+        if (
+            gloo and timed
+        ):  # the making was limited by what was left of a deadline, which ranks do not have alike
             backend = self._group._get_backend(torch.device("cpu"))
             backend.options._timeout = datetime.timedelta(seconds=timeout_s)
             backend._set_default_timeout(datetime.timedelta(seconds=timeout_s))
@@ -93,7 +98,9 @@ class Private:
         for group in groups:
             stuck = any(flight[0] is group for flight in _flying.values())
             if not stuck and dist.is_initialized():
-                with contextlib.suppress(ValueError, AssertionError):  # of a world that was destroyed before
+                with contextlib.suppress(
+                    ValueError, AssertionError
+                ):  # of a world that was destroyed before
                     dist.destroy_process_group(group)
 
 
@@ -103,7 +110,9 @@ _flying: dict[int, _Flight] = {}
 
 
 def private_group(parent: dist.ProcessGroup, timeout_s: float) -> Private:
-    """The library's own group over the ranks of `parent`, made once for each; `timeout_s` limits the making."""
+    """The library's own group over the ranks of `parent`, made once for each; `timeout_s` limits
+    the making.
+    """
     if parent not in _shared:
         warn_of_restarts()
         with one_deadline(timeout_s):
@@ -143,12 +152,15 @@ def _new_group(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:
     timeout = datetime.timedelta(seconds=limit_s)
 
     def make() -> dist.ProcessGroup:
-        group: dist.ProcessGroup = dist.new_group(ranks=ranks, timeout=timeout, use_local_synchronization=True)
+        group: dist.ProcessGroup = dist.new_group(
+            ranks=ranks, timeout=timeout, use_local_synchronization=True
+        )
         return group
 
     begun = time.monotonic()
     try:
-        # a store whose host is stopped answers never, whatever its time-out; nccl wants the thread of its device
+        # a store whose host is stopped answers never, whatever its time-out; nccl wants the thread
+        # of its device
         return make() if dist.get_backend() == "nccl" else _within(limit_s + _SLACK_S, make)
     except RuntimeError as error:
         raise explain_failure(
@@ -188,8 +200,9 @@ def _within(limit_s: float, make: Callable[[], _T]) -> _T:
 def _release_all() -> None:
     """Let go of all groups, the latest first, which joins their threads.
 
-    A thread of the backend that lets go of a tensor once the interpreter is finalizing aborts the process; one that is
-    blocked in an exchange would hold it up. What is still on its way is therefore kept for ever.
+    A thread of the backend that lets go of a tensor once the interpreter is finalizing aborts the
+    process; one that is blocked in an exchange would hold it up. What is still on its way is
+    therefore kept for ever.
     """
     stop_all()
     until = time.monotonic() + _EXIT_PATIENCE_S

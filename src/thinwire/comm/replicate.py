@@ -26,7 +26,8 @@ _log = logging.getLogger("thinwire")
 
 @torch.no_grad()
 def copy_from_first_(tensors: Iterable[Tensor], group: Group, *, what: str) -> None:
-    """Overwrite `tensors` with those of rank 0, whatever their dtypes, and whether or not they differ: all, or none.
+    """Overwrite `tensors` with those of rank 0, whatever their dtypes, and whether or not they
+    differ: all, or none.
 
     Args:
         tensors: The same shapes, dtypes and order on all ranks; empty ones are passed over.
@@ -34,7 +35,8 @@ def copy_from_first_(tensors: Iterable[Tensor], group: Group, *, what: str) -> N
         what: The occasion in plain words, for errors.
 
     Raises:
-        PayloadCorrupt: They arrived damaged here, which other ranks have not heard of; nothing was written.
+        PayloadCorrupt: They arrived damaged here, which other ranks have not heard of; nothing was
+            written.
         PeerLost, PeerStalled: See `thinwire.errors`.
 
     Communication: one broadcast of all bytes and a digest per device.
@@ -48,7 +50,9 @@ def copy_from_first_(tensors: Iterable[Tensor], group: Group, *, what: str) -> N
         arrived.append((here, group.broadcast_(torch.cat([content, seal]), what=what).wait()))
     for _, message in arrived:
         if _digest(message[:-_DIGEST_BYTES]) != message[-_DIGEST_BYTES:].cpu().numpy().tobytes():
-            raise PayloadCorrupt(f"{what}: they arrived damaged on rank {group.rank}. {state_after_failure()}")
+            raise PayloadCorrupt(
+                f"{what}: they arrived damaged on rank {group.rank}. {state_after_failure()}"
+            )
     for here, message in arrived:
         at = 0
         for tensor in here:
@@ -61,9 +65,9 @@ def copy_from_first_(tensors: Iterable[Tensor], group: Group, *, what: str) -> N
 def make_equal_(tensors: Mapping[str, Tensor], group: Group, *, what: str) -> None:
     """Give those of `tensors` that differ between ranks the value of rank 0, all of them or none.
 
-    However slow the line is: the copy goes in pieces whose size follows the speed, so that each takes a small part of
-    the time-out, and the log of `thinwire` tells the progress every 5 s. What has arrived is compared with the digests
-    of rank 0 before anything is written.
+    However slow the line is: the copy goes in pieces whose size follows the speed, so that each
+    takes a small part of the time-out, and the log of `thinwire` tells the progress every 5 s. What
+    has arrived is compared with the digests of rank 0 before anything is written.
 
     Args:
         tensors: By name; the same names, shapes, dtypes and order on all ranks.
@@ -71,11 +75,13 @@ def make_equal_(tensors: Mapping[str, Tensor], group: Group, *, what: str) -> No
         what: The occasion in plain words, for errors and the log.
 
     Raises:
-        PayloadCorrupt: A tensor arrived damaged on some rank; on every rank, and nothing was written.
+        PayloadCorrupt: A tensor arrived damaged on some rank; on every rank, and nothing was
+            written.
         PeerLost, PeerStalled: See `thinwire.errors`.
 
-    Communication: 24 bytes a rank where all are equal. Else 16 bytes for every tensor, the bytes of those that differ
-        from rank 0 to all, and 8 bytes a rank for every piece of 16 KiB to 16 MiB.
+    Communication: 24 bytes a rank where all are equal. Else 16 bytes for every tensor, the bytes of
+        those that differ from rank 0 to all, and 8 bytes a rank for every piece of 16 KiB to 16
+        MiB.
     """
     if group.size == 1:
         return
@@ -84,20 +90,27 @@ def make_equal_(tensors: Mapping[str, Tensor], group: Group, *, what: str) -> No
         digests = [_digest(_bytes_of(tensor)) for tensor in held.values()]
         rows = group.gather_bytes(b"".join(digests), what=f"{what}: comparing it")
         wanted = [rows[0][at : at + _DIGEST_BYTES] for at in range(0, len(rows[0]), _DIGEST_BYTES)]
-        moved = [i for i in range(len(wanted)) if len({row[i * _DIGEST_BYTES :][:_DIGEST_BYTES] for row in rows}) > 1]
+        moved = [
+            i
+            for i in range(len(wanted))
+            if len({row[i * _DIGEST_BYTES :][:_DIGEST_BYTES] for row in rows}) > 1
+        ]
         names, theirs = list(held), list(held.values())
         sources = [_bytes_of(theirs[i]).to(group.device) for i in moved]
         if group.rank > 0:
             sources = [torch.empty_like(source) for source in sources]
         _copy_(sources, group, what)
-        bad = [names[i] for i, came in zip(moved, sources, strict=True) if _digest(came) != wanted[i]]
+        bad = [
+            names[i] for i, came in zip(moved, sources, strict=True) if _digest(came) != wanted[i]
+        ]
         if moved:
             answers = group.gather_bytes("\n".join(bad).encode(), what=f"{what}: verifying it")
             for rank, answer in enumerate(answers):
                 if answer:
                     name = answer.decode(errors="replace").split("\n", 1)[0]
                     raise PayloadCorrupt(
-                        f"{what}: {name} arrived damaged on rank {rank}. Nothing was written on any rank: start again"
+                        f"{what}: {name} arrived damaged on rank {rank}. Nothing was written on "
+                        "any rank: start again"
                     )
     for i, came in zip(moved, sources, strict=True):
         if digests[i] != wanted[i]:

@@ -1,7 +1,8 @@
-"""What a compression of changes tells those who average: pure functions of tensors, no word of ranks.
+"""What a compression of changes tells those who average: pure functions of tensors, no word of
+ranks.
 
-A new one is a file with a config that has these methods and `explained()`, its line of `explain`, and a line in
-`compress.changes`.
+A new one is a file with a config that has these methods and `explained()`, its line of `explain`,
+and a line in `compress.changes`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,13 +35,14 @@ class MeanChange(Arrived):
     """What has arrived of the changes and is in order, before anything is applied."""
 
     def settle_(self, name: str, folded: Tensor, kept: Kept) -> Tensor:
-        """The mean change of one parameter; changes `kept`: what this rank did not send is its error.
+        """The mean change of one parameter; changes `kept`: what this rank did not send is its
+        error.
 
         Args:
             name: Of the parameter.
             folded: What this rank had to send; read only.
-            kept: The state; an error has shape and dtype of `folded`, contiguous, and becomes `folded` less what this
-                rank sent. Of this parameter only.
+            kept: The state; an error has shape and dtype of `folded`, contiguous, and becomes
+                `folded` less what this rank sent. Of this parameter only.
 
         Returns:
             A new tensor like `folded`; the same bits on all ranks.
@@ -49,14 +51,16 @@ class MeanChange(Arrived):
 
 
 class ChangeCompression(Protocol):
-    """What of the changes of parameters travels at an averaging, and what is kept; the same on all ranks.
+    """What of the changes of parameters travels at an averaging, and what is kept; the same on all
+    ranks.
 
-    What is folded is e <- decay * e + change, with an error e per parameter; what of it is not sent becomes e. Steps
-    are local steps, from 1.
+    What is folded is e <- decay * e + change, with an error e per parameter; what of it is not sent
+    becomes e. Steps are local steps, from 1.
     """
 
     kept: ClassVar[Mapping[str, Rule]]
-    """The kinds of its state, `ERRORS` among them, and what each becomes on another number of ranks."""
+    """The kinds of its state, `ERRORS` among them, and what each becomes on another number of
+    ranks."""
 
     @property
     def decay(self) -> float:
@@ -64,7 +68,9 @@ class ChangeCompression(Protocol):
 
     @property
     def conserves(self) -> bool:
-        """Whether the mean over the ranks of all that was changed is applied in time: none lost, none counted twice."""
+        """Whether the mean over the ranks of all that was changed is applied in time: none lost,
+        none counted twice.
+        """
 
     def compresses(self, param: Tensor) -> bool:
         """Whether a parameter's change is ever compressed, so that it has an error."""
@@ -73,23 +79,30 @@ class ChangeCompression(Protocol):
         """The state of a parameter at the start, by kind; an error is zeros like the anchor."""
 
     def takes(self, step: int, numel: int) -> bool:
-        """Whether a change of so many entries, of such a parameter, is compressed after local step `step`."""
+        """Whether a change of so many entries, of such a parameter, is compressed after local step
+        `step`.
+        """
 
     def send(self, context: Context, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
         """The collectives of one averaging, which return a `MeanChange`.
 
         Args:
             context: Its step is a local step, from 1, for the headers of messages.
-            folded: By name what this rank has to send, contiguous, float32 or float64, finite; read only. All names
-                are taken at this step, at least one, in the same order on all ranks.
+            folded: By name what this rank has to send, contiguous, float32 or float64, finite; read
+                only. All names are taken at this step, at least one, in the same order on all
+                ranks.
             kept: The state; read only.
         """
 
     def sent_bytes(self, step: int, shapes: Sequence[torch.Size]) -> int:
-        """What one rank gives to the collectives of `send` for float32, exactly, headers included."""
+        """What one rank gives to the collectives of `send` for float32, exactly, headers
+        included.
+        """
 
     def sparsity_at(self, step: int) -> float:
-        """Fraction of a compressed change that the averaging after `step` leaves out; 0 where nothing is."""
+        """Fraction of a compressed change that the averaging after `step` leaves out; 0 where
+        nothing is.
+        """
 
     def needs(self, params: Sequence[Tensor]) -> frozenset[Need]:
         """The compiled loops that `send` calls for these parameters."""

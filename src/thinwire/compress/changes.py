@@ -9,7 +9,11 @@ from thinwire.compress.sparse_change import RampedChange, Sparse
 __all__ = ["COMPRESSIONS", "Compression", "compression_of"]
 
 Compression = Sparse | Quantized | LowRank
-COMPRESSIONS: dict[str, type[Compression]] = {"sparse": Sparse, "quantized": Quantized, "low_rank": LowRank}
+COMPRESSIONS: dict[str, type[Compression]] = {
+    "sparse": Sparse,
+    "quantized": Quantized,
+    "low_rank": LowRank,
+}
 """The configs, each a `ChangeCompression` that explains itself, by their tags in strategy files."""
 
 

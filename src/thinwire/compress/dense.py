@@ -5,7 +5,16 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from thinwire.compress.protocol import AllGather, AllReduce, Arrived, Collective, Context, OtherRanks, Sending, Watch
+from thinwire.compress.protocol import (
+    AllGather,
+    AllReduce,
+    Arrived,
+    Collective,
+    Context,
+    OtherRanks,
+    Sending,
+    Watch,
+)
 from thinwire.core.kernels import is_static
 from thinwire.core.merge import checked_mean_
 from thinwire.core.precision import state_dtype
@@ -51,7 +60,9 @@ class Dense:
         dense = {name: grad.to_dense() if grad.is_sparse else grad for name, grad in grads.items()}
         return send_dense(context, dense, check_finite=self._check_finite)
 
-    def commit_(self, grads: Mapping[str, Tensor], arrived: Arrived, watch: Watch | None = None) -> None:
+    def commit_(
+        self, grads: Mapping[str, Tensor], arrived: Arrived, watch: Watch | None = None
+    ) -> None:
         """Nothing: it has no state."""
 
     def state(self) -> dict[str, dict[str, Tensor]]:
@@ -62,7 +73,9 @@ class Dense:
         """See `Compressor`."""
 
 
-def send_dense(context: Context, tensors: Mapping[str, Tensor], *, check_finite: bool = False) -> Sending:
+def send_dense(
+    context: Context, tensors: Mapping[str, Tensor], *, check_finite: bool = False
+) -> Sending:
     """The sums of dense tensors over the sources.
 
     Args:
@@ -118,7 +131,9 @@ class DenseMeans(Arrived):
         """See `Arrived`."""
         if not self.check_finite:
             return None
-        return next((name for name, mean in self.means.items() if not bool(mean.isfinite().all())), None)
+        return next(
+            (name for name, mean in self.means.items() if not bool(mean.isfinite().all())), None
+        )
 
     def mean(self, name: str, param: Tensor, into: Tensor | None = None) -> Tensor:
         """See `Arrived`."""
@@ -126,10 +141,14 @@ class DenseMeans(Arrived):
         return mean.to(state_dtype(param)) if param.is_floating_point() else mean
 
 
-def sum_of(flat: Tensor, context: Context, purpose: str, *, within_node: bool = False) -> Collective:
-    """How a flat tensor is added up: what is small travels with a checksum, so that nothing damaged is added.
+def sum_of(
+    flat: Tensor, context: Context, purpose: str, *, within_node: bool = False
+) -> Collective:
+    """How a flat tensor is added up: what is small travels with a checksum, so that nothing damaged
+    is added.
 
-    Communication: an all-reduce; where the parts of all others have at most 64 KiB together, an all-gather.
+    Communication: an all-reduce; where the parts of all others have at most 64 KiB together, an
+    all-gather.
     """
     if travels_sealed(flat, context.node_size if within_node else context.sources):
         return AllGather(sealed(flat, _place(context)), purpose, within_node)
@@ -139,14 +158,21 @@ def sum_of(flat: Tensor, context: Context, purpose: str, *, within_node: bool = 
 def opened(
     collective: Collective, answer: Tensor, dtype: torch.dtype, context: Context
 ) -> tuple[Tensor, Tensor | None]:
-    """The sum that `sum_of` asked for, and which parts of it are damaged, int64, 0 for one that is whole."""
-    return opened_sum(answer, dtype, _place(context)) if isinstance(collective, AllGather) else (answer, None)
+    """The sum that `sum_of` asked for, and which parts of it are damaged, int64, 0 for one that is
+    whole.
+    """
+    return (
+        opened_sum(answer, dtype, _place(context))
+        if isinstance(collective, AllGather)
+        else (answer, None)
+    )
 
 
 def damaged_text(rank: int, context: Context) -> str:
     """What is said of a part that does not fit its checksum."""
     return (
-        f"the dense tensors of rank {rank} for bucket {context.bucket} of step {context.step} were refused: they do "
+        f"the dense tensors of rank {rank} for bucket {context.bucket} of step {context.step} were "
+        "refused: they do "
         "not fit their checksum"
     )
 
@@ -171,7 +197,10 @@ def joined(tensors: Iterable[Tensor]) -> Tensor:
 def parted(flat: Tensor, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What `joined` made, as views by name and in the shapes of `tensors`."""
     pieces = torch.split(flat, [tensor.numel() for tensor in tensors.values()])
-    return {name: piece.view(tensor.shape) for (name, tensor), piece in zip(tensors.items(), pieces, strict=True)}
+    return {
+        name: piece.view(tensor.shape)
+        for (name, tensor), piece in zip(tensors.items(), pieces, strict=True)
+    }
 
 
 def all_finite(tensor: Tensor) -> bool:

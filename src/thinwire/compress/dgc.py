@@ -47,27 +47,34 @@ _COMPRESSIBLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def compressible(param: Tensor, min_numel: int) -> bool:
-    """Whether the gradient of this tensor is ever compressed, with `min_numel` as the smallest size that is."""
+    """Whether the gradient of this tensor is ever compressed, with `min_numel` as the smallest size
+    that is.
+    """
     return param.dtype in _COMPRESSIBLE and param.numel() >= min_numel
 
 
 @dataclass(frozen=True)
 class DGC:
-    """Each rank sends only the few largest accumulated entries of every gradient, about 2,000 times fewer bytes.
+    """Each rank sends only the few largest accumulated entries of every gradient, about 2,000 times
+    fewer bytes.
 
     Attributes:
         rampup_begin_step: Updates before compression begins, >= 0.
         rampup_step: Updates over which the levels of `sparsity` are spread, >= 1.
         sparsity: Fractions that are **not** sent, each in [0, 1); the last one stays.
-        local_grad_clip_norm: C > 0: a source's share g / N of a compressed tensor is limited to the norm C / sqrt(N).
+        local_grad_clip_norm: C > 0: a source's share g / N of a compressed tensor is limited to the
+            norm C / sqrt(N).
         min_numel: Smaller tensors are exchanged densely, >= 1.
         value_bits: What one sent value costs: 1, 2, 4, 8, 16 or 32. The rounding error is kept.
-        state_dtype: "float32" or "bfloat16", in which momentum and residual of compressed tensors are stored; bfloat16
-            is rounded stochastically and takes half the memory. None: float32, float64 for float64 parameters.
-        node_size: Consecutive ranks that share a node, average densely among themselves and count as one source, >= 1;
-            it must divide the ranks. 1 is off. None: torchrun's LOCAL_WORLD_SIZE where ranks fill two nodes or more.
-        exchange: "gather" gives every source all messages, "split" the sums of shares, which does not grow with the
-            sources; "auto" counts, and splits where that moves at most half of the bytes.
+        state_dtype: "float32" or "bfloat16", in which momentum and residual of compressed tensors
+            are stored; bfloat16 is rounded stochastically and takes half the memory. None: float32,
+            float64 for float64 parameters.
+        node_size: Consecutive ranks that share a node, average densely among themselves and count
+            as one source, >= 1; it must divide the ranks. 1 is off. None: torchrun's
+            LOCAL_WORLD_SIZE where ranks fill two nodes or more.
+        exchange: "gather" gives every source all messages, "split" the sums of shares, which does
+            not grow with the sources; "auto" counts, and splits where that moves at most half of
+            the bytes.
 
     Raises:
         TypeError, ValueError: A wrong value.
@@ -100,11 +107,19 @@ class DGC:
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
-        set_(self, "rampup_begin_step", check.integer("rampup_begin_step", self.rampup_begin_step, at_least=0))
+        set_(
+            self,
+            "rampup_begin_step",
+            check.integer("rampup_begin_step", self.rampup_begin_step, at_least=0),
+        )
         set_(self, "rampup_step", check.integer("rampup_step", self.rampup_step, at_least=1))
-        check.instance("sparsity", self.sparsity, (tuple, list), advice="write a single fraction as (0.999,)")
+        check.instance(
+            "sparsity", self.sparsity, (tuple, list), advice="write a single fraction as (0.999,)"
+        )
         if not self.sparsity:
-            raise ValueError("sparsity must hold at least one fraction in [0, 1), got an empty sequence")
+            raise ValueError(
+                "sparsity must hold at least one fraction in [0, 1), got an empty sequence"
+            )
         levels = [
             check.real(f"sparsity[{i}], the fraction that is not sent,", level, at_least=0, below=1)
             for i, level in enumerate(self.sparsity)
@@ -131,7 +146,9 @@ class DGC:
         return stored_dtype(param, named_state_dtype(self.state_dtype))
 
     def sparsity_in_force(self, step: int) -> float:
-        """Fraction of a compressed tensor that update `step` (from 0) does not send; 0 before compression begins."""
+        """Fraction of a compressed tensor that update `step` (from 0) does not send; 0 before
+        compression begins.
+        """
         if step < self.rampup_begin_step:
             return 0.0
         return sparsity_at(step, self.rampup_begin_step, self.rampup_step, self.sparsity)
@@ -140,8 +157,10 @@ class DGC:
         """What becomes of a gradient, in words."""
         stored = ", in bfloat16 by stochastic rounding" if self.state_dtype == "bfloat16" else ""
         return (
-            f"{self.beginning()}gradients accumulate, and of each tensor the largest {self.ramp()} are sent, "
-            f"{bits_text(self.value_bits)} an entry; the rest is kept{stored}. Tensors below {self.min_numel} numbers "
+            f"{self.beginning()}gradients accumulate, and of each tensor the largest {self.ramp()} "
+            "are sent, "
+            f"{bits_text(self.value_bits)} an entry; the rest is kept{stored}. Tensors below "
+            f"{self.min_numel} numbers "
             f"are dense{self.limit('source')}"
         )
 
@@ -151,15 +170,24 @@ class DGC:
         return f"the first {begin} {plural('update', begin)} dense, then " if begin else ""
 
     def ramp(self) -> str:
-        """Such as "25 % from update 201, 6.25 % from 461, 0.1 % from 721", updates counted from 1."""
+        """Such as "25 % from update 201, 6.25 % from 461, 0.1 % from 721", updates counted
+        from 1.
+        """
         levels, length = self.sparsity, self.rampup_step
-        first = [self.rampup_begin_step + 1 - (-i * length // len(levels)) for i in range(len(levels))]
+        first = [
+            self.rampup_begin_step + 1 - (-i * length // len(levels)) for i in range(len(levels))
+        ]
         if len(levels) == 1:
             return share_text(levels[0])
         ends = [*first[1:], None]
-        shown = [(level, start) for level, start, end in zip(levels, first, ends, strict=True) if start != end]
+        shown = [
+            (level, start)
+            for level, start, end in zip(levels, first, ends, strict=True)
+            if start != end
+        ]
         return ", ".join(
-            f"{share_text(level)} {'from update ' if i == 0 else 'from '}{at}" for i, (level, at) in enumerate(shown)
+            f"{share_text(level)} {'from update ' if i == 0 else 'from '}{at}"
+            for i, (level, at) in enumerate(shown)
         )
 
     def limit(self, who: str) -> str:
@@ -179,12 +207,16 @@ class DGC:
         """What one source sends of these once the sparsity has reached its last level, in words."""
         slots = tuple(Slot(p.numel(), count_sent(p.numel(), self.sparsity[-1])) for p in params)
         layout = Layout(slots, self.value_bits)
-        said = f"a whole message has {sum(slot.k for slot in slots):,} entries in {layout.nbytes:,} bytes"
+        said = (
+            f"a whole message has {sum(slot.k for slot in slots):,} entries in {layout.nbytes:,} "
+            "bytes"
+        )
         if self.exchange != "auto":
             return said
         begin = first_split(layout)
         return (
-            f"{said}; sources gather {'however many they are' if begin is None else f'below {begin}, else they split'}"
+            f"{said}; sources gather "
+            f"{'however many they are' if begin is None else f'below {begin}, else they split'}"
         )
 
     def needs(self, params: Iterable[Tensor]) -> frozenset[Need]:
@@ -193,7 +225,9 @@ class DGC:
         mine = [param for param in params if self.compresses(param)]
         return needs_of("sparse", mine, state_dtype=state, value_bits=self.value_bits)
 
-    def compressor(self, params: Mapping[str, Tensor], *, num_trainers: int | None = None) -> "DGCCompressor":
+    def compressor(
+        self, params: Mapping[str, Tensor], *, num_trainers: int | None = None
+    ) -> "DGCCompressor":
         """See `thinwire.sync.gradients.Compression`: without momentum correction.
 
         The state is there from the beginning.
@@ -214,11 +248,14 @@ class DGC:
         """Entries sent of `numel` in update `step` (from 0); None before compression begins."""
         if step < self.rampup_begin_step:
             return None
-        return count_sent(numel, sparsity_at(step, self.rampup_begin_step, self.rampup_step, self.sparsity))
+        return count_sent(
+            numel, sparsity_at(step, self.rampup_begin_step, self.rampup_step, self.sparsity)
+        )
 
 
 def limited(grad: Tensor, limit: float, sources: int, dtype: torch.dtype) -> Tensor:
-    """One rank's gradient such that its share of the mean, grad / N, has at most the norm C / sqrt(N).
+    """One rank's gradient such that its share of the mean, grad / N, has at most the norm C /
+    sqrt(N).
 
     g <- g * min(1, C * sqrt(N) / ||g||).
 
@@ -237,7 +274,8 @@ def limited(grad: Tensor, limit: float, sources: int, dtype: torch.dtype) -> Ten
 
 
 def locally_clipped(dgc: DGC, step: int, sources: int, param: Tensor, grad: Tensor) -> Tensor:
-    """The gradient as `dgc` lets it into the accumulation of this rank: limited where it is compressed at `step`.
+    """The gradient as `dgc` lets it into the accumulation of this rank: limited where it is
+    compressed at `step`.
 
     Args:
         dgc: The config.
@@ -247,8 +285,9 @@ def locally_clipped(dgc: DGC, step: int, sources: int, param: Tensor, grad: Tens
         grad: Its gradient on this rank; read only.
 
     Returns:
-        `limited` in float32 (float64 for float64 parameters), or `grad` itself: without `local_grad_clip_norm`, before
-        `rampup_begin_step`, and for whatever is always exchanged densely.
+        `limited` in float32 (float64 for float64 parameters), or `grad` itself: without
+        `local_grad_clip_norm`, before `rampup_begin_step`, and for whatever is always exchanged
+        densely.
     """
     if dgc.local_grad_clip_norm is None or grad.is_sparse:
         return grad
@@ -283,7 +322,10 @@ class DGCCompressor:
     """
 
     bucket_bytes = 25 * 2**20
-    other_ranks: Mapping[str, OtherRanks] = {"residual": "mean_zero", "momentum_buffer": "mean_zero"}
+    other_ranks: Mapping[str, OtherRanks] = {
+        "residual": "mean_zero",
+        "momentum_buffer": "mean_zero",
+    }
 
     def __init__(
         self,
@@ -316,7 +358,9 @@ class DGCCompressor:
                 proposed[name] = Proposed(proposal, self._params[name].numel(), k)
         return send_entries(context, proposed, value_bits=self._value_bits, exchange=self._exchange)
 
-    def commit_(self, grads: Mapping[str, Tensor], arrived: Arrived, watch: Watch | None = None) -> None:
+    def commit_(
+        self, grads: Mapping[str, Tensor], arrived: Arrived, watch: Watch | None = None
+    ) -> None:
         """See `Compressor`."""
         assert isinstance(arrived, ArrivedEntries)
         keys = {name: key for key, name in enumerate(self._params)}

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.compress.protocol import AllGather, AllToAll, Arrived, Context, Entries, Sending, zeros_for
+from thinwire.compress.protocol import (
+    AllGather,
+    AllToAll,
+    Arrived,
+    Context,
+    Entries,
+    Sending,
+    zeros_for,
+)
 from thinwire.compress.traffic import GATHER, SPLIT, chosen_exchange
 from thinwire.core.feedback import Proposal
 from thinwire.core.kernels import is_static
@@ -71,7 +79,9 @@ class ArrivedEntries(Arrived):
         for source, verdict in enumerate(checks):
             if verdict:
                 rank = source * at.node_size
-                device_message.explain(layout, messages[source], verdict, step=at.step, bucket=at.bucket, source=rank)
+                device_message.explain(
+                    layout, messages[source], verdict, step=at.step, bucket=at.bucket, source=rank
+                )
 
     def entries(self, name: str, dtype: torch.dtype) -> list[Entries]:
         """See `Arrived`."""
@@ -177,7 +187,9 @@ def _overflowed(arrived: ArrivedEntries) -> str | None:
     return None
 
 
-def _gathered_on_device(context: Context, proposed: Mapping[str, Proposed], layout: Layout) -> Sending:
+def _gathered_on_device(
+    context: Context, proposed: Mapping[str, Proposed], layout: Layout
+) -> Sending:
     """As `_gathered`, without a word to the host, which reads the checks later."""
     from thinwire.core import device_message
 
@@ -241,7 +253,9 @@ def _split(context: Context, proposed: Mapping[str, Proposed], layout: Layout) -
     return arrived
 
 
-def _dealt(context: Context, proposed: Mapping[str, Proposed], layout: Layout) -> tuple[list[Tensor], list[Entries]]:
+def _dealt(
+    context: Context, proposed: Mapping[str, Proposed], layout: Layout
+) -> tuple[list[Tensor], list[Entries]]:
     """A message for each owner, and what the owners decode; no entries where one is not finite.
 
     Entries for which an owner has no room are not among them.
@@ -261,7 +275,9 @@ def _dealt(context: Context, proposed: Mapping[str, Proposed], layout: Layout) -
     return [message for message, _ in packed], [each for each in entries if each is not None]
 
 
-def _added(context: Context, proposed: Mapping[str, Proposed], layout: Layout, rows: Tensor) -> list[Sums] | None:
+def _added(
+    context: Context, proposed: Mapping[str, Proposed], layout: Layout, rows: Tensor
+) -> list[Sums] | None:
     """Of the pieces that this source owns; None where a source, or their sum, is not finite."""
     plan, me = split_plan(layout, context.sources), context.source
     mine, its = plan.pieces[me], plan.first[me]

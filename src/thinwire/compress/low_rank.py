@@ -29,7 +29,15 @@ from torch import Tensor
 from thinwire import _validate as check
 from thinwire.compress.change_protocol import ERRORS, Kept, MeanChange, Rule
 from thinwire.compress.dense import by_dtype, joined, parted
-from thinwire.compress.protocol import AllReduce, Arrived, Context, OtherRanks, Sending, Watch, zeros_for
+from thinwire.compress.protocol import (
+    AllReduce,
+    Arrived,
+    Context,
+    OtherRanks,
+    Sending,
+    Watch,
+    zeros_for,
+)
 from thinwire.compress.words import plural
 from thinwire.core.kernels.needs import Need
 from thinwire.core.merge import checked_mean_
@@ -46,12 +54,15 @@ _LOST = 1e-12
 
 @dataclass(frozen=True)
 class LowRank:
-    """Each matrix of gradients travels as two factors of few columns (PowerSGD), with error feedback.
+    """Each matrix of gradients travels as two factors of few columns (PowerSGD), with error
+    feedback.
 
     Attributes:
-        rank: r, columns of a factor, >= 1; a matrix whose smaller side is not above it travels densely.
+        rank: r, columns of a factor, >= 1; a matrix whose smaller side is not above it travels
+            densely.
         begin_step: Updates before compression begins, >= 0.
-        min_numel: Smaller tensors, and those of fewer than two dimensions, are exchanged densely, >= 1.
+        min_numel: Smaller tensors, and those of fewer than two dimensions, are exchanged densely,
+            >= 1.
 
     Raises:
         TypeError, ValueError: A wrong value.
@@ -101,12 +112,15 @@ class LowRank:
     def explanation(self) -> str:
         """What becomes of a gradient, in words."""
         begin = (
-            f"the first {self.begin_step} {plural('update', self.begin_step)} dense, then " if self.begin_step else ""
+            f"the first {self.begin_step} {plural('update', self.begin_step)} dense, then "
+            if self.begin_step
+            else ""
         )
         columns = f"{self.rank} {plural('column', self.rank)}"
         return (
             f"{begin}each gradient of n rows and m columns travels as two factors of {columns}, "
-            f"{self.rank} (n + m) numbers in two rounds; what they miss is kept and added to the next gradient. "
+            f"{self.rank} (n + m) numbers in two rounds; what they miss is kept and added to the "
+            "next gradient. "
             f"Tensors of fewer than two dimensions or below {self.min_numel} numbers are dense"
         )
 
@@ -117,7 +131,8 @@ class LowRank:
     decay: ClassVar[float] = 1.0
     conserves: ClassVar[bool] = True
     kept: ClassVar[Mapping[str, Rule]] = {ERRORS: "mean_zero", "factors": "first"}
-    """See `ChangeCompression`, which it is for the changes of local updates, with local steps for updates."""
+    """See `ChangeCompression`, which it is for the changes of local updates, with local steps for
+    updates."""
 
     def begin(self, anchor: Tensor) -> dict[str, Tensor]:
         """See `ChangeCompression`."""
@@ -149,7 +164,9 @@ class LowRank:
         """See `ChangeCompression`."""
         return self.explanation().replace("gradient", "change")
 
-    def compressor(self, params: Mapping[str, Tensor], *, num_trainers: int | None = None) -> "LowRankCompressor":
+    def compressor(
+        self, params: Mapping[str, Tensor], *, num_trainers: int | None = None
+    ) -> "LowRankCompressor":
         """See `thinwire.sync.gradients.Compression`."""
         return LowRankCompressor(self, params)
 
@@ -205,7 +222,9 @@ class LowRankCompressor:
 
         return _send_factors(context, {name: self._factors[name] for name in grads}, product)
 
-    def commit_(self, grads: Mapping[str, Tensor], arrived: Arrived, watch: Watch | None = None) -> None:
+    def commit_(
+        self, grads: Mapping[str, Tensor], arrived: Arrived, watch: Watch | None = None
+    ) -> None:
         """See `Compressor`."""
         assert isinstance(arrived, LowRankMeans)
         for name in arrived.names:
@@ -218,7 +237,9 @@ class LowRankCompressor:
             factor = self._factors[name].copy_(right)
             for column in arrived.lost[name]:  # it would stay zero for ever
                 seed = (arrived.context.step + 1 << 24) + self._keys[name]
-                factor[:, column] = _drawn(len(factor), self._config.rank, seed)[:, column].to(factor)
+                factor[:, column] = _drawn(len(factor), self._config.rank, seed)[:, column].to(
+                    factor
+                )
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """See `Compressor`."""
@@ -274,7 +295,8 @@ def _send_factors(
     Args:
         context: Of the sending.
         factors: Q by name, shape (m, r), the same on all ranks.
-        product: Of this rank's matrix with Q; of its transpose with P, where the third argument is true.
+        product: Of this rank's matrix with Q; of its transpose with P, where the third argument is
+            true.
 
     Returns:
         `LowRankMeans`.
@@ -283,7 +305,8 @@ def _send_factors(
     groups = by_dtype(factors)
     lefts = {name: product(name, factor, False) for name, factor in factors.items()}
     answers = yield [
-        AllReduce(joined(lefts[name] for name in group), f"averaging left factors of {purpose}") for group in groups
+        AllReduce(joined(lefts[name] for name in group), f"averaging left factors of {purpose}")
+        for group in groups
     ]
     sums = []
     for total, group in zip(answers, groups, strict=True):
@@ -292,7 +315,8 @@ def _send_factors(
     bases = dict(zip(factors, orthonormal([lefts[name] for name in factors]), strict=True))
     rights = {name: product(name, basis, True) for name, (basis, _) in bases.items()}
     answers = yield [
-        AllReduce(joined(rights[name] for name in group), f"averaging right factors of {purpose}") for group in groups
+        AllReduce(joined(rights[name] for name in group), f"averaging right factors of {purpose}")
+        for group in groups
     ]
     arrived = LowRankMeans(context, list(factors))
     for total, group in zip(answers, groups, strict=True):
@@ -316,7 +340,8 @@ def _drawn(rows: int, columns: int, seed: int) -> Tensor:
 
 
 def orthonormal(matrices: Iterable[Tensor]) -> list[tuple[Tensor, list[int]]]:
-    """The columns of tall matrices made orthonormal from left to right, twice by the Cholesky factor of P^T P.
+    """The columns of tall matrices made orthonormal from left to right, twice by the Cholesky
+    factor of P^T P.
 
     The same bits from the same bits on every processor with the same vector instructions, whatever
     its number of threads: sums of a fixed order in float64, small matrices in plain numbers.
@@ -332,7 +357,9 @@ def orthonormal(matrices: Iterable[Tensor]) -> list[tuple[Tensor, list[int]]]:
     by_shape: dict[torch.Size, list[int]] = {}
     for place, matrix in enumerate(given):
         by_shape.setdefault(matrix.shape, []).append(place)
-    stacks = [torch.stack([given[place].double() for place in places]) for places in by_shape.values()]
+    stacks = [
+        torch.stack([given[place].double() for place in places]) for places in by_shape.values()
+    ]
     # once leaves an error that grows with the square of how nearly dependent columns are
     stacks, first = _orthonormalized(stacks)
     stacks, second = _orthonormalized(stacks)
@@ -344,7 +371,9 @@ def orthonormal(matrices: Iterable[Tensor]) -> list[tuple[Tensor, list[int]]]:
 
 
 def _orthonormalized(stacks: list[Tensor]) -> tuple[list[Tensor], list[list[list[int]]]]:
-    """One pass over stacks of matrices, shape (b, n, r), float64; and the columns of each that are lost."""
+    """One pass over stacks of matrices, shape (b, n, r), float64; and the columns of each that are
+    lost.
+    """
     if not stacks:
         return [], []
     numbers = torch.cat([_grams(stack).reshape(-1) for stack in stacks]).tolist()
@@ -382,7 +411,9 @@ def _grams(stack: Tensor) -> Tensor:
 
 
 def _inverse_of_factor(gram: list[list[float]]) -> tuple[list[list[float]], list[int]]:
-    """The inverse of R, where R^T R is the matrix whose upper half is given; and columns that are lost."""
+    """The inverse of R, where R^T R is the matrix whose upper half is given; and columns that are
+    lost.
+    """
     r = len(gram)
     upper = [[0.0] * r for _ in range(r)]
     inverse = [[0.0] * r for _ in range(r)]

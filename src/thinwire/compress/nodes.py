@@ -41,7 +41,9 @@ def in_nodes(
         for rank, damage in enumerate([] if wrong is None else wrong.tolist()):
             if damage and refusal is None:
                 text = damaged_text(rank, context)
-                refusal = PayloadCorrupt(f"inside node {context.source}, whose ranks count from 0: {text}")
+                refusal = PayloadCorrupt(
+                    f"inside node {context.source}, whose ranks count from 0: {text}"
+                )
     arrived = yield from together(send({name: means[name] for name in grads}))
     if refusal is not None:
         raise refusal

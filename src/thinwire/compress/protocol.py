@@ -1,4 +1,5 @@
-"""What a method of compression is: a generator of collectives, and what it does once all ranks have voted.
+"""What a method of compression is: a generator of collectives, and what it does once all ranks have
+voted.
 
 A method speaks to nobody and changes nothing before the vote. `send` yields the collectives that
 it needs and is given their results; whoever drives it launches what several methods yielded
@@ -115,7 +116,9 @@ class Arrived:
         self.sender: Compressor | None = None
 
     def refuse(self, checks: Sequence[int]) -> None:
-        """Raise `PayloadCorrupt` for the first of `checks`, as the host has read them, that is not 0."""
+        """Raise `PayloadCorrupt` for the first of `checks`, as the host has read them, that is not
+        0.
+        """
 
     def first_bad_sum(self) -> str | None:
         """The first tensor whose sum is not finite, where one may be."""
@@ -194,7 +197,9 @@ class Compressor(Protocol):
     def send(self, context: Context, grads: Mapping[str, Tensor]) -> Sending:
         """Send what it takes of one bucket. Reads gradients and state, and changes neither."""
 
-    def commit_(self, grads: Mapping[str, Tensor], arrived: Arrived, watch: Watch | None = None) -> None:
+    def commit_(
+        self, grads: Mapping[str, Tensor], arrived: Arrived, watch: Watch | None = None
+    ) -> None:
         """Change the state after a vote that found nothing wrong.
 
         Args:

@@ -1,4 +1,6 @@
-"""Quantized changes: every entry of every change travels in few bits; the rounding error is kept."""
+"""Quantized changes: every entry of every change travels in few bits; the rounding error is
+kept.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,8 +24,8 @@ _NARROWEST_PLAIN = 32
 class Quantized(ErrorsOnly):
     """Every entry of each parameter's change is sent in a few bits, without positions.
 
-    All parameters of floating-point type are, whatever their size. A tensor costs its bits and a few
-    float32 scales of its own: 2 at 1 and 2 bits, 8 at 4 bits, 2 at 8 and 16 bits.
+    All parameters of floating-point type are, whatever their size. A tensor costs its bits and a
+    few float32 scales of its own: 2 at 1 and 2 bits, 8 at 4 bits, 2 at 8 and 16 bits.
 
     Attributes:
         value_bits: What one entry costs: 1, 2, 4, 8 or 16. The rounding error is kept.
@@ -33,8 +35,10 @@ class Quantized(ErrorsOnly):
     Raises:
         TypeError, ValueError: A wrong value.
 
-    Source: error feedback, Karimireddy et al., 2019, arXiv 1901.09847; changes of a few bits with it, MuLoCo, 2025,
-    arXiv 2505.23725. Differs: levels are means of parts of the magnitudes (at 1 bit of each sign), not quantiles.
+    Source: error feedback, Karimireddy et al., 2019, arXiv 1901.09847; changes of a few bits with
+        it, MuLoCo, 2025,
+    arXiv 2505.23725. Differs: levels are means of parts of the magnitudes (at 1 bit of each sign),
+        not quantiles.
     """
 
     value_bits: int = 4
@@ -44,7 +48,8 @@ class Quantized(ErrorsOnly):
         value_bits = check.integer("value_bits", self.value_bits)
         if value_bits == _NARROWEST_PLAIN:
             raise ValueError(
-                f"value_bits={value_bits} is no compression, since a change has {value_bits} bits an entry already: "
+                f"value_bits={value_bits} is no compression, since a change has {value_bits} bits "
+                "an entry already: "
                 f"write compression=None, or one of {list(WHOLE_BITS)}"
             )
         check.one_of("value_bits", value_bits, WHOLE_BITS)
@@ -60,7 +65,8 @@ class Quantized(ErrorsOnly):
         """What happens to each tensor's change, in words."""
         bits = "1 bit" if self.value_bits == 1 else f"{self.value_bits} bits"
         return (
-            f"every entry is sent in {bits}; the rounding error is kept and counts {self.decay:g} times the next time"
+            f"every entry is sent in {bits}; the rounding error is kept and counts {self.decay:g} "
+            "times the next time"
         )
 
     def compresses(self, param: Tensor) -> bool:
@@ -77,7 +83,9 @@ class Quantized(ErrorsOnly):
         step = context.step
         message = pack(layout, step, 0, [tensor.view(-1) for tensor in folded.values()])
         [rows] = yield [AllGather(message, f"gathering changes of step {step}")]
-        codes = [unpack(layout, row, step=step, bucket=0, source=rank) for rank, row in enumerate(rows)]
+        codes = [
+            unpack(layout, row, step=step, bucket=0, source=rank) for rank, row in enumerate(rows)
+        ]
         own = unpack(layout, message, step=step, bucket=0, source=0)
         made = _Whole(context, list(folded))
         made.value_bits = self.value_bits

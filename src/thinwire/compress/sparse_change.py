@@ -1,4 +1,6 @@
-"""Sparse changes: the largest entries of every change travel with their positions; the rest is kept."""
+"""Sparse changes: the largest entries of every change travel with their positions; the rest is
+kept.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -67,7 +69,8 @@ class Sparse(ErrorsOnly):
         bits = "1 bit" if self.value_bits == 1 else f"{self.value_bits} bits"
         over = "the ranks that sent it" if self.mean_over == "senders" else "all ranks"
         return (
-            f"the largest {100 * (1 - self.sparsity):.6g} % are sent, {bits} an entry, whose mean is over {over}; "
+            f"the largest {100 * (1 - self.sparsity):.6g} % are sent, {bits} an entry, whose mean "
+            f"is over {over}; "
             f"the rest is kept and counts {self.decay:g} times the next time"
         )
 
@@ -81,7 +84,9 @@ class Sparse(ErrorsOnly):
 
     def send(self, context: Context, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
         """See `ChangeCompression`: one all-gather."""
-        return _sent(context, folded, self._count, self.value_bits, over_senders=self.mean_over == "senders")
+        return _sent(
+            context, folded, self._count, self.value_bits, over_senders=self.mean_over == "senders"
+        )
 
     def sent_bytes(self, step: int, shapes: Sequence[torch.Size]) -> int:
         """See `ChangeCompression`."""
@@ -101,9 +106,11 @@ class Sparse(ErrorsOnly):
 
 @dataclass(frozen=True)
 class RampedChange(ErrorsOnly):
-    """Changes that travel by the ramp of a DGC: its sparsity at the step, its `value_bits` and `min_numel`.
+    """Changes that travel by the ramp of a DGC: its sparsity at the step, its `value_bits` and
+    `min_numel`.
 
-    The mean is over all ranks and what is kept does not decay, so everything is sent in time, as with its gradients.
+    The mean is over all ranks and what is kept does not decay, so everything is sent in time, as
+    with its gradients.
     """
 
     dgc: DGC
@@ -121,11 +128,15 @@ class RampedChange(ErrorsOnly):
 
     def send(self, context: Context, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
         """See `ChangeCompression`: one all-gather."""
-        return _sent(context, folded, self._counting(context.step), self.dgc.value_bits, over_senders=False)
+        return _sent(
+            context, folded, self._counting(context.step), self.dgc.value_bits, over_senders=False
+        )
 
     def sent_bytes(self, step: int, shapes: Sequence[torch.Size]) -> int:
         """See `ChangeCompression`."""
-        return _layout([s.numel() for s in shapes], self._counting(step), self.dgc.value_bits).nbytes
+        return _layout(
+            [s.numel() for s in shapes], self._counting(step), self.dgc.value_bits
+        ).nbytes
 
     def sparsity_at(self, step: int) -> float:
         """That of the update that follows `step`."""
@@ -149,11 +160,19 @@ def _layout(numels: Sequence[int], count: Callable[[int], int], value_bits: int)
 
 
 def _sent(
-    context: Context, folded: Mapping[str, Tensor], count: Callable[[int], int], value_bits: int, *, over_senders: bool
+    context: Context,
+    folded: Mapping[str, Tensor],
+    count: Callable[[int], int],
+    value_bits: int,
+    *,
+    over_senders: bool,
 ) -> Sending:
     """One message of the largest entries of each tensor."""
     layout = _layout([tensor.numel() for tensor in folded.values()], count, value_bits)
-    proposals = [_proposed(tensor.view(-1), slot.k) for tensor, slot in zip(folded.values(), layout.slots, strict=True)]
+    proposals = [
+        _proposed(tensor.view(-1), slot.k)
+        for tensor, slot in zip(folded.values(), layout.slots, strict=True)
+    ]
     static = is_static(proposals[0].values.device)
     step = context.step
     message, values = (_on_device if static else _on_host)(layout, step, proposals)
@@ -171,25 +190,34 @@ def _proposed(flat: Tensor, k: int) -> Proposal:
     return Proposal(indices, flat[indices], finite=True)
 
 
-def _on_host(layout: Layout, step: int, proposals: Sequence[Proposal]) -> tuple[Tensor, list[Tensor]]:
+def _on_host(
+    layout: Layout, step: int, proposals: Sequence[Proposal]
+) -> tuple[Tensor, list[Tensor]]:
     return pack(layout, step, 0, [(p.indices, p.values) for p in proposals])
 
 
-def _on_device(layout: Layout, step: int, proposals: Sequence[Proposal]) -> tuple[Tensor, list[Tensor]]:
+def _on_device(
+    layout: Layout, step: int, proposals: Sequence[Proposal]
+) -> tuple[Tensor, list[Tensor]]:
     from thinwire.core import device_message  # needs Triton
 
     return device_message.pack(layout, step, 0, proposals)
 
 
 _Total: TypeAlias = Callable[[Tensor, bool], tuple[Tensor, Tensor]]
-"""For a tensor like the given one: positions, and the sums over the ranks in their order of what was sent there, or
+"""For a tensor like the given one: positions, and the sums over the ranks in their order of what
+was sent there, or
 of ones, which counts the senders."""
 
 
 def _rows_on_host(layout: Layout, rows: Tensor, step: int) -> list[_Total]:
-    parts = [unpack(layout, row, step=step, bucket=0, source=rank).parts for rank, row in enumerate(rows)]
+    parts = [
+        unpack(layout, row, step=step, bucket=0, source=rank).parts for rank, row in enumerate(rows)
+    ]
 
-    def total(came: Sequence[tuple[Tensor, Tensor]], like: Tensor, ones: bool) -> tuple[Tensor, Tensor]:
+    def total(
+        came: Sequence[tuple[Tensor, Tensor]], like: Tensor, ones: bool
+    ) -> tuple[Tensor, Tensor]:
         return sum_sparse([(i, torch.ones_like(v)) for i, v in came] if ones else came, like.dtype)
 
     return [partial(total, came) for came in zip(*parts, strict=True)]
@@ -225,7 +253,9 @@ class _Largest(MeanChange):
         error.view(-1)[indices] -= values.to(error.dtype)
         positions, mean = self.totals[name](folded, False)
         if self.over_senders:
-            mean /= self.totals[name](folded, True)[1].clamp_(min=1)  # none where nothing was carried on a device
+            mean /= self.totals[name](folded, True)[1].clamp_(
+                min=1
+            )  # none where nothing was carried on a device
         else:
             divided_(mean, self.context.sources)
         change = torch.zeros_like(folded)

@@ -1,4 +1,6 @@
-"""How much an exchange moves, counted from the layouts that make its messages, before anything is sent."""
+"""How much an exchange moves, counted from the layouts that make its messages, before anything is
+sent.
+"""
 
 from functools import lru_cache
 from typing import NamedTuple
@@ -21,14 +23,17 @@ __all__ = [
 GATHER, SPLIT = "gather", "split"
 EXCHANGES = ("auto", GATHER, SPLIT)
 _WORTH = 2
-"""How many times fewer bytes the split exchange must move to be chosen: it passes on k sums, where a gather passes on
+"""How many times fewer bytes the split exchange must move to be chosen: it passes on k sums, where
+a gather passes on
 the entries of all, and waits for the wire twice."""
 
 
 class Traffic(NamedTuple):
-    """What one rank gives to exchanges and gets from them; own messages are given, and not received.
+    """What one rank gives to exchanges and gets from them; own messages are given, and not
+    received.
 
-    An entry is room for one, which is what travels. A gathered message is given once, whoever carries it to whom.
+    An entry is room for one, which is what travels. A gathered message is given once, whoever
+    carries it to whom.
     """
 
     entries_sent: int
@@ -77,7 +82,8 @@ def chosen_exchange(exchange: str, layout: Layout, sources: int) -> str:
     """Which of "gather" and "split" is used, the same on all sources.
 
     Args:
-        exchange: "gather", "split" or "auto": split where a source then moves at most half of the bytes.
+        exchange: "gather", "split" or "auto": split where a source then moves at most half of the
+            bytes.
         layout: Of the message.
         sources: W, at least 1; one source alone always gathers.
     """
@@ -90,11 +96,17 @@ def chosen_exchange(exchange: str, layout: Layout, sources: int) -> str:
 
 
 def first_split(layout: Layout, *, up_to: int = 256) -> int | None:
-    """The smallest number of sources for which "auto" splits messages of this layout; None where there is none."""
-    return next((w for w in range(2, up_to + 1) if chosen_exchange("auto", layout, w) == SPLIT), None)
+    """The smallest number of sources for which "auto" splits messages of this layout; None where
+    there is none.
+    """
+    return next(
+        (w for w in range(2, up_to + 1) if chosen_exchange("auto", layout, w) == SPLIT), None
+    )
 
 
-def inside_node(layout: Layout, sources: int, exchange: str, node: int, *, leader: bool, grad_bytes: int) -> Traffic:
+def inside_node(
+    layout: Layout, sources: int, exchange: str, node: int, *, leader: bool, grad_bytes: int
+) -> Traffic:
     """What one rank of a node sends and receives inside its node for one message of this layout.
 
     Args:
@@ -106,7 +118,8 @@ def inside_node(layout: Layout, sources: int, exchange: str, node: int, *, leade
         grad_bytes: Of the gradients that the ranks of a node average first.
 
     Returns:
-        The average, given and received whole, and what the leader passes on. Its entries are those of messages.
+        The average, given and received whole, and what the leader passes on. Its entries are those
+        of messages.
     """
     k = _entries(layout)
     if exchange == GATHER or sources == 1:
@@ -116,7 +129,12 @@ def inside_node(layout: Layout, sources: int, exchange: str, node: int, *, leade
         entries = sources * _entries(plan.first[node]) + sum(map(_entries, plan.second))
         nbytes = sources * (plan.first[node].nbytes + plan.row_bytes)
     sent, received = (1, 0) if leader else (0, 1)
-    return Traffic(sent * entries, received * entries, grad_bytes + sent * nbytes, grad_bytes + received * nbytes)
+    return Traffic(
+        sent * entries,
+        received * entries,
+        grad_bytes + sent * nbytes,
+        grad_bytes + received * nbytes,
+    )
 
 
 def _entries(layout: Layout) -> int:

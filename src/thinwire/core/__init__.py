@@ -1,1 +1,3 @@
-"""The mathematics of the methods: tensors in, tensors out; nothing here knows ranks, modules or optimizers."""
+"""The mathematics of the methods: tensors in, tensors out; nothing here knows ranks, modules or
+optimizers.
+"""

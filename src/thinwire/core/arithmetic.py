@@ -1,4 +1,6 @@
-"""What decides how a processor rounds, for ranks that must get the same bits from the same numbers."""
+"""What decides how a processor rounds, for ranks that must get the same bits from the same
+numbers.
+"""
 
 import torch
 
@@ -12,12 +14,14 @@ _KERNELS = "body of the kernels"
 
 CURES = {
     _INSTRUCTIONS: (
-        "Their results differ in the last bit, so replicas would part. Set ATEN_CPU_CAPABILITY to the lesser of the "
+        "Their results differ in the last bit, so replicas would part. Set ATEN_CPU_CAPABILITY to "
+        "the lesser of the "
         "two (avx2, or default for none) in the environment of all ranks before they start"
     ),
     _DENORMALS: "Call torch.set_flush_denormal alike on all ranks before this",
     _KERNELS: (
-        "LAMB and LARS round differently in them. Install numba on all ranks, or set THINWIRE_KERNELS=reference in the "
+        "LAMB and LARS round differently in them. Install numba on all ranks, or set "
+        "THINWIRE_KERNELS=reference in the "
         "environment of all of them"
     ),
 }
@@ -29,7 +33,8 @@ def arithmetic(device: torch.device, *, kernels: bool = False) -> dict[str, str]
 
     Args:
         device: Of the parameters.
-        kernels: Whether the bodies of the kernels do not give the same bits for what is to be computed.
+        kernels: Whether the bodies of the kernels do not give the same bits for what is to be
+            computed.
     """
     facts = {}
     if device.type == "cpu":

@@ -20,14 +20,16 @@ def centralized(grad: Tensor) -> Tensor:
     Raises:
         RuntimeError: A sparse gradient with more than one sparse dimension.
 
-    Source: Yong et al., 2020, arXiv 2004.01461, equation 1. Differs: MindSpore's acts only where shape[1] is a multiple
+    Source: Yong et al., 2020, arXiv 2004.01461, equation 1. Differs: MindSpore's acts only where
+        shape[1] is a multiple
     of 16; there is no such rule here.
     """
     if grad.ndim < 2:
         return grad
     if grad.layout is torch.sparse_coo and grad.sparse_dim() != 1:
         raise RuntimeError(
-            f"grad_centralization needs a dense gradient or one with sparse_dim 1, got sparse_dim {grad.sparse_dim()}; "
+            "grad_centralization needs a dense gradient or one with sparse_dim 1, got sparse_dim "
+            f"{grad.sparse_dim()}; "
             "set grad_centralization to False for this group"
         )
     values = values_of(grad)

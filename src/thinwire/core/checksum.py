@@ -1,4 +1,6 @@
-"""Checksums of tensors by their bits, for replicas that must be equal and memory that must not change by itself."""
+"""Checksums of tensors by their bits, for replicas that must be equal and memory that must not
+change by itself.
+"""
 
 from collections.abc import Sequence
 
@@ -18,15 +20,17 @@ _ODD = -7046029254386353131  # 0x9E3779B97F4A7C15, the golden ratio in 64 bits, 
 def checksum(tensors: Sequence[Tensor]) -> int:
     """One number for the bits of all tensors, in their order.
 
-    sum over blocks b of (2 b + 1) c sum of the 64-bit words in b, modulo 2^64, over what the tensors hold, one after
-    the other, zeros at the end. Every weight is odd, so that a change of any single word changes the result.
+    sum over blocks b of (2 b + 1) c sum of the 64-bit words in b, modulo 2^64, over what the
+    tensors hold, one after the other, zeros at the end. Every weight is odd, so that a change of
+    any single word changes the result.
 
     Args:
-        tensors: Any dtypes, shapes, layouts in memory and devices; read only. Entries count in their logical order,
-            NaN by its bits; a sharded tensor counts by what is here.
+        tensors: Any dtypes, shapes, layouts in memory and devices; read only. Entries count in
+            their logical order, NaN by its bits; a sharded tensor counts by what is here.
 
     Returns:
-        0 to 2^64 - 1, the same on every device. One pass, and one host synchronization where they are elsewhere.
+        0 to 2^64 - 1, the same on every device. One pass, and one host synchronization where they
+        are elsewhere.
     """
     sums: list[Tensor] = []
     small: list[Tensor] = []
@@ -49,7 +53,8 @@ def checksum(tensors: Sequence[Tensor]) -> int:
 
 
 def word_sums(tensors: Sequence[Tensor]) -> list[int]:
-    """Per tensor the sum of its 64-bit words modulo 2^64, as a signed number: cheaper than `checksum` of each.
+    """Per tensor the sum of its 64-bit words modulo 2^64, as a signed number: cheaper than
+    `checksum` of each.
 
     A change of any single word changes it, an exchange of two words does not.
 
@@ -66,7 +71,9 @@ def bit_sums(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
-    """What the tensor holds, uint8, one dimension, where it can be read as 64-bit words; a copy only if it must be."""
+    """What the tensor holds, uint8, one dimension, where it can be read as 64-bit words; a copy
+    only if it must be.
+    """
     local = tensor.detach().resolve_conj().resolve_neg()
     real = torch.view_as_real(local) if local.is_complex() else local
     flat = real.contiguous().reshape(-1).view(torch.uint8)

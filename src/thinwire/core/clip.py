@@ -1,7 +1,7 @@
 """Clipping of gradients: three configs and one pure function.
 
-Sources: Pascanu, Mikolov and Bengio, 2013, arXiv 1211.5063 (norms); Paddle, fluid/clip.py (names). Differs: no flag per
-parameter; a gradient that is not finite stays so.
+Sources: Pascanu, Mikolov and Bengio, 2013, arXiv 1211.5063 (norms); Paddle, fluid/clip.py (names).
+Differs: no flag per parameter; a gradient that is not finite stays so.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,8 @@ __all__ = ["Clip", "ClipByGlobalNorm", "ClipByNorm", "ClipByValue", "clipped"]
 
 @dataclass(frozen=True)
 class ClipByGlobalNorm:
-    """Scale all gradients of an optimizer by c / max(G, c), where G is the norm of all of them together.
+    """Scale all gradients of an optimizer by c / max(G, c), where G is the norm of all of them
+    together.
 
     Attributes:
         c: Largest norm allowed, in the gradients' unit, > 0.
@@ -61,7 +62,11 @@ class ClipByValue:
         object.__setattr__(self, "max", check.real("max", self.max))
         low = -self.max if self.min is None else check.real("min", self.min)
         if low > self.max:
-            hint = " (min defaults to -max; give both for a range that is not around 0)" if self.min is None else ""
+            hint = (
+                " (min defaults to -max; give both for a range that is not around 0)"
+                if self.min is None
+                else ""
+            )
             raise ValueError(f"min must be at most max, got min={low} and max={self.max}{hint}")
         object.__setattr__(self, "min", low)
 
@@ -74,11 +79,12 @@ def clipped(clip: Clip, grads: Sequence[Tensor]) -> list[Tensor]:
 
     Args:
         clip: Which of the three.
-        grads: All gradients of one update, dense or coalesced sparse; sharded ones count with their whole norm.
+        grads: All gradients of one update, dense or coalesced sparse; sharded ones count with their
+            whole norm.
 
     Returns:
-        Tensors of the same shapes, dtypes, layouts and devices; no host synchronization. A tensor with an entry that is
-        not finite keeps such an entry.
+        Tensors of the same shapes, dtypes, layouts and devices; no host synchronization. A tensor
+        with an entry that is not finite keeps such an entry.
     """
     if not grads:
         return []

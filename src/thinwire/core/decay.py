@@ -45,14 +45,18 @@ Regularizer = L1Decay | L2Decay
 
 
 def decayed(
-    grad: Tensor, param: Tensor, *, weight_decay: float = 0.0, regularizer: Regularizer | None = None
+    grad: Tensor,
+    param: Tensor,
+    *,
+    weight_decay: float = 0.0,
+    regularizer: Regularizer | None = None,
 ) -> Tensor:
     """The gradient with decay and regularizer: g + wd * p, then + c * p or + c * sign(p).
 
     Args:
         grad: Any shape, dense or coalesced sparse; read only.
-        param: Same shape, read only; converted to the gradient's dtype. Where the gradient is sparse, only the entries
-            that it stores take part.
+        param: Same shape, read only; converted to the gradient's dtype. Where the gradient is
+            sparse, only the entries that it stores take part.
         weight_decay: wd, >= 0; 0 is off.
         regularizer: Added on top of wd; None is off.
 
@@ -67,5 +71,7 @@ def decayed(
     if weight_decay != 0:
         values = values.add(present, alpha=weight_decay)
     if strength != 0:
-        values = values.add(present.sgn() if isinstance(regularizer, L1Decay) else present, alpha=strength)
+        values = values.add(
+            present.sgn() if isinstance(regularizer, L1Decay) else present, alpha=strength
+        )
     return with_values(grad, values)

@@ -1,9 +1,11 @@
-"""The messages of `core.message`, byte for byte, made and read on a device without a word to the host.
+"""The messages of `core.message`, byte for byte, made and read on a device without a word to the
+host.
 
-All shapes follow from the layout. What depends on data stays in device memory: how many entries are carried, whether a
-gradient was not finite, the checksum. What `unpack` would refuse is a verdict per message, a mask of `FAULTS`, that the
-host reads when it likes and explains with `explain`; until then nothing of the message may be applied. To be imported
-where `kernels.is_static` is true, since it needs Triton.
+All shapes follow from the layout. What depends on data stays in device memory: how many entries are
+carried, whether a gradient was not finite, the checksum. What `unpack` would refuse is a verdict
+per message, a mask of `FAULTS`, that the host reads when it likes and explains with `explain`;
+until then nothing of the message may be applied. To be imported where `kernels.is_static` is true,
+since it needs Triton.
 """
 
 from collections.abc import Sequence
@@ -37,7 +39,8 @@ class Rows(NamedTuple):
     values: Tensor
     """Shape (ranks, k), float32."""
     counts: Tensor
-    """Shape (ranks,), int64: entries that a rank carried, 0 where it said that a gradient was not finite."""
+    """Shape (ranks,), int64: entries that a rank carried, 0 where it said that a gradient was not
+    finite."""
 
 
 class Arrived(NamedTuple):
@@ -49,25 +52,30 @@ class Arrived(NamedTuple):
     """Per slot."""
 
 
-def pack(layout: Layout, step: int, bucket: int, proposals: Sequence[Proposal]) -> tuple[Tensor, list[Tensor]]:
-    """Message of the proposals, or of the number of the first that is not finite; see `core.message`.
+def pack(
+    layout: Layout, step: int, bucket: int, proposals: Sequence[Proposal]
+) -> tuple[Tensor, list[Tensor]]:
+    """Message of the proposals, or of the number of the first that is not finite; see
+    `core.message`.
 
     Args:
         layout: Of the message.
         step: Update this belongs to, in [0, 2^64).
         bucket: Number of the bucket, in [0, 65536).
-        proposals: One per slot, of exactly the slot's k entries; `finite` may be a tensor of shape ().
+        proposals: One per slot, of exactly the slot's k entries; `finite` may be a tensor of shape
+            ().
 
     Returns:
-        The message, shape (layout.nbytes,), uint8; and per slot what was sent at the given indices, shape (k,),
-        float32. No host synchronization.
+        The message, shape (layout.nbytes,), uint8; and per slot what was sent at the given indices,
+        shape (k,), float32. No host synchronization.
 
     Raises:
         ValueError: Proposals do not fit the layout, or step or bucket their fields.
     """
     if [p.indices.numel() for p in proposals] != [slot.k for slot in layout.slots] or not proposals:
         raise ValueError(
-            f"proposals have {[p.indices.numel() for p in proposals]} entries; the layout has slots for "
+            f"proposals have {[p.indices.numel() for p in proposals]} entries; the layout has "
+            "slots for "
             f"{[slot.k for slot in layout.slots]}, at least one, and all of them must be filled"
         )
     device = proposals[0].values.device
@@ -76,7 +84,9 @@ def pack(layout: Layout, step: int, bucket: int, proposals: Sequence[Proposal]) 
     codes, all_sent, counts = [], [], []
     for slot, proposal in zip(layout.slots, proposals, strict=True):
         values = torch.where(proposal.values.isfinite(), proposal.values, 0.0)
-        code, sent, count = _encoded(slot.numel, slot.k, layout.value_bits, proposal.indices, values)
+        code, sent, count = _encoded(
+            slot.numel, slot.k, layout.value_bits, proposal.indices, values
+        )
         codes += code
         all_sent.append(sent)
         counts.append(count)
@@ -95,7 +105,8 @@ def pack(layout: Layout, step: int, bucket: int, proposals: Sequence[Proposal]) 
 
 
 def read(layout: Layout, rows: Tensor, *, step: int, bucket: int) -> Arrived:
-    """What the messages of all ranks say, and per message a verdict on everything that `core.message.unpack` checks.
+    """What the messages of all ranks say, and per message a verdict on everything that
+    `core.message.unpack` checks.
 
     Args:
         layout: That they must have.
@@ -115,7 +126,9 @@ def read(layout: Layout, rows: Tensor, *, step: int, bucket: int) -> Arrived:
     flags = (words[:, 0] & _FLAGS_MASK) >> _FLAGS_SHIFT
     wanted = header_words(layout, step, bucket)
     wrong_header = torch.stack([words[:, 0] & ~_FLAGS_MASK, words[:, 1], words[:, 2]])
-    wrong_header = torch.stack([came != word for came, word in zip(wrong_header, wanted, strict=True)]).any(0)
+    wrong_header = torch.stack(
+        [came != word for came, word in zip(wrong_header, wanted, strict=True)]
+    ).any(0)
     checksum = (words[:, 3] >> _CHECKSUM_SHIFT).int()
     carried, alarm = words[:, 3] & 0xFFFFFFFF, flags == 1
     parts, wrong_positions, wrong_values = _decoded(layout, rows, alarm)
@@ -134,8 +147,11 @@ def read(layout: Layout, rows: Tensor, *, step: int, bucket: int) -> Arrived:
     return Arrived((faults.long() << weights).sum(0), parts)
 
 
-def explain(layout: Layout, message: Tensor, verdict: int, *, step: int, bucket: int, source: int) -> NoReturn:
-    """Raise what `core.message.unpack` raises for a message with a verdict other than 0; reads it on the host.
+def explain(
+    layout: Layout, message: Tensor, verdict: int, *, step: int, bucket: int, source: int
+) -> NoReturn:
+    """Raise what `core.message.unpack` raises for a message with a verdict other than 0; reads it
+    on the host.
 
     Raises:
         PayloadCorrupt: Always.
@@ -143,13 +159,15 @@ def explain(layout: Layout, message: Tensor, verdict: int, *, step: int, bucket:
     unpack(layout, message.cpu(), step=step, bucket=bucket, source=source)
     wrong = ", ".join(name for bit, name in enumerate(FAULTS) if verdict >> bit & 1)
     raise PayloadCorrupt(
-        f"the message of rank {source} for bucket {bucket} of step {step} was refused on {message.device} and nothing "
+        f"the message of rank {source} for bucket {bucket} of step {step} was refused on "
+        f"{message.device} and nothing "
         f"applied: {wrong} found wrong there, nothing on the host"
     )
 
 
 def sum_rows(rows: Rows, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The sum over the ranks, added in rank order starting from zero; the bits of `core.merge.sum_sparse`.
+    """The sum over the ranks, added in rank order starting from zero; the bits of
+    `core.merge.sum_sparse`.
 
     Args:
         rows: Of messages whose verdict was 0.
@@ -157,21 +175,29 @@ def sum_rows(rows: Rows, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor
         dtype: float32 or float64, of the sum.
 
     Returns:
-        Positions, int64, ascending but for repetitions, and sums, shape (ranks * k,) both. What repeats a position
-        repeats its sum: assign, never accumulate. (0, 0.0) everywhere where nothing was carried. No host
+        Positions, int64, ascending but for repetitions, and sums, shape (ranks * k,) both. What
+        repeats a position
+        repeats its sum: assign, never accumulate. (0, 0.0) everywhere where nothing was carried. No
+            host
         synchronization.
     """
     return device_codes.sum_rows(*rows, numel, dtype)
 
 
 def _flag(finite: bool | Tensor, device: torch.device) -> Tensor:
-    return finite if isinstance(finite, Tensor) else torch.full((), finite, dtype=torch.bool, device=device)
+    return (
+        finite
+        if isinstance(finite, Tensor)
+        else torch.full((), finite, dtype=torch.bool, device=device)
+    )
 
 
 def _encoded(
     numel: int, k: int, value_bits: int, indices: Tensor, values: Tensor
 ) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Codes of positions and values that are not 0, what is decoded at all positions, and how many are carried."""
+    """Codes of positions and values that are not 0, what is decoded at all positions, and how many
+    are carried.
+    """
     carried = values != 0
     count = carried.sum()
     rank = carried.cumsum(0) - 1
@@ -193,17 +219,25 @@ def _decoded(layout: Layout, rows: Tensor, alarm: Tensor) -> tuple[list[Rows], T
         end = middle + value_bytes(slot.k, layout.value_bits)
         low_bits, low_bytes, _ = position_parts(slot.numel, slot.k)
         positions = device_codes.decode_positions(rows[:, at:middle], slot.k, low_bits, low_bytes)
-        wrong_positions |= _wrong(positions, rows[:, at : at + low_bytes], slot.numel, slot.k * low_bits)
+        wrong_positions |= _wrong(
+            positions, rows[:, at : at + low_bytes], slot.numel, slot.k * low_bits
+        )
         counts = torch.where(alarm, 0, positions.counts)
-        values, finite = device_codes.decode_values(rows[:, middle:end], counts, layout.value_bits, slot.k)
+        values, finite = device_codes.decode_values(
+            rows[:, middle:end], counts, layout.value_bits, slot.k
+        )
         wrong_values |= ~finite
         parts.append(Rows(positions.indices, values, counts))
         at = end
     return parts, wrong_positions, wrong_values
 
 
-def _wrong(positions: tuple[Tensor, Tensor, Tensor], low: Tensor, numel: int, low_bits_of_all: int) -> Tensor:
-    """Per row: too many positions, not ascending, beyond the tensor, or low bits for more than came."""
+def _wrong(
+    positions: tuple[Tensor, Tensor, Tensor], low: Tensor, numel: int, low_bits_of_all: int
+) -> Tensor:
+    """Per row: too many positions, not ascending, beyond the tensor, or low bits for more than
+    came.
+    """
     indices, counts, low_fields = positions
     there = torch.arange(indices.shape[1], device=indices.device) < counts.unsqueeze(1)
     wrong = counts > indices.shape[1]

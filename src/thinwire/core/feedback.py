@@ -1,9 +1,10 @@
 """Momentum correction, residual and masking of deep gradient compression.
 
-Throughout: g gradient, u momentum buffer, v residual, S the entries that are sent, m the momentum. All are flat,
-contiguous and on one device; u and v are float32, float64 or bfloat16, g may be of any floating-point type.
-The arithmetic rounds after every operation, so a proposal and the commit that follows it see the same bits. u and v in
-bfloat16 are read as float32 and computed with in float32; what stays is rounded as `thinwire.core.rounding` says.
+Throughout: g gradient, u momentum buffer, v residual, S the entries that are sent, m the momentum.
+All are flat, contiguous and on one device; u and v are float32, float64 or bfloat16, g may be of
+any floating-point type. The arithmetic rounds after every operation, so a proposal and the commit
+that follows it see the same bits. u and v in bfloat16 are read as float32 and computed with in
+float32; what stays is rounded as `thinwire.core.rounding` says.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,17 @@ from thinwire.core.checksum import word_sums
 from thinwire.core.kernels import for_device, for_lists
 from thinwire.core.kernels.fold import Fold
 
-__all__ = ["Fold", "FoldRule", "Proposal", "Seal", "commit_", "commit_list_", "in_chunks", "propose", "propose_list"]
+__all__ = [
+    "Fold",
+    "FoldRule",
+    "Proposal",
+    "Seal",
+    "commit_",
+    "commit_list_",
+    "in_chunks",
+    "propose",
+    "propose_list",
+]
 
 
 _CHUNK = 1 << 22
@@ -43,15 +54,20 @@ class Proposal(NamedTuple):
     indices: Tensor
     """Shape (k,), int64, ascending; empty if not finite (but never where `finite` is a tensor)."""
     values: Tensor
-    """Shape (k,), the folded residual at `indices`, in the dtype that is computed in; as long as `indices`."""
+    """Shape (k,), the folded residual at `indices`, in the dtype that is computed in; as long as
+    `indices`."""
     finite: bool | Tensor
-    """Whether gradient and folded residual hold finite values only; shape (), bool, where the host need not know."""
+    """Whether gradient and folded residual hold finite values only; shape (), bool, where the host
+    need not know."""
 
 
-def propose(grad: Tensor, residual: Tensor, momentum_buffer: Tensor | None, k: int, rule: FoldRule) -> Proposal:
+def propose(
+    grad: Tensor, residual: Tensor, momentum_buffer: Tensor | None, k: int, rule: FoldRule
+) -> Proposal:
     """The `k` entries of largest magnitude of the folded residual; nothing is changed.
 
-    v' = v + (m * u + g), with Nesterov u' = m * (u + g) and v' = v + u' + g, without momentum buffer v' = v + g.
+    v' = v + (m * u + g), with Nesterov u' = m * (u + g) and v' = v + u' + g, without momentum
+    buffer v' = v + g.
 
     Args:
         grad: Shape (n,), this rank's gradient; converted to the dtype that is computed in.
@@ -72,7 +88,9 @@ def propose(grad: Tensor, residual: Tensor, momentum_buffer: Tensor | None, k: i
     _check_k(k, residual)
     kernels = for_device(residual.device)
     return Proposal(
-        *kernels.propose(grad, residual, momentum_buffer, k, momentum=rule.momentum, nesterov=rule.nesterov)
+        *kernels.propose(
+            grad, residual, momentum_buffer, k, momentum=rule.momentum, nesterov=rule.nesterov
+        )
     )
 
 
@@ -86,7 +104,8 @@ def commit_(
     *,
     seed: int | None = None,
 ) -> None:
-    """Fold the gradient for good, take off what was sent and mask the momentum; changes u and v in place.
+    """Fold the gradient for good, take off what was sent and mask the momentum; changes u and v in
+    place.
 
     u and v become u' and v' of `propose`; then v[S] -= sent and u[S] = 0.
 
@@ -97,8 +116,8 @@ def commit_(
         indices: Shape (j,), int64, strictly ascending from 0 to n - 1 (which is not checked): S.
         sent: Shape (j,), float32 or float64: what the receivers decode at S.
         rule: That of the proposal.
-        seed: For u and v in bfloat16, which need one: 0 to 2^32 - 1, another one in every step and for every tensor.
-            It has no effect on wider ones.
+        seed: For u and v in bfloat16, which need one: 0 to 2^32 - 1, another one in every step and
+            for every tensor. It has no effect on wider ones.
 
     Raises:
         ValueError: Shapes or dtypes do not fit, or the seed is missing.
@@ -122,7 +141,8 @@ def commit_(
 
 
 def in_chunks(sizes: Mapping[_Key, int]) -> Iterator[list[_Key]]:
-    """Tensors that are worth one call together, so few that what is made for all of them stays small.
+    """Tensors that are worth one call together, so few that what is made for all of them stays
+    small.
 
     Args:
         sizes: Entries of every tensor.
@@ -140,7 +160,8 @@ def in_chunks(sizes: Mapping[_Key, int]) -> Iterator[list[_Key]]:
 
 
 def propose_list(folds: Sequence[Fold], ks: Sequence[int]) -> list[Proposal]:
-    """`propose` for many tensors, in few passes over Python where the loops are compiled; nothing is changed.
+    """`propose` for many tensors, in few passes over Python where the loops are compiled; nothing
+    is changed.
 
     Args:
         folds: Per tensor its gradient, state and rule, as for `propose`, all on one device.
@@ -155,7 +176,10 @@ def propose_list(folds: Sequence[Fold], ks: Sequence[int]) -> list[Proposal]:
     lists = for_lists(folds[0].residual.device) if folds else None
     if lists is not None:
         return [Proposal(*found) for found in lists.propose_list(folds, ks)]
-    return [propose(*fold[:3], k, FoldRule(fold.momentum, fold.nesterov)) for fold, k in zip(folds, ks, strict=True)]
+    return [
+        propose(*fold[:3], k, FoldRule(fold.momentum, fold.nesterov))
+        for fold, k in zip(folds, ks, strict=True)
+    ]
 
 
 class Seal(NamedTuple):
@@ -168,7 +192,11 @@ class Seal(NamedTuple):
 
 
 def commit_list_(
-    folds: Sequence[Fold], sent: Sequence[tuple[Tensor, Tensor]], seeds: Sequence[int | None], *, sealed: bool = False
+    folds: Sequence[Fold],
+    sent: Sequence[tuple[Tensor, Tensor]],
+    seeds: Sequence[int | None],
+    *,
+    sealed: bool = False,
 ) -> list[Seal]:
     """`commit_` for many tensors; changes residuals and momentum buffers in place.
 
@@ -200,12 +228,22 @@ def commit_list_(
 
 
 def _rests(fold: Fold, fused: bool) -> list[int]:
-    """The sums of residual and buffer; where loops make them, of the last entry that fills no word, if there is one."""
+    """The sums of residual and buffer; where loops make them, of the last entry that fills no word,
+    if there is one.
+    """
     states = [fold.residual, *([] if fold.momentum_buffer is None else [fold.momentum_buffer])]
     if not fused:
         return word_sums(states)
-    filled = fold.residual.numel() * fold.residual.element_size() // 8 * 8 // fold.residual.element_size()
-    return [] if filled == fold.residual.numel() else word_sums([state[filled:] for state in states])
+    filled = (
+        fold.residual.numel()
+        * fold.residual.element_size()
+        // 8
+        * 8
+        // fold.residual.element_size()
+    )
+    return (
+        [] if filled == fold.residual.numel() else word_sums([state[filled:] for state in states])
+    )
 
 
 def _seals(
@@ -227,7 +265,9 @@ def _wrapped(number: int) -> int:
 
 def _check_k(k: int, residual: Tensor) -> None:
     if not 1 <= k <= residual.numel():
-        raise ValueError(f"k is {k}; it must be between 1 and the {residual.numel()} entries of residual")
+        raise ValueError(
+            f"k is {k}; it must be between 1 and the {residual.numel()} entries of residual"
+        )
 
 
 def _check_seed(seed: int | None, residual: Tensor) -> None:
@@ -237,9 +277,15 @@ def _check_seed(seed: int | None, residual: Tensor) -> None:
 
 def _check_sent(indices: Tensor, sent: Tensor) -> None:
     if indices.shape != sent.shape or indices.dim() != 1:
-        raise ValueError(f"indices has shape {tuple(indices.shape)} and sent {tuple(sent.shape)}; both must be (j,)")
+        raise ValueError(
+            f"indices has shape {tuple(indices.shape)} and sent {tuple(sent.shape)}; both must be "
+            "(j,)"
+        )
     if indices.dtype != torch.int64 or sent.dtype not in {torch.float32, torch.float64}:
-        raise ValueError(f"indices is {indices.dtype} and sent {sent.dtype}; int64 and float32 or float64 are needed")
+        raise ValueError(
+            f"indices is {indices.dtype} and sent {sent.dtype}; int64 and float32 or float64 are "
+            "needed"
+        )
 
 
 def _check_state(grad: Tensor, residual: Tensor, momentum_buffer: Tensor | None) -> None:
@@ -247,9 +293,20 @@ def _check_state(grad: Tensor, residual: Tensor, momentum_buffer: Tensor | None)
         raise ValueError(f"residual is {residual.dtype}; float32, float64 or bfloat16 is needed")
     if not grad.is_floating_point():
         raise ValueError(f"grad is {grad.dtype}; a floating-point type is needed")
-    for name, tensor in (("grad", grad), ("residual", residual), ("momentum_buffer", momentum_buffer)):
-        if tensor is not None and (tensor.shape != (residual.numel(),) or not tensor.is_contiguous()):
+    for name, tensor in (
+        ("grad", grad),
+        ("residual", residual),
+        ("momentum_buffer", momentum_buffer),
+    ):
+        if tensor is not None and (
+            tensor.shape != (residual.numel(),) or not tensor.is_contiguous()
+        ):
             shape = tuple(tensor.shape)
-            raise ValueError(f"{name} has shape {shape}; it must be flat, contiguous and as long as residual")
+            raise ValueError(
+                f"{name} has shape {shape}; it must be flat, contiguous and as long as residual"
+            )
     if momentum_buffer is not None and momentum_buffer.dtype != residual.dtype:
-        raise ValueError(f"momentum_buffer is {momentum_buffer.dtype}; it must be {residual.dtype} as residual is")
+        raise ValueError(
+            f"momentum_buffer is {momentum_buffer.dtype}; it must be {residual.dtype} as residual "
+            "is"
+        )

@@ -7,7 +7,8 @@ __all__ = ["cut"]
 
 
 def cut(sizes: Sequence[int], parts: int) -> list[range]:
-    """Contiguous ranges of positions that cover `sizes`, each ended where it comes closest to its share.
+    """Contiguous ranges of positions that cover `sizes`, each ended where it comes closest to its
+    share.
 
     Args:
         sizes: Elements of each tensor, in order.
@@ -20,7 +21,9 @@ def cut(sizes: Sequence[int], parts: int) -> list[range]:
         ValueError: There are fewer tensors than parts.
     """
     if not 1 <= parts <= len(sizes):
-        raise ValueError(f"fragments is {parts}; it must be between 1 and the {len(sizes)} tensors there are")
+        raise ValueError(
+            f"fragments is {parts}; it must be between 1 and the {len(sizes)} tensors there are"
+        )
     ends = list(accumulate(sizes))  # ends[i]: elements in the tensors up to i
     cuts = [0]
     for part in range(1, parts):

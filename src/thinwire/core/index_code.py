@@ -1,11 +1,14 @@
-"""Elias-Fano code of the positions that are sent: size known from (n, k) alone, about 2 + log2(n/k) bits each.
+"""Elias-Fano code of the positions that are sent: size known from (n, k) alone, about 2 + log2(n/k)
+bits each.
 
-The code of k ascending positions out of n, with l = max(0, floor(log2(n / k))): first the k * l low bits, packed
-one position after the other, least significant bit first; then a bitmap of k + ((n - 1) >> l) + 1 bits, in which the
-i-th position p sets bit (p >> l) + i. Each part is padded with zeros to whole bytes. Fewer than k positions are
-allowed: the bitmap shows how many there are, and what they leave of the first part is zero.
+The code of k ascending positions out of n, with l = max(0, floor(log2(n / k))): first the k * l low
+bits, packed one position after the other, least significant bit first; then a bitmap of k + ((n -
+1) >> l) + 1 bits, in which the i-th position p sets bit (p >> l) + i. Each part is padded with
+zeros to whole bytes. Fewer than k positions are allowed: the bitmap shows how many there are, and
+what they leave of the first part is zero.
 
-Source: Elias, JACM 1974; Fano, MIT memorandum 61, 1971. Differs: the length is that of k positions, however many came.
+Source: Elias, JACM 1974; Fano, MIT memorandum 61, 1971. Differs: the length is that of k positions,
+however many came.
 """
 
 from typing import NamedTuple
@@ -16,7 +19,13 @@ from torch import Tensor
 from thinwire.core.kernels import for_device
 from thinwire.errors import PayloadCorrupt
 
-__all__ = ["PositionParts", "decode_positions", "encode_positions", "position_bytes", "position_parts"]
+__all__ = [
+    "PositionParts",
+    "decode_positions",
+    "encode_positions",
+    "position_bytes",
+    "position_parts",
+]
 
 
 class PositionParts(NamedTuple):
@@ -84,7 +93,8 @@ def decode_positions(code: Tensor, numel: int, k: int) -> Tensor:
         Shape (j,), j at most `k`, int64, strictly ascending, all in [0, numel), on `code.device`.
 
     Raises:
-        PayloadCorrupt: No sender writes this code: wrong length, too many positions, order, range, padding.
+        PayloadCorrupt: No sender writes this code: wrong length, too many positions, order, range,
+            padding.
     """
     parts = position_parts(numel, k)
     nbytes = parts.low_bytes + parts.high_bytes
@@ -104,7 +114,9 @@ def decode_positions(code: Tensor, numel: int, k: int) -> Tensor:
 
 
 def position_parts(numel: int, k: int) -> PositionParts:
-    """How the code of up to `k` positions out of `numel` is divided; arguments and errors as in `position_bytes`."""
+    """How the code of up to `k` positions out of `numel` is divided; arguments and errors as in
+    `position_bytes`.
+    """
     if not 1 <= k <= numel:
         raise ValueError(f"k is {k}; it must be between 1 and numel = {numel}")
     low_bits = (numel // k).bit_length() - 1

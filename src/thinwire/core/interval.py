@@ -6,9 +6,16 @@ __all__ = ["adapted_interval"]
 
 
 def adapted_interval(
-    init_k_steps: int, max_k_steps: int, *, loss: float, first_loss: float, rate: float, first_rate: float
+    init_k_steps: int,
+    max_k_steps: int,
+    *,
+    loss: float,
+    first_loss: float,
+    rate: float,
+    first_rate: float,
 ) -> int:
-    """Steps until the next averaging: clip(ceil(sqrt((lr0 F) / (lr F0)) * init_k_steps), 1, max_k_steps).
+    """Steps until the next averaging: clip(ceil(sqrt((lr0 F) / (lr F0)) * init_k_steps), 1,
+    max_k_steps).
 
     As the loss falls ranks average more often; as the rate falls they average less often.
 
@@ -16,7 +23,8 @@ def adapted_interval(
         init_k_steps: Interval at the start, 1 <= init_k_steps <= max_k_steps.
         max_k_steps: Largest interval.
         loss: F, the mean loss now, >= 0. 0 gives the interval 1.
-        first_loss: F0, the mean loss at the start, >= 0. 0 says nothing, and the interval is `init_k_steps`.
+        first_loss: F0, the mean loss at the start, >= 0. 0 says nothing, and the interval is
+            `init_k_steps`.
         rate: lr, the learning rate now, > 0.
         first_rate: lr0, the learning rate at the start, > 0.
 

@@ -38,11 +38,14 @@ class LambRule:
         return 1 / (1 - self.beta1**self.step), 1 / (1 - self.beta2**self.step)
 
 
-def lamb_(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, rule: LambRule) -> Tensor:
-    """Changes `param`, `exp_avg` and `exp_avg_sq`: one update of one tensor, as the paper writes it.
+def lamb_(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, rule: LambRule
+) -> Tensor:
+    """Changes `param`, `exp_avg` and `exp_avg_sq`: one update of one tensor, as the paper writes
+    it.
 
-    m <- b1 m + (1 - b1) g, v <- b2 v + (1 - b2) g^2, r = m^/(sqrt(v^) + eps) + wd p with m^ = m/(1 - b1^t) and
-    v^ = v/(1 - b2^t), p <- p - lr T r with T = ||p||/||r||.
+    m <- b1 m + (1 - b1) g, v <- b2 v + (1 - b2) g^2, r = m^/(sqrt(v^) + eps) + wd p with m^ = m/(1
+    - b1^t) and v^ = v/(1 - b2^t), p <- p - lr T r with T = ||p||/||r||.
 
     Args:
         param: Any shape and layout.
@@ -72,7 +75,8 @@ def lamb_list_(
     exp_avg_sqs: TensorList,
     rule: LambRule,
 ) -> tuple[Tensor, ...]:
-    """Changes `params`, `exp_avgs` and `exp_avg_sqs`: `lamb_` to rounding, in fewer passes over the memory.
+    """Changes `params`, `exp_avgs` and `exp_avg_sqs`: `lamb_` to rounding, in fewer passes over the
+    memory.
 
     Compiled where `compiled_steps` says so, else by torch's list operations.
 
@@ -91,7 +95,9 @@ def lamb_list_(
         return steps.lamb_(params, grads, exp_avgs, exp_avg_sqs, rule).unbind()
     ratios: list[Tensor] = []
     for part in cache_sized(grads):
-        ratios += _with_fused_adam_(params[part], grads[part], exp_avgs[part], exp_avg_sqs[part], rule)
+        ratios += _with_fused_adam_(
+            params[part], grads[part], exp_avgs[part], exp_avg_sqs[part], rule
+        )
     return tuple(ratios)
 
 
@@ -102,7 +108,9 @@ def _with_fused_adam_(
     exp_avg_sqs: TensorList,
     rule: LambRule,
 ) -> tuple[Tensor, ...]:
-    """The direction r is what Adam makes of wd p with the rate -1, so torch's fused Adam computes it in one pass."""
+    """The direction r is what Adam makes of wd p with the rate -1, so torch's fused Adam computes
+    it in one pass.
+    """
     directions = torch._foreach_mul(params, rule.weight_decay)
     step = torch.full((), rule.step, dtype=torch.float32, device=params[0].device)
     torch._fused_adam_(

@@ -30,7 +30,8 @@ class LarsRule:
 def lars_(param: Tensor, grad: Tensor, velocity: Tensor | None, rule: LarsRule) -> Tensor:
     """Changes `param` and `velocity`: one update of one tensor, as the formula has it.
 
-    L = lr * trust ratio, d = L (g + wd p), b <- momentum b + d, p <- p - b, with Nesterov p <- p - (d + momentum b).
+    L = lr * trust ratio, d = L (g + wd p), b <- momentum b + d, p <- p - b, with Nesterov p <- p -
+    (d + momentum b).
 
     Args:
         param: Any shape and layout.
@@ -57,7 +58,8 @@ def lars_(param: Tensor, grad: Tensor, velocity: Tensor | None, rule: LarsRule) 
 def lars_list_(
     params: TensorList, grads: TensorList, velocities: TensorList | None, rule: LarsRule
 ) -> tuple[Tensor, ...]:
-    """Changes `params` and `velocities`: `lars_` to rounding, in fewer passes over the memory and no more of it.
+    """Changes `params` and `velocities`: `lars_` to rounding, in fewer passes over the memory and
+    no more of it.
 
     Compiled where `compiled_steps` says so, else by torch's list operations.
 

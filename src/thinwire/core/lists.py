@@ -10,7 +10,8 @@ TensorList = list[Tensor] | tuple[Tensor, ...]
 """What torch's list operations take."""
 
 _CACHED_BYTES = 1 << 21
-"""Of tensors that are worked on together on a CPU: what stays in its cache from one operation to the next."""
+"""Of tensors that are worked on together on a CPU: what stays in its cache from one operation to
+the next."""
 
 
 def cache_sized(tensors: TensorList) -> Iterator[slice]:

@@ -1,10 +1,12 @@
 """Loss scaling: two configs, and the rule by which the scale follows the overflows.
 
-A loss is multiplied by the scale before the backward pass, so that small gradients survive a narrow type, and the
-gradients are divided by it before anything else sees them. A gradient that is not finite is an overflow.
+A loss is multiplied by the scale before the backward pass, so that small gradients survive a narrow
+type, and the gradients are divided by it before anything else sees them. A gradient that is not
+finite is an overflow.
 
-Sources: Micikevicius et al., 2018, arXiv 1710.03740, section 3.2; MindSpore, train/loss_scale_manager.py (names).
-Differs: a factor of at most 1 is refused; the scale never falls below 1 nor leaves float32.
+Sources: Micikevicius et al., 2018, arXiv 1710.03740, section 3.2; MindSpore,
+train/loss_scale_manager.py (names). Differs: a factor of at most 1 is refused; the scale never
+falls below 1 nor leaves float32.
 """
 
 from collections.abc import Iterable
@@ -37,7 +39,8 @@ class FixedLossScale:
 
     Attributes:
         loss_scale: Factor of the loss, >= 1.
-        drop_overflow_update: Whether a step whose gradients overflowed is dropped; False applies it unchecked.
+        drop_overflow_update: Whether a step whose gradients overflowed is dropped; False applies it
+            unchecked.
     """
 
     loss_scale: float = 128.0
@@ -66,8 +69,12 @@ class DynamicLossScale:
     def __post_init__(self) -> None:
         scale = check.real("init_loss_scale", self.init_loss_scale, at_least=1, at_most=_LARGEST)
         object.__setattr__(self, "init_loss_scale", scale)
-        object.__setattr__(self, "scale_factor", check.real("scale_factor", self.scale_factor, above=1))
-        object.__setattr__(self, "scale_window", check.integer("scale_window", self.scale_window, at_least=1))
+        object.__setattr__(
+            self, "scale_factor", check.real("scale_factor", self.scale_factor, above=1)
+        )
+        object.__setattr__(
+            self, "scale_window", check.integer("scale_window", self.scale_window, at_least=1)
+        )
 
 
 LossScale = FixedLossScale | DynamicLossScale
@@ -89,14 +96,17 @@ class ScaleState:
 
 def initial_scale(config: LossScale) -> ScaleState:
     """The state before the first step."""
-    return ScaleState(config.loss_scale if isinstance(config, FixedLossScale) else config.init_loss_scale)
+    return ScaleState(
+        config.loss_scale if isinstance(config, FixedLossScale) else config.init_loss_scale
+    )
 
 
 def next_scale(config: LossScale, state: ScaleState, *, overflow: bool) -> ScaleState:
     """The state after a step.
 
-    Overflow: scale <- max(scale/factor, 1) and the count of good updates starts anew. Good update: count + 1; when it
-    reaches the window, scale <- scale * factor, unless float32 cannot hold that, and the count starts anew.
+    Overflow: scale <- max(scale/factor, 1) and the count of good updates starts anew. Good update:
+    count + 1; when it reaches the window, scale <- scale * factor, unless float32 cannot hold that,
+    and the count starts anew.
 
     Args:
         config: The rule; a fixed scale only counts.
@@ -114,7 +124,12 @@ def next_scale(config: LossScale, state: ScaleState, *, overflow: bool) -> Scale
     if good < config.scale_window:
         return replace(state, good_updates=good, overflows_in_a_row=0)
     grown = state.scale * config.scale_factor
-    return replace(state, scale=grown if grown <= _LARGEST else state.scale, good_updates=0, overflows_in_a_row=0)
+    return replace(
+        state,
+        scale=grown if grown <= _LARGEST else state.scale,
+        good_updates=0,
+        overflows_in_a_row=0,
+    )
 
 
 def any_non_finite(grads: Iterable[Tensor]) -> Tensor:
@@ -124,7 +139,8 @@ def any_non_finite(grads: Iterable[Tensor]) -> Tensor:
         grads: Dense or sparse, of any devices; read only.
 
     Returns:
-        Shape (), bool, on the first gradient's device; no host synchronization. False without gradients.
+        Shape (), bool, on the first gradient's device; no host synchronization. False without
+        gradients.
     """
     flags = [~values_of(coalesced(grad)).isfinite().all() for grad in grads]
     if not flags:
@@ -136,9 +152,15 @@ def _after_overflow(config: LossScale, state: ScaleState) -> ScaleState:
     in_a_row = state.overflows_in_a_row + 1
     if in_a_row > _MOST_OVERFLOWS_IN_A_ROW:
         raise NonFinite(
-            f"{in_a_row} steps in a row were dropped for gradients that are not finite, at a loss scale of "
-            f"{state.scale:g}; the model itself produces infinities or NaN: lower the learning rate, or look for the "
+            f"{in_a_row} steps in a row were dropped for gradients that are not finite, at a loss "
+            "scale of "
+            f"{state.scale:g}; the model itself produces infinities or NaN: lower the learning "
+            "rate, or look for the "
             "first such value"
         )
-    scale = state.scale if isinstance(config, FixedLossScale) else max(state.scale / config.scale_factor, 1.0)
+    scale = (
+        state.scale
+        if isinstance(config, FixedLossScale)
+        else max(state.scale / config.scale_factor, 1.0)
+    )
     return ScaleState(scale, 0, in_a_row, state.dropped_steps + 1)

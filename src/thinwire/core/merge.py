@@ -15,10 +15,12 @@ _CACHED = 1 << 19
 
 
 def sum_sparse(parts: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Sum of sparse vectors, added in the order of `parts` starting from zero; the same bits on every rank.
+    """Sum of sparse vectors, added in the order of `parts` starting from zero; the same bits on
+    every rank.
 
     Args:
-        parts: At least one (indices, values): shape (j,) each, indices int64 and strictly ascending, values float32.
+        parts: At least one (indices, values): shape (j,) each, indices int64 and strictly
+            ascending, values float32.
         dtype: float32 or float64, of the sum.
 
     Returns:
@@ -42,7 +44,8 @@ def step_along_list_(
     sources: int,
     dtypes: Sequence[torch.dtype],
 ) -> None:
-    """Changes `params`: p <- p - rate * mean, of what the sources sent; in one call where the loops are compiled.
+    """Changes `params`: p <- p - rate * mean, of what the sources sent; in one call where the loops
+    are compiled.
 
     Args:
         params: Any shapes and layouts, on one device.
@@ -57,7 +60,13 @@ def step_along_list_(
     lists = for_lists(params[0].device) if params else None
     alike: dict[tuple[torch.dtype, int], list[int]] = {}
     for place, (param, own, dtype) in enumerate(zip(params, parts, dtypes, strict=True)):
-        if lists is not None and param.dtype == dtype and own and has_address(param, dtype) and _have_addresses(own):
+        if (
+            lists is not None
+            and param.dtype == dtype
+            and own
+            and has_address(param, dtype)
+            and _have_addresses(own)
+        ):
             alike.setdefault((dtype, len(own)), []).append(place)
         else:
             _step_along_(param, own, rates[place], sources, dtype)
@@ -70,7 +79,8 @@ def step_along_list_(
 def divided_(total: Tensor, count: int) -> Tensor:
     """`total` divided by `count`, in place; the same bits on every device.
 
-    By a tensor: where a GPU divides by a plain number, torch multiplies by the reciprocal, which rounds otherwise.
+    By a tensor: where a GPU divides by a plain number, torch multiplies by the reciprocal, which
+    rounds otherwise.
     """
     return total.div_(torch.full((), count, dtype=total.dtype, device=total.device))
 
@@ -84,17 +94,24 @@ def checked_mean_(total: Tensor, count: int, *, bits: bool) -> Tensor:
         bits: Whether to read its bits too.
 
     Returns:
-        int64, shape (2,), where `total` is: 1 if the entries add up to a finite number, else 0; and a number for the
-        bits of what comes out, which a change of any 64-bit word changes, 0 without `bits`. No host synchronization.
+        int64, shape (2,), where `total` is: 1 if the entries add up to a finite number, else 0; and
+        a number for the bits of what comes out, which a change of any 64-bit word changes, 0
+        without `bits`. No host synchronization.
     """
-    length = _CACHED // total.element_size() if total.device.type == "cpu" else max(1, total.numel())
+    length = (
+        _CACHED // total.element_size() if total.device.type == "cpu" else max(1, total.numel())
+    )
     sums, words = [], []
     for piece in torch.split(total, length):
         sums.append((piece if count == 1 else piece.div_(count)).sum())
         words += bit_sums([piece]) if bits else []
     finite = torch.stack(sums).sum().isfinite().long()
-    weights = torch.arange(len(words), device=total.device).mul_(2).add_(1)  # odd ones: none loses a bit of a change
-    return torch.stack([finite, (torch.stack(words) * weights).sum() if bits else torch.zeros_like(finite)])
+    weights = (
+        torch.arange(len(words), device=total.device).mul_(2).add_(1)
+    )  # odd ones: none loses a bit of a change
+    return torch.stack(
+        [finite, (torch.stack(words) * weights).sum() if bits else torch.zeros_like(finite)]
+    )
 
 
 def _have_addresses(parts: Sequence[tuple[Tensor, Tensor]]) -> bool:
@@ -102,7 +119,11 @@ def _have_addresses(parts: Sequence[tuple[Tensor, Tensor]]) -> bool:
 
 
 def _step_along_(
-    param: Tensor, parts: Sequence[tuple[Tensor, Tensor]], rate: float, sources: int, dtype: torch.dtype
+    param: Tensor,
+    parts: Sequence[tuple[Tensor, Tensor]],
+    rate: float,
+    sources: int,
+    dtype: torch.dtype,
 ) -> None:
     touched, total = sum_sparse(parts, dtype)
     flat = param.view(-1) if param.is_contiguous() else param.reshape(-1)

@@ -1,9 +1,11 @@
-"""One message per bucket: a header of 32 bytes, then positions and values of one tensor after the other.
+"""One message per bucket: a header of 32 bytes, then positions and values of one tensor after the
+other.
 
-Header, little-endian: magic (4 bytes), version (1), flags (1), bucket (2), step (8), layout (8), entries carried (4),
-CRC-32 (4) of the whole message with this field zero. Flag bit 0: a gradient was not finite; the payload is then the
-number of the tensor (4 bytes) and zeros. Entries whose value is 0 are not carried. The length follows from the layout,
-so the messages of all ranks are equally long and one all-gather moves them.
+Header, little-endian: magic (4 bytes), version (1), flags (1), bucket (2), step (8), layout (8),
+entries carried (4), CRC-32 (4) of the whole message with this field zero. Flag bit 0: a gradient
+was not finite; the payload is then the number of the tensor (4 bytes) and zeros. Entries whose
+value is 0 are not carried. The length follows from the layout, so the messages of all ranks are
+equally long and one all-gather moves them.
 """
 
 import hashlib
@@ -20,7 +22,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from thinwire.core.index_code import decode_positions, encode_positions, position_bytes, position_parts
+from thinwire.core.index_code import (
+    decode_positions,
+    encode_positions,
+    position_bytes,
+    position_parts,
+)
 from thinwire.core.kernels import for_device, for_lists
 from thinwire.core.value_code import decode_values, encode_values, value_bytes
 from thinwire.errors import PayloadCorrupt
@@ -84,25 +91,34 @@ class Layout:
     value_bits: int
     """Cost of one value: 1, 2, 4, 8, 16 or 32."""
     part: str = ""
-    """Which part of a split exchange this is; empty for a whole message. Parts have room to spare, so that at 1 bit
+    """Which part of a split exchange this is; empty for a whole message. Parts have room to spare,
+    so that at 1 bit
     their scale is the mean of the values that came."""
 
     @cached_property
     def nbytes(self) -> int:
         """Length of a message, header included; a function of the layout only."""
-        payload = sum(position_bytes(s.numel, s.k) + value_bytes(s.k, self.value_bits) for s in self.slots)
+        payload = sum(
+            position_bytes(s.numel, s.k) + value_bytes(s.k, self.value_bits) for s in self.slots
+        )
         return HEADER_BYTES + max(payload, _CULPRIT.size)
 
     @cached_property
     def places(self) -> NDArray[np.int64]:
-        """Shape (slots, 7): of every slot the sizes of its codes and where they begin, for compiled loops.
+        """Shape (slots, 7): of every slot the sizes of its codes and where they begin, for compiled
+        loops.
 
-        The columns are numel, k, low bits of a position, and the bytes of the low bits, the high parts and the values,
-        and the first byte.
+        The columns are numel, k, low bits of a position, and the bytes of the low bits, the high
+        parts and the values, and the first byte.
         """
         rows, at = [], HEADER_BYTES
         for slot in self.slots:
-            row = (slot.numel, slot.k, *position_parts(slot.numel, slot.k), value_bytes(slot.k, self.value_bits))
+            row = (
+                slot.numel,
+                slot.k,
+                *position_parts(slot.numel, slot.k),
+                value_bytes(slot.k, self.value_bits),
+            )
             rows.append((*row, at))
             at += sum(row[3:])
         return np.array(rows, np.int64).reshape(-1, 7)
@@ -110,7 +126,11 @@ class Layout:
     @cached_property
     def digest(self) -> int:
         """64 bits that stand for the layout in the header."""
-        text = f"elias-fano;{self.value_bits};" + ",".join(f"{s.k}/{s.numel}" for s in self.slots) + self.part
+        text = (
+            f"elias-fano;{self.value_bits};"
+            + ",".join(f"{s.k}/{s.numel}" for s in self.slots)
+            + self.part
+        )
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 
@@ -123,28 +143,35 @@ class Unpacked(NamedTuple):
     """Per slot (indices, values), int64 and float32; empty if there is a culprit."""
 
 
-def pack(layout: Layout, step: int, bucket: int, parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, list[Tensor]]:
+def pack(
+    layout: Layout, step: int, bucket: int, parts: Sequence[tuple[Tensor, Tensor]]
+) -> tuple[Tensor, list[Tensor]]:
     """Message of the entries, and what its receivers will decode.
 
     Args:
         layout: Of the message.
         step: Update this belongs to, in [0, 2^64).
         bucket: Number of the bucket, in [0, 65536).
-        parts: Per slot (indices, values), shape (j,), j at most the slot's k; indices int64, strictly ascending; values finite.
+        parts: Per slot (indices, values), shape (j,), j at most the slot's k; indices int64,
+            strictly ascending; values finite.
 
     Returns:
-        The message, shape (layout.nbytes,), uint8, on the device of the parts; and per slot what was sent at
-        the given indices, shape (j,), float32, 0 where the value was 0.
+        The message, shape (layout.nbytes,), uint8, on the device of the parts; and per slot what
+        was sent at the given indices, shape (j,), float32, 0 where the value was 0.
 
     Raises:
         ValueError: Parts do not fit the layout, or step or bucket their fields.
-    """  # noqa: E501 (one line per argument)
+    """
     if len(parts) != len(layout.slots):
-        raise ValueError(f"parts has {len(parts)} entries; the layout has {len(layout.slots)} slots")
+        raise ValueError(
+            f"parts has {len(parts)} entries; the layout has {len(layout.slots)} slots"
+        )
     lists = for_lists(parts[0][1].device) if parts else None
     if lists is not None:
         raw = np.zeros(layout.nbytes, np.uint8)
-        coded = lists.encode_slots(layout.places, parts, layout.value_bits, spare=bool(layout.part), code=raw)
+        coded = lists.encode_slots(
+            layout.places, parts, layout.value_bits, spare=bool(layout.part), code=raw
+        )
         if coded is not None:
             return torch.from_numpy(_stamped(raw, layout, step, bucket, carried=coded[1])), coded[0]
     codes: list[Tensor] = []
@@ -196,7 +223,8 @@ def unpack(layout: Layout, message: Tensor, *, step: int, bucket: int, source: i
         The parts on `message.device`, or the culprit.
 
     Raises:
-        PayloadCorrupt: The message is damaged or belongs elsewhere; names the rank, what was expected and what came.
+        PayloadCorrupt: The message is damaged or belongs elsewhere; names the rank, what was
+            expected and what came.
     """
     try:
         return _unpack(layout, message, step, bucket)
@@ -210,7 +238,9 @@ def refused(refusal: PayloadCorrupt, *, step: int, bucket: int, source: int) -> 
     return PayloadCorrupt(f"{message} was refused and nothing applied: {refusal}")
 
 
-def sealed(form: Form, step: int, bucket: int, payload: list[Tensor], *, flags: int = 0, carried: int = 0) -> Tensor:
+def sealed(
+    form: Form, step: int, bucket: int, payload: list[Tensor], *, flags: int = 0, carried: int = 0
+) -> Tensor:
     """The header with its checksum, and the payload, on the payload's device.
 
     Args:
@@ -224,7 +254,9 @@ def sealed(form: Form, step: int, bucket: int, payload: list[Tensor], *, flags: 
     Raises:
         ValueError: A number does not fit its field.
     """
-    raw = np.concatenate([np.zeros(HEADER_BYTES, np.uint8), *(part.cpu().numpy() for part in payload)])
+    raw = np.concatenate(
+        [np.zeros(HEADER_BYTES, np.uint8), *(part.cpu().numpy() for part in payload)]
+    )
     stamped = _stamped(raw, form, step, bucket, flags=flags, carried=carried)
     return torch.from_numpy(stamped).to(payload[0].device)
 
@@ -249,7 +281,8 @@ def opened(form: Form, message: Tensor, step: int, bucket: int) -> tuple[memoryv
 
 
 def header_words(layout: Layout, step: int, bucket: int) -> tuple[int, int, int]:
-    """The header up to the entries carried, with no flag set, as three little-endian signed numbers of 64 bits.
+    """The header up to the entries carried, with no flag set, as three little-endian signed numbers
+    of 64 bits.
 
     Raises:
         ValueError: A number does not fit its field.
@@ -260,15 +293,25 @@ def header_words(layout: Layout, step: int, bucket: int) -> tuple[int, int, int]
     return words
 
 
-def _encoded(slot: Slot, layout: Layout, indices: Tensor, values: Tensor) -> tuple[list[Tensor], Tensor, int]:
-    """Codes of positions and values, what is decoded at all of the positions, and how many are carried."""
+def _encoded(
+    slot: Slot, layout: Layout, indices: Tensor, values: Tensor
+) -> tuple[list[Tensor], Tensor, int]:
+    """Codes of positions and values, what is decoded at all of the positions, and how many are
+    carried.
+    """
     if for_device(values.device).count_nonzero(values) == values.numel():
-        code, sent = encode_values(values, layout.value_bits, max(1, values.numel()) if layout.part else slot.k)
+        code, sent = encode_values(
+            values, layout.value_bits, max(1, values.numel()) if layout.part else slot.k
+        )
         code = pad(code, (0, value_bytes(slot.k, layout.value_bits) - code.numel()))
         return [encode_positions(indices, slot.numel, slot.k), code], sent, sent.numel()
     nonzero = values != 0
     codes, carried_sent, carried = _encoded(slot, layout, indices[nonzero], values[nonzero])
-    return codes, torch.zeros_like(values, dtype=torch.float32).masked_scatter_(nonzero, carried_sent), carried
+    return (
+        codes,
+        torch.zeros_like(values, dtype=torch.float32).masked_scatter_(nonzero, carried_sent),
+        carried,
+    )
 
 
 def _unpack(layout: Layout, message: Tensor, step: int, bucket: int) -> Unpacked:
@@ -277,7 +320,11 @@ def _unpack(layout: Layout, message: Tensor, step: int, bucket: int) -> Unpacked
         return Unpacked(_CULPRIT.unpack(raw[HEADER_BYTES : HEADER_BYTES + _CULPRIT.size])[0], [])
     _expect("flags", flags, 0)
     lists = for_lists(message.device)
-    parts = lists.decode_slots(layout.places, np.frombuffer(raw, np.uint8), layout.value_bits) if lists else None
+    parts = (
+        lists.decode_slots(layout.places, np.frombuffer(raw, np.uint8), layout.value_bits)
+        if lists
+        else None
+    )
     if parts is None:
         parts = list(_decoded(layout, message))
     _expect("number of entries (k)", sum(indices.numel() for indices, _ in parts), carried)
@@ -290,7 +337,10 @@ def _decoded(layout: Layout, message: Tensor) -> Iterator[tuple[Tensor, Tensor]]
         middle = at + position_bytes(slot.numel, slot.k)
         end = middle + value_bytes(slot.k, layout.value_bits)
         indices = decode_positions(message[at:middle], slot.numel, slot.k)
-        yield indices, decode_values(message[middle:end], indices.numel(), layout.value_bits, slot.k)
+        yield (
+            indices,
+            decode_values(message[middle:end], indices.numel(), layout.value_bits, slot.k),
+        )
         at = end
 
 

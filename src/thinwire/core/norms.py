@@ -1,7 +1,8 @@
 """Euclidean norms of whole tensors, on the device, accumulated in float32 or wider.
 
-A parameter sharded over ranks (a DTensor) counts with its whole norm: the shards agree by one reduction per placement.
-Such tensors are recognised by their methods, so that nothing here needs to know ranks.
+A parameter sharded over ranks (a DTensor) counts with its whole norm: the shards agree by one
+reduction per placement. Such tensors are recognised by their methods, so that nothing here needs to
+know ranks.
 """
 
 from collections.abc import Sequence
@@ -20,10 +21,13 @@ def norm(tensor: Tensor) -> Tensor:
     """Euclidean norm over all entries; a sparse tensor has to be coalesced.
 
     Returns:
-        Shape (), float32 (float64 for double precision), on the tensor's device; no host synchronization.
+        Shape (), float32 (float64 for double precision), on the tensor's device; no host
+        synchronization.
     """
     values = values_of(tensor)
-    size: Tensor = torch.linalg.vector_norm(values, dtype=torch.float32 if values.dtype in _HALVES else None)
+    size: Tensor = torch.linalg.vector_norm(
+        values, dtype=torch.float32 if values.dtype in _HALVES else None
+    )
     return size
 
 
@@ -38,14 +42,17 @@ def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
             key = (getattr(value, "device_mesh"), tuple(getattr(value, "placements")), value.dtype)  # noqa: B009
             shards.setdefault(key, []).append(i)
     for places in shards.values():
-        whole = torch.stack([found[i] for i in places]).full_tensor()  # type: ignore[attr-defined]  # a DTensor
+        # a DTensor
+        whole = torch.stack([found[i] for i in places]).full_tensor()  # type: ignore[attr-defined]
         for i, value in zip(places, whole.unbind(), strict=True):
             found[i] = value
     return found
 
 
 def whole_norms(tensors: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
-    """`norms` of dense tensors that are all sharded or all whole, stacked, by one list operation for whole ones."""
+    """`norms` of dense tensors that are all sharded or all whole, stacked, by one list operation
+    for whole ones.
+    """
     sharded = hasattr(tensors[0], "full_tensor")
     return torch.stack(norms(tensors) if sharded else torch._foreach_norm(tensors))
 

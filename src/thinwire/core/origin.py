@@ -39,9 +39,11 @@ class Origin:
         return cls(*value.reshape(-1).tolist())
 
     def problem(self, rank: int, ranks: int, checksum: int) -> str | None:
-        """What is wrong when this rank loads it, in words: it is another rank's, or not what was saved.
+        """What is wrong when this rank loads it, in words: it is another rank's, or not what was
+        saved.
 
-        The state of a single process is good for any number of ranks: the mean of what is pending stays the same.
+        The state of a single process is good for any number of ranks: the mean of what is pending
+        stays the same.
 
         Args:
             rank: That loads.
@@ -49,14 +51,20 @@ class Origin:
             checksum: Of what is loaded.
         """
         cure = (
-            "Residuals and momentum that are still to be applied are each rank's own: let every rank save and load its "
-            "own with engine.save and engine.load, thinwire.integrations.PerRankState, or one file for each rank"
+            "Residuals and momentum that are still to be applied are each rank's own: let every "
+            "rank save and load its "
+            "own with engine.save and engine.load, thinwire.integrations.PerRankState, or one file "
+            "for each rank"
         )
         if self.ranks > 1 and (self.rank, self.ranks) != (rank, ranks):
-            return f"rank {rank} of {ranks} loads the state that rank {self.rank} of {self.ranks} saved. {cure}"
+            return (
+                f"rank {rank} of {ranks} loads the state that rank {self.rank} of {self.ranks} "
+                f"saved. {cure}"
+            )
         if self.checksum != checksum:
             return (
-                f"rank {rank} of {ranks} loads a state that is not what was saved: its tensors were changed or come "
+                f"rank {rank} of {ranks} loads a state that is not what was saved: its tensors "
+                "were changed or come "
                 f"from several ranks, as torch.distributed.checkpoint mixes them. {cure}"
             )
         return None

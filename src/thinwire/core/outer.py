@@ -29,7 +29,8 @@ def outer_step_(change: Tensor, buffer: Tensor | None, rule: OuterRule) -> Tenso
 
     Args:
         change: Anchor minus parameters, averaged over the ranks; any shape; read only.
-        buffer: b, same shape and dtype; None where the momentum is 0, which is a buffer that is always `change`.
+        buffer: b, same shape and dtype; None where the momentum is 0, which is a buffer that is
+            always `change`.
         rule: The constants.
 
     Returns:
@@ -46,9 +47,13 @@ def outer_step_(change: Tensor, buffer: Tensor | None, rule: OuterRule) -> Tenso
 
 
 def outer_list_(
-    anchors: Sequence[Tensor], changes: Sequence[Tensor], buffers: Sequence[Tensor] | None, rule: OuterRule
+    anchors: Sequence[Tensor],
+    changes: Sequence[Tensor],
+    buffers: Sequence[Tensor] | None,
+    rule: OuterRule,
 ) -> None:
-    """Changes `anchors` and `buffers`: anchor <- anchor - outer_step_(change, buffer), bit for bit, of each.
+    """Changes `anchors` and `buffers`: anchor <- anchor - outer_step_(change, buffer), bit for bit,
+    of each.
 
     Args:
         anchors: Any shapes, float32 or float64.

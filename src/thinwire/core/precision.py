@@ -11,7 +11,9 @@ _CHOICES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def state_dtype(param: Tensor) -> torch.dtype:
-    """In what a method of this library keeps its state and computes: float32, float64 for float64 parameters."""
+    """In what a method of this library keeps its state and computes: float32, float64 for float64
+    parameters.
+    """
     return torch.float64 if param.dtype == torch.float64 else torch.float32
 
 
@@ -38,12 +40,16 @@ def named_state_dtype(choice: object) -> str | None:
 
 
 def stored_dtype(param: Tensor, choice: str | None) -> torch.dtype:
-    """In what momentum buffer and residual of a compressed tensor are stored: as chosen; None: `state_dtype`."""
+    """In what momentum buffer and residual of a compressed tensor are stored: as chosen; None:
+    `state_dtype`.
+    """
     return state_dtype(param) if choice is None else _CHOICES[choice]
 
 
 def narrowed(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """`value` in another type, rounded to nearest, and finite where it was finite: for what is converted once only."""
+    """`value` in another type, rounded to nearest, and finite where it was finite: for what is
+    converted once only.
+    """
     limit = torch.finfo(dtype).max
     if limit < torch.finfo(value.dtype).max:
         value = torch.where(value.isfinite(), value.clamp(-limit, limit), value)

@@ -1,4 +1,6 @@
-"""Small sums that cannot arrive damaged unseen: every part travels with a checksum, and all ranks add them up alike."""
+"""Small sums that cannot arrive damaged unseen: every part travels with a checksum, and all ranks
+add them up alike.
+"""
 
 import torch
 from torch import Tensor
@@ -9,7 +11,8 @@ __all__ = ["SEAL_BYTES", "opened_sum", "sealed", "travels_sealed"]
 
 SEAL_BYTES = 8
 _MOST_BYTES = 64 << 10
-"""That a rank receives from all others: beyond it an all-reduce, which needs 2 / N of the bytes, is worth more."""
+"""That a rank receives from all others: beyond it an all-reduce, which needs 2 / N of the bytes, is
+worth more."""
 _ODD = -7046029254386353131  # 0x9E3779B97F4A7C15, the golden ratio in 64 bits, as a signed number
 
 
@@ -23,7 +26,8 @@ def sealed(part: Tensor, place: int) -> Tensor:
 
     Args:
         part: Any dtype and shape; read only.
-        place: Where in the training the message belongs, such as its step; one of another place is refused.
+        place: Where in the training the message belongs, such as its step; one of another place is
+            refused.
 
     Returns:
         uint8, shape (part.nbytes + 8,), on its device; no host synchronization.
@@ -41,11 +45,13 @@ def opened_sum(rows: Tensor, dtype: torch.dtype, place: int) -> tuple[Tensor, Te
         place: As in `sealed`.
 
     Returns:
-        The sum, shape (entries,), in `dtype`; and int64, shape (sources,), 0 for a part that is whole. No host
-        synchronization.
+        The sum, shape (entries,), in `dtype`; and int64, shape (sources,), 0 for a part that is
+        whole. No host synchronization.
     """
     contents, seals = rows[:, :-SEAL_BYTES], rows[:, -SEAL_BYTES:]
-    damaged = (seals != _seals(contents, place).view(torch.uint8).view(-1, SEAL_BYTES)).any(1).long()
+    damaged = (
+        (seals != _seals(contents, place).view(torch.uint8).view(-1, SEAL_BYTES)).any(1).long()
+    )
     parts = contents.contiguous().view(dtype)
     total = parts[0].clone()
     for part in parts[1:]:
@@ -54,12 +60,17 @@ def opened_sum(rows: Tensor, dtype: torch.dtype, place: int) -> tuple[Tensor, Te
 
 
 def _seals(contents: Tensor, place: int) -> Tensor:
-    """Per row a checksum modulo 2^64, int64: sum over words w_i of mix((2 i + 1) c w_i), plus one of the place.
+    """Per row a checksum modulo 2^64, int64: sum over words w_i of mix((2 i + 1) c w_i), plus one
+    of the place.
 
-    `mix` can be undone, so that a change of any single word changes the sum, and is not linear, so that changes of
-    several cannot cancel by their places alone.
+    `mix` can be undone, so that a change of any single word changes the sum, and is not linear, so
+    that changes of several cannot cancel by their places alone.
     """
-    words = torch.nn.functional.pad(contents, (0, -contents.shape[1] % 8)).contiguous().view(torch.int64)
+    words = (
+        torch.nn.functional.pad(contents, (0, -contents.shape[1] % 8))
+        .contiguous()
+        .view(torch.int64)
+    )
     weights = torch.arange(words.shape[1], device=words.device).mul_(2).add_(1).mul_(_ODD)
     product = words * weights
     product = (product ^ (product >> 32 & 0xFFFFFFFF)) * _ODD

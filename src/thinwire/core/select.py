@@ -25,12 +25,15 @@ def count_sent(numel: int, sparsity: float) -> int:
     if numel < 1:
         raise ValueError(f"numel is {numel}; it must be at least 1")
     if not 0 <= sparsity < 1:
-        raise ValueError(f"sparsity is {sparsity}; it must be in [0, 1), the fraction that is not sent")
+        raise ValueError(
+            f"sparsity is {sparsity}; it must be in [0, 1), the fraction that is not sent"
+        )
     return max(1, round(numel * (1 - sparsity)))
 
 
 def top_k(values: Tensor, k: int) -> Tensor:
-    """Positions of the `k` entries of largest magnitude, exactly; of equal magnitudes the lowest positions.
+    """Positions of the `k` entries of largest magnitude, exactly; of equal magnitudes the lowest
+    positions.
 
     Args:
         values: Shape (n,), floating-point, finite, contiguous; read only.
@@ -42,10 +45,15 @@ def top_k(values: Tensor, k: int) -> Tensor:
     Raises:
         ValueError: `values` has another shape, or `k` is out of its range.
 
-    Source: arXiv 1712.01887, algorithm 1. Differs: exact, where the paper estimates a threshold from a sample.
+    Source: arXiv 1712.01887, algorithm 1. Differs: exact, where the paper estimates a threshold
+        from a sample.
     """
     if values.dim() != 1:
-        raise ValueError(f"values has shape {tuple(values.shape)}; one dimension is needed, so flatten it")
+        raise ValueError(
+            f"values has shape {tuple(values.shape)}; one dimension is needed, so flatten it"
+        )
     if not 1 <= k <= values.numel():
-        raise ValueError(f"k is {k}; it must be between 1 and the {values.numel()} entries of values")
+        raise ValueError(
+            f"k is {k}; it must be between 1 and the {values.numel()} entries of values"
+        )
     return for_device(values.device).top_k(values, k)

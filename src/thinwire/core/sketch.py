@@ -2,13 +2,14 @@
 
 Every entry is added, with a random sign, to one of 64 sums. For two tensors the inner product of
 their sums is, on average over the signs, that of the tensors, with a standard deviation of about
-1 / sqrt(64) of the product of their norms; and the sums of a sum are the sum of the sums. Of a tensor
-with more than 4,096 entries as many are drawn at random, with repetition, and scaled up.
+1 / sqrt(64) of the product of their norms; and the sums of a sum are the sum of the sums. Of a
+tensor with more than 4,096 entries as many are drawn at random, with repetition, and scaled up.
 
-Signs and draws are those of a hash of position and key: the same in every averaging and on every rank.
+Signs and draws are those of a hash of position and key: the same in every averaging and on every
+rank.
 
-Source: count sketch, Charikar, Chen and Farach-Colton, 2002, section 3. Differs: one row, whose places
-follow from the position; only a sample of a large tensor.
+Source: count sketch, Charikar, Chen and Farach-Colton, 2002, section 3. Differs: one row, whose
+places follow from the position; only a sample of a large tensor.
 """
 
 import functools
@@ -39,12 +40,18 @@ def sketch(values: Tensor, key: int) -> Tensor:
     flat = values.reshape(-1)
     draws, signs = _plan(flat.numel(), key, flat.device)
     signed = (flat if draws is None else flat[draws]).double() * signs
-    return torch.nn.functional.pad(signed, (0, -signed.numel() % SKETCH_NUMEL)).view(-1, SKETCH_NUMEL).sum(0)
+    return (
+        torch.nn.functional.pad(signed, (0, -signed.numel() % SKETCH_NUMEL))
+        .view(-1, SKETCH_NUMEL)
+        .sum(0)
+    )
 
 
 @functools.lru_cache(maxsize=512)
 def _plan(numel: int, key: int, device: torch.device) -> tuple[Tensor | None, Tensor]:
-    """Which entries are drawn, None for all of them, and their signs times the scale; at most 64 KiB."""
+    """Which entries are drawn, None for all of them, and their signs times the scale; at most 64
+    KiB.
+    """
     count = min(numel, _MOST)
     places = torch.arange(count, device=device)
     signs = 1.0 - 2.0 * (mixed(mixed(places + (_SIGNS << 20)) + mixed(key)) & 1)

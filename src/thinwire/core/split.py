@@ -1,11 +1,14 @@
-"""Sums of sparse vectors by shares: every source owns a part of the index space, adds it up and selects again.
+"""Sums of sparse vectors by shares: every source owns a part of the index space, adds it up and
+selects again.
 
-The tensors of a message, laid end to end, are cut into W equal shares; a share falls into pieces, each within one
-tensor. In round one every source sends each owner what it proposes in the owner's pieces; in round two every owner
-sends all sources the largest sums of its pieces. What does not fit stays behind, at the source or at the owner.
+The tensors of a message, laid end to end, are cut into W equal shares; a share falls into pieces,
+each within one tensor. In round one every source sends each owner what it proposes in the owner's
+pieces; in round two every owner sends all sources the largest sums of its pieces. What does not fit
+stays behind, at the source or at the owner.
 
-Source: Ok-Topk, Li and Hoefler, 2022, arXiv 2201.07598. Differs: equal shares and fixed room instead of balancing by
-the counts of entries, so that no sizes are exchanged; what the owner drops is kept, by the owner.
+Source: Ok-Topk, Li and Hoefler, 2022, arXiv 2201.07598. Differs: equal shares and fixed room
+instead of balancing by the counts of entries, so that no sizes are exchanged; what the owner drops
+is kept, by the owner.
 """
 
 from collections.abc import Sequence
@@ -81,7 +84,9 @@ class Sums(NamedTuple):
         return self.indices[self.chosen], self.totals[self.chosen]
 
     def left_over(self, sent: Tensor) -> Tensor:
-        """What stays at the owner at `indices`, once `sent`, shape of `chosen`, is what all others decode."""
+        """What stays at the owner at `indices`, once `sent`, shape of `chosen`, is what all others
+        decode.
+        """
         rest = self.totals.clone()
         rest[self.chosen] -= sent.to(rest.dtype)
         return rest
@@ -96,8 +101,9 @@ def split_plan(layout: Layout, sources: int) -> SplitPlan:
         sources: W, at least 1.
 
     Returns:
-        At most tensors + W - 1 pieces. Of a tensor with room for k of n entries, a piece of m positions has room for
-        ceil(2 k m / n) entries in round one, and the pieces together for about k in round two; each for at least 1.
+        At most tensors + W - 1 pieces. Of a tensor with room for k of n entries, a piece of m
+        positions has room for ceil(2 k m / n) entries in round one, and the pieces together for
+        about k in round two; each for at least 1.
 
     Raises:
         ValueError: Fewer than one source.
@@ -109,8 +115,14 @@ def split_plan(layout: Layout, sources: int) -> SplitPlan:
     second = [[_second_room(layout.slots[p.slot], p) for p in mine] for mine in pieces]
     return SplitPlan(
         tuple(tuple(mine) for mine in pieces),
-        tuple(Layout(tuple(slots), layout.value_bits, f";to {owner}") for owner, slots in enumerate(first)),
-        tuple(Layout(tuple(slots), layout.value_bits, f";from {owner}") for owner, slots in enumerate(second)),
+        tuple(
+            Layout(tuple(slots), layout.value_bits, f";to {owner}")
+            for owner, slots in enumerate(first)
+        ),
+        tuple(
+            Layout(tuple(slots), layout.value_bits, f";from {owner}")
+            for owner, slots in enumerate(second)
+        ),
     )
 
 
@@ -122,8 +134,8 @@ def shares(plan: SplitPlan, parts: Sequence[Entries]) -> list[list[Entries]]:
         parts: Per tensor (indices, values) that the source proposes.
 
     Returns:
-        By owner and piece (indices, values), positions counted from the piece's beginning; of more entries than there
-        is room for the largest, equal ones by lowest position.
+        By owner and piece (indices, values), positions counted from the piece's beginning; of more
+        entries than there is room for the largest, equal ones by lowest position.
     """
     cuts = [
         [0, *torch.searchsorted(indices, torch.tensor(ends, device=indices.device)).tolist()]
@@ -141,7 +153,9 @@ def shares(plan: SplitPlan, parts: Sequence[Entries]) -> list[list[Entries]]:
     return given
 
 
-def add_up(layout: Layout, parts: Sequence[Sequence[Entries]], dtypes: Sequence[torch.dtype]) -> list[Sums]:
+def add_up(
+    layout: Layout, parts: Sequence[Sequence[Entries]], dtypes: Sequence[torch.dtype]
+) -> list[Sums]:
     """The sums of an owner's pieces, added in the order of the sources, and which of them go on.
 
     Args:
@@ -162,7 +176,8 @@ def add_up(layout: Layout, parts: Sequence[Sequence[Entries]], dtypes: Sequence[
 
 
 def joined(plan: SplitPlan, slots: int, parts: Sequence[Sequence[Entries]]) -> list[Entries | None]:
-    """Entries by owner and piece as entries by tensor, in their own positions; None where no piece says anything.
+    """Entries by owner and piece as entries by tensor, in their own positions; None where no piece
+    says anything.
 
     Args:
         plan: Of the message.
@@ -174,7 +189,10 @@ def joined(plan: SplitPlan, slots: int, parts: Sequence[Sequence[Entries]]) -> l
         for piece, (indices, values) in zip(mine, theirs, strict=False):
             by_slot[piece.slot].append((indices + piece.start, values))
     return [
-        (torch.cat([indices for indices, _ in entries]), torch.cat([values for _, values in entries]))
+        (
+            torch.cat([indices for indices, _ in entries]),
+            torch.cat([values for _, values in entries]),
+        )
         if entries
         else None
         for entries in by_slot
@@ -202,7 +220,8 @@ def _first_room(slot: Slot, piece: Piece) -> Slot:
 def _second_room(slot: Slot, piece: Piece) -> Slot:
     """Shares of k that are whole numbers and add up to k, but for the 1 that a tiny piece has."""
     before, after = (
-        (2 * slot.k * at + slot.numel) // (2 * slot.numel) for at in (piece.start, piece.start + piece.numel)
+        (2 * slot.k * at + slot.numel) // (2 * slot.numel)
+        for at in (piece.start, piece.start + piece.numel)
     )
     return Slot(piece.numel, min(piece.numel, max(1, after - before)))
 

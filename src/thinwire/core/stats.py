@@ -30,17 +30,19 @@ def numbers(
         bytes_received: What came from other ranks, in this process.
         bytes_between_nodes: Of `bytes_sent` what left the node; all of it where that is None.
         wait_s: Seconds in which this rank was blocked until an exchange was over, in this process.
-        sparsity: Fraction of a compressed tensor that is not sent in the next exchange; 0 where nothing is left out.
+        sparsity: Fraction of a compressed tensor that is not sent in the next exchange; 0 where
+            nothing is left out.
         microsteps: Of an unfinished update.
         dropped_steps: Updates that were dropped.
         averagings: Of parameters, under local updates.
         k_steps: Updates between two exchanges that are in force.
         loss_scale: Factor of the next loss; 1 without one.
-        applied_share: Estimated part of the ranks' mean change that compressed averagings have applied so far, see
-            `LocalUpdates.stats`; 1 where all of it is applied in time.
+        applied_share: Estimated part of the ranks' mean change that compressed averagings have
+            applied so far, see `LocalUpdates.stats`; 1 where all of it is applied in time.
 
     Returns:
-        All of these by name, and `ratio`, bytes_dense / bytes_sent: larger is better, infinite where nothing was sent.
+        All of these by name, and `ratio`, bytes_dense / bytes_sent: larger is better, infinite
+        where nothing was sent.
     """
     return {
         "step": step,

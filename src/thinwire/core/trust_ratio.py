@@ -1,4 +1,6 @@
-"""The trust ratio of layer-wise methods: how much of the learning rate a tensor gets, shared by LARS and LAMB."""
+"""The trust ratio of layer-wise methods: how much of the learning rate a tensor gets, shared by
+LARS and LAMB.
+"""
 
 import math
 from dataclasses import dataclass
@@ -28,8 +30,8 @@ class TrustRule:
 def trust_ratio(param_norm: Tensor, update_norm: Tensor, rule: TrustRule) -> Tensor:
     """Ratio that gives the update a norm proportional to the parameter's.
 
-    r = coefficient * ||p|| / (||u|| + weight_decay * ||p|| + eps), limited to [low, high]; r = 1, whatever the limits,
-    where one of the norms is zero, so that a tensor of zeros can leave it.
+    r = coefficient * ||p|| / (||u|| + weight_decay * ||p|| + eps), limited to [low, high]; r = 1,
+    whatever the limits, where one of the norms is zero, so that a tensor of zeros can leave it.
 
     Args:
         param_norm: ||p||, any shape: one entry for each tensor.
@@ -39,9 +41,10 @@ def trust_ratio(param_norm: Tensor, update_norm: Tensor, rule: TrustRule) -> Ten
     Returns:
         Shape and dtype of the norms, on their device; no host synchronization.
 
-    Source: You et al., arXiv 1708.03888, equation 6 (LARS: u is the gradient, with weight decay in the denominator);
-    arXiv 1904.00962, algorithm 2 (LAMB: u contains the decay). Differs: LAMB's limit is a function phi of ||p|| alone
-    in the paper, here it limits the quotient.
+    Source: You et al., arXiv 1708.03888, equation 6 (LARS: u is the gradient, with weight decay in
+        the denominator);
+    arXiv 1904.00962, algorithm 2 (LAMB: u contains the decay). Differs: LAMB's limit is a function
+    phi of ||p|| alone in the paper, here it limits the quotient.
     """
     denominator = update_norm + rule.eps if rule.eps else update_norm
     if rule.weight_decay:

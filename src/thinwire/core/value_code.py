@@ -1,4 +1,5 @@
-"""Codes of the values that are sent, in 1, 2, 4, 8, 16 or 32 bits each, with scales of this tensor only.
+"""Codes of the values that are sent, in 1, 2, 4, 8, 16 or 32 bits each, with scales of this tensor
+only.
 
 | bits | scales, float32 | one value |
 |---|---|---|
@@ -7,8 +8,9 @@
 | 8, 16 | smallest and largest magnitude | sign, one of 128, 32768 equidistant levels |
 | 32 | none | float32 |
 
-The code is the scales, then k fields, least significant bit first, the sign (1: negative) in a field's highest bit.
-A level is the nearest one, the lower of two. Magnitudes beyond float32 saturate. Sums are float64 in a fixed order.
+The code is the scales, then k fields, least significant bit first, the sign (1: negative) in a
+field's highest bit. A level is the nearest one, the lower of two. Magnitudes beyond float32
+saturate. Sums are float64 in a fixed order.
 """  # noqa: E501 (a table row)
 
 import torch
@@ -45,17 +47,21 @@ def encode_values(values: Tensor, bits: int, k: int) -> tuple[Tensor, Tensor]:
     """Code of the values, and what its receivers will decode.
 
     Args:
-        values: Shape (j,), j at most `k`, floating-point, finite; at 1 bit none may be 0, since one bit is a sign.
+        values: Shape (j,), j at most `k`, floating-point, finite; at 1 bit none may be 0, since one
+            bit is a sign.
         bits: One of 1, 2, 4, 8, 16, 32.
-        k: Values for which there is room; at 1 bit the mean is over `k`, values that are absent count as 0.
+        k: Values for which there is room; at 1 bit the mean is over `k`, values that are absent
+            count as 0.
 
     Returns:
-        The code, shape (value_bytes(k, bits),), uint8; and shape (j,), float32, bit for bit `decode_values` of it.
+        The code, shape (value_bytes(k, bits),), uint8; and shape (j,), float32, bit for bit
+        `decode_values` of it.
 
     Raises:
         ValueError: More than `k` values, another number of bits, or a 0 at 1 bit.
 
-    Source: arXiv 1802.04434 (signs with one scale), 1901.09847 (error feedback). Differs: levels from means of parts.
+    Source: arXiv 1802.04434 (signs with one scale), 1901.09847 (error feedback). Differs: levels
+        from means of parts.
     """
     value_bytes(k, bits)
     kernels = for_device(values.device)

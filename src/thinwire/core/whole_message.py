@@ -1,10 +1,12 @@
-"""One message with every entry of several tensors in few bits each: no positions, since none is left out.
+"""One message with every entry of several tensors in few bits each: no positions, since none is
+left out.
 
-The header is that of `core.message`, with no flag and no count of entries. Then comes the code of one tensor after the
-other. At 2, 4, 8 and 16 bits that is the code of `core.value_code`. At 1 bit it has two scales in float32, the mean of
-the entries that are not negative and the mean magnitude of the negative ones, and one bit an entry, set where the entry
-is negative, the least significant bit first: each half stands at its own mean, so that what is lost never has a larger
-norm than what was to be sent, however lopsided the entries are.
+The header is that of `core.message`, with no flag and no count of entries. Then comes the code of
+one tensor after the other. At 2, 4, 8 and 16 bits that is the code of `core.value_code`. At 1 bit
+it has two scales in float32, the mean of the entries that are not negative and the mean magnitude
+of the negative ones, and one bit an entry, set where the entry is negative, the least significant
+bit first: each half stands at its own mean, so that what is lost never has a larger norm than what
+was to be sent, however lopsided the entries are.
 """
 
 import hashlib
@@ -63,11 +65,16 @@ def pack(layout: WholeLayout, step: int, bucket: int, tensors: Sequence[Tensor])
     """
     shapes = [tuple(tensor.shape) for tensor in tensors]
     if shapes != [(numel,) for numel in layout.numels] or not shapes:
-        raise ValueError(f"tensors have the shapes {shapes}; the layout has one dimension each, of {layout.numels}")
+        raise ValueError(
+            f"tensors have the shapes {shapes}; the layout has one dimension each, of "
+            f"{layout.numels}"
+        )
     return sealed(layout, step, bucket, [_encoded(tensor, layout.value_bits) for tensor in tensors])
 
 
-def unpack(layout: WholeLayout, message: Tensor, *, step: int, bucket: int, source: int) -> list[Tensor]:
+def unpack(
+    layout: WholeLayout, message: Tensor, *, step: int, bucket: int, source: int
+) -> list[Tensor]:
     """The codes in a message, once everything about it has been checked.
 
     Args:
@@ -81,8 +88,8 @@ def unpack(layout: WholeLayout, message: Tensor, *, step: int, bucket: int, sour
         One per tensor for `decode`, which refuses none of them; views of the message.
 
     Raises:
-        PayloadCorrupt: The message is damaged or belongs elsewhere; names the rank, what was expected
-            and what came.
+        PayloadCorrupt: The message is damaged or belongs elsewhere; names the rank, what was
+            expected and what came.
     """
     try:
         _, flags, carried = opened(layout, message, step, bucket)
@@ -90,7 +97,9 @@ def unpack(layout: WholeLayout, message: Tensor, *, step: int, bucket: int, sour
             raise PayloadCorrupt(f"flags {flags} and {carried} entries came, expected 0 and 0")
         lengths = [_code_bytes(numel, layout.value_bits) for numel in layout.numels]
         codes = list(torch.split(message[HEADER_BYTES:], lengths))
-        scales = torch.cat([code[: _scale_bytes(layout.value_bits)] for code in codes]).view(torch.float32)
+        scales = torch.cat([code[: _scale_bytes(layout.value_bits)] for code in codes]).view(
+            torch.float32
+        )
         if not bool(scales.isfinite().all()):
             raise PayloadCorrupt("scales came that are not finite")
     except PayloadCorrupt as refusal:
@@ -132,11 +141,16 @@ def _encoded(values: Tensor, bits: int) -> Tensor:
         return encode_values(values, bits, values.numel())[0]
     negative = values < 0
     lower = values[negative]
-    scales = [_mean(values[values > 0], values.numel() - lower.numel()), _mean(lower, lower.numel())]
+    scales = [
+        _mean(values[values > 0], values.numel() - lower.numel()),
+        _mean(lower, lower.numel()),
+    ]
     signs = torch.where(negative, -1.0, 1.0).to(values.dtype)
     return torch.cat([*scales, encode_values(signs, 1, values.numel())[0][_SCALE_BYTES:]])
 
 
 def _mean(values: Tensor, count: int) -> Tensor:
-    """The float32 mean magnitude of `count` entries, of which those that are not given are 0, as 4 bytes."""
+    """The float32 mean magnitude of `count` entries, of which those that are not given are 0, as 4
+    bytes.
+    """
     return encode_values(values, 1, max(1, count))[0][:_SCALE_BYTES]

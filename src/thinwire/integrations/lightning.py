@@ -1,4 +1,6 @@
-"""Callbacks and a strategy for the Trainer of Lightning; imports the package `lightning`, which is optional."""
+"""Callbacks and a strategy for the Trainer of Lightning; imports the package `lightning`, which is
+optional.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -17,11 +19,12 @@ __all__ = ["CompressedExchange", "LocalAveraging", "UnwrappedDDP"]
 
 
 class _Part(Callback):
-    """Keeps the state of every rank beside Lightning's checkpoint, which by itself has that of rank 0 only.
+    """Keeps the state of every rank beside Lightning's checkpoint, which by itself has that of rank
+    0 only.
 
-    Each rank writes a file of its own beside the checkpoint, and deletes it when the checkpoint is deleted. Lightning
-    asks callbacks for their state before it says where it goes, so the trainer's strategy is asked: its
-    `save_checkpoint` and `remove_checkpoint` run on all ranks.
+    Each rank writes a file of its own beside the checkpoint, and deletes it when the checkpoint is
+    deleted. Lightning asks callbacks for their state before it says where it goes, so the trainer's
+    strategy is asked: its `save_checkpoint` and `remove_checkpoint` run on all ranks.
     """
 
     def __init__(self) -> None:
@@ -34,7 +37,9 @@ class _Part(Callback):
         return {"states": []}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Remember what was saved: the optimizers are restored after the callbacks, and would undo it."""
+        """Remember what was saved: the optimizers are restored after the callbacks, and would undo
+        it.
+        """
         self._saved = state_dict["states"]
 
     def _keep(self, trainer: Trainer, *parts: Stateful) -> None:
@@ -47,7 +52,9 @@ class _Part(Callback):
         self._strategy = strategy = trainer.strategy
         save, remove = strategy.save_checkpoint, strategy.remove_checkpoint
 
-        def save_checkpoint(checkpoint: dict[str, Any], filepath: str | Path, *args: Any, **kwargs: Any) -> None:
+        def save_checkpoint(
+            checkpoint: dict[str, Any], filepath: str | Path, *args: Any, **kwargs: Any
+        ) -> None:
             if self.state_key in checkpoint.get("callbacks", {}):
                 checkpoint["callbacks"][self.state_key] = {"states": self._written(filepath)}
             save(checkpoint, filepath, *args, **kwargs)
@@ -62,7 +69,8 @@ class _Part(Callback):
     def _written(self, filepath: str | Path) -> list[dict[str, Any]]:
         if "://" in str(filepath):
             raise ValueError(
-                f"the checkpoint goes to {filepath}, where a rank cannot write its file beside it: save to a folder of "
+                f"the checkpoint goes to {filepath}, where a rank cannot write its file beside it: "
+                "save to a folder of "
                 "the file system, and copy it from there"
             )
         for i, state in enumerate(self._states):
@@ -84,13 +92,14 @@ def _name(filepath: str | Path, i: int) -> str:
 class CompressedExchange(_Part):
     """Attaches the `DGCMomentum` of `configure_optimizers` to the model that `DDPStrategy` wrapped.
 
-    The exchange then runs in the backward pass; without it DDP would average densely first. Batches that
-    `accumulate_grad_batches` only accumulates send nothing. Clip with `local_grad_clip_norm` of the optimizer:
-    `gradient_clip_val` would change gradients that have been sent, which is an error. Residuals and momentum of all
-    ranks lie in files beside Lightning's checkpoints.
+    The exchange then runs in the backward pass; without it DDP would average densely first. Batches
+    that `accumulate_grad_batches` only accumulates send nothing. Clip with `local_grad_clip_norm`
+    of the optimizer: `gradient_clip_val` would change gradients that have been sent, which is an
+    error. Residuals and momentum of all ranks lie in files beside Lightning's checkpoints.
 
     Raises:
-        TypeError: At the start of the fit: the one optimizer is no `DGCMomentum`, or the model is not wrapped in DDP.
+        TypeError: At the start of the fit: the one optimizer is no `DGCMomentum`, or the model is
+            not wrapped in DDP.
     """
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -106,24 +115,29 @@ class CompressedExchange(_Part):
         if trainer.world_size > 1:
             self._handle.remove()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
         """Take off what was put on the strategy."""
         self._let_go()
 
 
 class UnwrappedDDP(DDPStrategy):
-    """`DDPStrategy` but for the wrapping: ranks, devices and samplers as there, no gradient is averaged."""
+    """`DDPStrategy` but for the wrapping: ranks, devices and samplers as there, no gradient is
+    averaged.
+    """
 
     def configure_ddp(self) -> None:
         """Leave the model as it is."""
 
 
 class LocalAveraging(_Part):
-    """Local updates: averages the parameters when their turn has come. Needs `strategy=UnwrappedDDP()`.
+    """Local updates: averages the parameters when their turn has come. Needs
+    `strategy=UnwrappedDDP()`.
 
-    Works with any optimizer of the module. `sync` is what `local_sgd` returned, from the start of the fit on. The loss
-    that `training_step` returns is observed for an adaptive interval. The state of all ranks lies in files beside
-    Lightning's checkpoints.
+    Works with any optimizer of the module. `sync` is what `local_sgd` returned, from the start of
+    the fit on. The loss that `training_step` returns is observed for an adaptive interval. The
+    state of all ranks lies in files beside Lightning's checkpoints.
 
     Args:
         config: `LocalSGD` or `AdaptiveLocalSGD`.
@@ -131,7 +145,8 @@ class LocalAveraging(_Part):
 
     Raises:
         TypeError: At the start of the fit: the optimizer exchanges gradients itself.
-        ValueError: The model is wrapped in DDP, the precision needs a gradient scaler, or there is not one optimizer.
+        ValueError: The model is wrapped in DDP, the precision needs a gradient scaler, or there is
+            not one optimizer.
     """
 
     sync: LocalUpdates
@@ -146,20 +161,26 @@ class LocalAveraging(_Part):
         """Enter the block; called after Lightning has restored a checkpoint."""
         if trainer.strategy.model is not pl_module:
             raise ValueError(
-                f"the model is wrapped in {type(trainer.strategy.model).__name__}, whose ranks exchange in every step: "
+                f"the model is wrapped in {type(trainer.strategy.model).__name__}, whose ranks "
+                "exchange in every step: "
                 "pass Trainer(strategy=UnwrappedDDP())"
             )
         if getattr(trainer.precision_plugin, "scaler", None) is not None:
             raise ValueError(
-                f"precision {trainer.precision!r} skips steps on single ranks, and then they would not average at the "
+                f"precision {trainer.precision!r} skips steps on single ranks, and then they would "
+                "not average at the "
                 'same step: pass Trainer(precision="bf16-mixed")'
             )
         optimizer = _only_optimizer(trainer)
-        self.sync = local_sgd(pl_module, optimizer, self._config, process_group=self._process_group).__enter__()
+        self.sync = local_sgd(
+            pl_module, optimizer, self._config, process_group=self._process_group
+        ).__enter__()
         self._keep(trainer, self.sync, optimizer)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
-        """Observe the loss of the whole batch: Lightning has divided it by the batches that it accumulates."""
+        """Observe the loss of the whole batch: Lightning has divided it by the batches that it
+        accumulates.
+        """
         self.sync.observe(loss.detach() * trainer.accumulate_grad_batches)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -167,7 +188,9 @@ class LocalAveraging(_Part):
         self._states = []
         self.sync.__exit__(None, None, None)
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
         """Leave the block without an averaging."""
         self._let_go()
         if self._states:
@@ -176,5 +199,7 @@ class LocalAveraging(_Part):
 
 def _only_optimizer(trainer: Trainer) -> Any:
     if len(trainer.optimizers) != 1:
-        raise ValueError(f"configure_optimizers must return one optimizer, got {len(trainer.optimizers)}")
+        raise ValueError(
+            f"configure_optimizers must return one optimizer, got {len(trainer.optimizers)}"
+        )
     return trainer.optimizers[0]

@@ -1,4 +1,6 @@
-"""One state_dict for what differs from rank to rank, for frameworks that save only what rank 0 has."""
+"""One state_dict for what differs from rank to rank, for frameworks that save only what
+rank 0 has.
+"""
 
 import weakref
 from collections.abc import Mapping, Sequence
@@ -40,23 +42,30 @@ class Accelerates(Protocol):
 
 
 class PerRankState:
-    """The states of all ranks for checkpoints that rank 0 writes alone: each rank writes a file of its own beside it.
+    """The states of all ranks for checkpoints that rank 0 writes alone: each rank writes a file of
+    its own beside it.
 
-    Accelerate and Lightning save the optimizer of rank 0 and load it everywhere. The residuals and the momentum of
-    `DGCMomentum`, and everything under local updates, differ from rank to rank: that checkpoint alone would put the
-    pending update of one rank in the place of all others. With Accelerate `PerRankState(dgc).register(accelerator)` is
-    all; Lightning's callbacks do it by themselves; in a loop of your own set `folder` to that of the checkpoint.
+    Accelerate and Lightning save the optimizer of rank 0 and load it everywhere. The residuals and
+    the momentum of `DGCMomentum`, and everything under local updates, differ from rank to rank:
+    that checkpoint alone would put the pending update of one rank in the place of all others. With
+    Accelerate `PerRankState(dgc).register(accelerator)` is all; Lightning's callbacks do it by
+    themselves; in a loop of your own set `folder` to that of the checkpoint.
 
     Args:
         stateful: A `DGCMomentum`, what `local_sgd` returned, or any optimizer under local updates.
-        process_group: The ranks whose states differ; None for all of them. One process alone works too.
-        folder: Where the files lie: that of the checkpoint. May be set later, and anew for every checkpoint.
+        process_group: The ranks whose states differ; None for all of them. One process alone works
+            too.
+        folder: Where the files lie: that of the checkpoint. May be set later, and anew for every
+            checkpoint.
         name: Tells it from others in the same folder.
 
-    **State**: names and checksums only, in the dictionary that rank 0 saves; a rank's state in the safetensors file
+    **State**: names and checksums only, in the dictionary that rank 0 saves; a rank's state in the
+        safetensors file
     `NAME.rank_00000.safetensors` of the folder, which is replaced as a whole.
-    **Communication**: about 100 bytes a rank, in `state_dict` and `load_state_dict`, which all ranks must call.
-    **Failure**: what one rank cannot write or read is a `CheckpointError` on all of them, with rank and cause.
+    **Communication**: about 100 bytes a rank, in `state_dict` and `load_state_dict`, which all
+        ranks must call.
+    **Failure**: what one rank cannot write or read is a `CheckpointError` on all of them, with rank
+        and cause.
     """
 
     def __init__(
@@ -77,7 +86,8 @@ class PerRankState:
         self._group: Group | None = None
 
     def register(self, accelerator: Accelerates) -> "PerRankState":
-        """Let Accelerate save and load it: the files lie in the folder of `save_state` and `load_state`.
+        """Let Accelerate save and load it: the files lie in the folder of `save_state` and
+        `load_state`.
 
         Args:
             accelerator: Of the loop; several of these may be registered with it.
@@ -126,20 +136,23 @@ class PerRankState:
         return {"name": self.name, "sha256": sums}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take this rank's own state back; under another number of ranks, the mean of what was saved.
+        """Take this rank's own state back; under another number of ranks, the mean of what was
+        saved.
 
-        The mean of the residuals is the update that was still pending, so nothing of it is lost, and the mean of the
-        momentum is what its next part would have been. All ranks must call it.
+        The mean of the residuals is the update that was still pending, so nothing of it is lost,
+        and the mean of the momentum is what its next part would have been. All ranks must call it.
 
         Raises:
             ValueError: It is no such state, or there is no folder yet.
-            CheckpointError: A file is missing or damaged, or the ranks differ in more than floating-point tensors under
-                another number of ranks; on all ranks. Nothing has changed.
+            CheckpointError: A file is missing or damaged, or the ranks differ in more than
+                floating-point tensors under another number of ranks; on all ranks. Nothing has
+                changed.
         """
         sums, name = state_dict.get("sha256"), state_dict.get("name")
         if not isinstance(sums, Sequence) or not sums or not isinstance(name, str):
             raise ValueError(
-                f"state_dict must hold the name and the checksums of the ranks' files, got the keys "
+                "state_dict must hold the name and the checksums of the ranks' files, got the "
+                "keys "
                 f"{sorted(state_dict)}: load what PerRankState.state_dict() gave"
             )
         folder, group, own = self._required_folder(), self._joined(), list[Any]()
@@ -147,7 +160,11 @@ class PerRankState:
         def read() -> None:
             ranks = [group.rank] if len(sums) == group.size else range(len(sums))
             states = [read_rank_file(self._file(folder, name, rank), sums[rank]) for rank in ranks]
-            own.append(states[0] if len(states) == 1 else _mean(without_origin(states), f"{len(states)} ranks"))
+            own.append(
+                states[0]
+                if len(states) == 1
+                else _mean(without_origin(states), f"{len(states)} ranks")
+            )
 
         together(group, "reading the states of all ranks", read)
         self._stateful.load_state_dict(own[0])
@@ -160,7 +177,8 @@ class PerRankState:
         if self.folder is None:
             raise ValueError(
                 "PerRankState does not know where each rank's file belongs: call "
-                "PerRankState(...).register(accelerator) in the place of accelerator.register_for_checkpointing, or "
+                "PerRankState(...).register(accelerator) in the place of "
+                "accelerator.register_for_checkpointing, or "
                 "set folder= to the folder of the checkpoint"
             )
         return Path(self.folder)
@@ -184,7 +202,9 @@ def _mean(values: Sequence[Any], where: str) -> Any:
     if all(isinstance(v, Mapping) and v.keys() == first.keys() for v in values):
         return {key: _mean([v[key] for v in values], f"{where}, {key}") for key in first}
     if all(isinstance(v, list | tuple) and len(v) == len(first) for v in values):
-        return type(first)(_mean(entries, f"{where}[{i}]") for i, entries in enumerate(zip(*values, strict=True)))
+        return type(first)(
+            _mean(entries, f"{where}[{i}]") for i, entries in enumerate(zip(*values, strict=True))
+        )
     if all(isinstance(v, Tensor) and v.shape == first.shape for v in values):
         if first.is_floating_point():
             return torch.stack([v.double() for v in values]).mean(0).to(first.dtype)
@@ -193,6 +213,7 @@ def _mean(values: Sequence[Any], where: str) -> Any:
     elif not any(isinstance(v, Tensor) for v in values) and all(v == first for v in values):
         return first
     raise ValueError(
-        f"the states of {where} differ in more than floating-point tensors, so there is no mean of them: "
+        f"the states of {where} differ in more than floating-point tensors, so there is no mean of "
+        "them: "
         "resume on as many ranks as saved them"
     )

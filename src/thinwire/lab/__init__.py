@@ -1,1 +1,3 @@
-"""The laboratory: one model trained under several strategies, side by side, over the same emulated link."""
+"""The laboratory: one model trained under several strategies, side by side, over the same emulated
+link.
+"""

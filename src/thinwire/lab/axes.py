@@ -31,9 +31,16 @@ class Axis:
 
     @classmethod
     def around(
-        cls, values: Sequence[float], begin: float, end: float, *, logarithmic: bool = False, margin: float = 0.03
+        cls,
+        values: Sequence[float],
+        begin: float,
+        end: float,
+        *,
+        logarithmic: bool = False,
+        margin: float = 0.03,
     ) -> Axis:
-        """An axis on which all values lie, with a little room on both sides, and never of no length.
+        """An axis on which all values lie, with a little room on both sides, and never of no
+        length.
 
         Args:
             values: At least one; positive where `logarithmic`.
@@ -73,7 +80,10 @@ class Axis:
         # few decades are divided by 1-2-5, many are thinned out
         factors = (1.0, 2.0, 5.0) if len(decades) <= count / 2 else (1.0,)
         found = [
-            factor * decade for decade in decades for factor in factors if self.low <= factor * decade <= self.high
+            factor * decade
+            for decade in decades
+            for factor in factors
+            if self.low <= factor * decade <= self.high
         ]
         stride = max(1, -(-len(found) // count))
         return found[::stride]

@@ -1,4 +1,6 @@
-"""Every strategy file is tried on the model before the first strategy trains: a task for the workers."""
+"""Every strategy file is tried on the model before the first strategy trains: a task for the
+workers.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ _BATCH = 1
 
 @final
 class Check:
-    """Rehearses one strategy after the other on all ranks; the result says which were refused, and why."""
+    """Rehearses one strategy after the other on all ranks; the result says which were refused, and
+    why.
+    """
 
     def __init__(self, config: Mapping[str, Any], diary: Diary) -> None:
         self.config, self.diary = config, diary
@@ -32,9 +36,14 @@ class Check:
             self.diary.write("checking", strategy=candidate["strategy"])
             try:
                 rehearse({**self.config, **candidate}, model, _BATCH)
-            except (TypeError, ValueError, Mismatch) as error:  # of `prepare`, which raises on all ranks or on none
+            except (
+                TypeError,
+                ValueError,
+                Mismatch,
+            ) as error:  # of `prepare`, which raises on all ranks or on none
                 refused[candidate["strategy"]] = f"{type(error).__name__}: {error}"
             except NonFinite:
-                continue  # on all ranks too, and a matter of rates, not of the model: the training will tell
+                # on all ranks too, and a matter of rates, not of the model: the training will tell
+                continue
             dist.barrier()
         return {"refused": refused}

@@ -1,4 +1,7 @@
-"""The commands as functions of what was typed. Torch is imported after the arguments have been checked."""
+"""The commands as functions of what was typed.
+
+Torch is imported after the arguments have been checked.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,8 @@ app = App(
     name="thinwire",
     version=__version__,
     help="Train neural networks over ordinary networks.",
-    help_epilogue="Example: thinwire compare --workers 2 --link 100mbit --strategies dense dgc --steps 200",
+    help_epilogue="Example: thinwire compare --workers 2 --link 100mbit --strategies dense dgc "
+    "--steps 200",
     help_format="plaintext",
     suppress_keyboard_interrupt=False,  # the command ends its workers and says so
 )
@@ -40,7 +44,7 @@ _EXAMPLES = """Examples:
 
 thinwire compare --workers 2 --link 100mbit --strategies dense fp16 dgc --steps 200 --out runs/first
 
-thinwire compare --workers 2 --link 20mbit --strategies dense sparse-local my_strategy.yaml --seconds 300
+thinwire compare --workers 2 --link 20mbit --strategies dense sparse-local mine.yaml --seconds 300
 
 thinwire compare --workers 4 --link 20mbit --latency 10ms --seconds 300 --text ~/notes
 """
@@ -52,7 +56,10 @@ def compare(
     workers: _Count = 2,
     link: str = "100mbit",
     latency: str = "0ms",
-    strategies: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="")] = ("dense", "dgc"),
+    strategies: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="")] = (
+        "dense",
+        "dgc",
+    ),
     steps: _Count | None = None,
     seconds: float | None = None,
     size: str = "medium",
@@ -64,26 +71,32 @@ def compare(
     tune: Annotated[bool, Parameter(negative="")] = False,
     quiet: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
-    """Train a small language model under several strategies over the same link; report loss against time and bytes.
+    """Train a small language model under several strategies over the same link; report loss against
+    time and bytes.
 
-    Prints a verdict and tables, and writes report.html, results.json and the winner's strategy file into
-    the folder --out. What has finished is kept when Ctrl-C or SIGTERM ends the comparison, or a strategy fails.
+    Prints a verdict and tables, and writes report.html, results.json and the winner's strategy file
+    into the folder --out. What has finished is kept when Ctrl-C or SIGTERM ends the comparison, or
+    a strategy fails.
 
     Args:
-        workers: Processes that train together, each in a network of its own where the system allows it.
-        link: Rate of each worker's link in both directions, such as 20mbit or 1gbit; "none" is unshaped, "loopback"
-            uses no network namespaces.
+        workers: Processes that train together, each in a network of its own where the system allows
+            it.
+        link: Rate of each worker's link in both directions, such as 20mbit or 1gbit; "none" is
+            unshaped, "loopback" uses no network namespaces.
         latency: One-way delay of every packet, such as 10ms.
         strategies: What to compare.
         steps: Updates per strategy; 200 unless --seconds is given.
         seconds: The same training time for every strategy, instead of --steps.
-        size: Of the model: tiny (0.1M parameters), small (0.9M), medium (3.3M), large (19M), or a number such as 2M.
-        text: Folder with text to train on; otherwise the source files of Python's own standard library.
+        size: Of the model: tiny (0.1M parameters), small (0.9M), medium (3.3M), large (19M), or a
+            number such as 2M.
+        text: Folder with text to train on; otherwise the source files of Python's own standard
+            library.
         out: Folder for the report; otherwise runs/compare-DATE-TIME.
         batch: Sequences of 128 bytes per worker and step.
         seed: Of the parameters and of the order of the data.
         lr: Peak learning rate for all strategies, instead of each one's own.
-        tune: Take the loss on the part of the text that is kept for choosing settings, not on the held-out part.
+        tune: Take the loss on the part of the text that is kept for choosing settings, not on the
+            held-out part.
         quiet: Show no progress.
     """
     folder = Path("runs") / time.strftime("compare-%Y%m%d-%H%M%S") if out is None else out
@@ -124,7 +137,9 @@ def _run(settings: Settings, quiet: bool) -> None:
         raise
     _print(kept[-1], settings.out)
     if failures := kept[-1]["failures"]:
-        raise WorkerError("\n".join(f"{failure['strategy']}: {failure['error']}" for failure in failures))
+        raise WorkerError(
+            "\n".join(f"{failure['strategy']}: {failure['error']}" for failure in failures)
+        )
 
 
 def _write(results: Mapping[str, Any], out: Path) -> None:
@@ -148,5 +163,6 @@ def _print(results: Mapping[str, Any], out: Path) -> None:
 
 
 compare.__doc__ = (compare.__doc__ or "").replace(
-    "strategies: What to compare.", f"strategies: What to compare, {', '.join(STRATEGIES)}, or strategy files (.yaml)."
+    "strategies: What to compare.",
+    f"strategies: What to compare, {', '.join(STRATEGIES)}, or strategy files (.yaml).",
 )

@@ -36,19 +36,22 @@ Keep = Callable[[dict[str, Any]], None]
 def compare(settings: Settings, display: Display, keep: Keep | None = None) -> dict[str, Any]:
     """Trains every strategy in turn over the same link and returns what was measured.
 
-    A strategy that fails is named under `failures`, with the reason, and the others are trained all the same.
+    A strategy that fails is named under `failures`, with the reason, and the others are trained all
+    the same.
 
     Args:
         settings: What to compare.
         display: Told about the progress.
-        keep: Called with the results so far after each strategy but the last one, and when SIGTERM or Ctrl-C arrives
-            (`SystemExit`, `KeyboardInterrupt`), if a strategy has finished by then; `interrupted` says what is missing.
+        keep: Called with the results so far after each strategy but the last one, and when SIGTERM
+            or Ctrl-C arrives (`SystemExit`, `KeyboardInterrupt`), if a strategy has finished by
+            then; `interrupted` says what is missing.
 
     Returns:
         The content of `results.json`; the keys are described in `thinwire.lab.results`.
 
     Raises:
-        ValueError: The text or the size cannot be used, or a strategy does not go with the model; nothing has trained.
+        ValueError: The text or the size cannot be used, or a strategy does not go with the model;
+            nothing has trained.
         WorkerError: No strategy could be trained. Nothing is left running in any case.
     """
     shape = settings.shape
@@ -56,7 +59,10 @@ def compare(settings: Settings, display: Display, keep: Keep | None = None) -> d
     reason = why_unavailable() if settings.link.emulated else None
     started_s = time.time()
     with _work_folder(settings.out) as work, _place(settings, reason) as place:
-        common = {**_common(settings, shape, place), **_write_corpus(corpus, work, tune=settings.tune)}
+        common = {
+            **_common(settings, shape, place),
+            **_write_corpus(corpus, work, tune=settings.tune),
+        }
         ledger = Ledger(
             settings=settings,
             corpus=corpus,
@@ -70,17 +76,32 @@ def compare(settings: Settings, display: Display, keep: Keep | None = None) -> d
             for recipe in settings.strategies:
                 ledger.begin(recipe.name)
                 try:
-                    ledger.finish(_run(_config_of(recipe, common, settings), settings, place, work, display, ledger))
+                    ledger.finish(
+                        _run(
+                            _config_of(recipe, common, settings),
+                            settings,
+                            place,
+                            work,
+                            display,
+                            ledger,
+                        )
+                    )
                 except WorkerError as error:
                     ledger.fail(str(error))
                 if keep is not None and ledger.runs and ledger.missing:
                     keep(ledger.results(by=None))
         except (KeyboardInterrupt, SystemExit) as stop:
             if keep is not None and ledger.runs:
-                keep(ledger.results(by="Ctrl-C" if isinstance(stop, KeyboardInterrupt) else "SIGTERM"))
+                keep(
+                    ledger.results(
+                        by="Ctrl-C" if isinstance(stop, KeyboardInterrupt) else "SIGTERM"
+                    )
+                )
             raise
     if not ledger.runs:
-        raise WorkerError("\n".join(f"{failure['strategy']}: {failure['error']}" for failure in ledger.failures))
+        raise WorkerError(
+            "\n".join(f"{failure['strategy']}: {failure['error']}" for failure in ledger.failures)
+        )
     return ledger.results()
 
 
@@ -90,12 +111,19 @@ def _config_of(recipe: Recipe, common: Mapping[str, Any], settings: Settings) ->
 
 
 def _check(common: Mapping[str, Any], settings: Settings, work: Path, display: Display) -> None:
-    """Tries the strategy files on the model; those that come with the command are known to go with it."""
+    """Tries the strategy files on the model; those that come with the command are known to go with
+    it.
+    """
     files = {recipe.name: recipe for recipe in settings.strategies if recipe.file is not None}
     if not files:
         return
     candidates = [_config_of(recipe, {}, settings) for recipe in files.values()]
-    config = {**common, "task": "thinwire.lab.checking:Check", "candidates": candidates, "interface": None}
+    config = {
+        **common,
+        "task": "thinwire.lab.checking:Check",
+        "candidates": candidates,
+        "interface": None,
+    }
     refused: dict[str, str] = {}
     name = ""
     try:
@@ -114,14 +142,20 @@ def _check(common: Mapping[str, Any], settings: Settings, work: Path, display: D
     if refused:
         raise ValueError(
             "; ".join(
-                f"strategies={files[name].file!r} does not go with the model: {why}" for name, why in refused.items()
+                f"strategies={files[name].file!r} does not go with the model: {why}"
+                for name, why in refused.items()
             )
             + "; nothing has been trained"
         )
 
 
 def _run(
-    config: Mapping[str, Any], settings: Settings, place: Network | None, work: Path, display: Display, ledger: Ledger
+    config: Mapping[str, Any],
+    settings: Settings,
+    place: Network | None,
+    work: Path,
+    display: Display,
+    ledger: Ledger,
 ) -> dict[str, Any]:
     """One strategy; it prepares itself over links without a limit, and trains over limited ones."""
     name = config["strategy"]
@@ -141,7 +175,9 @@ def _run(
                         place.limit()
                     (work / name / GO).touch()
                 case "result":
-                    result = {key: value for key, value in event.items() if key not in ("event", "unix_s")}
+                    result = {
+                        key: value for key, value in event.items() if key not in ("event", "unix_s")
+                    }
                 case _:
                     ledger.progress = event["progress"]
                     bar.update(event["progress"], event["step"], event["loss"])
@@ -176,7 +212,9 @@ def _work_folder(out: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _claimed(out: Path) -> Iterator[None]:
-    """Keep other comparisons out of a folder; the kernel lets go of it however this process ends."""
+    """Keep other comparisons out of a folder; the kernel lets go of it however this process
+    ends.
+    """
     try:
         out.mkdir(parents=True, exist_ok=True)
         folder = os.open(out, os.O_RDONLY)
@@ -185,7 +223,9 @@ def _claimed(out: Path) -> Iterator[None]:
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise ValueError(f"out={str(out)!r} is in use by another comparison: wait for it, or name another") from error
+        raise ValueError(
+            f"out={str(out)!r} is in use by another comparison: wait for it, or name another"
+        ) from error
     else:
         yield
     finally:
@@ -198,7 +238,10 @@ def _not_writable(out: Path, error: OSError) -> ValueError:
 
 def _write_corpus(corpus: Corpus, work: Path, *, tune: bool) -> dict[str, Any]:
     config: dict[str, Any] = {}
-    for name, content in (("train", corpus.train), ("held_out", corpus.validation if tune else corpus.held_out)):
+    for name, content in (
+        ("train", corpus.train),
+        ("held_out", corpus.validation if tune else corpus.held_out),
+    ):
         path = work / f"{name}.bin"
         path.write_bytes(content)
         config |= {f"{name}_file": str(path.resolve()), f"{name}_bytes": len(content)}
@@ -224,9 +267,14 @@ def _common(settings: Settings, shape: ModelShape, place: Network | None) -> dic
         "momentum": _MOMENTUM,
         "steps": steps,
         "seconds": settings.seconds,
-        "ramp_steps": _RAMP_STEPS_BY_CLOCK if steps is None else max(1, min(_LONGEST_RAMP_STEPS, steps // 4)),
+        "ramp_steps": _RAMP_STEPS_BY_CLOCK
+        if steps is None
+        else max(1, min(_LONGEST_RAMP_STEPS, steps // 4)),
         "evaluations": _evaluations(settings),
         "held_out_sequences": _HELD_OUT_SEQUENCES,
-        # gloo waits this long for each message; a dense exchange over a slow link is not to be mistaken for a hang
-        "timeout_s": _SHORTEST_TIMEOUT_S + 10 * settings.link.seconds(2 * dense_bytes) + 20 * settings.link.latency_s,
+        # gloo waits this long for each message; a dense exchange over a slow link is not to be
+        # mistaken for a hang
+        "timeout_s": _SHORTEST_TIMEOUT_S
+        + 10 * settings.link.seconds(2 * dense_bytes)
+        + 20 * settings.link.latency_s,
     }

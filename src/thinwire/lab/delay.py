@@ -1,10 +1,13 @@
-"""Links with latency: every worker gets a TUN device, and one small process carries the packets, late.
+"""Links with latency: every worker gets a TUN device, and one small process carries the packets,
+late.
 
-Kernels without `netem` cannot delay packets. Here each worker's interface is a TUN device whose other end is a file; so
-is its port at the hub, which routes between the ports. `forward.py` moves packets between the two ends and holds those
-on their way to the hub for the latency. The token buckets sit where they sit without latency, on both ends of the link.
+Kernels without `netem` cannot delay packets. Here each worker's interface is a TUN device whose
+other end is a file; so is its port at the hub, which routes between the ports. `forward.py` moves
+packets between the two ends and holds those on their way to the hub for the latency. The token
+buckets sit where they sit without latency, on both ends of the link.
 
-    worker 0  eth0 [tbf] -- file -- forward.py -- file -- port0 [tbf]  routing  port1 [tbf] -- ...  eth0  worker 1
+    worker 0  eth0 [tbf] -- file -- forward.py -- file -- port0 [tbf]  routing
+        port1 [tbf] -- ...  eth0  worker 1
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from thinwire.lab import enter, forward
@@ -25,14 +29,16 @@ from thinwire.lab.spaces import inside, quiet_ipv6, shape
 __all__ = ["delayed_links"]
 
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
-# Large packets, since a process that moves every one of them must not become the bottleneck; small ones on slow links,
-# whose token bucket would never let a large one through.
+# Large packets, since a process that moves every one of them must not become the bottleneck; small
+# ones on slow links, whose token bucket would never let a large one through.
 _MTU, _SLOW_MTU, _SLOW_BIT_S = 9000, 1500, 2e7
 _QUEUE_PACKETS = 10_000
 
 
 @contextlib.contextmanager
-def delayed_links(hub_fd: int, worker_fds: tuple[int, ...], addresses: tuple[str, ...], link: Link) -> Iterator[None]:
+def delayed_links(
+    hub_fd: int, worker_fds: tuple[int, ...], addresses: tuple[str, ...], link: Link
+) -> Iterator[None]:
     """Builds the links and runs the forwarder; the devices vanish with it.
 
     Args:
@@ -47,9 +53,9 @@ def delayed_links(hub_fd: int, worker_fds: tuple[int, ...], addresses: tuple[str
     with contextlib.ExitStack() as stack:
         ends: list[int] = []
         for rank, (fd, address) in enumerate(zip(worker_fds, addresses, strict=True)):
-            ends.append(inside(fd, lambda address=address: _worker_end(address, link)))  # type: ignore[misc]
+            ends.append(inside(fd, partial(_worker_end, address, link)))
             stack.callback(os.close, ends[-1])
-            ends.append(inside(hub_fd, lambda rank=rank, address=address: _hub_end(rank, address, link)))  # type: ignore[misc]
+            ends.append(inside(hub_fd, partial(_hub_end, rank, address, link)))
             stack.callback(os.close, ends[-1])
         forwarder = _start_forwarder(ends, link.latency_s)
         stack.callback(forwarder.wait)
@@ -60,7 +66,9 @@ def delayed_links(hub_fd: int, worker_fds: tuple[int, ...], addresses: tuple[str
 def _start_forwarder(ends: list[int], latency_s: float) -> subprocess.Popen[bytes]:
     trampoline = [sys.executable, "-P", str(Path(enter.__file__)), "-1", str(os.getpid())]
     program = [sys.executable, "-P", str(Path(forward.__file__)), repr(latency_s), *map(str, ends)]
-    return subprocess.Popen([*trampoline, *program], stdin=subprocess.DEVNULL, pass_fds=ends, start_new_session=True)
+    return subprocess.Popen(
+        [*trampoline, *program], stdin=subprocess.DEVNULL, pass_fds=ends, start_new_session=True
+    )
 
 
 def _worker_end(address: str, link: Link) -> int:

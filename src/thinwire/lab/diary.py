@@ -1,4 +1,6 @@
-"""What a rank tells the command while it works: one JSON object per line, appended to a file of its own."""
+"""What a rank tells the command while it works: one JSON object per line, appended to a file of its
+own.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ _SECONDS_BETWEEN_EVENTS = 0.2
 
 @final
 class Diary:
-    """Appends one JSON object per line to this rank's file, which the command reads while it grows."""
+    """Appends one JSON object per line to this rank's file, which the command reads while
+    it grows.
+    """
 
     def __init__(self, path: Path) -> None:
         self.file = path.open("a", encoding="utf-8", buffering=1)

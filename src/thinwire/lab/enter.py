@@ -1,7 +1,8 @@
 """Run a command inside a network namespace, for no longer than the process that asked for it lives.
 
 Started by file name and made of the standard library alone, so that it costs milliseconds:
-`python enter.py NAMESPACE_FD PARENT_PID COMMAND ...`; a NAMESPACE_FD of -1 stays in the namespace of the caller.
+`python enter.py NAMESPACE_FD PARENT_PID COMMAND ...`; a NAMESPACE_FD of -1 stays in the namespace
+of the caller.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ _CLONE_NEWNET = 0x40000000
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Asks the kernel to kill this process when its parent ends; ends at once where that has happened already.
+    """Asks the kernel to kill this process when its parent ends; ends at once where that has
+    happened already.
 
     Args:
         parent_pid: The process that must still be the parent.
@@ -41,7 +43,9 @@ def enter_network(namespace_fd: int) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Enters, then becomes the command; the wish to die with the parent survives the change of program."""
+    """Enters, then becomes the command; the wish to die with the parent survives the change of
+    program.
+    """
     namespace_fd, parent_pid = int(arguments[0]), int(arguments[1])
     die_with_parent(parent_pid)
     if namespace_fd >= 0:

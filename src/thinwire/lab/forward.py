@@ -1,6 +1,8 @@
-"""Carries packets between pairs of TUN devices and delays those from the first to the second of each pair.
+"""Carries packets between pairs of TUN devices and delays those from the first to the second of
+each pair.
 
-Started by file name and made of the standard library alone: `python forward.py LATENCY_SECONDS WORKER_FD HUB_FD ...`.
+Started by file name and made of the standard library alone: `python forward.py LATENCY_SECONDS
+WORKER_FD HUB_FD ...`.
 """
 
 from __future__ import annotations
@@ -22,13 +24,16 @@ def forward(latency_s: float, pairs: list[tuple[int, int]]) -> None:
     """Runs for ever.
 
     Args:
-        latency_s: How late packets from the first of a pair reach the second; the other way is immediate.
+        latency_s: How late packets from the first of a pair reach the second; the other way is
+            immediate.
         pairs: Descriptors of the two devices, not blocking.
     """
     to_hub = dict(pairs)
     to_worker = {hub: worker for worker, hub in pairs}
     readable = [*to_hub, *to_worker]
-    waiting: deque[tuple[float, int, bytes]] = deque()  # one latency for all: the first to come is the first to go
+    waiting: deque[tuple[float, int, bytes]] = (
+        deque()
+    )  # one latency for all: the first to come is the first to go
     while True:
         patience_s = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
         for end in select.select(readable, [], [], patience_s)[0]:

@@ -1,4 +1,6 @@
-"""Starts the workers of one strategy through torchrun, watches over them, and ends them whatever happens."""
+"""Starts the workers of one strategy through torchrun, watches over them, and ends them whatever
+happens.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,8 @@ def run_workers(
 ) -> Generator[dict[str, Any], None, None]:
     """Runs one strategy and yields rank 0's events as they come; the last one is the result.
 
-    The workers end with the generator, and with the thread that runs it: the kernel kills them when it is gone.
+    The workers end with the generator, and with the thread that runs it: the kernel kills them when
+    it is gone.
 
     Args:
         config: Written as JSON and read by every worker.
@@ -92,11 +95,15 @@ def _watch(
             return
         if failed_s is None and (errors or not all(running)):
             failed_s = time.monotonic()
-        # The worker that fails first is not always the one whose line is read first: its peers fail a moment later.
+        # The worker that fails first is not always the one whose line is read first: its peers fail
+        # a moment later.
         if failed_s is not None and time.monotonic() - failed_s > _GRACE_S:
             raise WorkerError(explain(errors, work))
         if time.monotonic() - last_news_s > timeout_s + 30:
-            raise WorkerError(f"the workers have been silent for {timeout_s + 30:.0f} s\n{log_tail(work)}".rstrip())
+            raise WorkerError(
+                f"the workers have been silent for {timeout_s + 30:.0f} "
+                f"s\n{log_tail(work)}".rstrip()
+            )
         time.sleep(_POLL_S)
 
 
@@ -107,7 +114,10 @@ def _commands(config_path: Path, workers: int, network: Network | None) -> list[
         local = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={workers}"]
         return [[*torchrun, *local, *script]]
     place = [f"--nnodes={workers}", "--nproc-per-node=1", f"--master-addr={network.addresses[0]}"]
-    return [[*torchrun, *place, f"--master-port={_PORT}", f"--node-rank={rank}", *script] for rank in range(workers)]
+    return [
+        [*torchrun, *place, f"--master-port={_PORT}", f"--node-rank={rank}", *script]
+        for rank in range(workers)
+    ]
 
 
 @contextlib.contextmanager
@@ -121,12 +131,20 @@ def _agents(
             with (work / f"agent{number}.log").open("wb") as log:
                 started.append(
                     subprocess.Popen(
-                        [sys.executable, "-P", str(Path(enter.__file__)), str(fd), str(os.getpid()), *command],
+                        [
+                            sys.executable,
+                            "-P",
+                            str(Path(enter.__file__)),
+                            str(fd),
+                            str(os.getpid()),
+                            *command,
+                        ],
                         stdin=subprocess.DEVNULL,
                         stdout=log,
                         stderr=subprocess.STDOUT,
                         pass_fds=[fd] if fd >= 0 else [],
-                        start_new_session=True,  # Ctrl-C is for the command, which then ends the workers in order
+                        # Ctrl-C is for the command, which then ends the workers in order
+                        start_new_session=True,
                         env=_environment(network, workers),
                     )
                 )
@@ -142,7 +160,11 @@ def _agents(
 
 
 def _environment(network: Network | None, workers: int) -> dict[str, str]:
-    threads = max(1, len(os.sched_getaffinity(0) if sys.platform == "linux" else range(os.cpu_count() or 1)) // workers)
+    threads = max(
+        1,
+        len(os.sched_getaffinity(0) if sys.platform == "linux" else range(os.cpu_count() or 1))
+        // workers,
+    )
     return {
         **os.environ,
         "OMP_NUM_THREADS": str(threads),

@@ -1,4 +1,6 @@
-"""The link between workers as plain data: how many bits a second, how late, and what follows from both."""
+"""The link between workers as plain data: how many bits a second, how late, and what follows from
+both.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,10 @@ class Link:
         latency_s = parse_latency(latency)
         if word == "loopback":
             if latency_s:
-                raise ValueError(f"latency={latency!r} cannot be added to the link 'loopback'; use 'none' or a rate")
+                raise ValueError(
+                    f"latency={latency!r} cannot be added to the link 'loopback'; use 'none' or a "
+                    "rate"
+                )
             return cls(None, emulated=False)
         return cls(None if word == "none" else parse_rate(text), latency_s)
 
@@ -81,7 +86,9 @@ def parse_rate(text: str) -> float:
     if rate is None:
         raise ValueError(f"link={text!r} is not a rate: {_EXAMPLES}, or none, or loopback")
     if not _SLOWEST_BIT_S <= rate <= FASTEST_BIT_S:
-        raise ValueError(f"link={text!r} is out of range: a rate from 10kbit to 30gbit is allowed; {_EXAMPLES}")
+        raise ValueError(
+            f"link={text!r} is out of range: a rate from 10kbit to 30gbit is allowed; {_EXAMPLES}"
+        )
     return rate
 
 
@@ -93,7 +100,10 @@ def parse_latency(text: str) -> float:
     """
     delay = 0.0 if text.strip() == "0" else _number_with_unit(text, _UNITS_S)
     if delay is None:
-        raise ValueError(f"latency={text!r} is not a delay: write a number and a unit, such as 500us, 10ms or 0.1s")
+        raise ValueError(
+            f"latency={text!r} is not a delay: write a number and a unit, such as 500us, 10ms or "
+            "0.1s"
+        )
     if delay > _LATEST_S:
         raise ValueError(f"latency={text!r} is out of range: 0ms to 5s is allowed")
     return delay

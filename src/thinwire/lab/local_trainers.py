@@ -19,14 +19,19 @@ __all__ = ["Local"]
 class Local:
     """Momentum SGD on every rank, with its momentum kept there, inside `thinwire.local_sgd`.
 
-    Between two averagings no rank's parameters are the model: it is `agreed` right after one, when all are equal.
+    Between two averagings no rank's parameters are the model: it is `agreed` right after one, when
+    all are equal.
     """
 
     def __init__(self, model: nn.Module, setup: Setup, **settings: Any) -> None:
         self.module = model
-        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=setup.momentum)
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(
+            model.parameters(), lr=0.0, momentum=setup.momentum
+        )
         config = _config(settings)
-        self.round_steps = config.max_k_steps if isinstance(config, tw.AdaptiveLocalSGD) else config.k_steps
+        self.round_steps = (
+            config.max_k_steps if isinstance(config, tw.AdaptiveLocalSGD) else config.k_steps
+        )
         self.steady_from_step = config.begin_step
         self.settings: Mapping[str, Any] = {**settings, **(settings.get("compression") or {})}
         self.settings = {key: value for key, value in self.settings.items() if key != "compression"}
@@ -66,5 +71,7 @@ class Local:
 def _config(settings: Mapping[str, Any]) -> tw.LocalSGD | tw.AdaptiveLocalSGD:
     """The config that these settings would be in a strategy file."""
     field = "adaptive_localsgd" if "init_k_steps" in settings else "localsgd"
-    config: tw.LocalSGD | tw.AdaptiveLocalSGD = tw.DistributedStrategy.from_dict({field: settings}).on[field]
+    config: tw.LocalSGD | tw.AdaptiveLocalSGD = tw.DistributedStrategy.from_dict(
+        {field: settings}
+    ).on[field]
     return config

@@ -15,7 +15,9 @@ def describe_machine() -> dict[str, Any]:
     """Processor, cores, memory and versions; no host name, no user name."""
     return {
         "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "memory_gib": _memory_gib(),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),

@@ -1,4 +1,6 @@
-"""What is measured beside the training: the held-out loss, a step without any exchange, and the kernel's counters."""
+"""What is measured beside the training: the held-out loss, a step without any exchange, and the
+kernel's counters.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ __all__ = ["BareStep", "kernel_bytes", "mean_loss"]
 
 
 def kernel_bytes(interface: str | None) -> tuple[int, int]:
-    """Bytes (sent, received) by an interface of this process's own network namespace; (0, 0) without interface."""
+    """Bytes (sent, received) by an interface of this process's own network namespace; (0, 0)
+    without interface.
+    """
     if interface is None:
         return 0, 0
     for line in Path("/proc/self/net/dev").read_text().splitlines():
@@ -34,7 +38,9 @@ def mean_loss(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> float:
     model.eval()
     with torch.no_grad():
         for inputs, targets in batches:
-            total += torch.tensor([loss_of(model, inputs, targets).item() * targets.numel(), targets.numel()])
+            total += torch.tensor(
+                [loss_of(model, inputs, targets).item() * targets.numel(), targets.numel()]
+            )
     model.train()
     dist.all_reduce(total)
     return float(total[0] / total[1])
@@ -50,8 +56,12 @@ class BareStep:
         self.seconds: list[float] = []
 
     def measure(self, steps: int, batch: int, context: int) -> None:
-        """Runs `steps` on every rank at once, since the ranks share the cores during training too."""
-        inputs, targets = torch.randint(256, (2, batch, context), generator=torch.Generator().manual_seed(0))
+        """Runs `steps` on every rank at once, since the ranks share the cores during
+        training too.
+        """
+        inputs, targets = torch.randint(
+            256, (2, batch, context), generator=torch.Generator().manual_seed(0)
+        )
         dist.barrier()
         for _ in range(steps):
             begin_s = time.perf_counter()

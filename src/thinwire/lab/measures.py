@@ -23,7 +23,8 @@ class Column:
         label: The measure, in the terms of the field.
         unit: Of every number in it; empty for counts and ratios.
         texts: One per strategy; "-" where nothing was measured or the loss was never reached.
-        best: Rows that hold the best value, as it is shown; empty where none is better than another.
+        best: Rows that hold the best value, as it is shown; empty where none is better than
+            another.
     """
 
     label: str
@@ -55,16 +56,32 @@ def tables(results: Mapping[str, Any]) -> tuple[Table, ...]:
     runs = results["strategies"]
     by_steps = results["settings"]["seconds"] is None
     dense, common = results["dense_loss"], results["common_loss"]
-    # the loss that all reached says no more where all reached dense's, and nothing where there is one strategy
-    all_reached = dense is not None and all(run["seconds_to_dense_loss"] is not None for run in runs)
-    loss = "held-out loss" if results["settings"]["loss_of"] == "the held-out part" else "loss on the validation part"
+    # the loss that all reached says no more where all reached dense's, and nothing where there is
+    # one strategy
+    all_reached = dense is not None and all(
+        run["seconds_to_dense_loss"] is not None for run in runs
+    )
+    loss = (
+        "held-out loss"
+        if results["settings"]["loss_of"] == "the held-out part"
+        else "loss on the validation part"
+    )
     result = [
         _counts("steps", runs, "steps", None if by_steps else max),
         _seconds("training time", runs, "seconds", min if by_steps else None),
-        _seconds("training time on the asked link", runs, "seconds_on_asked_link", min if by_steps else None),
+        _seconds(
+            "training time on the asked link",
+            runs,
+            "seconds_on_asked_link",
+            min if by_steps else None,
+        ),
         _fixed(f"{loss} at the end", "nats per byte", runs, "final_loss", 3, min),
         *(_until("dense", f"dense's loss ({dense:.3f})", runs) if dense is not None else ()),
-        *(() if all_reached or len(runs) == 1 else _until("common", f"the loss that all reached ({common:.3f})", runs)),
+        *(
+            ()
+            if all_reached or len(runs) == 1
+            else _until("common", f"the loss that all reached ({common:.3f})", runs)
+        ),
         _seconds("preparation", runs, "preparation_seconds", None),
     ]
     step = [
@@ -119,12 +136,16 @@ def _seconds(label: str, runs: Sequence[Mapping[str, Any]], key: str, choice: Ch
 
 
 def _bytes(label: str, runs: Sequence[Mapping[str, Any]], key: str) -> Column:
-    """In the largest unit that leaves the smallest number at 1 or more; about three digits of that one are shown."""
+    """In the largest unit that leaves the smallest number at 1 or more; about three digits of that
+    one are shown.
+    """
     values = [run.get(key) for run in runs]
     smallest = min((value for value in values if value), default=1.0)
     unit, size = next(((unit, size) for unit, size in _BYTE_UNITS if smallest >= size), ("B", 1.0))
     digits = 0 if unit == "B" or smallest >= 100 * size else 1 if smallest >= 10 * size else 2
-    return _column(label, unit, [None if value is None else value / size for value in values], digits, min)
+    return _column(
+        label, unit, [None if value is None else value / size for value in values], digits, min
+    )
 
 
 def _fixed(

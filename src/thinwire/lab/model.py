@@ -21,8 +21,14 @@ class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width, bias=False), nn.LayerNorm(width, bias=False)
-        self.qkv, self.merge = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
-        self.widen, self.narrow = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+        self.qkv, self.merge = (
+            nn.Linear(width, 3 * width, bias=False),
+            nn.Linear(width, width, bias=False),
+        )
+        self.widen, self.narrow = (
+            nn.Linear(width, 4 * width, bias=False),
+            nn.Linear(4 * width, width, bias=False),
+        )
         self.heads = width // HEAD_WIDTH
 
     def forward(self, x: Tensor) -> Tensor:
@@ -37,12 +43,14 @@ class Block(nn.Module):
 
 
 class ByteTransformer(nn.Module):
-    """Predicts the next byte: learned positions, pre-normalised blocks, no biases, a separate output layer.
+    """Predicts the next byte: learned positions, pre-normalised blocks, no biases, a separate
+    output layer.
 
     Args:
         shape: Width, layers and context.
 
-    Source: the usual decoder of Radford et al. 2019, with residual branches that start small by the depth.
+    Source: the usual decoder of Radford et al. 2019, with residual branches that start small by the
+        depth.
     """
 
     def __init__(self, shape: ModelShape) -> None:
@@ -71,7 +79,11 @@ class ByteTransformer(nn.Module):
 
 def _spread(name: str, inputs: int, layers: int) -> float:
     if name.startswith(("bytes.", "positions.")):
-        return 1.0  # the first norm divides by it, and their gradient with it: small ones learn in leaps under SGD
+        # the first norm divides by it, and their gradient with it: small ones learn in leaps under
+        # SGD
+        return 1.0
     if name == "out.weight":
         return 0.02
-    return 1 / math.sqrt(inputs * (2 * layers if name.endswith(("merge.weight", "narrow.weight")) else 1))
+    return 1 / math.sqrt(
+        inputs * (2 * layers if name.endswith(("merge.weight", "narrow.weight")) else 1)
+    )

@@ -1,8 +1,9 @@
 """Anonymous network namespaces, one per worker, joined by a bridge in one of their own.
 
-A namespace here has no name and no process of its own: an open file descriptor of the caller holds it, and the workers
-inside do. When both are gone, by whatever way (an exception, Ctrl-C, SIGKILL), the kernel takes the namespace away and
-with it every interface inside. The network of the host is never touched, so nothing can be left behind in it.
+A namespace here has no name and no process of its own: an open file descriptor of the caller holds
+it, and the workers inside do. When both are gone, by whatever way (an exception, Ctrl-C, SIGKILL),
+the kernel takes the namespace away and with it every interface inside. The network of the host is
+never touched, so nothing can be left behind in it.
 
     worker 0  eth0 [tbf] ------ port0 [tbf]  bridge  port1 [tbf] ------ [tbf] eth0  worker 1
 """
@@ -56,7 +57,10 @@ class Network:
             return
         for fd in self.namespace_fds:
             inside(fd, lambda: _reshape((self.interface,), link))
-        inside(self.hub_fd, lambda: _reshape([f"port{rank}" for rank in range(len(self.addresses))], link))
+        inside(
+            self.hub_fd,
+            lambda: _reshape([f"port{rank}" for rank in range(len(self.addresses))], link),
+        )
 
 
 def why_unavailable() -> str | None:
@@ -123,7 +127,9 @@ def _build_bridge(worker_fds: tuple[int, ...], link: Link) -> None:
         bridge = ip.link_lookup(ifname="bridge")[0]
         ip.link("set", index=bridge, state="up")
         for rank, fd in enumerate(worker_fds):
-            ip.link("add", ifname=f"port{rank}", kind="veth", peer={"ifname": "eth0", "net_ns_fd": fd})
+            ip.link(
+                "add", ifname=f"port{rank}", kind="veth", peer={"ifname": "eth0", "net_ns_fd": fd}
+            )
             port = ip.link_lookup(ifname=f"port{rank}")[0]
             ip.link("set", index=port, master=bridge, state="up")
             shape(ip, port, link)

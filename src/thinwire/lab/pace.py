@@ -1,4 +1,6 @@
-"""When to stop and when to evaluate: after a number of steps, or when a budget of seconds is used up."""
+"""When to stop and when to evaluate: after a number of steps, or when a budget of seconds is used
+up.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ _CONTROLS_PER_EVALUATION, _MOST_STEPS_BETWEEN_CONTROLS = 4, 50
 
 
 def rate_factor(progress: float) -> float:
-    """Share of the peak learning rate at `progress` in [0, 1]: linear warm-up over a tenth, then cosine to a tenth."""
+    """Share of the peak learning rate at `progress` in [0, 1]: linear warm-up over a tenth, then
+    cosine to a tenth.
+    """
     if progress < _WARM_UP_SHARE:
         return max(progress, 0.01) / _WARM_UP_SHARE
     x = min(1.0, (progress - _WARM_UP_SHARE) / (1 - _WARM_UP_SHARE))
@@ -30,7 +34,8 @@ class Pace(Protocol):
         ...
 
     def advance(self, step: int, elapsed_s: float, reserve_s: float) -> tuple[bool, bool]:
-        """After `step` updates: whether to evaluate now, and whether the run is over. Called on every rank.
+        """After `step` updates: whether to evaluate now, and whether the run is over. Called on
+        every rank.
 
         Args:
             step: Updates done.
@@ -61,8 +66,9 @@ class BySteps:
 class ByClock:
     """A budget of seconds, measured on rank 0.
 
-    **Communication**: one broadcast of five numbers from rank 0, four times between two evaluations and a few times
-    more shortly before the end. Ranks that train on their own wait for nothing else.
+    **Communication**: one broadcast of five numbers from rank 0, four times between two evaluations
+    and a few times more shortly before the end. Ranks that train on their own wait for nothing
+    else.
     """
 
     def __init__(self, seconds: float, evaluations: int) -> None:
@@ -94,7 +100,8 @@ class ByClock:
         due = math.floor(progress * self.evaluations)
         evaluate = due > self.evaluated or progress >= 1
         self.evaluated = max(self.evaluated, due)
-        # half of what is left at most: the end is met to a step, however long the steps between have been
+        # half of what is left at most: the end is met to a step, however long the steps between
+        # have been
         wait = round(min(self.control_s, (usable_s - elapsed_s) / 2) / step_s)
         wait = max(1, min(_MOST_STEPS_BETWEEN_CONTROLS, wait))
         return [min(1.0, progress), step_s / usable_s, wait, evaluate, progress >= 1]

@@ -21,12 +21,15 @@ PALETTE = (
     ("#0067a5", "#56b4e9"), ("#b34700", "#ff9e4a"), ("#00704d", "#4fd1a1"), ("#96348a", "#ee9fdd"),
     ("#785a00", "#f0e04a"), ("#3b3fb5", "#a9b1ff"), ("#ad1235", "#ff8fa0"), ("#4b5563", "#c6cdd8"),
 )  # fmt: skip
-"""Colour of each strategy on a light and on a dark page; each has a contrast of at least 4.5 to it."""
+"""Colour of each strategy on a light and on a dark page; each has a contrast of at least 4.5 to it.
+"""
 
 _SHAPES = (
     '<circle r="3.6"/>', '<path d="M-3.4-3.4H3.4V3.4H-3.4Z"/>', '<path d="M0-4.4 4.2 3.4H-4.2Z"/>',
-    '<path d="M0-4.8 4.4 0 0 4.8-4.4 0Z"/>', '<path d="M0 4.4 4.2-3.4H-4.2Z"/>', '<path d="M-4-1.5H4V1.5H-4Z"/>',
-    '<path d="M-4.2-2.4-2.4-4.2 0-1.8 2.4-4.2 4.2-2.4 1.8 0 4.2 2.4 2.4 4.2 0 1.8-2.4 4.2-4.2 2.4-1.8 0Z"/>',
+    '<path d="M0-4.8 4.4 0 0 4.8-4.4 '
+    '0Z"/>', '<path d="M0 4.4 4.2-3.4H-4.2Z"/>', '<path d="M-4-1.5H4V1.5H-4Z"/>',
+    '<path d="M-4.2-2.4-2.4-4.2 0-1.8 2.4-4.2 4.2-2.4 1.8 0 4.2 2.4 2.4 4.2 0 1.8-2.4 4.2-4.2 '
+    '2.4-1.8 0Z"/>',
     '<path d="M-1.4-4.4H1.4V4.4H-1.4Z"/>',
 )  # fmt: skip
 _WIDE = 7.5
@@ -53,20 +56,23 @@ _FRAMES = (_Frame("wide", 920, 380), _Frame("narrow", 380, 320, x_ticks=4, y_tic
 
 
 def loss_plots(results: Mapping[str, Any], axis: str, label: str) -> str:
-    """Held-out loss against time, bytes or steps, one line per strategy: two `<svg>` elements, of which one is shown.
+    """Held-out loss against time, bytes or steps, one line per strategy: two `<svg>` elements, of
+    which one is shown.
 
     Args:
         results: Content of `results.json`.
-        axis: Key of the evaluations for the horizontal axis: "seconds", "library_bytes" (logarithmic) or "step".
+        axis: Key of the evaluations for the horizontal axis: "seconds", "library_bytes"
+            (logarithmic) or "step".
         label: Name of that axis.
 
     Returns:
-        The elements; their colours are CSS variables: `--ink`, `--soft`, `--line`, `--series-0`, `--series-1`, ...
-        Empty where there is nothing to draw.
+        The elements; their colours are CSS variables: `--ink`, `--soft`, `--line`, `--series-0`,
+        `--series-1`, ... Empty where there is nothing to draw.
     """
     logarithmic = axis == "library_bytes"
     lines = [
-        [point for point in run["evaluations"] if point[axis] > 0 or not logarithmic] for run in results["strategies"]
+        [point for point in run["evaluations"] if point[axis] > 0 or not logarithmic]
+        for run in results["strategies"]
     ]
     if not any(lines):
         return ""
@@ -75,9 +81,12 @@ def loss_plots(results: Mapping[str, Any], axis: str, label: str) -> str:
 
 
 def sample(number: int) -> str:
-    """A piece of the line of strategy `number` with its mark, for legends; hidden from screen readers."""
+    """A piece of the line of strategy `number` with its mark, for legends; hidden from screen
+    readers.
+    """
     line = f'<path d="M1 7H27"{_stroke(number)}/>'
-    mark = f'<g transform="translate(14 7)" fill="var(--series-{number})">{_SHAPES[number % len(_SHAPES)]}</g>'
+    colour, shape = f"var(--series-{number})", _SHAPES[number % len(_SHAPES)]
+    mark = f'<g transform="translate(14 7)" fill="{colour}">{shape}</g>'
     return f'<svg class="sample" viewBox="0 0 28 14" aria-hidden="true">{line}{mark}</svg>'
 
 
@@ -97,7 +106,10 @@ def _drawing(
 ) -> str:
     points = [point for line in lines for point in line]
     x = Axis.around(
-        [float(point[axis]) for point in points], frame.left, frame.width - frame.right, logarithmic=logarithmic
+        [float(point[axis]) for point in points],
+        frame.left,
+        frame.width - frame.right,
+        logarithmic=logarithmic,
     )
     # the loss before training is far above the rest: lines come in over the upper edge
     later = [float(point["loss"]) for line in lines for point in line if point["step"] > 0]
@@ -111,11 +123,14 @@ def _drawing(
             for number, (name, line) in enumerate(zip(names, lines, strict=True))
         ),
         _text(frame.left - 6, 14, "held-out loss, nats per byte", "start", "name"),
-        _text((frame.left + frame.width - frame.right) / 2, frame.height - 6, label, "middle", "name"),
+        _text(
+            (frame.left + frame.width - frame.right) / 2, frame.height - 6, label, "middle", "name"
+        ),
     ]
     title = f"Held-out loss against {label}, one line per strategy: {', '.join(names)}"
     return (
-        f'<svg class="plot {frame.kind}" viewBox="0 0 {frame.width:g} {frame.height:g}" role="img" tabindex="0" '
+        f'<svg class="plot {frame.kind}" viewBox="0 0 {frame.width:g} {frame.height:g}" role="img" '
+        'tabindex="0" '
         f'aria-label="{escape(title)}">\n' + "\n".join(parts) + "\n</svg>"
     )
 
@@ -125,11 +140,18 @@ def _grid(frame: _Frame, x: Axis, y: Axis, form: Callable[[float], str]) -> list
     rules = [f"M{frame.left:g} {y.place(tick):.1f}H{right:g}" for tick in y.ticks(frame.y_ticks)]
     rules += [f"M{x.place(tick):.1f} {frame.top:g}V{bottom:g}" for tick in x.ticks(frame.x_ticks)]
     texts = [
-        *(_text(frame.left - 6, y.place(tick) + 4, f"{tick:.3g}", "end") for tick in y.ticks(frame.y_ticks)),
+        *(
+            _text(frame.left - 6, y.place(tick) + 4, f"{tick:.3g}", "end")
+            for tick in y.ticks(frame.y_ticks)
+        ),
         *(_under(frame, x.place(tick), form(tick)) for tick in x.ticks(frame.x_ticks)),
     ]
     edge = f"M{frame.left:g} {frame.top:g}V{bottom:g}H{right:g}"
-    return [f'<path class="grid" d="{"".join(rules)}"/>', f'<path class="edge" d="{edge}"/>', *texts]
+    return [
+        f'<path class="grid" d="{"".join(rules)}"/>',
+        f'<path class="edge" d="{edge}"/>',
+        *texts,
+    ]
 
 
 def _under(frame: _Frame, x: float, text: str) -> str:
@@ -141,22 +163,34 @@ def _under(frame: _Frame, x: float, text: str) -> str:
 
 
 def _text(x: float, y: float, text: str, anchor: str, kind: str = "tick") -> str:
-    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+    return (
+        f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+    )
 
 
-def _series(number: int, name: str, line: Sequence[Mapping[str, Any]], axis: str, x: Axis, y: Axis) -> str:
+def _series(
+    number: int, name: str, line: Sequence[Mapping[str, Any]], axis: str, x: Axis, y: Axis
+) -> str:
     places = [(x.place(point[axis]), y.place(point["loss"]), point) for point in line]
-    path = "M" + "L".join(f"{px:.1f} {py:.1f}" for px, py in _below(places, y.end)) if places else ""
+    path = (
+        "M" + "L".join(f"{px:.1f} {py:.1f}" for px, py in _below(places, y.end)) if places else ""
+    )
     marks = "".join(
         f'<g class="pt" transform="translate({px:.1f} {py:.1f})">{_SHAPES[number % len(_SHAPES)]}'
         f"<title>{escape(_values(name, point))}</title></g>"
         for px, py, point in places
         if py >= y.end
     )
-    return f'<path d="{path}"{_stroke(number)}/><g fill="var(--series-{number})">{marks}</g>' if path else ""
+    return (
+        f'<path d="{path}"{_stroke(number)}/><g fill="var(--series-{number})">{marks}</g>'
+        if path
+        else ""
+    )
 
 
-def _below(places: Sequence[tuple[float, float, Mapping[str, Any]]], top: float) -> list[tuple[float, float]]:
+def _below(
+    places: Sequence[tuple[float, float, Mapping[str, Any]]], top: float
+) -> list[tuple[float, float]]:
     """The line, cut where its first piece comes in over the upper edge."""
     line = [(px, py) for px, py, _ in places]
     if len(line) > 1 and line[0][1] < top <= line[1][1]:

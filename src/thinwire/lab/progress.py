@@ -1,4 +1,6 @@
-"""What the user sees while the strategies train: a bar on a terminal, a line now and then elsewhere, or nothing."""
+"""What the user sees while the strategies train: a bar on a terminal, a line now and then
+elsewhere, or nothing.
+"""
 
 from __future__ import annotations
 
@@ -77,11 +79,19 @@ class Plain:
         """See `Bar`."""
         if time.monotonic() - self.last_s >= _SECONDS_BETWEEN_LINES:
             self.last_s = time.monotonic()
-            print(f"{self.name}: {progress:.0%}, step {step}, loss {loss:.3f}", file=sys.stderr, flush=True)
+            print(
+                f"{self.name}: {progress:.0%}, step {step}, loss {loss:.3f}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def done(self) -> None:
         """See `Bar`."""
-        print(f"{self.name}: done in {time.monotonic() - self.begin_s:.0f} s", file=sys.stderr, flush=True)
+        print(
+            f"{self.name}: done in {time.monotonic() - self.begin_s:.0f} s",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 @final
@@ -92,7 +102,13 @@ class Rich:
     def strategy(self, name: str) -> Iterator[Bar]:
         """See `Display`."""
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            Progress,
+            TaskProgressColumn,
+            TextColumn,
+            TimeRemainingColumn,
+        )
 
         columns = (
             TextColumn("{task.description:<12}"),

@@ -23,8 +23,10 @@ class Recipe:
         options: Keyword arguments of that class, as JSON knows them.
         field: Which field of a strategy the options are; "" where it has none, None where they are
             no such field.
-        code: Lines of Python that do the same without the comparison, for what is no strategy of ours.
-        file: The strategy file, as the command line names it; None for those that come with the command.
+        code: Lines of Python that do the same without the comparison, for what is no strategy of
+            ours.
+        file: The strategy file, as the command line names it; None for those that come with the
+            command.
     """
 
     name: str

@@ -22,7 +22,8 @@ __all__ = ["rehearse", "shortened"]
 
 _RATE_SHARE = 0.01
 _RAMP_STEPS = 5
-# settings that only say when something happens, not what; every one of them is kept where it is smaller
+# settings that only say when something happens, not what; every one of them is kept where it is
+# smaller
 _MOST: dict[str, float] = {
     "k_steps": 4, "init_k_steps": 4, "max_k_steps": 4, "fragments": 2, "delay": 1, "begin_step": 1,
     "rampup_begin_step": 1, "rampup_step": _RAMP_STEPS, "init_loss_scale": 1024.0,
@@ -30,7 +31,9 @@ _MOST: dict[str, float] = {
 
 
 def shortened(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The same methods at intervals of a few steps: what is done does not change, only how soon it is done first."""
+    """The same methods at intervals of a few steps: what is done does not change, only how soon it
+    is done first.
+    """
     return {key: _short(key, value) for key, value in options.items()}
 
 
@@ -45,7 +48,8 @@ def _short(key: str, value: Any) -> Any:
 
 
 def rehearse(config: Mapping[str, Any], model: nn.Module, batch: int) -> None:
-    """Trains a copy of `model` until every part of the strategy has been used; on every rank at the same time.
+    """Trains a copy of `model` until every part of the strategy has been used; on every rank at the
+    same time.
 
     `model` and torch's random numbers are afterwards as they were.
 
@@ -57,7 +61,9 @@ def rehearse(config: Mapping[str, Any], model: nn.Module, batch: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         setup = Setup(config["momentum"], _RAMP_STEPS)
-        trainer = build_trainer(config["trainer"], shortened(config["options"]), copy.deepcopy(model), setup)
+        trainer = build_trainer(
+            config["trainer"], shortened(config["options"]), copy.deepcopy(model), setup
+        )
         # ranks that bring the same would be told so
         own = torch.Generator().manual_seed(os.getpid())
         inputs, targets = torch.randint(256, (2, batch, config["context"]), generator=own)

@@ -1,4 +1,6 @@
-"""The report as one HTML file that needs nothing else: style and script are inside, and nothing is loaded."""
+"""The report as one HTML file that needs nothing else: style and script are inside, and nothing is
+loaded.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,10 @@ _STEP_NOTE = (
 )
 _RESULT_NOTE = (
     "★ marks the best of its column. Times to a loss are read off the curves by straight lines "
-    "between evaluations, for all strategies alike; evaluation and preparation are not part of them. "
-    "Preparation is what comes before the clock starts: processes, imports, compilation of kernels, "
+    "between evaluations, for all strategies alike; evaluation and preparation are not part of "
+    "them. "
+    "Preparation is what comes before the clock starts: processes, imports, compilation of "
+    "kernels, "
     "and each part of the strategy used once on a copy of the model."
 )
 
@@ -51,11 +55,13 @@ def render(results: Mapping[str, Any]) -> str:
         [
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>thinwire compare: {escape(', '.join(run['strategy'] for run in runs))}</title>",
+            "<title>thinwire compare: "
+            f"{escape(', '.join(run['strategy'] for run in runs))}</title>",
             f"<style>{_series_colours(len(runs))}{_resource('report.css')}</style>\n</head>\n<body>\n<main>",
             f"<h1>{escape(first if not rest else first + '.')}</h1>",
             f'<p class="lead">{escape(rest)}</p>' if rest else "",
-            f'<p class="headline{warn}">{escape(results["headline"])} One run of each strategy, seed '
+            f'<p class="headline{warn}">{escape(results["headline"])} One run of each strategy, '
+            "seed "
             f"{results['settings']['seed']}.</p>",
             f'<p class="headline warn">{escape(missing)}</p>' if missing else "",
             _table(result, results),
@@ -70,7 +76,8 @@ def render(results: Mapping[str, Any]) -> str:
                 f"<details><summary>{key.capitalize()}</summary>\n{_definitions(results[key])}</details>"
                 for key in ("settings", "model", "text", "link", "machine")
             ),
-            f'<p class="note">thinwire {escape(results["thinwire"])}, {escape(results["started"])}. '
+            f'<p class="note">thinwire {escape(results["thinwire"])}, '
+            f"{escape(results['started'])}. "
             "Every figure and every evaluation is in results.json beside this file.</p>\n</main>",
             f"<script>{_resource('report.js')}</script>\n</body>\n</html>\n",
         ]
@@ -90,14 +97,19 @@ def _resource(name: str) -> str:
 
 def _series_colours(count: int) -> str:
     light, dark = (
-        " ".join(f"--series-{number}: {PALETTE[number % len(PALETTE)][shade]};" for number in range(count))
+        " ".join(
+            f"--series-{number}: {PALETTE[number % len(PALETTE)][shade]};"
+            for number in range(count)
+        )
         for shade in (0, 1)
     )
     return f":root {{ {light} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n"
 
 
 def _table(table: Table, results: Mapping[str, Any]) -> str:
-    heads = "".join(_head(f"{escape(column.label)}{_unit(column.unit)}") for column in table.columns)
+    heads = "".join(
+        _head(f"{escape(column.label)}{_unit(column.unit)}") for column in table.columns
+    )
     rows = [
         _row(f"{sample(row)}{escape(run['strategy'])}", _cells(table, row))
         for row, run in enumerate(results["strategies"])
@@ -125,7 +137,8 @@ def _table(table: Table, results: Mapping[str, Any]) -> str:
     )
 
 
-# the roles are those of the elements, which narrow pages lay out as blocks and thereby take from them
+# the roles are those of the elements, which narrow pages lay out as blocks and thereby take from
+# them
 def _head(content: str) -> str:
     return f'<th scope="col" role="columnheader">{content}</th>'
 
@@ -155,7 +168,8 @@ def _plot(results: Mapping[str, Any], title: str, axis: str, label: str, caption
     if not drawings:
         return ""
     names = "".join(
-        f"<li>{sample(number)}{escape(run['strategy'])}</li>" for number, run in enumerate(results["strategies"])
+        f"<li>{sample(number)}{escape(run['strategy'])}</li>"
+        for number, run in enumerate(results["strategies"])
     )
     told = f"<figcaption>{caption}</figcaption>" if caption else ""
     return f'<h2>{title}</h2>\n<figure><ul class="legend">{names}</ul>\n{drawings}\n{told}</figure>'
@@ -166,11 +180,16 @@ def _to_use(results: Mapping[str, Any], winner: str | None) -> list[str]:
     use = to_use(results, winner)
     if use is None:
         return []
-    return [f"<h2>To train with {escape(use.strategy)}</h2>", f"<p>{escape(use.how)}</p>", _copied("use", use.text)]
+    return [
+        f"<h2>To train with {escape(use.strategy)}</h2>",
+        f"<p>{escape(use.how)}</p>",
+        _copied("use", use.text),
+    ]
 
 
 def _copied(name: str, text: str) -> str:
-    return f'<button type="button" data-copy="{name}">copy</button>\n<pre id="{name}">{escape(text)}</pre>'
+    button = f'<button type="button" data-copy="{name}">copy</button>'
+    return f'{button}\n<pre id="{name}">{escape(text)}</pre>'
 
 
 def _strategy_text(run: Mapping[str, Any]) -> str:

@@ -1,4 +1,6 @@
-"""What was measured, as plain data: the content of `results.json`, and the figures that follow from it."""
+"""What was measured, as plain data: the content of `results.json`, and the figures that follow from
+it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,15 @@ from thinwire.lab.text import Corpus
 from thinwire.lab.verdict import verdict
 from thinwire.lab.winner import document_of
 
-__all__ = ["FORMAT", "KEYS", "common_loss", "interruption", "seconds_to_loss", "summarise", "write_json"]
+__all__ = [
+    "FORMAT",
+    "KEYS",
+    "common_loss",
+    "interruption",
+    "seconds_to_loss",
+    "summarise",
+    "write_json",
+]
 
 FORMAT = 1
 
@@ -33,43 +43,63 @@ KEYS = {
     "machine": "processor, cores, memory, versions",
     "failed": "the first strategy that failed and its error, or null",
     "failures": "every strategy that failed, and its error",
-    "interrupted": "null, or what interrupted the comparison ('by'; null while it runs, or where it was killed), the "
+    "interrupted": "null, or what interrupted the comparison ('by'; null while it runs, or where "
+    "it was killed), the "
     "strategy that was at work and its progress, and those that had not begun",
     "common_loss": "the lowest held-out loss that every strategy reached, nats per byte",
-    "dense_loss": "the held-out loss that dense ended with, nats per byte; null where dense was not compared",
+    "dense_loss": "the held-out loss that dense ended with, nats per byte; null where dense was "
+    "not compared",
     "strategies[]": "one entry per strategy, in the order of the command line, with the keys below",
-    "strategies[].final_loss": "held-out loss at the end, nats per byte; the same sequences for every strategy",
+    "strategies[].final_loss": "held-out loss at the end, nats per byte; the same sequences for "
+    "every strategy",
     "strategies[].best_loss": "lowest held-out loss of all evaluations",
     "strategies[].seconds": "training time; evaluation and preparation are not part of it",
-    "strategies[].preparation_seconds": "from the start of the processes until the clock of the training started: "
-    "imports, compilation of kernels, and every part of the strategy used once on a copy of the model",
-    "strategies[].seconds_to_common_loss": "training time until the common loss, interpolated between evaluations",
-    "strategies[].seconds_to_dense_loss": "likewise until the loss that dense ended with; null if never",
-    "strategies[].bytes_to_dense_loss": "bytes that a worker had sent by then, as the library counts them",
-    "strategies[].library_bytes_per_step": "bytes that a worker sends in a steady step, as the library counts them",
+    "strategies[].preparation_seconds": "from the start of the processes until the clock of the "
+    "training started: "
+    "imports, compilation of kernels, and every part of the strategy used once on a copy of the "
+    "model",
+    "strategies[].seconds_to_common_loss": "training time until the common loss, interpolated "
+    "between evaluations",
+    "strategies[].seconds_to_dense_loss": "likewise until the loss that dense ended with; null if "
+    "never",
+    "strategies[].bytes_to_dense_loss": "bytes that a worker had sent by then, as the library "
+    "counts them",
+    "strategies[].library_bytes_per_step": "bytes that a worker sends in a steady step, as the "
+    "library counts them",
     "strategies[].library_bytes_counted_by": "how that count comes about",
-    "strategies[].kernel_sent_bytes_per_step": "the same by the kernel's interface counters, mean over the workers; "
+    "strategies[].kernel_sent_bytes_per_step": "the same by the kernel's interface counters, mean "
+    "over the workers; "
     "null on loopback, whose counters are shared with everything else on the machine",
     "strategies[].kernel_received_bytes_per_step": "bytes received, likewise",
     "strategies[].ratio_to_dense": "bytes of a dense ring all-reduce over library_bytes_per_step",
-    "strategies[].median_step_ms": "median over the steady steps, from steady_from_step on; for local updates over the "
+    "strategies[].median_step_ms": "median over the steady steps, from steady_from_step on; for "
+    "local updates over the "
     "means of steps that hold one averaging each",
-    "strategies[].median_bare_step_ms": "median of the same step without any exchange, measured in the same run",
+    "strategies[].median_bare_step_ms": "median of the same step without any exchange, measured in "
+    "the same run",
     "strategies[].step_ratio_to_bare": "median_step_ms over median_bare_step_ms",
-    "strategies[].exchange_share": "1 - median_bare_step_ms / median_step_ms: the share of a steady step that goes "
+    "strategies[].exchange_share": "1 - median_bare_step_ms / median_step_ms: the share of a "
+    "steady step that goes "
     "into waiting for the wire, and into coding what is sent",
-    "strategies[].seconds_on_asked_link": "only on loopback: training time plus the time that the bytes would have "
+    "strategies[].seconds_on_asked_link": "only on loopback: training time plus the time that the "
+    "bytes would have "
     "taken on the asked link, without any overlap",
-    "strategies[].evaluations[]": "step, seconds, loss, and the bytes that one worker has sent so far by both counts",
+    "strategies[].evaluations[]": "step, seconds, loss, and the bytes that one worker has sent so "
+    "far by both counts",
     "strategies[].step_ms[]": "every step of rank 0, in milliseconds",
     "strategies[].settings": "learning rate and the method's own settings",
     "strategies[].document": "the content of its strategy file; null for torch's own hooks",
-    "strategies[].code": "lines of Python that set up torch's own hook; null for strategies of thinwire",
+    "strategies[].code": "lines of Python that set up torch's own hook; null for strategies of "
+    "thinwire",
 }
 
 
-def seconds_to_loss(evaluations: Sequence[Mapping[str, float]], loss: float, axis: str = "seconds") -> float | None:
-    """Where a curve first reaches `loss`, by straight lines between its points; None where it never does."""
+def seconds_to_loss(
+    evaluations: Sequence[Mapping[str, float]], loss: float, axis: str = "seconds"
+) -> float | None:
+    """Where a curve first reaches `loss`, by straight lines between its points; None where it never
+    does.
+    """
     for before, after in pairwise(evaluations):
         if after["loss"] <= loss < before["loss"]:
             part = (before["loss"] - loss) / (before["loss"] - after["loss"])
@@ -96,9 +126,13 @@ def summarise(
     started_s: float,
     common: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Adds to the raw runs what follows from them, and says under which circumstances they came about."""
+    """Adds to the raw runs what follows from them, and says under which circumstances they came
+    about.
+    """
     common_target = common_loss(runs)
-    dense_target = next((run["evaluations"][-1]["loss"] for run in runs if run["strategy"] == "dense"), None)
+    dense_target = next(
+        (run["evaluations"][-1]["loss"] for run in runs if run["strategy"] == "dense"), None
+    )
     results = {
         "format": FORMAT,
         "thinwire": __version__,
@@ -144,7 +178,9 @@ def summarise(
         "interrupted": interrupted,
         "common_loss": common_target,
         "dense_loss": dense_target,
-        "strategies": [_derive(run, settings, common_target, dense_target, emulated, common) for run in runs],
+        "strategies": [
+            _derive(run, settings, common_target, dense_target, emulated, common) for run in runs
+        ],
         "keys": KEYS,
     }
     outcome = verdict(results)
@@ -156,7 +192,11 @@ def interruption(results: Mapping[str, Any]) -> str | None:
     told = results["interrupted"]
     if told is None:
         return None
-    by = f"was interrupted by {told['by']}" if told["by"] else "had not come to its end when this was written"
+    by = (
+        f"was interrupted by {told['by']}"
+        if told["by"]
+        else "had not come to its end when this was written"
+    )
     during = f" during {told['during']} (at {told['progress']:.0%})" if told["during"] else ""
     later = f"; {', '.join(told['not_begun'])} had not begun" if told["not_begun"] else ""
     return f"The comparison {by}{during}{later}."
@@ -189,21 +229,31 @@ def _derive(
         "best_loss": min(point["loss"] for point in points),
         "seconds_to_common_loss": seconds_to_loss(points, target),
         "bytes_to_common_loss": seconds_to_loss(points, target, "library_bytes"),
-        "seconds_to_dense_loss": None if dense_target is None else seconds_to_loss(points, dense_target),
-        "bytes_to_dense_loss": None if dense_target is None else seconds_to_loss(points, dense_target, "library_bytes"),
+        "seconds_to_dense_loss": None
+        if dense_target is None
+        else seconds_to_loss(points, dense_target),
+        "bytes_to_dense_loss": None
+        if dense_target is None
+        else seconds_to_loss(points, dense_target, "library_bytes"),
         "library_bytes_counted_by": recipe.counted_by,
         "ratio_to_dense": dense_bytes / sent if sent and dense_bytes else None,
         "step_ratio_to_bare": run["median_step_ms"] / run["median_bare_step_ms"],
         "exchange_share": max(0.0, 1 - run["median_bare_step_ms"] / run["median_step_ms"]),
     }
     if not emulated and settings.link.rate_bit_s is not None:
-        derived["seconds_on_asked_link"] = run["seconds"] + settings.link.seconds(points[-1]["library_bytes"])
+        derived["seconds_on_asked_link"] = run["seconds"] + settings.link.seconds(
+            points[-1]["library_bytes"]
+        )
     return {**run, **derived}
 
 
 def _headline(settings: Settings, emulated: bool, reason: str | None) -> str:
     workers = f"{settings.workers} worker{'s' if settings.workers > 1 else ''}"
-    tuning = " Losses are of the part of the text that is kept for choosing settings." if settings.tune else ""
+    tuning = (
+        " Losses are of the part of the text that is kept for choosing settings."
+        if settings.tune
+        else ""
+    )
     if emulated:
         return (
             f"{workers}, each in a network namespace of its own, over an emulated link of "
@@ -213,5 +263,6 @@ def _headline(settings: Settings, emulated: bool, reason: str | None) -> str:
         return f"{workers} over this machine's loopback, as asked: no link was emulated.{tuning}"
     return (
         f"The link of {settings.link} was NOT emulated ({reason}): {workers} over this machine's "
-        f"loopback; the time that the bytes would have taken on that link is added in a column of its own.{tuning}"
+        "loopback; the time that the bytes would have taken on that link is added in a column of "
+        f"its own.{tuning}"
     )

@@ -81,18 +81,27 @@ class Settings:
         _within("batch", batch, 1, 4096)
         _within("seed", seed, 0, 2**31)
         if steps is not None and seconds is not None:
-            raise ValueError("steps and seconds exclude each other: give the number of updates, or the time for each")
+            raise ValueError(
+                "steps and seconds exclude each other: give the number of updates, or the time for "
+                "each"
+            )
         if steps is None and seconds is None:
             steps = 200
         if steps is not None:
             _within("steps", steps, 1, 10_000_000)
         if seconds is not None and not (isfinite(seconds) and seconds >= 1):
-            raise ValueError(f"seconds={seconds:g} is not allowed: at least 1 second for each strategy")
+            raise ValueError(
+                f"seconds={seconds:g} is not allowed: at least 1 second for each strategy"
+            )
         if lr is not None and not (isfinite(lr) and lr > 0):
             raise ValueError(f"lr={lr:g} is not allowed: a positive number")
-        blocked = next((path for path in (out, *out.parents) if path.exists() and not path.is_dir()), None)
+        blocked = next(
+            (path for path in (out, *out.parents) if path.exists() and not path.is_dir()), None
+        )
         if blocked is not None:
-            raise ValueError(f"out={str(out)!r} cannot be a folder, since {blocked} is a file; name another one")
+            raise ValueError(
+                f"out={str(out)!r} cannot be a folder, since {blocked} is a file; name another one"
+            )
         if text is not None and not text.is_dir():
             raise ValueError(f"text={str(text)!r} is not a folder; name a folder with text files")
         return cls(
@@ -118,7 +127,11 @@ class Settings:
         words += ["--link", "loopback" if not self.link.emulated else self.link.rate_text]
         words += ["--latency", f"{self.link.latency_s * 1e3:g}ms"] if self.link.latency_s else []
         words += ["--strategies", *(recipe.file or recipe.name for recipe in self.strategies)]
-        words += ["--steps", str(self.steps)] if self.seconds is None else ["--seconds", f"{self.seconds:g}"]
+        words += (
+            ["--steps", str(self.steps)]
+            if self.seconds is None
+            else ["--seconds", f"{self.seconds:g}"]
+        )
         words += ["--size", self.size, "--batch", str(self.batch), "--seed", str(self.seed)]
         words += ["--text", str(self.text)] if self.text is not None else []
         words += ["--lr", f"{self.lr:g}"] if self.lr is not None else []

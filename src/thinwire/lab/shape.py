@@ -1,4 +1,6 @@
-"""How large the model of the comparison is; light, so that a bad size is refused before torch is imported."""
+"""How large the model of the comparison is; light, so that a bad size is refused before torch is
+imported.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ class ModelShape:
 
 
 def parse_size(text: str) -> ModelShape:
-    """The shape for a name ("tiny", "small", "medium", "large") or a number of parameters ("3M", "500k", "1000000").
+    """The shape for a name ("tiny", "small", "medium", "large") or a number of parameters ("3M",
+    "500k", "1000000").
 
     A number is met as closely as four layers and a width that is a multiple of 32 allow.
 
@@ -42,7 +45,8 @@ def parse_size(text: str) -> ModelShape:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([km]?)", word)
     if match is None:
         raise ValueError(
-            f"size={text!r} is not a size: {', '.join(_NAMED_SIZES)}, or a number of parameters such as 3M"
+            f"size={text!r} is not a size: {', '.join(_NAMED_SIZES)}, or a number of parameters "
+            "such as 3M"
         )
     count = float(match[1]) * {"": 1, "k": 1e3, "m": 1e6}[match[2]]
     if not _SMALLEST <= count <= _LARGEST:

@@ -1,4 +1,6 @@
-"""The primitives under the emulated network: anonymous namespaces, work inside them, and shaping."""
+"""The primitives under the emulated network: anonymous namespaces, work inside them, and
+shaping.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,8 @@ def inside(namespace_fd: int, work: Callable[[], T]) -> T:
 
 
 def _in_thread(work: Callable[[], T]) -> T:
-    # A namespace belongs to a thread: a thread that changes its own and ends leaves the process where it was.
+    # A namespace belongs to a thread: a thread that changes its own and ends leaves the process
+    # where it was.
     outcome: list[T] = []
     failure: list[BaseException] = []
 
@@ -69,16 +72,23 @@ def _in_thread(work: Callable[[], T]) -> T:
 def tbf_settings(rate_bit_s: float) -> dict[str, int]:
     """Arguments of pyroute2's `tbf` for a rate.
 
-    The burst is ten milliseconds of the rate: large enough for the kernel's timer at 1 Gbit/s, and small enough at
-    slow rates not to let a whole message through for free. The queue holds a tenth of a second.
+    The burst is ten milliseconds of the rate: large enough for the kernel's timer at 1 Gbit/s, and
+    small enough at slow rates not to let a whole message through for free. The queue holds a tenth
+    of a second.
     """
     rate_byte_s = rate_bit_s / 8
     burst = round(min(max(rate_byte_s * _BURST_S, _SMALLEST_BURST_BYTES), _LARGEST_BURST_BYTES))
-    return {"rate": round(rate_byte_s), "burst": burst, "limit": burst + max(round(rate_byte_s * _QUEUE_S), 30_000)}
+    return {
+        "rate": round(rate_byte_s),
+        "burst": burst,
+        "limit": burst + max(round(rate_byte_s * _QUEUE_S), 30_000),
+    }
 
 
 def shape(ip: Any, index: int, link: Link, command: str = "add") -> None:
-    """Puts the token bucket on what interface `index` sends; with the command "change" another in its place."""
+    """Puts the token bucket on what interface `index` sends; with the command "change" another in
+    its place.
+    """
     if link.rate_bit_s is not None:
         ip.tc(command, "tbf", index, handle=0x10000, **tbf_settings(link.rate_bit_s))
 

@@ -26,7 +26,8 @@ def register(recipe: Recipe) -> None:
 
 
 def choose(words: Iterable[str]) -> tuple[Recipe, ...]:
-    """The strategies that are meant, by name or as files, if all of them are known and no name comes twice.
+    """The strategies that are meant, by name or as files, if all of them are known and no name
+    comes twice.
 
     Raises:
         ValueError: Names the first wrong one, with the nearest that exists.
@@ -35,10 +36,14 @@ def choose(words: Iterable[str]) -> tuple[Recipe, ...]:
     for word in words:
         recipe = _from_file(word) if is_file_name(word) else _by_name(word)
         if recipe.name in chosen:
-            raise ValueError(f"strategies={word!r}: {recipe.name!r} is given twice; name every strategy once")
+            raise ValueError(
+                f"strategies={word!r}: {recipe.name!r} is given twice; name every strategy once"
+            )
         chosen[recipe.name] = recipe
     if not chosen:
-        raise ValueError(f"strategies is empty; choose from {', '.join(STRATEGIES)}, or name a strategy file")
+        raise ValueError(
+            f"strategies is empty; choose from {', '.join(STRATEGIES)}, or name a strategy file"
+        )
     return tuple(chosen.values())
 
 
@@ -46,7 +51,8 @@ def _from_file(word: str) -> Recipe:
     recipe = recipe_of_file(word)
     if recipe.name in STRATEGIES:
         raise ValueError(
-            f"strategies={word!r} would be called {recipe.name!r}, as a strategy that comes with the command; "
+            f"strategies={word!r} would be called {recipe.name!r}, as a strategy that comes with "
+            "the command; "
             "rename the file"
         )
     return recipe
@@ -58,7 +64,8 @@ def _by_name(word: str) -> Recipe:
     near = difflib.get_close_matches(word.lower(), STRATEGIES, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]}? " if near else ""
     raise ValueError(
-        f"strategies={word!r} is unknown; {hint}choose from {', '.join(STRATEGIES)}, or name a strategy file (.yaml)"
+        f"strategies={word!r} is unknown; {hint}choose from {', '.join(STRATEGIES)}, or name a "
+        "strategy file (.yaml)"
     )
 
 
@@ -67,8 +74,9 @@ _OWN = "optimizer.stats(), each message once, however many ranks it goes to"
 _HERE = "thinwire.lab.trainers"
 _SYNC = "sync.stats(), each message once, however many ranks it goes to"
 _LOCAL = "thinwire.lab.local_trainers:Local"
-# The rates of fp16, powersgd and dgc are the better of 0.07 and 0.15, at as many steps as 90 s over 100 Mbit/s allow.
-# Those of dense and of the local ones were chosen at what 20 Mbit/s allows: the grid is in benchmarks/README.md.
+# The rates of fp16, powersgd and dgc are the better of 0.07 and 0.15, at as many steps as 90 s over
+# 100 Mbit/s allow. Those of dense and of the local ones were chosen at what 20 Mbit/s allows: the
+# grid is in benchmarks/README.md.
 _FP16_CODE = """\
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -77,18 +85,31 @@ ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
 _POWERSGD_CODE = """\
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
 
-ddp = DistributedDataParallel(model, bucket_cap_mb=10_000)  # with two buckets the hook never returns on gloo
+# with two buckets the hook never returns on gloo
+ddp = DistributedDataParallel(model, bucket_cap_mb=10_000)
 state = powersgd.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=5)
 ddp.register_comm_hook(state, powersgd.powerSGD_hook)
 """
 register(Recipe("dense", "DDP, every gradient in float32", f"{_HERE}:Dense", 0.1, _RING, field=""))
 register(
     Recipe(
-        "fp16", "DDP with torch's hook, gradients in float16", f"{_HERE}:HalfPrecision", 0.07, _RING, code=_FP16_CODE
+        "fp16",
+        "DDP with torch's hook, gradients in float16",
+        f"{_HERE}:HalfPrecision",
+        0.07,
+        _RING,
+        code=_FP16_CODE,
     )
 )
 register(
-    Recipe("powersgd", "DDP with torch's PowerSGD hook, rank 2", f"{_HERE}:PowerSGD", 0.15, _RING, code=_POWERSGD_CODE)
+    Recipe(
+        "powersgd",
+        "DDP with torch's PowerSGD hook, rank 2",
+        f"{_HERE}:PowerSGD",
+        0.15,
+        _RING,
+        code=_POWERSGD_CODE,
+    )
 )
 register(
     Recipe(
@@ -140,7 +161,13 @@ register(
         _LOCAL,
         0.1,
         _SYNC,
-        {"k_steps": 32, "begin_step": 0, "outer_lr": 0.7, "outer_momentum": 0.9, "outer_nesterov": True},
+        {
+            "k_steps": 32,
+            "begin_step": 0,
+            "outer_lr": 0.7,
+            "outer_momentum": 0.9,
+            "outer_nesterov": True,
+        },
         field="localsgd",
     )
 )

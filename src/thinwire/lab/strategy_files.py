@@ -12,8 +12,9 @@ if TYPE_CHECKING:
 
 __all__ = ["is_file_name", "recipe_of_file"]
 
-# That of dense and of the local strategies. LAMB and LARS scale their updates by the parameters; theirs are the best of
-# 0.01, 0.03 and 0.1, and of 1, 2 and 4, in 60 steps of the tiny model: a place to start from.
+# That of dense and of the local strategies. LAMB and LARS scale their updates by the parameters;
+# theirs are the best of 0.01, 0.03 and 0.1, and of 1, 2 and 4, in 60 steps of the tiny model: a
+# place to start from.
 _LR, _LARS_LR, _LAMB_LR = 0.1, 4.0, 0.03
 
 
@@ -26,7 +27,8 @@ def recipe_of_file(word: str) -> Recipe:
     """The strategy in a file, called by the file's stem.
 
     Raises:
-        ValueError: The file cannot be read, is no strategy, or is one that `compare` cannot measure.
+        ValueError: The file cannot be read, is no strategy, or is one that `compare` cannot
+            measure.
     """
     from thinwire.strategy.distributed_strategy import DistributedStrategy
 
@@ -40,7 +42,8 @@ def recipe_of_file(word: str) -> Recipe:
         raise ValueError(f"strategies={word!r}: {error}") from error
     if strategy.pipeline is not None:
         raise ValueError(
-            f"strategies={word!r} has a pipeline, and every worker of a comparison trains a whole model: "
+            f"strategies={word!r} has a pipeline, and every worker of a comparison trains a whole "
+            "model: "
             "leave pipeline out"
         )
     return Recipe(

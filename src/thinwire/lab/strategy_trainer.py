@@ -27,8 +27,11 @@ class Prepared:
         local = strategy.localsgd or strategy.adaptive_localsgd
         merged = 1 if strategy.gradient_merge is None else strategy.gradient_merge.k_steps
         self.round_steps = merged * _longest_interval(local)
-        self.steady_from_step = merged * max(1 if local is None else local.begin_step, _ramp_end(strategy))
-        # parts of the model in turn, or results that come later: ranks are never quite equal before the end
+        self.steady_from_step = merged * max(
+            1 if local is None else local.begin_step, _ramp_end(strategy)
+        )
+        # parts of the model in turn, or results that come later: ranks are never quite equal before
+        # the end
         self.drifting = local is not None and (local.fragments > 1 or local.delay > 0)
         self.settings: Mapping[str, Any] = {"optimizer": type(self.optimizer).__name__, **document}
         self.agreed = True
@@ -65,7 +68,9 @@ def _loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
 
-def _optimizer(model: nn.Module, strategy: tw.DistributedStrategy, setup: Setup) -> torch.optim.Optimizer:
+def _optimizer(
+    model: nn.Module, strategy: tw.DistributedStrategy, setup: Setup
+) -> torch.optim.Optimizer:
     if strategy.lamb is not None:
         return torch.optim.AdamW(model.named_parameters(), lr=0.0)
     return torch.optim.SGD(model.named_parameters(), lr=0.0, momentum=setup.momentum)

@@ -1,4 +1,6 @@
-"""The tables of a comparison in the terminal: a row per strategy, the best of each column marked with a star."""
+"""The tables of a comparison in the terminal: a row per strategy, the best of each column marked
+with a star.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ _HEADING = 11
 
 
 def print_table(results: Mapping[str, Any]) -> None:
-    """Prints verdict, circumstances and tables to standard output; columns that do not fit come below the others."""
+    """Prints verdict, circumstances and tables to standard output; columns that do not fit come
+    below the others.
+    """
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -46,15 +50,22 @@ def _heading(column: Column) -> str:
 def _heading_lines(column: Column) -> list[str]:
     whole = column.whole_label
     # each number has a place for a star behind it, and so has the heading
-    return [f"{line} " for line in textwrap.wrap(whole, _HEADING, break_long_words=False, break_on_hyphens=False)]
+    return [
+        f"{line} "
+        for line in textwrap.wrap(whole, _HEADING, break_long_words=False, break_on_hyphens=False)
+    ]
 
 
 def _cell(column: Column, row: int) -> str:
     return column.texts[row] + ("*" if row in column.best else " ")
 
 
-def _side_by_side(names: Sequence[str], columns: Sequence[Column], width: int) -> list[list[Column]]:
-    """Columns in groups whose tables fit the width, at least one a group; each column has two blanks around it."""
+def _side_by_side(
+    names: Sequence[str], columns: Sequence[Column], width: int
+) -> list[list[Column]]:
+    """Columns in groups whose tables fit the width, at least one a group; each column has two
+    blanks around it.
+    """
     room = width - _EDGES - _BLANKS - max(len(name) for name in names)
     groups: list[list[Column]] = []
     left = 0

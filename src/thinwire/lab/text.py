@@ -25,7 +25,8 @@ class Corpus:
 
     Attributes:
         train: Bytes to train on.
-        validation: Bytes to choose settings by: the last but one twentieth of the whole, file order below.
+        validation: Bytes to choose settings by: the last but one twentieth of the whole, file order
+            below.
         held_out: Bytes to report on, by which nothing has been chosen: the last twentieth.
         files: How many files went in.
         source: Where they came from, for the report.
@@ -50,13 +51,23 @@ def read_standard_library() -> Corpus:
         ValueError: They are not there (an embedded Python).
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = [path for path in root.rglob("*.py") if _SKIPPED_FOLDERS.isdisjoint(path.relative_to(root).parts)]
+    files = [
+        path
+        for path in root.rglob("*.py")
+        if _SKIPPED_FOLDERS.isdisjoint(path.relative_to(root).parts)
+    ]
     version = f"{sysconfig.get_python_version()}"
-    return _corpus(root, files, f"source files of the Python {version} standard library", advice="name a folder")
+    return _corpus(
+        root,
+        files,
+        f"source files of the Python {version} standard library",
+        advice="name a folder",
+    )
 
 
 def read_folder(folder: Path) -> Corpus:
-    """Every text file below a folder: valid UTF-8 without NUL; hidden files and folders are left out.
+    """Every text file below a folder: valid UTF-8 without NUL; hidden files and folders are left
+    out.
 
     Args:
         folder: Where to look.
@@ -69,14 +80,23 @@ def read_folder(folder: Path) -> Corpus:
     visible = [
         path
         for path in folder.rglob("*")
-        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if path.is_file()
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
     ]
-    return _corpus(folder, visible, f"text files of {folder.name or folder}", advice="name a folder with more text")
+    return _corpus(
+        folder,
+        visible,
+        f"text files of {folder.name or folder}",
+        advice="name a folder with more text",
+    )
 
 
 def _corpus(root: Path, files: list[Path], source: str, advice: str) -> Corpus:
-    # By the hash of the name: the held-out part is a mixture of all subfolders, and the same on every machine.
-    ordered = sorted(files, key=lambda path: hashlib.sha256(path.relative_to(root).as_posix().encode()).digest())
+    # By the hash of the name: the held-out part is a mixture of all subfolders, and the same on
+    # every machine.
+    ordered = sorted(
+        files, key=lambda path: hashlib.sha256(path.relative_to(root).as_posix().encode()).digest()
+    )
     pieces: list[bytes] = []
     total = 0
     for path in ordered:

@@ -1,4 +1,6 @@
-"""What one training step is under each strategy; runs inside the workers, the same class on every rank."""
+"""What one training step is under each strategy; runs inside the workers, the same class on every
+rank.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,21 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["DGC", "Dense", "HalfPrecision", "PowerSGD", "Setup", "Trainer", "bare_step", "build_trainer", "loss_of"]
+__all__ = [
+    "DGC",
+    "Dense",
+    "HalfPrecision",
+    "PowerSGD",
+    "Setup",
+    "Trainer",
+    "bare_step",
+    "build_trainer",
+    "loss_of",
+]
 
-_BUCKET_CAP_MB = 4  # buckets leave while backward goes on; one bucket of everything would wait for its end
+_BUCKET_CAP_MB = (
+    4  # buckets leave while backward goes on; one bucket of everything would wait for its end
+)
 _ONE_BUCKET_MB = 10_000
 
 
@@ -62,7 +76,9 @@ class Trainer(Protocol):
         ...
 
     def finish(self) -> None:
-        """Exchanges what has not been exchanged yet; afterwards all ranks hold the same parameters."""
+        """Exchanges what has not been exchanged yet; afterwards all ranks hold the same
+        parameters.
+        """
         ...
 
     def close(self) -> None:
@@ -70,8 +86,12 @@ class Trainer(Protocol):
         ...
 
 
-def build_trainer(trainer: str, options: Mapping[str, Any], model: nn.Module, setup: Setup) -> Trainer:
-    """Imports a trainer, given as "module:Class", and wraps the model; on every rank at the same time."""
+def build_trainer(
+    trainer: str, options: Mapping[str, Any], model: nn.Module, setup: Setup
+) -> Trainer:
+    """Imports a trainer, given as "module:Class", and wraps the model; on every rank at the same
+    time.
+    """
     module, _, attribute = trainer.partition(":")
     built: Trainer = getattr(importlib.import_module(module), attribute)(model, setup, **options)
     return built
@@ -83,7 +103,9 @@ def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def bare_step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor) -> Tensor:
+def bare_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor
+) -> Tensor:
     """Forward, backward and update, without any exchange."""
     loss = loss_of(model, inputs, targets)
     loss.backward()  # type: ignore[no-untyped-call]
@@ -105,8 +127,12 @@ class _DDPTrainer:
 
     def __init__(self, model: nn.Module, setup: Setup, bucket_cap_mb: int = _BUCKET_CAP_MB) -> None:
         self.module = model
-        self.ddp = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=True)
-        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=setup.momentum)
+        self.ddp = DistributedDataParallel(
+            model, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=True
+        )
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(
+            model.parameters(), lr=0.0, momentum=setup.momentum
+        )
         self.steady_from_step = 2  # DDP rebuilds its buckets after the first
         self.settings: Mapping[str, Any] = {"bucket_cap_mb": bucket_cap_mb}
         self.steps = 0
@@ -153,7 +179,8 @@ class HalfPrecision(_DDPTrainer):
 class PowerSGD(_DDPTrainer):
     """Gradients travel as two thin factors, the rest is fed back.
 
-    In a single bucket: with two in flight, torch's hook waits inside a callback, which gloo never returns from.
+    In a single bucket: with two in flight, torch's hook waits inside a callback, which gloo never
+    returns from.
     """
 
     _RANK, _DENSE_STEPS = 2, 5
@@ -161,7 +188,9 @@ class PowerSGD(_DDPTrainer):
     def __init__(self, model: nn.Module, setup: Setup) -> None:
         super().__init__(model, setup, bucket_cap_mb=_ONE_BUCKET_MB)
         self.state = powerSGD_hook.PowerSGDState(
-            process_group=None, matrix_approximation_rank=self._RANK, start_powerSGD_iter=self._DENSE_STEPS
+            process_group=None,
+            matrix_approximation_rank=self._RANK,
+            start_powerSGD_iter=self._DENSE_STEPS,
         )
         self.ddp.register_comm_hook(self.state, powerSGD_hook.powerSGD_hook)
         self.steady_from_step = self._DENSE_STEPS + 1
@@ -178,7 +207,9 @@ class PowerSGD(_DDPTrainer):
 class DGC(_DDPTrainer):
     """Only the largest thousandth of every tensor is sent, the rest waits in the residual."""
 
-    def __init__(self, model: nn.Module, setup: Setup, *, sparsity: Sequence[float], value_bits: int) -> None:
+    def __init__(
+        self, model: nn.Module, setup: Setup, *, sparsity: Sequence[float], value_bits: int
+    ) -> None:
         from thinwire.optim import DGCMomentum
 
         super().__init__(model, setup)
@@ -187,7 +218,9 @@ class DGC(_DDPTrainer):
             "rampup_step": setup.ramp_steps,
             "value_bits": value_bits,
         }
-        self.compressor = DGCMomentum(model.named_parameters(), lr=0.0, momentum=setup.momentum, **own)
+        self.compressor = DGCMomentum(
+            model.named_parameters(), lr=0.0, momentum=setup.momentum, **own
+        )
         self.optimizer = self.compressor
         self.handle = self.compressor.attach(self.ddp)
         levels = len(sparsity)

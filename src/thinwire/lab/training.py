@@ -37,7 +37,9 @@ def initial_model(config: Mapping[str, Any]) -> ByteTransformer:
 
 @final
 class TrainingRun:
-    """Trains and keeps the books; the clock and the kernel's counters stand still while it evaluates."""
+    """Trains and keeps the books; the clock and the kernel's counters stand still while it
+    evaluates.
+    """
 
     def __init__(self, config: Mapping[str, Any], diary: Diary) -> None:
         self.config, self.diary = config, diary
@@ -73,7 +75,9 @@ class TrainingRun:
                 group["lr"] = rate
             loss = self.trainer.train_step(*self.batches.next_batch())
             self._count()
-            self.diary.write_sometimes("step", step=self.step, progress=pace.progress(self.step), loss=float(loss))
+            self.diary.write_sometimes(
+                "step", step=self.step, progress=pace.progress(self.step), loss=float(loss)
+            )
             if self.step == self.trainer.steady_from_step:
                 self._stop_clock()
                 self._start_clock()
@@ -82,16 +86,25 @@ class TrainingRun:
             if stop:
                 self.trainer.finish()
                 self._extend()
-            if stop or (due and self.trainer.agreed):  # a model that no rank has alone: what one would save
+            if stop or (
+                due and self.trainer.agreed
+            ):  # a model that no rank has alone: what one would save
                 due = False
                 self._evaluate()
                 point = self.evaluations[-1]
-                self.diary.write("evaluation", progress=pace.progress(self.step), step=self.step, loss=point["loss"])
+                self.diary.write(
+                    "evaluation",
+                    progress=pace.progress(self.step),
+                    step=self.step,
+                    loss=point["loss"],
+                )
         self.trainer.close()
         return self._result()
 
     def _wait_for_the_link(self) -> None:
-        """Preparation is over on all ranks; the command puts the limits of the link in force and then says so."""
+        """Preparation is over on all ranks; the command puts the limits of the link in force and
+        then says so.
+        """
         dist.barrier()
         self.diary.write("prepared")
         go = Path(self.config["events"]) / GO
@@ -101,7 +114,11 @@ class TrainingRun:
 
     def _pace(self) -> Pace:
         steps, evaluations = self.config["steps"], self.config["evaluations"]
-        return ByClock(self.config["seconds"], evaluations) if steps is None else BySteps(steps, evaluations)
+        return (
+            ByClock(self.config["seconds"], evaluations)
+            if steps is None
+            else BySteps(steps, evaluations)
+        )
 
     def _start_clock(self) -> None:
         dist.barrier()
@@ -109,7 +126,8 @@ class TrainingRun:
         self.mark_s = time.perf_counter()
 
     def _stop_clock(self) -> None:
-        # What a step has sent may still lie in the socket; behind it in the same queue, the barrier waits for it.
+        # What a step has sent may still lie in the socket; behind it in the same queue, the barrier
+        # waits for it.
         dist.barrier()
         self._count_kernel_bytes()
 
@@ -140,10 +158,16 @@ class TrainingRun:
         loss = mean_loss(self.trainer.module, self.held_out)
         if not isfinite(loss):
             raise ThinwireError(
-                f"the training diverged: held-out loss {loss} after {self.step} steps at a peak learning rate of "
+                f"the training diverged: held-out loss {loss} after {self.step} steps at a peak "
+                "learning rate of "
                 f"{self.config['lr']:g}; give a smaller one with --lr"
             )
-        point = {"step": self.step, "seconds": sum(self.step_s), "loss": loss, "library_bytes": self.library_bytes[-1]}
+        point = {
+            "step": self.step,
+            "seconds": sum(self.step_s),
+            "loss": loss,
+            "library_bytes": self.library_bytes[-1],
+        }
         self.evaluations.append({**point, "kernel_bytes": float(self.kernel_sent[-1])})
         if self.step:
             self.bare.measure(_BARE_STEPS_BETWEEN, self.batches.batch, self.batches.context)
@@ -163,24 +187,33 @@ class TrainingRun:
             "steady_from_step": steady,
             "step_ms": [1e3 * s for s in self.step_s],
             "bare_step_ms": [1e3 * s for s in self.bare.seconds],
-            "median_step_ms": 1e3 * median(_round_means(self.step_s[steady:], self.trainer.round_steps)),
+            "median_step_ms": 1e3
+            * median(_round_means(self.step_s[steady:], self.trainer.round_steps)),
             "median_bare_step_ms": 1e3 * median(self.bare.seconds),
             "library_bytes_per_step": sent,
             "kernel_sent_bytes_per_step": kernel_sent if measured else None,
             "kernel_received_bytes_per_step": kernel_received if measured else None,
-            "settings": {"lr": self.config["lr"], "momentum": self.config["momentum"], **self.trainer.settings},
+            "settings": {
+                "lr": self.config["lr"],
+                "momentum": self.config["momentum"],
+                **self.trainer.settings,
+            },
         }
 
     def _mean_bytes_per_step(self, steady: int) -> list[float]:
         counts = (self.library_bytes, self.kernel_sent, self.kernel_received)
-        means = torch.tensor([float(count[-1] - count[steady]) for count in counts], dtype=torch.float64)
+        means = torch.tensor(
+            [float(count[-1] - count[steady]) for count in counts], dtype=torch.float64
+        )
         dist.all_reduce(means)
         per_step: list[float] = (means / (dist.get_world_size() * (self.step - steady))).tolist()
         return per_step
 
 
 def _round_means(step_s: Sequence[float], round_steps: int) -> list[float]:
-    """Mean seconds of a step in every whole round, in which each cost occurs once; of all where there is none."""
+    """Mean seconds of a step in every whole round, in which each cost occurs once; of all where
+    there is none.
+    """
     rounds = len(step_s) // round_steps
     if rounds == 0:
         return [fmean(step_s)]

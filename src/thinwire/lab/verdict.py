@@ -1,4 +1,6 @@
-"""What a comparison has shown, in sentences that a person would repeat; nothing in them that was not measured."""
+"""What a comparison has shown, in sentences that a person would repeat; nothing in them that was
+not measured.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ class Verdict:
 
     Attributes:
         text: One sentence, or a few.
-        winner: The strategy to take on this link, as far as the comparison shows it; None where it shows none.
+        winner: The strategy to take on this link, as far as the comparison shows it; None where it
+            shows none.
     """
 
     text: str
@@ -52,7 +55,9 @@ class _Clock:
         elif link["reason"] is None:
             self.place = "Over this machine's loopback"
         elif self.rate_bit_s is None:
-            self.place = f"Over this machine's loopback (the link of {link['asked']} was NOT emulated)"
+            self.place = (
+                f"Over this machine's loopback (the link of {link['asked']} was NOT emulated)"
+            )
         else:
             self.place = f"By an estimate for a link of {link['asked']}, which was NOT emulated,"
 
@@ -66,7 +71,8 @@ class _Clock:
 def _alone(run: Run, clock: _Clock) -> Verdict:
     text = (
         f"{clock.place} {run['strategy']} came to a held-out loss of {run['final_loss']:.3f} after "
-        f"{run['steps']} steps in {_seconds(run['seconds'])}; there is no other strategy to compare it with."
+        f"{run['steps']} steps in {_seconds(run['seconds'])}; there is no other strategy to "
+        "compare it with."
     )
     return Verdict(text, None)
 
@@ -92,30 +98,36 @@ def _against_dense(results: Mapping[str, Any], dense: Run, clock: _Clock) -> Ver
     name, with_bytes = first["strategy"], _bytes(dense, first, "dense")
     if seconds < (1 - _ALIKE) * own_s:
         return Verdict(
-            f"{clock.place} {name} reached dense's loss ({target:.3f}) in {_seconds(seconds)} instead of "
+            f"{clock.place} {name} reached dense's loss ({target:.3f}) in {_seconds(seconds)} "
+            "instead of "
             f"{_seconds(own_s)} ({_times(own_s / seconds)} times as fast){with_bytes}.",
             name,
         )
     if seconds <= (1 + _ALIKE) * own_s:
         fewer = first["bytes_to_dense_loss"] < (1 - _ALIKE) * dense["bytes_to_dense_loss"]
         return Verdict(
-            f"{clock.place} {name} reached dense's loss ({target:.3f}) about as soon as dense itself "
+            f"{clock.place} {name} reached dense's loss ({target:.3f}) about as soon as dense "
+            "itself "
             f"({_seconds(seconds)} and {_seconds(own_s)}){with_bytes}.",
             name if fewer else "dense",
         )
     return Verdict(
-        f"{clock.place} dense was the fastest to its own loss ({target:.3f}): {_seconds(own_s)}; next came {name} with "
+        f"{clock.place} dense was the fastest to its own loss ({target:.3f}): {_seconds(own_s)}; "
+        f"next came {name} with "
         f"{_seconds(seconds)} ({_times(seconds / own_s)} times as long){with_bytes}.",
         "dense",
     )
 
 
-def _nobody(results: Mapping[str, Any], dense: Run, others: Sequence[Run], clock: _Clock) -> Verdict:
+def _nobody(
+    results: Mapping[str, Any], dense: Run, others: Sequence[Run], clock: _Clock
+) -> Verdict:
     nearest = min(others, key=lambda run: float(run["best_loss"]))
     budget = results["settings"]["seconds"]
     within = f"{dense['steps']} steps" if budget is None else f"{budget:g} s"
     text = (
-        f"{clock.place} no other strategy reached dense's loss ({results['dense_loss']:.3f}) within {within}; "
+        f"{clock.place} no other strategy reached dense's loss ({results['dense_loss']:.3f}) "
+        f"within {within}; "
         f"the nearest was {nearest['strategy']} with {nearest['best_loss']:.3f}."
     )
     if budget is not None:
@@ -130,24 +142,33 @@ def _among(results: Mapping[str, Any], clock: _Clock, place: str) -> Verdict:
     runs = results["strategies"]
     target = results["common_loss"]
     if any(target >= run["evaluations"][0]["loss"] for run in runs):
-        stuck = [run["strategy"] for run in runs if run["best_loss"] >= run["evaluations"][0]["loss"]]
+        stuck = [
+            run["strategy"] for run in runs if run["best_loss"] >= run["evaluations"][0]["loss"]
+        ]
         return Verdict(
-            f"{place} {_listed(stuck)} learned nothing in this run, so there is no loss that all reached: let it "
+            f"{place} {_listed(stuck)} learned nothing in this run, so there is no loss that all "
+            "reached: let it "
             "run longer.",
             None,
         )
-    times = sorted(((clock.to_loss(run, "common") or 0.0, run) for run in runs), key=lambda pair: pair[0])
+    times = sorted(
+        ((clock.to_loss(run, "common") or 0.0, run) for run in runs), key=lambda pair: pair[0]
+    )
     (first_s, first), (next_s, later) = times[0], times[1]
     name, with_bytes = first["strategy"], _bytes(later, first, "common")
     if first_s >= (1 - _ALIKE) * next_s:
         return Verdict(
-            f"{place} {name} and {later['strategy']} were about equally soon at the loss that all reached "
-            f"({target:.3f}): {_seconds(first_s)} and {_seconds(next_s)}{with_bytes and f', {name}{with_bytes}'}.",
+            f"{place} {name} and {later['strategy']} were about equally soon at the loss that all "
+            "reached "
+            f"({target:.3f}): {_seconds(first_s)} and "
+            f"{_seconds(next_s)}{with_bytes and f', {name}{with_bytes}'}.",
             name,
         )
     return Verdict(
-        f"{place} {name} was the first at the loss that all reached ({target:.3f}): {_seconds(first_s)}, where "
-        f"{later['strategy']}, the next, took {_seconds(next_s)} ({_times(next_s / first_s)} times as long)"
+        f"{place} {name} was the first at the loss that all reached ({target:.3f}): "
+        f"{_seconds(first_s)}, where "
+        f"{later['strategy']}, the next, took {_seconds(next_s)} ({_times(next_s / first_s)} times "
+        "as long)"
         f"{with_bytes and f'; {name}{with_bytes}'}.",
         name,
     )
@@ -160,7 +181,8 @@ def _lowest(runs: Sequence[Run], main: Verdict) -> list[str]:
     if winner is None or f"{best['final_loss']:.3f}" == f"{winner['final_loss']:.3f}":
         return []
     return [
-        f"At the end {best['strategy']} had the lowest loss ({best['final_loss']:.3f}; {winner['strategy']} "
+        f"At the end {best['strategy']} had the lowest loss ({best['final_loss']:.3f}; "
+        f"{winner['strategy']} "
         f"{winner['final_loss']:.3f})."
     ]
 
@@ -168,17 +190,24 @@ def _lowest(runs: Sequence[Run], main: Verdict) -> list[str]:
 def _missing(results: Mapping[str, Any]) -> list[str]:
     failed = [failure["strategy"] for failure in results["failures"]]
     told = results["interrupted"]
-    sentences = [f"{_listed(failed)} failed and {'is' if len(failed) == 1 else 'are'} left out."] if failed else []
+    sentences = (
+        [f"{_listed(failed)} failed and {'is' if len(failed) == 1 else 'are'} left out."]
+        if failed
+        else []
+    )
     if told is not None:
         absent = [*([told["during"]] if told["during"] else []), *told["not_begun"]]
         sentences.append(
-            f"The comparison is not complete: {_listed(absent)} {'is' if len(absent) == 1 else 'are'} missing."
+            f"The comparison is not complete: {_listed(absent)} "
+            f"{'is' if len(absent) == 1 else 'are'} missing."
         )
     return sentences
 
 
 def _bytes(reference: Run, run: Run, which: str) -> str:
-    """By how many times the bytes of `run` differ from those of `reference`, beginning with a comma or a blank."""
+    """By how many times the bytes of `run` differ from those of `reference`, beginning with a comma
+    or a blank.
+    """
     mine, others = run[f"bytes_to_{which}_loss"], reference[f"bytes_to_{which}_loss"]
     if not mine or not others:
         return ""

@@ -48,20 +48,29 @@ def document_of(recipe: Recipe, ramp_steps: int) -> dict[str, Any] | None:
 
 
 def to_use(results: Mapping[str, Any], winner: str | None) -> ToUse | None:
-    """What to copy for the strategy `winner`; None where there is none, or nothing is known of it."""
+    """What to copy for the strategy `winner`; None where there is none, or nothing is known
+    of it.
+    """
     run = next((run for run in results["strategies"] if run["strategy"] == winner), None)
     if run is None:
         return None
     optimizer = run["settings"].get("optimizer", "SGD with momentum")
-    name, rate = run["strategy"], f"{optimizer} and a peak learning rate of {run['settings']['lr']:g}"
+    name, rate = (
+        run["strategy"],
+        f"{optimizer} and a peak learning rate of {run['settings']['lr']:g}",
+    )
     if run["document"] is not None:
         how = (
-            f"The strategy file, also beside this report as {BEST}: thinwire.DistributedStrategy.load(path) reads it, "
+            f"The strategy file, also beside this report as {BEST}: "
+            "thinwire.DistributedStrategy.load(path) reads it, "
             f"prepare(model, optimizer, loss_fn) makes the engine. Here it trained with {rate}."
         )
         return ToUse(name, how, _file_text(run["document"], results), True)
     if run["code"] is not None:
-        how = f"It is a communication hook of torch for DistributedDataParallel. Here it trained with {rate}."
+        how = (
+            "It is a communication hook of torch for DistributedDataParallel. Here it trained "
+            f"with {rate}."
+        )
         return ToUse(name, how, run["code"], False)
     return None
 
@@ -78,7 +87,9 @@ def write_best(results: Mapping[str, Any], winner: str | None, folder: Path) -> 
         draft.write_text(use.text, encoding="utf-8")
         draft.replace(path)
         return path
-    if path.is_file() and path.read_text(encoding="utf-8", errors="replace").startswith(_FIRST_LINE):
+    if path.is_file() and path.read_text(encoding="utf-8", errors="replace").startswith(
+        _FIRST_LINE
+    ):
         path.unlink()
     return None
 

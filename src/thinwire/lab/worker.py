@@ -1,6 +1,8 @@
-"""The training script: what every rank runs, started by torchrun as `-m thinwire.lab.worker CONFIG.json`.
+"""The training script: what every rank runs, started by torchrun as `-m thinwire.lab.worker
+CONFIG.json`.
 
-The configuration may name another task than training, as "module:Class" that is called and used like `TrainingRun`.
+The configuration may name another task than training, as "module:Class" that is called and used
+like `TrainingRun`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Optimizers: those of torch with the common part of this library, and those for large batches and sparse rows."""
+"""Optimizers: those of torch with the common part of this library, and those for large batches and
+sparse rows.
+"""
 
 from thinwire.core.clip import ClipByGlobalNorm, ClipByNorm, ClipByValue
 from thinwire.core.decay import L1Decay, L2Decay

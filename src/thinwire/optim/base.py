@@ -1,11 +1,15 @@
-"""The common part of all optimizers, once: one update from its rates to its end, and what is saved."""
+"""The common part of all optimizers, once: one update from its rates to its end, and what
+is saved.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo  # torch.compiler.disable imports the compiler at once, for a second
+from torch._compile import (
+    _disable_dynamo,
+)  # torch.compiler.disable imports the compiler at once, for a second
 
 from thinwire import _validate as check
 from thinwire.core.centralize import centralized
@@ -24,36 +28,38 @@ __all__ = ["CommonOptimizer", "ParamFacts"]
 class CommonOptimizer(TwoPhase):
     """Base of every optimizer here, beside torch's own class or `torch.optim.Optimizer` itself.
 
-    A constructor makes three calls: `groups, rate = self._open(params, lr, ...)`, then torch's constructor with
-    `groups` and the number `rate`, then `self._close()`.
+    A constructor makes three calls: `groups, rate = self._open(params, lr, ...)`, then torch's
+    constructor with `groups` and the number `rate`, then `self._close()`.
 
-    One update runs in `step`: rates of this update (errors come before anything changes), collection of the
-    (param, grad) pairs in order, negated under `maximize`, `_update`, and only if that returns True one more completed
-    update.
+    One update runs in `step`: rates of this update (errors come before anything changes),
+    collection of the (param, grad) pairs in order, negated under `maximize`, `_update`, and only if
+    that returns True one more completed update.
 
     A subclass defines:
-        `_update(pairs, rates) -> bool`: the update. `pairs` is the ordered list of (param, grad), possibly empty (it is
-        called all the same); gradients are read only. `rates[i]` is the rate of `param_groups[i]`. False: the update
-        was dropped and nothing changed; the position stays.
-        `_check_hyperparameters(values)`: called with the constructor's values and with every group's.
-        `_check_param(name, param)`: called for every parameter.
-        `_check_rate(rate, where)`: called for every rate ahead of an update.
+        `_update(pairs, rates) -> bool`: the update. `pairs` is the ordered list of (param, grad),
+        possibly empty (it is called all the same); gradients are read only. `rates[i]` is the rate
+        of `param_groups[i]`. False: the update was dropped and nothing changed; the position stays.
+        `_check_hyperparameters(values)`: called with the constructor's values and with every
+        group's. `_check_param(name, param)`: called for every parameter. `_check_rate(rate,
+        where)`: called for every rate ahead of an update.
 
     and finds:
         `_ordered_params()`: all parameters, in the order of `order_params` or of the groups.
-        `_facts(param)`: name, group, effective weight decay, regularizer, centralization, as `ParamFacts`.
-        `_with_decay(param, grad)`: weight decay (where it is coupled), regularizer and centralization, on a copy; the
-        very `grad` if there is nothing to do.
-        `_processed(pairs)`: clip, then `_with_decay`, for all pairs at once: the order of the other optimizers.
-        `grad_clip`: the config; `position`: completed updates, from 0, the step of every schedule.
-        `_wide_state`: whether floating-point state keeps float32 for narrower parameters when it is loaded.
-        `_as_loaded(param, value)`: floating-point state that was loaded, in the type and layout that it has here.
-        `_extra_state()`, `_read_extra_state(saved)`, `_set_extra_state(values)`: further plain values of the
-        state_dict; extend all three with super().
-        `_step_supports_amp_scaling`: torch's; a subclass that sets it finds `grad_scale` and `found_inf` in `_update`.
+        `_facts(param)`: name, group, effective weight decay, regularizer, centralization, as
+        `ParamFacts`. `_with_decay(param, grad)`: weight decay (where it is coupled), regularizer
+        and centralization, on a copy; the very `grad` if there is nothing to do.
+        `_processed(pairs)`: clip, then `_with_decay`, for all pairs at once: the order of the other
+        optimizers. `grad_clip`: the config; `position`: completed updates, from 0, the step of
+        every schedule. `_wide_state`: whether floating-point state keeps float32 for narrower
+        parameters when it is loaded. `_as_loaded(param, value)`: floating-point state that was
+        loaded, in the type and layout that it has here. `_extra_state()`,
+        `_read_extra_state(saved)`, `_set_extra_state(values)`: further plain values of the
+        state_dict; extend all three with super(). `_step_supports_amp_scaling`: torch's; a subclass
+        that sets it finds `grad_scale` and `found_inf` in `_update`.
 
-    **State**: torch's `state` and `param_groups`, and `position`. Schedules, `grad_clip`, exclusions and the order are
-    arguments: they are copied and pickled with the optimizer, but are not in the state_dict.
+    **State**: torch's `state` and `param_groups`, and `position`. Schedules, `grad_clip`,
+    exclusions and the order are arguments: they are copied and pickled with the optimizer, but are
+    not in the state_dict.
     """
 
     _wide_state = True
@@ -96,12 +102,20 @@ class CommonOptimizer(TwoPhase):
         """The rate of every group in this update; schedules write theirs into the groups."""
         position = self._common.position
         rates = []
-        for i, (group, schedule) in enumerate(zip(self.param_groups, self._common.schedules, strict=True)):
+        for i, (group, schedule) in enumerate(
+            zip(self.param_groups, self._common.schedules, strict=True)
+        ):
             where = f"the learning rate of group {i} at step {position}"
-            rate = check.scalar(where, group["lr"], at_least=0) if schedule is None else rate_at(schedule, position)
+            rate = (
+                check.scalar(where, group["lr"], at_least=0)
+                if schedule is None
+                else rate_at(schedule, position)
+            )
             self._check_rate(rate, where)
             rates.append(rate)
-        for group, schedule, rate in zip(self.param_groups, self._common.schedules, rates, strict=True):
+        for group, schedule, rate in zip(
+            self.param_groups, self._common.schedules, rates, strict=True
+        ):
             if schedule is not None:
                 group["lr"] = rate
         return rates
@@ -117,32 +131,48 @@ class CommonOptimizer(TwoPhase):
         """The pairs of this update, in order; gradients negated where the group maximizes."""
         pairs = self._given
         if pairs is None:
-            pairs = [(p, p.grad) for p in self._ordered_params() if p.grad is not None and p.requires_grad]
+            pairs = [
+                (p, p.grad)
+                for p in self._ordered_params()
+                if p.grad is not None and p.requires_grad
+            ]
         return [(p, -g if self._group_of(p).get("maximize") else g) for p, g in pairs]
 
     def _coupled_decay(self, facts: ParamFacts) -> float:
-        """The weight decay that goes through the gradient; 0 where the method has decay in its own formula."""
+        """The weight decay that goes through the gradient; 0 where the method has decay in its own
+        formula.
+        """
         return facts.weight_decay
 
     def _with_decay(self, param: Tensor, grad: Tensor) -> Tensor:
-        """Coupled decay, regularizer and centralization, on a copy; `grad` itself where there is nothing to do."""
+        """Coupled decay, regularizer and centralization, on a copy; `grad` itself where there is
+        nothing to do.
+        """
         facts = self._facts(param)
-        grad = decayed(grad, param, weight_decay=self._coupled_decay(facts), regularizer=facts.regularizer)
+        grad = decayed(
+            grad, param, weight_decay=self._coupled_decay(facts), regularizer=facts.regularizer
+        )
         return centralized(grad) if facts.grad_centralization else grad
 
     def _processed(self, pairs: Sequence[ParamGrad]) -> list[ParamGrad]:
-        """Clip over all pairs, then decay, regularizer and centralization; copies, where there is something to do."""
+        """Clip over all pairs, then decay, regularizer and centralization; copies, where there is
+        something to do.
+        """
         params = [p for p, _ in pairs]
         grads = [coalesced(g) for _, g in pairs]
         if self.grad_clip is not None:
             grads = self._clipped(params, grads, self.grad_clip)
         return [(p, self._with_decay(p, g)) for p, g in zip(params, grads, strict=True)]
 
-    def _clipped(self, params: Sequence[Tensor], grads: Sequence[Tensor], clip: Clip) -> list[Tensor]:
+    def _clipped(
+        self, params: Sequence[Tensor], grads: Sequence[Tensor], clip: Clip
+    ) -> list[Tensor]:
         # the global norm is summed in the order of the groups, so that order_params changes no bit
         ranking = sorted(range(len(params)), key=lambda i: self._common.places[params[i]].index)
         new = clipped(clip, [grads[i] for i in ranking])
-        return [grad for _, grad in sorted(zip(ranking, new, strict=True), key=lambda entry: entry[0])]
+        return [
+            grad for _, grad in sorted(zip(ranking, new, strict=True), key=lambda entry: entry[0])
+        ]
 
     def _extra_state(self) -> dict[str, Any]:
         """Plain values that the state_dict holds beside torch's."""
@@ -155,7 +185,11 @@ class CommonOptimizer(TwoPhase):
                 "the state_dict has no 'position', and a schedule drives the rate; "
                 "set state_dict['position'] to the number of updates that were made"
             )
-        return {"position": check.integer("state_dict['position']", saved.get("position", 0), at_least=0)}
+        return {
+            "position": check.integer(
+                "state_dict['position']", saved.get("position", 0), at_least=0
+            )
+        }
 
     def _set_extra_state(self, values: Mapping[str, Any]) -> None:
         """Take over what `_read_extra_state` returned; cannot fail."""
@@ -172,11 +206,13 @@ class CommonOptimizer(TwoPhase):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave; one of torch's class of the same name is taken too.
 
-        Floating-point state of this library's own methods keeps float32 (float64 for float64 parameters). Where named
-        parameters were given, then and now, names decide whose state it is, in any order of groups and parameters.
+        Floating-point state of this library's own methods keeps float32 (float64 for float64
+        parameters). Where named parameters were given, then and now, names decide whose state it
+        is, in any order of groups and parameters.
 
         Raises:
-            ValueError: The groups do not fit, or the position is missing while a schedule drives the rate.
+            ValueError: The groups do not fit, or the position is missing while a schedule drives
+                the rate.
         """
         as_loaded = self._as_loaded if self._wide_state else None
         with restoring(self, self._read_extra_state, self._set_extra_state, as_loaded):

@@ -10,7 +10,8 @@ __all__ = ["LAMB", "LARS"]
 
 @dataclass(frozen=True)
 class LARS:
-    """`thinwire.optim.Lars` in the place of an SGD, whose rate, momentum, clipping and groups are taken over.
+    """`thinwire.optim.Lars` in the place of an SGD, whose rate, momentum, clipping and groups are
+    taken over.
 
     Attributes:
         lars_coeff: The trust coefficient, > 0.
@@ -34,12 +35,15 @@ class LARS:
         decay = check.real("lars_weight_decay", self.lars_weight_decay, at_least=0)
         object.__setattr__(self, "lars_weight_decay", decay)
         object.__setattr__(self, "epsilon", check.real("epsilon", self.epsilon, at_least=0))
-        object.__setattr__(self, "exclude_from_weight_decay", _patterns(self.exclude_from_weight_decay))
+        object.__setattr__(
+            self, "exclude_from_weight_decay", _patterns(self.exclude_from_weight_decay)
+        )
 
 
 @dataclass(frozen=True)
 class LAMB:
-    """`thinwire.optim.Lamb` in the place of an Adam, whose rate, betas, clipping and groups are taken over.
+    """`thinwire.optim.Lamb` in the place of an Adam, whose rate, betas, clipping and groups are
+    taken over.
 
     Attributes:
         lamb_weight_decay: Weight decay, >= 0.
@@ -57,7 +61,9 @@ class LAMB:
     def __post_init__(self) -> None:
         decay = check.real("lamb_weight_decay", self.lamb_weight_decay, at_least=0)
         object.__setattr__(self, "lamb_weight_decay", decay)
-        object.__setattr__(self, "exclude_from_weight_decay", _patterns(self.exclude_from_weight_decay))
+        object.__setattr__(
+            self, "exclude_from_weight_decay", _patterns(self.exclude_from_weight_decay)
+        )
 
 
 def _patterns(patterns: Any) -> tuple[str, ...]:

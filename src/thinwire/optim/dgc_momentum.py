@@ -1,4 +1,6 @@
-"""SGD with momentum over deep gradient compression: each rank sends its few largest accumulated entries."""
+"""SGD with momentum over deep gradient compression: each rank sends its few largest accumulated
+entries.
+"""
 
 import contextlib
 import datetime
@@ -75,10 +77,11 @@ class _Listing:
 class DGCMomentum(CommonOptimizer):
     """SGD with momentum that exchanges gradients itself, about 2,000 times smaller.
 
-    Each rank holds the gradient of its own mean loss in `p.grad`; `step` exchanges and updates. Per tensor of at least
-    `min_numel` elements: u <- m u + g, v <- v + u, the k entries of largest |v| are sent in `value_bits` bits each,
-    what was sent is taken off v and u is cleared there, and p <- p - lr * mean over the ranks. All other tensors, and
-    all of them before `rampup_begin_step`, are averaged densely and follow torch's SGD.
+    Each rank holds the gradient of its own mean loss in `p.grad`; `step` exchanges and updates. Per
+    tensor of at least `min_numel` elements: u <- m u + g, v <- v + u, the k entries of largest |v|
+    are sent in `value_bits` bits each, what was sent is taken off v and u is cleared there, and p
+    <- p - lr * mean over the ranks. All other tensors, and all of them before `rampup_begin_step`,
+    are averaged densely and follow torch's SGD.
 
     Args:
         params: As in torch; all ranks must give the same, in the same order, with equal values.
@@ -89,46 +92,55 @@ class DGCMomentum(CommonOptimizer):
         sparsity: Fractions that are **not** sent, each in [0, 1); the last one stays.
         nesterov: Whether to look ahead; needs momentum.
         weight_decay: Added to each rank's own gradient before it is folded in, >= 0.
-        local_grad_clip_norm: C > 0: a source's share g / N of a compressed tensor is limited to the norm C / sqrt(N). A
-            source is a rank, or a node with the mean of its ranks.
+        local_grad_clip_norm: C > 0: a source's share g / N of a compressed tensor is limited to the
+            norm C / sqrt(N). A source is a rank, or a node with the mean of its ranks.
         num_trainers: N of that limit, and of nothing else; the number of sources where it is None.
         min_numel: Smaller tensors are exchanged densely, >= 1.
         value_bits: What one sent value costs: 1, 2, 4, 8, 16 or 32. The rounding error stays in v.
-        state_dtype: u and v of compressed tensors are stored as "float32" or "bfloat16" (a torch dtype is taken too),
-            half the memory, rounded stochastically; None: float32, float64 for float64 parameters.
-        node_size: Consecutive ranks that share a node, average densely among themselves and count as one source, >= 1;
-            it must divide the ranks. 1 is off. None: torchrun's LOCAL_WORLD_SIZE where ranks fill two nodes or more.
-        exchange: "gather" gives every source all messages, "split" the sums of shares, which does not grow with the
-            sources; "auto" counts, and splits where that moves at most half of the bytes.
+        state_dtype: u and v of compressed tensors are stored as "float32" or "bfloat16" (a torch
+            dtype is taken too), half the memory, rounded stochastically; None: float32, float64 for
+            float64 parameters.
+        node_size: Consecutive ranks that share a node, average densely among themselves and count
+            as one source, >= 1; it must divide the ranks. 1 is off. None: torchrun's
+            LOCAL_WORLD_SIZE where ranks fill two nodes or more.
+        exchange: "gather" gives every source all messages, "split" the sums of shares, which does
+            not grow with the sources; "auto" counts, and splits where that moves at most half of
+            the bytes.
         process_group: The ranks that exchange; None for all of them. One process alone works too.
-        digest_every: Updates within which a difference between the ranks' parameters, or in momentum that is averaged
-            densely, is found, >= 1; 0 compares nothing.
-        timeout: For how long a rank waits for others in one call, in seconds or as a timedelta; None: as long as the
-            process group itself would. The same on all ranks.
-        grad_clip: `ClipByNorm` only: its c is C for compressed tensors and a plain limit for those that stay dense.
+        digest_every: Updates within which a difference between the ranks' parameters, or in
+            momentum that is averaged densely, is found, >= 1; 0 compares nothing.
+        timeout: For how long a rank waits for others in one call, in seconds or as a timedelta;
+            None: as long as the process group itself would. The same on all ranks.
+        grad_clip: `ClipByNorm` only: its c is C for compressed tensors and a plain limit for those
+            that stay dense.
         regularizer: `L1Decay` or `L2Decay`, treated as `weight_decay` is.
         exclude_from_weight_decay: Patterns over names, or a predicate (name, parameter) -> bool.
         maximize: Whether to go up instead of down.
         foreach: Accepted for the common signature; the exchange decides the order of work.
 
-    **State** in `state[p]`: `momentum_buffer` u and, for compressed tensors, `residual` v, float32 (float64 for float64
-    parameters) or `state_dtype`, local to the rank, or common to the ranks of a node; `position` in the state_dict.
-    Every rank saves its own. What is loaded takes on the type that is asked for here: rounded to nearest, once, where
-    that is narrower.
-    **Communication** per step: 24 bytes a rank of agreement before and after, one all-gather of equally long messages,
-    one all-reduce per dtype of dense tensors. A digest of what all ranks must hold alike rides in the agreement. The
-    first step also compares settings and parameters over the ranks. With
-    nodes these go between the first ranks of the nodes, after one all-reduce per dtype inside each; with "split" the
-    all-gather becomes an exchange of parts and an all-gather of their sums.
-    **Failure**: a gradient that is not finite, on any rank, drops the step on all of them; nothing changes, a warning
-    names parameter, rank and step, and the tenth in a row is `thinwire.errors.NonFinite`. Ranks that do not hold the
-    same any more are `thinwire.errors.Diverged` on all of them, within `digest_every` updates. Every other error of an
-    exchange leaves parameters and state as they were before the step.
+    **State** in `state[p]`: `momentum_buffer` u and, for compressed tensors, `residual` v, float32
+        (float64 for float64
+    parameters) or `state_dtype`, local to the rank, or common to the ranks of a node; `position` in
+    the state_dict. Every rank saves its own. What is loaded takes on the type that is asked for
+    here: rounded to nearest, once, where that is narrower.
+    **Communication** per step: 24 bytes a rank of agreement before and after, one all-gather of
+        equally long messages,
+    one all-reduce per dtype of dense tensors. A digest of what all ranks must hold alike rides in
+    the agreement. The first step also compares settings and parameters over the ranks. With nodes
+    these go between the first ranks of the nodes, after one all-reduce per dtype inside each; with
+    "split" the all-gather becomes an exchange of parts and an all-gather of their sums.
+    **Failure**: a gradient that is not finite, on any rank, drops the step on all of them; nothing
+        changes, a warning
+    names parameter, rank and step, and the tenth in a row is `thinwire.errors.NonFinite`. Ranks
+    that do not hold the same any more are `thinwire.errors.Diverged` on all of them, within
+    `digest_every` updates. Every other error of an exchange leaves parameters and state as they
+    were before the step.
 
     Raises:
         TypeError, ValueError: A wrong argument, at construction.
 
-    Source: Lin et al., 2018, arXiv 1712.01887. Differs: exact selection, positions by Elias-Fano, coded values.
+    Source: Lin et al., 2018, arXiv 1712.01887. Differs: exact selection, positions by Elias-Fano,
+        coded values.
     """
 
     exchanges_gradients = True
@@ -178,11 +190,15 @@ class DGCMomentum(CommonOptimizer):
     ) -> None:
         if grad_clip is not None:
             check.instance(
-                "grad_clip", grad_clip, ClipByNorm, advice="other norms do not commute with local accumulation"
+                "grad_clip",
+                grad_clip,
+                ClipByNorm,
+                advice="other norms do not commute with local accumulation",
             )
         if grad_clip is not None and local_grad_clip_norm is not None:
             raise ValueError(
-                f"grad_clip={grad_clip} and local_grad_clip_norm={local_grad_clip_norm} limit the same gradient: "
+                f"grad_clip={grad_clip} and local_grad_clip_norm={local_grad_clip_norm} limit the "
+                "same gradient: "
                 "give one of them"
             )
         groups, rate = self._open(
@@ -195,8 +211,14 @@ class DGCMomentum(CommonOptimizer):
         self.value_bits = check.integer("value_bits", value_bits)
         check.one_of("value_bits", self.value_bits, VALUE_BITS)
         self.state_dtype = named_state_dtype(state_dtype)
-        self.num_trainers = None if num_trainers is None else check.integer("num_trainers", num_trainers, at_least=1)
-        self.node_size = None if node_size is None else check.integer("node_size", node_size, at_least=1)
+        self.num_trainers = (
+            None
+            if num_trainers is None
+            else check.integer("num_trainers", num_trainers, at_least=1)
+        )
+        self.node_size = (
+            None if node_size is None else check.integer("node_size", node_size, at_least=1)
+        )
         check.instance("exchange", exchange, str)
         check.one_of("exchange", exchange, EXCHANGES)
         self.exchange = exchange
@@ -226,22 +248,31 @@ class DGCMomentum(CommonOptimizer):
     @property
     def needs(self) -> frozenset[Need]:
         """The compiled loops that its exchange calls."""
-        params = [p for group in self.param_groups for p in group["params"] if compressible(p, group["min_numel"])]
+        params = [
+            p
+            for group in self.param_groups
+            for p in group["params"]
+            if compressible(p, group["min_numel"])
+        ]
         state = torch.bfloat16 if self.state_dtype == "bfloat16" else None
         return needs_of("sparse", params, state_dtype=state, value_bits=self.value_bits)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as in the base class; the next step compares settings and parameters over the ranks anew."""
+        """Add a group, as in the base class; the next step compares settings and parameters over
+        the ranks anew.
+        """
         self._cached_listing = None
         super().add_param_group(param_group)
 
     def attach(self, ddp: DistributedDataParallel) -> "Attached":
-        """Move the exchange into the backward pass of `ddp`, bucket by bucket, so that it overlaps with it.
+        """Move the exchange into the backward pass of `ddp`, bucket by bucket, so that it overlaps
+        with it.
 
-        From now on `p.grad` holds, after the backward pass, the rank's own gradient (not the mean), and `step` waits
-        for what is on its way, checks it and updates; leave `p.grad` alone in between. Parameters and state end up
-        bit-identical to `step` alone for compressed tensors. Under `ddp.no_sync()` gradients accumulate locally.
-        A `torch.amp.GradScaler` reveals its scale only in `step`: with one, the exchange happens there.
+        From now on `p.grad` holds, after the backward pass, the rank's own gradient (not the mean),
+        and `step` waits for what is on its way, checks it and updates; leave `p.grad` alone in
+        between. Parameters and state end up bit-identical to `step` alone for compressed tensors.
+        Under `ddp.no_sync()` gradients accumulate locally. A `torch.amp.GradScaler` reveals its
+        scale only in `step`: with one, the exchange happens there.
 
         Args:
             ddp: A model whose parameters are exactly those of this optimizer.
@@ -251,19 +282,24 @@ class DGCMomentum(CommonOptimizer):
 
         Raises:
             TypeError: `ddp` is no DistributedDataParallel.
-            ValueError: It is attached already, has other parameters or other ranks, or a hook of somebody else.
+            ValueError: It is attached already, has other parameters or other ranks, or a hook of
+                somebody else.
 
         Communication: the comparison of settings and parameters, if it has not been made yet.
         """
         check.instance("ddp", ddp, DistributedDataParallel)
         if self._attached is not None:
-            raise ValueError("this optimizer is attached already: call remove() on its handle first")
+            raise ValueError(
+                "this optimizer is attached already: call remove() on its handle first"
+            )
         mine = {p for p in self._ordered_params() if p.requires_grad}
         theirs = {p for p in ddp.parameters() if p.requires_grad}
         if mine != theirs:
             raise ValueError(
-                f"ddp must have exactly the trainable parameters of this optimizer: {len(theirs - mine)} of the "
-                f"model's are not in the optimizer, {len(mine - theirs)} of the optimizer's are not in the model"
+                "ddp must have exactly the trainable parameters of this optimizer: "
+                f"{len(theirs - mine)} of the "
+                f"model's are not in the optimizer, {len(mine - theirs)} of the optimizer's are "
+                "not in the model"
             )
         with self.one_deadline():
             group = self.joined().group
@@ -319,7 +355,8 @@ class DGCMomentum(CommonOptimizer):
 
     @torch.no_grad()
     def require_equal(self) -> None:
-        """Compare all that ranks must hold alike, and the memory of what is this rank's own; on all ranks.
+        """Compare all that ranks must hold alike, and the memory of what is this rank's own; on all
+        ranks.
 
         Nothing before the first step, or where `digest_every` is 0.
 
@@ -330,11 +367,13 @@ class DGCMomentum(CommonOptimizer):
             self._exchange.require_equal(self.position)
 
     def stats(self) -> dict[str, float]:
-        """This rank so far, flat and in numbers only; the names are those of `thinwire.core.stats.numbers`.
+        """This rank so far, flat and in numbers only; the names are those of
+        `thinwire.core.stats.numbers`.
 
-        With nodes `bytes_sent` has the dense traffic inside the node too; `bytes_between_nodes` is what left it.
-        `sparsity` is that of the first group in the next update. Where a DistributedDataParallel model was found that
-        averages besides, because `attach` was forgotten, what it sends counts too.
+        With nodes `bytes_sent` has the dense traffic inside the node too; `bytes_between_nodes` is
+        what left it. `sparsity` is that of the first group in the next update. Where a
+        DistributedDataParallel model was found that averages besides, because `attach` was
+        forgotten, what it sends counts too.
         """
         sources = None if self._exchange is None else self._exchange.sources
         besides = 0 if self._exchange is None else self._exchange.bytes_before
@@ -352,8 +391,9 @@ class DGCMomentum(CommonOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """As in torch, with `position`; of this rank, which `load_state_dict` compares.
 
-        `state` has an entry `origin` beside the residual of one parameter: rank, ranks, position and a checksum of
-        residuals and momentum, as an int64 tensor, which every way of saving keeps.
+        `state` has an entry `origin` beside the residual of one parameter: rank, ranks, position
+        and a checksum of residuals and momentum, as an int64 tensor, which every way of saving
+        keeps.
         """
         state_dict = self.plain_state_dict()
         state = state_dict["state"]
@@ -368,17 +408,24 @@ class DGCMomentum(CommonOptimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch, with `position`; names decide whose state it is where named parameters were given.
+        """As in torch, with `position`; names decide whose state it is where named parameters were
+        given.
 
         Warns:
-            UserWarning: It is another rank's, its tensors come from several ranks, or it has lost its position.
+            UserWarning: It is another rank's, its tensors come from several ranks, or it has lost
+            its position.
 
         Raises:
             ValueError: The groups or shapes do not fit; nothing has changed.
         """
         state = state_dict["state"]
-        origin = next((o for entries in state.values() if (o := Origin.read(entries.get(ORIGIN)))), None)
-        bare = {**state_dict, "state": {key: without_origin(entries) for key, entries in state.items()}}
+        origin = next(
+            (o for entries in state.values() if (o := Origin.read(entries.get(ORIGIN)))), None
+        )
+        bare = {
+            **state_dict,
+            "state": {key: without_origin(entries) for key, entries in state.items()},
+        }
         if origin is not None and "position" not in bare:
             bare["position"] = origin.position
         super().load_state_dict(bare)
@@ -387,8 +434,10 @@ class DGCMomentum(CommonOptimizer):
             problem = origin.problem(*place_in(self._process_group), _own_checksum(state))
         elif "position" not in bare and any("residual" in entries for entries in state.values()):
             problem = (
-                "the state has no position, so that the rampup of sparsity begins anew at update 0: save what "
-                "state_dict() gives as a whole, or set state_dict['position'] to the number of updates made"
+                "the state has no position, so that the rampup of sparsity begins anew at update "
+                "0: save what "
+                "state_dict() gives as a whole, or set state_dict['position'] to the number of "
+                "updates made"
             )
         if problem is not None:
             warnings.warn(f"thinwire.optim.DGCMomentum: {problem}", UserWarning, stacklevel=2)
@@ -403,17 +452,27 @@ class DGCMomentum(CommonOptimizer):
         if values["local_grad_clip_norm"] is not None:
             check.real("local_grad_clip_norm", values["local_grad_clip_norm"], above=0)
         levels = values["sparsity"]
-        check.instance("sparsity", levels, (tuple, list), advice="write a single fraction as (0.999,)")
+        check.instance(
+            "sparsity", levels, (tuple, list), advice="write a single fraction as (0.999,)"
+        )
         if not levels:
-            raise ValueError("sparsity must hold at least one fraction in [0, 1), got an empty sequence")
+            raise ValueError(
+                "sparsity must hold at least one fraction in [0, 1), got an empty sequence"
+            )
         for i, level in enumerate(levels):
             check.real(f"sparsity[{i}], the fraction that is not sent,", level, at_least=0, below=1)
 
     def _collected(self) -> list[ParamGrad]:
-        """As in the base class, but signs change where gradients are used: what is exchanged are gradients."""
+        """As in the base class, but signs change where gradients are used: what is exchanged are
+        gradients.
+        """
         pairs = self._given
         if pairs is None:
-            return [(p, p.grad) for p in self._ordered_params() if p.grad is not None and p.requires_grad]
+            return [
+                (p, p.grad)
+                for p in self._ordered_params()
+                if p.grad is not None and p.requires_grad
+            ]
         return pairs
 
     def _update(self, pairs: list[ParamGrad], rates: list[float]) -> bool:
@@ -470,13 +529,17 @@ class DGCMomentum(CommonOptimizer):
         return self._cached_listing
 
     def _read_scaler(self) -> bool | None:
-        """Whether a `GradScaler` found an overflow (None: no scaler); its scale, where gradients carry it, is kept."""
+        """Whether a `GradScaler` found an overflow (None: no scaler); its scale, where gradients
+        carry it, is kept.
+        """
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         self._inverse_scale = 1.0 if scale is None else 1.0 / float(scale)
         return None if found is None else bool(found)
 
     def _unchanged_since_backward(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Per gradient that has been launched whether it is still the same, by the sum of its bits."""
+        """Per gradient that has been launched whether it is still the same, by the sum of
+        its bits.
+        """
         names = [name for name in grads if name in self._samples]
         now = bit_sums([grads[name] for name in names])
         return {name: words == self._samples[name] for name, words in zip(names, now, strict=True)}
@@ -522,7 +585,9 @@ class DGCMomentum(CommonOptimizer):
         """Per group what says how many entries are sent."""
         return [{key: group[key] for key in _RAMP} for group in self.param_groups]
 
-    def _launch_bucket(self, bucket: int, params: Sequence[Parameter], grads: Sequence[Tensor]) -> None:
+    def _launch_bucket(
+        self, bucket: int, params: Sequence[Parameter], grads: Sequence[Tensor]
+    ) -> None:
         """Called in the backward pass of the attached model."""
         assert self._exchange is not None
         assert self._attached is not None
@@ -535,9 +600,14 @@ class DGCMomentum(CommonOptimizer):
             self._samples.update(zip(by_name, bit_sums(list(by_name.values())), strict=True))
 
     def _apply(
-        self, exchange: GradientExchange, grads: Mapping[str, Tensor], rates: Sequence[float], done: Round
+        self,
+        exchange: GradientExchange,
+        grads: Mapping[str, Tensor],
+        rates: Sequence[float],
+        done: Round,
     ) -> None:
-        # what decides here must be common to all ranks: one of them may hold a row-sparse gradient, another a dense one
+        # what decides here must be common to all ranks: one of them may hold a row-sparse gradient,
+        # another a dense one
         exchange.commit_(done, grads)
         places = {name: place for place, name in enumerate(self._listing.params)}
         for name in grads:
@@ -546,7 +616,11 @@ class DGCMomentum(CommonOptimizer):
                 lasting = name in done.row_sparse or not self._compressible(param)
                 rate = rates[self._facts(param).group_index]
                 self._apply_dense(name, arrived.mean(name, param), places[name], rate, clip=lasting)
-        sparse = {n: self._listing.params[n].numel() for n in grads if isinstance(done.arrived[n], ArrivedEntries)}
+        sparse = {
+            n: self._listing.params[n].numel()
+            for n in grads
+            if isinstance(done.arrived[n], ArrivedEntries)
+        }
         for names in in_chunks(sparse):
             self._step_along(names, rates, done)
         exchange.seal(self.position + 1)
@@ -610,7 +684,9 @@ class DGCMomentum(CommonOptimizer):
         facts = self._common_facts(names, width if problem is None else str(problem))
         facts["timeout in seconds"] = group.timeout_s
         versions = {"thinwire": __version__, "torch": str(torch.__version__)}
-        require_agreement(group, facts, what="comparing settings and parameters", cures=CURES, versions=versions)
+        require_agreement(
+            group, facts, what="comparing settings and parameters", cures=CURES, versions=versions
+        )
         if problem is not None:
             raise problem
         while_busy(group, "compiling loops", lambda: float(warm_up(self.needs) > 0))
@@ -625,7 +701,9 @@ class DGCMomentum(CommonOptimizer):
             decayed=self._decayed,
         )
         if self._exchange is None:
-            made = GradientExchange(group, self._listing.params, [self._compressor], sources=sources)
+            made = GradientExchange(
+                group, self._listing.params, [self._compressor], sources=sources
+            )
         else:
             made = self._exchange
             made.restart(self._listing.params, [self._compressor])
@@ -650,7 +728,9 @@ class DGCMomentum(CommonOptimizer):
     def _watch(self, exchange: GradientExchange) -> None:
         digest = None
         if self.digest_every:
-            digest = RollingDigest(self._params_by_name, self._common_state, every=self.digest_every)
+            digest = RollingDigest(
+                self._params_by_name, self._common_state, every=self.digest_every
+            )
             digest.start_from(self.position)
         exchange.watch(digest, self._identity)
 
@@ -658,7 +738,9 @@ class DGCMomentum(CommonOptimizer):
         return {f"parameter {name}": p for name, p in self._listing.params.items()}
 
     def _common_state(self) -> dict[str, Tensor]:
-        """Momentum of tensors that are averaged densely all the time, which is the same on all ranks."""
+        """Momentum of tensors that are averaged densely all the time, which is the same on all
+        ranks.
+        """
         return {
             f"momentum_buffer of {name}": self.state[p]["momentum_buffer"]
             for name, p in self._listing.params.items()
@@ -666,9 +748,14 @@ class DGCMomentum(CommonOptimizer):
         }
 
     def _common_facts(self, names: Sequence[str], node: int | str) -> dict[str, Any]:
-        """What all ranks must have in common, in the order in which differences are most telling."""
+        """What all ranks must have in common, in the order in which differences are most
+        telling.
+        """
         params = self._ordered_params()
-        plain = [{k: repr(v) for k, v in g.items() if k not in ("params", "param_names")} for g in self.param_groups]
+        plain = [
+            {k: repr(v) for k, v in g.items() if k not in ("params", "param_names")}
+            for g in self.param_groups
+        ]
         return {
             "wire version": WIRE_VERSION,
             "value_bits": self.value_bits,
@@ -683,15 +770,26 @@ class DGCMomentum(CommonOptimizer):
             "step": self.position,
             "group": plain,
             "parameter": [
-                f"{name} {str(p.dtype).removeprefix('torch.')} {list(p.shape)} requires_grad={p.requires_grad}"
+                f"{name} {str(p.dtype).removeprefix('torch.')} {list(p.shape)} "
+                f"requires_grad={p.requires_grad}"
                 for name, p in zip(names, params, strict=True)
             ],
             "decay": [self._facts(p).weight_decay for p in params],
-            "initial value (CRC-32) of": {name: _crc(p) for name, p in zip(names, params, strict=True)},
+            "initial value (CRC-32) of": {
+                name: _crc(p) for name, p in zip(names, params, strict=True)
+            },
         }
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("value_bits", "state_dtype", "num_trainers", "node_size", "exchange", "digest_every", "timeout_s")
+        own = (
+            "value_bits",
+            "state_dtype",
+            "num_trainers",
+            "node_size",
+            "exchange",
+            "digest_every",
+            "timeout_s",
+        )
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -725,7 +823,9 @@ class Attached:
         return self._optimizer.stats()
 
     def remove(self) -> None:
-        """Move the exchange back into `step`, which then finds local gradients; may be called twice."""
+        """Move the exchange back into `step`, which then finds local gradients; may be called
+        twice.
+        """
         if self._optimizer is not None:
             self._tap.close()
             self._optimizer._detached()
@@ -761,14 +861,27 @@ class _StateByName(MutableMapping[str, dict[str, Tensor]]):
 _RAMP = ("rampup_begin_step", "rampup_step", "sparsity", "min_numel")
 
 
-def _config_of(group: Mapping[str, Any], limit: float | None = None, state_dtype: str | None = None) -> DGC:
+def _config_of(
+    group: Mapping[str, Any], limit: float | None = None, state_dtype: str | None = None
+) -> DGC:
     """What a group says about compression."""
-    return _config(*(group[key] for key in _RAMP[:2]), tuple(group["sparsity"]), group["min_numel"], limit, state_dtype)
+    return _config(
+        *(group[key] for key in _RAMP[:2]),
+        tuple(group["sparsity"]),
+        group["min_numel"],
+        limit,
+        state_dtype,
+    )
 
 
 @functools.lru_cache(maxsize=256)
 def _config(
-    begin: int, length: int, sparsity: tuple[float, ...], min_numel: int, limit: float | None, state_dtype: str | None
+    begin: int,
+    length: int,
+    sparsity: tuple[float, ...],
+    min_numel: int,
+    limit: float | None,
+    state_dtype: str | None,
 ) -> DGC:
     return DGC(
         rampup_begin_step=begin,
@@ -782,7 +895,9 @@ def _config(
 
 def _own_checksum(state: Mapping[Any, Mapping[str, Any]]) -> int:
     """Of residuals and momentum, wherever they lie."""
-    return checksum_of([entries[key] for entries in state.values() for key in _OWN if key in entries])
+    return checksum_of(
+        [entries[key] for entries in state.values() for key in _OWN if key in entries]
+    )
 
 
 def _wide(param: Tensor) -> torch.dtype:

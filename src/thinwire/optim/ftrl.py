@@ -52,15 +52,17 @@ def ftrl_(
 class Ftrl(RowwiseOptimizer):
     """Follow the regularized leader, per coordinate; for sparse linear parts of a model.
 
-    Per element, with q = lr_power, accumulator a (from initial_accumulator) and linear term z (from 0): a' = a + g^2;
-    s = (a'^-q - a^-q)/lr; z <- z + g - s p; a <- a'; p = 0 if |z| <= l1, else (sign(z) l1 - z)/(a^-q/lr + 2 l2).
+    Per element, with q = lr_power, accumulator a (from initial_accumulator) and linear term z (from
+    0): a' = a + g^2; s = (a'^-q - a^-q)/lr; z <- z + g - s p; a <- a'; p = 0 if |z| <= l1, else
+    (sign(z) l1 - z)/(a^-q/lr + 2 l2).
 
-    An element whose gradient has been 0 since the start becomes 0 in its first dense update: that is the method, whose
-    solution does not know where p started. Row-sparse gradients touch only their rows and so avoid it.
+    An element whose gradient has been 0 since the start becomes 0 in its first dense update: that
+    is the method, whose solution does not know where p started. Row-sparse gradients touch only
+    their rows and so avoid it.
 
-    **State** per parameter: `step`, `accumulator` a and `linear` z, float32 (float64 for float64 parameters).
-    **Communication**: none.
-    **Failure**: an error in the arguments of an update comes before anything changes.
+    **State** per parameter: `step`, `accumulator` a and `linear` z, float32 (float64 for float64
+    parameters). **Communication**: none. **Failure**: an error in the arguments of an update comes
+    before anything changes.
 
     Args:
         params: Parameters, named parameters or groups, with an `order_params` entry if wanted.
@@ -72,7 +74,8 @@ class Ftrl(RowwiseOptimizer):
         weight_decay: Coupled, >= 0.
         grad_clip: `ClipByGlobalNorm`, `ClipByNorm` or `ClipByValue`.
         regularizer: `L1Decay` or `L2Decay`, through the gradient; not the l1 and l2 of the method.
-        exclude_from_weight_decay: Glob patterns over names, or a predicate (name, parameter) -> bool.
+        exclude_from_weight_decay: Glob patterns over names, or a predicate (name, parameter) ->
+            bool.
         maximize: Go up instead of down.
         foreach: Accepted; there is one path.
 
@@ -81,7 +84,8 @@ class Ftrl(RowwiseOptimizer):
         ValueError: An argument out of range; in an update, a rate of 0.
         RuntimeError: In an update: a sparse gradient that is not row-sparse.
 
-    Source: McMahan et al., KDD 2013, algorithm 1. Differs from MindSpore's: schedules and group rates are accepted.
+    Source: McMahan et al., KDD 2013, algorithm 1. Differs from MindSpore's: schedules and group
+        rates are accepted.
     """
 
     def __init__(
@@ -128,7 +132,8 @@ class Ftrl(RowwiseOptimizer):
     def _check_rate(self, rate: float, where: str) -> None:
         if rate == 0:
             raise ValueError(
-                f"{where} must be > 0 for Ftrl, which divides by it, got {rate}; begin the schedule above 0"
+                f"{where} must be > 0 for Ftrl, which divides by it, got {rate}; begin the "
+                "schedule above 0"
             )
 
     def _buffers(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
@@ -138,6 +143,20 @@ class Ftrl(RowwiseOptimizer):
         }
 
     def _apply(
-        self, param: Tensor, grad: Tensor, buffers: dict[str, Tensor], group: dict[str, Any], rate: float, step: int
+        self,
+        param: Tensor,
+        grad: Tensor,
+        buffers: dict[str, Tensor],
+        group: dict[str, Any],
+        rate: float,
+        step: int,
     ) -> None:
-        ftrl_(param, grad, **buffers, lr=rate, lr_power=group["lr_power"], l1=group["l1"], l2=group["l2"])
+        ftrl_(
+            param,
+            grad,
+            **buffers,
+            lr=rate,
+            lr_power=group["lr_power"],
+            l1=group["l1"],
+            l2=group["l2"],
+        )

@@ -1,4 +1,6 @@
-"""Parameter groups of an optimizer: how parameters come in, what holds for each, and in which order they stand."""
+"""Parameter groups of an optimizer: how parameters come in, what holds for each, and in which order
+they stand.
+"""
 
 import dataclasses
 import re
@@ -59,7 +61,9 @@ class _Common:
 
 
 class GroupedOptimizer(torch.optim.Optimizer):
-    """The lowest part of `CommonOptimizer`: construction, groups and the facts about each parameter."""
+    """The lowest part of `CommonOptimizer`: construction, groups and the facts about each
+    parameter.
+    """
 
     _common: _Common
 
@@ -72,7 +76,9 @@ class GroupedOptimizer(torch.optim.Optimizer):
         regularizer: Regularizer | None = None,
         exclude_from_weight_decay: object = None,
     ) -> tuple[Any, float]:
-        """Check the common arguments; returns what torch's constructor takes as `params` and `lr`."""
+        """Check the common arguments; returns what torch's constructor takes as `params`
+        and `lr`.
+        """
         rate = parse_rate("lr", lr)
         if grad_clip is not None:
             check.instance("grad_clip", grad_clip, (ClipByGlobalNorm, ClipByNorm, ClipByValue))
@@ -104,8 +110,9 @@ class GroupedOptimizer(torch.optim.Optimizer):
         """Add a group, as in torch; patterns and predicate are asked about the new parameters only.
 
         Args:
-            param_group: `params` and, where they differ from the constructor's, `lr`, `weight_decay`,
-                `grad_centralization`, `regularizer` and the optimizer's own hyper-parameters. It is not changed.
+            param_group: `params` and, where they differ from the constructor's, `lr`,
+                `weight_decay`, `grad_centralization`, `regularizer` and the optimizer's own
+                hyper-parameters. It is not changed.
 
         Raises:
             TypeError: A value of the wrong kind.
@@ -114,7 +121,9 @@ class GroupedOptimizer(torch.optim.Optimizer):
         check.instance("param_group", param_group, dict)
         grouping.check_keys(param_group, self.defaults)
         if "params" not in param_group:
-            raise ValueError(f"a parameter group must have the key 'params', got {list(param_group)}")
+            raise ValueError(
+                f"a parameter group must have the key 'params', got {list(param_group)}"
+            )
         common = self._common
         group = {"regularizer": common.regularizer, "grad_centralization": False, **param_group}
         own_lr = "lr" in group
@@ -133,7 +142,9 @@ class GroupedOptimizer(torch.optim.Optimizer):
         common.own_lr.append(own_lr)
 
     def _listed(self, group: dict[str, Any]) -> list[tuple[str | None, Tensor]]:
-        """Materialize the group's parameters; wrong kinds of entries are left for torch to refuse."""
+        """Materialize the group's parameters; wrong kinds of entries are left for torch to
+        refuse.
+        """
         if isinstance(group["params"], set):
             return []
         entries = grouping.named_params(group["params"])
@@ -141,9 +152,15 @@ class GroupedOptimizer(torch.optim.Optimizer):
         if not all(isinstance(param, Tensor) for _, param in entries):
             return []
         if "param_names" in group and all(name is None for name, _ in entries):
-            entries = [(name, param) for name, (_, param) in zip(group["param_names"], entries, strict=True)]
+            entries = [
+                (name, param)
+                for name, (_, param) in zip(group["param_names"], entries, strict=True)
+            ]
         if len({param for _, param in entries}) != len(entries):
-            raise ValueError("some parameters appear more than once in a parameter group; list every parameter once")
+            raise ValueError(
+                "some parameters appear more than once in a parameter group; list every parameter "
+                "once"
+            )
         for i, (name, param) in enumerate(entries):
             self._check_param(name if name is not None else f"params[{i}]", param)
         return entries
@@ -167,7 +184,9 @@ class GroupedOptimizer(torch.optim.Optimizer):
         return self._common.grad_clip
 
     def replace_grad_clip(self, clip: Clip | None) -> Clip | None:
-        """Clip by another config, or not at all where somebody else does it; returns what it was."""
+        """Clip by another config, or not at all where somebody else does it; returns what
+        it was.
+        """
         before, self._common.grad_clip = self._common.grad_clip, clip
         return before
 
@@ -183,7 +202,9 @@ class GroupedOptimizer(torch.optim.Optimizer):
             "grad_clip": repr(self.grad_clip),
             "schedule": [_without_addresses(repr(schedule)) for schedule in schedules],
             "values of the schedule (CRC-32)": [_checksum(schedule) for schedule in schedules],
-            "excluded from weight decay": " ".join(p.name or str(p.index) for p in places if p.excluded),
+            "excluded from weight decay": " ".join(
+                p.name or str(p.index) for p in places if p.excluded
+            ),
         }
 
     def _ordered_params(self) -> list[Tensor]:
@@ -194,19 +215,32 @@ class GroupedOptimizer(torch.optim.Optimizer):
         return self.param_groups[self._common.places[param].group_index]
 
     def _facts(self, param: Tensor) -> ParamFacts:
-        """Name, group and what its group and the exclusion say about decay, in the update at hand."""
+        """Name, group and what its group and the exclusion say about decay, in the update
+        at hand.
+        """
         place = self._common.places[param]
         group = self.param_groups[place.group_index]
         decay = 0.0 if place.excluded else group["weight_decay"]
         regularizer, centralization = group["regularizer"], group["grad_centralization"]
-        return ParamFacts(place.name, place.index, place.group_index, group, decay, regularizer, centralization)
+        return ParamFacts(
+            place.name, place.index, place.group_index, group, decay, regularizer, centralization
+        )
 
     def taken_over(self) -> TakenOver:
-        """What this optimizer was told, for the constructor of another one; nothing is shared that changes."""
+        """What this optimizer was told, for the constructor of another one; nothing is shared that
+        changes.
+        """
         common = self._common
-        rates = [group["lr"] if schedule is None else schedule for group, schedule in self._driven_groups()]
+        rates = [
+            group["lr"] if schedule is None else schedule
+            for group, schedule in self._driven_groups()
+        ]
         followed = [rate for rate, own in zip(rates, common.own_lr, strict=True) if not own]
-        lr = common.lr if isinstance(common.lr, Schedule) or not followed else parse_rate("lr", followed[0])
+        lr = (
+            common.lr
+            if isinstance(common.lr, Schedule) or not followed
+            else parse_rate("lr", followed[0])
+        )
         own_lr = [own or rate != lr for rate, own in zip(rates, common.own_lr, strict=True)]
         return TakenOver(
             lr=lr,
@@ -225,9 +259,12 @@ class GroupedOptimizer(torch.optim.Optimizer):
         before = (common.places, common.order)
         kept = [(param, place) for param, place in common.places.items() if keep(param)]
         common.places = {
-            p: ParamPlace(i, place.group_index, place.name, place.excluded) for i, (p, place) in enumerate(kept)
+            p: ParamPlace(i, place.group_index, place.name, place.excluded)
+            for i, (p, place) in enumerate(kept)
         }
-        common.order = None if common.order is None else [param for param in common.order if keep(param)]
+        common.order = (
+            None if common.order is None else [param for param in common.order if keep(param)]
+        )
 
         def undo() -> None:
             common.places, common.order = before
@@ -264,8 +301,11 @@ def taken_over(optimizer: torch.optim.Optimizer) -> TakenOver:
     )
 
 
-def restrict_(optimizer: torch.optim.Optimizer, keep: Callable[[Tensor], bool]) -> Callable[[], None]:
-    """Changes `optimizer`: it lets go of all parameters but those that `keep` says, and of their state.
+def restrict_(
+    optimizer: torch.optim.Optimizer, keep: Callable[[Tensor], bool]
+) -> Callable[[], None]:
+    """Changes `optimizer`: it lets go of all parameters but those that `keep` says, and of their
+    state.
 
     Groups stay where they are, empty ones too, so that whoever drives their rates finds them.
 
@@ -273,12 +313,18 @@ def restrict_(optimizer: torch.optim.Optimizer, keep: Callable[[Tensor], bool]) 
         What undoes it, as long as the optimizer has not been used.
     """
     undo_own = optimizer._restrict_(keep) if isinstance(optimizer, GroupedOptimizer) else None
-    before = [(group, group["params"], group.get("param_names")) for group in optimizer.param_groups]
+    before = [
+        (group, group["params"], group.get("param_names")) for group in optimizer.param_groups
+    ]
     for group, params, names in before:
         group["params"] = [param for param in params if keep(param)]
         if names is not None:
-            group["param_names"] = [name for name, param in zip(names, params, strict=True) if keep(param)]
-    dropped = {param: optimizer.state.pop(param) for param in list(optimizer.state) if not keep(param)}
+            group["param_names"] = [
+                name for name, param in zip(names, params, strict=True) if keep(param)
+            ]
+    dropped = {
+        param: optimizer.state.pop(param) for param in list(optimizer.state) if not keep(param)
+    }
 
     def undo() -> None:
         for group, params, names in before:
@@ -295,11 +341,15 @@ def restrict_(optimizer: torch.optim.Optimizer, keep: Callable[[Tensor], bool]) 
 def _spelled_out(
     groups: Sequence[dict[str, Any]], rates: Sequence[float | Schedule], own_lr: Sequence[bool]
 ) -> list[dict[str, Any]]:
-    """Copies of the groups with names beside the parameters, and with `lr` where it is the group's own."""
+    """Copies of the groups with names beside the parameters, and with `lr` where it is the group's
+    own.
+    """
     new = []
     for group, rate, own in zip(groups, rates, own_lr, strict=True):
         names = group.get("param_names", [None] * len(group["params"]))
-        other = {key: value for key, value in group.items() if key not in ("params", "param_names", "lr")}
+        other = {
+            key: value for key, value in group.items() if key not in ("params", "param_names", "lr")
+        }
         pairs = list(zip(names, group["params"], strict=True))
         new.append({"params": pairs, **({"lr": rate} if own else {}), **other})
     return new
@@ -322,13 +372,19 @@ def _check_regularizer(regularizer: object) -> None:
 
 
 def _check_common_values(values: dict[str, Any]) -> None:
-    """Check the common keys of a group or of the defaults; tensors of one element become numbers."""
+    """Check the common keys of a group or of the defaults; tensors of one element become
+    numbers.
+    """
     _check_regularizer(values.get("regularizer"))
     check.boolean("grad_centralization", values.get("grad_centralization", False))
     check.boolean("maximize", values.get("maximize", False))
     if values.get("foreach") is not None:
         check.boolean("foreach", values["foreach"])
     if "weight_decay" in values:
-        decay = values["weight_decay"] = check.scalar("weight_decay", values["weight_decay"], at_least=0)
+        decay = values["weight_decay"] = check.scalar(
+            "weight_decay", values["weight_decay"], at_least=0
+        )
         if decay >= 1:
-            warnings.warn(f"weight_decay is usually below 1, got {decay}", UserWarning, stacklevel=4)
+            warnings.warn(
+                f"weight_decay is usually below 1, got {decay}", UserWarning, stacklevel=4
+            )

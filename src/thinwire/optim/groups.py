@@ -1,4 +1,6 @@
-"""Parameter groups: which keys they may have, which parameters are excluded from decay, and the order of all."""
+"""Parameter groups: which keys they may have, which parameters are excluded from decay, and the
+order of all.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,12 +52,15 @@ class ParamPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakenOver:
-    """What an optimizer was told about its parameters, in the terms in which another one can be told the same."""
+    """What an optimizer was told about its parameters, in the terms in which another one can be
+    told the same.
+    """
 
     lr: float | Schedule
     """The constructor's."""
     groups: list[dict[str, Any]]
-    """All keys of each group; `params` as (name or None, parameter) pairs, `lr` only where it is not the
+    """All keys of each group; `params` as (name or None, parameter) pairs, `lr` only where it is
+    not the
     constructor's, a number or the group's schedule."""
     order: list[Tensor] | None
     """The order that was asked for."""
@@ -72,7 +77,9 @@ class TakenOver:
 
 
 def named_params(params: object) -> list[tuple[str | None, Tensor]]:
-    """The entries of a group's `params`, each with its name or None; kinds are left for torch to judge."""
+    """The entries of a group's `params`, each with its name or None; kinds are left for torch to
+    judge.
+    """
     if isinstance(params, Tensor):
         return [(None, params)]
     if not isinstance(params, Iterable):
@@ -87,7 +94,8 @@ def check_keys(group: Mapping[str, Any], own_keys: Iterable[str]) -> None:
         if key not in known:
             hint = check.closest(key, [*known, "order_params"])
             raise ValueError(
-                f"unknown key {key!r} with value {value!r} in a parameter group{hint} (allowed: {', '.join(known)})"
+                f"unknown key {key!r} with value {value!r} in a parameter group{hint} (allowed: "
+                f"{', '.join(known)})"
             )
 
 
@@ -121,7 +129,9 @@ def excluded_flags(exclude: Exclusion, entries: Sequence[tuple[str | None, Tenso
         return [False] * len(entries)
     if callable(exclude):
         return [_ask(exclude, name, param) for name, param in entries]
-    return [any(fnmatchcase(_need_name(name), pattern) for pattern in exclude) for name, _ in entries]
+    return [
+        any(fnmatchcase(_need_name(name), pattern) for pattern in exclude) for name, _ in entries
+    ]
 
 
 def require_matches(exclude: Exclusion, names: Iterable[str | None]) -> None:
@@ -132,9 +142,14 @@ def require_matches(exclude: Exclusion, names: Iterable[str | None]) -> None:
     for pattern in exclude:
         if not any(fnmatchcase(name, pattern) for name in given):
             bare = pattern.replace("*", "").replace("?", "")
-            ends = {name: name for name in given} | {name.rpartition(".")[2]: name for name in given}
+            ends = {name: name for name in given} | {
+                name.rpartition(".")[2]: name for name in given
+            }
             hint = check.closest(bare, ends) or f"; the names begin with {given[:5]}"
-            raise ValueError(f"exclude_from_weight_decay: the pattern {pattern!r} matches no parameter name{hint}")
+            raise ValueError(
+                f"exclude_from_weight_decay: the pattern {pattern!r} matches no parameter "
+                f"name{hint}"
+            )
 
 
 def split_order(params: object) -> tuple[Any, list[Tensor] | None]:
@@ -154,8 +169,13 @@ def split_order(params: object) -> tuple[Any, list[Tensor] | None]:
         raise ValueError(f"order_params must be given once, got it in {len(orders)} entries")
     if len(orders[0]) > 1:
         others = [key for key in orders[0] if key != "order_params"]
-        raise ValueError(f"order_params must be alone in its dictionary, got {others} beside it; move them to a group")
-    return [entry for entry in entries if entry is not orders[0]], _as_params(orders[0]["order_params"])
+        raise ValueError(
+            f"order_params must be alone in its dictionary, got {others} beside it; move them to a "
+            "group"
+        )
+    return [entry for entry in entries if entry is not orders[0]], _as_params(
+        orders[0]["order_params"]
+    )
 
 
 def ordered(order: Sequence[Tensor], places: Mapping[Tensor, ParamPlace]) -> list[Tensor]:
@@ -167,28 +187,51 @@ def ordered(order: Sequence[Tensor], places: Mapping[Tensor, ParamPlace]) -> lis
     seen: set[Tensor] = set()
     for i, param in enumerate(order):
         if param not in places:
-            raise ValueError(f"order_params[{i}], of shape {tuple(param.shape)}, is in none of the parameter groups")
+            raise ValueError(
+                f"order_params[{i}], of shape {tuple(param.shape)}, is in none of the parameter "
+                "groups"
+            )
         if param in seen:
-            raise ValueError(f"order_params[{i}] ({_label(param, places)}) is given twice; list every parameter once")
+            raise ValueError(
+                f"order_params[{i}] ({_label(param, places)}) is given twice; list every parameter "
+                "once"
+            )
         seen.add(param)
     missing = [_label(param, places) for param in places if param not in seen]
     if missing:
-        raise ValueError(f"order_params misses {len(missing)} of {len(places)} parameters: {', '.join(missing[:5])}")
+        raise ValueError(
+            f"order_params misses {len(missing)} of {len(places)} parameters: "
+            f"{', '.join(missing[:5])}"
+        )
     return list(order)
 
 
 def _as_params(order: object) -> list[Tensor]:
     if isinstance(order, Tensor | str | Mapping) or not isinstance(order, Iterable):
-        raise TypeError(f"order_params must be an iterable of parameters, got {order!r} of type {type(order).__name__}")
-    params = [entry[1] if isinstance(entry, tuple) and len(entry) == 2 else entry for entry in order]
+        raise TypeError(
+            f"order_params must be an iterable of parameters, got {order!r} of type "
+            f"{type(order).__name__}"
+        )
+    params = [
+        entry[1] if isinstance(entry, tuple) and len(entry) == 2 else entry for entry in order
+    ]
     for i, param in enumerate(params):
-        check.instance(f"order_params[{i}]", param, torch.Tensor, advice="give parameters or (name, parameter) pairs")
+        check.instance(
+            f"order_params[{i}]",
+            param,
+            torch.Tensor,
+            advice="give parameters or (name, parameter) pairs",
+        )
     return params
 
 
 def _label(param: Tensor, places: Mapping[Tensor, ParamPlace]) -> str:
     place = places[param]
-    return place.name if place.name is not None else f"parameter {place.index} of shape {tuple(param.shape)}"
+    return (
+        place.name
+        if place.name is not None
+        else f"parameter {place.index} of shape {tuple(param.shape)}"
+    )
 
 
 def _need_name(name: str | None) -> str:
@@ -202,7 +245,8 @@ def _need_name(name: str | None) -> str:
 
 def _ask(predicate: Predicate, name: str | None, param: Tensor) -> bool:
     try:
-        answer: object = predicate(name, param)  # type: ignore[arg-type]  # None only without named parameters
+        # None only without named parameters
+        answer: object = predicate(name, param)  # type: ignore[arg-type]
     except (TypeError, AttributeError) as error:
         if name is not None:
             raise
@@ -212,7 +256,8 @@ def _ask(predicate: Predicate, name: str | None, param: Tensor) -> bool:
         ) from error
     if not isinstance(answer, bool):
         raise TypeError(
-            f"exclude_from_weight_decay must return True or False, got {answer!r} of type {type(answer).__name__} "
+            f"exclude_from_weight_decay must return True or False, got {answer!r} of type "
+            f"{type(answer).__name__} "
             f"for parameter {name!r}"
         )
     return answer

@@ -21,13 +21,13 @@ __all__ = ["Lamb"]
 class Lamb(LayerwiseOptimizer):
     """LAMB, for training with large batches.
 
-    Per tensor, with t counted from 1: m <- b1 m + (1 - b1) g; v <- b2 v + (1 - b2) g^2; m^ = m/(1 - b1^t);
-    v^ = v/(1 - b2^t); r = m^/(sqrt(v^) + eps) + weight_decay p; T = ||p||/||r||, or 1 where one of the two is 0;
-    p <- p - lr T r.
+    Per tensor, with t counted from 1: m <- b1 m + (1 - b1) g; v <- b2 v + (1 - b2) g^2; m^ = m/(1 -
+    b1^t); v^ = v/(1 - b2^t); r = m^/(sqrt(v^) + eps) + weight_decay p; T = ||p||/||r||, or 1 where
+    one of the two is 0; p <- p - lr T r.
 
-    **State** per parameter: `step` t, `exp_avg` m and `exp_avg_sq` v, float32 (float64 for float64 parameters).
-    **Communication**: none, but for one small reduction per update where parameters are sharded.
-    **Failure**: an error in the arguments of an update comes before anything changes.
+    **State** per parameter: `step` t, `exp_avg` m and `exp_avg_sq` v, float32 (float64 for float64
+    parameters). **Communication**: none, but for one small reduction per update where parameters
+    are sharded. **Failure**: an error in the arguments of an update comes before anything changes.
 
     Args:
         params: Parameters, named parameters or groups, with an `order_params` entry if wanted.
@@ -35,21 +35,25 @@ class Lamb(LayerwiseOptimizer):
         betas: Decay of the two moments, in [0, 1).
         eps: Added to the root of the second moment, > 0.
         weight_decay: Inside the method's own formula, >= 0.
-        exclude_from_weight_decay: Glob patterns over names, or a predicate (name, parameter) -> bool. Excluded
-            parameters keep their trust ratio.
+        exclude_from_weight_decay: Glob patterns over names, or a predicate (name, parameter) ->
+            bool. Excluded parameters keep their trust ratio.
         trust_clip: None, or (lo, hi) to limit ||p||/||r||; the 1 for zero norms is not limited.
         grad_clip: `ClipByGlobalNorm`, `ClipByNorm` or `ClipByValue`; none is implied.
         regularizer: `L1Decay` or `L2Decay`, through the gradient.
         maximize: Go up instead of down.
-        foreach: Work on lists of tensors (the default), or on one after the other if False; the numbers are the same.
+        foreach: Work on lists of tensors (the default), or on one after the other if False; the
+            numbers are the same.
 
     Raises:
         TypeError: An argument of the wrong kind; a complex parameter.
-        ValueError: An argument out of range; a pattern that matches nothing; names needed and not given.
+        ValueError: An argument out of range; a pattern that matches nothing; names needed and not
+            given.
         RuntimeError: In an update: a sparse gradient.
 
-    Source: You et al., 2020, arXiv 1904.00962, algorithm 2. Differs: no bound on ||p|| by default (MindSpore:
-    `trust_clip=(0, 10)`); the formula in Paddle's documentation divides by b^t, which its code does not.
+    Source: You et al., 2020, arXiv 1904.00962, algorithm 2. Differs: no bound on ||p|| by default
+        (MindSpore:
+    `trust_clip=(0, 10)`); the formula in Paddle's documentation divides by b^t, which its code does
+    not.
     """
 
     _loops = "lamb"

@@ -21,12 +21,12 @@ __all__ = ["Lars"]
 class Lars(LayerwiseOptimizer):
     """LARS, for training with large batches.
 
-    Per tensor: L = lr trust_coefficient ||p|| / (||g|| + weight_decay ||p|| + eps), or lr where weight_decay or one of
-    the norms is 0; d = L (g + weight_decay p); b <- momentum b + d; p <- p - b, or p <- p - (d + momentum b) with
-    Nesterov.
+    Per tensor: L = lr trust_coefficient ||p|| / (||g|| + weight_decay ||p|| + eps), or lr where
+    weight_decay or one of the norms is 0; d = L (g + weight_decay p); b <- momentum b + d; p <- p -
+    b, or p <- p - (d + momentum b) with Nesterov.
 
-    **State** per parameter: `momentum_buffer` b, where there is momentum, float32 (float64 for float64 parameters).
-    The rate is inside b: a change of lr acts on new terms only.
+    **State** per parameter: `momentum_buffer` b, where there is momentum, float32 (float64 for
+    float64 parameters). The rate is inside b: a change of lr acts on new terms only.
     **Communication**: none, but for one small reduction per update where parameters are sharded.
     **Failure**: an error in the arguments of an update comes before anything changes.
 
@@ -38,19 +38,22 @@ class Lars(LayerwiseOptimizer):
         weight_decay: Inside the method's own formula, >= 0; 0 also switches the trust ratio off.
         eps: Added to the denominator, >= 0.
         nesterov: Look one step ahead; needs momentum.
-        exclude_from_weight_decay: Glob patterns over names, or a predicate (name, parameter) -> bool. Excluded
-            parameters have neither decay nor trust ratio: plain momentum at lr.
+        exclude_from_weight_decay: Glob patterns over names, or a predicate (name, parameter) ->
+            bool. Excluded parameters have neither decay nor trust ratio: plain momentum at lr.
         grad_clip: `ClipByGlobalNorm`, `ClipByNorm` or `ClipByValue`.
         regularizer: `L1Decay` or `L2Decay`, added to g before, on top of weight_decay.
         maximize: Go up instead of down.
-        foreach: Work on lists of tensors (the default), or on one after the other if False; the numbers are the same.
+        foreach: Work on lists of tensors (the default), or on one after the other if False; the
+            numbers are the same.
 
     Raises:
         TypeError: An argument of the wrong kind; a complex parameter.
-        ValueError: An argument out of range; a pattern that matches nothing; names needed and not given.
+        ValueError: An argument out of range; a pattern that matches nothing; names needed and not
+            given.
         RuntimeError: In an update: a sparse gradient.
 
-    Source: You, Gitman and Ginsburg, 2017, arXiv 1708.03888. Differs: Nesterov is new; MindSpore's `LARS` wraps another
+    Source: You, Gitman and Ginsburg, 2017, arXiv 1708.03888. Differs: Nesterov is new; MindSpore's
+        `LARS` wraps another
     optimizer, whose momentum does not contain the rate.
     """
 
@@ -97,7 +100,9 @@ class Lars(LayerwiseOptimizer):
         check.real("trust_coefficient", values["trust_coefficient"], above=0)
         check.real("eps", values["eps"], at_least=0)
         if check.boolean("nesterov", values["nesterov"]) and momentum == 0:
-            raise ValueError("nesterov needs momentum > 0, got momentum=0; set nesterov=False or give a momentum")
+            raise ValueError(
+                "nesterov needs momentum > 0, got momentum=0; set nesterov=False or give a momentum"
+            )
 
     def _coupled_decay(self, facts: ParamFacts) -> float:
         return 0.0
@@ -107,11 +112,15 @@ class Lars(LayerwiseOptimizer):
         for run in self._runs(group, pairs):
             trust = TrustRule(group["trust_coefficient"], run.weight_decay, group["eps"])
             rule = LarsRule(rate, momentum, group["nesterov"], trust)
-            velocities = [self._buffer(p, "momentum_buffer") for p in run.params] if momentum else None
+            velocities = (
+                [self._buffer(p, "momentum_buffer") for p in run.params] if momentum else None
+            )
             with widened(run.params) as work:
                 if run.contiguous:
                     ratios: TensorList = lars_list_(work, run.grads, velocities, rule)
                 else:
                     each = velocities if velocities is not None else [None] * len(work)
-                    ratios = [lars_(p, g, b, rule) for p, g, b in zip(work, run.grads, each, strict=True)]
+                    ratios = [
+                        lars_(p, g, b, rule) for p, g, b in zip(work, run.grads, each, strict=True)
+                    ]
             self._remember(run.params, ratios)

@@ -1,4 +1,6 @@
-"""What LARS and LAMB share beside the trust ratio: lists of tensors in runs, and the ratios to be read."""
+"""What LARS and LAMB share beside the trust ratio: lists of tensors in runs, and the ratios to be
+read.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -43,11 +45,12 @@ class LayerwiseOptimizer(OwnOptimizer):
         (warm_up if is_alone() else warm_up_beside)(self.needs)
 
     def trust_ratios(self) -> dict[str | Tensor, float]:
-        """The trust ratio of every parameter in the last update, for logs; 1 where the method does not scale.
+        """The trust ratio of every parameter in the last update, for logs; 1 where the method does
+        not scale.
 
         Returns:
-            By name, or by parameter where there are no names; empty before the first update. This call, not the update,
-            waits for the device.
+            By name, or by parameter where there are no names; empty before the first update. This
+            call, not the update, waits for the device.
         """
         ratios = self._ratios or {}
         return {self._facts(param).name or param: float(ratio) for param, ratio in ratios.items()}
@@ -62,18 +65,23 @@ class LayerwiseOptimizer(OwnOptimizer):
         assert self._ratios is not None, "ratios are remembered inside an update"
         self._ratios.update(zip(params, ratios, strict=True))
 
-    def _runs(self, group: dict[str, Any], pairs: Sequence[ParamGrad], *, counted: bool = False) -> Iterator[Run]:
+    def _runs(
+        self, group: dict[str, Any], pairs: Sequence[ParamGrad], *, counted: bool = False
+    ) -> Iterator[Run]:
         """The pairs in runs of one device, type, decay and count."""
         kinds: dict[tuple[Any, ...], Run] = {}
         steps = self._counted([param for param, _ in pairs]) if counted else [0] * len(pairs)
         for (param, grad), step in zip(pairs, steps, strict=True):
             if grad.shape != param.shape:  # loops over addresses trust it
                 raise RuntimeError(
-                    f"the gradient of {self._facts(param).name or 'a parameter'} has shape {tuple(grad.shape)} and the "
+                    f"the gradient of {self._facts(param).name or 'a parameter'} has shape "
+                    f"{tuple(grad.shape)} and the "
                     f"parameter {tuple(param.shape)}: run the backward pass again"
                 )
             decay = 0.0 if self._common.places[param].excluded else group["weight_decay"]
-            fast = (param.is_cpu or param.is_cuda) and param.is_contiguous() and grad.is_contiguous()
+            fast = (
+                (param.is_cpu or param.is_cuda) and param.is_contiguous() and grad.is_contiguous()
+            )
             key = (param.device, param.dtype, type(param), decay, step, fast)
             run = kinds.setdefault(key, Run([], [], decay, step, fast))
             run.params.append(param)
@@ -81,6 +89,8 @@ class LayerwiseOptimizer(OwnOptimizer):
         for run in kinds.values():
             if group["foreach"] is False:
                 pairs_of_run = zip(run.params, run.grads, strict=True)
-                yield from (run._replace(params=[param], grads=[grad]) for param, grad in pairs_of_run)
+                yield from (
+                    run._replace(params=[param], grads=[grad]) for param, grad in pairs_of_run
+                )
             else:
                 yield run

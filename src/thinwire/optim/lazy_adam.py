@@ -29,8 +29,8 @@ def adam_(
 ) -> None:
     """Changes `param`, `exp_avg` and `exp_avg_sq`: one update of Adam.
 
-    m <- b1 m + (1 - b1) g, v <- b2 v + (1 - b2) g^2, p <- p - lr m^/(sqrt(v^) + eps) with m^ = m/(1 - b1^t) and
-    v^ = v/(1 - b2^t).
+    m <- b1 m + (1 - b1) g, v <- b2 v + (1 - b2) g^2, p <- p - lr m^/(sqrt(v^) + eps) with m^ = m/(1
+    - b1^t) and v^ = v/(1 - b2^t).
 
     Args:
         param: Any shape.
@@ -52,14 +52,15 @@ def adam_(
 class LazyAdam(RowwiseOptimizer):
     """Adam for large embeddings: rows without a gradient keep parameter and moments bit for bit.
 
-    With a dense gradient this is Adam in torch's form, m^/(sqrt(v^) + eps) with bias correction and coupled decay.
-    With a row-sparse one (COO, sparse_dim 1; duplicates are summed first) only the rows present change; decay,
-    regularizer and centralization act on these rows. t is one counter per parameter, not per row: it grows in every
-    update in which the parameter has a gradient, an empty one too.
+    With a dense gradient this is Adam in torch's form, m^/(sqrt(v^) + eps) with bias correction and
+    coupled decay. With a row-sparse one (COO, sparse_dim 1; duplicates are summed first) only the
+    rows present change; decay, regularizer and centralization act on these rows. t is one counter
+    per parameter, not per row: it grows in every update in which the parameter has a gradient, an
+    empty one too.
 
-    **State** per parameter: `step` t, `exp_avg` and `exp_avg_sq`, float32 (float64 for float64 parameters).
-    **Communication**: none.
-    **Failure**: an error in the arguments of an update comes before anything changes.
+    **State** per parameter: `step` t, `exp_avg` and `exp_avg_sq`, float32 (float64 for float64
+    parameters). **Communication**: none. **Failure**: an error in the arguments of an update comes
+    before anything changes.
 
     Args:
         params: Parameters, named parameters or groups, with an `order_params` entry if wanted.
@@ -69,16 +70,19 @@ class LazyAdam(RowwiseOptimizer):
         weight_decay: Coupled, >= 0.
         grad_clip: `ClipByGlobalNorm`, `ClipByNorm` or `ClipByValue`.
         regularizer: `L1Decay` or `L2Decay`, through the gradient.
-        exclude_from_weight_decay: Glob patterns over names, or a predicate (name, parameter) -> bool.
+        exclude_from_weight_decay: Glob patterns over names, or a predicate (name, parameter) ->
+            bool.
         maximize: Go up instead of down.
         foreach: Accepted; there is one path.
 
     Raises:
         TypeError: An argument of the wrong kind; a complex parameter.
-        ValueError: An argument out of range; a pattern that matches nothing; names needed and not given.
+        ValueError: An argument out of range; a pattern that matches nothing; names needed and not
+            given.
         RuntimeError: In an update: a sparse gradient that is not row-sparse.
 
-    Source: Kingma and Ba, 2015, arXiv 1412.6980, algorithm 1. Differs: MindSpore's adds eps to the root of the
+    Source: Kingma and Ba, 2015, arXiv 1412.6980, algorithm 1. Differs: MindSpore's adds eps to the
+        root of the
     uncorrected moment.
     """
 
@@ -122,6 +126,12 @@ class LazyAdam(RowwiseOptimizer):
         return {key: self._buffer(param, key) for key in ("exp_avg", "exp_avg_sq")}
 
     def _apply(
-        self, param: Tensor, grad: Tensor, buffers: dict[str, Tensor], group: dict[str, Any], rate: float, step: int
+        self,
+        param: Tensor,
+        grad: Tensor,
+        buffers: dict[str, Tensor],
+        group: dict[str, Any],
+        rate: float,
+        step: int,
     ) -> None:
         adam_(param, grad, **buffers, step=step, lr=rate, betas=group["betas"], eps=group["eps"])

@@ -1,4 +1,6 @@
-"""Base of the optimizers in this library's own arithmetic: what they compute in, and their state."""
+"""Base of the optimizers in this library's own arithmetic: what they compute in, and their
+state.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +20,8 @@ __all__ = ["OwnOptimizer", "check_betas", "widened"]
 class OwnOptimizer(CommonOptimizer):
     """Sorts the processed gradients by group and hands each group's to `_update_group`.
 
-    Gradients arrive in the working type: float32, float64 for float64 parameters. State is kept in it too.
+    Gradients arrive in the working type: float32, float64 for float64 parameters. State is kept in
+    it too.
     """
 
     _takes_rows = False
@@ -27,7 +30,8 @@ class OwnOptimizer(CommonOptimizer):
     def _check_param(self, name: str, param: Tensor) -> None:
         if not param.is_floating_point():
             raise TypeError(
-                f"{type(self).__name__} needs floating-point parameters, but {name} is {param.dtype}; "
+                f"{type(self).__name__} needs floating-point parameters, but {name} is "
+                f"{param.dtype}; "
                 "view a complex parameter as real, or give it to torch's own optimizers"
             )
 
@@ -43,7 +47,9 @@ class OwnOptimizer(CommonOptimizer):
 
     def _update_group(self, group: dict[str, Any], pairs: Sequence[ParamGrad], rate: float) -> None:
         """Update the parameters of one group from gradients in the working type."""
-        raise NotImplementedError(f"{type(self).__name__} must define _update_group(group, pairs, rate)")
+        raise NotImplementedError(
+            f"{type(self).__name__} must define _update_group(group, pairs, rate)"
+        )
 
     def _check_layout(self, param: Tensor, grad: Tensor) -> None:
         if grad.layout is torch.strided:
@@ -51,26 +57,37 @@ class OwnOptimizer(CommonOptimizer):
         name = self._facts(param).name or f"parameter {self._facts(param).index}"
         if not self._takes_rows:
             raise RuntimeError(
-                f"{type(self).__name__} takes dense gradients only, but that of {name} is {grad.layout}; "
+                f"{type(self).__name__} takes dense gradients only, but that of {name} is "
+                f"{grad.layout}; "
                 "use LazyAdam, Ftrl or ProximalAdagrad for it, or sparse=False in its layer"
             )
         if grad.layout is not torch.sparse_coo or grad.sparse_dim() != 1:
-            found = f"sparse_dim {grad.sparse_dim()}" if grad.layout is torch.sparse_coo else str(grad.layout)
+            found = (
+                f"sparse_dim {grad.sparse_dim()}"
+                if grad.layout is torch.sparse_coo
+                else str(grad.layout)
+            )
             raise RuntimeError(
-                f"{type(self).__name__} takes dense gradients and sparse COO ones with sparse_dim 1, "
+                f"{type(self).__name__} takes dense gradients and sparse COO ones with sparse_dim "
+                "1, "
                 f"but that of {name} has {found}"
             )
 
     def _counted(self, params: Sequence[Tensor]) -> list[int]:
-        """Count one more update of each of `params` and return how many there are; creates the counters."""
+        """Count one more update of each of `params` and return how many there are; creates the
+        counters.
+        """
         counts = [self._counter(param) for param in params]
         torch._foreach_add_(counts, 1)
-        # one reading for all: a hundred small ones cost as much as the update of a million parameters
+        # one reading for all: a hundred small ones cost as much as the update of a million
+        # parameters
         return torch.stack([count.cpu() for count in counts]).int().tolist() if counts else []
 
     def _counter(self, param: Tensor) -> Tensor:
         state = self.state[param]
-        if "step" not in state:  # on the CPU, where reading it is free; a tensor because torch's tools expect one
+        if (
+            "step" not in state
+        ):  # on the CPU, where reading it is free; a tensor because torch's tools expect one
             state["step"] = torch.zeros((), dtype=torch.float32)
         counter: Tensor = state["step"]
         return counter
@@ -83,15 +100,19 @@ class OwnOptimizer(CommonOptimizer):
         buffer: Tensor = state[key]
         if buffer.shape != param.shape:  # loops over addresses trust it
             raise RuntimeError(
-                f"{key} of {self._facts(param).name or 'a parameter'} has shape {tuple(buffer.shape)} and the "
-                f"parameter {tuple(param.shape)}: load the state of the same model, or make a new optimizer"
+                f"{key} of {self._facts(param).name or 'a parameter'} has shape "
+                f"{tuple(buffer.shape)} and the "
+                f"parameter {tuple(param.shape)}: load the state of the same model, or make a new "
+                "optimizer"
             )
         return buffer
 
 
 @contextmanager
 def widened(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The parameters in the working type; copies of narrower ones are rounded back into them at the end."""
+    """The parameters in the working type; copies of narrower ones are rounded back into them at the
+    end.
+    """
     work = [param.to(state_dtype(param)) for param in params]
     yield work
     for param, copy in zip(params, work, strict=True):

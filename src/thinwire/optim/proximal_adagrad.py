@@ -15,10 +15,13 @@ from thinwire.optim.rowwise import RowwiseOptimizer
 __all__ = ["ProximalAdagrad"]
 
 
-def proximal_adagrad_(param: Tensor, grad: Tensor, accumulator: Tensor, *, lr: float, l1: float, l2: float) -> None:
+def proximal_adagrad_(
+    param: Tensor, grad: Tensor, accumulator: Tensor, *, lr: float, l1: float, l2: float
+) -> None:
     """Changes `param` and `accumulator`: one update, per element.
 
-    a <- a + g^2; e = lr/sqrt(a); w = p - e g; p <- sign(w) max(|w| - e l1, 0)/(1 + e l2). Where a is 0, p stays.
+    a <- a + g^2; e = lr/sqrt(a); w = p - e g; p <- sign(w) max(|w| - e l1, 0)/(1 + e l2). Where a
+    is 0, p stays.
 
     Args:
         param: Any shape.
@@ -36,10 +39,11 @@ def proximal_adagrad_(param: Tensor, grad: Tensor, accumulator: Tensor, *, lr: f
 
 
 class ProximalAdagrad(RowwiseOptimizer):
-    """Adagrad whose L1 and L2 penalties are applied exactly after each step, which gives true zeros.
+    """Adagrad whose L1 and L2 penalties are applied exactly after each step, which gives true
+    zeros.
 
-    Per element, with accumulator a (from initial_accumulator): a <- a + g^2; e = lr/sqrt(a); w = p - e g;
-    p = sign(w) max(|w| - e l1, 0)/(1 + e l2). Where a is still 0 the element stays as it is.
+    Per element, with accumulator a (from initial_accumulator): a <- a + g^2; e = lr/sqrt(a); w = p
+    - e g; p = sign(w) max(|w| - e l1, 0)/(1 + e l2). Where a is still 0 the element stays as it is.
 
     **State** per parameter: `step` and `accumulator` a, float32 (float64 for float64 parameters).
     **Communication**: none.
@@ -54,16 +58,19 @@ class ProximalAdagrad(RowwiseOptimizer):
         weight_decay: Coupled, >= 0.
         grad_clip: `ClipByGlobalNorm`, `ClipByNorm` or `ClipByValue`.
         regularizer: `L1Decay` or `L2Decay`, through the gradient; not the l1 and l2 of the method.
-        exclude_from_weight_decay: Glob patterns over names, or a predicate (name, parameter) -> bool.
+        exclude_from_weight_decay: Glob patterns over names, or a predicate (name, parameter) ->
+            bool.
         maximize: Go up instead of down.
         foreach: Accepted; there is one path.
 
     Raises:
         TypeError: An argument of the wrong kind; a complex parameter.
-        ValueError: An argument out of range; a pattern that matches nothing; names needed and not given.
+        ValueError: An argument out of range; a pattern that matches nothing; names needed and not
+            given.
         RuntimeError: In an update: a sparse gradient that is not row-sparse.
 
-    Source: Duchi and Singer, JMLR 2009 (forward-backward splitting). Differs: MindSpore's documentation multiplies l1
+    Source: Duchi and Singer, JMLR 2009 (forward-backward splitting). Differs: MindSpore's
+        documentation multiplies l1
     and l2 by lr, its kernels by lr/sqrt(a); here it is the kernels' form.
     """
 
@@ -109,6 +116,12 @@ class ProximalAdagrad(RowwiseOptimizer):
         return {"accumulator": self._buffer(param, "accumulator", group["initial_accumulator"])}
 
     def _apply(
-        self, param: Tensor, grad: Tensor, buffers: dict[str, Tensor], group: dict[str, Any], rate: float, step: int
+        self,
+        param: Tensor,
+        grad: Tensor,
+        buffers: dict[str, Tensor],
+        group: dict[str, Any],
+        rate: float,
+        step: int,
     ) -> None:
         proximal_adagrad_(param, grad, **buffers, lr=rate, l1=group["l1"], l2=group["l2"])

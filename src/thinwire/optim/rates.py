@@ -9,11 +9,13 @@ __all__ = ["parse_rate", "rate_ahead"]
 
 
 def parse_rate(name: str, lr: object) -> float | Schedule:
-    """What the argument `lr` means: a number, or the schedule that drives the rate (a `Table` for a list).
+    """What the argument `lr` means: a number, or the schedule that drives the rate (a `Table` for a
+    list).
 
     Args:
         name: What the message calls it.
-        lr: A number, a tensor of one element (read once), a schedule, or a list of numbers, one for each update.
+        lr: A number, a tensor of one element (read once), a schedule, or a list of numbers, one for
+            each update.
 
     Raises:
         TypeError: Anything else.
@@ -23,11 +25,16 @@ def parse_rate(name: str, lr: object) -> float | Schedule:
         return lr
     if isinstance(lr, list | tuple):
         if not lr:
-            raise ValueError(f"{name} must not be an empty list: it needs one entry for each update")
-        return Table(tuple(check.scalar(f"{name}[{i}]", value, at_least=0) for i, value in enumerate(lr)))
+            raise ValueError(
+                f"{name} must not be an empty list: it needs one entry for each update"
+            )
+        return Table(
+            tuple(check.scalar(f"{name}[{i}]", value, at_least=0) for i, value in enumerate(lr))
+        )
     if callable(lr) and not isinstance(lr, torch.Tensor):
         raise TypeError(
-            f"{name} must be a number, a list or a Schedule, got {lr!r}; subclass thinwire.schedules.Schedule"
+            f"{name} must be a number, a list or a Schedule, got {lr!r}; subclass "
+            "thinwire.schedules.Schedule"
         )
     return check.scalar(name, lr, at_least=0)
 
@@ -35,7 +42,8 @@ def parse_rate(name: str, lr: object) -> float | Schedule:
 def rate_ahead(schedule: Schedule, step: int, before: float) -> float:
     """What a group shows ahead of update `step`; `before` where the schedule has no rate for it.
 
-    A schedule that ends, or has no finite value, is an error of the update that needs the value, not of the one before.
+    A schedule that ends, or has no finite value, is an error of the update that needs the value,
+    not of the one before.
     """
     try:
         return rate_at(schedule, step)

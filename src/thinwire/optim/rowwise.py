@@ -1,4 +1,6 @@
-"""Base of the element-wise methods that take row-sparse gradients and then touch the rows present only."""
+"""Base of the element-wise methods that take row-sparse gradients and then touch the rows present
+only.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +15,8 @@ __all__ = ["RowwiseOptimizer"]
 
 
 class RowwiseOptimizer(OwnOptimizer):
-    """Runs `_apply` on whole tensors, or on copies of the rows present, which are then written back.
+    """Runs `_apply` on whole tensors, or on copies of the rows present, which are then written
+    back.
 
     A subclass defines `_buffers` and `_apply`.
     """
@@ -25,9 +28,17 @@ class RowwiseOptimizer(OwnOptimizer):
         raise NotImplementedError(f"{type(self).__name__} must define _buffers(param, group)")
 
     def _apply(
-        self, param: Tensor, grad: Tensor, buffers: dict[str, Tensor], group: dict[str, Any], rate: float, step: int
+        self,
+        param: Tensor,
+        grad: Tensor,
+        buffers: dict[str, Tensor],
+        group: dict[str, Any],
+        rate: float,
+        step: int,
     ) -> None:
-        """Change `param` and `buffers` in place, element by element; all have one shape and type."""
+        """Change `param` and `buffers` in place, element by element; all have one shape and
+        type.
+        """
         raise NotImplementedError(f"{type(self).__name__} must define _apply(...)")
 
     def _update_group(self, group: dict[str, Any], pairs: Sequence[ParamGrad], rate: float) -> None:
@@ -41,7 +52,13 @@ class RowwiseOptimizer(OwnOptimizer):
                 self._apply_to_rows(param, grad, buffers, group, rate, step)
 
     def _apply_to_rows(
-        self, param: Tensor, grad: Tensor, buffers: dict[str, Tensor], group: dict[str, Any], rate: float, step: int
+        self,
+        param: Tensor,
+        grad: Tensor,
+        buffers: dict[str, Tensor],
+        group: dict[str, Any],
+        rate: float,
+        step: int,
     ) -> None:
         rows = grad.indices()[0]
         values = grad.values()

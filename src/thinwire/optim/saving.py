@@ -1,4 +1,6 @@
-"""What a state_dict holds: plain values and tensors only, in the types that the methods computed with."""
+"""What a state_dict holds: plain values and tensors only, in the types that the methods computed
+with.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,7 +30,10 @@ class _Kept:
 
 def packed(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """The state_dict with regularizers written as plain values, so that `weights_only` loads it."""
-    groups = [{**group, "regularizer": _plain(group.get("regularizer"))} for group in state_dict["param_groups"]]
+    groups = [
+        {**group, "regularizer": _plain(group.get("regularizer"))}
+        for group in state_dict["param_groups"]
+    ]
     return {**state_dict, "param_groups": groups}
 
 
@@ -39,13 +44,15 @@ def restoring(
     set_extra: Callable[[Mapping[str, Any]], None],
     as_loaded: Callable[[Tensor, Tensor], Tensor] | None,
 ) -> Iterator[None]:
-    """While torch loads a state_dict: read back what `packed` wrote, and keep wide state out of torch's cast.
+    """While torch loads a state_dict: read back what `packed` wrote, and keep wide state out of
+    torch's cast.
 
-    `read_extra` sees the dictionary before anything changes, `set_extra` its result once torch has accepted the rest.
-    `as_loaded(param, value)` gives floating-point state the type and layout that it has here; None leaves it to torch.
+    `read_extra` sees the dictionary before anything changes, `set_extra` its result once torch has
+    accepted the rest. `as_loaded(param, value)` gives floating-point state the type and layout that
+    it has here; None leaves it to torch.
 
-    Both run innermost, around torch's own work: after the user's hooks that change the dictionary, before those that
-    look at the result.
+    Both run innermost, around torch's own work: after the user's hooks that change the dictionary,
+    before those that look at the result.
     """
     extra: dict[str, Any] = {}
 
@@ -57,7 +64,9 @@ def restoring(
         return {
             **state_dict,
             "param_groups": _unpacked(groups, here),
-            "state": {k: v if as_loaded is None else _hidden(v) for k, v in state_dict["state"].items()},
+            "state": {
+                k: v if as_loaded is None else _hidden(v) for k, v in state_dict["state"].items()
+            },
         }
 
     def after(_: torch.optim.Optimizer) -> None:
@@ -78,22 +87,30 @@ def restoring(
             handle.remove()
 
 
-def _require_shapes(groups: list[dict[str, Any]], state: Mapping[Any, Any], here: list[dict[str, Any]]) -> None:
+def _require_shapes(
+    groups: list[dict[str, Any]], state: Mapping[Any, Any], here: list[dict[str, Any]]
+) -> None:
     """Without names an order that is another may still show."""
     keys = (key for group in groups for key in group["params"])
     params = (param for group in here for param in group["params"])
-    for i, (key, param) in enumerate(zip(keys, params, strict=False)):  # torch compares how many there are
+    for i, (key, param) in enumerate(
+        zip(keys, params, strict=False)
+    ):  # torch compares how many there are
         for name in _LIKE_THE_PARAMETER:
             value = state.get(key, {}).get(name)
             if isinstance(value, Tensor) and value.shape != param.shape:
                 raise ValueError(
-                    f"the state does not fit: {name} of parameter {i} has shape {tuple(value.shape)}, the parameter "
-                    f"has {tuple(param.shape)}. Give the optimizer the parameters in the same order, or named ones"
+                    f"the state does not fit: {name} of parameter {i} has shape "
+                    f"{tuple(value.shape)}, the parameter "
+                    f"has {tuple(param.shape)}. Give the optimizer the parameters in the same "
+                    "order, or named ones"
                 )
 
 
 def remembered(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """What puts `optimizer` back to where it is now after a `load_state_dict`, which makes new groups and new state."""
+    """What puts `optimizer` back to where it is now after a `load_state_dict`, which makes new
+    groups and new state.
+    """
     attributes, position = dict(vars(optimizer)), getattr(optimizer, "position", None)
 
     def undo() -> None:
@@ -110,11 +127,15 @@ def _plain(regularizer: Regularizer | None) -> list[Any] | None:
 
 
 def _unpacked(saved: list[dict[str, Any]], current: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The saved groups, completed by the current ones where they come from an optimizer with fewer keys."""
+    """The saved groups, completed by the current ones where they come from an optimizer with fewer
+    keys.
+    """
     groups = []
     for i, group in enumerate(saved):
         defaults = current[i] if i < len(current) else {}
-        own = {key: value for key, value in defaults.items() if key not in ("params", "param_names")}
+        own = {
+            key: value for key, value in defaults.items() if key not in ("params", "param_names")
+        }
         if "regularizer" in group:
             group = {**group, "regularizer": _regularizer(group["regularizer"])}  # noqa: PLW2901
         groups.append({**own, **group})
@@ -126,7 +147,9 @@ def _regularizer(plain: Any) -> Regularizer | None:
         return None
     kind, coefficient = plain
     if kind not in _REGULARIZERS:
-        raise ValueError(f"the state_dict has a regularizer {kind!r}; known are {list(_REGULARIZERS)}")
+        raise ValueError(
+            f"the state_dict has a regularizer {kind!r}; known are {list(_REGULARIZERS)}"
+        )
     return _REGULARIZERS[kind](coefficient)
 
 
@@ -142,7 +165,11 @@ def _hidden(entries: Any) -> Any:
 def laid_out(param: Tensor, value: Tensor) -> Tensor:
     """Loaded state in `state_dtype`, on the parameter's device and in its layout."""
     value = value.to(device=param.device, dtype=state_dtype(param))
-    if value.shape != param.shape or value.stride() == param.stride() or hasattr(value, "full_tensor"):
+    if (
+        value.shape != param.shape
+        or value.stride() == param.stride()
+        or hasattr(value, "full_tensor")
+    ):
         return value
     # fused kernels walk parameter and state alike, so both need one layout
     return torch.empty_like(param, dtype=value.dtype, requires_grad=False).copy_(value)

@@ -1,4 +1,6 @@
-"""Adapter that runs the step of a class of torch on gradients which went through the common stages."""
+"""Adapter that runs the step of a class of torch on gradients which went through the common
+stages.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,8 +19,8 @@ __all__ = ["TorchOptimizer"]
 class TorchOptimizer(CommonOptimizer):
     """Runs the step of a class of torch on gradients that went through the common stages.
 
-    torch's step reads `p.grad` and `param_groups`; for its duration both hold what the stages made, and both are as
-    before when it returns or raises.
+    torch's step reads `p.grad` and `param_groups`; for its duration both hold what the stages made,
+    and both are as before when it returns or raises.
     """
 
     _torch_class: type[torch.optim.Optimizer]
@@ -31,12 +33,19 @@ class TorchOptimizer(CommonOptimizer):
                 check.real(key, values[key], at_least=0 if key != "dampening" else None)
 
     def _coupled_decay(self, facts: ParamFacts) -> float:
-        # torch adds the decay itself, before the update; only what comes between the two takes it over
+        # torch adds the decay itself, before the update; only what comes between the two takes it
+        # over
         takes_over = facts.regularizer is not None or facts.grad_centralization
-        return facts.weight_decay if takes_over and not facts.group.get("decoupled_weight_decay", False) else 0.0
+        return (
+            facts.weight_decay
+            if takes_over and not facts.group.get("decoupled_weight_decay", False)
+            else 0.0
+        )
 
     def _run_update(self, rates: list[float]) -> bool:
-        found_inf: Tensor | None = getattr(self, "found_inf", None)  # a GradScaler sets it for fused kernels only
+        found_inf: Tensor | None = getattr(
+            self, "found_inf", None
+        )  # a GradScaler sets it for fused kernels only
         if found_inf is not None and bool(found_inf):
             return False
         if self._is_plain():
@@ -50,19 +59,26 @@ class TorchOptimizer(CommonOptimizer):
         return (
             self._given is None
             and self.grad_clip is None
-            and all(g["regularizer"] is None and not g["grad_centralization"] for g in self.param_groups)
+            and all(
+                g["regularizer"] is None and not g["grad_centralization"] for g in self.param_groups
+            )
             and not any(place.excluded for place in places.values())
             and all(p.requires_grad or p.grad is None for p in places)
         )
 
     def _update(self, pairs: list[ParamGrad], rates: list[float]) -> bool:
-        with self._unscaled(pairs) as unscaled, self._in_torchs_hands(self._processed(unscaled), rates):
+        with (
+            self._unscaled(pairs) as unscaled,
+            self._in_torchs_hands(self._processed(unscaled), rates),
+        ):
             _unhooked_step(self._torch_class)(self)
         return True
 
     @contextmanager
     def _unscaled(self, pairs: list[ParamGrad]) -> Iterator[list[ParamGrad]]:
-        """Divide by the scale of a `GradScaler` that left that to a fused kernel, which is told that it is done."""
+        """Divide by the scale of a `GradScaler` that left that to a fused kernel, which is told
+        that it is done.
+        """
         scale: Tensor | None = getattr(self, "grad_scale", None)
         if scale is None:
             yield pairs
@@ -74,7 +90,9 @@ class TorchOptimizer(CommonOptimizer):
             self.grad_scale = scale
 
     @contextmanager
-    def _in_torchs_hands(self, pairs: Sequence[ParamGrad], rates: Sequence[float]) -> Iterator[None]:
+    def _in_torchs_hands(
+        self, pairs: Sequence[ParamGrad], rates: Sequence[float]
+    ) -> Iterator[None]:
         groups = self.param_groups
         own_grads = [(p, p.grad) for p, _ in pairs]
         self.param_groups = self._groups_for(pairs, rates)
@@ -87,20 +105,31 @@ class TorchOptimizer(CommonOptimizer):
             for param, own_grad in own_grads:
                 param.grad = own_grad
 
-    def _groups_for(self, pairs: Sequence[ParamGrad], rates: Sequence[float]) -> list[dict[str, Any]]:
-        """The groups of this update: gradients are negated already, and excluded parameters are apart."""
+    def _groups_for(
+        self, pairs: Sequence[ParamGrad], rates: Sequence[float]
+    ) -> list[dict[str, Any]]:
+        """The groups of this update: gradients are negated already, and excluded parameters are
+        apart.
+        """
         members: dict[tuple[int, float], list[Tensor]] = {}
         for param, _ in pairs:
             facts = self._facts(param)
             left_to_torch = 0.0 if self._coupled_decay(facts) else facts.weight_decay
             members.setdefault((facts.group_index, left_to_torch), []).append(param)
         return [
-            {**self.param_groups[i], "params": params, "weight_decay": decay, "lr": rates[i], "maximize": False}
+            {
+                **self.param_groups[i],
+                "params": params,
+                "weight_decay": decay,
+                "lr": rates[i],
+                "maximize": False,
+            }
             for (i, decay), params in members.items()
         ]
 
 
 def _unhooked_step(torch_class: type[torch.optim.Optimizer]) -> Any:
-    # torch wraps the step of a class at its first construction; the hooks are run by our own step already
+    # torch wraps the step of a class at its first construction; the hooks are run by our own step
+    # already
     step: Any = torch_class.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step

@@ -1,4 +1,6 @@
-"""Optimizers of torch with the common part: their arithmetic is torch's, bit for bit, when nothing extra is set."""
+"""Optimizers of torch with the common part: their arithmetic is torch's, bit for bit, when nothing
+extra is set.
+"""
 
 from typing import Any
 
@@ -14,7 +16,8 @@ __all__ = ["SGD", "Adagrad", "Adam", "AdamW", "RMSprop"]
 
 
 class SGD(TorchOptimizer, torch.optim.SGD):
-    """`torch.optim.SGD` with the common part of this library; with none of it in use, the same bits.
+    """`torch.optim.SGD` with the common part of this library; with none of it in use, the same
+    bits.
 
     Args:
         params: Parameters, named parameters or groups, with an `order_params` entry if wanted.
@@ -29,13 +32,16 @@ class SGD(TorchOptimizer, torch.optim.SGD):
         fused: As in torch.
         grad_clip: `ClipByGlobalNorm`, `ClipByNorm` or `ClipByValue`.
         regularizer: `L1Decay` or `L2Decay`, beside `weight_decay`; a group's own replaces it.
-        exclude_from_weight_decay: Glob patterns over names, or a predicate (name, parameter) -> bool.
+        exclude_from_weight_decay: Glob patterns over names, or a predicate (name, parameter) ->
+            bool.
 
     Raises:
         TypeError: An argument of the wrong kind.
-        ValueError: An argument out of range; a pattern that matches nothing; names needed and not given.
+        ValueError: An argument out of range; a pattern that matches nothing; names needed and not
+            given.
 
-    Source: torch.optim.SGD. Differs from MindSpore's `Momentum`: the first buffer is the gradient itself.
+    Source: torch.optim.SGD. Differs from MindSpore's `Momentum`: the first buffer is the gradient
+        itself.
     """
 
     _torch_class = torch.optim.SGD
@@ -80,7 +86,8 @@ class SGD(TorchOptimizer, torch.optim.SGD):
 
 
 class Adam(TorchOptimizer, torch.optim.Adam):
-    """`torch.optim.Adam` with the common part of this library; with none of it in use, the same bits.
+    """`torch.optim.Adam` with the common part of this library; with none of it in use, the same
+    bits.
 
     Args:
         params: Parameters, named parameters or groups, with an `order_params` entry if wanted.
@@ -101,9 +108,11 @@ class Adam(TorchOptimizer, torch.optim.Adam):
 
     Raises:
         TypeError: An argument of the wrong kind.
-        ValueError: An argument out of range; a pattern that matches nothing; names needed and not given.
+        ValueError: An argument out of range; a pattern that matches nothing; names needed and not
+            given.
 
-    Source: Kingma and Ba, 2015, arXiv 1412.6980; torch.optim.Adam. Differs from MindSpore's, where eps is added to the
+    Source: Kingma and Ba, 2015, arXiv 1412.6980; torch.optim.Adam. Differs from MindSpore's, where
+        eps is added to the
     root of the uncorrected moment.
     """
 
@@ -153,7 +162,8 @@ class Adam(TorchOptimizer, torch.optim.Adam):
 
 
 class AdamW(TorchOptimizer, torch.optim.AdamW):
-    """`torch.optim.AdamW` with the common part of this library; with none of it in use, the same bits.
+    """`torch.optim.AdamW` with the common part of this library; with none of it in use, the same
+    bits.
 
     Args:
         params: Parameters, named parameters or groups, with an `order_params` entry if wanted.
@@ -173,9 +183,11 @@ class AdamW(TorchOptimizer, torch.optim.AdamW):
 
     Raises:
         TypeError: An argument of the wrong kind.
-        ValueError: An argument out of range; a pattern that matches nothing; names needed and not given.
+        ValueError: An argument out of range; a pattern that matches nothing; names needed and not
+            given.
 
-    Source: Loshchilov and Hutter, 2019, arXiv 1711.05101; torch.optim.AdamW. Differs from MindSpore's
+    Source: Loshchilov and Hutter, 2019, arXiv 1711.05101; torch.optim.AdamW. Differs from
+        MindSpore's
     `AdamWeightDecay`, which has no bias correction.
     """
 
@@ -223,7 +235,8 @@ class AdamW(TorchOptimizer, torch.optim.AdamW):
 
 
 class RMSprop(TorchOptimizer, torch.optim.RMSprop):
-    """`torch.optim.RMSprop` with the common part of this library; with none of it in use, the same bits.
+    """`torch.optim.RMSprop` with the common part of this library; with none of it in use, the same
+    bits.
 
     Args:
         params: Parameters, named parameters or groups, with an `order_params` entry if wanted.
@@ -243,9 +256,11 @@ class RMSprop(TorchOptimizer, torch.optim.RMSprop):
 
     Raises:
         TypeError: An argument of the wrong kind.
-        ValueError: An argument out of range; a pattern that matches nothing; names needed and not given.
+        ValueError: An argument out of range; a pattern that matches nothing; names needed and not
+            given.
 
-    Source: torch.optim.RMSprop. Differs from MindSpore's: eps outside the root, mean square from 0, lr outside the
+    Source: torch.optim.RMSprop. Differs from MindSpore's: eps outside the root, mean square from 0,
+        lr outside the
     momentum.
     """
 
@@ -293,7 +308,8 @@ class RMSprop(TorchOptimizer, torch.optim.RMSprop):
 
 
 class Adagrad(TorchOptimizer, torch.optim.Adagrad):
-    """`torch.optim.Adagrad` with the common part of this library; with none of it in use, the same bits.
+    """`torch.optim.Adagrad` with the common part of this library; with none of it in use, the same
+    bits.
 
     Args:
         params: Parameters, named parameters or groups, with an `order_params` entry if wanted.
@@ -312,9 +328,11 @@ class Adagrad(TorchOptimizer, torch.optim.Adagrad):
 
     Raises:
         TypeError: An argument of the wrong kind.
-        ValueError: An argument out of range; a pattern that matches nothing; names needed and not given.
+        ValueError: An argument out of range; a pattern that matches nothing; names needed and not
+            given.
 
-    Source: Duchi, Hazan and Singer, JMLR 2011; torch.optim.Adagrad. Differs from MindSpore's: accumulator from 0, and
+    Source: Duchi, Hazan and Singer, JMLR 2011; torch.optim.Adagrad. Differs from MindSpore's:
+        accumulator from 0, and
     an eps.
     """
 

@@ -1,4 +1,6 @@
-"""The two phases of a step, gradients and update, as methods of every optimizer; and the rate read and set by hand."""
+"""The two phases of a step, gradients and update, as methods of every optimizer; and the rate read
+and set by hand.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -21,7 +23,8 @@ class TwoPhase(GroupedOptimizer):
     """The middle part of `CommonOptimizer`: its two-phase methods, and the rate read and set."""
 
     _given: list[ParamGrad] | None = None
-    """The pairs of the update that `apply_gradients` is making; None where they come from `p.grad`."""
+    """The pairs of the update that `apply_gradients` is making; None where they come from `p.grad`.
+    """
 
     def backward(
         self,
@@ -32,20 +35,25 @@ class TwoPhase(GroupedOptimizer):
     ) -> list[ParamGrad]:
         """Differentiate `loss`; the first half of `minimize`.
 
-        Gradients accumulate in `p.grad` as in torch; those of parameters outside the selection stay as they were.
+        Gradients accumulate in `p.grad` as in torch; those of parameters outside the selection stay
+        as they were.
 
         Args:
             loss: Shape (), or whatever `torch.Tensor.backward` takes without arguments.
             parameters: Parameters or names to differentiate for; None for all of this optimizer.
             no_grad_set: Parameters or names to leave out; it wins over `parameters`.
-            callbacks: Each is called as `callback(param, grad)` once for every listed parameter, in order, afterwards.
+            callbacks: Each is called as `callback(param, grad)` once for every listed parameter, in
+                order, afterwards.
 
         Returns:
-            The pairs (p, p.grad) in the optimizer's order, without parameters that have no gradient.
+            The pairs (p, p.grad) in the optimizer's order, without parameters that have no
+            gradient.
 
         Raises:
-            TypeError: A callback that cannot be called, or an entry that is neither parameter nor name.
-            ValueError: An unknown name, a name without named parameters, or a parameter of somebody else.
+            TypeError: A callback that cannot be called, or an entry that is neither parameter nor
+                name.
+            ValueError: An unknown name, a name without named parameters, or a parameter of somebody
+                else.
         """
         check.instance("loss", loss, Tensor)
         calls = [] if callbacks is None else list(callbacks)
@@ -64,10 +72,12 @@ class TwoPhase(GroupedOptimizer):
     def apply_gradients(self, params_grads: Iterable[tuple[Tensor, Tensor | None]]) -> list[Any]:
         """Make one whole update from the given pairs; the second half of `minimize`.
 
-        `step()` runs with these pairs in the place of `p.grad`, hooks included. Neither they nor `p.grad` are changed.
+        `step()` runs with these pairs in the place of `p.grad`, hooks included. Neither they nor
+        `p.grad` are changed.
 
         Args:
-            params_grads: (parameter, gradient) pairs; a parameter that is not listed, or with None, is not updated.
+            params_grads: (parameter, gradient) pairs; a parameter that is not listed, or with None,
+                is not updated.
 
         Returns:
             An empty list: there is no graph of operators.
@@ -83,7 +93,9 @@ class TwoPhase(GroupedOptimizer):
             self._given = None
         return []
 
-    def apply_optimize(self, loss: Tensor, params_grads: Iterable[tuple[Tensor, Tensor | None]]) -> list[Any]:
+    def apply_optimize(
+        self, loss: Tensor, params_grads: Iterable[tuple[Tensor, Tensor | None]]
+    ) -> list[Any]:
         """`apply_gradients(params_grads)`; `loss` is there for the signature and not used."""
         return self.apply_gradients(params_grads)
 
@@ -93,7 +105,8 @@ class TwoPhase(GroupedOptimizer):
         parameters: Iterable[Tensor | str] | None = None,
         no_grad_set: Iterable[Tensor | str] | None = None,
     ) -> tuple[list[Any], list[ParamGrad]]:
-        """`backward`, then `apply_gradients`. Do not call `loss.backward()` before; gradients are not cleared.
+        """`backward`, then `apply_gradients`. Do not call `loss.backward()` before; gradients are
+        not cleared.
 
         Returns:
             An empty list, and the pairs that `backward` gave.
@@ -106,11 +119,14 @@ class TwoPhase(GroupedOptimizer):
         self.zero_grad(set_to_none=True)
 
     def get_lr(self) -> float:
-        """The rate that the next update will use, of the first group without an `lr` of its own (else of the first)."""
+        """The rate that the next update will use, of the first group without an `lr` of its own
+        (else of the first).
+        """
         return float(self.param_groups[self._groups_of_constructor()[0]]["lr"])
 
     def set_lr(self, value: float) -> None:
-        """Set the rate of all groups without an `lr` of their own; of all groups if every one has its own.
+        """Set the rate of all groups without an `lr` of their own; of all groups if every one has
+        its own.
 
         Args:
             value: >= 0.
@@ -123,7 +139,9 @@ class TwoPhase(GroupedOptimizer):
         rate = check.real("value", value, at_least=0)
         chosen = self._groups_of_constructor()
         if is_scheduled(self) or any(self._common.schedules[i] is not None for i in chosen):
-            raise RuntimeError(f"set_lr({value}) is not possible while a schedule drives the learning rate")
+            raise RuntimeError(
+                f"set_lr({value}) is not possible while a schedule drives the learning rate"
+            )
         for i in chosen:
             self.param_groups[i]["lr"] = rate
 
@@ -134,17 +152,26 @@ class TwoPhase(GroupedOptimizer):
 
 
 def selected(
-    order: Sequence[Tensor], places: Mapping[Tensor, ParamPlace], parameters: object, no_grad_set: object
+    order: Sequence[Tensor],
+    places: Mapping[Tensor, ParamPlace],
+    parameters: object,
+    no_grad_set: object,
 ) -> list[Tensor]:
-    """The parameters of `order` that `parameters` names and `no_grad_set` does not, and that take gradients.
+    """The parameters of `order` that `parameters` names and `no_grad_set` does not, and that take
+    gradients.
 
     Raises:
         TypeError: Neither a parameter nor a name is given.
-        ValueError: An unknown name, a name without named parameters, or a parameter of somebody else.
+        ValueError: An unknown name, a name without named parameters, or a parameter of somebody
+            else.
     """
     wanted = set(order) if parameters is None else _resolved("parameters", parameters, places)
     unwanted = set() if no_grad_set is None else _resolved("no_grad_set", no_grad_set, places)
-    return [param for param in order if param in wanted and param not in unwanted and param.requires_grad]
+    return [
+        param
+        for param in order
+        if param in wanted and param not in unwanted and param.requires_grad
+    ]
 
 
 def checked_pairs(
@@ -157,7 +184,9 @@ def checked_pairs(
         ValueError: A parameter that is foreign or repeated, or a gradient of another shape.
     """
     if isinstance(params_grads, Tensor | str | Mapping) or not isinstance(params_grads, Iterable):
-        raise TypeError(f"params_grads must be a list of (parameter, gradient) pairs, got {params_grads!r}")
+        raise TypeError(
+            f"params_grads must be a list of (parameter, gradient) pairs, got {params_grads!r}"
+        )
     found: dict[Tensor, Tensor | None] = {}
     for i, pair in enumerate(params_grads):
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], Tensor):
@@ -169,11 +198,16 @@ def checked_pairs(
 
 
 def _check_pair(
-    i: int, param: Tensor, grad: object, found: Mapping[Tensor, object], places: Mapping[Tensor, ParamPlace]
+    i: int,
+    param: Tensor,
+    grad: object,
+    found: Mapping[Tensor, object],
+    places: Mapping[Tensor, ParamPlace],
 ) -> None:
     if param not in places:
         raise ValueError(
-            f"params_grads[{i}]: the parameter of shape {tuple(param.shape)} is not one of this optimizer's"
+            f"params_grads[{i}]: the parameter of shape {tuple(param.shape)} is not one of this "
+            "optimizer's"
         )
     name = places[param].name or f"parameter {places[param].index}"
     if param in found:
@@ -183,7 +217,8 @@ def _check_pair(
     check.instance(f"params_grads[{i}]: the gradient of {name}", grad, Tensor)
     if isinstance(grad, Tensor) and grad.shape != param.shape:
         raise ValueError(
-            f"params_grads[{i}]: the gradient of {name} must have shape {tuple(param.shape)}, got {tuple(grad.shape)}"
+            f"params_grads[{i}]: the gradient of {name} must have shape {tuple(param.shape)}, got "
+            f"{tuple(grad.shape)}"
         )
 
 
@@ -198,14 +233,23 @@ def _resolved(argument: str, entries: object, places: Mapping[Tensor, ParamPlace
 
 
 def _one(
-    argument: str, entry: object, by_name: Mapping[str, list[Tensor]], places: Mapping[Tensor, ParamPlace]
+    argument: str,
+    entry: object,
+    by_name: Mapping[str, list[Tensor]],
+    places: Mapping[Tensor, ParamPlace],
 ) -> Tensor:
     if isinstance(entry, Tensor):
         if entry not in places:
-            raise ValueError(f"{argument}: a parameter of shape {tuple(entry.shape)} is not one of this optimizer's")
+            raise ValueError(
+                f"{argument}: a parameter of shape {tuple(entry.shape)} is not one of this "
+                "optimizer's"
+            )
         return entry
     if not isinstance(entry, str):
-        raise TypeError(f"{argument} must hold parameters or names, got {entry!r} of type {type(entry).__name__}")
+        raise TypeError(
+            f"{argument} must hold parameters or names, got {entry!r} of type "
+            f"{type(entry).__name__}"
+        )
     if not by_name:
         raise ValueError(
             f"{argument}: {entry!r} is a name, but the parameters have none; "
@@ -214,5 +258,7 @@ def _one(
     matches = by_name.get(entry, [])
     if len(matches) != 1:
         hint = check.closest(entry, by_name)
-        raise ValueError(f"{argument}: {len(matches)} parameters have the name {entry!r}, needed is one{hint}")
+        raise ValueError(
+            f"{argument}: {len(matches)} parameters have the name {entry!r}, needed is one{hint}"
+        )
     return matches[0]

@@ -7,7 +7,8 @@ __all__ = ["balanced_cut"]
 
 
 def balanced_cut(sizes: Sequence[int], parts: int) -> list[int]:
-    """Where to cut so that the largest part is as small as it can be; among those cuts, one with the most even parts.
+    """Where to cut so that the largest part is as small as it can be; among those cuts, one with
+    the most even parts.
 
     Exact, by dynamic programming over prefixes, O(parts · n²). Even means the least sum of squares.
 
@@ -29,15 +30,24 @@ def balanced_cut(sizes: Sequence[int], parts: int) -> list[int]:
     return begins[::-1]
 
 
-def _prefixes(ends: list[int], parts: int, *, limit: float, even: bool) -> list[dict[int, tuple[float, int]]]:
-    """Per number of parts and length of a prefix: the least cost, and where the last part begins."""
+def _prefixes(
+    ends: list[int], parts: int, *, limit: float, even: bool
+) -> list[dict[int, tuple[float, int]]]:
+    """Per number of parts and length of a prefix: the least cost, and where the last part
+    begins.
+    """
     rows: list[dict[int, tuple[float, int]]] = []
     before: dict[int, tuple[float, int]] = {0: (0, 0)}
     for _ in range(parts):
         row = {}
         for end in range(1, len(ends)):
             options = [
-                (cost + (ends[end] - ends[begin]) ** 2 if even else max(cost, ends[end] - ends[begin]), begin)
+                (
+                    cost + (ends[end] - ends[begin]) ** 2
+                    if even
+                    else max(cost, ends[end] - ends[begin]),
+                    begin,
+                )
                 for begin, (cost, _) in before.items()
                 if begin < end and ends[end] - ends[begin] <= limit
             ]

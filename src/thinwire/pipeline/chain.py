@@ -32,16 +32,26 @@ def obstacle(module: nn.Module) -> str | None:
         return "it has a forward of its own"
     if any(module.parameters(recurse=False)) or any(module.buffers(recurse=False)):
         return "it has parameters or buffers of its own beside its modules"
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    hooks = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
     if any(hooks):
         return "it has hooks, which would never be called (register them on a module inside)"
     return None if len(module) else "it is empty"
 
 
 def chain(model: nn.Module, path: tuple[str, ...] = ()) -> Iterator[Link]:
-    """The modules that the model calls, in order; a module that cannot be taken apart is one link."""
+    """The modules that the model calls, in order; a module that cannot be taken apart is
+    one link.
+    """
     if obstacle(model) is None:
-        for name, child in model._modules.items():  # named_children() skips a module that comes a second time
+        for (
+            name,
+            child,
+        ) in model._modules.items():  # named_children() skips a module that comes a second time
             assert child is not None
             yield from chain(child, (*path, name))
     else:
@@ -49,7 +59,9 @@ def chain(model: nn.Module, path: tuple[str, ...] = ()) -> Iterator[Link]:
 
 
 def assemble(container: nn.Module, links: Sequence[Link], depth: int = 0) -> nn.Sequential:
-    """A container with some consecutive links of it, under the same names; what is whole is taken as it is."""
+    """A container with some consecutive links of it, under the same names; what is whole is taken
+    as it is.
+    """
     parts: OrderedDict[str, nn.Module] = OrderedDict()
     for name, group in groupby(links, key=lambda link: link.path[depth]):
         child, inside = container.get_submodule(name), list(group)

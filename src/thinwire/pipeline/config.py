@@ -9,14 +9,16 @@ __all__ = ["Pipeline"]
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Stages of the model on consecutive ranks; ranks / stages replicas of the pipeline train side by side.
+    """Stages of the model on consecutive ranks; ranks / stages replicas of the pipeline train side
+    by side.
 
     Attributes:
         stages: Parts of the model, >= 1; the number of ranks must be a multiple of it.
         micro_batches: Equal parts into which every rank's mini-batch is cut, >= 1.
-        schedule: "1f1b" (fewer live activations) or "gpipe" (all forward passes first); the result is the same.
-        split_points: Names of the modules at which stages 2, 3, ... begin, in execution order; empty: a sequential
-            model is cut by itself, balanced by parameter count.
+        schedule: "1f1b" (fewer live activations) or "gpipe" (all forward passes first); the result
+            is the same.
+        split_points: Names of the modules at which stages 2, 3, ... begin, in execution order;
+            empty: a sequential model is cut by itself, balanced by parameter count.
 
     Raises:
         TypeError, ValueError: A wrong value.
@@ -31,18 +33,25 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stages", check.integer("stages", self.stages, at_least=1))
-        object.__setattr__(self, "micro_batches", check.integer("micro_batches", self.micro_batches, at_least=1))
+        object.__setattr__(
+            self, "micro_batches", check.integer("micro_batches", self.micro_batches, at_least=1)
+        )
         check.instance("schedule", self.schedule, str, advice='write "1f1b" or "gpipe"')
         check.one_of("schedule", self.schedule, ("1f1b", "gpipe"))
         points = self.split_points
-        check.instance("split_points", points, (tuple, list), advice='write a single name as ("blocks.4",)')
+        check.instance(
+            "split_points", points, (tuple, list), advice='write a single name as ("blocks.4",)'
+        )
         for i, name in enumerate(points):
-            check.instance(f"split_points[{i}]", name, str, advice="split points are names of modules")
+            check.instance(
+                f"split_points[{i}]", name, str, advice="split points are names of modules"
+            )
         if len(set(points)) != len(points):
             raise ValueError(f"split_points must be different modules, got {list(points)}")
         if points and len(points) != self.stages - 1:
             raise ValueError(
-                f"split_points must name the first modules of stages 2 to {self.stages}, which are {self.stages - 1}, "
+                f"split_points must name the first modules of stages 2 to {self.stages}, which are "
+                f"{self.stages - 1}, "
                 f"got {len(points)}: {list(points)}"
             )
         object.__setattr__(self, "split_points", tuple(points))

@@ -15,11 +15,13 @@ __all__ = ["cut"]
 
 
 def cut(model: nn.Module, config: Pipeline) -> list[nn.Module]:
-    """The stages of a model, which share its modules and parameters; nothing is copied, moved or changed.
+    """The stages of a model, which share its modules and parameters; nothing is copied, moved or
+    changed.
 
-    A model can be cut where it is an `nn.Sequential`, also between the modules of such containers inside it. A stage
-    has modules, parameters and buffers under their names in the model. Without split points the largest stage has as
-    few parameters as it can, and every stage begins with a module that has parameters.
+    A model can be cut where it is an `nn.Sequential`, also between the modules of such containers
+    inside it. A stage has modules, parameters and buffers under their names in the model. Without
+    split points the largest stage has as few parameters as it can, and every stage begins with a
+    module that has parameters.
 
     Args:
         model: An `nn.Sequential`, if there is more than one stage.
@@ -30,19 +32,26 @@ def cut(model: nn.Module, config: Pipeline) -> list[nn.Module]:
 
     Raises:
         ValueError: A split point that is no module of the model, or not in execution order.
-        StrategyError: The model cannot be cut (there), and why: it is not sequential, has too few modules, a parameter
-            or buffer would be on two stages, or a stage would have no parameters.
+        StrategyError: The model cannot be cut (there), and why: it is not sequential, has too few
+            modules, a parameter or buffer would be on two stages, or a stage would have no
+            parameters.
     """
     if config.stages == 1:
         return [model]
     why = obstacle(model)
     if why is not None:
         raise StrategyError(
-            f"the model, {_article(model)}, cannot be cut into {config.stages} stages: {why}. Make it an "
-            "nn.Sequential of its parts, in which containers of this kind may be nested, or leave pipeline out"
+            f"the model, {_article(model)}, cannot be cut into {config.stages} stages: {why}. Make "
+            "it an "
+            "nn.Sequential of its parts, in which containers of this kind may be nested, or leave "
+            "pipeline out"
         )
     links = list(chain(model))
-    begins = _places(model, links, config.split_points) if config.split_points else _balanced(links, config.stages)
+    begins = (
+        _places(model, links, config.split_points)
+        if config.split_points
+        else _balanced(links, config.stages)
+    )
     pieces = [links[begin:end] for begin, end in pairwise([*begins, len(links)])]
     _require_parameters(pieces)
     _require_one_owner(pieces)
@@ -55,11 +64,14 @@ def _article(module: nn.Module) -> str:
 
 
 def _balanced(links: Sequence[Link], stages: int) -> list[int]:
-    """Where stages begin; only at modules with parameters, so that an activation stays with what it follows."""
+    """Where stages begin; only at modules with parameters, so that an activation stays with what it
+    follows.
+    """
     heads = [i for i, link in enumerate(links) if any(True for _ in link.module.parameters())]
     if len(heads) < stages:
         raise StrategyError(
-            f"{stages} stages, but the model is a sequence of only {len(heads)} modules with parameters: use at most "
+            f"{stages} stages, but the model is a sequence of only {len(heads)} modules with "
+            "parameters: use at most "
             f"{len(heads)} stages, or break its modules up into more"
         )
     seen: set[nn.Parameter] = set()
@@ -82,11 +94,14 @@ def _places(model: nn.Module, links: Sequence[Link], points: Sequence[str]) -> l
     for point in points:
         place = _place(model, links, point)
         if place == 0:
-            raise ValueError(f"split_points: {point!r} is where the model begins, so stage 1 would be empty")
+            raise ValueError(
+                f"split_points: {point!r} is where the model begins, so stage 1 would be empty"
+            )
         if place <= begins[-1]:
             raise ValueError(
                 f"split_points must be in execution order, got {point!r}, which runs "
-                f"{'at the same place as' if place == begins[-1] else 'before'} {names[len(begins) - 1]!r}"
+                f"{'at the same place as' if place == begins[-1] else 'before'} "
+                f"{names[len(begins) - 1]!r}"
             )
         begins.append(place)
     return begins
@@ -103,11 +118,13 @@ def _place(model: nn.Module, links: Sequence[Link], point: str) -> int:
         places = [repr(link.name) for link in links[1:]]
         shown = [*places[:8], f"... {places[-1]}"] if len(places) > 9 else places
         raise ValueError(
-            f"split_points: the model has no module {point!r}{check.closest(point, modules)}; it can be cut at "
+            f"split_points: the model has no module {point!r}{check.closest(point, modules)}; it "
+            "can be cut at "
             f"{', '.join(shown)}"
         )
     raise StrategyError(
-        f"split_points: {point!r} lies inside {around.name!r}, {_article(around.module)}, which cannot be cut: "
+        f"split_points: {point!r} lies inside {around.name!r}, {_article(around.module)}, which "
+        "cannot be cut: "
         f"{obstacle(around.module)}. Split before or after {around.name!r}"
     )
 
@@ -116,7 +133,8 @@ def _require_parameters(pieces: Sequence[Sequence[Link]]) -> None:
     for i, piece in enumerate(pieces, start=1):
         if not any(True for link in piece for _ in link.module.parameters()):
             raise StrategyError(
-                f"stage {i} of {len(pieces)}, {piece[0].name!r} to {piece[-1].name!r}, has no parameters: there is "
+                f"stage {i} of {len(pieces)}, {piece[0].name!r} to {piece[-1].name!r}, has no "
+                "parameters: there is "
                 "nothing to train on its rank. Move a split point or use fewer stages"
             )
 
@@ -125,11 +143,16 @@ def _require_one_owner(pieces: Sequence[Sequence[Link]]) -> None:
     owners: dict[int, tuple[int, str]] = {}
     for i, piece in enumerate(pieces, start=1):
         for link in piece:
-            tensors = [*link.module.named_parameters(link.name), *link.module.named_buffers(link.name)]
+            tensors = [
+                *link.module.named_parameters(link.name),
+                *link.module.named_buffers(link.name),
+            ]
             for name, tensor in tensors:
                 stage, first = owners.setdefault(id(tensor), (i, name))
                 if stage != i:
                     raise StrategyError(
-                        f"{first!r} on stage {stage} and {name!r} on stage {i} are one tensor, which two ranks cannot "
-                        "both own: do not tie them, or put both modules on one stage with split_points"
+                        f"{first!r} on stage {stage} and {name!r} on stage {i} are one tensor, "
+                        "which two ranks cannot "
+                        "both own: do not tie them, or put both modules on one stage with "
+                        "split_points"
                     )

@@ -1,4 +1,6 @@
-"""A forward pass without consequences, from which the stages learn what will travel between them."""
+"""A forward pass without consequences, from which the stages learn what will travel between
+them.
+"""
 
 import json
 from collections.abc import Iterator
@@ -18,8 +20,9 @@ __all__ = ["failure", "rehearse"]
 def rehearse(worker: StageWorker, inputs: Any, peers: Group, device: torch.device) -> list[Parcel]:
     """Run one micro-batch through all stages but the last, one after another.
 
-    The first stage gets real inputs, the others zeros. Buffers and torch's random numbers are put back afterwards;
-    hooks are called, and other state that a module keeps by itself sees one more micro-batch.
+    The first stage gets real inputs, the others zeros. Buffers and torch's random numbers are put
+    back afterwards; hooks are called, and other state that a module keeps by itself sees one more
+    micro-batch.
 
     Args:
         worker: Of this rank's stage; `begin` is called on it.
@@ -46,23 +49,33 @@ def rehearse(worker: StageWorker, inputs: Any, peers: Group, device: torch.devic
                     answer = _parcel(worker, inputs, parcels[-1] if parcels else None, device)
             except Exception as problem:  # raised below, once the others know
                 error, answer = problem, {"error": [type(problem).__name__, str(problem)]}
-        answers = peers.gather_bytes(json.dumps(answer).encode(), what="describing what stages send")
+        answers = peers.gather_bytes(
+            json.dumps(answer).encode(), what="describing what stages send"
+        )
         if error is not None:
             raise error
         told = json.loads(answers[stage])
         if "error" in told:
             raise failure(stage, peers.size, *told["error"])
-        parcels.append(Parcel(told["layout"], tuple((d, tuple(s), g) for d, s, g in told["tensors"])))
+        parcels.append(
+            Parcel(told["layout"], tuple((d, tuple(s), g) for d, s, g in told["tensors"]))
+        )
     return parcels
 
 
 def failure(stage: int, stages: int, kind: str, text: str) -> Exception:
-    """What is raised where another stage (counted from 0) had an error: one of its kind, if it speaks of arguments."""
+    """What is raised where another stage (counted from 0) had an error: one of its kind, if it
+    speaks of arguments.
+    """
     kinds = {"TypeError": TypeError, "ValueError": ValueError}
-    return kinds.get(kind, ThinwireError)(f"stage {stage + 1} of {stages} failed in this step: {kind}: {text}")
+    return kinds.get(kind, ThinwireError)(
+        f"stage {stage + 1} of {stages} failed in this step: {kind}: {text}"
+    )
 
 
-def _parcel(worker: StageWorker, inputs: Any, source: Parcel | None, device: torch.device) -> dict[str, Any]:
+def _parcel(
+    worker: StageWorker, inputs: Any, source: Parcel | None, device: torch.device
+) -> dict[str, Any]:
     worker.begin([(inputs, None)], source, None, 1.0)
     value = worker.output(inputs, source.blanks(device) if source else ())
     parcel, _ = Parcel.of(value, what="the output of a stage")

@@ -40,21 +40,24 @@ class _Plan:
 class PipelineRunner:
     """Runs mini-batches through the stages of one replica; every rank of it makes the same calls.
 
-    Communication: per call 24 bytes a rank to agree on the mini-batch and 10 to conclude; per micro-batch what a stage
-    returns goes to the next one, and where that needs a gradient, this comes back. The first mini-batch of a new look
-    (shapes, types, training or evaluation mode) costs the forward pass of one micro-batch more, in which the stages
-    learn what they will receive.
+    Communication: per call 24 bytes a rank to agree on the mini-batch and 10 to conclude; per
+    micro-batch what a stage returns goes to the next one, and where that needs a gradient, this
+    comes back. The first mini-batch of a new look (shapes, types, training or evaluation mode)
+    costs the forward pass of one micro-batch more, in which the stages learn what they will
+    receive.
 
-    Failure: an error in the model or the loss function is raised by all stages at the end of the call, by its own rank
-    as it was; gradients are then to be discarded, and the pipeline goes on. A dead or stopped stage is `PeerLost` or
-    `PeerStalled` on the others within the time-out of the group; after it the pipeline is of no more use.
+    Failure: an error in the model or the loss function is raised by all stages at the end of the
+    call, by its own rank as it was; gradients are then to be discarded, and the pipeline goes on. A
+    dead or stopped stage is `PeerLost` or `PeerStalled` on the others within the time-out of the
+    group; after it the pipeline is of no more use.
 
     Args:
-        stage: This rank's, one of those that `cut` returns; its device is that of its first parameter.
+        stage: This rank's, one of those that `cut` returns; its device is that of its first
+            parameter.
         config: Of the pipeline.
         grid: The ranks; as many stages as `config` has.
-        loss_fn: (output of the last stage, targets) -> the mean loss over a micro-batch, one element. None: nothing can
-            be run.
+        loss_fn: (output of the last stage, targets) -> the mean loss over a micro-batch, one
+            element. None: nothing can be run.
         dtype: Of autocast, for the forward pass and the loss; None: without.
         scale: The factor of the loss in force, asked for in every step.
     """
@@ -70,13 +73,16 @@ class PipelineRunner:
         scale: Callable[[], float] = lambda: 1.0,
     ) -> None:
         self._stage, self._config, self._grid, self._scale = stage, config, grid, scale
-        self._device = next((t.device for t in [*stage.parameters(), *stage.buffers()]), torch.device("cpu"))
+        self._device = next(
+            (t.device for t in [*stage.parameters(), *stage.buffers()]), torch.device("cpu")
+        )
         self._worker = StageWorker(stage, self._device, dtype, loss_fn)
         self._plans: OrderedDict[str, _Plan] = OrderedDict()
         self._passed_bytes = 0
         self._broken = False
         if grid.stages > 1:
-            import thinwire.pipeline.schedule  # noqa: F401  it takes seconds, here while no stage waits for another
+            # it takes seconds, here while no stage waits for another
+            import thinwire.pipeline.schedule  # noqa: F401
 
     @property
     def bytes_sent(self) -> int:
@@ -87,14 +93,15 @@ class PipelineRunner:
         """Forward and backward passes of all micro-batches.
 
         Args:
-            inputs: Of the model: a tensor (B, ...), a tuple of several arguments, or a mapping of keyword arguments,
-                cut along their first dimension. Used by the first stage.
-            targets: Tensor, or tensors nested in tuples, lists and mappings; a first dimension is B or a multiple of
-                it. Used by the last stage; equal on all stages.
+            inputs: Of the model: a tensor (B, ...), a tuple of several arguments, or a mapping of
+                keyword arguments, cut along their first dimension. Used by the first stage.
+            targets: Tensor, or tensors nested in tuples, lists and mappings; a first dimension is B
+                or a multiple of it. Used by the last stage; equal on all stages.
 
         Returns:
-            The mean loss over the micro-batches, shape (), detached, unscaled, the same on all stages. To `p.grad` of
-            this stage is added the gradient of that mean times the loss scale.
+            The mean loss over the micro-batches, shape (), detached, unscaled, the same on all
+            stages. To `p.grad` of this stage is added the gradient of that mean times the loss
+            scale.
 
         Raises:
             ValueError: `micro_batches` does not divide B; the loss has more than one element.
@@ -105,12 +112,16 @@ class PipelineRunner:
 
     @torch.no_grad()
     def evaluate(self, inputs: Any, targets: Any) -> Tensor:
-        """The mean loss without gradients, as `step` returns it; in training or evaluation mode as the modules are."""
+        """The mean loss without gradients, as `step` returns it; in training or evaluation mode as
+        the modules are.
+        """
         return self._run(inputs, targets, backward=False)
 
     def _run(self, inputs: Any, targets: Any, *, backward: bool) -> Tensor:
         if self._broken:
-            raise ThinwireError("this pipeline broke in an earlier step: restart from the last checkpoint")
+            raise ThinwireError(
+                "this pipeline broke in an earlier step: restart from the last checkpoint"
+            )
         count, worker = self._config.micro_batches, self._worker
         parts, key, known = self._agreed(inputs, targets, backward=backward)
         self._broken = True  # until the stages have come to an end together
@@ -129,25 +140,47 @@ class PipelineRunner:
         worker.begin([], None, None, 1.0)  # lets go of the mini-batch
         return loss
 
-    def _agreed(self, inputs: Any, targets: Any, *, backward: bool) -> tuple[list[tuple[Any, Any]], str, bool]:
-        """The micro-batches, the key of their plan, whether all stages have it; or an error on all stages."""
+    def _agreed(
+        self, inputs: Any, targets: Any, *, backward: bool
+    ) -> tuple[list[tuple[Any, Any]], str, bool]:
+        """The micro-batches, the key of their plan, whether all stages have it; or an error on all
+        stages.
+        """
         problem: Exception | None = None
         parts: list[tuple[Any, Any]] = []
         facts: dict[str, Any] = {"call": "step" if backward else "evaluate"}
         try:
             if self._worker.loss_fn is None:
-                raise RuntimeError("a pipeline needs a loss function, and was given none: pass loss_fn")
+                raise RuntimeError(
+                    "a pipeline needs a loss function, and was given none: pass loss_fn"
+                )
             if backward and not torch.is_grad_enabled():
-                raise RuntimeError("a step needs gradients, which torch.no_grad() turned off: use evaluate instead")
+                raise RuntimeError(
+                    "a step needs gradients, which torch.no_grad() turned off: use evaluate instead"
+                )
             parts = micro_batches(inputs, targets, self._config.micro_batches)
-            facts |= {"inputs": describe(inputs), "targets": describe(targets), "content of targets": content(targets)}
+            facts |= {
+                "inputs": describe(inputs),
+                "targets": describe(targets),
+                "content of targets": content(targets),
+            }
         except (TypeError, ValueError, RuntimeError) as error:
             problem = error
         facts["problem"] = None if problem is None else f"{type(problem).__name__}: {problem}"
-        key = json.dumps([facts["call"], describe(parts[0][0] if parts else None), self._stage.training, self._looks()])
+        key = json.dumps(
+            [
+                facts["call"],
+                describe(parts[0][0] if parts else None),
+                self._stage.training,
+                self._looks(),
+            ]
+        )
         known = key in self._plans
         payload = json.dumps({"facts": facts, "known": known}).encode()
-        answers = [json.loads(a) for a in self._grid.peers.gather_bytes(payload, what="agreeing on a mini-batch")]
+        answers = [
+            json.loads(a)
+            for a in self._grid.peers.gather_bytes(payload, what="agreeing on a mini-batch")
+        ]
         if problem is not None:
             raise problem
         _require_equal([answer["facts"] for answer in answers])
@@ -160,7 +193,11 @@ class PipelineRunner:
     def _new_plan(self, inputs: Any, *, backward: bool) -> _Plan:
         grid = self._grid
         try:
-            parcels: list[Parcel | None] = [None, *rehearse(self._worker, inputs, grid.peers, self._device), None]
+            parcels: list[Parcel | None] = [
+                None,
+                *rehearse(self._worker, inputs, grid.peers, self._device),
+                None,
+            ]
         except Exception:
             self._broken = False  # it was raised on all stages, and nothing is on its way
             raise
@@ -170,7 +207,13 @@ class PipelineRunner:
         from thinwire.pipeline.schedule import make_schedule
 
         schedule = make_schedule(
-            self._worker, self._config, grid, self._device, source=source, result=result, backward=backward
+            self._worker,
+            self._config,
+            grid,
+            self._device,
+            source=source,
+            result=result,
+            backward=backward,
         )
         return _Plan(source, result, schedule)
 
@@ -185,7 +228,9 @@ class PipelineRunner:
             if backward:
                 self._worker.guarded(loss.backward)
 
-    def _run_schedule(self, schedule: "PipelineScheduleSingle", count: int, *, backward: bool) -> None:
+    def _run_schedule(
+        self, schedule: "PipelineScheduleSingle", count: int, *, backward: bool
+    ) -> None:
         target = (
             torch.zeros(count) if self._grid.stage == self._grid.stages - 1 else None
         )  # the worker has the real ones
@@ -198,7 +243,11 @@ class PipelineRunner:
     def _concluded(self) -> Tensor:
         """The mean loss, from the last stage, if no stage failed."""
         peers, worker = self._grid.peers, self._worker
-        loss = torch.stack(worker.losses).mean(dtype=torch.float64) if worker.losses else torch.zeros(())
+        loss = (
+            torch.stack(worker.losses).mean(dtype=torch.float64)
+            if worker.losses
+            else torch.zeros(())
+        )
         kind = _LOSS_TYPES.index(worker.losses[0].dtype) if worker.losses else 0
         mine = _CONCLUSION.pack(worker.error is not None, kind, loss.item())
         message = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(peers.device)
@@ -211,11 +260,15 @@ class PipelineRunner:
         return torch.tensor(value, dtype=_LOSS_TYPES[kind], device=self._device)
 
     def _raise_on_all(self) -> None:
-        """Raise this stage's own error, or one of the same kind that names the stage which failed."""
+        """Raise this stage's own error, or one of the same kind that names the stage which
+        failed.
+        """
         error = self._worker.error
         self._worker.begin([], None, None, 1.0)
         told = [] if error is None else [type(error).__name__, str(error)]
-        answers = self._grid.peers.gather_bytes(json.dumps(told).encode(), what="telling what failed")
+        answers = self._grid.peers.gather_bytes(
+            json.dumps(told).encode(), what="telling what failed"
+        )
         if error is not None:
             raise error
         stage = next(i for i, answer in enumerate(answers) if json.loads(answer))
@@ -228,7 +281,9 @@ def _require_equal(facts: list[dict[str, Any]]) -> None:
             ours, theirs = facts[0].get(name), other.get(name)
             if ours != theirs:
                 raise Mismatch(
-                    f"{name} of the mini-batch: stage 1 has {ours}, stage {stage} has {theirs}. All ranks of a replica "
-                    "(replica = rank // stages) must make the same calls with the same mini-batches: give the sampler "
+                    f"{name} of the mini-batch: stage 1 has {ours}, stage {stage} has {theirs}. "
+                    "All ranks of a replica "
+                    "(replica = rank // stages) must make the same calls with the same "
+                    "mini-batches: give the sampler "
                     "the replica and its seed, not the rank"
                 )

@@ -27,8 +27,8 @@ def make_schedule(
 ) -> PipelineScheduleSingle:
     """The schedule of this rank.
 
-    1F1B needs as many micro-batches as stages and has nothing to save with fewer, or without a backward pass: the order
-    is GPipe's then, with the same result.
+    1F1B needs as many micro-batches as stages and has nothing to save with fewer, or without a
+    backward pass: the order is GPipe's then, with the same result.
 
     Args:
         worker: Runs the stage; takes and returns what `source` and `result` say.
@@ -40,8 +40,8 @@ def make_schedule(
         backward: Whether there is a backward pass.
 
     Returns:
-        A schedule whose `step` (or `eval`) is called without inputs, on the last stage with `micro_batches` targets
-        that are not used. It scales no gradient.
+        A schedule whose `step` (or `eval`) is called without inputs, on the last stage with
+        `micro_batches` targets that are not used. It scales no gradient.
     """
     meta = torch.device("meta")
     stage = _Stage(
@@ -62,7 +62,9 @@ def _output(output: Tensor, _: Tensor) -> Tensor:
 
 
 class _Stage(PipelineStage):
-    """A stage that is told what it receives, instead of running the model on memory that nobody wrote to."""
+    """A stage that is told what it receives, instead of running the model on memory that nobody
+    wrote to.
+    """
 
     def __init__(self, grid: Grid, worker: StageWorker, device: torch.device, **looks: Any) -> None:
         self._grid, self._worker = grid, worker
@@ -78,10 +80,14 @@ class _Stage(PipelineStage):
         pass
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """As torch's; an error is kept for the end of the step, and zeros go to the stage before."""
+        """As torch's; an error is kept for the end of the step, and zeros go to the stage
+        before.
+        """
         inputs = self._stage_meta.inputs or ()
         self.bwd_cache[bwd_chunk_id] = tuple(
-            torch.zeros(meta.shape, dtype=meta.dtype, device=self.device) if meta.requires_grad else None
+            torch.zeros(meta.shape, dtype=meta.dtype, device=self.device)
+            if meta.requires_grad
+            else None
             for meta in inputs
         )
 

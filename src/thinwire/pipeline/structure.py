@@ -1,4 +1,6 @@
-"""Nested values with tensors in them: taken apart into tensors and a layout, and cut into micro-batches."""
+"""Nested values with tensors in them: taken apart into tensors and a layout, and cut into
+micro-batches.
+"""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -17,7 +19,8 @@ def pack(value: Any, *, what: str) -> tuple[Any, list[Tensor]]:
     """Take a value apart into a layout that JSON can hold and its tensors.
 
     Args:
-        value: A tensor, a number, string or None, or a tuple, list or dict with string keys of these.
+        value: A tensor, a number, string or None, or a tuple, list or dict with string keys of
+            these.
         what: The value in plain words, for errors.
 
     Returns:
@@ -39,8 +42,10 @@ def pack(value: Any, *, what: str) -> tuple[Any, list[Tensor]]:
         if type(part) in _PLAIN:
             return {"plain": part}
         raise TypeError(
-            f"{what} has a part of type {type(part).__name__}, which cannot travel between stages: let the module "
-            "return a tensor, or a tuple, list or dict (with string keys) of tensors and plain values"
+            f"{what} has a part of type {type(part).__name__}, which cannot travel between stages: "
+            "let the module "
+            "return a tensor, or a tuple, list or dict (with string keys) of tensors and plain "
+            "values"
         )
 
     return layout(value), tensors
@@ -72,7 +77,9 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 def describe(value: Any) -> Any:
-    """Shapes and types of a value, as JSON can hold them; equal for values that one schedule can run."""
+    """Shapes and types of a value, as JSON can hold them; equal for values that one schedule can
+    run.
+    """
     if isinstance(value, Tensor):
         return [str(value.dtype), *value.shape]
     if isinstance(value, Mapping):
@@ -83,7 +90,9 @@ def describe(value: Any) -> Any:
 
 
 def content(value: Any) -> str:
-    """A digest of the ends of every tensor, which tells one mini-batch from another and costs next to nothing."""
+    """A digest of the ends of every tensor, which tells one mini-batch from another and costs next
+    to nothing.
+    """
     digest = hashlib.blake2b(digest_size=8)
     for tensor in tensors_of(value):
         flat = tensor.detach().reshape(-1)
@@ -96,8 +105,8 @@ def micro_batches(inputs: Any, targets: Any, count: int) -> list[tuple[Any, Any]
     """Cut a mini-batch along the first dimension of its tensors.
 
     Args:
-        inputs: A tensor, or tuples, lists and mappings of tensors with the same first dimension (B, ...); tensors
-            without dimensions and other values go to every part.
+        inputs: A tensor, or tuples, lists and mappings of tensors with the same first dimension (B,
+            ...); tensors without dimensions and other values go to every part.
         targets: The same kinds; a first dimension may be a multiple of B (one entry per token).
         count: Number of equal parts.
 
@@ -105,22 +114,32 @@ def micro_batches(inputs: Any, targets: Any, count: int) -> list[tuple[Any, Any]
         `count` pairs (inputs, targets) of views.
 
     Raises:
-        ValueError: No tensor, an empty batch, different first dimensions, or B is no multiple of `count`.
+        ValueError: No tensor, an empty batch, different first dimensions, or B is no multiple of
+            `count`.
     """
     sizes = sorted({tensor.shape[0] for tensor in tensors_of(inputs) if tensor.ndim})
     if len(sizes) != 1:
-        found = f"of first dimensions {sizes}" if sizes else "without a tensor that has a first dimension"
-        raise ValueError(f"inputs must be tensors with one first dimension, the mini-batch, got inputs {found}")
+        found = (
+            f"of first dimensions {sizes}"
+            if sizes
+            else "without a tensor that has a first dimension"
+        )
+        raise ValueError(
+            f"inputs must be tensors with one first dimension, the mini-batch, got inputs {found}"
+        )
     (batch,) = sizes
     if batch == 0 or batch % count:
         raise ValueError(
-            f"a mini-batch of {batch} cannot be cut into micro_batches={count} equal parts: make the batch size a "
-            "multiple of it and drop a last batch that is smaller (drop_last=True), or change micro_batches"
+            f"a mini-batch of {batch} cannot be cut into micro_batches={count} equal parts: make "
+            "the batch size a "
+            "multiple of it and drop a last batch that is smaller (drop_last=True), or change "
+            "micro_batches"
         )
     for tensor in tensors_of(targets):
         if tensor.ndim and tensor.shape[0] % batch:
             raise ValueError(
-                f"targets have a first dimension of {tensor.shape[0]}, which is no multiple of the {batch} of inputs"
+                f"targets have a first dimension of {tensor.shape[0]}, which is no multiple of the "
+                f"{batch} of inputs"
             )
     return [(_part(inputs, i, count), _part(targets, i, count)) for i in range(count)]
 

@@ -26,12 +26,16 @@ class Parcel:
     def of(cls, value: Any, *, what: str) -> "tuple[Parcel, list[Tensor]]":
         """The parcel for a value, and the tensors in it."""
         layout, tensors = pack(value, what=what)
-        return cls(layout, tuple((_short(t.dtype), tuple(t.shape), t.requires_grad) for t in tensors)), tensors
+        return cls(
+            layout, tuple((_short(t.dtype), tuple(t.shape), t.requires_grad) for t in tensors)
+        ), tensors
 
     def blanks(self, device: torch.device) -> tuple[Tensor, ...]:
         """Zeros that look like the tensors: leaves, which need a gradient where these do."""
         return tuple(
-            torch.zeros(shape, dtype=getattr(torch, dtype), device=device, requires_grad=requires_grad)
+            torch.zeros(
+                shape, dtype=getattr(torch, dtype), device=device, requires_grad=requires_grad
+            )
             for dtype, shape, requires_grad in self.tensors
         )
 
@@ -43,18 +47,28 @@ class Parcel:
     @property
     def bytes_back(self) -> int:
         """Of the gradients."""
-        return sum(t.numel() * t.element_size() for t in self.blanks(torch.device("meta")) if t.requires_grad)
+        return sum(
+            t.numel() * t.element_size()
+            for t in self.blanks(torch.device("meta"))
+            if t.requires_grad
+        )
 
 
 class StageWorker(nn.Module):
-    """Runs the stage on the micro-batches in their order; on the last stage the result is the scaled loss.
+    """Runs the stage on the micro-batches in their order; on the last stage the result is the
+    scaled loss.
 
-    An error does not stop the schedule, on which the other ranks count: it is kept in `error`, and from then on zeros
-    go out, so that all ranks come to the end of the step and can agree that it failed.
+    An error does not stop the schedule, on which the other ranks count: it is kept in `error`, and
+    from then on zeros go out, so that all ranks come to the end of the step and can agree that it
+    failed.
     """
 
     def __init__(
-        self, stage: nn.Module, device: torch.device, dtype: torch.dtype | None, loss_fn: Callable[..., Any] | None
+        self,
+        stage: nn.Module,
+        device: torch.device,
+        dtype: torch.dtype | None,
+        loss_fn: Callable[..., Any] | None,
     ) -> None:
         super().__init__()
         self.stage = stage
@@ -63,7 +77,11 @@ class StageWorker(nn.Module):
         self.begin([], None, None, 1.0)
 
     def begin(
-        self, parts: Sequence[tuple[Any, Any]], source: Parcel | None, result: Parcel | None, factor: float
+        self,
+        parts: Sequence[tuple[Any, Any]],
+        source: Parcel | None,
+        result: Parcel | None,
+        factor: float,
     ) -> None:
         """Get ready for a step.
 
@@ -110,13 +128,17 @@ class StageWorker(nn.Module):
         parcel, tensors = Parcel.of(self.output(inputs, received), what="the output of a stage")
         if parcel != self._result:
             raise ValueError(
-                "the output of a stage must look the same for all micro-batches, plain values included, since the next "
-                f"stage was told it before: got {parcel} for number {index}, and {self._result} was told"
+                "the output of a stage must look the same for all micro-batches, plain values "
+                "included, since the next "
+                f"stage was told it before: got {parcel} for number {index}, and {self._result} "
+                "was told"
             )
         return tuple(tensor.contiguous() for tensor in tensors)
 
     def output(self, inputs: Any, received: Sequence[Tensor]) -> Any:
-        """What the stage returns, for inputs of the model on the first stage, else for what was received."""
+        """What the stage returns, for inputs of the model on the first stage, else for what was
+        received.
+        """
         with self._precision():
             if self._source is None:
                 return _called(self.stage, inputs)
@@ -131,15 +153,21 @@ class StageWorker(nn.Module):
 
 
 def _as_loss(loss: object) -> Tensor:
-    """The value of a loss function as a tensor of shape (), or an error that says what it is instead."""
+    """The value of a loss function as a tensor of shape (), or an error that says what it is
+    instead.
+    """
     if not isinstance(loss, Tensor):
         raise TypeError(f"loss_fn must return a tensor of one element, got {type(loss).__name__}")
     if loss.numel() != 1:
-        raise ValueError(f"loss_fn must return one element, got shape {tuple(loss.shape)}: take its mean")
+        raise ValueError(
+            f"loss_fn must return one element, got shape {tuple(loss.shape)}: take its mean"
+        )
     if not loss.is_floating_point():
         raise TypeError(f"loss_fn must return a floating-point loss, got {loss.dtype}")
     if torch.is_grad_enabled() and not loss.requires_grad:
-        raise ValueError("the loss depends on no parameter that requires a gradient: there is nothing to train")
+        raise ValueError(
+            "the loss depends on no parameter that requires a gradient: there is nothing to train"
+        )
     return loss.reshape(())
 
 

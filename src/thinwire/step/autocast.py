@@ -1,4 +1,6 @@
-"""Automatic mixed precision: a model whose forward pass runs under torch's autocast wherever it is called."""
+"""Automatic mixed precision: a model whose forward pass runs under torch's autocast wherever it is
+called.
+"""
 
 from typing import Any
 
@@ -28,10 +30,11 @@ class Autocast(ForwardLayer):
 
 
 def autocast_forward(model: nn.Module, dtype: torch.dtype) -> Autocast:
-    """Let the forward pass of `model` run under autocast, in training and in evaluation, in any loop.
+    """Let the forward pass of `model` run under autocast, in training and in evaluation, in any
+    loop.
 
-    Parameters, optimizer state and gradients keep their types. Outputs may have the narrow type; the loss belongs under
-    autocast too, which computes it in float32.
+    Parameters, optimizer state and gradients keep their types. Outputs may have the narrow type;
+    the loss belongs under autocast too, which computes it in float32.
 
     Args:
         model: Changed: gets a `forward` of its own, which is copied and pickled with it.

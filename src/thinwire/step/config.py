@@ -10,12 +10,13 @@ __all__ = ["AMP", "GradientMerge", "Recompute"]
 
 @dataclass(frozen=True)
 class AMP:
-    """The forward pass in a narrow type, by torch's autocast; parameters and optimizer state stay as they are.
+    """The forward pass in a narrow type, by torch's autocast; parameters and optimizer state stay
+    as they are.
 
     Attributes:
         dtype: "bfloat16" or "float16".
-        loss_scale: `FixedLossScale` or `DynamicLossScale`; None scales nothing and looks for no overflow of its own,
-            which "float16" can hardly do without.
+        loss_scale: `FixedLossScale` or `DynamicLossScale`; None scales nothing and looks for no
+            overflow of its own, which "float16" can hardly do without.
 
     Raises:
         TypeError, ValueError: A wrong value.
@@ -38,8 +39,8 @@ class Recompute:
     """Matched modules keep only their inputs; their forward pass is repeated in the backward pass.
 
     Attributes:
-        checkpoints: Glob patterns over the names of `model.named_modules()`, at least one. Where one match contains
-            another, the outer one counts.
+        checkpoints: Glob patterns over the names of `model.named_modules()`, at least one. Where
+            one match contains another, the outer one counts.
 
     Raises:
         TypeError: No list or tuple of strings.
@@ -51,17 +52,27 @@ class Recompute:
     checkpoints: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        check.instance("checkpoints", self.checkpoints, (tuple, list), advice='write a single pattern as ("blocks.*",)')
+        check.instance(
+            "checkpoints",
+            self.checkpoints,
+            (tuple, list),
+            advice='write a single pattern as ("blocks.*",)',
+        )
         if not self.checkpoints:
-            raise ValueError("checkpoints is empty: name the modules to recompute, or leave recompute out")
+            raise ValueError(
+                "checkpoints is empty: name the modules to recompute, or leave recompute out"
+            )
         for i, pattern in enumerate(self.checkpoints):
-            check.instance(f"checkpoints[{i}]", pattern, str, advice="patterns are over module names")
+            check.instance(
+                f"checkpoints[{i}]", pattern, str, advice="patterns are over module names"
+            )
         object.__setattr__(self, "checkpoints", tuple(self.checkpoints))
 
 
 @dataclass(frozen=True)
 class GradientMerge:
-    """One update from the gradients of several backward passes, which exchange nothing but the last.
+    """One update from the gradients of several backward passes, which exchange nothing but the
+    last.
 
     Attributes:
         k_steps: Microsteps (backward passes) for one update, >= 1; 1 is the same as none.

@@ -1,4 +1,6 @@
-"""What stands in the place of a module's forward: an object that can be copied with it and taken off again."""
+"""What stands in the place of a module's forward: an object that can be copied with it and taken
+off again.
+"""
 
 from typing import Any
 
@@ -9,10 +11,11 @@ __all__ = ["ForwardLayer"]
 
 
 class ForwardLayer:
-    """Stands as `module.forward` and calls what stood there before; layers may be put on and taken off in any order.
+    """Stands as `module.forward` and calls what stood there before; layers may be put on and taken
+    off in any order.
 
-    It is an object that holds its module, not a closure: a copied or unpickled module has a layer of its own, which
-    calls that module. Names, types and state_dict of the module stay as they are.
+    It is an object that holds its module, not a closure: a copied or unpickled module has a layer
+    of its own, which calls that module. Names, types and state_dict of the module stay as they are.
 
     Args:
         module: Changed: gets this layer as its `forward`.
@@ -24,7 +27,8 @@ class ForwardLayer:
     def __init__(self, module: nn.Module) -> None:
         if isinstance(module, torch.jit.ScriptModule):
             raise TypeError(
-                f"{type(module).__name__} is a scripted module, whose forward cannot be replaced: give the module that "
+                f"{type(module).__name__} is a scripted module, whose forward cannot be replaced: "
+                "give the module that "
                 "was scripted"
             )
         self.module = module

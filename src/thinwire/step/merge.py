@@ -1,4 +1,6 @@
-"""Gradient merge: the sum of the gradients of several backward passes, from which one update is made."""
+"""Gradient merge: the sum of the gradients of several backward passes, from which one update is
+made.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,13 +16,15 @@ __all__ = ["GradientSum"]
 
 
 class GradientSum:
-    """acc <- acc + factor g on every microstep, by parameter name, and their mean or sum at the end.
+    """acc <- acc + factor g on every microstep, by parameter name, and their mean or sum at the
+    end.
 
-    A parameter without gradient in some microsteps counts as zero there; without one in all of them it is absent.
+    A parameter without gradient in some microsteps counts as zero there; without one in all of them
+    it is absent.
 
-    **State**: the sums in float32 (float64 and complex128 for gradients of those types, complex64 for complex64), the
-    number of microsteps and whether one of them overflowed.
-    **Communication**: none.
+    **State**: the sums in float32 (float64 and complex128 for gradients of those types, complex64
+    for complex64), the number of microsteps and whether one of them overflowed. **Communication**:
+    none.
 
     Source: Paddle, GradientMergeOptimizer. Differs: sums of narrow gradients are kept in float32.
     """
@@ -29,7 +33,8 @@ class GradientSum:
         self.microsteps = 0
         """Backward passes in the sum."""
         self.overflowed = False
-        """Whether a gradient in the sum is known not to be finite; whoever looks for that notes it here."""
+        """Whether a gradient in the sum is known not to be finite; whoever looks for that notes it
+        here."""
         self._sums: dict[str, Tensor] = {}
 
     @torch.no_grad()
@@ -37,7 +42,8 @@ class GradientSum:
         """Add the gradients of one more microstep.
 
         Args:
-            grads: By parameter name, of any dtype, dense or sparse; read only. None is the same as not being there.
+            grads: By parameter name, of any dtype, dense or sparse; read only. None is the same as
+                not being there.
             factor: What they are multiplied by on the way, for instance 1 / loss scale.
 
         Raises:
@@ -53,13 +59,17 @@ class GradientSum:
         for name, grad in grads.items():
             if name in self._sums and self._sums[name].shape != grad.shape:
                 raise ValueError(
-                    f"the gradient of {name} has shape {tuple(grad.shape)}, those merged before it have "
+                    f"the gradient of {name} has shape {tuple(grad.shape)}, those merged before it "
+                    "have "
                     f"{tuple(self._sums[name].shape)}: call clear() when the model has changed"
                 )
 
     @torch.no_grad()
-    def preview(self, name: str, grad: Tensor | None, factor: float = 1.0, avg: bool = True) -> Tensor | None:
-        """What `take` will give for one parameter if `grad` is added and no microstep follows; nothing changes.
+    def preview(
+        self, name: str, grad: Tensor | None, factor: float = 1.0, avg: bool = True
+    ) -> Tensor | None:
+        """What `take` will give for one parameter if `grad` is added and no microstep follows;
+        nothing changes.
 
         Args:
             name: Of the parameter.
@@ -68,12 +78,17 @@ class GradientSum:
             avg: As in `take`.
 
         Returns:
-            A new tensor, or the very one of the sum where nothing is added; None for a parameter without any gradient.
+            A new tensor, or the very one of the sum where nothing is added; None for a parameter
+            without any gradient.
         """
         total = self._sums.get(name)
         if grad is not None:
             total = _added(None if total is None else total.clone(), grad, factor)
-        return total if total is None or not avg or self.microsteps == 0 else total / (self.microsteps + 1)
+        return (
+            total
+            if total is None or not avg or self.microsteps == 0
+            else total / (self.microsteps + 1)
+        )
 
     @torch.no_grad()
     def take(self, avg: bool = True) -> dict[str, Tensor]:
@@ -83,24 +98,29 @@ class GradientSum:
             avg: Whether to divide by the number of microsteps.
 
         Returns:
-            Mean: new tensors. Sum: the very tensors of the sum, which are not added to any more after `clear`.
+            Mean: new tensors. Sum: the very tensors of the sum, which are not added to any more
+                after `clear`.
         """
         if not avg or self.microsteps == 1:
             return dict(self._sums)
         return {name: total / self.microsteps for name, total in self._sums.items()}
 
     @torch.no_grad()
-    def completed_(self, grads: Mapping[str, Tensor], factor: float = 1.0, avg: bool = True) -> dict[str, Tensor]:
+    def completed_(
+        self, grads: Mapping[str, Tensor], factor: float = 1.0, avg: bool = True
+    ) -> dict[str, Tensor]:
         """What `take` would give after `add` of these; the sum stays as it is until `clear`.
 
         Args:
-            grads: Of the last microstep, as in `add`. Changed: dense ones that share their storage with no other are
-                written to, where their type is that of the sum, so that there is no second set of gradients.
+            grads: Of the last microstep, as in `add`. Changed: dense ones that share their storage
+                with no other are written to, where their type is that of the sum, so that there is
+                no second set of gradients.
             factor: As in `add`.
             avg: As in `take`.
 
         Returns:
-            By name; where this microstep has no gradient and the sum is asked for, the very tensor of the sum.
+            By name; where this microstep has no gradient and the sum is asked for, the very tensor
+            of the sum.
 
         Raises:
             ValueError: As in `add`; nothing has changed.
@@ -115,7 +135,11 @@ class GradientSum:
                 done[name] = total / count if avg and count > 1 else total
                 continue
             if name in mine and grad.dtype == (_sum_dtype(grad) if total is None else total.dtype):
-                whole = grad.mul_(factor) if total is None else _added_into_(grad, total.to(grad.device), factor)
+                whole = (
+                    grad.mul_(factor)
+                    if total is None
+                    else _added_into_(grad, total.to(grad.device), factor)
+                )
             else:
                 whole = _added(None if total is None else total.clone(), grad, factor)
             done[name] = whole.div_(count) if avg and count > 1 else whole
@@ -127,7 +151,9 @@ class GradientSum:
         self.microsteps, self.overflowed = 0, False
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values and copies of tensors: `microsteps`, `overflowed`, and `sums` by parameter name."""
+        """Plain values and copies of tensors: `microsteps`, `overflowed`, and `sums` by parameter
+        name.
+        """
         sums = {name: total.clone() for name, total in self._sums.items()}
         return {"microsteps": self.microsteps, "overflowed": self.overflowed, "sums": sums}
 
@@ -138,7 +164,9 @@ class GradientSum:
             TypeError, ValueError: Not such a state; nothing has changed.
         """
         if set(state) != {"microsteps", "overflowed", "sums"}:
-            raise ValueError(f"the state of a merge has microsteps, overflowed and sums, got {sorted(state)}")
+            raise ValueError(
+                f"the state of a merge has microsteps, overflowed and sums, got {sorted(state)}"
+            )
         microsteps = check.integer("microsteps", state["microsteps"], at_least=0)
         overflowed = check.boolean("overflowed", state["overflowed"])
         for name, total in state["sums"].items():

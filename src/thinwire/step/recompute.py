@@ -1,4 +1,6 @@
-"""Recompute: matched modules keep their inputs only, and repeat their forward pass in the backward pass."""
+"""Recompute: matched modules keep their inputs only, and repeat their forward pass in the backward
+pass.
+"""
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,20 +36,25 @@ class Recomputed:
             layer.remove()
 
 
-def recompute(model: nn.Module, checkpoints: Iterable[str], *, stage: nn.Module | None = None) -> Recomputed:
-    """Let the modules that match keep their inputs only, and repeat their forward pass in the backward pass.
+def recompute(
+    model: nn.Module, checkpoints: Iterable[str], *, stage: nn.Module | None = None
+) -> Recomputed:
+    """Let the modules that match keep their inputs only, and repeat their forward pass in the
+    backward pass.
 
-    Gradients are those without, bit for bit on one device: random numbers, autocast, mode and buffers are in the repeat
-    what they were, and buffers such as running statistics advance once. What else a forward changes, attributes of
-    another kind for instance, it changes twice. Without gradients (`torch.no_grad()`) the forward pass is as before.
+    Gradients are those without, bit for bit on one device: random numbers, autocast, mode and
+    buffers are in the repeat what they were, and buffers such as running statistics advance once.
+    What else a forward changes, attributes of another kind for instance, it changes twice. Without
+    gradients (`torch.no_grad()`) the forward pass is as before.
 
     Args:
-        model: Changed: each match gets a `forward` of its own, which is copied and pickled with it. Names, types and
-            state_dict stay.
-        checkpoints: Glob patterns over the names of `model.named_modules()`. Where one match contains another, the
-            outer one counts.
-        stage: The part of the model that runs here, with the names of the model, under a pipeline: patterns are
-            matched in the whole model, and of a match that is cut in two each stage recomputes its part.
+        model: Changed: each match gets a `forward` of its own, which is copied and pickled with it.
+            Names, types and state_dict stay.
+        checkpoints: Glob patterns over the names of `model.named_modules()`. Where one match
+            contains another, the outer one counts.
+        stage: The part of the model that runs here, with the names of the model, under a pipeline:
+            patterns are matched in the whole model, and of a match that is cut in two each stage
+            recomputes its part.
 
     Returns:
         The handle whose `remove` restores the model.
@@ -57,7 +64,8 @@ def recompute(model: nn.Module, checkpoints: Iterable[str], *, stage: nn.Module 
         ValueError: A pattern matches no module with a forward.
         RuntimeError: In a backward pass: a parameter was changed after the forward pass.
 
-    Source: Chen et al., 2016, arXiv 1604.06174; torch.utils.checkpoint. Differs: buffers advance once.
+    Source: Chen et al., 2016, arXiv 1604.06174; torch.utils.checkpoint. Differs: buffers advance
+        once.
     """
     names = matches(model, checkpoints)
     if stage is None:
@@ -69,9 +77,9 @@ def recompute(model: nn.Module, checkpoints: Iterable[str], *, stage: nn.Module 
 def matches(model: nn.Module, checkpoints: Iterable[str]) -> tuple[str, ...]:
     """The names of the outermost modules that match, in the model's order; changes nothing.
 
-    Modules without a forward of their own (`ModuleList`) do not count, since nobody calls them. The model itself is
-    matched by the pattern "" only: to repeat all of it at once saves nothing. In a compiled model (`torch.compile`)
-    names may be written without `_orig_mod.`.
+    Modules without a forward of their own (`ModuleList`) do not count, since nobody calls them. The
+    model itself is matched by the pattern "" only: to repeat all of it at once saves nothing. In a
+    compiled model (`torch.compile`) names may be written without `_orig_mod.`.
 
     Args:
         model: Read only.
@@ -79,10 +87,13 @@ def matches(model: nn.Module, checkpoints: Iterable[str]) -> tuple[str, ...]:
 
     Raises:
         TypeError: `checkpoints` is no list or tuple of strings.
-        ValueError: It is empty, or a pattern matches no module with a forward; with the closest names.
+        ValueError: It is empty, or a pattern matches no module with a forward; with the closest
+            names.
     """
     check.instance("model", model, nn.Module)
-    check.instance("checkpoints", checkpoints, (tuple, list), advice='write a single pattern as ("blocks.*",)')
+    check.instance(
+        "checkpoints", checkpoints, (tuple, list), advice='write a single pattern as ("blocks.*",)'
+    )
     found: dict[str, None] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
     for pattern in checkpoints:
@@ -103,11 +114,13 @@ class _Recompute(ForwardLayer):
     def _around(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or getattr(_here, "inside", False):
             return self._inside(*args, **kwargs)
-        if torch.compiler.is_compiling():  # buffers are part of a compiled graph, which repeats without writing to them
+        if (
+            torch.compiler.is_compiling()
+        ):  # buffers are part of a compiled graph, which repeats without writing to them
             return checkpoint(self._inside, *args, use_reentrant=False, **kwargs)
         memory = Remembered(self.module)
-        # values of keyword arguments go among the others, which torch saves, checks for changes, and takes the device
-        # of the random numbers from
+        # values of keyword arguments go among the others, which torch saves, checks for changes,
+        # and takes the device of the random numbers from
         return checkpoint(
             self._once,
             tuple(kwargs),
@@ -152,7 +165,8 @@ def _is_inside(name: str, outer: Iterable[str]) -> bool:
 def _miss(pattern: str, hits: Sequence[str], modules: Iterable[str]) -> str:
     if hits:
         return (
-            f"checkpoints: the pattern {pattern!r} matches only {', '.join(map(repr, hits))}, which nobody calls (no "
+            f"checkpoints: the pattern {pattern!r} matches only {', '.join(map(repr, hits))}, "
+            "which nobody calls (no "
             f"forward of its own); write {pattern + '.*'!r} for what is inside"
         )
     names = [name for name in modules if name]

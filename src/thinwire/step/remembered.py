@@ -23,17 +23,21 @@ class _Part(NamedTuple):
 
 
 class Remembered:
-    """Mode and buffers of a module as they are now; inside the context its forward finds them again.
+    """Mode and buffers of a module as they are now; inside the context its forward finds them
+    again.
 
-    There the module has copies in the place of its buffers. The real ones, which the first pass has advanced, are not
-    written to: a backward pass may need their memory, and they must not advance twice.
+    There the module has copies in the place of its buffers. The real ones, which the first pass has
+    advanced, are not written to: a backward pass may need their memory, and they must not advance
+    twice.
 
     Cost: a copy of the module's buffers for as long as a backward pass may need them.
     """
 
     def __init__(self, module: nn.Module) -> None:
         copies: dict[Tensor, Tensor] = {}
-        self._parts = [_Part(part, part.training, _copied(part._buffers, copies)) for part in module.modules()]
+        self._parts = [
+            _Part(part, part.training, _copied(part._buffers, copies)) for part in module.modules()
+        ]
         self._module = module
         self._versions: list[tuple[str, Tensor, int]] = []
         self._real: list[tuple[bool, Buffers]] = []
@@ -49,17 +53,24 @@ class Remembered:
         for name, param, version in self._versions:
             if param._version != version:
                 raise RuntimeError(
-                    f"{name} was changed between the forward pass and the backward pass, which repeats the forward "
+                    f"{name} was changed between the forward pass and the backward pass, which "
+                    "repeats the forward "
                     "pass with the new value: call backward() before the optimizer's step"
                 )
         # a graph that is kept is walked again, and the forward pass repeated from the same values
         copies: dict[Tensor, Tensor] = {}
         self._real = [(part.module.training, part.module._buffers) for part in self._parts]
         for part in self._parts:
-            part.module.training, part.module._buffers = part.training, _copied(part.buffers, copies)
+            part.module.training, part.module._buffers = (
+                part.training,
+                _copied(part.buffers, copies),
+            )
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for part, (training, buffers) in zip(self._parts, self._real, strict=True):
             part.module.training, part.module._buffers = training, buffers
@@ -67,7 +78,9 @@ class Remembered:
 
 
 def _copied(buffers: Buffers, copies: dict[Tensor, Tensor]) -> Buffers:
-    """Copies that require gradients where the originals do; a tensor that is there twice stays one."""
+    """Copies that require gradients where the originals do; a tensor that is there twice
+    stays one.
+    """
     new: Buffers = {}
     with torch.no_grad():
         for name, buffer in buffers.items():

@@ -1,4 +1,6 @@
-"""Parameters that have a gradient on some ranks only: where one rank has one, the others' counts as zero."""
+"""Parameters that have a gradient on some ranks only: where one rank has one, the others' counts as
+zero.
+"""
 
 from collections.abc import Mapping
 
@@ -21,15 +23,18 @@ _TYPES = (
 )
 _CODES = {dtype: code for code, dtype in enumerate(_TYPES, start=1)}
 _ROW_SPARSE = 16
-"""Added to the code of a row-sparse gradient: optimizers treat these in their own way, on all ranks or on none."""
+"""Added to the code of a row-sparse gradient: optimizers treat these in their own way, on all ranks
+or on none."""
 
 
 class AbsentAsZero:
-    """Completes the gradients of an update by zeros, in type and layout of those that other ranks have.
+    """Completes the gradients of an update by zeros, in type and layout of those that other ranks
+    have.
 
     A parameter without gradient on all ranks stays without.
 
-    Communication: 24 bytes a rank and update where all have the same, else a byte for every parameter besides.
+    Communication: 24 bytes a rank and update where all have the same, else a byte for every
+    parameter besides.
 
     Args:
         params: What is trained, by name, in the same order on all ranks.
@@ -67,7 +72,9 @@ class AbsentAsZero:
             if len(answer) != len(mine) or any(code % _ROW_SPARSE > len(_TYPES) for code in answer):
                 raise elsewhere(what, rank)
         whole = dict(grads)
-        for (name, param), codes in zip(self._params.items(), zip(*answers, strict=True), strict=True):
+        for (name, param), codes in zip(
+            self._params.items(), zip(*answers, strict=True), strict=True
+        ):
             code = next(filter(None, codes), 0)
             if code and name not in grads:
                 whole[name] = _zeros(param, code)
@@ -84,4 +91,6 @@ def _zeros(param: Parameter, code: int) -> Tensor:
         return torch.zeros_like(param, dtype=dtype, requires_grad=False)
     rows = torch.zeros((1, 0), dtype=torch.int64, device=param.device)
     values = torch.zeros((0, *param.shape[1:]), dtype=dtype, device=param.device)
-    return torch.sparse_coo_tensor(rows, values, param.shape, is_coalesced=True, check_invariants=False)
+    return torch.sparse_coo_tensor(
+        rows, values, param.shape, is_coalesced=True, check_invariants=False
+    )

@@ -1,4 +1,6 @@
-"""What looks across tensors must look across the stages of a pipeline: gradients that are not finite."""
+"""What looks across tensors must look across the stages of a pipeline: gradients that are not
+finite.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +16,8 @@ __all__ = ["DropTogether"]
 
 
 class DropTogether:
-    """An exchange among the replicas of one stage, after all stages have agreed that their gradients are finite.
+    """An exchange among the replicas of one stage, after all stages have agreed that their
+    gradients are finite.
 
     Communication: 24 bytes a rank and update over all ranks.
     """
@@ -36,7 +39,10 @@ class DropTogether:
     def counts(self, step: int) -> dict[str, float]:
         """As of the exchange inside, and what the agreement of all stages adds."""
         counts, votes = self._inner.counts(step), self._everybody
-        besides: dict[str, float] = {"bytes_received": votes.bytes_received, "bytes_between_nodes": votes.bytes_sent}
+        besides: dict[str, float] = {
+            "bytes_received": votes.bytes_received,
+            "bytes_between_nodes": votes.bytes_sent,
+        }
         besides["wait_s"] = votes.wait_s
         return {key: value + besides.get(key, 0) for key, value in counts.items()}
 
@@ -54,7 +60,9 @@ class DropTogether:
 
     def update(self, step: int, grads: Grads) -> bool:
         bad = next((name for name, grad in grads.items() if not all_finite(grad)), None)
-        report = Report(step, "all stages", non_finite=None if bad is None else self._names.index(bad))
+        report = Report(
+            step, "all stages", non_finite=None if bad is None else self._names.index(bad)
+        )
         reports = agree_on_step(self._everybody, report, [])
         return not self._drops.needed(reports, self._names) and self._inner.update(step, grads)
 
@@ -71,7 +79,11 @@ class DropTogether:
         self._inner.flush()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"inner": self._inner.state_dict(), "dropped": self._drops.total, "in a row": self._drops.in_a_row}
+        return {
+            "inner": self._inner.state_dict(),
+            "dropped": self._drops.total,
+            "in a row": self._drops.in_a_row,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._inner.load_state_dict(state["inner"])

@@ -1,4 +1,6 @@
-"""Which optimizer really trains: the one that is given, or the one by which a strategy replaces it."""
+"""Which optimizer really trains: the one that is given, or the one by which a strategy
+replaces it.
+"""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -33,7 +35,8 @@ class Adopted:
     optimizer: torch.optim.Optimizer
     """The given object, or a new one that it has to become: see `thinwire.strategy.in_place`."""
     compressor: Compression | None
-    """What the gradients (under local updates: the changes) are compressed by before this optimizer sees them; None
+    """What the gradients (under local updates: the changes) are compressed by before this optimizer
+    sees them; None
     where nothing is, or where the optimizer does it."""
     notes: tuple[str, ...]
     """What was taken over, and what was not, in words."""
@@ -55,19 +58,20 @@ def adopt(
 ) -> Adopted:
     """The optimizer that trains under a strategy.
 
-    A replacement has the rates, schedules (at the same update), groups, exclusions, order, clipping and regularizer of
-    the given optimizer, and its state where that means the same: the momentum of SGD for `DGCMomentum`, the moments and
-    steps of an Adam for `Lamb`. The velocity of SGD does not contain the rate and that of `Lars` does, so that state is
-    refused.
+    A replacement has the rates, schedules (at the same update), groups, exclusions, order, clipping
+    and regularizer of the given optimizer, and its state where that means the same: the momentum of
+    SGD for `DGCMomentum`, the moments and steps of an Adam for `Lamb`. The velocity of SGD does not
+    contain the rate and that of `Lars` does, so that state is refused.
 
     Args:
         optimizer: Any; changed only where it stays and `keep` leaves out some of its parameters.
-        compression: `DGC` makes an SGD a `DGCMomentum`; it compresses for any other, and under `lars`, `lamb` or local
-            updates, and so does any other compression always.
+        compression: `DGC` makes an SGD a `DGCMomentum`; it compresses for any other, and under
+            `lars`, `lamb` or local updates, and so does any other compression always.
         lars: Makes an SGD a `Lars`.
         lamb: Makes an Adam, AdamW or LazyAdam a `Lamb`.
         local: Whether ranks train on their own and average now and then.
-        names: Of all the model's parameters; the optimizer's own names, where it has them, go first.
+        names: Of all the model's parameters; the optimizer's own names, where it has them, go
+            first.
         keep: Which parameters this process trains, under a pipeline; None for all.
         process_group: The ranks that exchange; None for all.
         num_trainers: N of dgc's local clip; None for the sources among them.
@@ -76,7 +80,8 @@ def adopt(
         What trains.
 
     Raises:
-        StrategyError: The strategy does not go with this optimizer; lists every reason, and nothing has changed.
+        StrategyError: The strategy does not go with this optimizer; lists every reason, and nothing
+            has changed.
     """
     said = f"the strategy does not go with the optimizer {type(optimizer).__name__}: "
     dgc = compression if isinstance(compression, DGC) else None
@@ -84,9 +89,15 @@ def adopt(
         lars, lamb = None, None
         if isinstance(optimizer, DGCMomentum):
             compression = dgc = None
-    problems = [*_misfits(optimizer, dgc, lars, lamb, local=local, keep=keep), *_strangers(optimizer, names)]
+    problems = [
+        *_misfits(optimizer, dgc, lars, lamb, local=local, keep=keep),
+        *_strangers(optimizer, names),
+    ]
     if dgc is None and compression is not None and isinstance(optimizer, DGCMomentum):
-        problems.append(f"DGCMomentum compresses gradients by itself: give an SGD, or remove {compression.field}")
+        problems.append(
+            "DGCMomentum compresses gradients by itself: give an SGD, or remove "
+            f"{compression.field}"
+        )
     if problems:
         raise StrategyError(said + "; ".join(problems))
     if lars is None and lamb is None and (dgc is None or local or type(optimizer) not in SGDS):
@@ -127,24 +138,45 @@ def _misfits(
     if lars is not None and lamb is not None:
         yield "lars and lamb both replace the optimizer: remove one"
     if lars is not None and type(optimizer) not in SGDS:
-        yield f"lars replaces an SGD, of torch or of thinwire.optim, and this is {kind}: give an SGD or remove lars"
+        yield (
+            f"lars replaces an SGD, of torch or of thinwire.optim, and this is {kind}: give an SGD "
+            "or remove lars"
+        )
     if lamb is not None and type(optimizer) not in ADAMS:
-        yield f"lamb replaces an Adam, AdamW or LazyAdam, and this is {kind}: give one of them or remove lamb"
+        yield (
+            f"lamb replaces an Adam, AdamW or LazyAdam, and this is {kind}: give one of them or "
+            "remove lamb"
+        )
     if _needs_closure(optimizer):
         yield (
-            f"{kind}.step requires a closure, and the engine computes gradients once per step and exchanges them: "
+            f"{kind}.step requires a closure, and the engine computes gradients once per step and "
+            "exchanges them: "
             "give an optimizer whose step() works without one"
         )
     if not isinstance(optimizer, DGCMomentum):
         return
     if dgc is not None:
-        yield "dgc is said twice: give an SGD and leave dgc in the strategy, or remove dgc from the strategy" + (
-            "" if became(optimizer) is None else " (an engine made it DGCMomentum with other settings)"
+        yield (
+            "dgc is said twice: give an SGD and leave dgc in the strategy, or remove dgc from the "
+            "strategy"
+            + (
+                ""
+                if became(optimizer) is None
+                else " (an engine made it DGCMomentum with other settings)"
+            )
         )
     if local:
-        yield "DGCMomentum exchanges gradients in every step, and local updates exchange none: give an SGD"
-    if keep is not None and not all(keep(p) for group in optimizer.param_groups for p in group["params"]):
-        yield "DGCMomentum does not know which ranks share a stage of the pipeline: give an SGD and dgc=DGC(...)"
+        yield (
+            "DGCMomentum exchanges gradients in every step, and local updates exchange none: give "
+            "an SGD"
+        )
+    if keep is not None and not all(
+        keep(p) for group in optimizer.param_groups for p in group["params"]
+    ):
+        yield (
+            "DGCMomentum does not know which ranks share a stage of the pipeline: give an SGD and "
+            "dgc=DGC(...)"
+        )
 
 
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
@@ -167,9 +199,12 @@ def _strangers(optimizer: torch.optim.Optimizer, names: Mapping[Parameter, str])
 
 
 def _misnamed(told: TakenOver, recipe: Recipe, names: Mapping[Tensor, str]) -> Iterator[str]:
-    if recipe.patterns and any(name is None for group in told.groups for name, _ in group["params"]):
+    if recipe.patterns and any(
+        name is None for group in told.groups for name, _ in group["params"]
+    ):
         yield (
-            f"exclude_from_weight_decay={recipe.patterns} are patterns over names, but its parameters have no names: "
+            f"exclude_from_weight_decay={recipe.patterns} are patterns over names, but its "
+            "parameters have no names: "
             "make it from model.named_parameters() instead of model.parameters()"
         )
         return
@@ -187,7 +222,9 @@ def _kept(
     local: bool,
 ) -> Adopted:
     restore = _nothing
-    if keep is not None and not all(keep(p) for group in optimizer.param_groups for p in group["params"]):
+    if keep is not None and not all(
+        keep(p) for group in optimizer.param_groups for p in group["params"]
+    ):
         restore = restrict_(optimizer, keep)
     kind = type(optimizer).__name__
     notes = [f"{kind} trains as it is"]
@@ -198,11 +235,17 @@ def _kept(
 
 
 def _lost_state(optimizer: torch.optim.Optimizer, recipe: Recipe) -> Iterator[str]:
-    keys = {key for entries in optimizer.state.values() for key, value in entries.items() if value is not None}
+    keys = {
+        key
+        for entries in optimizer.state.values()
+        for key, value in entries.items()
+        if value is not None
+    }
     lost = sorted(keys - set(recipe.state))
     if lost:
         yield (
-            f"it has made updates, and its state {', '.join(lost)} means something else to {recipe.kind.__name__}: "
+            f"it has made updates, and its state {', '.join(lost)} means something else to "
+            f"{recipe.kind.__name__}: "
             "give a fresh optimizer, or begin anew with optimizer.state.clear()"
         )
 
@@ -213,7 +256,9 @@ def _notes(optimizer: torch.optim.Optimizer, recipe: Recipe, told: TakenOver) ->
     rates = [group.get("lr", told.lr) for group in told.groups]
     yield "learning rate " + ", ".join(dict.fromkeys(map(str, rates)))
     yield from (
-        f"{key} {recipe.arguments[key]}" for key in ("momentum", "nesterov", "betas") if key in recipe.arguments
+        f"{key} {recipe.arguments[key]}"
+        for key in ("momentum", "nesterov", "betas")
+        if key in recipe.arguments
     )
     yield from recipe.notes
     yield f"clipping {told.grad_clip}, regularizer {told.regularizer}, {len(told.groups)} groups"
@@ -221,17 +266,22 @@ def _notes(optimizer: torch.optim.Optimizer, recipe: Recipe, told: TakenOver) ->
         yield f"schedules go on at update {told.position}"
     if optimizer.state:
         yield f"the state of {len(optimizer.state)} parameters goes on in {kind}"
-    speed = sorted({key for group in told.groups for key in recipe.unused if key in _SPEED and group.get(key)})
+    speed = sorted(
+        {key for group in told.groups for key in recipe.unused if key in _SPEED and group.get(key)}
+    )
     if speed:
         yield f"{kind} has no {' and '.join(speed)}, which change speed only"
 
 
-def _compression(optimizer: torch.optim.Optimizer, compressor: Compression | None, *, local: bool) -> Iterator[str]:
+def _compression(
+    optimizer: torch.optim.Optimizer, compressor: Compression | None, *, local: bool
+) -> Iterator[str]:
     if compressor is not None:
         what = "changes of the parameters" if local else "gradients"
         kind = type(optimizer).__name__
         yield (
-            f"{compressor.field} compresses {what}, without momentum of its own; momentum, clipping and decay are "
+            f"{compressor.field} compresses {what}, without momentum of its own; momentum, "
+            "clipping and decay are "
             f"{kind}'s"
         )
 

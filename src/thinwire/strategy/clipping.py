@@ -1,4 +1,6 @@
-"""The clipping that an engine does, beside an optimizer or in its place: over all tensors, and all stages."""
+"""The clipping that an engine does, beside an optimizer or in its place: over all tensors, and all
+stages.
+"""
 
 import struct
 from collections.abc import Callable, Mapping
@@ -21,14 +23,17 @@ from thinwire.strategy.exchanges import Clipping
 __all__ = ["Taken", "require_one_clip", "take_clip_"]
 
 _ADVICE = (
-    "other norms do not commute with local accumulation. Give ClipByNorm, which limits each tensor, or leave grad_clip "
+    "other norms do not commute with local accumulation. Give ClipByNorm, which limits each "
+    "tensor, or leave grad_clip "
     "out and set local_grad_clip_norm of dgc"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """The clipping of an engine, and a handle that gives back to the optimizer what it clipped by before."""
+    """The clipping of an engine, and a handle that gives back to the optimizer what it clipped by
+    before.
+    """
 
     clip: Clipping
     remove: Callable[[], None]
@@ -38,36 +43,46 @@ def require_one_clip(optimizer: torch.optim.Optimizer, grad_clip: Clip | None) -
     """Raise `StrategyError` where `grad_clip` does not go with the optimizer, as it was given.
 
     Raises:
-        StrategyError: The optimizer clips by itself; `DGCMomentum` and another clipping than `ClipByNorm`.
+        StrategyError: The optimizer clips by itself; `DGCMomentum` and another clipping than
+            `ClipByNorm`.
     """
     own = optimizer.grad_clip if isinstance(optimizer, GroupedOptimizer) else None
     if grad_clip is None:
         return
     if own is not None:
         raise StrategyError(
-            f"prepare was given grad_clip={grad_clip}, and the optimizer clips by {own} already: give one of them"
+            f"prepare was given grad_clip={grad_clip}, and the optimizer clips by {own} already: "
+            "give one of them"
         )
     if isinstance(optimizer, DGCMomentum):
-        _require_clip_of_dgc(grad_clip, [group["local_grad_clip_norm"] for group in optimizer.param_groups])
+        _require_clip_of_dgc(
+            grad_clip, [group["local_grad_clip_norm"] for group in optimizer.param_groups]
+        )
 
 
 def _require_clip_of_dgc(grad_clip: Clip, limits: list[float | None]) -> None:
     if not isinstance(grad_clip, ClipByNorm):
         raise StrategyError(
-            f"prepare was given grad_clip={grad_clip}, and DGCMomentum accumulates gradients: {_ADVICE}"
+            f"prepare was given grad_clip={grad_clip}, and DGCMomentum accumulates gradients: "
+            f"{_ADVICE}"
         )
     limit = next((limit for limit in limits if limit is not None), None)
     if limit is not None:
         raise StrategyError(
-            f"prepare was given grad_clip={grad_clip}, and dgc's local_grad_clip_norm={limit} limits "
+            f"prepare was given grad_clip={grad_clip}, and dgc's local_grad_clip_norm={limit} "
+            "limits "
             "the same gradient: give one of them"
         )
 
 
-def take_clip_(optimizer: torch.optim.Optimizer, grad_clip: Clip | None, grid: Grid | None) -> Taken:
-    """Changes `optimizer`: it loses its `ClipByGlobalNorm` where it sees the tensors of one stage only.
+def take_clip_(
+    optimizer: torch.optim.Optimizer, grad_clip: Clip | None, grid: Grid | None
+) -> Taken:
+    """Changes `optimizer`: it loses its `ClipByGlobalNorm` where it sees the tensors of one stage
+    only.
 
-    `DGCMomentum` clips by itself, and gets `grad_clip`; every other optimizer gets clipped gradients.
+    `DGCMomentum` clips by itself, and gets `grad_clip`; every other optimizer gets clipped
+    gradients.
 
     Args:
         optimizer: Of one stage.
@@ -82,7 +97,11 @@ def take_clip_(optimizer: torch.optim.Optimizer, grad_clip: Clip | None, grid: G
     if isinstance(optimizer, DGCMomentum) and grad_clip is not None:
         return Taken(dict, _replaced_(optimizer, grad_clip))
     cut = grid if grid is not None and grid.stages > 1 else None
-    if isinstance(optimizer, GroupedOptimizer) and isinstance(optimizer.grad_clip, ClipByGlobalNorm) and cut:
+    if (
+        isinstance(optimizer, GroupedOptimizer)
+        and isinstance(optimizer.grad_clip, ClipByGlobalNorm)
+        and cut
+    ):
         return Taken(_clipping(optimizer.grad_clip, cut), _replaced_(optimizer, None))
     return Taken(dict if grad_clip is None else _clipping(grad_clip, cut), lambda: None)
 
@@ -98,14 +117,18 @@ def _replaced_(optimizer: GroupedOptimizer, clip: Clip | None) -> Callable[[], N
 
 def _clipping(clip: Clip, grid: Grid | None) -> Clipping:
     if not isinstance(clip, ClipByGlobalNorm):
-        return lambda grads: dict(zip(grads, clipped(clip, [coalesced(g) for g in grads.values()]), strict=True))
+        return lambda grads: dict(
+            zip(grads, clipped(clip, [coalesced(g) for g in grads.values()]), strict=True)
+        )
     stages = None if grid is None else Group(grid.stage_group)
 
     def by_global_norm(grads: dict[str, Tensor]) -> dict[str, Tensor]:
         together = {name: coalesced(grad) for name, grad in grads.items()}
         norm = global_norm(list(together.values())) if together else torch.zeros(())
         if stages is not None:
-            answers = stages.gather_bytes(struct.pack("<d", float(norm)), what="the global norm over the stages")
+            answers = stages.gather_bytes(
+                struct.pack("<d", float(norm)), what="the global norm over the stages"
+            )
             whole = sum(struct.unpack("<d", answer)[0] ** 2 for answer in answers) ** 0.5
             norm = torch.tensor(whole, dtype=torch.float64)
         # exactly 1 below the limit, where the product changes no bit

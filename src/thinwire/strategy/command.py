@@ -15,7 +15,8 @@ EXAMPLE = "Example: thinwire explain examples/strategies/slow_network.yaml"
 
 
 def explain(file: Path, /, *, quiet: Annotated[bool, Parameter(negative="")] = False) -> None:
-    """Say what a training step under the strategy in FILE does, in order, and what its parts mean together.
+    """Say what a training step under the strategy in FILE does, in order, and what its parts mean
+    together.
 
     Args:
         file: A strategy in YAML, as DistributedStrategy.save writes it.

@@ -15,38 +15,53 @@ _OPENING = """# What goes together
 
 *Printed from the rules table of the code (`make docs`); the tests walk through the same table.*
 
-A [strategy](notes/strategy.md) has {fields} fields, hence {pairs} pairs. {working} of them work together, {conflicting}
-conflict. Nothing is ever switched off silently: a pair that cannot be is a `StrategyError` where the strategy is made,
-which lists all conflicts and says what to change.
+A [strategy](notes/strategy.md) has {fields} fields, hence {pairs} pairs. {working} of them work
+together, {conflicting} conflict. Nothing is ever switched off silently: a pair that cannot be is a
+`StrategyError` where the strategy is made, which lists all conflicts and says what to change.
 
 """
 _ORDER = """
-**x** conflicts, all others work. Three and more fields mean what their pairs mean, in the order of a step:
+**x** conflicts, all others work. Three and more fields mean what their pairs mean, in the order of
+a step:
 
-1. forward pass (autocast, recompute, micro-batches), backward pass of the scaled loss, merge; most microsteps end here;
+1. forward pass (autocast, recompute, micro-batches), backward pass of the scaled loss, merge; most
+   microsteps end here;
 2. agreement about overflow, division by the loss scale;
 3. exchange: the dense mean, DGC, or none under local updates;
-4. clipping, weight decay and regularizer, centralization, then the optimizer: the given one, LARS or LAMB;
+4. clipping, weight decay and regularizer, centralization, then the optimizer: the given one, LARS
+   or LAMB;
 5. averaging of local updates, new interval, new loss scale.
 
 """
 _CLOSING = """
-Two more conflicts lie inside the fields. `dgc` together with a `compression` in `localsgd` or `adaptive_localsgd`: both
-say how the change is compressed; give one of them. `dgc` with `state_dtype="bfloat16"` under either of them: what an
-averaging does not send is kept in the type of its anchor; leave `state_dtype` out.
+Two more conflicts lie inside the fields. `dgc` together with a `compression` in `localsgd` or
+`adaptive_localsgd`: both say how the change is compressed; give one of them. `dgc` with
+`state_dtype="bfloat16"` under either of them: what an averaging does not send is kept in the type
+of its anchor; leave `state_dtype` out.
 
-What depends on the model, the optimizer or the number of ranks is checked by `prepare`, before anything is changed, on
-all ranks: patterns that match nothing, an optimizer that LARS or LAMB cannot replace, ranks that the stages do not
-divide.
+What depends on the model, the optimizer or the number of ranks is checked by `prepare`, before
+anything is changed, on all ranks: patterns that match nothing, an optimizer that LARS or LAMB
+cannot replace, ranks that the stages do not divide.
 """
 
 
 def page() -> str:
     """The page in Markdown."""
     working = sum(rule.works for rule in RULES)
-    counts = {"fields": len(FIELDS), "pairs": len(RULES), "working": working, "conflicting": len(RULES) - working}
+    counts = {
+        "fields": len(FIELDS),
+        "pairs": len(RULES),
+        "working": working,
+        "conflicting": len(RULES) - working,
+    }
     opening = _OPENING.format(**counts)
-    return opening + "".join(f"{line}\n" for line in _matrix()) + _ORDER + "".join(_meanings()) + _CLOSING
+    return (
+        opening
+        + "".join(f"{line}\n" for line in _matrix())
+        + _ORDER
+        + "".join(_meanings())
+        + _CLOSING
+    )
 
 
 def _matrix() -> Iterator[str]:
@@ -54,7 +69,9 @@ def _matrix() -> Iterator[str]:
     yield f"| | {' | '.join(columns)} |"
     yield "|---" * (len(columns) + 1) + "|"
     for row, first in enumerate(FIELDS[:-1]):
-        cells = [_cell(first, second) if row <= column else "" for column, second in enumerate(columns)]
+        cells = [
+            _cell(first, second) if row <= column else "" for column, second in enumerate(columns)
+        ]
         yield f"| **{first}** | {' | '.join(cells)} |"
 
 

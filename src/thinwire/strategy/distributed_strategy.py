@@ -46,7 +46,8 @@ CONFIGS: dict[str, type] = {
 class DistributedStrategy:
     """What to combine in training; a field that is None is off.
 
-    Every pair of fields either works together, with the meaning in `thinwire.strategy.rules`, or is refused here.
+    Every pair of fields either works together, with the meaning in `thinwire.strategy.rules`, or is
+    refused here.
 
     Attributes:
         amp: The forward pass in a narrow type, with or without a loss scale.
@@ -77,7 +78,10 @@ class DistributedStrategy:
     low_rank: LowRank | None = None
 
     expected_replicas: ClassVar[int | None] = None
-    """How many ranks must hold each stage, where `from_fleet` was told so; `prepare` compares. Not part of the file."""
+    """How many ranks must hold each stage, where `from_fleet` was told so; `prepare` compares.
+
+    Not part of the file.
+    """
 
     def __post_init__(self) -> None:
         for name, config in CONFIGS.items():
@@ -85,7 +89,11 @@ class DistributedStrategy:
             if value is not None:
                 advice = f"write {name}={config.__name__}(...), or None for off"
                 check.instance(name, value, config, advice=advice)
-        conflicts = [*self._conflicting_fields(), *self._double_compression(), *self._narrow_changes()]
+        conflicts = [
+            *self._conflicting_fields(),
+            *self._double_compression(),
+            *self._narrow_changes(),
+        ]
         if conflicts:
             raise StrategyError("parts of the strategy do not go together: " + "; ".join(conflicts))
 
@@ -114,26 +122,32 @@ class DistributedStrategy:
         """Make the engine that trains `model` by this strategy; the same call on every rank.
 
         Args:
-            model: Trained in place, not wrapped in DistributedDataParallel; under a pipeline the part of this rank.
-            optimizer: Over the model's parameters, torch's or one of `thinwire.optim`. The same object trains from then
-                on, changed in place where the strategy has another method: rates set in its groups, its schedulers and
-                its `state_dict` are those of the training. Calling its `step` is an error until `engine.close()`.
-            loss_fn: `loss_fn(model(inputs), targets)` is this rank's mean loss; None for a loop of your own.
-            grad_clip: `ClipByGlobalNorm`, `ClipByNorm` or `ClipByValue`, of the mean gradient before weight decay and
-                update; under local updates of this rank's own gradient, under a pipeline over all stages. Where
-                `DGCMomentum` trains, `ClipByNorm` only, or `local_grad_clip_norm` of `dgc`.
-            digest_every: Updates within which ranks that do not hold the same are found, >= 1: a digest of parameters
-                and optimizer rides in the agreement of every update; under local updates, in that of every averaging.
-                0 compares nothing.
-            timeout: For how long a rank waits for others in one call, in seconds or as a timedelta; None: as long as
-                the process group itself would. The same on all ranks. Saving, copying the model at the start and
-                compiling may take longer, as long as they go on.
-            find_unused_parameters: Whether ranks may use different parameters in a step: a gradient that is absent
-                counts as zero where at least one rank has one. Costs 24 bytes a rank and update, a byte for every
-                parameter where ranks differ, and the exchange follows the backward pass. Without it that is an error.
+            model: Trained in place, not wrapped in DistributedDataParallel; under a pipeline the
+                part of this rank.
+            optimizer: Over the model's parameters, torch's or one of `thinwire.optim`. The same
+                object trains from then on, changed in place where the strategy has another method:
+                rates set in its groups, its schedulers and its `state_dict` are those of the
+                training. Calling its `step` is an error until `engine.close()`.
+            loss_fn: `loss_fn(model(inputs), targets)` is this rank's mean loss; None for a loop of
+                your own.
+            grad_clip: `ClipByGlobalNorm`, `ClipByNorm` or `ClipByValue`, of the mean gradient
+                before weight decay and update; under local updates of this rank's own gradient,
+                under a pipeline over all stages. Where `DGCMomentum` trains, `ClipByNorm` only, or
+                `local_grad_clip_norm` of `dgc`.
+            digest_every: Updates within which ranks that do not hold the same are found, >= 1: a
+                digest of parameters and optimizer rides in the agreement of every update; under
+                local updates, in that of every averaging. 0 compares nothing.
+            timeout: For how long a rank waits for others in one call, in seconds or as a timedelta;
+                None: as long as the process group itself would. The same on all ranks. Saving,
+                copying the model at the start and compiling may take longer, as long as they go on.
+            find_unused_parameters: Whether ranks may use different parameters in a step: a gradient
+                that is absent counts as zero where at least one rank has one. Costs 24 bytes a rank
+                and update, a byte for every parameter where ranks differ, and the exchange follows
+                the backward pass. Without it that is an error.
 
         Raises:
-            StrategyError: The strategy does not go with this model, optimizer or number of ranks; nothing has changed.
+            StrategyError: The strategy does not go with this model, optimizer or number of ranks;
+                nothing has changed.
             Mismatch: Ranks disagree about strategy, model or optimizer.
         """
         from thinwire.strategy.prepare import prepare
@@ -150,17 +164,23 @@ class DistributedStrategy:
         )
 
     def explain(
-        self, model: nn.Module | None = None, optimizer: Optimizer | None = None, *, grad_clip: Clip | None = None
+        self,
+        model: nn.Module | None = None,
+        optimizer: Optimizer | None = None,
+        *,
+        grad_clip: Clip | None = None,
     ) -> str:
         """Print, and return, what a step will do, in order.
 
         Args:
             model: With it the text also says which tensors are exchanged densely, and why.
-            optimizer: With it the text also says which optimizer will train, and what is taken over.
+            optimizer: With it the text also says which optimizer will train, and what is taken
+                over.
             grad_clip: As in `prepare`.
 
         Raises:
-            StrategyError, ValueError: The strategy does not go with this model or optimizer, as in `prepare`.
+            StrategyError, ValueError: The strategy does not go with this model or optimizer, as in
+                `prepare`.
         """
         from thinwire.strategy.explain import explanation
 
@@ -169,7 +189,9 @@ class DistributedStrategy:
         return text
 
     def to_dict(self) -> dict[str, Any]:
-        """The strategy in plain values (dict, list, str, int, float, bool); what is None is left out."""
+        """The strategy in plain values (dict, list, str, int, float, bool); what is None is left
+        out.
+        """
         from thinwire.strategy.documents import to_dict
 
         return to_dict(self)
@@ -179,15 +201,18 @@ class DistributedStrategy:
         """The strategy that `to_dict` described.
 
         Raises:
-            StrategyError: An unknown or missing key, with its value and the closest known one; a conflict.
-            TypeError, ValueError: A wrong value, with its dotted name such as `strategy.dgc.sparsity`.
+            StrategyError: An unknown or missing key, with its value and the closest known one; a
+                conflict.
+            TypeError, ValueError: A wrong value, with its dotted name such as
+                `strategy.dgc.sparsity`.
         """
         from thinwire.strategy.documents import from_dict
 
         return from_dict(document)
 
     def save(self, path: str | Path) -> None:
-        """Write the strategy as YAML with every key explained; parents are made, the file is replaced as a whole.
+        """Write the strategy as YAML with every key explained; parents are made, the file is
+        replaced as a whole.
 
         Raises:
             OSError: The file cannot be written.
@@ -201,7 +226,8 @@ class DistributedStrategy:
         """Read a YAML file, as `save` writes it or by hand.
 
         Raises:
-            StrategyError: Not YAML, not a strategy, an unknown key or a conflict, with file and line.
+            StrategyError: Not YAML, not a strategy, an unknown key or a conflict, with file and
+                line.
             TypeError, ValueError: A wrong value, with file and line.
             OSError: The file cannot be read.
         """
@@ -211,14 +237,16 @@ class DistributedStrategy:
 
     @classmethod
     def from_fleet(cls, description: Mapping[str, Any]) -> DistributedStrategy:
-        """Read a Paddle fleet description, such as `{"gradient_merge": True, "gradient_merge_configs": {...}}`.
+        """Read a Paddle fleet description, such as `{"gradient_merge": True,
+        "gradient_merge_configs": {...}}`.
 
         Warns:
             UserWarning: Once, with all that has no effect or works differently here.
 
         Raises:
             TypeError: A flag is not a bool, or a value has a wrong type.
-            StrategyError: What cannot be carried over and what is unknown, all of it, with the reasons.
+            StrategyError: What cannot be carried over and what is unknown, all of it, with the
+                reasons.
         """
         from thinwire.strategy.fleet import from_fleet
 
@@ -234,7 +262,8 @@ class DistributedStrategy:
     def _double_compression(self) -> list[str]:
         local = ("localsgd", "adaptive_localsgd")
         return [
-            f"dgc and {name}.compression: both say how the change is compressed; remove dgc, or give {name} "
+            f"dgc and {name}.compression: both say how the change is compressed; remove dgc, or "
+            f"give {name} "
             "compression=None"
             for name in local
             if self.dgc is not None and name in self.on and self.on[name].compression is not None
@@ -243,7 +272,8 @@ class DistributedStrategy:
     def _narrow_changes(self) -> list[str]:
         local = ("localsgd", "adaptive_localsgd")
         return [
-            f"dgc.state_dtype='bfloat16' and {name}: what an averaging does not send is kept in the type of its "
+            f"dgc.state_dtype='bfloat16' and {name}: what an averaging does not send is kept in "
+            "the type of its "
             "anchor; leave state_dtype out"
             for name in local
             if self.dgc is not None and name in self.on and self.dgc.state_dtype == "bfloat16"

@@ -32,11 +32,16 @@ _ROOT = "strategy"
 
 
 def to_dict(strategy: DistributedStrategy) -> dict[str, Any]:
-    """Plain values only: dict, list, str, int, float, bool. What is None is left out, at every level."""
+    """Plain values only: dict, list, str, int, float, bool.
+
+    What is None is left out, at every level.
+    """
     return {name: _plain(config) for name, config in strategy.on.items()}
 
 
-def from_dict(document: Mapping[str, Any], where: Callable[[str], str] = lambda _: "") -> DistributedStrategy:
+def from_dict(
+    document: Mapping[str, Any], where: Callable[[str], str] = lambda _: ""
+) -> DistributedStrategy:
     """The strategy that `to_dict` described.
 
     Args:
@@ -48,11 +53,16 @@ def from_dict(document: Mapping[str, Any], where: Callable[[str], str] = lambda 
         TypeError, ValueError: A wrong value.
     """
     _require_mapping(_ROOT, document, where)
-    unknown = list(_unknown_keys(_ROOT, document, {name: _keys(kind) for name, kind in CONFIGS.items()}))
+    unknown = list(
+        _unknown_keys(_ROOT, document, {name: _keys(kind) for name, kind in CONFIGS.items()})
+    )
     if unknown:
         raise StrategyError("; ".join(where(path) + problem for path, problem in unknown))
     present = {name: value for name, value in document.items() if value is not None}
-    configs = {name: _config(f"{_ROOT}.{name}", CONFIGS[name], value, where) for name, value in present.items()}
+    configs = {
+        name: _config(f"{_ROOT}.{name}", CONFIGS[name], value, where)
+        for name, value in present.items()
+    }
     try:
         return DistributedStrategy(**configs)
     except StrategyError as error:
@@ -66,7 +76,11 @@ def ordered_fields(config: Any) -> list[Field[Any]]:
 
 def _plain(config: Any) -> dict[str, Any]:
     values = {field.name: getattr(config, field.name) for field in ordered_fields(config)}
-    return {name: _plain_value(type(config), name, value) for name, value in values.items() if value is not None}
+    return {
+        name: _plain_value(type(config), name, value)
+        for name, value in values.items()
+        if value is not None
+    }
 
 
 def _plain_value(kind: type, name: str, value: Any) -> Any:
@@ -96,14 +110,24 @@ def kind_of(kind: type, name: str, document: Mapping[str, Any]) -> tuple[str, An
 
 def _config(path: str, kind: type, document: Any, where: Callable[[str], str]) -> Any:
     _require_mapping(path, document, where)
-    missing = [field.name for field in fields(kind) if field.default is MISSING and field.name not in document]
+    missing = [
+        field.name
+        for field in fields(kind)
+        if field.default is MISSING and field.name not in document
+    ]
     if missing:
-        raise StrategyError(f"{where(path)}{path} lacks {' and '.join(missing)}, which no default can replace")
-    values = {name: _value(f"{path}.{name}", kind, name, value, where) for name, value in document.items()}
+        raise StrategyError(
+            f"{where(path)}{path} lacks {' and '.join(missing)}, which no default can replace"
+        )
+    values = {
+        name: _value(f"{path}.{name}", kind, name, value, where) for name, value in document.items()
+    }
     try:
         return kind(**values)
     except (TypeError, ValueError) as error:
-        word = re.match(r"\w+", str(error))  # a config's message begins with the name of the argument
+        word = re.match(
+            r"\w+", str(error)
+        )  # a config's message begins with the name of the argument
         key = f"{path}.{word[0]}" if word and word[0] in values else path
         raise type(error)(f"{where(key)}{path}.{error}") from None
 
@@ -126,10 +150,15 @@ def _require_mapping(path: str, value: object, where: Callable[[str], str]) -> N
     advice = "{} stands for the defaults"
     if isinstance(value, bool):
         advice += "; for off leave the key out; a description with flags is read by from_fleet"
-    raise TypeError(f"{where(path)}{path} must be a mapping, got {value!r} of type {type(value).__name__}; {advice}")
+    raise TypeError(
+        f"{where(path)}{path} must be a mapping, got {value!r} of type {type(value).__name__}; "
+        f"{advice}"
+    )
 
 
-def _unknown_keys(path: str, document: Any, known: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+def _unknown_keys(
+    path: str, document: Any, known: Mapping[str, Mapping[str, Any]]
+) -> Iterator[tuple[str, str]]:
     """Path and problem of every unknown key at and below `path`; `known` is a tree of keys."""
     if not isinstance(document, Mapping):
         return

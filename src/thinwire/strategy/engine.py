@@ -74,14 +74,15 @@ class Parts:
 
 
 class Engine:
-    """Trains a model as its strategy says: `train_step` does everything, or `minimize` what comes after the loss.
+    """Trains a model as its strategy says: `train_step` does everything, or `minimize` what comes
+    after the loss.
 
     `DistributedStrategy.prepare` makes it.
 
-    **State** in `state_dict`: parameters, buffers, optimizer, residuals, merged gradients, intervals, loss scale,
-    counters, random numbers; every rank has its own.
-    **Communication**: see `DistributedStrategy.explain`.
-    **Failure**: an exchange that fails raises on every rank and leaves parameters and state as before the update.
+    **State** in `state_dict`: parameters, buffers, optimizer, residuals, merged gradients,
+    intervals, loss scale, counters, random numbers; every rank has its own. **Communication**: see
+    `DistributedStrategy.explain`. **Failure**: an exchange that fails raises on every rank and
+    leaves parameters and state as before the update.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -89,14 +90,17 @@ class Engine:
         self.step = 0
         """Updates made by this rank; without local updates the same on all."""
         self.extra: Any = None
-        """What `save` was given as `extra`, after `load`; None before it, and where nothing was given."""
+        """What `save` was given as `extra`, after `load`; None before it, and where nothing was
+        given."""
         self._dropped_before = 0
         self._bytes_before = 0
         self._left = LeftGradients(parts.params)
         self._joining: Joining | None = None
         # the engine's hooks stand on the model and the optimizer, and must not outlive it
         self._finalizer = weakref.finalize(self, _close, parts)
-        self._trained = set(parts.params.values()) | {p for p in _params_of(parts.optimizer) if p.requires_grad}
+        self._trained = set(parts.params.values()) | {
+            p for p in _params_of(parts.optimizer) if p.requires_grad
+        }
 
     @property
     def model(self) -> nn.Module:
@@ -105,7 +109,8 @@ class Engine:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The very object that was given to `prepare`, which trains: its groups, schedulers and `state_dict` are live.
+        """The very object that was given to `prepare`, which trains: its groups, schedulers and
+        `state_dict` are live.
 
         Its `step` may not be called by hand before `close`.
         """
@@ -117,16 +122,19 @@ class Engine:
         Under a gradient merge only every k-th call updates.
 
         Args:
-            inputs: What the model takes: a tensor, a tuple of several arguments, or a mapping of keyword arguments.
+            inputs: What the model takes: a tensor, a tuple of several arguments, or a mapping of
+                keyword arguments.
             targets: Second argument of the loss function.
 
         Returns:
-            This rank's mean loss, shape (), detached and unscaled; under a pipeline that of its replica.
+            This rank's mean loss, shape (), detached and unscaled; under a pipeline that of its
+            replica.
 
         Raises:
-            RuntimeError: The strategy was prepared without a loss function; a parameter became trainable, or the
-                optimizer got another one, since then.
-            ValueError: The loss is no scalar; a batch that the micro-batches of a pipeline do not divide.
+            RuntimeError: The strategy was prepared without a loss function; a parameter became
+                trainable, or the optimizer got another one, since then.
+            ValueError: The loss is no scalar; a batch that the micro-batches of a pipeline do not
+                divide.
             ThinwireError: The exchange failed: see `thinwire.errors`.
         """
         self._begin_microstep()
@@ -146,14 +154,16 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, inputs: Any, targets: Any) -> Tensor:
-        """The mean loss of one mini-batch, without gradients or update; whether in eval mode is up to `engine.model`.
+        """The mean loss of one mini-batch, without gradients or update; whether in eval mode is up
+        to `engine.model`.
 
         Args:
             inputs: As in `train_step`.
             targets: As in `train_step`.
 
         Returns:
-            This rank's mean loss, shape (); under a pipeline, where all stages must call it, that of its replica.
+            This rank's mean loss, shape (); under a pipeline, where all stages must call it, that
+            of its replica.
         """
         self._require_open()
         if self._parts.runner is not None:
@@ -162,10 +172,12 @@ class Engine:
         return self._loss_of(inputs, targets, "evaluate")
 
     def minimize(self, loss: Tensor) -> tuple[list[Any], list[tuple[Parameter, Tensor]]]:
-        """Backward, exchange and update from a loss that was computed outside; counts as one microstep.
+        """Backward, exchange and update from a loss that was computed outside; counts as one
+        microstep.
 
-        Old gradients are cleared first. Afterwards `p.grad` holds what the optimizer got, unscaled: the mean over the
-        ranks, or this rank's own where `DGCMomentum` exchanges or ranks train locally.
+        Old gradients are cleared first. Afterwards `p.grad` holds what the optimizer got, unscaled:
+        the mean over the ranks, or this rank's own where `DGCMomentum` exchanges or ranks train
+        locally.
 
         Args:
             loss: Shape () or one element, this rank's mean loss, unscaled.
@@ -176,14 +188,15 @@ class Engine:
         Raises:
             TypeError: No tensor.
             ValueError: More than one element, or a loss that depends on no parameter.
-            RuntimeError: Under a pipeline, where the loss lives on the last stage; other parameters to train than at
-                `prepare`, as in `train_step`.
+            RuntimeError: Under a pipeline, where the loss lives on the last stage; other parameters
+                to train than at `prepare`, as in `train_step`.
             ThinwireError: The exchange failed: see `thinwire.errors`.
         """
         parts = self._parts
         if parts.runner is not None:
             raise RuntimeError(
-                "engine.minimize does not work under pipeline: the loss lives on the last stage, use "
+                "engine.minimize does not work under pipeline: the loss lives on the last stage, "
+                "use "
                 "engine.train_step(inputs, targets)"
             )
         self._begin_microstep()
@@ -193,29 +206,35 @@ class Engine:
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
-        """Around a loop whose ranks have unequal numbers of batches: `with engine.join(): for x, y in loader: ...`.
+        """Around a loop whose ranks have unequal numbers of batches: `with engine.join(): for x, y
+        in loader: ...`.
 
-        A rank that leaves its loop goes on to take part in the exchanges of the others, with a gradient of zero, until
-        no rank has a batch left; all ranks then have made the same updates. Means are over all ranks, those without
-        batches included, so the last updates are smaller (`divide_by_initial_world_size` of DDP's join). What a rank
-        has kept by compression goes on being sent. Under local updates it changes nothing by itself, and takes part in
-        the averagings.
+        A rank that leaves its loop goes on to take part in the exchanges of the others, with a
+        gradient of zero, until no rank has a batch left; all ranks then have made the same updates.
+        Means are over all ranks, those without batches included, so the last updates are smaller
+        (`divide_by_initial_world_size` of DDP's join). What a rank has kept by compression goes on
+        being sent. Under local updates it changes nothing by itself, and takes part in the
+        averagings.
 
-        Must stand around the loop on all ranks. Leave the block by the end of the loop: an error inside it leaves at
-        once, as without `join`.
+        Must stand around the loop on all ranks. Leave the block by the end of the loop: an error
+        inside it leaves at once, as without `join`.
 
         Raises:
-            RuntimeError: Inside another one; under pipeline, whose stages have their batches in common.
+            RuntimeError: Inside another one; under pipeline, whose stages have their batches in
+                common.
             Mismatch: Another rank is in a step outside `join`.
 
         Communication: 24 bytes a rank and microstep; under local updates once for every averaging.
         """
         self._require_open()
         if self._joining is not None:
-            raise RuntimeError("engine.join() stands inside another one: use one around the whole loop")
+            raise RuntimeError(
+                "engine.join() stands inside another one: use one around the whole loop"
+            )
         if self._parts.runner is not None:
             raise RuntimeError(
-                "engine.join() does not work under pipeline, whose stages need the same batches: give all replicas "
+                "engine.join() does not work under pipeline, whose stages need the same batches: "
+                "give all replicas "
                 "equally many, such as by DistributedSampler"
             )
         self._joining = joining = Joining(self._parts.group, every=not self._parts.exchange.local)
@@ -226,7 +245,8 @@ class Engine:
             self._joining = None
 
     def flush(self) -> None:
-        """Apply the leftovers of a merge, then what local updates have on their way, then their last averaging.
+        """Apply the leftovers of a merge, then what local updates have on their way, then their
+        last averaging.
 
         Call it on all ranks at the end of training; does nothing where there is nothing.
 
@@ -239,11 +259,16 @@ class Engine:
         merge = parts.merge
         with parts.group.one_deadline():
             if merge is not None:
-                place = {"step": self._place(), "microsteps of the unfinished update": merge.microsteps}
+                place = {
+                    "step": self._place(),
+                    "microsteps of the unfinished update": merge.microsteps,
+                }
                 require_agreement(parts.group, place, what="flushing")
                 if merge.microsteps:
                     self._clear_grads()  # before there is a second set of them
-                    self._update(merge.take(avg=parts.merge_avg), overflow=merge.overflowed, complete=True)
+                    self._update(
+                        merge.take(avg=parts.merge_avg), overflow=merge.overflowed, complete=True
+                    )
             parts.exchange.flush()
             self._settle_buffers()
         self._left.remember()
@@ -261,22 +286,26 @@ class Engine:
         """
         value = torch.as_tensor(loss, dtype=torch.float64).detach().reshape(-1).clone()
         if value.numel() != 1:
-            raise ValueError(f"loss must have one element, got {value.numel()}: take its mean first")
+            raise ValueError(
+                f"loss must have one element, got {value.numel()}: take its mean first"
+            )
         group = self._parts.group
         answers = group.gather_bytes(struct.pack("<d", value.item()), what="the mean loss")
         total = sum(struct.unpack("<d", answer)[0] for answer in answers)
         return torch.tensor(total / group.size, dtype=torch.float64)
 
     def stats(self) -> dict[str, float]:
-        """This rank so far, flat and in numbers only; the names are those of `thinwire.core.stats.numbers`.
+        """This rank so far, flat and in numbers only; the names are those of
+        `thinwire.core.stats.numbers`.
 
         Returns:
-            `step` updates made by this rank; `microsteps` of an unfinished update; `dropped_steps`; `averagings`;
-            `k_steps` interval in force; `sparsity` of the next exchange, the fraction that is not sent; `loss_scale`;
-            `bytes_sent` message bytes given to exchanges, headers and agreements included, and of these
-            `bytes_between_nodes`; `bytes_received`; `bytes_dense` 4 bytes per trainable element and update; `ratio`
-            bytes_dense / bytes_sent, larger is better; `wait_s` seconds of waiting for exchanges; `applied_share` as in
-            `LocalUpdates.stats`. Bytes received and waiting are those of this process.
+            `step` updates made by this rank; `microsteps` of an unfinished update; `dropped_steps`;
+            `averagings`; `k_steps` interval in force; `sparsity` of the next exchange, the fraction
+            that is not sent; `loss_scale`; `bytes_sent` message bytes given to exchanges, headers
+            and agreements included, and of these `bytes_between_nodes`; `bytes_received`;
+            `bytes_dense` 4 bytes per trainable element and update; `ratio` bytes_dense /
+            bytes_sent, larger is better; `wait_s` seconds of waiting for exchanges; `applied_share`
+            as in `LocalUpdates.stats`. Bytes received and waiting are those of this process.
         """
         parts = self._parts
         counts = dict(parts.exchange.counts(self.step))
@@ -291,8 +320,11 @@ class Engine:
             sparsity=counts["sparsity"],
             loss_scale=1.0 if parts.scaler is None else parts.scaler.scale,
             bytes_sent=self._bytes_sent(),
-            bytes_received=int(counts["bytes_received"]) + sum(part.bytes_received for part in votes),
-            bytes_between_nodes=None if between is None else int(between) + sum(part.bytes_sent for part in votes),
+            bytes_received=int(counts["bytes_received"])
+            + sum(part.bytes_received for part in votes),
+            bytes_between_nodes=None
+            if between is None
+            else int(between) + sum(part.bytes_sent for part in votes),
             bytes_dense=4 * self.step * sum(p.numel() for p in parts.params.values()),
             wait_s=self._wait_s(),
             applied_share=counts.get("applied_share", 1.0),
@@ -300,19 +332,26 @@ class Engine:
 
     @property
     def pending(self) -> str:
-        """What `flush` would apply, in words, such as "2 merged microsteps"; empty where there is nothing."""
+        """What `flush` would apply, in words, such as "2 merged microsteps"; empty where there is
+        nothing.
+        """
         parts = self._parts
         microsteps = 0 if parts.merge is None else parts.merge.microsteps
         waiting = [f"{microsteps} merged microsteps"] if microsteps else []
-        return " and ".join([*waiting, parts.exchange.pending] if parts.exchange.pending else waiting)
+        return " and ".join(
+            [*waiting, parts.exchange.pending] if parts.exchange.pending else waiting
+        )
 
     def trust_ratios(self) -> dict[str | Tensor, float]:
-        """The trust ratio of every parameter in the last update, by name, under LARS and LAMB; empty elsewhere."""
+        """The trust ratio of every parameter in the last update, by name, under LARS and LAMB;
+        empty elsewhere.
+        """
         optimizer = self._parts.optimizer
         return optimizer.trust_ratios() if isinstance(optimizer, LayerwiseOptimizer) else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a later step depends on, of this rank: plain values and copies of tensors. No communication.
+        """All that a later step depends on, of this rank: plain values and copies of tensors. No
+        communication.
 
         Schedulers of torch that drive the optimizer are in it.
 
@@ -322,10 +361,12 @@ class Engine:
         return saving.with_facts(saving.saved(self._parts, self._counters()), self._parts)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict` of the same rank, bit for bit; on all ranks. No communication.
+        """Continue from a `state_dict` of the same rank, bit for bit; on all ranks. No
+        communication.
 
         Warns:
-            UserWarning: It is another rank's; a scheduler of then is missing now, or the other way round.
+            UserWarning: It is another rank's; a scheduler of then is missing now, or the other way
+            round.
 
         Raises:
             TypeError: No mapping.
@@ -339,60 +380,74 @@ class Engine:
 
         Until the new one is whole, the one before it is what loads.
 
-        The folder is named after the updates made; under local updates, where an overflow concerns its rank alone,
-        after the local steps, those dropped included, which are the same on all ranks.
+        The folder is named after the updates made; under local updates, where an overflow concerns
+        its rank alone, after the local steps, those dropped included, which are the same on all
+        ranks.
 
         Args:
-            directory: The folder of all checkpoints of this run; on a file system of all ranks, or of each machine.
-            extra: Whatever else a later step depends on, of this rank: plain values, tensors, and objects with a
-                `state_dict` (a sampler, an average of the weights, a `GradScaler`), in dicts, lists and tuples.
-                Torch's schedulers that drive `engine.optimizer` are saved without being named.
-            keep: How many checkpoints stay, this one included; at least 1, None for all. The newest that stays beside
-                this one is read before an older one is deleted: one that is damaged does not count.
+            directory: The folder of all checkpoints of this run; on a file system of all ranks, or
+                of each machine.
+            extra: Whatever else a later step depends on, of this rank: plain values, tensors, and
+                objects with a `state_dict` (a sampler, an average of the weights, a `GradScaler`),
+                in dicts, lists and tuples. Torch's schedulers that drive `engine.optimizer` are
+                saved without being named.
+            keep: How many checkpoints stay, this one included; at least 1, None for all. The newest
+                that stays beside this one is read before an older one is deleted: one that is
+                damaged does not count.
 
         Returns:
             The folder of this checkpoint.
 
         Raises:
-            CheckpointError: It could not be written, on whichever rank, or `extra` or a scheduler holds what cannot be
-                saved; on all ranks. Training may go on.
+            CheckpointError: It could not be written, on whichever rank, or `extra` or a scheduler
+                holds what cannot be saved; on all ranks. Training may go on.
             Diverged: Ranks do not hold the same; nothing was written.
             Mismatch: Ranks are at different places, or some of them did not call it.
         """
-        require_agreement(self._parts.group, {"place of the checkpoint": self._place()}, what="saving")
+        require_agreement(
+            self._parts.group, {"place of the checkpoint": self._place()}, what="saving"
+        )
         self._parts.exchange.require_equal(self.step)
         state = partial(saving.saved, self._parts, self._counters(), extra)
         return saving.save(directory, state, self._parts, self._place(), keep)
 
     def load(self, directory: str | Path, if_any: bool = False) -> Path | None:
-        """Continue from the newest whole checkpoint in `directory`, also one of another number of ranks.
+        """Continue from the newest whole checkpoint in `directory`, also one of another number of
+        ranks.
 
-        With the same number of ranks training continues bit for bit. With another one every rank gets the mean of the
-        ranks' floating-point state, so that the update still pending is kept; counts of ranks that dropped local steps
-        each for itself (updates made, dropped steps, the step of the optimizer's state) go on from those of rank 0,
-        the smallest loss scale is that of all, and `extra` is that of rank 0.
+        With the same number of ranks training continues bit for bit. With another one every rank
+        gets the mean of the ranks' floating-point state, so that the update still pending is kept;
+        counts of ranks that dropped local steps each for itself (updates made, dropped steps, the
+        step of the optimizer's state) go on from those of rank 0, the smallest loss scale is that
+        of all, and `extra` is that of rank 0.
 
-        Settings of the strategy on which no state depends (intervals, sparsity, clipping, ...) may be others than when
-        it was written: those of this engine count, and a line in the log of `thinwire` says which have changed.
-        Parameters and groups of the optimizer may be in another order: names decide.
+        Settings of the strategy on which no state depends (intervals, sparsity, clipping, ...) may
+        be others than when it was written: those of this engine count, and a line in the log of
+        `thinwire` says which have changed. Parameters and groups of the optimizer may be in another
+        order: names decide.
 
-        Schedulers of torch that drive `engine.optimizer` go on where they were if they are there already: make them
-        before this call. Nothing changes on any rank where one of them cannot take its part over.
+        Schedulers of torch that drive `engine.optimizer` go on where they were if they are there
+        already: make them before this call. Nothing changes on any rank where one of them cannot
+        take its part over.
 
         Args:
             directory: What `save` was given.
-            if_any: Whether to return None where there is nothing yet, as at the first start of a run.
+            if_any: Whether to return None where there is nothing yet, as at the first start of a
+                run.
 
         Returns:
-            The folder that was loaded. `engine.extra` is then what `save` was given, `state_dict()` in the place of
+            The folder that was loaded. `engine.extra` is then what `save` was given, `state_dict()`
+            in the place of
             objects: `sampler.load_state_dict(engine.extra["sampler"])`.
 
         Warns:
-            UserWarning: What was saved later is damaged; a scheduler of then is missing now, or the other way round.
+            UserWarning: What was saved later is damaged; a scheduler of then is missing now, or the
+                other way round.
 
         Raises:
             CheckpointMissing: There is none, not even a damaged one.
-            CheckpointMismatch: It belongs to another strategy, model or optimizer; names all that differs.
+            CheckpointMismatch: It belongs to another strategy, model or optimizer; names all that
+                differs.
             CheckpointCorrupt: All that are there are damaged.
             CheckpointError: Anything else; these three are of its kind.
         """
@@ -407,10 +462,12 @@ class Engine:
             return None
 
     def load_parameters(self, directory: str | Path) -> Path:
-        """Take the parameters and buffers of the newest whole checkpoint, and nothing else, to begin anew with them.
+        """Take the parameters and buffers of the newest whole checkpoint, and nothing else, to
+        begin anew with them.
 
-        For a checkpoint of another strategy or optimizer, which `load` refuses. Ranks that had different ones get their
-        mean. Momentum, residuals, counters, schedules and `extra` are those of this engine.
+        For a checkpoint of another strategy or optimizer, which `load` refuses. Ranks that had
+        different ones get their mean. Momentum, residuals, counters, schedules and `extra` are
+        those of this engine.
 
         Args:
             directory: What `save` was given.
@@ -420,22 +477,26 @@ class Engine:
 
         Raises:
             RuntimeError: This engine has made updates.
-            CheckpointMissing, CheckpointMismatch, CheckpointCorrupt: As in `load`; nothing has changed.
+            CheckpointMissing, CheckpointMismatch, CheckpointCorrupt: As in `load`; nothing has
+                changed.
         """
         self._require_open()
         if self._place():
             raise RuntimeError(
-                f"this engine has made {self._place()} updates, whose momentum and residuals belong to other "
+                f"this engine has made {self._place()} updates, whose momentum and residuals "
+                "belong to other "
                 "parameters: call load_parameters right after prepare"
             )
         return saving.load_parameters(directory, self._parts)
 
     def close(self) -> None:
-        """Take everything off the model and the optimizer; the engine cannot train any more. May be called twice.
+        """Take everything off the model and the optimizer; the engine cannot train any more. May be
+        called twice.
 
-        The optimizer may be stepped by hand again, and be given to another engine. It stays what it became: under `dgc`
-        a `DGCMomentum` with its residuals, whose `step` exchanges; a `Lars` or `Lamb`; under a pipeline an optimizer of
-        this stage. A new engine with the same fields goes on with it.
+        The optimizer may be stepped by hand again, and be given to another engine. It stays what it
+        became: under `dgc` a `DGCMomentum` with its residuals, whose `step` exchanges; a `Lars` or
+        `Lamb`; under a pipeline an optimizer of this stage. A new engine with the same fields goes
+        on with it.
         """
         self._finalizer()
 
@@ -459,15 +520,22 @@ class Engine:
     def _require_loss_function(self, caller: str) -> None:
         if self._parts.loss_fn is None:
             raise RuntimeError(
-                f"{caller} needs a loss function, and prepare was given none: pass prepare(model, optimizer, loss_fn), "
+                f"{caller} needs a loss function, and prepare was given none: pass prepare(model, "
+                "optimizer, loss_fn), "
                 "or compute the loss yourself and call engine.minimize(loss)"
             )
 
     def _counters(self) -> dict[str, int]:
-        return {"step": self.step, "dropped_steps": self._dropped_steps(), "bytes_sent": self._bytes_sent()}
+        return {
+            "step": self.step,
+            "dropped_steps": self._dropped_steps(),
+            "bytes_sent": self._bytes_sent(),
+        }
 
     def _place(self) -> int:
-        """What ranks have in common: updates, or local steps, of which each rank drops or leaves out its own."""
+        """What ranks have in common: updates, or local steps, of which each rank drops or leaves
+        out its own.
+        """
         exchange = self._parts.exchange
         return exchange.sync.step if isinstance(exchange, LocalSteps) else self.step
 
@@ -479,7 +547,9 @@ class Engine:
 
     def _wait_s(self) -> float:
         parts = self._parts
-        votes = (part.wait_s for part in (parts.buffers, parts.absent, parts.scaler) if part is not None)
+        votes = (
+            part.wait_s for part in (parts.buffers, parts.absent, parts.scaler) if part is not None
+        )
         return parts.exchange.counts(self.step)["wait_s"] + sum(votes)
 
     def _dropped_steps(self) -> int:
@@ -510,7 +580,8 @@ class Engine:
         except (PeerLost, PeerStalled, Mismatch) as error:
             if self._joining is None:
                 error.add_note(
-                    "If ranks have unequal numbers of batches, train inside `with engine.join():`, or give all of them "
+                    "If ranks have unequal numbers of batches, train inside `with engine.join():`, "
+                    "or give all of them "
                     "equally many."
                 )
             raise
@@ -521,13 +592,19 @@ class Engine:
 
     def _require_known_params(self) -> None:
         """No parameter may be updated that is not exchanged: ranks would part without a word."""
-        new = [p for p in _params_of(self._parts.optimizer) if p.requires_grad and p not in self._trained]
+        new = [
+            p
+            for p in _params_of(self._parts.optimizer)
+            if p.requires_grad and p not in self._trained
+        ]
         if new:
             names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
             told = ", ".join(names.get(p, f"one of shape {tuple(p.shape)}") for p in new[:3])
             raise RuntimeError(
-                f"{len(new)} parameters became trainable, or were given to the optimizer, after prepare, which chose "
-                f"what is exchanged: {told}. Close this engine and prepare a new one with an optimizer that has them, "
+                f"{len(new)} parameters became trainable, or were given to the optimizer, after "
+                "prepare, which chose "
+                f"what is exchanged: {told}. Close this engine and prepare a new one with an "
+                "optimizer that has them, "
                 "on all ranks"
             )
 
@@ -543,7 +620,9 @@ class Engine:
         self._left.remember()
 
     def _backward(self, scaled: Tensor, loss: Tensor) -> None:
-        """Backward pass, exchange and update; the exchange begins in the backward pass where an update follows it."""
+        """Backward pass, exchange and update; the exchange begins in the backward pass where an
+        update follows it.
+        """
         overlap, merge = self._parts.overlap, self._parts.merge
         merging = merge is not None and merge.microsteps + 1 < self._parts.merge_steps
         if overlap is None or merging or not self._all_have_batches:
@@ -556,7 +635,9 @@ class Engine:
             self._finish_microstep(loss)
 
     def _final(self, name: str, grad: Tensor | None) -> Tensor | None:
-        """The gradient of the coming update, of one parameter whose `grad` this is; new where it is another."""
+        """The gradient of the coming update, of one parameter whose `grad` this is; new where it is
+        another.
+        """
         parts = self._parts
         factor = 1.0 if parts.scaler is None else parts.scaler.inverse_scale
         if parts.merge is not None:
@@ -565,16 +646,21 @@ class Engine:
 
     def _finish_microstep(self, loss: Tensor) -> None:
         parts = self._parts
-        # to torch's schedulers the optimizer has been called, whether this microstep updates, merges or is dropped
+        # to torch's schedulers the optimizer has been called, whether this microstep updates,
+        # merges or is dropped
         vars(parts.optimizer)["_opt_called"] = True
         parts.exchange.observe(loss)
         held = {name: p.grad for name, p in parts.params.items() if p.grad is not None}
         scaler = parts.scaler
         overflow = scaler is not None and scaler.overflowed(held.values())
-        self._add_or_update(held, 1.0 if scaler is None else scaler.inverse_scale, overflow=overflow)
+        self._add_or_update(
+            held, 1.0 if scaler is None else scaler.inverse_scale, overflow=overflow
+        )
 
     def _add_or_update(self, held: dict[str, Tensor], factor: float, *, overflow: bool) -> None:
-        """What one microstep does with its gradients; those of a merge are kept until its update is made."""
+        """What one microstep does with its gradients; those of a merge are kept until its update is
+        made.
+        """
         parts, merge = self._parts, self._parts.merge
         if merge is None:
             self._update(_unscaled(parts.params, held, factor), overflow=overflow)
@@ -588,11 +674,13 @@ class Engine:
     def _update(self, grads: dict[str, Tensor], *, overflow: bool, complete: bool = False) -> None:
         """One update from this rank's unscaled gradients, or none if they overflowed somewhere.
 
-        `complete`: what this rank lacks and another has counts as zero, as it does where ranks ran out of batches.
+        `complete`: what this rank lacks and another has counts as zero, as it does where ranks ran
+        out of batches.
         """
         parts, exchange = self._parts, self._parts.exchange
         if exchange.local:
-            self._forget_merged()  # the step is this rank's own, and made before an averaging can fail
+            # the step is this rank's own, and made before an averaging can fail
+            self._forget_merged()
         if exchange.local and not grads:
             exchange.skip()  # it counts, for the averagings
             self._settle_turn()
@@ -606,7 +694,9 @@ class Engine:
         elif scaler is not None:
             overflow = verdict is Verdict.OVERFLOW
         if scaler is not None and exchange.local:
-            scaler.update(overflow)  # first, since local updates may hand the new scale to the others in this step
+            scaler.update(
+                overflow
+            )  # first, since local updates may hand the new scale to the others in this step
         if overflow:
             _log.info("step %d was dropped for an overflow", self.step)
             self._dropped_before += 1
@@ -652,7 +742,8 @@ class Engine:
 
 
 _UPDATE_MADE = (
-    "The update before it stands on this rank: parameters, optimizer and counters are those after it, the buffers are "
+    "The update before it stands on this rank: parameters, optimizer and counters are those after "
+    "it, the buffers are "
     "this rank's own"
 )
 
@@ -677,13 +768,23 @@ def _check_loss(loss: object) -> None:
     check.instance("loss", loss, Tensor)
     assert isinstance(loss, Tensor)
     if loss.numel() != 1:
-        raise ValueError(f"the loss must be a scalar, got shape {tuple(loss.shape)}: take its mean over the batch")
+        raise ValueError(
+            f"the loss must be a scalar, got shape {tuple(loss.shape)}: take its mean over the "
+            "batch"
+        )
     if not loss.requires_grad:
-        raise ValueError("the loss depends on no parameter that requires a gradient: nothing can be learned from it")
+        raise ValueError(
+            "the loss depends on no parameter that requires a gradient: nothing can be learned "
+            "from it"
+        )
 
 
-def _unscaled(params: Mapping[str, Parameter], grads: Mapping[str, Tensor], factor: float) -> dict[str, Tensor]:
-    """Gradients times `factor`; narrow ones become float32, so that nothing underflows on the way."""
+def _unscaled(
+    params: Mapping[str, Parameter], grads: Mapping[str, Tensor], factor: float
+) -> dict[str, Tensor]:
+    """Gradients times `factor`; narrow ones become float32, so that nothing underflows on
+    the way.
+    """
     if factor == 1.0:
         return dict(grads)
     new, mine = {}, with_own_storage(grads)

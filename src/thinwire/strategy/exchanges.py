@@ -1,4 +1,6 @@
-"""The three ways in which ranks share an update, behind one small protocol: the engine never asks which it has."""
+"""The three ways in which ranks share an update, behind one small protocol: the engine never asks
+which it has.
+"""
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -32,10 +34,12 @@ class Exchange(Protocol):
     Attributes:
         local: Whether ranks are on their own between two averagings.
         bytes_sent: What this rank gave to others so far.
-        dropped_steps: Updates dropped for a gradient that is not finite, those of a loss scale aside.
+        dropped_steps: Updates dropped for a gradient that is not finite, those of a loss scale
+            aside.
         k_steps: Updates between two exchanges that are in force.
         pending: What `flush` would do, in words; empty if nothing.
-        moved: Whether an `update` that raised did so after its exchange, so that others have made it.
+        moved: Whether an `update` that raised did so after its exchange, so that others have made
+            it.
     """
 
     local: bool
@@ -83,7 +87,9 @@ class Exchange(Protocol):
 
 
 class EarlyExchange(Exchange, Protocol):
-    """One whose messages can leave before all gradients are there: launched and voted on through `gradients`."""
+    """One whose messages can leave before all gradients are there: launched and voted on through
+    `gradients`.
+    """
 
     @property
     def gradients(self) -> GradientExchange | None:
@@ -131,7 +137,9 @@ class _EveryStep:
 
     @contextlib.contextmanager
     def _spoiling(self, step: int, gradients: GradientExchange) -> Iterator[None]:
-        """Around what follows the exchange: where it fails, others have made the update and must hear of it."""
+        """Around what follows the exchange: where it fails, others have made the update and must
+        hear of it.
+        """
         try:
             yield
         except Exception as error:
@@ -154,7 +162,12 @@ class MeanThenStep(_EveryStep):
     ) -> None:
         self.gradients = gradients
         gradients.optimizer = optimizer
-        self._optimizer, self._params, self._clip, self._sparsity = optimizer, params, clip, sparsity
+        self._optimizer, self._params, self._clip, self._sparsity = (
+            optimizer,
+            params,
+            clip,
+            sparsity,
+        )
 
     @property
     def bucket_bytes(self) -> int:
@@ -211,7 +224,9 @@ class MeanThenStep(_EveryStep):
 
 
 class DGCStep(_EveryStep):
-    """`DGCMomentum` updates from what arrived, entry by entry, and holds the state of the compression."""
+    """`DGCMomentum` updates from what arrived, entry by entry, and holds the state of the
+    compression.
+    """
 
     bucket_bytes = DGCCompressor.bucket_bytes
 
@@ -270,7 +285,9 @@ class DGCStep(_EveryStep):
 
 
 class LocalSteps:
-    """Every rank updates on its own; `LocalUpdates` follows the optimizer's steps and averages parameters."""
+    """Every rank updates on its own; `LocalUpdates` follows the optimizer's steps and averages
+    parameters.
+    """
 
     local = moved = True
     dropped_steps = 0
@@ -293,7 +310,10 @@ class LocalSteps:
 
     def counts(self, step: int) -> dict[str, float]:
         stats = self.sync.stats()
-        return {key: stats[key] for key in ("bytes_received", "wait_s", "sparsity", "averagings", "applied_share")}
+        return {
+            key: stats[key]
+            for key in ("bytes_received", "wait_s", "sparsity", "averagings", "applied_share")
+        }
 
     @property
     def k_steps(self) -> int:
@@ -310,7 +330,9 @@ class LocalSteps:
         limited = dict(grads)
         if self._dgc is not None and self._dgc.local_grad_clip_norm is not None:
             limited = {
-                name: locally_clipped(self._dgc, self.sync.step, self._trainers, self._params[name], grad)
+                name: locally_clipped(
+                    self._dgc, self.sync.step, self._trainers, self._params[name], grad
+                )
                 for name, grad in grads.items()
             }
         apply_(self._optimizer, self._params, self._clip(limited))
@@ -339,11 +361,14 @@ class LocalSteps:
 
 
 _EXCHANGED = (
-    "The gradients had been exchanged before it: what was sent has left this rank's residuals, no parameter has moved"
+    "The gradients had been exchanged before it: what was sent has left this rank's residuals, no "
+    "parameter has moved"
 )
 _SPOILED_HERE = (
-    "this came after the exchange of the update, which other ranks have made and this one has not, or not all of it: "
-    "what it sent may have left its residuals. They hear of it in the next one. Restart all ranks from the last "
+    "this came after the exchange of the update, which other ranks have made and this one has not, "
+    "or not all of it: "
+    "what it sent may have left its residuals. They hear of it in the next one. Restart all ranks "
+    "from the last "
     "checkpoint"
 )
 
@@ -351,13 +376,16 @@ _SPOILED_HERE = (
 def _spoiled(step: int, error: Exception) -> str:
     """What other ranks are told of an update that this one could not finish."""
     return (
-        f"after the exchange of update {step + 1} its optimizer, or a hook of it, raised {type(error).__name__}: "
+        f"after the exchange of update {step + 1} its optimizer, or a hook of it, raised "
+        f"{type(error).__name__}: "
         f"{error}. Others have made that update; restart all ranks from the last checkpoint"
     )
 
 
 def apply_(optimizer: torch.optim.Optimizer, params: Mapping[str, Parameter], grads: Grads) -> None:
-    """One step of `optimizer` from `grads`, which replace what is in `p.grad`; wide ones stay wide where they can."""
+    """One step of `optimizer` from `grads`, which replace what is in `p.grad`; wide ones stay wide
+    where they can.
+    """
     for name, param in params.items():
         param.grad = _laid_out(grads[name], param) if name in grads else None
     wide = any(grad.dtype != params[name].dtype for name, grad in grads.items())
@@ -369,9 +397,11 @@ def apply_(optimizer: torch.optim.Optimizer, params: Mapping[str, Parameter], gr
 
 
 def _as_given(means: Mapping[str, Tensor], row_sparse: Collection[str]) -> dict[str, Tensor]:
-    """Means of row-sparse gradients as row-sparse tensors again, for optimizers that touch the rows present only.
+    """Means of row-sparse gradients as row-sparse tensors again, for optimizers that touch the rows
+    present only.
 
-    One that is dense on any rank is dense on all, as torch adds up a dense and a row-sparse gradient.
+    One that is dense on any rank is dense on all, as torch adds up a dense and a row-sparse
+    gradient.
     """
     return {name: _rows(mean) if name in row_sparse else mean for name, mean in means.items()}
 
@@ -379,10 +409,14 @@ def _as_given(means: Mapping[str, Tensor], row_sparse: Collection[str]) -> dict[
 def _rows(dense: Tensor) -> Tensor:
     present = dense.reshape(dense.shape[0], -1).any(dim=1).nonzero().view(-1)
     where, rows = present.unsqueeze(0), dense[present]
-    return torch.sparse_coo_tensor(where, rows, dense.shape, is_coalesced=True, check_invariants=False)
+    return torch.sparse_coo_tensor(
+        where, rows, dense.shape, is_coalesced=True, check_invariants=False
+    )
 
 
 def _laid_out(grad: Tensor, param: Parameter) -> Tensor:
     if grad.is_sparse or (grad.dtype == param.dtype and grad.stride() == param.stride()):
         return grad.to(param.dtype)
-    return torch.empty_like(param, requires_grad=False).copy_(grad)  # fused kernels walk parameter and gradient alike
+    return torch.empty_like(param, requires_grad=False).copy_(
+        grad
+    )  # fused kernels walk parameter and gradient alike

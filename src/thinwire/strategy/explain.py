@@ -1,4 +1,6 @@
-"""A strategy in plain text: what a step does, what the pairs mean, what to know, and what it makes of a model."""
+"""A strategy in plain text: what a step does, what the pairs mean, what to know, and what it makes
+of a model.
+"""
 
 import textwrap
 from collections.abc import Iterable
@@ -29,7 +31,8 @@ def explanation(
     optimizer: Optimizer | None = None,
     grad_clip: Clip | None = None,
 ) -> str:
-    """See `DistributedStrategy.explain`; the text, without a last newline, at most 100 columns wide.
+    """See `DistributedStrategy.explain`; the text, without a last newline, at most 100 columns
+    wide.
 
     Raises:
         TypeError: No module or no optimizer.
@@ -38,7 +41,10 @@ def explanation(
     """
     check.instance("model", model, (nn.Module, NoneType))
     check.instance("optimizer", optimizer, (Optimizer, NoneType))
-    fields = ", ".join(strategy.on) or "nothing: gradients are averaged over all ranks, as by DistributedDataParallel"
+    fields = (
+        ", ".join(strategy.on)
+        or "nothing: gradients are averaged over all ranks, as by DistributedDataParallel"
+    )
     together = [f"{' and '.join(rule.pair)}: {rule.meaning}" for rule in rules_among(strategy.on)]
     parts = [
         _wrapped(f"On: {fields}"),
@@ -46,7 +52,10 @@ def explanation(
         _section("Together", together),
         _section("To know", remarks(strategy)),
         _section("This model", [] if model is None else about_model(strategy, model, optimizer)),
-        _section("This optimizer", [] if optimizer is None else about_optimizer(strategy, optimizer, model, grad_clip)),
+        _section(
+            "This optimizer",
+            [] if optimizer is None else about_optimizer(strategy, optimizer, model, grad_clip),
+        ),
     ]
     return "\n\n".join(part for part in parts if part)
 
@@ -62,5 +71,9 @@ def _numbered(texts: list[str]) -> list[str]:
 
 def _wrapped(text: str, indent: str = "") -> str:
     return textwrap.fill(
-        text, _COLUMNS, initial_indent=indent, subsequent_indent=f"{indent}   ", break_on_hyphens=False
+        text,
+        _COLUMNS,
+        initial_indent=indent,
+        subsequent_indent=f"{indent}   ",
+        break_on_hyphens=False,
     )

@@ -13,8 +13,8 @@ def plain(value: Any, path: str = "extra") -> Any:
     """The same tree with the `state_dict()` of whatever has one in its place.
 
     Args:
-        value: Nested dicts, lists and tuples of None, bool, int, float, str, bytes, tensors and objects with a
-            `state_dict`. Read only.
+        value: Nested dicts, lists and tuples of None, bool, int, float, str, bytes, tensors and
+            objects with a `state_dict`. Read only.
         path: Where it stands, for errors.
 
     Raises:
@@ -29,14 +29,21 @@ def plain(value: Any, path: str = "extra") -> Any:
         return entries if isinstance(value, list) else tuple(entries)
     if not isinstance(value, type) and callable(getattr(value, "state_dict", None)):
         return plain(value.state_dict(), f"{path}.state_dict()")
-    advice = "give its get_state()" if isinstance(value, torch.Generator) else "give what a later run needs of it"
+    advice = (
+        "give its get_state()"
+        if isinstance(value, torch.Generator)
+        else "give what a later run needs of it"
+    )
     raise TypeError(
-        f"{path} is of type {type(value).__name__}; a checkpoint holds None, bool, int, float, str, bytes, tensors, "
+        f"{path} is of type {type(value).__name__}; a checkpoint holds None, bool, int, float, "
+        "str, bytes, tensors, "
         f"dicts, lists and tuples of these, and whatever has a state_dict: {advice}"
     )
 
 
 def _key(key: object, path: str) -> int | str:
     if isinstance(key, bool) or not isinstance(key, int | str):
-        raise TypeError(f"{path} has the key {key!r} of type {type(key).__name__}; keys are str or int")
+        raise TypeError(
+            f"{path} has the key {key!r} of type {type(key).__name__}; keys are str or int"
+        )
     return key

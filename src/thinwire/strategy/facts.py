@@ -1,4 +1,6 @@
-"""What must be the same: on all ranks before an engine is made, and in a checkpoint and the engine that loads it."""
+"""What must be the same: on all ranks before an engine is made, and in a checkpoint and the engine
+that loads it.
+"""
 
 import zlib
 from collections.abc import Iterator, Mapping
@@ -43,20 +45,31 @@ def checkpoint_facts(
     }
 
 
-def model_facts(model: nn.Module, optimizer: torch.optim.Optimizer, *, digest: bool) -> dict[str, Any]:
-    """What they must have in common beside the strategy; `digest`: the state of the optimizer too."""
+def model_facts(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, digest: bool
+) -> dict[str, Any]:
+    """What they must have in common beside the strategy; `digest`: the state of the
+    optimizer too.
+    """
     names = {p: name for name, p in model.named_parameters()}
     return {
-        "parameter": [f"{name} {looks(p)} requires_grad={p.requires_grad}" for p, name in names.items()],
+        "parameter": [
+            f"{name} {looks(p)} requires_grad={p.requires_grad}" for p, name in names.items()
+        ],
         "buffer": [f"{name} {looks(b)}" for name, b in model.named_buffers()],
         "optimizer": type(optimizer).__name__,
         "group": [
-            {key: repr(value) for key, value in group.items() if key not in ("params", "param_names")}
+            {
+                key: repr(value)
+                for key, value in group.items()
+                if key not in ("params", "param_names")
+            }
             | {"params": [names.get(p, "not in the model") for p in group["params"]]}
             for group in optimizer.param_groups
         ],
         "setting": optimizer.shared_settings() if isinstance(optimizer, GroupedOptimizer) else None,
-        # ranks that go on from different moments would part without a word; DGCMomentum's differ by nature
+        # ranks that go on from different moments would part without a word; DGCMomentum's differ by
+        # nature
         "state of the optimizer": _state_digest(optimizer)
         if digest and not getattr(optimizer, "exchanges_gradients", False)
         else None,

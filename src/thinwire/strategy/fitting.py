@@ -1,4 +1,6 @@
-"""Whether a checkpoint fits an engine: which settings may have changed since, because no state depends on them."""
+"""Whether a checkpoint fits an engine: which settings may have changed since, because no state
+depends on them.
+"""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -29,7 +31,14 @@ _FREE = (
     *(
         f"{field}.{key}"
         for field in ("localsgd", "adaptive_localsgd")
-        for key in ("k_steps", "init_k_steps", "max_k_steps", "begin_step", "outer_lr", "outer_nesterov")
+        for key in (
+            "k_steps",
+            "init_k_steps",
+            "max_k_steps",
+            "begin_step",
+            "outer_lr",
+            "outer_nesterov",
+        )
     ),
     *(
         f"{field}.compression.{key}"
@@ -39,7 +48,8 @@ _FREE = (
         for key in (tag, f"{tag}.*", *(entry.name for entry in fields(kind)))
     ),
 )
-"""Settings on which no state depends, by dotted name; whatever is new is not among them before somebody says so."""
+"""Settings on which no state depends, by dotted name; whatever is new is not among them before
+somebody says so."""
 _IN_GROUPS = {
     "dgc.rampup_begin_step": "rampup_begin_step",
     "dgc.rampup_step": "rampup_step",
@@ -50,7 +60,8 @@ _IN_GROUPS = {
     "lars.epsilon": "eps",
     "lamb.lamb_weight_decay": "weight_decay",
 }
-"""Settings that an optimizer keeps in its groups, where a state that is loaded would bring the old ones back."""
+"""Settings that an optimizer keeps in its groups, where a state that is loaded would bring the old
+ones back."""
 _NOTHING = "nothing"
 
 
@@ -67,13 +78,20 @@ class Change(NamedTuple):
         if self.name.endswith(".outer_momentum"):
             return 0 not in (self.before, self.now)  # the buffer is there either way
         if self.name == "amp":  # none of what it says but the loss scale has state
-            return not any("loss_scale" in value for value in (self.before, self.now) if isinstance(value, Mapping))
+            return not any(
+                "loss_scale" in value
+                for value in (self.before, self.now)
+                if isinstance(value, Mapping)
+            )
         return any(fnmatchcase(self.name, pattern) for pattern in _FREE)
 
 
 def changes_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
-    """The settings that differ between two strategies in plain values, of the present and of an earlier version."""
-    # what was not there yet had its default; of another version, or by other hands, it is compared as it is
+    """The settings that differ between two strategies in plain values, of the present and of an
+    earlier version.
+    """
+    # what was not there yet had its default; of another version, or by other hands, it is compared
+    # as it is
     with contextlib.suppress(TypeError, ValueError):
         before = to_dict(from_dict(before))
     return list(_differences("", before, now))
@@ -86,8 +104,16 @@ def misfits(before: Mapping[str, Any], now: Mapping[str, Any], changes: list[Cha
         found.append(_told("optimizer", before.get("optimizer"), now["optimizer"]))
     theirs, ours = set(before.get("parameters", ())), set(now["parameters"])
     if theirs != ours:
-        gone, new = (", ".join(sorted(one)[:3]) or _NOTHING for one in (theirs - ours, ours - theirs))
-        found.append(_told(f"parameters ({len(theirs - ours)} and {len(ours - theirs)} of them differ)", gone, new))
+        gone, new = (
+            ", ".join(sorted(one)[:3]) or _NOTHING for one in (theirs - ours, ours - theirs)
+        )
+        found.append(
+            _told(
+                f"parameters ({len(theirs - ours)} and {len(ours - theirs)} of them differ)",
+                gone,
+                new,
+            )
+        )
     return found
 
 

@@ -1,4 +1,5 @@
-"""A Paddle fleet description, read as a strategy: everything it says is mapped, refused or noted, and nothing is lost.
+"""A Paddle fleet description, read as a strategy: everything it says is mapped, refused or noted,
+and nothing is lost.
 
 `fleet_table` says what becomes of each attribute, `fleet_maps` how a feature's configs become ours.
 """
@@ -12,7 +13,14 @@ from thinwire import _validate as check
 from thinwire.errors import StrategyError
 from thinwire.strategy.distributed_strategy import DistributedStrategy
 from thinwire.strategy.fleet_maps import MAPS, Findings, mapped
-from thinwire.strategy.fleet_table import CONFIG_KEYS, NOTED, NOTED_FLAGS, NOTED_KEYS, REFUSED, REFUSED_KEYS
+from thinwire.strategy.fleet_table import (
+    CONFIG_KEYS,
+    NOTED,
+    NOTED_FLAGS,
+    NOTED_KEYS,
+    REFUSED,
+    REFUSED_KEYS,
+)
 
 __all__ = ["from_fleet"]
 
@@ -25,7 +33,8 @@ def from_fleet(description: Mapping[str, Any]) -> DistributedStrategy:
     """See `DistributedStrategy.from_fleet`.
 
     Args:
-        description: Attributes of fleet's DistributedStrategy by name; a mapping, or what has `keys` and items.
+        description: Attributes of fleet's DistributedStrategy by name; a mapping, or what has
+            `keys` and items.
     """
     given = _mapping("description", description)
     findings = Findings()
@@ -63,7 +72,9 @@ def _mapping(name: str, value: Any) -> dict[Any, Any]:
 def _find_unknown(given: Mapping[Any, Any], findings: Findings) -> None:
     for name in given:
         if name not in _KNOWN:
-            findings.problems.append(f"{name}={given[name]!r} is unknown{check.closest(name, _KNOWN)}")
+            findings.problems.append(
+                f"{name}={given[name]!r} is unknown{check.closest(name, _KNOWN)}"
+            )
 
 
 def _find_refused_and_noted(given: Mapping[str, Any], findings: Findings) -> None:
@@ -83,12 +94,16 @@ def _flag(name: str, value: Any, findings: Findings) -> bool | None:
     """The flag, or None after a finding said that it is none."""
     if isinstance(value, bool):
         return value
-    findings.wrong_types.append(f"{name} must be True or False, got {value!r} of type {type(value).__name__}")
+    findings.wrong_types.append(
+        f"{name} must be True or False, got {value!r} of type {type(value).__name__}"
+    )
     return None
 
 
 def _read_configs(given: Mapping[str, Any], findings: Findings) -> dict[str, dict[str, Any]]:
-    """The known keys of all configs; those of a feature that is off only to be checked for unknown ones."""
+    """The known keys of all configs; those of a feature that is off only to be checked for unknown
+    ones.
+    """
     configs: dict[str, dict[str, Any]] = {}
     for name, known in CONFIG_KEYS.items():
         try:
@@ -97,16 +112,24 @@ def _read_configs(given: Mapping[str, Any], findings: Findings) -> dict[str, dic
             findings.wrong_types.append(str(error))
             keys = {}
         for key in [key for key in keys if key not in known]:
-            findings.problems.append(f"{name}.{key}={keys.pop(key)!r} is unknown{check.closest(key, known)}")
+            findings.problems.append(
+                f"{name}.{key}={keys.pop(key)!r} is unknown{check.closest(key, known)}"
+            )
         if name == "hybrid_configs":
             _drop_wrong_degrees(keys, findings)
         configs[name] = keys
         feature = name.removesuffix("_configs")
         if feature not in _WITH_FLAG or given.get(feature) is True:
             _find_refused_and_noted_keys(name, keys, findings)
-    off = [f"{name}_configs" for name in _WITH_FLAG if f"{name}_configs" in given and given.get(name, False) is False]
+    off = [
+        f"{name}_configs"
+        for name in _WITH_FLAG
+        if f"{name}_configs" in given and given.get(name, False) is False
+    ]
     if off:
-        findings.notes.append(f"{', '.join(off)}: without effect, because the flag of the feature is off")
+        findings.notes.append(
+            f"{', '.join(off)}: without effect, because the flag of the feature is off"
+        )
     return configs
 
 
@@ -125,12 +148,16 @@ def _find_refused_and_noted_keys(name: str, keys: Mapping[str, Any], findings: F
         if value is None or value == default or (default == () and not value):
             continue
         if (name, key) in REFUSED_KEYS:
-            findings.problems.append(f"{name}.{key}={value!r} cannot be carried over: {REFUSED_KEYS[name, key]}")
+            findings.problems.append(
+                f"{name}.{key}={value!r} cannot be carried over: {REFUSED_KEYS[name, key]}"
+            )
         if (name, key) in NOTED_KEYS:
             findings.notes.append(f"{name}.{key}={value!r}: {NOTED_KEYS[name, key]}")
 
 
-def _features(given: Mapping[str, Any], configs: Mapping[str, dict[str, Any]], findings: Findings) -> dict[str, Any]:
+def _features(
+    given: Mapping[str, Any], configs: Mapping[str, dict[str, Any]], findings: Findings
+) -> dict[str, Any]:
     hybrid = CONFIG_KEYS["hybrid_configs"] | configs["hybrid_configs"]
     features = {}
     for name in MAPS:
@@ -139,28 +166,36 @@ def _features(given: Mapping[str, Any], configs: Mapping[str, dict[str, Any]], f
             features[name] = mapped(name, configs[keys], CONFIG_KEYS[keys], hybrid, findings)
     if "pipeline" not in features and hybrid["pp_degree"] != 1:
         findings.problems.append(
-            f"hybrid_configs.pp_degree={hybrid['pp_degree']!r} cannot be carried over without pipeline=True"
+            f"hybrid_configs.pp_degree={hybrid['pp_degree']!r} cannot be carried over without "
+            "pipeline=True"
         )
     return features
 
 
-def _check_a_sync(given: Mapping[str, Any], configs: Mapping[str, dict[str, Any]], findings: Findings) -> None:
+def _check_a_sync(
+    given: Mapping[str, Any], configs: Mapping[str, dict[str, Any]], findings: Findings
+) -> None:
     if "a_sync" not in given or not _flag("a_sync", given["a_sync"], findings):
         return
     if configs["a_sync_configs"].get("k_steps") != -1:
         findings.problems.append(
-            "a_sync=True cannot be carried over: parameter servers are not offered; localsgd is the collective form"
+            "a_sync=True cannot be carried over: parameter servers are not offered; localsgd is "
+            "the collective form"
         )
 
 
 def _check_mode(given: Mapping[str, Any], findings: Findings) -> None:
     mode = given.get("mode", "COLLECTIVE")
     if isinstance(mode, bool) or mode not in (1, "COLLECTIVE", "collective", None):
-        findings.problems.append(f"mode={mode!r} cannot be carried over: only COLLECTIVE training is offered")
+        findings.problems.append(
+            f"mode={mode!r} cannot be carried over: only COLLECTIVE training is offered"
+        )
 
 
 def _expect_replicas(strategy: DistributedStrategy, configs: Mapping[str, dict[str, Any]]) -> None:
-    """dp_degree is no setting but a claim about the ranks, which only `prepare` knows; it is not in `to_dict`."""
+    """dp_degree is no setting but a claim about the ranks, which only `prepare` knows; it is not in
+    `to_dict`.
+    """
     degree = configs["hybrid_configs"].get("dp_degree", -1)
     if degree != -1:
         object.__setattr__(strategy, "expected_replicas", degree)

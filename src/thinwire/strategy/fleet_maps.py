@@ -40,7 +40,9 @@ class _Feature:
 
 
 def mapped(name: str, given: Keys, defaults: Keys, hybrid: Keys, findings: Findings) -> Any:
-    """Our config of one feature that is on, or None after findings said why there is none: one for each wrong key."""
+    """Our config of one feature that is on, or None after findings said why there is none: one for
+    each wrong key.
+    """
     left = dict(given)
     while True:
         attempt = Findings()
@@ -62,18 +64,26 @@ def _amp(feature: _Feature) -> AMP:
     keys = feature.keys
     scale: LossScale = FixedLossScale(keys["init_loss_scaling"])
     if check.boolean("use_dynamic_loss_scaling", keys["use_dynamic_loss_scaling"]):
-        scale = DynamicLossScale(keys["init_loss_scaling"], keys["incr_ratio"], keys["incr_every_n_steps"])
+        scale = DynamicLossScale(
+            keys["init_loss_scaling"], keys["incr_ratio"], keys["incr_every_n_steps"]
+        )
         if not feature.given & {"decr_every_n_nan_or_inf", "decr_ratio"}:
-            feature.findings.notes.append("amp: here every overflow divides the loss scale by the growth factor")
+            feature.findings.notes.append(
+                "amp: here every overflow divides the loss scale by the growth factor"
+            )
     return AMP("float16", scale)
 
 
 def _recompute(feature: _Feature) -> Recompute:
     names = _words("checkpoints", feature.keys["checkpoints"])
     if not names:
-        raise ValueError("checkpoints is empty, which means off in fleet: name modules, or set recompute to False")
+        raise ValueError(
+            "checkpoints is empty, which means off in fleet: name modules, or set recompute to "
+            "False"
+        )
     feature.findings.notes.append(
-        f"recompute_configs.checkpoints={list(names)}: names of tensors in fleet, read as patterns over module names"
+        f"recompute_configs.checkpoints={list(names)}: names of tensors in fleet, read as patterns "
+        "over module names"
     )
     return Recompute(names)
 
@@ -82,17 +92,21 @@ def _pipeline(feature: _Feature) -> Pipeline:
     keys, counts = feature.keys, feature.given & {"micro_batch", "accumulate_steps"}
     if len(counts) == 2 and keys["micro_batch"] != keys["accumulate_steps"]:
         raise ValueError(
-            f"micro_batch={keys['micro_batch']!r} and accumulate_steps={keys['accumulate_steps']!r} are two names of "
+            f"micro_batch={keys['micro_batch']!r} and "
+            f"accumulate_steps={keys['accumulate_steps']!r} are two names of "
             "one number, how many parts a batch is cut into: give one of them"
         )
     schedules = {"1F1B": "1f1b", "F-then-B": "gpipe"}
     check.one_of("schedule_mode", keys["schedule_mode"], schedules)
     stages, source = _stages(feature.hybrid)
     feature.findings.notes.append(
-        f"pipeline: {stages} stages, from {source}; where the model is cut (device_guard) is no part of the "
+        f"pipeline: {stages} stages, from {source}; where the model is cut (device_guard) is no "
+        "part of the "
         "description: set split_points if the model is not sequential"
     )
-    return Pipeline(stages, keys[next(iter(counts), "micro_batch")], schedules[keys["schedule_mode"]])
+    return Pipeline(
+        stages, keys[next(iter(counts), "micro_batch")], schedules[keys["schedule_mode"]]
+    )
 
 
 def _stages(hybrid: Keys) -> tuple[int, str]:
@@ -107,8 +121,14 @@ def _gradient_merge(feature: _Feature) -> GradientMerge:
 
 def _dgc(feature: _Feature) -> DGC:
     keys = feature.keys
-    feature.findings.notes.append("dgc: a sent value costs one bit here; DGC(value_bits=32) sends exact values")
-    return DGC(keys["rampup_begin_step"], keys["rampup_step"], _listed("sparsity", keys["sparsity"]) or (0.999,))
+    feature.findings.notes.append(
+        "dgc: a sent value costs one bit here; DGC(value_bits=32) sends exact values"
+    )
+    return DGC(
+        keys["rampup_begin_step"],
+        keys["rampup_step"],
+        _listed("sparsity", keys["sparsity"]) or (0.999,),
+    )
 
 
 def _lars(feature: _Feature) -> LARS:
@@ -120,7 +140,9 @@ def _lars(feature: _Feature) -> LARS:
 
 def _lamb(feature: _Feature) -> LAMB:
     excluded = _words("exclude_from_weight_decay", feature.keys["exclude_from_weight_decay"])
-    feature.findings.notes.append("lamb: eps is Lamb's own 1e-6; fleet takes that of the optimizer inside")
+    feature.findings.notes.append(
+        "lamb: eps is Lamb's own 1e-6; fleet takes that of the optimizer inside"
+    )
     return LAMB(feature.keys["lamb_weight_decay"], tuple(f"*{escape(word)}" for word in excluded))
 
 
@@ -132,7 +154,8 @@ def _adaptive_localsgd(feature: _Feature) -> AdaptiveLocalSGD:
     config = AdaptiveLocalSGD(feature.keys["init_k_steps"], begin_step=feature.keys["begin_step"])
     if config.init_k_steps > 1:
         feature.findings.notes.append(
-            f"adaptive_localsgd: init_k_steps={config.init_k_steps} stands outside the root of the interval's formula, "
+            f"adaptive_localsgd: init_k_steps={config.init_k_steps} stands outside the root of the "
+            "interval's formula, "
             "as in the paper; fleet has it inside"
         )
     return config

@@ -110,7 +110,8 @@ NOTED: dict[str, str] = {
     "fuse_grad_size_in_num": _BUCKETS,
     "fuse_grad_merge": _BUCKETS,
     "last_comm_group_size_MB": _BUCKETS,
-    "find_unused_parameters": "a parameter without gradient is left alone if it has none on any rank, and is an error "
+    "find_unused_parameters": "a parameter without gradient is left alone if it has none on any "
+    "rank, and is an error "
     "on all ranks if it has one on some",
     "without_graph_optimization": _NO_GRAPH,
     "calc_comm_same_stream": _NO_GRAPH,
@@ -146,7 +147,10 @@ NOTED_FLAGS = (
 
 NOTED_KEYS: dict[tuple[str, str], str] = {
     ("recompute_configs", "checkpoint_shape"): "shapes are taken from the tensors",
-    ("pipeline_configs", "micro_batch_size"): "follows from the size of the batch and micro_batches",
+    (
+        "pipeline_configs",
+        "micro_batch_size",
+    ): "follows from the size of the batch and micro_batches",
     ("pipeline_configs", "p2p_cache_shape"): "shapes are agreed on by torch.distributed.pipelining",
     ("amp_configs", "decr_every_n_nan_or_inf"): "here every overflow divides by the growth factor",
     ("amp_configs", "decr_ratio"): "here every overflow divides by the growth factor",

@@ -32,12 +32,18 @@ class Hold:
     def _refuse(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         if self.passes:
             return
-        for name in ("grad_scale", "found_inf"):  # a GradScaler's, which it would not get to take off again
+        for name in (
+            "grad_scale",
+            "found_inf",
+        ):  # a GradScaler's, which it would not get to take off again
             vars(optimizer).pop(name, None)
         raise RuntimeError(
-            "step() of an optimizer was called by hand while an engine trains by it: engine.train_step(inputs, "
-            "targets) and engine.minimize(loss) make the whole update, the exchange included. Remove the call (and "
-            "scaler.step(optimizer) of a GradScaler: use amp=AMP(...)); engine.close() gives the optimizer back"
+            "step() of an optimizer was called by hand while an engine trains by it: "
+            "engine.train_step(inputs, "
+            "targets) and engine.minimize(loss) make the whole update, the exchange included. "
+            "Remove the call (and "
+            "scaler.step(optimizer) of a GradScaler: use amp=AMP(...)); engine.close() gives the "
+            "optimizer back"
         )
 
 
@@ -62,5 +68,6 @@ def require_free(optimizer: torch.optim.Optimizer) -> None:
     """Raise `RuntimeError` where an engine that has not been closed trains by it."""
     if optimizer in _holds:
         raise RuntimeError(
-            "optimizer belongs to an engine already: call engine.close() on that one first, or make another optimizer"
+            "optimizer belongs to an engine already: call engine.close() on that one first, or "
+            "make another optimizer"
         )

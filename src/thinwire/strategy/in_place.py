@@ -1,4 +1,6 @@
-"""An optimizer that becomes one of another method and stays the same object, for whoever holds it."""
+"""An optimizer that becomes one of another method and stays the same object, for whoever
+holds it.
+"""
 
 import functools
 import weakref
@@ -25,10 +27,14 @@ def became(optimizer: torch.optim.Optimizer) -> Any:
     return _asked.get(optimizer)
 
 
-def become_(optimizer: torch.optim.Optimizer, new: torch.optim.Optimizer, asked: Any) -> Callable[[], None]:
-    """Changes `optimizer`: it becomes what `new` is, in class and contents; `new` must not be used any more.
+def become_(
+    optimizer: torch.optim.Optimizer, new: torch.optim.Optimizer, asked: Any
+) -> Callable[[], None]:
+    """Changes `optimizer`: it becomes what `new` is, in class and contents; `new` must not be used
+    any more.
 
-    Groups, state, hooks and the list of groups stay the same objects, so that schedulers and handles made before go on.
+    Groups, state, hooks and the list of groups stay the same objects, so that schedulers and
+    handles made before go on.
 
     Args:
         optimizer: Has as many groups as `new`.

@@ -1,4 +1,6 @@
-"""Ranks with unequal numbers of batches: who has none left takes part in what the others exchange."""
+"""Ranks with unequal numbers of batches: who has none left takes part in what the others
+exchange.
+"""
 
 from collections.abc import Callable
 
@@ -10,8 +12,8 @@ __all__ = ["Joining"]
 class Joining:
     """The votes inside `engine.join()`: which ranks still have batches.
 
-    Communication: 24 bytes a rank and vote where all say the same. One comes before every microstep; under local
-    updates before the first one after an averaging.
+    Communication: 24 bytes a rank and vote where all say the same. One comes before every
+    microstep; under local updates before the first one after an averaging.
     """
 
     def __init__(self, group: Group, *, every: bool) -> None:
@@ -19,7 +21,8 @@ class Joining:
         self.all_active = True
         """Whether all ranks had a batch at the last vote."""
         self.due = True
-        """Whether the next microstep begins with a vote; after one, it does only where `every` was said."""
+        """Whether the next microstep begins with a vote; after one, it does only where `every` was
+        said."""
 
     def vote(self, *, active: bool) -> bool:
         """Whether any rank still has a batch; all ranks must call it.

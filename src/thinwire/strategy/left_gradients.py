@@ -12,7 +12,8 @@ __all__ = ["LeftGradients"]
 
 
 class LeftGradients:
-    """Remembers what an update left in `p.grad`, and warns, once, where it is another at the next one.
+    """Remembers what an update left in `p.grad`, and warns, once, where it is another at the next
+    one.
 
     Clearing gradients is no such change, in place or not.
     """
@@ -41,9 +42,12 @@ class LeftGradients:
             if name in self._seen and bool(_entries(grad).any()):
                 self._warned = True
                 warnings.warn(
-                    f"the gradient of {name} was changed after engine.minimize or train_step had made the update from "
-                    "it, which has no effect: clip by prepare(..., grad_clip=ClipByGlobalNorm(...)) instead of "
-                    "clip_grad_norm_, and give every loss to the engine instead of calling its backward(); "
+                    f"the gradient of {name} was changed after engine.minimize or train_step had "
+                    "made the update from "
+                    "it, which has no effect: clip by prepare(..., "
+                    "grad_clip=ClipByGlobalNorm(...)) instead of "
+                    "clip_grad_norm_, and give every loss to the engine instead of calling its "
+                    "backward(); "
                     "gradient_merge=GradientMerge(k_steps) adds up several",
                     UserWarning,
                     stacklevel=4,

@@ -1,4 +1,6 @@
-"""Buffers that change while a model trains, such as running statistics: after every update those of rank 0 count."""
+"""Buffers that change while a model trains, such as running statistics: after every update those of
+rank 0 count.
+"""
 
 import json
 
@@ -16,12 +18,15 @@ __all__ = ["MovingBuffers"]
 class MovingBuffers:
     """Keeps the buffers of replicas equal, by sending those that changed since the last time.
 
-    DDP copies all buffers of rank 0 before every forward pass; this does it after the update and leaves out what did
-    not change, so replicas are equal whenever somebody looks, and masks and tables are never sent.
+    DDP copies all buffers of rank 0 before every forward pass; this does it after the update and
+    leaves out what did not change, so replicas are equal whenever somebody looks, and masks and
+    tables are never sent.
 
-    Communication: nothing for a model without buffers, or on one rank; else 24 bytes a rank, and the changed ones with
+    Communication: nothing for a model without buffers, or on one rank; else 24 bytes a rank, and
+    the changed ones with
         a digest from rank 0.
-    Failure: those that arrive damaged are an error here and, if this rank goes on, on all ranks at the next time.
+    Failure: those that arrive damaged are an error here and, if this rank goes on, on all ranks at
+    the next time.
     """
 
     def __init__(self, model: nn.Module, group: Group) -> None:
@@ -49,24 +54,31 @@ class MovingBuffers:
     def forget(self) -> None:
         """Take the buffers as they are now for equal: after loading a state."""
         if self._group.size > 1:
-            self._seen = {name: buffer.detach().clone() for name, buffer in self._model.named_buffers()}
+            self._seen = {
+                name: buffer.detach().clone() for name, buffer in self._model.named_buffers()
+            }
 
     @torch.no_grad()
     def settle(self) -> None:
         """Make them equal; all ranks must call it.
 
         Raises:
-            Mismatch: A buffer is of another shape or type on some of the ranks, or is there on some of them only;
-                on all ranks, before any buffer is copied.
-            PayloadCorrupt: They arrived damaged, now here or before on any rank; none was written there.
+            Mismatch: A buffer is of another shape or type on some of the ranks, or is there on some
+                of them only; on all ranks, before any buffer is copied.
+            PayloadCorrupt: They arrived damaged, now here or before on any rank; none was written
+                there.
         """
         if not self._seen or self._group.size == 1:
             return
         buffers = dict(self._model.named_buffers())
         gone = sorted(self._seen.keys() - buffers.keys())
-        mine = {name: looks(buffers[name]) for name in self._changed(buffers)} | dict.fromkeys(gone, "not there")
+        mine = {name: looks(buffers[name]) for name in self._changed(buffers)} | dict.fromkeys(
+            gone, "not there"
+        )
         what = "comparing which buffers changed"
-        report = {"buffers": mine} if self._damage is None else {"buffers": mine, "damage": self._damage}
+        report = (
+            {"buffers": mine} if self._damage is None else {"buffers": mine, "damage": self._damage}
+        )
         answers = self._group.gather_bytes(json.dumps(report).encode(), what=what)
         told = [mapping_of(answer) for answer in answers]
         for rank, row in enumerate(told):
@@ -84,7 +96,11 @@ class MovingBuffers:
             del self._seen[name]
         if moved:
             try:
-                copy_from_first_((buffers[name] for name in moved), self._group, what="copying the buffers of rank 0")
+                copy_from_first_(
+                    (buffers[name] for name in moved),
+                    self._group,
+                    what="copying the buffers of rank 0",
+                )
             except PayloadCorrupt as error:
                 self._damage = str(error)
                 raise
@@ -104,13 +120,20 @@ def _require_alike(name: str, by_rank: list[str]) -> None:
     for rank, each in enumerate(by_rank):
         if each != by_rank[0]:
             raise Mismatch(
-                f"buffer {name} is {by_rank[0]} on rank 0 and {each} on rank {rank}, so that of rank 0 cannot be "
-                "copied to all. Keep what differs from rank to rank, such as a cache, in a plain attribute of the "
+                f"buffer {name} is {by_rank[0]} on rank 0 and {each} on rank {rank}, so that of "
+                "rank 0 cannot be "
+                "copied to all. Keep what differs from rank to rank, such as a cache, in a plain "
+                "attribute of the "
                 "module. The update before this was made, and no buffer was copied"
             )
 
 
 def _differs(now: Tensor, before: Tensor | None) -> Tensor:
-    if before is None or before.shape != now.shape or before.dtype != now.dtype or before.device != now.device:
+    if (
+        before is None
+        or before.shape != now.shape
+        or before.dtype != now.dtype
+        or before.device != now.device
+    ):
         return torch.ones((), dtype=torch.bool, device=now.device)
     return (now != before).any()

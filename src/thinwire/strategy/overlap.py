@@ -1,4 +1,6 @@
-"""The exchange of an update, begun while its backward pass still runs: gradients leave bucket by bucket."""
+"""The exchange of an update, begun while its backward pass still runs: gradients leave bucket by
+bucket.
+"""
 
 import contextlib
 import threading
@@ -18,23 +20,28 @@ from thinwire.sync.round import Round
 __all__ = ["Overlap"]
 
 Final = Callable[[str, Tensor | None], Tensor | None]
-"""From a parameter and what is in its `grad` to the gradient of the update, unscaled and merged; changes nothing."""
+"""From a parameter and what is in its `grad` to the gradient of the update, unscaled and merged;
+changes nothing."""
 
 
 class Overlap:
-    """Follows the gradients of one backward pass and launches every bucket whose gradients are there.
+    """Follows the gradients of one backward pass and launches every bucket whose gradients are
+    there.
 
-    All ranks launch the same buckets in the same order, whatever happens: what a rank cannot fill goes as zeros, and
-    the vote after it says so; then all ranks exchange anew, after the backward pass. Reasons are a parameter without
-    gradient, or with a row-sparse one, or one that changed after it was sent (re-entrant checkpointing, a hook).
+    All ranks launch the same buckets in the same order, whatever happens: what a rank cannot fill
+    goes as zeros, and the vote after it says so; then all ranks exchange anew, after the backward
+    pass. Reasons are a parameter without gradient, or with a row-sparse one, or one that changed
+    after it was sent (re-entrant checkpointing, a hook).
 
     **Communication**: the buckets, and 24 bytes a rank of agreement after them, none before.
-    **Failure**: an error of this rank in the backward pass is told to all others in that vote, and all can go on with
-    the next step. Where it cannot be told (the link is broken, the error came while sending, or it asks the process to
-    end), the exchange is abandoned, and the others find this rank lost or stalled.
+    **Failure**: an error of this rank in the backward pass is told to all others in that vote, and
+    all can go on with the next step. Where it cannot be told (the link is broken, the error came
+    while sending, or it asks the process to end), the exchange is abandoned, and the others find
+    this rank lost or stalled.
 
     Args:
-        params: What is trained, by name, in the model's order; gets hooks, which `remove` takes off.
+        params: What is trained, by name, in the model's order; gets hooks, which `remove` takes
+            off.
         exchange: Over more than one rank.
         bucket_bytes: See `cut_into_buckets`.
         first_bytes: Likewise.
@@ -87,12 +94,17 @@ class Overlap:
             yield
             return
         if steady != self._steady:
-            buckets = [(number, [n for n in names if n in steady]) for number, names in enumerate(self._cut)]
+            buckets = [
+                (number, [n for n in names if n in steady])
+                for number, names in enumerate(self._cut)
+            ]
             self._buckets = [(number, names) for number, names in buckets if names]
             self._readiness = Readiness([names for _, names in self._buckets])
             self._steady = steady
         self._readiness.restart()
-        self._flight = _Flight(gradients, self._exchange.place(step), final, self._readiness, self._buckets)
+        self._flight = _Flight(
+            gradients, self._exchange.place(step), final, self._readiness, self._buckets
+        )
         self._armed = True
         try:
             yield
@@ -127,7 +139,9 @@ class Overlap:
         assert flight is not None, "flying"
         flight.compare(grads)
         self._flight = None
-        return flight.gradients.vote(flight.step, grads, overflow=overflow, unusable=flight.unusable)
+        return flight.gradients.vote(
+            flight.step, grads, overflow=overflow, unusable=flight.unusable
+        )
 
     def finish(self, step: int, grads: Mapping[str, Tensor], done: Round) -> None:
         """Make the update from what came."""
@@ -152,7 +166,9 @@ class Overlap:
 
     @torch.no_grad()
     def _tell(self, flight: "_Flight", error: BaseException) -> None:
-        """Bring the collectives of this step to their end, so that the others hear of the error and can go on."""
+        """Bring the collectives of this step to their end, so that the others hear of the error and
+        can go on.
+        """
         self._flight = None
         text = f"{type(error).__name__}: {error}"
         if flight.launching or isinstance(error, ThinwireError) or not isinstance(error, Exception):
@@ -184,7 +200,12 @@ class _Flight:
         readiness: Readiness,
         buckets: list[tuple[int, list[str]]],
     ) -> None:
-        self.gradients, self.step, self.readiness, self.buckets = gradients, step, readiness, buckets
+        self.gradients, self.step, self.readiness, self.buckets = (
+            gradients,
+            step,
+            readiness,
+            buckets,
+        )
         self.launching = False
         """Inside a launch, which may have sent a part of its bucket."""
         self.unusable: str | None = None
@@ -202,7 +223,9 @@ class _Flight:
         return self.zeros(name, param)
 
     def zeros(self, name: str, param: Parameter) -> Tensor:
-        """In the place of a gradient, and of its type: each type travels in a collective of its own."""
+        """In the place of a gradient, and of its type: each type travels in a collective of its
+        own.
+        """
         final = self._final(name, torch.zeros_like(param))
         return torch.zeros_like(param, dtype=param.dtype if final is None else final.dtype)
 
@@ -217,7 +240,10 @@ class _Flight:
     def compare(self, grads: Mapping[str, Tensor]) -> None:
         """Note a gradient that was not sent, or was and does not count."""
         for name in grads.keys() ^ self._seen.keys():
-            self._note(f"parameter {name} has {'a gradient' if name in grads else 'no gradient'}, unlike before")
+            self._note(
+                f"parameter {name} has {'a gradient' if name in grads else 'no gradient'}, unlike "
+                "before"
+            )
 
     def _note(self, reason: str) -> None:
         self.unusable = self.unusable or reason

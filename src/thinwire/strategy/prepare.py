@@ -1,4 +1,6 @@
-"""From a strategy, a model and an optimizer to an engine: every check comes before anything is changed."""
+"""From a strategy, a model and an optimizer to an engine: every check comes before anything is
+changed.
+"""
 
 import datetime
 import logging
@@ -130,7 +132,9 @@ def prepare(
         grad_clip=grad_clip,
         find_unused_parameters=check.boolean("find_unused_parameters", find_unused_parameters),
     )
-    optimizer = cast("torch.optim.Optimizer", bare_optimizer(optimizer))  # of a wrong kind, it is refused next
+    optimizer = cast(
+        "torch.optim.Optimizer", bare_optimizer(optimizer)
+    )  # of a wrong kind, it is refused next
     _check_kinds(model, optimizer, loss_fn, grad_clip)
     digest_every = check.integer("digest_every", digest_every, at_least=0)
     with one_deadline(time_limit_s(None, timeout)):
@@ -147,15 +151,21 @@ def _prepared(
 ) -> Engine:
     begin_s = time.perf_counter()
     group = Group(None, timeout)
-    facts = {**strategy_facts(strategy), "digest_every": digest_every, "timeout in seconds": group.timeout_s}
+    facts = {
+        **strategy_facts(strategy),
+        "digest_every": digest_every,
+        "timeout in seconds": group.timeout_s,
+    }
     facts |= _arithmetic(strategy, model, optimizer)
     require_agreement(group, facts, what="comparing strategies", cures=CURES, versions=versions())
     grid = None if strategy.pipeline is None else Grid(strategy.pipeline.stages, timeout)
     place = _Place(grid=grid, replicas=group.size if grid is None else grid.replicas)
     if strategy.expected_replicas not in (None, place.replicas):
         raise StrategyError(
-            f"the fleet description says dp_degree={strategy.expected_replicas}, and there are {group.size} ranks, "
-            f"which make {place.replicas} replicas: start as many ranks as it says, or leave dp_degree out to use all"
+            f"the fleet description says dp_degree={strategy.expected_replicas}, and there are "
+            f"{group.size} ranks, "
+            f"which make {place.replicas} replicas: start as many ranks as it says, or leave "
+            "dp_degree out to use all"
         )
     plan = _agreed_plan(strategy, model, optimizer, told, group, place)
     plan.digest_every = digest_every
@@ -164,13 +174,17 @@ def _prepared(
     handles: list[Any] = []
     try:
         while_busy(group, "compiling loops", lambda: float(warm_up(_needs(plan)) > 0))
-        replicas: dict[str, torch.Tensor] = {f"parameter {name}": p for name, p in model.named_parameters()}
+        replicas: dict[str, torch.Tensor] = {
+            f"parameter {name}": p for name, p in model.named_parameters()
+        }
         replicas |= {f"buffer {name}": b for name, b in model.named_buffers()}
         make_equal_(replicas, group, what="copying the model of rank 0")
         engine = _assembled(strategy, model, told, plan, group, place, handles)
         kind, fields = type(optimizer).__name__, ", ".join(strategy.on) or "no field"
         took_s = time.perf_counter() - begin_s
-        _log.info("the engine is ready after %.1f s: %s, %s, %d ranks", took_s, fields, kind, group.size)
+        _log.info(
+            "the engine is ready after %.1f s: %s, %s, %d ranks", took_s, fields, kind, group.size
+        )
         return engine
     except BaseException:
         for handle in reversed(handles):
@@ -192,7 +206,8 @@ def _check_kinds(model: object, optimizer: object, loss_fn: object, grad_clip: o
     assert isinstance(model, nn.Module)
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise TypeError(
-            "model is wrapped in DistributedDataParallel, and the engine exchanges by itself: give it the model inside "
+            "model is wrapped in DistributedDataParallel, and the engine exchanges by itself: give "
+            "it the model inside "
             "(ddp.module), or keep DDP and use optimizer.attach(ddp) of thinwire.optim.DGCMomentum"
         )
     check.instance("optimizer", optimizer, torch.optim.Optimizer)
@@ -210,7 +225,9 @@ def _agreed_plan(
     group: Group,
     place: _Place,
 ) -> _Plan:
-    """The plan, or this rank's own error, or one that names the rank which has an error: on all ranks at once."""
+    """The plan, or this rank's own error, or one that names the rank which has an error: on all
+    ranks at once.
+    """
     facts = model_facts(model, optimizer, digest=not _is_local(strategy))
     facts |= {
         "grad_clip of prepare": repr(told.grad_clip),
@@ -267,7 +284,9 @@ def _planned(
     try:
         require_one_clip(adopted.optimizer, grad_clip)
         if adopted.optimizer is not optimizer:
-            restore = become_(optimizer, adopted.optimizer, (strategy.dgc, strategy.lars, strategy.lamb))
+            restore = become_(
+                optimizer, adopted.optimizer, (strategy.dgc, strategy.lars, strategy.lamb)
+            )
         return _planned_for(optimizer, adopted.compressor, restore, strategy, stage, place)
     except BaseException:
         restore()
@@ -286,11 +305,15 @@ def _planned_for(
     trained = {p for group in optimizer.param_groups for p in group["params"]}
     params = {name: p for name, p in stage.named_parameters() if p.requires_grad and p in trained}
     if not params and strategy.pipeline is None:
-        raise ValueError("optimizer has no parameter with requires_grad=True: there is nothing to train")
+        raise ValueError(
+            "optimizer has no parameter with requires_grad=True: there is nothing to train"
+        )
     scaler, sync = _scaler(strategy, place.grid, local=local is not None), None
     if local is not None:
         group = place.replica_group
-        sync = LocalUpdates(stage, optimizer, local, process_group=group, dgc=strategy.dgc, scaler=scaler)
+        sync = LocalUpdates(
+            stage, optimizer, local, process_group=group, dgc=strategy.dgc, scaler=scaler
+        )
     return _Plan(
         stage=stage,
         optimizer=optimizer,
@@ -339,14 +362,17 @@ def _assembled(
     if strategy.pipeline is not None:
         assert place.grid is not None, "made for the pipeline"
         scale = (lambda: 1.0) if scaler is None else (lambda: scaler.scale)
-        runner = PipelineRunner(plan.stage, strategy.pipeline, place.grid, told.loss_fn, dtype=dtype, scale=scale)
+        runner = PipelineRunner(
+            plan.stage, strategy.pipeline, place.grid, told.loss_fn, dtype=dtype, scale=scale
+        )
     merge = strategy.gradient_merge
     if plan.sync is not None:
         handles.append(_Undo(plan.sync.__enter__().close))
     clip = take_clip_(plan.optimizer, told.grad_clip, place.grid)
     handles.append(clip)
     exchange, overlap = _exchange(strategy, model, plan, place, clip.clip), None
-    # the vote on early messages is one of all ranks; an optimizer that was given a group of its own asks only those
+    # the vote on early messages is one of all ranks; an optimizer that was given a group of its own
+    # asks only those
     peers = place.replica_group
     partly = isinstance(plan.optimizer, DGCMomentum) and plan.optimizer.process_group is not None
     if isinstance(plan.optimizer, DGCMomentum):
@@ -379,8 +405,12 @@ def _assembled(
     return Engine(parts)
 
 
-def _scaler(strategy: "DistributedStrategy", grid: Grid | None, *, local: bool) -> LossScaler | None:
-    """Who decides about an overflow: all ranks; under local updates the ranks of one replica of the pipeline."""
+def _scaler(
+    strategy: "DistributedStrategy", grid: Grid | None, *, local: bool
+) -> LossScaler | None:
+    """Who decides about an overflow: all ranks; under local updates the ranks of one replica of the
+    pipeline.
+    """
     if strategy.amp is None or strategy.amp.loss_scale is None:
         return None
     if not local:
@@ -395,7 +425,9 @@ def _exchange(
 ) -> Exchange:
     """Which of the three ways this engine shares its updates."""
     if plan.sync is not None:
-        return LocalSteps(plan.optimizer, plan.params, plan.sync, strategy.dgc, place.replicas, clip)
+        return LocalSteps(
+            plan.optimizer, plan.params, plan.sync, strategy.dgc, place.replicas, clip
+        )
     inner: Exchange
     identity = f"engine {next_identity()}"
     if isinstance(plan.optimizer, DGCMomentum):
@@ -405,7 +437,9 @@ def _exchange(
     else:
         # a loss scale has looked at the gradients, or was told not to
         checks = plan.scaler is None
-        gradients = gradients_of(Group(place.replica_group), plan.params, plan.compressor, check_finite=checks)
+        gradients = gradients_of(
+            Group(place.replica_group), plan.params, plan.compressor, check_finite=checks
+        )
         gradients.watch(_digest(plan), identity)
         compression = plan.compressor
         sparsity = (lambda step: 0.0) if compression is None else compression.sparsity_in_force
@@ -416,15 +450,21 @@ def _exchange(
 
 
 def _digest(plan: _Plan) -> RollingDigest | None:
-    """Of the replicas of this rank's stage and of its optimizer; None where nothing is to be compared."""
+    """Of the replicas of this rank's stage and of its optimizer; None where nothing is to be
+    compared.
+    """
     if not plan.digest_every:
         return None
     params = {f"parameter {name}": p for name, p in plan.stage.named_parameters()}
     names: dict[torch.Tensor, str] = {p: name for name, p in plan.params.items()}
-    return RollingDigest(lambda: params, lambda: optimizer_state(plan.optimizer, names), every=plan.digest_every)
+    return RollingDigest(
+        lambda: params, lambda: optimizer_state(plan.optimizer, names), every=plan.digest_every
+    )
 
 
-def _arithmetic(strategy: "DistributedStrategy", model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+def _arithmetic(
+    strategy: "DistributedStrategy", model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, str]:
     """What decides how replicas round, where all of them update alike."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     layerwise = bool(strategy.lamb or strategy.lars) or isinstance(optimizer, LayerwiseOptimizer)

@@ -13,7 +13,15 @@ from thinwire.optim.groups import Exclusion, TakenOver, excluded_flags, require_
 
 __all__ = ["Recipe", "decided_exclusion", "rebuilt"]
 
-_COMMON_KEYS = ("lr", "grad_centralization", "regularizer", "maximize", "foreach", "initial_lr", "name")
+_COMMON_KEYS = (
+    "lr",
+    "grad_centralization",
+    "regularizer",
+    "maximize",
+    "foreach",
+    "initial_lr",
+    "name",
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -25,7 +33,8 @@ class Recipe:
     arguments: dict[str, Any]
     """Of the constructor, beside those that all have in common."""
     keys: Mapping[str, Callable[[Any], Any]]
-    """Own keys of a group that mean the same there, each with what makes it the kind of value that ours take."""
+    """Own keys of a group that mean the same there, each with what makes it the kind of value that
+    ours take."""
     unused: Mapping[str, Any]
     """Keys that mean nothing there, with the value that asks for nothing."""
     state: Sequence[str]
@@ -42,7 +51,9 @@ class Recipe:
 
 @dataclass(eq=False)
 class _Decided:
-    """A predicate that answers as decided before, and by the rules for parameters that come later."""
+    """A predicate that answers as decided before, and by the rules for parameters that come
+    later.
+    """
 
     answers: dict[Tensor, bool]
     rules: tuple[Exclusion, ...]
@@ -53,8 +64,11 @@ class _Decided:
         return any(excluded_flags(rule, [(name, param)])[0] for rule in self.rules)
 
 
-def decided_exclusion(told: TakenOver, patterns: tuple[str, ...], names: Mapping[Tensor, str]) -> Exclusion:
-    """Who has no decay: whom the optimizer excludes, and whose name matches; decided for all stages of a pipeline.
+def decided_exclusion(
+    told: TakenOver, patterns: tuple[str, ...], names: Mapping[Tensor, str]
+) -> Exclusion:
+    """Who has no decay: whom the optimizer excludes, and whose name matches; decided for all stages
+    of a pipeline.
 
     Raises:
         ValueError: A pattern matches no name.
@@ -75,7 +89,8 @@ def rebuilt(
     names: Mapping[Tensor, str],
     keep: Callable[[Tensor], bool],
 ) -> CommonOptimizer:
-    """The optimizer of the other method, at the same update, with the state that means the same there.
+    """The optimizer of the other method, at the same update, with the state that means the same
+    there.
 
     Args:
         recipe: What to make.
@@ -94,8 +109,14 @@ def rebuilt(
         if recipe.own_decay is not None and values.get("weight_decay") == recipe.own_decay:
             del values["weight_decay"]
         common = {key: group[key] for key in _COMMON_KEYS if key in group}
-        groups.append({"params": kept, "param_names": [names[param] for param in kept], **common, **values})
-    order = [] if told.order is None else [{"order_params": [param for param in told.order if keep(param)]}]
+        groups.append(
+            {"params": kept, "param_names": [names[param] for param in kept], **common, **values}
+        )
+    order = (
+        []
+        if told.order is None
+        else [{"order_params": [param for param in told.order if keep(param)]}]
+    )
     new: CommonOptimizer = recipe.kind(
         [*groups, *order],
         lr=told.lr,
@@ -109,17 +130,23 @@ def rebuilt(
     everything = [param for group in new.param_groups for param in group["params"]]
     saved["position"] = told.position
     saved["state"] = {
-        i: entries for i, param in enumerate(everything) if (entries := _entries(param, state.get(param, {}), recipe))
+        i: entries
+        for i, param in enumerate(everything)
+        if (entries := _entries(param, state.get(param, {}), recipe))
     }
     new.load_state_dict(saved)
     return new
 
 
 def _keep_labels_(new: CommonOptimizer, told: TakenOver, recipe: Recipe) -> None:
-    """Changes the groups of `new`: keys of the user's own, which no optimizer reads, stay beside the others."""
+    """Changes the groups of `new`: keys of the user's own, which no optimizer reads, stay beside
+    the others.
+    """
     known = {*_COMMON_KEYS, "params", *recipe.keys, *recipe.unused}
     for group, before in zip(new.param_groups, told.groups, strict=True):
-        group.update({key: value for key, value in before.items() if key not in known and key not in group})
+        group.update(
+            {key: value for key, value in before.items() if key not in known and key not in group}
+        )
 
 
 def _entries(param: Tensor, entries: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""What a strategy makes one want to know beforehand: settings that do little, risks, and duties of the loop."""
+"""What a strategy makes one want to know beforehand: settings that do little, risks, and duties of
+the loop.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -16,7 +18,12 @@ __all__ = ["remarks"]
 
 def remarks(strategy: "DistributedStrategy") -> list[str]:
     """One text for each, in the order of the fields."""
-    return [*_about_amp(strategy), *_about_structure(strategy), *_about_exchange(strategy), *_about_the_end(strategy)]
+    return [
+        *_about_amp(strategy),
+        *_about_structure(strategy),
+        *_about_exchange(strategy),
+        *_about_the_end(strategy),
+    ]
 
 
 def _about_amp(strategy: "DistributedStrategy") -> Iterator[str]:
@@ -25,24 +32,33 @@ def _about_amp(strategy: "DistributedStrategy") -> Iterator[str]:
         return
     if amp.dtype == "float16" and amp.loss_scale is None:
         yield (
-            "amp: float16 without a loss scale: gradients below 6e-8 become 0 and large ones infinite, and amp looks "
+            "amp: float16 without a loss scale: gradients below 6e-8 become 0 and large ones "
+            "infinite, and amp looks "
             "for neither; give it loss_scale=DynamicLossScale()"
         )
     if amp.dtype == "bfloat16" and amp.loss_scale is not None:
         yield "amp: bfloat16 has the range of float32; the loss scale is used, and gains little"
     if isinstance(amp.loss_scale, FixedLossScale) and not amp.loss_scale.drop_overflow_update:
-        yield "amp: with drop_overflow_update=False an overflow goes into the parameters, unless dgc stops it"
+        yield (
+            "amp: with drop_overflow_update=False an overflow goes into the parameters, unless dgc "
+            "stops it"
+        )
 
 
 def _about_structure(strategy: "DistributedStrategy") -> Iterator[str]:
     if (pipeline := strategy.pipeline) is not None:
         yield (
-            f"pipeline: the number of ranks must be a multiple of {pipeline.stages}; ranks / {pipeline.stages} "
-            f"replicas train side by side. Every mini-batch must be divisible by {pipeline.micro_batches}. The tensors "
+            f"pipeline: the number of ranks must be a multiple of {pipeline.stages}; ranks / "
+            f"{pipeline.stages} "
+            "replicas train side by side. Every mini-batch must be divisible by "
+            f"{pipeline.micro_batches}. The tensors "
             "between stages are the traffic: keep them small. Use train_step, not minimize"
         )
         if strategy.localsgd is None and strategy.adaptive_localsgd is None:
-            yield "pipeline: gradients are exchanged after the last micro-batch, not during the backward passes"
+            yield (
+                "pipeline: gradients are exchanged after the last micro-batch, not during the "
+                "backward passes"
+            )
         if pipeline.stages == 1:
             yield "pipeline: one stage is no pipeline, only micro-batches"
     if strategy.gradient_merge is not None and strategy.gradient_merge.k_steps == 1:
@@ -51,9 +67,15 @@ def _about_structure(strategy: "DistributedStrategy") -> Iterator[str]:
 
 def _about_exchange(strategy: "DistributedStrategy") -> Iterator[str]:
     local = strategy.localsgd or strategy.adaptive_localsgd
-    if strategy.dgc is not None and local is None and strategy.lars is None and strategy.lamb is None:
+    if (
+        strategy.dgc is not None
+        and local is None
+        and strategy.lars is None
+        and strategy.lamb is None
+    ):
         yield (
-            "dgc: clipping, weight decay, momentum and Nesterov of an SGD come before the exchange (DGCMomentum); any "
+            "dgc: clipping, weight decay, momentum and Nesterov of an SGD come before the exchange "
+            "(DGCMomentum); any "
             "other optimizer gets the sparse mean as its gradient"
         )
     if strategy.dgc is not None:
@@ -61,14 +83,24 @@ def _about_exchange(strategy: "DistributedStrategy") -> Iterator[str]:
     if local is None and strategy.pipeline is None:
         # the optimizer is not known here: a DGCMomentum without the field compresses too
         dense, compressed = _mib(DENSE_BUCKET_BYTES), _mib(BUCKET_BYTES)
-        size = f"{dense}, or {compressed} under a DGCMomentum" if strategy.compression is None else compressed
+        size = (
+            f"{dense}, or {compressed} under a DGCMomentum"
+            if strategy.compression is None
+            else compressed
+        )
         yield (
-            f"overlap: gradients leave while the backward pass runs, in buckets of {size} (the first of "
-            f"{_mib(FIRST_BUCKET_BYTES)}), once all ranks had the same parameters in two updates in a row. With one "
-            "rank, with row-sparse gradients, or where parameters come and go, the exchange follows the backward pass"
+            f"overlap: gradients leave while the backward pass runs, in buckets of {size} (the "
+            "first of "
+            f"{_mib(FIRST_BUCKET_BYTES)}), once all ranks had the same parameters in two updates "
+            "in a row. With one "
+            "rank, with row-sparse gradients, or where parameters come and go, the exchange "
+            "follows the backward pass"
         )
     if local is not None:
-        yield "local updates: between two averagings every rank has parameters of its own; evaluate after flush()"
+        yield (
+            "local updates: between two averagings every rank has parameters of its own; evaluate "
+            "after flush()"
+        )
     if strategy.localsgd is not None and strategy.localsgd.k_steps == 1:
         yield "localsgd: k_steps=1 averages after every step, which saves no communication"
 
@@ -78,7 +110,8 @@ def _about_sources(strategy: "DistributedStrategy", dgc: DGC) -> Iterator[str]:
     if strategy.localsgd is not None or strategy.adaptive_localsgd is not None:
         if dgc.node_size not in (None, 1) or dgc.exchange == "split":
             yield (
-                f"dgc: node_size={dgc.node_size} and exchange={dgc.exchange!r} are for gradients; averages of local "
+                f"dgc: node_size={dgc.node_size} and exchange={dgc.exchange!r} are for gradients; "
+                "averages of local "
                 "updates are gathered from every rank"
             )
         return
@@ -86,27 +119,34 @@ def _about_sources(strategy: "DistributedStrategy", dgc: DGC) -> Iterator[str]:
     ranks = job_ranks()[::stages]
     if dgc.node_size is None:
         said = (
-            "dgc: the ranks of a machine average densely and count as one source where torchrun's LOCAL_WORLD_SIZE "
-            "ranks fill two machines or more; on one machine every rank is a source of its own (node_size=None)"
+            "dgc: the ranks of a machine average densely and count as one source where torchrun's "
+            "LOCAL_WORLD_SIZE "
+            "ranks fill two machines or more; on one machine every rank is a source of its own "
+            "(node_size=None)"
         )
     elif dgc.node_size == 1:
         said = "dgc: every rank is a source of its own, on the same machine or not (node_size=1)"
     else:
         peers = "replicas of a stage" if stages > 1 else "ranks"
         said = (
-            f"dgc: {dgc.node_size} consecutive {peers} share a node, average densely and count as one source "
-            f"(node_size={dgc.node_size}), so {peers} must be a multiple of {dgc.node_size}; N of a local clip is the "
+            f"dgc: {dgc.node_size} consecutive {peers} share a node, average densely and count as "
+            "one source "
+            f"(node_size={dgc.node_size}), so {peers} must be a multiple of {dgc.node_size}; N of "
+            "a local clip is the "
             "number of nodes"
         )
     yield said + _sources_here(ranks, dgc.node_size)
     yield {
-        "gather": "dgc: every source gets the messages of all others, so bytes grow with sources (exchange='gather')",
+        "gather": "dgc: every source gets the messages of all others, so bytes grow with sources "
+        "(exchange='gather')",
         "split": (
-            "dgc: every source adds up a share of the numbers and passes on the largest sums (exchange='split'): two "
+            "dgc: every source adds up a share of the numbers and passes on the largest sums "
+            "(exchange='split'): two "
             "rounds, and no more bytes for more sources; what is not passed on is kept"
         ),
         "auto": (
-            "dgc: messages are gathered as long as sources are few, and added up by shares where that moves at most "
+            "dgc: messages are gathered as long as sources are few, and added up by shares where "
+            "that moves at most "
             "half of the bytes, from about 9 sources on (exchange='auto')"
         ),
     }[dgc.exchange]
@@ -119,7 +159,10 @@ def _sources_here(ranks: Sequence[int], node_size: int | None) -> str:
         width, why = node_size_of(ranks, node_size)
     except ValueError as error:
         return f". But {error}"
-    return f". Here there are {len(ranks) // width} sources of {width} {'ranks' if width > 1 else 'rank'}: {why}"
+    return (
+        f". Here there are {len(ranks) // width} sources of {width} "
+        f"{'ranks' if width > 1 else 'rank'}: {why}"
+    )
 
 
 def _about_the_end(strategy: "DistributedStrategy") -> Iterator[str]:

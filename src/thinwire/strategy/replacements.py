@@ -1,4 +1,6 @@
-"""The three methods by which a strategy replaces an optimizer: what each takes over, and what stands in its way."""
+"""The three methods by which a strategy replaces an optimizer: what each takes over, and what
+stands in its way.
+"""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +21,11 @@ __all__ = ["ADAMS", "SGDS", "as_dgc", "as_lamb", "as_lars"]
 SGDS = (torch.optim.SGD, SGD)
 ADAMS = (torch.optim.Adam, torch.optim.AdamW, Adam, AdamW, LazyAdam)
 
-_SGD_KEYS: Mapping[str, Callable[[Any], Any]] = {"momentum": float, "nesterov": bool, "weight_decay": float}
+_SGD_KEYS: Mapping[str, Callable[[Any], Any]] = {
+    "momentum": float,
+    "nesterov": bool,
+    "weight_decay": float,
+}
 _SGD_UNUSED = {"dampening": 0, "differentiable": False, "fused": None}
 _ADAM_UNUSED = {
     "eps": None,
@@ -57,21 +63,29 @@ def as_dgc(
         "num_trainers": num_trainers,
     }
     recipe = Recipe(
-        kind=DGCMomentum, arguments=arguments, keys=_SGD_KEYS, unused=_SGD_UNUSED, state=("momentum_buffer",)
+        kind=DGCMomentum,
+        arguments=arguments,
+        keys=_SGD_KEYS,
+        unused=_SGD_UNUSED,
+        state=("momentum_buffer",),
     )
     clip = told.grad_clip
     if clip is not None and not isinstance(clip, ClipByNorm):
         recipe.problems.append(
-            f"dgc takes over ClipByNorm only, and the optimizer clips by {clip}: other norms do not commute with local "
+            f"dgc takes over ClipByNorm only, and the optimizer clips by {clip}: other norms do "
+            "not commute with local "
             "accumulation. Use ClipByNorm, or dgc's local_grad_clip_norm"
         )
     elif clip is not None and dgc.local_grad_clip_norm is not None:
         recipe.problems.append(
-            f"the optimizer's grad_clip={clip} and dgc's local_grad_clip_norm={dgc.local_grad_clip_norm} limit the "
+            f"the optimizer's grad_clip={clip} and dgc's "
+            f"local_grad_clip_norm={dgc.local_grad_clip_norm} limit the "
             "same gradient: give one of them"
         )
     recipe.problems += _sgd_problems("dgc", told)
-    recipe.notes += ["momentum, Nesterov and weight decay act inside DGCMomentum, which exchanges by itself"]
+    recipe.notes += [
+        "momentum, Nesterov and weight decay act inside DGCMomentum, which exchanges by itself"
+    ]
     return recipe
 
 
@@ -104,38 +118,51 @@ def as_lamb(optimizer: torch.optim.Optimizer, told: TakenOver, lamb: LAMB) -> Re
     recipe = Recipe(kind=Lamb, arguments=arguments, keys=keys, unused=_ADAM_UNUSED, state=state)
     recipe.patterns = lamb.exclude_from_weight_decay
     if any(group.get("amsgrad") for group in told.groups):
-        recipe.problems.append("lamb has no amsgrad, which the optimizer asks for: set amsgrad=False")
+        recipe.problems.append(
+            "lamb has no amsgrad, which the optimizer asks for: set amsgrad=False"
+        )
     recipe.problems += _differentiable("lamb", told)
     _settle_decay_(recipe, optimizer, told, "lamb", lamb.lamb_weight_decay)
-    recipe.notes.append(f"eps is LAMB's own 1e-06, not the optimizer's {optimizer.defaults['eps']:g}")
+    recipe.notes.append(
+        f"eps is LAMB's own 1e-06, not the optimizer's {optimizer.defaults['eps']:g}"
+    )
     return recipe
 
 
 def _sgd_problems(field: str, told: TakenOver) -> Iterator[str]:
     dampening = [group["dampening"] for group in told.groups if group.get("dampening")]
     if dampening:
-        yield f"{field} has no dampening, and the optimizer asks for {dampening[0]}: set dampening=0"
+        yield (
+            f"{field} has no dampening, and the optimizer asks for {dampening[0]}: set dampening=0"
+        )
     yield from _differentiable(field, told)
 
 
 def _differentiable(field: str, told: TakenOver) -> Iterator[str]:
     if any(group.get("differentiable") for group in told.groups):
-        yield f"{field} cannot be differentiated through, which the optimizer asks for: set differentiable=False"
+        yield (
+            f"{field} cannot be differentiated through, which the optimizer asks for: set "
+            "differentiable=False"
+        )
 
 
-def _settle_decay_(recipe: Recipe, optimizer: torch.optim.Optimizer, told: TakenOver, field: str, decay: float) -> None:
+def _settle_decay_(
+    recipe: Recipe, optimizer: torch.optim.Optimizer, told: TakenOver, field: str, decay: float
+) -> None:
     """Changes `recipe`: nothing may decay twice, and nobody's choice of decay may get lost."""
     own = float(optimizer.defaults["weight_decay"])
     usual = float(inspect.signature(type(optimizer)).parameters["weight_decay"].default)
     if own not in (0.0, usual, decay):
         recipe.problems.append(
-            f"the optimizer's weight_decay={own} and {field}_weight_decay={decay} are two decays for the same "
+            f"the optimizer's weight_decay={own} and {field}_weight_decay={decay} are two decays "
+            "for the same "
             f"parameters: set {field}_weight_decay={own} and leave the optimizer's out"
         )
     recipe.own_decay = own
     kept = [i for i, group in enumerate(told.groups) if float(group["weight_decay"]) != own]
     recipe.notes.append(
-        f"weight_decay is {field}'s {decay}" + (f", but for groups {kept}, which keep their own" * bool(kept))
+        f"weight_decay is {field}'s {decay}"
+        + (f", but for groups {kept}, which keep their own" * bool(kept))
     )
 
 

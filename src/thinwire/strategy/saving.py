@@ -41,12 +41,17 @@ _OTHER_RANKS: dict[str, Rule] = {
     "merge/overflowed": "max",
     "merge/sums/*": "mean_zero",
     **{f"exchange/*{kind}s/*": rule for kind, rule in OTHER_RANKS.items()},
-    **{f"exchange/{kind}/*": rule for each in COMPRESSIONS.values() for kind, rule in each.kept.items()},
+    **{
+        f"exchange/{kind}/*": rule
+        for each in COMPRESSIONS.values()
+        for kind, rule in each.kept.items()
+    },
     "optimizer/state/*/residual": "mean_zero",
     "optimizer/state/*/step": "first",
     "optimizer/state/*/momentum_buffer": "mean_zero",
 }
-"""On another number of ranks, what is not simply the mean of those that have it: sums (absent ranks gave 0), counts."""
+"""On another number of ranks, what is not simply the mean of those that have it: sums (absent ranks
+gave 0), counts."""
 
 
 def saved(parts: "Parts", counters: Mapping[str, int], extra: Any = None) -> dict[str, Any]:
@@ -59,7 +64,9 @@ def saved(parts: "Parts", counters: Mapping[str, int], extra: Any = None) -> dic
         "counters": dict(counters),
         "parameters": _copied(_parameters(parts)),
         "buffers": _copied(dict(parts.model.named_buffers())),
-        "optimizer": _copied(getattr(parts.optimizer, "plain_state_dict", parts.optimizer.state_dict)()),
+        "optimizer": _copied(
+            getattr(parts.optimizer, "plain_state_dict", parts.optimizer.state_dict)()
+        ),
         "optimizer_names": _names(parts),
         "schedulers": _copied(schedulers.saved(parts.optimizer, extra)),
         "exchange": _copied(parts.exchange.state_dict()),
@@ -71,19 +78,28 @@ def saved(parts: "Parts", counters: Mapping[str, int], extra: Any = None) -> dic
 
 
 def with_facts(state: Mapping[str, Any], parts: "Parts") -> dict[str, Any]:
-    """What `saved` gave, for `load`, with what it fits and whose it is; a checkpoint has both beside it."""
+    """What `saved` gave, for `load`, with what it fits and whose it is; a checkpoint has both
+    beside it.
+    """
     origin = Origin(*place_in(), state["counters"]["step"], checksum_of(_of_ranks(state)))
     return {**state, "facts": _copied(parts.facts), ORIGIN: origin.packed()}
 
 
 def load(state: Mapping[str, Any], parts: "Parts") -> Restored:
-    """Put everything back and return what the engine goes on with; where that fails, nothing has changed."""
+    """Put everything back and return what the engine goes on with; where that fails, nothing has
+    changed.
+    """
     check.instance("state", state, Mapping, advice="pass what engine.state_dict() returned")
     if "facts" not in state:
-        raise ValueError("state is not one of an engine: missing ['facts']. Pass what engine.state_dict() returned")
+        raise ValueError(
+            "state is not one of an engine: missing ['facts']. Pass what engine.state_dict() "
+            "returned"
+        )
     changes, problems = _compared(state["facts"], parts)
     if problems:
-        raise ValueError(f"state does not fit: {'; '.join(problems)}. Prepare the engine as it was then")
+        raise ValueError(
+            f"state does not fit: {'; '.join(problems)}. Prepare the engine as it was then"
+        )
     rest = {key: value for key, value in state.items() if key not in ("facts", ORIGIN)}
     origin = Origin.read(state.get(ORIGIN))
     restored = load_all(rest, parts, keep=settings_in_groups(changes), agreed=lambda problem: None)
@@ -113,7 +129,8 @@ def load_all(
         state: What `saved` gave.
         parts: Of the engine; changed as a whole or not at all.
         keep: Keys of the optimizer's groups whose values here stay in force.
-        agreed: Called with this rank's error, or None, before parameters change; raises where any rank has one.
+        agreed: Called with this rank's error, or None, before parameters change; raises where any
+            rank has one.
     """
     with ExitStack() as undo:
         problem: Exception | None = None
@@ -137,9 +154,14 @@ def load_all(
         agreed(problem)
         if problem is not None:
             raise problem
-        parts.exchange.load_state_dict(state["exchange"])  # which checks everything before it changes anything
+        parts.exchange.load_state_dict(
+            state["exchange"]
+        )  # which checks everything before it changes anything
         undo.pop_all()
-    for places, values in ((_parameters(parts), state["parameters"]), (_buffers(parts), state["buffers"])):
+    for places, values in (
+        (_parameters(parts), state["parameters"]),
+        (_buffers(parts), state["buffers"]),
+    ):
         for name, place in places.items():
             place.copy_(values[name])
     parts.buffers.forget()
@@ -150,7 +172,16 @@ def load_all(
 
 def _checked(state: Mapping[str, Any], parts: "Parts") -> dict[str, int]:
     """The counters, once it is clear that the state is one of such an engine."""
-    wanted = {"counters", "parameters", "buffers", "optimizer", "exchange", "loss_scale", "merge", "random"}
+    wanted = {
+        "counters",
+        "parameters",
+        "buffers",
+        "optimizer",
+        "exchange",
+        "loss_scale",
+        "merge",
+        "random",
+    }
     wanted |= {"optimizer_names", "schedulers", "extra"}
     if state.keys() != wanted:
         raise ValueError(
@@ -163,7 +194,8 @@ def _checked(state: Mapping[str, Any], parts: "Parts") -> dict[str, int]:
     merged = 0 if state["merge"] is None else state["merge"]["microsteps"]
     if merged and parts.merge is None:
         raise ValueError(
-            f"state has {merged} merged microsteps of an unfinished update, and the engine has no gradient_merge: "
+            f"state has {merged} merged microsteps of an unfinished update, and the engine has no "
+            "gradient_merge: "
             "prepare it with one, or call engine.flush() before saving"
         )
     for kind, places in (("parameters", _parameters(parts)), ("buffers", _buffers(parts))):
@@ -183,23 +215,31 @@ def _load_optimizer(state: Mapping[str, Any], parts: "Parts", keep: Collection[s
 def _tell_of_schedulers(found: schedulers.Matched) -> None:
     for kind in found.missing:
         warnings.warn(
-            f"the state has a scheduler {kind}, and the optimizer of this engine has no such scheduler now: its rates "
-            "would begin anew. Make it before engine.load, which then restores it, or pass it in extra= when you save "
+            f"the state has a scheduler {kind}, and the optimizer of this engine has no such "
+            "scheduler now: its rates "
+            "would begin anew. Make it before engine.load, which then restores it, or pass it in "
+            "extra= when you save "
             "and load its state yourself",
             UserWarning,
             stacklevel=4,
         )
     for kind in found.unsaved:
         warnings.warn(
-            f"the optimizer of this engine has a scheduler {kind}, and there is no state for it: it starts from its "
-            "beginning, or goes on from where it is. If you do not want that, let it take the steps that were made",
+            f"the optimizer of this engine has a scheduler {kind}, and there is no state for it: "
+            "it starts from its "
+            "beginning, or goes on from where it is. If you do not want that, let it take the "
+            "steps that were made",
             UserWarning,
             stacklevel=4,
         )
 
 
 def save(
-    directory: str | Path, state: Callable[[], Mapping[str, Any]], parts: "Parts", step: int, keep: int | None
+    directory: str | Path,
+    state: Callable[[], Mapping[str, Any]],
+    parts: "Parts",
+    step: int,
+    keep: int | None,
 ) -> Path:
     """Write a checkpoint; see `Engine.save`."""
     content: Any
@@ -208,12 +248,20 @@ def save(
     except Exception as error:  # the others are about to wait for this rank
         content = error
     return save_checkpoint(
-        directory, content, step=step, group=parts.group, facts=parts.facts, part=parts.stage, keep=keep
+        directory,
+        content,
+        step=step,
+        group=parts.group,
+        facts=parts.facts,
+        part=parts.stage,
+        keep=keep,
     )
 
 
 def read(directory: str | Path, parts: "Parts", apply: Callable[..., None]) -> Path:
-    """Find the newest whole checkpoint, see that it fits, and let `apply(state, keep=, agreed=)` take it over."""
+    """Find the newest whole checkpoint, see that it fits, and let `apply(state, keep=, agreed=)`
+    take it over.
+    """
     loaded = load_checkpoint(directory, group=parts.group, part=parts.stage, rules=_OTHER_RANKS)
     changes, problems = _compared(loaded.facts, parts)
     if problems:
@@ -238,19 +286,25 @@ def _compared(facts: Mapping[str, Any], parts: "Parts") -> tuple[list[Change], l
 
 def _tell_of_changes(what: str, changes: list[Change]) -> None:
     if changes:
-        told = ", ".join(f"{change.name} was {change.before} and is {change.now}" for change in changes)
+        told = ", ".join(
+            f"{change.name} was {change.before} and is {change.now}" for change in changes
+        )
         _log.warning("%s goes on with other settings: %s", what, told)
 
 
 @torch.no_grad()
 def load_parameters(directory: str | Path, parts: "Parts") -> Path:
     """The parameters and buffers alone; see `Engine.load_parameters`."""
-    loaded = load_checkpoint(directory, group=parts.group, part=parts.stage, rules=_OTHER_RANKS, combined=True)
+    loaded = load_checkpoint(
+        directory, group=parts.group, part=parts.stage, rules=_OTHER_RANKS, combined=True
+    )
 
     def fits() -> None:
         for kind, places in (("parameters", _parameters(parts)), ("buffers", _buffers(parts))):
             try:
-                check.same_shapes(kind, loaded.state[kind], places, advice="Load a checkpoint of the same model")
+                check.same_shapes(
+                    kind, loaded.state[kind], places, advice="Load a checkpoint of the same model"
+                )
             except ValueError as error:
                 raise CheckpointMismatch(f"{loaded.path}: {error}") from error
 
@@ -265,7 +319,8 @@ def load_parameters(directory: str | Path, parts: "Parts") -> Path:
 
 def _misfit(loaded: Loaded, problem: str) -> CheckpointMismatch:
     return CheckpointMismatch(
-        f"{loaded.path} does not fit: {problem}. Prepare the engine as it was then, or begin anew with the parameters "
+        f"{loaded.path} does not fit: {problem}. Prepare the engine as it was then, or begin anew "
+        "with the parameters "
         "alone: engine.load_parameters(directory)"
     )
 
@@ -279,7 +334,9 @@ def _buffers(parts: "Parts") -> dict[str, Tensor]:
 
 
 def _names(parts: "Parts") -> list[list[str]] | None:
-    """The names in the model of the optimizer's parameters, by group; None where one of them has none."""
+    """The names in the model of the optimizer's parameters, by group; None where one of them has
+    none.
+    """
     names: dict[Tensor, str] = {p: name for name, p in parts.model.named_parameters()}
     groups: Sequence[Any] = [group["params"] for group in parts.optimizer.param_groups]
     if any(p not in names for group in groups for p in group):
@@ -301,4 +358,6 @@ def _copied(tree: Any) -> Any:
 def _require_same(kind: str, state: object, part: object) -> None:
     if (state is None) != (part is None):
         has, lacks = ("state", "the engine") if part is None else ("the engine", "state")
-        raise ValueError(f"{has} has a {kind} and {lacks} has none: prepare the engine with the same strategy")
+        raise ValueError(
+            f"{has} has a {kind} and {lacks} has none: prepare the engine with the same strategy"
+        )

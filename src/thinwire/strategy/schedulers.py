@@ -22,7 +22,8 @@ class Matched(NamedTuple):
     unsaved: list[str]
     """Kinds of schedulers here for which there is no state."""
     missing: list[str]
-    """Kinds of states for which there is no scheduler here, those aside that their owner keeps in `extra`."""
+    """Kinds of states for which there is no scheduler here, those aside that their owner keeps in
+    `extra`."""
 
 
 def saved(optimizer: torch.optim.Optimizer, extra: Any = None) -> list[dict[str, Any]]:
@@ -37,7 +38,8 @@ def saved(optimizer: torch.optim.Optimizer, extra: Any = None) -> list[dict[str,
     """
     kept = set(map(id, _objects(extra)))
     return [
-        {"kind": type(one).__name__, "state": _state(one), "in_extra": id(one) in kept} for one in _outermost(optimizer)
+        {"kind": type(one).__name__, "state": _state(one), "in_extra": id(one) in kept}
+        for one in _outermost(optimizer)
     ]
 
 
@@ -88,7 +90,9 @@ def _outermost(optimizer: torch.optim.Optimizer) -> list[LRScheduler]:
     found = schedulers_of(optimizer)
     inner = {id(one) for scheduler in found for one in _inside(scheduler)}
     # torch keeps no list of them, so that their order means nothing
-    return sorted((one for one in found if id(one) not in inner), key=lambda one: type(one).__name__)
+    return sorted(
+        (one for one in found if id(one) not in inner), key=lambda one: type(one).__name__
+    )
 
 
 def _inside(scheduler: LRScheduler) -> list[LRScheduler]:
@@ -103,7 +107,8 @@ def _state(scheduler: LRScheduler) -> Any:
         return plain(scheduler.state_dict(), f"{name}.state_dict()")
     except TypeError as error:
         raise TypeError(
-            f"the scheduler {name} cannot be saved: {error}. Give it a state_dict of plain values, or let go of it "
+            f"the scheduler {name} cannot be saved: {error}. Give it a state_dict of plain values, "
+            "or let go of it "
             "before saving"
         ) from error
 

@@ -32,19 +32,27 @@ def _forward(strategy: "DistributedStrategy") -> str:
     said = ["Forward pass of this rank's mini-batch"]
     if (pipeline := strategy.pipeline) is not None:
         cut = (
-            f"which begin at {', '.join(pipeline.split_points)}" if pipeline.split_points else "balanced by parameters"
+            f"which begin at {', '.join(pipeline.split_points)}"
+            if pipeline.split_points
+            else "balanced by parameters"
         )
         if pipeline.stages == 1:
             cut = "the whole model"
         said = [
-            f"Forward pass of a mini-batch in {pipeline.micro_batches} equal parts through {pipeline.stages} "
-            f"{plural('stage', pipeline.stages)} on as many consecutive ranks ({cut}), in the order of "
+            f"Forward pass of a mini-batch in {pipeline.micro_batches} equal parts through "
+            f"{pipeline.stages} "
+            f"{plural('stage', pipeline.stages)} on as many consecutive ranks ({cut}), in the "
+            "order of "
             f"{pipeline.schedule}"
         ]
     if strategy.amp is not None:
-        said.append(f"in {strategy.amp.dtype} where autocast allows it; parameters stay as they are")
+        said.append(
+            f"in {strategy.amp.dtype} where autocast allows it; parameters stay as they are"
+        )
     if strategy.recompute is not None:
-        said.append(f"modules that match {', '.join(strategy.recompute.checkpoints)} keep only their inputs")
+        said.append(
+            f"modules that match {', '.join(strategy.recompute.checkpoints)} keep only their inputs"
+        )
     return "; ".join(said)
 
 
@@ -66,8 +74,10 @@ def _merge(strategy: "DistributedStrategy") -> Iterator[str]:
         scaled = strategy.amp is not None and strategy.amp.loss_scale is not None
         total = "mean" if merge.avg else "sum"
         yield (
-            f"Merge: the gradient{', divided by the loss scale,' if scaled else ''} is added to those before it. After "
-            f"{merge.k_steps} microsteps their {total} goes on; the {merge.k_steps - 1} before end here, with nothing "
+            f"Merge: the gradient{', divided by the loss scale,' if scaled else ''} is added to "
+            "those before it. After "
+            f"{merge.k_steps} microsteps their {total} goes on; the {merge.k_steps - 1} before end "
+            "here, with nothing "
             "exchanged and nothing updated"
         )
 
@@ -77,12 +87,21 @@ def _overflow(strategy: "DistributedStrategy") -> Iterator[str]:
     if scale is None:
         return
     if _unchecked(scale):
-        yield "Gradients are divided by the loss scale; overflow is not looked for (drop_overflow_update)"
+        yield (
+            "Gradients are divided by the loss scale; overflow is not looked for "
+            "(drop_overflow_update)"
+        )
     elif _local(strategy) is not None:
         whose = "of this replica" if strategy.pipeline is not None else "on this rank"
-        yield f"An overflow {whose} drops the local step, which still counts; else gradients are divided by the scale"
+        yield (
+            f"An overflow {whose} drops the local step, which still counts; else gradients are "
+            "divided by the scale"
+        )
     else:
-        yield "All ranks agree whether any gradient overflowed: if so, nothing moves; else they divide by the scale"
+        yield (
+            "All ranks agree whether any gradient overflowed: if so, nothing moves; else they "
+            "divide by the scale"
+        )
 
 
 def _exchange(strategy: "DistributedStrategy") -> str:
@@ -91,11 +110,20 @@ def _exchange(strategy: "DistributedStrategy") -> str:
     if _local(strategy) is not None:
         limit = dgc.limit("rank") if dgc is not None else ""
         return f"No exchange of gradients: each rank updates on its own{limit}"
-    drop = ". A gradient that is not finite, on any rank, drops the update on all" if _checked(strategy) else ""
-    early = ". It begins in the backward pass, bucket by bucket" if strategy.pipeline is None else ""
+    drop = (
+        ". A gradient that is not finite, on any rank, drops the update on all"
+        if _checked(strategy)
+        else ""
+    )
+    early = (
+        ". It begins in the backward pass, bucket by bucket" if strategy.pipeline is None else ""
+    )
     if (compression := strategy.compression) is None:
         return f"Exchange: the gradient becomes the mean over {peers}, dense{early}{drop}"
-    return f"Exchange between {peers}, by {compression.field}: {compression.explanation()}{early}{drop}"
+    return (
+        f"Exchange between {peers}, by {compression.field}: "
+        f"{compression.explanation()}{early}{drop}"
+    )
 
 
 def _update(strategy: "DistributedStrategy", grad_clip: Clip | None) -> str:
@@ -104,7 +132,10 @@ def _update(strategy: "DistributedStrategy", grad_clip: Clip | None) -> str:
         whose = "this rank's own gradient" if _local(strategy) is not None else "the mean gradient"
         everywhere = " over all stages" if strategy.pipeline is not None else ""
         clipping = f"clipping of {whose}{everywhere} by {grad_clip}"
-    said = f"Update at this step's rate: {clipping}, weight decay and regularizer, centralization, then "
+    said = (
+        f"Update at this step's rate: {clipping}, weight decay and regularizer, centralization, "
+        "then "
+    )
     if (lars := strategy.lars) is not None:
         added = f", epsilon {lars.epsilon:g}" if lars.epsilon else ""
         said += f"LARS in the place of the given SGD: trust coefficient {lars.lars_coeff:g}, "
@@ -127,12 +158,17 @@ def _averaging(strategy: "DistributedStrategy") -> Iterator[str]:
     k_steps = config.init_k_steps if isinstance(config, AdaptiveLocalSGD) else config.k_steps
     peers = "the replicas of each stage" if strategy.pipeline is not None else "all ranks"
     begin = f"after each of the steps 1 to {config.begin_step}, then " if config.begin_step else ""
-    often = "after every step" if k_steps == 1 and not adaptive else f"{begin}after every {_ordinal(k_steps)} step"
+    often = (
+        "after every step"
+        if k_steps == 1 and not adaptive
+        else f"{begin}after every {_ordinal(k_steps)} step"
+    )
     what = " and optimizer state" if config.average_state else ""
     yield f"Averaging of parameters{what} over {peers}, {often}{_change(strategy, config)}"
     if isinstance(config, AdaptiveLocalSGD):
         yield (
-            f"New interval, 1 to {config.max_k_steps} steps: {config.init_k_steps} at the start, shorter as the loss "
+            f"New interval, 1 to {config.max_k_steps} steps: {config.init_k_steps} at the start, "
+            "shorter as the loss "
             "falls, longer as the rate falls"
         )
 
@@ -148,7 +184,8 @@ def _change(strategy: "DistributedStrategy", config: LocalConfig) -> str:
     if (dgc := strategy.dgc) is not None:
         said += f"; {dgc.beginning()}of each tensor's change the largest {dgc.ramp()} are sent, "
         said += (
-            f"{bits_text(dgc.value_bits)} an entry; the rest is kept. Tensors below {dgc.min_numel} numbers go whole"
+            f"{bits_text(dgc.value_bits)} an entry; the rest is kept. Tensors below "
+            f"{dgc.min_numel} numbers go whole"
         )
     if config.fragments > 1:
         said += f"; {config.fragments} parts of the model take turns"
@@ -161,7 +198,8 @@ def _next_scale(strategy: "DistributedStrategy") -> Iterator[str]:
     scale = None if strategy.amp is None else strategy.amp.loss_scale
     if isinstance(scale, DynamicLossScale):
         yield (
-            f"New loss scale: divided by {scale.scale_factor:g} after an overflow, but not below 1, times "
+            f"New loss scale: divided by {scale.scale_factor:g} after an overflow, but not below "
+            "1, times "
             f"{scale.scale_factor:g} after {scale.scale_window} good updates in a row"
         )
 
@@ -191,5 +229,7 @@ def _excluded(patterns: Sequence[str]) -> str:
 def _ordinal(count: int) -> str:
     if count == 1:
         return "single"
-    ending = "th" if count % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(count % 10, "th")
+    ending = (
+        "th" if count % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(count % 10, "th")
+    )
     return f"{count}{ending}"

@@ -23,10 +23,22 @@ __all__ = ["about_model", "about_optimizer"]
 _SHOWN = 6
 
 
-def about_model(strategy: "DistributedStrategy", model: nn.Module, optimizer: Optimizer | None) -> list[str]:
-    """The stages, the modules that are recomputed, and which tensors are compressed or dense, and why."""
-    trained = None if optimizer is None else {p for group in optimizer.param_groups for p in group["params"]}
-    params = {name: p for name, p in model.named_parameters() if p.requires_grad and (trained is None or p in trained)}
+def about_model(
+    strategy: "DistributedStrategy", model: nn.Module, optimizer: Optimizer | None
+) -> list[str]:
+    """The stages, the modules that are recomputed, and which tensors are compressed or dense, and
+    why.
+    """
+    trained = (
+        None
+        if optimizer is None
+        else {p for group in optimizer.param_groups for p in group["params"]}
+    )
+    params = {
+        name: p
+        for name, p in model.named_parameters()
+        if p.requires_grad and (trained is None or p in trained)
+    }
     resting = [name for name, _ in model.named_parameters() if name not in params]
     return [
         *_stages(strategy, model),
@@ -37,7 +49,10 @@ def about_model(strategy: "DistributedStrategy", model: nn.Module, optimizer: Op
 
 
 def about_optimizer(
-    strategy: "DistributedStrategy", optimizer: Optimizer, model: nn.Module | None, grad_clip: Clip | None = None
+    strategy: "DistributedStrategy",
+    optimizer: Optimizer,
+    model: nn.Module | None,
+    grad_clip: Clip | None = None,
 ) -> list[str]:
     """Which optimizer will train, and what is taken over from the given one.
 
@@ -45,7 +60,9 @@ def about_optimizer(
         StrategyError: The strategy does not go with it.
     """
     local = strategy.localsgd is not None or strategy.adaptive_localsgd is not None
-    names = _names_in(optimizer) if model is None else {p: name for name, p in model.named_parameters()}
+    names = (
+        _names_in(optimizer) if model is None else {p: name for name, p in model.named_parameters()}
+    )
     adopted = adopt(
         optimizer,
         compression=strategy.compression,
@@ -78,19 +95,29 @@ def _stages(strategy: "DistributedStrategy", model: nn.Module) -> Iterator[str]:
 def _recomputed(strategy: "DistributedStrategy", model: nn.Module) -> Iterator[str]:
     if strategy.recompute is not None:
         names = matches(model, strategy.recompute.checkpoints)
-        yield f"recomputed: {len(names)} {'module' if len(names) == 1 else 'modules'}: {_listed(names)}"
+        yield (
+            f"recomputed: {len(names)} {'module' if len(names) == 1 else 'modules'}: "
+            f"{_listed(names)}"
+        )
 
 
-def _exchanged(strategy: "DistributedStrategy", model: nn.Module, params: Mapping[str, Parameter]) -> Iterator[str]:
+def _exchanged(
+    strategy: "DistributedStrategy", model: nn.Module, params: Mapping[str, Parameter]
+) -> Iterator[str]:
     local = strategy.localsgd or strategy.adaptive_localsgd
     what = "the change of" if local is not None else "the gradient of"
     if local is not None and local.compression is not None:
-        mine = {name: p for name, p in params.items() if local.compression.compresses(p) and p.numel()}
+        mine = {
+            name: p for name, p in params.items() if local.compression.compresses(p) and p.numel()
+        }
         shapes = [(torch.view_as_real(p) if p.is_complex() else p).shape for p in mine.values()]
         nbytes = local.compression.sent_bytes(local.begin_step + 1, shapes) if shapes else 0
         yield f"compressed, {what} {_sized(mine)}; of all together the message has {nbytes:,} bytes"
         if len(mine) < len(params):
-            yield f"dense, {what} {_sized({name: p for name, p in params.items() if name not in mine})}"
+            yield (
+                f"dense, {what} "
+                f"{_sized({name: p for name, p in params.items() if name not in mine})}"
+            )
         return
     compression = strategy.compression
     if compression is None:
@@ -113,7 +140,11 @@ def _way(param: Parameter, compression: Compression, row_sparse: Collection[Tens
 
 
 def _row_sparse(model: nn.Module) -> set[Tensor]:
-    return {m.weight for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse}
+    return {
+        m.weight
+        for m in model.modules()
+        if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse
+    }
 
 
 def _sized(params: Mapping[str, Parameter]) -> str:

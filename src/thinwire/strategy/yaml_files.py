@@ -1,4 +1,6 @@
-"""A strategy as a YAML file: read with the line of every error, written with every key explained."""
+"""A strategy as a YAML file: read with the line of every error, written with every key
+explained.
+"""
 
 import os
 import textwrap
@@ -23,18 +25,23 @@ class _Dumper(yaml.SafeDumper):
     """Writes every string in double quotes, so that no reader can take it for anything else."""
 
 
-_Dumper.add_representer(str, lambda dumper, word: dumper.represent_scalar("tag:yaml.org,2002:str", word, style='"'))
+_Dumper.add_representer(
+    str, lambda dumper, word: dumper.represent_scalar("tag:yaml.org,2002:str", word, style='"')
+)
 
 
 def load(path: Path) -> DistributedStrategy:
     """Read a file.
 
     Raises:
-        StrategyError, TypeError, ValueError: As `DistributedStrategy.load`, beginning with file and line.
+        StrategyError, TypeError, ValueError: As `DistributedStrategy.load`, beginning with file and
+            line.
         OSError: The file cannot be read.
     """
     document, lines = read_file(path, "strategy")
-    return from_dict(document, lambda key: f"{path}:{lines[key]}: " if key in lines else f"{path}: ")
+    return from_dict(
+        document, lambda key: f"{path}:{lines[key]}: " if key in lines else f"{path}: "
+    )
 
 
 def save(strategy: DistributedStrategy, path: Path) -> None:
@@ -60,10 +67,16 @@ def text_of(strategy: DistributedStrategy) -> str:
     """The file: every key with the line of its docstring above it; what is off, as a comment."""
     document = to_dict(strategy)
     about = attribute_lines(DistributedStrategy)
-    lines = ["# A training strategy of thinwire. `thinwire explain FILE` says what a step will do.", ""]
+    lines = [
+        "# A training strategy of thinwire. `thinwire explain FILE` says what a step will do.",
+        "",
+    ]
     for name, config in CONFIGS.items():
         if name in document:
-            lines += [*_comment(about.get(name, ""), 0), f"{name}:{'' if document[name] else ' {}'}"]
+            lines += [
+                *_comment(about.get(name, ""), 0),
+                f"{name}:{'' if document[name] else ' {}'}",
+            ]
             lines += [*_entries(config, document[name], 1), ""]
     off = [name for name in CONFIGS if name not in document]
     lines += [] if document else ["{}", ""]
@@ -90,7 +103,9 @@ def _entries(config: type, document: dict[str, Any], depth: int) -> Iterator[str
 
 
 def _inline(value: Any) -> str:
-    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=float("inf"), allow_unicode=True)
+    text = yaml.dump(
+        value, Dumper=_Dumper, default_flow_style=True, width=float("inf"), allow_unicode=True
+    )
     return text.removesuffix("\n").removesuffix("\n...")
 
 

@@ -1,7 +1,8 @@
 """YAML without its traps: plain values, with the line on which each of them stands.
 
-The scalars are those of YAML 1.2's core schema in decimal: `1e-3` is a number, `on` and `off` are words. A key given
-twice, an alias, a key without a value are errors, because each of them means something else than it seems to say.
+The scalars are those of YAML 1.2's core schema in decimal: `1e-3` is a number, `on` and `off` are
+words. A key given twice, an alias, a key without a value are errors, because each of them means
+something else than it seems to say.
 """
 
 import re
@@ -19,12 +20,16 @@ _TAGS = {f"{_TAG}{name}" for name in ("null", "bool", "int", "float", "str", "se
 
 
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers = {}  # noqa: RUF012 (PyYAML's own way to begin without those of YAML 1.1)
+    # (PyYAML's own way to begin without those of YAML 1.1)
+    yaml_implicit_resolvers = {}  # noqa: RUF012
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
-            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]  # the stubs leave it out
-            raise yaml.composer.ComposerError(None, None, "aliases (*name) are not offered: write the value out", mark)
+            # the stubs leave it out
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise yaml.composer.ComposerError(
+                None, None, "aliases (*name) are not offered: write the value out", mark
+            )
         return super().compose_node(parent, index)
 
 
@@ -54,16 +59,20 @@ def read_file(path: Path, root: str) -> tuple[Any, dict[str, int]]:
         return read(content.decode("utf-8-sig"), root)
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise StrategyError(f"{path}:{line}: byte 0x{content[error.start]:02x} is not UTF-8") from None
+        raise StrategyError(
+            f"{path}:{line}: byte 0x{content[error.start]:02x} is not UTF-8"
+        ) from None
     except StrategyError as error:
         raise StrategyError(f"{path}:{error}") from None
 
 
 def read(text: str, root: str) -> tuple[Any, dict[str, int]]:
-    """The value of a document, and the line (from 1) of every dotted path in it, which begins with `root`.
+    """The value of a document, and the line (from 1) of every dotted path in it, which begins with
+    `root`.
 
     Raises:
-        StrategyError: Not YAML, empty, or one of the traps; the text begins with the line and a colon.
+        StrategyError: Not YAML, empty, or one of the traps; the text begins with the line and a
+            colon.
     """
     lines: dict[str, int] = {}
     try:
@@ -77,7 +86,9 @@ def read(text: str, root: str) -> tuple[Any, dict[str, int]]:
         raise StrategyError(f"{line}: this is not YAML: {error.problem}") from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        raise StrategyError(f"{line}: this is not YAML: character U+{error.character:04X} is not allowed") from None
+        raise StrategyError(
+            f"{line}: this is not YAML: character U+{error.character:04X} is not allowed"
+        ) from None
     except RecursionError:
         raise StrategyError("1: this is not a strategy: it is nested too deeply") from None
 
@@ -86,20 +97,29 @@ def _value(loader: _Loader, node: yaml.Node, path: str, lines: dict[str, int]) -
     line = node.start_mark.line + 1
     lines.setdefault(path, line)
     if node.tag not in _TAGS:
-        raise StrategyError(f"{line}: {path} has the tag {node.tag}, which is not offered: write plain values")
+        raise StrategyError(
+            f"{line}: {path} has the tag {node.tag}, which is not offered: write plain values"
+        )
     if isinstance(node, yaml.MappingNode):
         return _mapping(loader, node, path, lines)
     if isinstance(node, yaml.SequenceNode):
         return [_value(loader, item, f"{path}[{i}]", lines) for i, item in enumerate(node.value)]
     if node.value == "" and node.tag == f"{_TAG}null":
-        raise StrategyError(f"{line}: {path} has no value; write {{}} for the defaults, or leave the key out for off")
+        raise StrategyError(
+            f"{line}: {path} has no value; write {{}} for the defaults, or leave the key out for "
+            "off"
+        )
     try:
         return loader.construct_object(node)
     except (ValueError, KeyError):  # such as `!!int x`
-        raise StrategyError(f"{line}: {path} has the tag {node.tag}, which {node.value!r} does not fit") from None
+        raise StrategyError(
+            f"{line}: {path} has the tag {node.tag}, which {node.value!r} does not fit"
+        ) from None
 
 
-def _mapping(loader: _Loader, node: yaml.MappingNode, path: str, lines: dict[str, int]) -> dict[str, Any]:
+def _mapping(
+    loader: _Loader, node: yaml.MappingNode, path: str, lines: dict[str, int]
+) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key_node, value_node in node.value:
         line, key = key_node.start_mark.line + 1, key_node.value
@@ -107,7 +127,9 @@ def _mapping(loader: _Loader, node: yaml.MappingNode, path: str, lines: dict[str
             raise StrategyError(f"{line}: a key of {path} must be a word, got {key!r}")
         below = f"{path}.{key}"
         if key in values:
-            raise StrategyError(f"{line}: {below} is given twice; the first time on line {lines[below]}")
+            raise StrategyError(
+                f"{line}: {below} is given twice; the first time on line {lines[below]}"
+            )
         lines[below] = line
         values[key] = _value(loader, value_node, below, lines)
     return values

@@ -1,4 +1,6 @@
-"""What ranks tell each other around an exchange: nobody moves before everybody has the same view of the step."""
+"""What ranks tell each other around an exchange: nobody moves before everybody has the same view of
+the step.
+"""
 
 import json
 import logging
@@ -13,7 +15,16 @@ from thinwire.errors import Diverged, Mismatch, NonFinite, PayloadCorrupt, Thinw
 if TYPE_CHECKING:
     from thinwire.sync.digest import RollingDigest
 
-__all__ = ["ABSENT", "COMPARING", "DENSE", "MAX_DROPS_IN_A_ROW", "ROW_SPARSE", "Drops", "Report", "agree_on_step"]
+__all__ = [
+    "ABSENT",
+    "COMPARING",
+    "DENSE",
+    "MAX_DROPS_IN_A_ROW",
+    "ROW_SPARSE",
+    "Drops",
+    "Report",
+    "agree_on_step",
+]
 
 ABSENT, DENSE, ROW_SPARSE = "0", "1", "2"
 COMPARING = "comparing everything"
@@ -30,13 +41,15 @@ class Report:
     phase: str
     """Where in the step the rank is; ranks in different phases have lost each other."""
     engine: str = ""
-    """Which of the engines and optimizers over these ranks this is, in the order in which they were made."""
+    """Which of the engines and optimizers over these ranks this is, in the order in which they were
+    made."""
     kinds: str = ""
     """Per parameter: ABSENT, DENSE or ROW_SPARSE gradient."""
     non_finite: int | None = None
     """The first parameter whose gradient is not finite."""
     sum_non_finite: int | None = None
-    """The first parameter whose sum over several ranks is not finite, though this rank's own gradient is."""
+    """The first parameter whose sum over several ranks is not finite, though this rank's own
+    gradient is."""
     overflow: bool | None = None
     """Whether a loss scaler on this rank found an overflow; None without one."""
     corrupt: str | None = None
@@ -56,7 +69,8 @@ class Report:
     digest: str | None = None
     """Of what all ranks must hold alike before this step; see `RollingDigest`."""
     sums: int = 0
-    """Of the dense sums that have arrived, which are the same on all ranks unless a message was damaged."""
+    """Of the dense sums that have arrived, which are the same on all ranks unless a message was
+    damaged."""
     damaged: str | None = None
     """What of this rank's own state changed since the library last wrote it."""
     likeness: str | None = None
@@ -85,8 +99,9 @@ def agree_on_step(
         PayloadCorrupt: A rank refused a message.
         ThinwireError: A rank was misused.
         Diverged: Ranks do not hold the same, or the state of one of them was damaged.
-        Mismatch: Ranks are at different steps or in different engines, would update at different rates or with
-            different hyper-parameters, or a parameter has a gradient on some of them only.
+        Mismatch: Ranks are at different steps or in different engines, would update at different
+            rates or with different hyper-parameters, or a parameter has a gradient on some of them
+            only.
 
     Communication: `Group.gather_bytes`, 24 bytes a rank when all say the same.
     """
@@ -117,17 +132,23 @@ def _refuse_trouble(reports: Sequence[Report]) -> None:
     for rank, report in enumerate(reports):
         if report.misuse is not None:
             raise ThinwireError(f"rank {rank}: {report.misuse}. Nothing was applied on any rank")
-    for rank, report in enumerate(reports):  # where a rank says why, its messages are refused for that
+    for rank, report in enumerate(
+        reports
+    ):  # where a rank says why, its messages are refused for that
         if report.corrupt is not None:
-            raise PayloadCorrupt(f"rank {rank} refused a message: {report.corrupt}. Nothing was applied on any rank")
+            raise PayloadCorrupt(
+                f"rank {rank} refused a message: {report.corrupt}. Nothing was applied on any rank"
+            )
 
 
 def _refuse_different_places(reports: Sequence[Report], what: str) -> None:
     for rank, report in enumerate(reports):
         if report.engine != reports[0].engine:
             raise Mismatch(
-                f"{what}: rank 0 steps {reports[0].engine}, rank {rank} {report.engine}, counted as they were made "
-                "over these ranks. All ranks must make engines and optimizers, and step them, in the same order"
+                f"{what}: rank 0 steps {reports[0].engine}, rank {rank} {report.engine}, counted "
+                "as they were made "
+                "over these ranks. All ranks must make engines and optimizers, and step them, in "
+                "the same order"
             )
     first = (reports[0].step, reports[0].phase)
     for rank, report in enumerate(reports):
@@ -147,7 +168,8 @@ def _refuse_different_rates(reports: Sequence[Report], what: str) -> None:
     for rank, report in enumerate(reports):
         if report.rates != first:
             raise Mismatch(
-                f"{what}: the learning rates of the parameter groups are {first} on rank 0 and {report.rates} on rank "
+                f"{what}: the learning rates of the parameter groups are {first} on rank 0 and "
+                f"{report.rates} on rank "
                 f"{rank}. Give all ranks the same schedule, and change rates on all of them"
             )
 
@@ -158,7 +180,9 @@ def _refuse_different_settings(reports: Sequence[Report], what: str) -> None:
         if report.settings == first:
             continue
         if len(report.settings) != len(first):
-            counts = f"{len(first)} parameter groups on rank 0 and {len(report.settings)} on rank {rank}"
+            counts = (
+                f"{len(first)} parameter groups on rank 0 and {len(report.settings)} on rank {rank}"
+            )
             raise Mismatch(f"{what}: there are {counts}. Add groups on all ranks alike")
         for index, texts in enumerate(zip(first, report.settings, strict=True)):
             ours, theirs = map(json.loads, texts)
@@ -166,19 +190,25 @@ def _refuse_different_settings(reports: Sequence[Report], what: str) -> None:
                 values = [settings.get(key, "missing") for settings in (ours, theirs)]
                 if values[0] != values[1]:
                     raise Mismatch(
-                        f"{what}: {key} of parameter group {index} is {values[0]} on rank 0 and {values[1]} on rank "
+                        f"{what}: {key} of parameter group {index} is {values[0]} on rank 0 and "
+                        f"{values[1]} on rank "
                         f"{rank}. Change hyper-parameters on all ranks alike"
                     )
 
 
-def _refuse_divergence(group: Group, reports: Sequence[Report], digest: "RollingDigest | None") -> None:
+def _refuse_divergence(
+    group: Group, reports: Sequence[Report], digest: "RollingDigest | None"
+) -> None:
     for rank, report in enumerate(reports):
         if report.damaged is not None:
-            raise Diverged(f"rank {rank}: {report.damaged}. Nothing of update {report.step + 1} was applied")
+            raise Diverged(
+                f"rank {rank}: {report.damaged}. Nothing of update {report.step + 1} was applied"
+            )
     for rank, report in enumerate(reports):
         if report.sums != reports[0].sums:
             raise PayloadCorrupt(
-                f"agreeing on step {report.step}: the sums of dense tensors that arrived on rank 0 and rank {rank} "
+                f"agreeing on step {report.step}: the sums of dense tensors that arrived on rank 0 "
+                f"and rank {rank} "
                 "differ: a message was damaged on its way. Nothing was applied on any rank"
             )
     if digest is None or reports[0].digest is None:
@@ -195,14 +225,18 @@ def _refuse_partial_gradients(reports: Sequence[Report], names: Sequence[str], w
         if without and len(without) < len(reports):
             having = [rank for rank in range(len(reports)) if rank not in without]
             raise Mismatch(
-                f"{what}: parameter {name} has a gradient on ranks {having} but none on ranks {without}. "
-                "Every rank must use the same parameters in a step (give find_unused_parameters=True to "
+                f"{what}: parameter {name} has a gradient on ranks {having} but none on ranks "
+                f"{without}. "
+                "Every rank must use the same parameters in a step (give "
+                "find_unused_parameters=True to "
                 "prepare, or add 0 * parameter.sum() to the loss of the others)"
             )
 
 
 class Drops:
-    """Counts the steps that were dropped because of gradients that are not finite; warns, and gives up in the end."""
+    """Counts the steps that were dropped because of gradients that are not finite; warns, and gives
+    up in the end.
+    """
 
     def __init__(self) -> None:
         self.total = 0
@@ -219,7 +253,9 @@ class Drops:
         Raises:
             NonFinite: The tenth dropped step in a row without a loss scaler, on every rank.
         """
-        culprits = [(rank, r.non_finite, "") for rank, r in enumerate(reports) if r.non_finite is not None]
+        culprits = [
+            (rank, r.non_finite, "") for rank, r in enumerate(reports) if r.non_finite is not None
+        ]
         culprits += [
             (rank, r.sum_non_finite, ", added to those of other ranks,")
             for rank, r in enumerate(reports)

@@ -1,4 +1,6 @@
-"""One averaging of parameters: what is measured, what travels, and what it changes once it is there."""
+"""One averaging of parameters: what is measured, what travels, and what it changes once it is
+there.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,12 +23,16 @@ _SKETCH = "sketch of the change"
 
 
 def real_view(tensor: Tensor) -> Tensor:
-    """The tensor itself, or a view of a complex one with real and imaginary parts as a last axis."""
+    """The tensor itself, or a view of a complex one with real and imaginary parts as a last
+    axis.
+    """
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """The values in which averages are computed: float32, float64 for double precision; real; a copy if it must."""
+    """The values in which averages are computed: float32, float64 for double precision; real; a
+    copy if it must.
+    """
     real = real_view(tensor.detach())
     return real if real.dtype == torch.float64 else real.float()
 
@@ -38,13 +44,15 @@ class Flight:
     step: int
     """Step after which it was measured."""
     moved: dict[str, Tensor]
-    """Per parameter what is to be sent: anchor minus parameter, with the kept error where it is compressed."""
+    """Per parameter what is to be sent: anchor minus parameter, with the kept error where it is
+    compressed."""
     extras: dict[str, Tensor]
     """Buffers and optimizer state, averaged plainly."""
     compressed: frozenset[str]
     """The parameters whose change is compressed; the others travel densely."""
     sketch: Tensor | None = None
-    """Of this rank's change, before anything that was kept; None where all of it is applied in time."""
+    """Of this rank's change, before anything that was kept; None where all of it is applied in
+    time."""
     measured: dict[str, Tensor] | None = None
     """The parameters as they were, where local steps go on before the result is applied."""
     round: Round | None = None
@@ -67,7 +75,9 @@ class Flight:
 
     @property
     def digest(self) -> int:
-        """Of all sums that have arrived, which are the same on all ranks: a pass over them, so ask once."""
+        """Of all sums that have arrived, which are the same on all ranks: a pass over them, so ask
+        once.
+        """
         assert self.round is not None, "launched"
         return self.round.sums_digest
 
@@ -80,22 +90,33 @@ class Flight:
 
 
 class Averaging:
-    """Anchors, outer momentum and what compression keeps of all parameters by name, and how an averaging changes them.
+    """Anchors, outer momentum and what compression keeps of all parameters by name, and how an
+    averaging changes them.
 
-    An anchor S is a parameter's value after its last averaging, in float32 or wider, equal on all ranks; outer
-    momentum is equal too; kept errors are this rank's own. Nothing changes before `commit_`.
+    An anchor S is a parameter's value after its last averaging, in float32 or wider, equal on all
+    ranks; outer momentum is equal too; kept errors are this rank's own. Nothing changes before
+    `commit_`.
     """
 
     def __init__(
-        self, group: Group, params: Mapping[str, Parameter], *, outer: OuterRule, changes: ChangeCompression | None
+        self,
+        group: Group,
+        params: Mapping[str, Parameter],
+        *,
+        outer: OuterRule,
+        changes: ChangeCompression | None,
     ) -> None:
         self._group = group
         self._params = params
         self._outer = outer
         self._changes = changes
         self._keys = {name: key for key, name in enumerate(params)}
-        self.anchors = {n: widened(p).clone(memory_format=torch.contiguous_format) for n, p in params.items()}
-        self.momentum = {n: torch.zeros_like(a) for n, a in self.anchors.items()} if outer.momentum else {}
+        self.anchors = {
+            n: widened(p).clone(memory_format=torch.contiguous_format) for n, p in params.items()
+        }
+        self.momentum = (
+            {n: torch.zeros_like(a) for n, a in self.anchors.items()} if outer.momentum else {}
+        )
         self.kept: dict[str, dict[str, Tensor]] = {
             kind: {} for kind in ((ERRORS,) if changes is None else changes.kept)
         }
@@ -105,7 +126,8 @@ class Averaging:
                 for kind, tensor in changes.begin(self.anchors[name]).items():
                     self.kept[kind][name] = tensor
         self.sketches = torch.zeros(2, SKETCH_NUMEL, dtype=torch.float64)
-        """Of all that the mean of the ranks has changed so far, and of all that was applied of it."""
+        """Of all that the mean of the ranks has changed so far, and of all that was applied of it.
+        """
 
     @property
     def errors(self) -> dict[str, Tensor]:
@@ -119,17 +141,31 @@ class Averaging:
             anchor.copy_(widened(self._params[name]))
 
     def measure(
-        self, step: int, values: Mapping[str, Tensor], extras: Mapping[str, Tensor], *, keep: bool = False
+        self,
+        step: int,
+        values: Mapping[str, Tensor],
+        extras: Mapping[str, Tensor],
+        *,
+        keep: bool = False,
     ) -> Flight:
-        """This rank's part of an averaging; `keep` copies what is measured, for a result that is applied later."""
-        moved = {name: (self.anchors[name] - widened(value)).contiguous() for name, value in values.items()}
+        """This rank's part of an averaging; `keep` copies what is measured, for a result that is
+        applied later.
+        """
+        moved = {
+            name: (self.anchors[name] - widened(value)).contiguous()
+            for name, value in values.items()
+        }
         taken, changes = self._taken(step, moved), self._changes
         own = None if changes is None or changes.conserves or not taken else self._sketched(moved)
         for name in taken:
             assert changes is not None, "something is compressed"
             moved[name].add_(self.errors[name], alpha=changes.decay)
-        measured = {name: value.detach().clone() for name, value in values.items()} if keep else None
-        wide = {key: widened(value).clone() if keep else widened(value) for key, value in extras.items()}
+        measured = (
+            {name: value.detach().clone() for name, value in values.items()} if keep else None
+        )
+        wide = {
+            key: widened(value).clone() if keep else widened(value) for key, value in extras.items()
+        }
         return Flight(step, moved, wide, taken, own, measured)
 
     def _taken(self, step: int, moved: Mapping[str, Tensor]) -> frozenset[str]:
@@ -137,10 +173,15 @@ class Averaging:
         if self._changes is None:
             return frozenset()
         takes = self._changes.takes
-        return frozenset(name for name, change in moved.items() if name in self.errors and takes(step, change.numel()))
+        return frozenset(
+            name
+            for name, change in moved.items()
+            if name in self.errors and takes(step, change.numel())
+        )
 
     def launch(self, flight: Flight) -> None:
-        """Put it on the wire without waiting: what the compression asks for, and one buffer per dtype of the rest.
+        """Put it on the wire without waiting: what the compression asks for, and one buffer per
+        dtype of the rest.
 
         Communication: sum_ per dtype; the collectives of the compression.
         """
@@ -162,7 +203,9 @@ class Averaging:
 
     def _sketched(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The sketch of these parts of the model, one long vector, on the CPU."""
-        return torch.stack([sketch(tensor, self._keys[name]).cpu() for name, tensor in tensors.items()]).sum(0)
+        return torch.stack(
+            [sketch(tensor, self._keys[name]).cpu() for name, tensor in tensors.items()]
+        ).sum(0)
 
     @property
     def applied_share(self) -> float:
@@ -173,12 +216,18 @@ class Averaging:
 
     @torch.no_grad()
     def commit_(self, flight: Flight, extras: Mapping[str, Tensor]) -> None:
-        """Apply a flight whose round has finished: parameters, anchors, momentum, errors and `extras` change.
+        """Apply a flight whose round has finished: parameters, anchors, momentum, errors and
+        `extras` change.
 
-        p <- S - step, S <- p. Where local steps went on after the measurement: p <- p + (S_new - p_measured).
+        p <- S - step, S <- p. Where local steps went on after the measurement: p <- p + (S_new -
+        p_measured).
         """
         assert flight.round is not None, "launched"
-        before = None if flight.sketch is None else self._sketched({n: self.anchors[n] for n in flight.moved})
+        before = (
+            None
+            if flight.sketch is None
+            else self._sketched({n: self.anchors[n] for n in flight.moved})
+        )
         for names in self._batches(flight):
             changes = [self._mean_change(name, flight) for name in names]
             if self._is_plain(names[0], flight):
@@ -186,7 +235,12 @@ class Averaging:
                 continue
             for name, change in zip(names, changes, strict=True):
                 step = outer_step_(change, self.momentum.get(name), self._outer)
-                self._move(name, flight.moved[name], step, None if flight.measured is None else flight.measured[name])
+                self._move(
+                    name,
+                    flight.moved[name],
+                    step,
+                    None if flight.measured is None else flight.measured[name],
+                )
         for key, value in flight.extras.items():
             real_view(extras[key]).copy_(flight.mean_of(_extra(key), value))
         if before is not None:
@@ -205,13 +259,19 @@ class Averaging:
         return arrived.settle_(name, flight.moved[name], self.kept)
 
     def _batches(self, flight: Flight) -> list[list[str]]:
-        """All means that are there already in one, each of the others on its own, since it needs a buffer."""
-        together = [n for n in flight.moved if self._is_plain(n, flight) and n not in flight.compressed]
+        """All means that are there already in one, each of the others on its own, since it needs a
+        buffer.
+        """
+        together = [
+            n for n in flight.moved if self._is_plain(n, flight) and n not in flight.compressed
+        ]
         alone = flight.moved.keys() - set(together)
         return ([together] if together else []) + [[name] for name in flight.moved if name in alone]
 
     def _is_plain(self, name: str, flight: Flight) -> bool:
-        """Whether the parameter becomes its anchor, bit for bit, which is only moved by the step."""
+        """Whether the parameter becomes its anchor, bit for bit, which is only moved by the
+        step.
+        """
         same_type = real_view(self._params[name]).dtype == self.anchors[name].dtype
         return self._group.size > 1 and flight.measured is None and same_type
 
@@ -225,7 +285,9 @@ class Averaging:
         param, anchor = self._params[name], self.anchors[name]
         before = widened(param if measured is None else measured)
         target = anchor - step
-        if self._group.size == 1:  # S - (S - p) is p but for rounding; alone, averaging must not change a bit
+        if (
+            self._group.size == 1
+        ):  # S - (S - p) is p but for rounding; alone, averaging must not change a bit
             target = torch.where(step == moved, before, target)
         place = real_view(param)
         target = target.to(place.dtype)

@@ -1,4 +1,6 @@
-"""Whether ranks that must hold the same still do: a digest that rides in agreements, a slice of the model at a time."""
+"""Whether ranks that must hold the same still do: a digest that rides in agreements, a slice of the
+model at a time.
+"""
 
 import json
 import math
@@ -20,7 +22,8 @@ _WHOLE = 1 << 16
 """Bytes; a smaller tensor is never cut."""
 
 Watched = Mapping[str, Tensor]
-"""Tensors by what they are called in errors, such as "parameter 0.weight"; the same names and order on all ranks."""
+"""Tensors by what they are called in errors, such as "parameter 0.weight"; the same names and order
+on all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,20 +44,23 @@ class _Piece:
 class RollingDigest:
     """Compares what all ranks must hold alike, within `every` updates all of it.
 
-    The digest of update s covers slice s mod `every` of `slowly`, and all of `at_once`. A slice is a run of bytes of
-    the model, cut between rows of the first dimension. What differs is looked for only once a digest did.
+    The digest of update s covers slice s mod `every` of `slowly`, and all of `at_once`. A slice is
+    a run of bytes of the model, cut between rows of the first dimension. What differs is looked for
+    only once a digest did.
 
     Args:
-        slowly: Gives the tensors in which a difference stays: parameters. Asked at every update; sharded ones, whose
-            ranks hold different parts, are left out.
+        slowly: Gives the tensors in which a difference stays: parameters. Asked at every update;
+            sharded ones, whose ranks hold different parts, are left out.
         at_once: Gives those in which one may fade: moments.
         every: Updates in which all of `slowly` is seen, >= 1.
 
-    Communication: none but the digest, which `agree_on_step` compares; where it differs, `explain` gathers 8 bytes and
-        a name per piece.
+    Communication: none but the digest, which `agree_on_step` compares; where it differs, `explain`
+        gathers 8 bytes and a name per piece.
     """
 
-    def __init__(self, slowly: Callable[[], Watched], at_once: Callable[[], Watched], *, every: int) -> None:
+    def __init__(
+        self, slowly: Callable[[], Watched], at_once: Callable[[], Watched], *, every: int
+    ) -> None:
         self._slowly, self._at_once, self._every = slowly, at_once, every
         self._layout: list[tuple[str, torch.Size]] = []
         self._slices: list[list[_Piece]] = [[]] * every
@@ -111,7 +117,9 @@ class RollingDigest:
         pieces = [(piece, slowly[piece.name]) for each in self._slices for piece in each]
         pieces += [(_Piece(name), tensor) for name, tensor in at_once.items()]
         mine = {str(piece): f"{checksum([piece.of(tensor)]):016x}" for piece, tensor in pieces}
-        answers = group.gather_bytes(json.dumps(mine).encode(), what=f"looking for what differs at step {step}")
+        answers = group.gather_bytes(
+            json.dumps(mine).encode(), what=f"looking for what differs at step {step}"
+        )
         rows = [mapping_of(answer) for answer in answers]
         places = {str(piece): piece.name for piece, _ in pieces}
         for place in dict.fromkeys(key for row in rows for key in row):
@@ -121,7 +129,8 @@ class RollingDigest:
                 since = self._whole if name in at_once else self._good.get(place, self._since)
                 raise Diverged(_text(name, held, since, step))
         raise Diverged(
-            f"step {step}: the digests of the ranks differ, and no tensor does: memory changed while it was compared. "
+            f"step {step}: the digests of the ranks differ, and no tensor does: memory changed "
+            "while it was compared. "
             "Nothing of this update was applied; restart from the last checkpoint"
         )
 
@@ -139,10 +148,13 @@ class RollingDigest:
                 at += nbytes
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
+def optimizer_state(
+    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]
+) -> dict[str, Tensor]:
     """Tensors of an optimizer that updates every rank's replica alike, by key and parameter.
 
-    None of optimizers that are neither torch's nor this library's: theirs may differ from rank to rank by design.
+    None of optimizers that are neither torch's nor this library's: theirs may differ from rank to
+    rank by design.
     """
     home = type(optimizer).__module__
     if not home.startswith(("torch.optim.", "thinwire.")):
@@ -183,11 +195,19 @@ def _text(name: str, held: Sequence[object], since: int, step: int) -> str:
     (most, count), *_ = Counter(held).most_common()
     odd = [rank for rank, each in enumerate(held) if each != most]
     if 2 * count > len(held):
-        who = f"rank {', '.join(map(str, odd))} differ{'s' if len(odd) == 1 else ''} from the others"
+        who = (
+            f"rank {', '.join(map(str, odd))} differ{'s' if len(odd) == 1 else ''} from the others"
+        )
     else:
-        who = "ranks " + " and ".join(str(rank) for rank in range(len(held))) + " do not hold the same"
+        who = (
+            "ranks "
+            + " and ".join(str(rank) for rank in range(len(held)))
+            + " do not hold the same"
+        )
     return (
-        f"step {step}: {name}: {who}. It happened between update {since} and update {step}. What all ranks must hold "
-        "alike was changed on some of them only, by the script or by a fault of memory or processor. Nothing of update "
+        f"step {step}: {name}: {who}. It happened between update {since} and update {step}. What "
+        "all ranks must hold "
+        "alike was changed on some of them only, by the script or by a fault of memory or "
+        "processor. Nothing of update "
         f"{step + 1} was applied; restart from the last checkpoint"
     )

@@ -1,4 +1,7 @@
-"""The sequence of one gradient exchange: agree, send, verify, vote. Only then may anybody change anything."""
+"""The sequence of one gradient exchange: agree, send, verify, vote.
+
+Only then may anybody change anything.
+"""
 
 import contextlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -16,7 +19,15 @@ from thinwire.compress.nodes import in_nodes
 from thinwire.compress.protocol import Compressor, Context, Flags, Sending, together
 from thinwire.core.precision import narrowed
 from thinwire.errors import PayloadCorrupt, ThinwireError
-from thinwire.sync.agreement import ABSENT, COMPARING, DENSE, ROW_SPARSE, Drops, Report, agree_on_step
+from thinwire.sync.agreement import (
+    ABSENT,
+    COMPARING,
+    DENSE,
+    ROW_SPARSE,
+    Drops,
+    Report,
+    agree_on_step,
+)
 from thinwire.sync.digest import RollingDigest
 from thinwire.sync.likeness import Likeness
 from thinwire.sync.node_state import make_common_
@@ -45,27 +56,34 @@ class Verdict(Enum):
 
 
 class GradientExchange:
-    """Brings every rank the mean of all ranks' gradients, compressed or dense, or drops the step on all of them.
+    """Brings every rank the mean of all ranks' gradients, compressed or dense, or drops the step on
+    all of them.
 
-    Three ways of use: `exchange` alone; `launch` during the backward pass and `exchange` after it; or, where ranks may
-    turn out to have different gradients, `launch` for all tensors in `steady`, then `vote`, and `exchange` if the
-    verdict is AGAIN. Then `commit_`, which is what changes the state of the compressors, and the update.
+    Three ways of use: `exchange` alone; `launch` during the backward pass and `exchange` after it;
+    or, where ranks may turn out to have different gradients, `launch` for all tensors in `steady`,
+    then `vote`, and `exchange` if the verdict is AGAIN. Then `commit_`, which is what changes the
+    state of the compressors, and the update.
 
-    Where `sources` are `Nodes`, the ranks of a node first average their gradients and then send the same: they must
-    hold the same state, which is made so where they do not. A bucket launched early is averaged in its node at once,
-    and goes on to other nodes when the next one is launched, or after the last.
+    Where `sources` are `Nodes`, the ranks of a node first average their gradients and then send the
+    same: they must hold the same state, which is made so where they do not. A bucket launched early
+    is averaged in its node at once, and goes on to other nodes when the next one is launched, or
+    after the last.
 
     Args:
         group: The ranks. Names, shapes, dtypes and settings must have been compared over them.
         params: The parameters by name, in the same order on all ranks.
-        compressors: Asked in this order who takes a gradient; what none of them takes travels densely.
+        compressors: Asked in this order who takes a gradient; what none of them takes travels
+            densely.
         sources: Those who count as one each; the ranks, or nodes.
-        check_dense: Whether a dense gradient that is not finite drops the step; a compressed one always does, since it
-            would spoil the state for ever.
+        check_dense: Whether a dense gradient that is not finite drops the step; a compressed one
+            always does, since it would spoil the state for ever.
 
-    Communication: per step one small agreement before and one after the messages; with buckets launched early only the
-    one after. See the compressors for the messages; among nodes, one all-reduce per dtype inside each before them.
-    Failure: an error, or a dropped step, leaves nothing applied on this rank; `drops` counts dropped steps.
+    Communication: per step one small agreement before and one after the messages; with buckets
+        launched early only the
+    one after. See the compressors for the messages; among nodes, one all-reduce per dtype inside
+    each before them.
+    Failure: an error, or a dropped step, leaves nothing applied on this rank; `drops` counts
+        dropped steps.
     """
 
     def __init__(
@@ -85,14 +103,16 @@ class GradientExchange:
         self._abandoned: str | None = None
         self._nodes_compared = False
         self.bytes_before = 0
-        """What a DistributedDataParallel model that averages besides has sent, since it was found."""
+        """What a DistributedDataParallel model that averages besides has sent, since it was found.
+        """
         self._bytes_loaded = 0
         self._bytes_at_start = self._bytes_given()
         self.params: Mapping[str, Tensor] = {}
         self.names: list[str] = []
         self._places: dict[str, int] = {}
         self.buckets: Sequence[Sequence[str]] = ()
-        """Names of the tensors that travel together; what is in none of them travels in one more."""
+        """Names of the tensors that travel together; what is in none of them travels in one more.
+        """
         self.optimizer: torch.optim.Optimizer | None = None
         """Who updates from what arrives, if its rates and hyper-parameters are to be compared."""
         self.identity = ""
@@ -100,7 +120,8 @@ class GradientExchange:
         self.digest: RollingDigest | None = None
         """Of what all ranks must hold alike before every step, if that is to be compared."""
         self.spoiled: str | None = None
-        """Why this rank did not finish its last update, for the error that all ranks raise in the next one."""
+        """Why this rank did not finish its last update, for the error that all ranks raise in the
+        next one."""
         self.own: OwnState | None = None
         """What only this rank holds, if its memory is to be watched."""
         self.likeness = Likeness("gradients")
@@ -109,14 +130,17 @@ class GradientExchange:
         self.restart(params, compressors)
 
     def restart(self, params: Mapping[str, Tensor], compressors: Sequence[Compressor]) -> None:
-        """Go on with other parameters, or another order; which gradients are steady is learned anew."""
+        """Go on with other parameters, or another order; which gradients are steady is learned
+        anew.
+        """
         self.compressors = tuple(compressors)
         self.params, self.names = params, list(params)
         self._places = {name: place for place, name in enumerate(self.names)}
         self._steady = Steady()
 
     def watch(self, digest: RollingDigest | None, identity: str) -> None:
-        """Have what all ranks must hold alike compared at every step, and what is this rank's own watched.
+        """Have what all ranks must hold alike compared at every step, and what is this rank's own
+        watched.
 
         Args:
             digest: Of the former; None to do neither.
@@ -141,14 +165,23 @@ class GradientExchange:
 
     def counts(self) -> dict[str, float]:
         """Further numbers of `thinwire.core.stats`."""
-        counts: dict[str, float] = {"bytes_received": self.sources.bytes_received, "wait_s": self.sources.wait_s}
+        counts: dict[str, float] = {
+            "bytes_received": self.sources.bytes_received,
+            "wait_s": self.sources.wait_s,
+        }
         if isinstance(self.sources, Nodes):
             counts["bytes_between_nodes"] = self.sources.bytes_between_nodes
         return counts
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the compressors by kind and name, and the counters; the tensors are the live ones."""
-        states = {kind: dict(entries) for each in self.compressors for kind, entries in each.state().items()}
+        """The state of the compressors by kind and name, and the counters; the tensors are the live
+        ones.
+        """
+        states = {
+            kind: dict(entries)
+            for each in self.compressors
+            for kind, entries in each.state().items()
+        }
         return {
             **{f"{kind}s": entries for kind, entries in {"residual": {}, **states}.items()},
             "dropped_steps": self.drops.total,
@@ -159,25 +192,36 @@ class GradientExchange:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` gave; values are copied. No communication.
 
-        Values of a wider type are rounded to nearest, once; those of a narrower one stay exactly as they are.
+        Values of a wider type are rounded to nearest, once; those of a narrower one stay exactly as
+        they are.
 
         Raises:
-            ValueError: The state belongs to other parameters or another config; nothing has changed.
+            ValueError: The state belongs to other parameters or another config; nothing has
+                changed.
             TypeError: A counter of the wrong kind.
         """
         here = self.state_dict()
         if state.keys() != here.keys():
-            raise ValueError(f"the state of a mean gradient has the keys {list(here)}, got {list(state)}")
+            raise ValueError(
+                f"the state of a mean gradient has the keys {list(here)}, got {list(state)}"
+            )
         counters = ("dropped_steps", "drops_in_a_row", "bytes_sent")
-        total, in_a_row, bytes_sent = (check.integer(key, state[key], at_least=0) for key in counters)
+        total, in_a_row, bytes_sent = (
+            check.integer(key, state[key], at_least=0) for key in counters
+        )
         kinds = [key for key in here if key not in counters]
         for kind in kinds:
             for name in {**here[kind], **state[kind]}:
-                shapes = [tuple(t[name].shape) if name in t else "nothing" for t in (here[kind], state[kind])]
+                shapes = [
+                    tuple(t[name].shape) if name in t else "nothing"
+                    for t in (here[kind], state[kind])
+                ]
                 if shapes[0] != shapes[1]:
                     raise ValueError(
-                        f"state does not fit: {kind.removesuffix('s')} {name} has shape {shapes[1]} in it and "
-                        f"{shapes[0]} here. Load a state of the same parameters and the same compression"
+                        f"state does not fit: {kind.removesuffix('s')} {name} has shape "
+                        f"{shapes[1]} in it and "
+                        f"{shapes[0]} here. Load a state of the same parameters and the same "
+                        "compression"
                     )
         for kind in kinds:
             for name, entry in here[kind].items():
@@ -222,8 +266,10 @@ class GradientExchange:
         twice = self._launched.names & grads.keys()
         if twice:
             raise ThinwireError(
-                f"the gradient of {min(twice, key=self._places.__getitem__)} was exchanged already and step() not "
-                "called since: run the backward passes of an accumulated gradient, but the last, under ddp.no_sync()"
+                f"the gradient of {min(twice, key=self._places.__getitem__)} was exchanged already "
+                "and step() not "
+                "called since: run the backward passes of an accumulated gradient, but the last, "
+                "under ddp.no_sync()"
             )
         self._send(self._launched, bucket, grads)
 
@@ -285,14 +331,17 @@ class GradientExchange:
     ) -> Round | None:
         """The checked exchange of this step, or None where all ranks drop it.
 
-        All ranks must call it, with gradients for the same parameters; one that has none on any rank is left out.
+        All ranks must call it, with gradients for the same parameters; one that has none on any
+        rank is left out.
 
         Args:
             step: Completed updates, from 0.
-            grads: Dense or row-sparse, read only; where buckets were launched before, they only name what is there.
+            grads: Dense or row-sparse, read only; where buckets were launched before, they only
+                name what is there.
             overflow: Whether a loss scaler found an overflow on this rank; None without a scaler.
             misuse: What makes this rank unable to go on, for the error that all ranks raise.
-            unchanged: Whether gradients are still what was launched before; one that is not is such a misuse.
+            unchanged: Whether gradients are still what was launched before; one that is not is such
+                a misuse.
 
         Raises:
             PayloadCorrupt: A rank refused a message.
@@ -307,13 +356,17 @@ class GradientExchange:
         self.make_common()
         if unfit := self._unfit(grads):
             misuse, grads = misuse or unfit, {}
-        report = Report(step, "proposed", kinds=self._kinds(grads), overflow=overflow, misuse=misuse)
+        report = Report(
+            step, "proposed", kinds=self._kinds(grads), overflow=overflow, misuse=misuse
+        )
         reports = self._agree_and_compare(report, grads)
         self._steady.see([each.kinds for each in reports])
         if self._dropped(reports, last=False):
             return None
         fresh = self._round(step)
-        sparse = {name: [r.kinds[self._places[name]] == ROW_SPARSE for r in reports] for name in grads}
+        sparse = {
+            name: [r.kinds[self._places[name]] == ROW_SPARSE for r in reports] for name in grads
+        }
         fresh.row_sparse = {name for name, ranks in sparse.items() if any(ranks)}
         fresh.rows_only = {name for name, ranks in sparse.items() if all(ranks)}
         for number, names in self._buckets_of(grads):
@@ -335,7 +388,9 @@ class GradientExchange:
         self.forget()
 
     def seal(self, step: int) -> None:
-        """The update is made, after which there are `step`: what is this rank's own is watched from now on."""
+        """The update is made, after which there are `step`: what is this rank's own is watched from
+        now on.
+        """
         if self.own is not None:
             self.own.seal(step)
 
@@ -345,7 +400,8 @@ class GradientExchange:
             each.forget()
 
     def require_equal(self, step: int) -> None:
-        """Compare everything that all ranks must hold alike, and the memory of what is this rank's own.
+        """Compare everything that all ranks must hold alike, and the memory of what is this rank's
+        own.
 
         Raises:
             Diverged: On every rank.
@@ -364,7 +420,9 @@ class GradientExchange:
         self.group.bytes_sent = sent  # no exchange of an update
 
     def abandon(self, reason: str) -> None:
-        """Leave what is on its way to itself; ranks are at different places then, and nothing can be exchanged."""
+        """Leave what is on its way to itself; ranks are at different places then, and nothing can
+        be exchanged.
+        """
         self._launched = None
         self._abandoned = reason
         self.group.abandon(reason)
@@ -374,12 +432,18 @@ class GradientExchange:
     def _require_intact(self) -> None:
         if self._abandoned is not None:
             raise ThinwireError(
-                f"an exchange was left half-way, so ranks are at different places ({self._abandoned}): "
+                "an exchange was left half-way, so ranks are at different places "
+                f"({self._abandoned}): "
                 "start again from the last checkpoint"
             )
 
     def _exchange_launched(
-        self, step: int, grads: Grads, overflow: bool | None, misuse: str | None, unchanged: Flags | None
+        self,
+        step: int,
+        grads: Grads,
+        overflow: bool | None,
+        misuse: str | None,
+        unchanged: Flags | None,
     ) -> Round | None:
         launched, self._launched = self._launched, None
         assert launched is not None
@@ -401,7 +465,9 @@ class GradientExchange:
         sending = in_nodes(context, grads, sendings) if nodes else together(sendings(grads))
         one_round.launch(grads.keys(), sending)
 
-    def _sendings(self, context: Context, grads: Grads, row_sparse: Collection[str]) -> list[Sending]:
+    def _sendings(
+        self, context: Context, grads: Grads, row_sparse: Collection[str]
+    ) -> list[Sending]:
         """By the first method that takes it; what is row-sparse on any rank goes densely."""
         sendings: list[Sending] = []
         rest = dict(grads)
@@ -418,7 +484,9 @@ class GradientExchange:
             sendings.append(_from(self._dense, self._dense.send(context, rest)))
         return sendings
 
-    def _vote(self, one_round: Round, report: Report, grads: Grads, unchanged: Flags | None = None) -> list[Report]:
+    def _vote(
+        self, one_round: Round, report: Report, grads: Grads, unchanged: Flags | None = None
+    ) -> list[Report]:
         """Wait for the messages and check them, then hear what all ranks say."""
         digest = self.digest if self.group.size > 1 else None
         if digest is not None:  # while the messages are on their way
@@ -441,7 +509,9 @@ class GradientExchange:
         return self._agree(replace(report, rates=rates))
 
     def _blaming(self, report: Report, name: str, grads: Grads, *, own: bool) -> Report:
-        """The report with what is not finite: as this rank's own, or as what became of it with others."""
+        """The report with what is not finite: as this rank's own, or as what became of it with
+        others.
+        """
         place, grad = self._places[name], grads.get(name)
         if grad is not None and (isinstance(self.sources, Nodes) or not own):
             values = grad.coalesce().values() if grad.is_sparse else grad
@@ -450,28 +520,40 @@ class GradientExchange:
 
     def _agree_and_compare(self, report: Report, grads: Grads) -> list[Report]:
         """Also whether all ranks bring the same, which would make the exchange useless."""
-        reports = self._agree(replace(report, likeness=self.likeness.of(grads.values(), self.group.size)))
+        reports = self._agree(
+            replace(report, likeness=self.likeness.of(grads.values(), self.group.size))
+        )
         groups = [] if self.optimizer is None else self.optimizer.param_groups
-        self.likeness.hear([each.likeness for each in reports], (p for group in groups for p in group["params"]))
+        self.likeness.hear(
+            [each.likeness for each in reports], (p for group in groups for p in group["params"])
+        )
         if self.likeness.averaged_before:
             self.bytes_before += sum(grad.numel() * grad.element_size() for grad in grads.values())
         return reports
 
     def _agree(self, report: Report) -> list[Report]:
         settings = [] if self.optimizer is None else self._settings.of(self.optimizer)
-        report = replace(report, engine=self.identity, settings=settings, misuse=report.misuse or self.spoiled)
+        report = replace(
+            report, engine=self.identity, settings=settings, misuse=report.misuse or self.spoiled
+        )
         return agree_on_step(self.group, report, self.names, self.digest)
 
     def _dropped(self, reports: Sequence[Report], *, last: bool = True) -> bool:
-        """Whether this step is dropped; what made a gradient overflow may be damage on one rank: all is compared."""
-        bad = any(r.overflow or r.non_finite is not None or r.sum_non_finite is not None for r in reports)
+        """Whether this step is dropped; what made a gradient overflow may be damage on one rank:
+        all is compared.
+        """
+        bad = any(
+            r.overflow or r.non_finite is not None or r.sum_non_finite is not None for r in reports
+        )
         if bad:
             self.require_equal(reports[0].step)
         return self.drops.needed(reports, self.names, last=last)
 
     @torch.no_grad()
     def make_common(self) -> None:
-        """Give the ranks of each node the same state, where that has not been done: they send the same only then."""
+        """Give the ranks of each node the same state, where that has not been done: they send the
+        same only then.
+        """
         if isinstance(self.sources, Nodes) and not self._nodes_compared:
             make_common_(self.state(), self.sources)
             self._nodes_compared = True
@@ -483,14 +565,20 @@ class GradientExchange:
     def _buckets_of(self, grads: Grads) -> list[tuple[int, list[str]]]:
         """Number and names of each bucket, as far as there are gradients."""
         others = sorted(set(grads).difference(*self.buckets), key=self._places.__getitem__)
-        there = [(number, [n for n in names if n in grads]) for number, names in enumerate([*self.buckets, others])]
+        there = [
+            (number, [n for n in names if n in grads])
+            for number, names in enumerate([*self.buckets, others])
+        ]
         return [(number, names) for number, names in there if names]
 
     def _unfit(self, grads: Grads) -> str | None:
         """What makes gradients useless: of a parameter that is not here, or of another shape."""
         for name, grad in grads.items():
             if name not in self.params:
-                return f"a gradient was given for {name!r}, which is none of the parameters to exchange"
+                return (
+                    f"a gradient was given for {name!r}, which is none of the parameters to "
+                    "exchange"
+                )
             if grad.shape != self.params[name].shape:
                 shapes = f"{tuple(grad.shape)}, and the parameter {tuple(self.params[name].shape)}"
                 return f"the gradient of {name} has shape {shapes}"
@@ -515,8 +603,10 @@ def _changed_since_launch(name: str | None) -> str | None:
     if name is None:
         return None
     return (
-        f"the gradient of {name} was changed between backward() and step(), but an attached optimizer has sent it by "
-        "then: use local_grad_clip_norm or grad_clip to clip and torch.amp.GradScaler to scale, or do not attach"
+        f"the gradient of {name} was changed between backward() and step(), but an attached "
+        "optimizer has sent it by "
+        "then: use local_grad_clip_norm or grad_clip to clip and torch.amp.GradScaler to scale, or "
+        "do not attach"
     )
 
 
@@ -524,8 +614,10 @@ def _stray(launched: Collection[str], grads: Iterable[str]) -> str | None:
     for name in grads:
         if name not in launched:
             return (
-                f"parameter {name} has a gradient that did not come from the attached model's backward: "
-                "call step() after every synchronising backward pass of that model, and use no other"
+                f"parameter {name} has a gradient that did not come from the attached model's "
+                "backward: "
+                "call step() after every synchronising backward pass of that model, and use no "
+                "other"
             )
     return None
 

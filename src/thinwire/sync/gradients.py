@@ -30,7 +30,9 @@ class Compression(Protocol):
     def node_size(self) -> int | None:
         """See above."""
 
-    def compressor(self, params: Mapping[str, Tensor], *, num_trainers: int | None = None) -> Compressor:
+    def compressor(
+        self, params: Mapping[str, Tensor], *, num_trainers: int | None = None
+    ) -> Compressor:
         """What does it, for an optimizer that has its momentum and clipping to itself.
 
         Args:
@@ -71,14 +73,17 @@ def gradients_of(
         num_trainers: See `Compression.compressor`.
         check_finite: Whether a dense gradient that is not finite drops the step.
 
-    Communication: where nodes are to be found, one comparison of their size, and the making of their groups.
+    Communication: where nodes are to be found, one comparison of their size, and the making of
+        their groups.
     """
     if num_trainers is not None:
         check.integer("num_trainers", num_trainers, at_least=1)
     if compression is None:
         return GradientExchange(group, params, check_dense=check_finite)
     compressor = compression.compressor(params, num_trainers=num_trainers)
-    return GradientExchange(group, params, [compressor], sources=_agreed_sources(group, compression.node_size))
+    return GradientExchange(
+        group, params, [compressor], sources=_agreed_sources(group, compression.node_size)
+    )
 
 
 def _agreed_sources(group: Group, node_size: int | None) -> Sources:

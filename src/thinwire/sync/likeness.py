@@ -1,4 +1,6 @@
-"""Noticing that all ranks bring the same: somebody has averaged before, or all of them see the same data."""
+"""Noticing that all ranks bring the same: somebody has averaged before, or all of them see the same
+data.
+"""
 
 import gc
 import hashlib
@@ -19,16 +21,20 @@ _SAMPLED = 64
 
 
 class Likeness:
-    """Compares a digest of what the ranks bring in the first exchanges, and warns where it is equal twice in a row.
+    """Compares a digest of what the ranks bring in the first exchanges, and warns where it is equal
+    twice in a row.
 
-    Ranks that differ once are never compared again: in a healthy run that is the first exchange with anything in it.
+    Ranks that differ once are never compared again: in a healthy run that is the first exchange
+    with anything in it.
 
-    Communication: a few characters in an agreement that takes place anyway, until ranks have differed.
+    Communication: a few characters in an agreement that takes place anyway, until ranks have
+    differed.
     """
 
     def __init__(self, kind: Literal["gradients", "changes"]) -> None:
         self.averaged_before = False
-        """Whether a DistributedDataParallel model was found that averages densely in every step besides."""
+        """Whether a DistributedDataParallel model was found that averages densely in every step
+        besides."""
         self._kind = kind
         self._equal_in_a_row = 0
         self._done = False
@@ -38,7 +44,9 @@ class Likeness:
         self._done = True
 
     def of(self, tensors: Iterable[Tensor], ranks: int) -> str | None:
-        """Of a sample of what this rank brings; None where that is nothing but zeros, or nothing is to be compared."""
+        """Of a sample of what this rank brings; None where that is nothing but zeros, or nothing is
+        to be compared.
+        """
         if self._done or ranks == 1:
             return None
         samples = [_sample(tensor) for tensor in tensors]
@@ -70,20 +78,28 @@ def _advice(kind: str, *, ddp: bool) -> str:
     said = f"the {kind} of all ranks are equal to the last bit: "
     if not ddp:
         return (
-            said + "all ranks seem to train on the same batches, or something averages gradients before. Give every "
-            "rank its own data, such as by DistributedSampler; if equal data are meant, nothing is wrong"
+            said + "all ranks seem to train on the same batches, or something averages gradients "
+            "before. Give every "
+            "rank its own data, such as by DistributedSampler; if equal data are meant, nothing is "
+            "wrong"
         )
-    said += "DistributedDataParallel averages gradients in every backward pass, densely, so nothing is saved. "
+    said += (
+        "DistributedDataParallel averages gradients in every backward pass, densely, so nothing is "
+        "saved. "
+    )
     if kind == "changes":
         return said + "Train by the model inside (ddp.module), made without the wrapper"
     return said + (
-        "Call optimizer.attach(ddp) after the model was wrapped (DGCMomentum), or train by the model without the "
+        "Call optimizer.attach(ddp) after the model was wrapped (DGCMomentum), or train by the "
+        "model without the "
         "wrapper. stats() counts what it sends from now on"
     )
 
 
 def _in_ddp(params: set[Tensor]) -> bool:
-    """Whether any of them is a parameter of a living DDP model; looks at all objects, which takes a moment."""
+    """Whether any of them is a parameter of a living DDP model; looks at all objects, which takes a
+    moment.
+    """
     # type() and not isinstance, which would ask proxies of others for their class
     wrapped = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
     return any(p in params for ddp in wrapped for p in ddp.parameters())

@@ -24,15 +24,24 @@ class _Common:
     def _check(self, interval: str, k_steps: int) -> None:
         set_ = object.__setattr__
         set_(self, "outer_lr", check.real("outer_lr", self.outer_lr, at_least=0))
-        set_(self, "outer_momentum", check.real("outer_momentum", self.outer_momentum, at_least=0, below=1))
+        set_(
+            self,
+            "outer_momentum",
+            check.real("outer_momentum", self.outer_momentum, at_least=0, below=1),
+        )
         if check.boolean("outer_nesterov", self.outer_nesterov) and self.outer_momentum == 0:
             raise ValueError("outer_nesterov needs an outer_momentum above 0, got outer_momentum=0")
         if self.compression is not None:
             advice = "write None or one of these"
-            check.instance("compression", self.compression, tuple(COMPRESSIONS.values()), advice=advice)
+            check.instance(
+                "compression", self.compression, tuple(COMPRESSIONS.values()), advice=advice
+            )
         set_(self, "fragments", check.integer("fragments", self.fragments, at_least=1))
         if self.fragments > k_steps:
-            raise ValueError(f"fragments must be at most {interval}={k_steps}, got {self.fragments}: one part a step")
+            raise ValueError(
+                f"fragments must be at most {interval}={k_steps}, got {self.fragments}: one part a "
+                "step"
+            )
         set_(self, "delay", check.integer("delay", self.delay, at_least=0))
         distance = k_steps // self.fragments
         if self.delay >= distance:
@@ -50,20 +59,24 @@ class LocalSGD(_Common):
     Attributes:
         k_steps: Local steps between two averagings, >= 1.
         begin_step: Steps 1 to this one end with an averaging each, >= 0.
-        outer_lr: Rate of the outer SGD, whose gradient is the averaged change, >= 0; 1 is plain averaging.
+        outer_lr: Rate of the outer SGD, whose gradient is the averaged change, >= 0; 1 is plain
+            averaging.
         outer_momentum: Its momentum, in [0, 1).
         outer_nesterov: Whether it looks ahead; needs outer_momentum.
-        compression: `Sparse` to send only the largest entries of the change, `Quantized` to send all of them in a few
-            bits; None sends all of it.
-        fragments: Parts of the model that take turns, 1 to k_steps; after `begin_step` one part is averaged every
-            k_steps // fragments steps.
-        delay: Local steps that go on while an averaging is on its way, 0 to k_steps // fragments - 1.
-        average_state: Whether the optimizer's floating-point tensors of a parameter's shape are averaged too.
+        compression: `Sparse` to send only the largest entries of the change, `Quantized` to send
+            all of them in a few bits; None sends all of it.
+        fragments: Parts of the model that take turns, 1 to k_steps; after `begin_step` one part is
+            averaged every k_steps // fragments steps.
+        delay: Local steps that go on while an averaging is on its way, 0 to k_steps // fragments -
+            1.
+        average_state: Whether the optimizer's floating-point tensors of a parameter's shape are
+            averaged too.
 
     Raises:
         TypeError, ValueError: A wrong value.
 
-    Source: arXiv 1808.07217; DiLoCo, arXiv 2311.08105 (outer SGD); arXiv 2501.18512 (fragments, delay).
+    Source: arXiv 1808.07217; DiLoCo, arXiv 2311.08105 (outer SGD); arXiv 2501.18512 (fragments,
+        delay).
     """
 
     k_steps: int
@@ -71,13 +84,16 @@ class LocalSGD(_Common):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "k_steps", check.integer("k_steps", self.k_steps, at_least=1))
-        object.__setattr__(self, "begin_step", check.integer("begin_step", self.begin_step, at_least=0))
+        object.__setattr__(
+            self, "begin_step", check.integer("begin_step", self.begin_step, at_least=0)
+        )
         self._check("k_steps", self.k_steps)
 
 
 @dataclass(frozen=True)
 class AdaptiveLocalSGD(_Common):
-    """`LocalSGD` whose interval follows the loss and the learning rate; needs `observe(loss)` before every step.
+    """`LocalSGD` whose interval follows the loss and the learning rate; needs `observe(loss)`
+    before every step.
 
     Attributes:
         init_k_steps: Interval at the start, 1 to max_k_steps.
@@ -88,7 +104,8 @@ class AdaptiveLocalSGD(_Common):
         outer_nesterov: See `LocalSGD`.
         compression: See `LocalSGD`.
         fragments: 1 to init_k_steps, else as in `LocalSGD`.
-        delay: 0 to init_k_steps // fragments - 1. Where the interval falls below it, a result is applied early.
+        delay: 0 to init_k_steps // fragments - 1. Where the interval falls below it, a result is
+            applied early.
         average_state: See `LocalSGD`.
 
     Raises:
@@ -102,12 +119,19 @@ class AdaptiveLocalSGD(_Common):
     max_k_steps: int = 16
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "max_k_steps", check.integer("max_k_steps", self.max_k_steps, at_least=1))
-        object.__setattr__(self, "init_k_steps", check.integer("init_k_steps", self.init_k_steps, at_least=1))
-        object.__setattr__(self, "begin_step", check.integer("begin_step", self.begin_step, at_least=0))
+        object.__setattr__(
+            self, "max_k_steps", check.integer("max_k_steps", self.max_k_steps, at_least=1)
+        )
+        object.__setattr__(
+            self, "init_k_steps", check.integer("init_k_steps", self.init_k_steps, at_least=1)
+        )
+        object.__setattr__(
+            self, "begin_step", check.integer("begin_step", self.begin_step, at_least=0)
+        )
         if self.init_k_steps > self.max_k_steps:
             raise ValueError(
-                f"init_k_steps must be at most max_k_steps={self.max_k_steps}, got {self.init_k_steps}: "
+                f"init_k_steps must be at most max_k_steps={self.max_k_steps}, got "
+                f"{self.init_k_steps}: "
                 "lower it or give a larger max_k_steps"
             )
         self._check("init_k_steps", self.init_k_steps)

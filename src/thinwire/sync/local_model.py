@@ -1,4 +1,6 @@
-"""The tensors that local updates concern: which there are, by name, and whether they are still the same."""
+"""The tensors that local updates concern: which there are, by name, and whether they are still the
+same.
+"""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -30,13 +32,19 @@ class LocalModel:
         self._layout = dict(_layout(model))
         self._ids = {name: id(p) for name, p in model.named_parameters()}
         if not self.params:
-            raise ValueError("model has no parameter with requires_grad=True: there is nothing to average")
+            raise ValueError(
+                "model has no parameter with requires_grad=True: there is nothing to average"
+            )
         known = set(map(id, model.parameters()))
-        foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+        foreign = [
+            p for group in optimizer.param_groups for p in group["params"] if id(p) not in known
+        ]
         if foreign:
             raise ValueError(
-                f"optimizer holds {len(foreign)} parameters that are not in model, the first of shape "
-                f"{tuple(foreign[0].shape)}: give the optimizer parameters of this model only, or the whole model"
+                f"optimizer holds {len(foreign)} parameters that are not in model, the first of "
+                "shape "
+                f"{tuple(foreign[0].shape)}: give the optimizer parameters of this model only, or "
+                "the whole model"
             )
 
     @property
@@ -51,7 +59,10 @@ class LocalModel:
 
     def facts(self) -> dict[str, Any]:
         """What all ranks must have in common."""
-        return {"optimizer": type(self.optimizer).__name__, "layout": [f"{n}: {t}" for n, t in self._layout.items()]}
+        return {
+            "optimizer": type(self.optimizer).__name__,
+            "layout": [f"{n}: {t}" for n, t in self._layout.items()],
+        }
 
     def difference(self) -> str | None:
         """What has changed about the model since construction, in words; None if nothing has."""
@@ -60,13 +71,15 @@ class LocalModel:
             before, after = self._layout.get(name, "not there"), now.get(name, "not there")
             if before != after:
                 return (
-                    f"the model was changed since local_sgd was set up: {name} was {before} and is {after}. "
+                    f"the model was changed since local_sgd was set up: {name} was {before} and is "
+                    f"{after}. "
                     "Change a model before local_sgd, or leave the block first and enter it anew"
                 )
         for name, param in self.model.named_parameters():
             if self._ids[name] != id(param):
                 return (
-                    f"the model was changed since local_sgd was set up: parameter {name} is another object, which the "
+                    f"the model was changed since local_sgd was set up: parameter {name} is "
+                    "another object, which the "
                     "optimizer does not train. Change a model before the optimizer is made"
                 )
         return None
@@ -76,7 +89,9 @@ class LocalModel:
         return {f"buffer {name}": b for name, b in self.model.named_buffers() if _averaged(b)}
 
     def state(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """The optimizer's floating-point tensors of a parameter's shape, by parameter and key; no step counters."""
+        """The optimizer's floating-point tensors of a parameter's shape, by parameter and key; no
+        step counters.
+        """
         return {
             f"state {name} {key}": value
             for name in names
@@ -88,7 +103,8 @@ class LocalModel:
         }
 
     def copy_from_first(self, group: Group) -> None:
-        """Give parameters, frozen ones too, and floating-point buffers the values of rank 0, where they differ.
+        """Give parameters, frozen ones too, and floating-point buffers the values of rank 0, where
+        they differ.
 
         Communication: that of `make_equal_`.
         """
@@ -101,16 +117,21 @@ def _check_kinds(model: object, optimizer: object) -> None:
     assert isinstance(model, nn.Module)
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise TypeError(
-            "model is wrapped in DistributedDataParallel, which averages gradients in every step: give local_sgd the "
+            "model is wrapped in DistributedDataParallel, which averages gradients in every step: "
+            "give local_sgd the "
             "model itself (ddp.module), made without the wrapper"
         )
     sharded = [name for name, p in model.named_parameters() if hasattr(p, "full_tensor")]
     if sharded:
-        raise TypeError(f"parameter {sharded[0]} is sharded over ranks; local_sgd needs a whole model on every rank")
+        raise TypeError(
+            f"parameter {sharded[0]} is sharded over ranks; local_sgd needs a whole model on every "
+            "rank"
+        )
     check.instance("optimizer", optimizer, torch.optim.Optimizer)
     if getattr(optimizer, "exchanges_gradients", False):
         raise TypeError(
-            f"optimizer is {type(optimizer).__name__}, which exchanges gradients in every step: use a local one such "
+            f"optimizer is {type(optimizer).__name__}, which exchanges gradients in every step: "
+            "use a local one such "
             "as thinwire.optim.SGD, and compression=Sparse(...) to send less"
         )
 

@@ -33,7 +33,11 @@ def saved(turns: Turns, bytes_sent: int) -> dict[str, Any]:
         "sketches": averaging.sketches.clone(),
         "pending": None
         if flight is None
-        else {"step": flight.step, "measured": _copied(flight.measured or {}), "extras": _copied(flight.extras)},
+        else {
+            "step": flight.step,
+            "measured": _copied(flight.measured or {}),
+            "extras": _copied(flight.extras),
+        },
         "local": _copied(_local(turns.tensors)) if counters.step > counters.whole else None,
     }
 
@@ -63,7 +67,9 @@ def load(state: Mapping[str, Any], turns: Turns) -> None:
         check.same_shapes(kind, state[kind], current, advice=_ADVICE)
     pending = state["pending"]
     if pending is not None:
-        known = {name: tensors.params[name] for name in pending["measured"] if name in tensors.params}
+        known = {
+            name: tensors.params[name] for name in pending["measured"] if name in tensors.params
+        }
         check.same_shapes("pending", pending["measured"], known, advice=_ADVICE)
     for kind, current in places.items():
         for name, tensor in current.items():
@@ -81,7 +87,9 @@ def load(state: Mapping[str, Any], turns: Turns) -> None:
     if pending is not None:  # it travels again when its time has come
         devices = {name: p.device for name, p in tensors.params.items()}
         measured = {name: value.to(devices[name]) for name, value in pending["measured"].items()}
-        extras = {key: value.to(next(iter(devices.values()))) for key, value in pending["extras"].items()}
+        extras = {
+            key: value.to(next(iter(devices.values()))) for key, value in pending["extras"].items()
+        }
         turns.pending = averaging.measure(pending["step"], measured, extras, keep=True)
 
 

@@ -59,53 +59,68 @@ def local_sgd(
     digest_every: int = DIGEST_EVERY,
     timeout: float | datetime.timedelta | None = None,
 ) -> "LocalUpdates":
-    """Training on every rank alone, with an averaging of the parameters now and then, as a context manager.
+    """Training on every rank alone, with an averaging of the parameters now and then, as a context
+    manager.
 
-    `with local_sgd(model, optimizer, LocalSGD(16)) as sync:` stands around an ordinary training loop.
+    `with local_sgd(model, optimizer, LocalSGD(16)) as sync:` stands around an ordinary training
+    loop.
 
     Args:
         model: The bare model, the same on all ranks; not wrapped in DistributedDataParallel.
-        optimizer: Any optimizer of its parameters that does not exchange by itself. Every call of its `step` counts.
-            One that Accelerate, the Trainer of transformers or Lightning has wrapped is taken out of its wrapper.
+        optimizer: Any optimizer of its parameters that does not exchange by itself. Every call of
+            its `step` counts. One that Accelerate, the Trainer of transformers or Lightning has
+            wrapped is taken out of its wrapper.
         config: `LocalSGD` or `AdaptiveLocalSGD`.
         process_group: The ranks that average; None for all of them. One process alone works too.
-        digest_every: Steps within which a difference between the ranks' anchors, outer momentum or frozen parameters is
-            found, at an averaging: at every one where averagings are farther apart. 0 compares nothing.
-        timeout: For how long a rank waits for others in one call, in seconds or as a timedelta; None: as long as
-            the process group itself would. The same on all ranks.
+        digest_every: Steps within which a difference between the ranks' anchors, outer momentum or
+            frozen parameters is found, at an averaging: at every one where averagings are farther
+            apart. 0 compares nothing.
+        timeout: For how long a rank waits for others in one call, in seconds or as a timedelta;
+            None: as long as the process group itself would. The same on all ranks.
 
     Returns:
-        A context manager. Entering it compares the model over the ranks by name and copies rank 0's parameters and
-        floating-point buffers to all; leaving it normally averages once more, and always takes its hooks off.
+        A context manager. Entering it compares the model over the ranks by name and copies rank 0's
+        parameters and floating-point buffers to all; leaving it normally averages once more, and
+        always takes its hooks off.
 
     Raises:
-        TypeError: An argument of another kind; a model or an optimizer that exchanges gradients itself.
+        TypeError: An argument of another kind; a model or an optimizer that exchanges gradients
+            itself.
         ValueError: More fragments than parameters, or an optimizer of something else.
     """
     return LocalUpdates(
-        model, optimizer, config, process_group=process_group, digest_every=digest_every, timeout=timeout
+        model,
+        optimizer,
+        config,
+        process_group=process_group,
+        digest_every=digest_every,
+        timeout=timeout,
     )
 
 
 class LocalUpdates:
-    """What `local_sgd` returns: follows the optimizer's steps and averages when their turn has come.
+    """What `local_sgd` returns: follows the optimizer's steps and averages when their turn has
+    come.
 
-    Two arguments are for those who combine methods. `dgc` sends the averaged change sparsely, in place of
-    `config.compression`: at local step s (from 1) each tensor that it compresses sends the entries that its ramp says
-    for update s - 1, in its `value_bits`, and keeps all of the rest; before `rampup_begin_step`, and for all other
-    tensors, the change travels densely. `scaler` is this rank's own loss scale: at every averaging all ranks take the
-    smallest one, which travels with the agreement; a rank adapts its scale before the step, so that it counts.
+    Two arguments are for those who combine methods. `dgc` sends the averaged change sparsely, in
+    place of `config.compression`: at local step s (from 1) each tensor that it compresses sends the
+    entries that its ramp says for update s - 1, in its `value_bits`, and keeps all of the rest;
+    before `rampup_begin_step`, and for all other tensors, the change travels densely. `scaler` is
+    this rank's own loss scale: at every averaging all ranks take the smallest one, which travels
+    with the agreement; a rank adapts its scale before the step, so that it counts.
 
-    **State** in `state_dict`: counters, interval, first loss and rate, anchors, outer momentum, kept errors, a result
-    that is on its way, and this rank's own parameters between two averagings. Every rank saves its own. On another
-    number of ranks each may load the mean of the old ranks' tensors without its `origin`, which says whose it was.
-    **Communication** per averaging: 24 bytes a rank of agreement before and after (more where losses or scales differ),
-    one all-reduce per dtype, and for what is compressed one all-gather of equally long messages. Between two averagings
-    nothing, but for the first loss and rate of an adaptive interval.
-    **Failure**: an averaging that fails, on whichever rank, changes nothing on any rank but the step counter.
+    **State** in `state_dict`: counters, interval, first loss and rate, anchors, outer momentum,
+    kept errors, a result that is on its way, and this rank's own parameters between two averagings.
+    Every rank saves its own. On another number of ranks each may load the mean of the old ranks'
+    tensors without its `origin`, which says whose it was. **Communication** per averaging: 24 bytes
+    a rank of agreement before and after (more where losses or scales differ), one all-reduce per
+    dtype, and for what is compressed one all-gather of equally long messages. Between two
+    averagings nothing, but for the first loss and rate of an adaptive interval. **Failure**: an
+    averaging that fails, on whichever rank, changes nothing on any rank but the step counter.
 
     Raises:
-        TypeError, ValueError: As `local_sgd`; `dgc` together with a `compression`, or with state in bfloat16.
+        TypeError, ValueError: As `local_sgd`; `dgc` together with a `compression`, or with state in
+            bfloat16.
     """
 
     def __init__(
@@ -127,14 +142,18 @@ class LocalUpdates:
             check.instance("dgc", dgc, DGC)
             if config.compression is not None:
                 raise ValueError(
-                    f"dgc and compression={config.compression} both say what an averaging sends: give one of them"
+                    f"dgc and compression={config.compression} both say what an averaging sends: "
+                    "give one of them"
                 )
             if dgc.state_dtype == "bfloat16":
                 raise ValueError(
-                    "dgc.state_dtype is 'bfloat16', but what an averaging does not send is kept in the type of its "
+                    "dgc.state_dtype is 'bfloat16', but what an averaging does not send is kept in "
+                    "the type of its "
                     "anchor: leave state_dtype out"
                 )
-        optimizer = cast("torch.optim.Optimizer", bare_optimizer(optimizer))  # of a wrong kind, it is refused below
+        optimizer = cast(
+            "torch.optim.Optimizer", bare_optimizer(optimizer)
+        )  # of a wrong kind, it is refused below
         self._tensors = LocalModel(model, optimizer)
         parts_of(self._tensors, config.fragments)  # refuses more fragments than parameters
         self._config = config
@@ -152,11 +171,14 @@ class LocalUpdates:
 
     def __enter__(self) -> "LocalUpdates":
         if self._group is not None:
-            raise RuntimeError("this local_sgd block was entered before: make a new one with local_sgd(...)")
+            raise RuntimeError(
+                "this local_sgd block was entered before: make a new one with local_sgd(...)"
+            )
         mine = set(map(id, self._tensors.model.parameters()))
         if any(mine & set(map(id, other._tensors.model.parameters())) for other in _open):
             raise RuntimeError(
-                "this model is in a local_sgd block already: leave that one first, they cannot be nested (an engine "
+                "this model is in a local_sgd block already: leave that one first, they cannot be "
+                "nested (an engine "
                 "that averages parameters leaves it with engine.close())"
             )
         with one_deadline(time_limit_s(self._process_group, self.timeout_s)):
@@ -166,17 +188,24 @@ class LocalUpdates:
         self._group = group = Group(self._process_group, self.timeout_s)
         facts: dict[str, Any] = {"wire": WIRE_VERSION, "config": type(self._config).__name__}
         facts["compression"] = type(self._config.compression).__name__
-        facts |= {"settings": asdict(self._config), "dgc": None if self._dgc is None else asdict(self._dgc)}
+        facts |= {
+            "settings": asdict(self._config),
+            "dgc": None if self._dgc is None else asdict(self._dgc),
+        }
         facts |= {"digest_every": self.digest_every, "timeout in seconds": group.timeout_s}
         facts |= arithmetic(self._tensors.device)
         facts |= {"misuse": self._tensors.difference(), **self._tensors.facts()}
         versions = {"thinwire": __version__, "torch": str(torch.__version__)}
-        require_agreement(group, facts, what="setting up local updates", cures=CURES, versions=versions)
+        require_agreement(
+            group, facts, what="setting up local updates", cures=CURES, versions=versions
+        )
         if (problem := self._tensors.difference()) is not None:
             raise RuntimeError(problem)
         while_busy(group, "compiling loops", lambda: float(warm_up(self._needs()) > 0))
         self._tensors.copy_from_first(group)
-        outer = OuterRule(self._config.outer_lr, self._config.outer_momentum, self._config.outer_nesterov)
+        outer = OuterRule(
+            self._config.outer_lr, self._config.outer_momentum, self._config.outer_nesterov
+        )
         changes = compression_of(self._config.compression, self._dgc)
         self._turns = turns = Turns(
             group,
@@ -201,12 +230,22 @@ class LocalUpdates:
 
     def _needs(self) -> frozenset[Need]:
         """The compiled loops that an averaging calls."""
-        params, changes = list(self._tensors.params.values()), compression_of(self._config.compression, self._dgc)
-        loops = frozenset() if changes is None else changes.needs([p for p in params if changes.compresses(p)])
+        params, changes = (
+            list(self._tensors.params.values()),
+            compression_of(self._config.compression, self._dgc),
+        )
+        loops = (
+            frozenset()
+            if changes is None
+            else changes.needs([p for p in params if changes.compresses(p)])
+        )
         return loops | needs_of("outer", params)
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         try:
             if kind is None and self._hooks:
@@ -217,7 +256,9 @@ class LocalUpdates:
     def _before_step(
         self, _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Called with all arguments of `step`, the optimizer first; a closure may be what observes the loss."""
+        """Called with all arguments of `step`, the optimizer first; a closure may be what observes
+        the loss.
+        """
         step, optimizer, *given = self.step + 1, *args
         closure = given[0] if given else kwargs.get("closure")
         if closure is None:
@@ -234,17 +275,27 @@ class LocalUpdates:
     def _after_step(self, turns: Turns) -> None:
         assert self._group is not None, "open"
         group, k_steps = self._group, self.k_steps
-        with group.one_deadline(), long_waits_logged(f"local step {self.step + 1}", lambda: group.wait_s):
+        with (
+            group.one_deadline(),
+            long_waits_logged(f"local step {self.step + 1}", lambda: group.wait_s),
+        ):
             turns.after_step()
         if turns.likeness.averaged_before:
-            self._sent_by_ddp += sum(p.numel() * p.element_size() for p in self._tensors.params.values())
+            self._sent_by_ddp += sum(
+                p.numel() * p.element_size() for p in self._tensors.params.values()
+            )
         if self.synced:
             _log.debug("averaged after local step %d", self.step)
         if self.k_steps != k_steps:
-            _log.info("ranks average every %d steps from now on, not every %d", self.k_steps, k_steps)
+            _log.info(
+                "ranks average every %d steps from now on, not every %d", self.k_steps, k_steps
+            )
 
     def close(self) -> None:
-        """Take the hooks off, without an averaging; may be called twice. Leaving the block does it."""
+        """Take the hooks off, without an averaging; may be called twice.
+
+        Leaving the block does it.
+        """
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -278,11 +329,12 @@ class LocalUpdates:
         return None if self._turns is None else self._turns.pending
 
     def observe(self, loss: float | Tensor) -> None:
-        """Tell the loss of this step: `AdaptiveLocalSGD` needs it before every `optimizer.step()`, `LocalSGD` does not.
+        """Tell the loss of this step: `AdaptiveLocalSGD` needs it before every `optimizer.step()`,
+        `LocalSGD` does not.
 
         Args:
-            loss: This rank's mean loss, unscaled: a number or a tensor of one element, which is not read before it is
-                needed. Several before one step are averaged.
+            loss: This rank's mean loss, unscaled: a number or a tensor of one element, which is not
+                read before it is needed. Several before one step are averaged.
 
         Raises:
             TypeError: No number.
@@ -291,9 +343,11 @@ class LocalUpdates:
         self._pace.observe(loss)
 
     def skip_step(self) -> None:
-        """Count a step whose update this rank drops, for instance because of an overflow; call it instead of `step`.
+        """Count a step whose update this rank drops, for instance because of an overflow; call it
+        instead of `step`.
 
-        Ranks must average at the same step, so a dropped one counts. A loss that is not finite is left out of the mean.
+        Ranks must average at the same step, so a dropped one counts. A loss that is not finite is
+        left out of the mean.
         """
         turns = self._open_turns()
         self._pace.before_step(self.step + 1, dropped=True)
@@ -301,7 +355,8 @@ class LocalUpdates:
         self._after_step(turns)
 
     def flush(self) -> None:
-        """Apply a result that is on its way, and average everything if there were steps since all ranks were equal.
+        """Apply a result that is on its way, and average everything if there were steps since all
+        ranks were equal.
 
         All ranks must call it after the same step. Leaving the block does it.
 
@@ -315,7 +370,8 @@ class LocalUpdates:
             turns.flush()
 
     def require_equal(self) -> None:
-        """Compare all that ranks must hold alike, and the memory of what is this rank's own; on all ranks.
+        """Compare all that ranks must hold alike, and the memory of what is this rank's own; on all
+        ranks.
 
         Raises:
             Diverged: On every rank.
@@ -323,20 +379,22 @@ class LocalUpdates:
         self._open_turns().require_equal()
 
     def stats(self) -> dict[str, float]:
-        """This rank so far, flat and in numbers only; the names are those of `thinwire.core.stats.numbers`.
+        """This rank so far, flat and in numbers only; the names are those of
+        `thinwire.core.stats.numbers`.
 
-        `bytes_sent` counts the messages of averagings with their headers and agreements, not the copy of the model at
-        the start; `bytes_dense` 4 bytes per trainable element and step; `dropped_steps` the calls of `skip_step`.
+        `bytes_sent` counts the messages of averagings with their headers and agreements, not the
+        copy of the model at the start; `bytes_dense` 4 bytes per trainable element and step;
+        `dropped_steps` the calls of `skip_step`.
 
-        `applied_share` estimates <applied, change> / <change, change>: `change` is the sum, over the
-        averagings so far, of the mean over the ranks of what local steps changed, and `applied` that of
-        what the anchors moved by, outer optimizer included. At 1 the anchors have moved as far as the
-        ranks' steps on the mean; below 1 a part is lost to decay, or still kept; above 1 what was sent
-        counts more than once (`mean_over="senders"`). It comes from 64 sums of entries with random signs
-        (`core.sketch`), 256 bytes beside every compressed averaging, so its standard error is about an
-        eighth of what was applied across the change, relative to the change. Equal on all ranks. 1, and
-        no byte, where all is applied in time: without compression, with `dgc`, and at decay 1 with a mean
-        over all ranks.
+        `applied_share` estimates <applied, change> / <change, change>: `change` is the sum, over
+        the averagings so far, of the mean over the ranks of what local steps changed, and `applied`
+        that of what the anchors moved by, outer optimizer included. At 1 the anchors have moved as
+        far as the ranks' steps on the mean; below 1 a part is lost to decay, or still kept; above 1
+        what was sent counts more than once (`mean_over="senders"`). It comes from 64 sums of
+        entries with random signs (`core.sketch`), 256 bytes beside every compressed averaging, so
+        its standard error is about an eighth of what was applied across the change, relative to the
+        change. Equal on all ranks. 1, and no byte, where all is applied in time: without
+        compression, with `dgc`, and at decay 1 with a mean over all ranks.
         """
         group, changes = self._group, compression_of(self._config.compression, self._dgc)
         return numbers(
@@ -347,7 +405,8 @@ class LocalUpdates:
             sparsity=0.0 if changes is None else changes.sparsity_at(self.step),
             applied_share=1.0 if self._turns is None else self._turns.averaging.applied_share,
             loss_scale=1.0 if self._scaler is None else self._scaler.scale,
-            bytes_sent=self._sent_by_ddp + (0 if group is None else group.bytes_sent + self._bytes_elsewhere),
+            bytes_sent=self._sent_by_ddp
+            + (0 if group is None else group.bytes_sent + self._bytes_elsewhere),
             bytes_received=0 if group is None else group.bytes_received - self._received_before,
             bytes_dense=4 * self._tensors.numel * self.step,
             wait_s=0.0 if group is None else group.wait_s - self._waited_before,
@@ -356,22 +415,28 @@ class LocalUpdates:
     def state_dict(self) -> dict[str, Any]:
         """All that a later step depends on, of this rank, as plain values and copies of tensors.
 
-        Between two averagings it holds this rank's own parameters and buffers too, since those of rank 0 are copied on
-        entry; `load_state_dict` puts them back. The optimizer's state is the optimizer's. No communication.
+        Between two averagings it holds this rank's own parameters and buffers too, since those of
+        rank 0 are copied on entry; `load_state_dict` puts them back. The optimizer's state is the
+        optimizer's. No communication.
         """
         state = self.plain_state_dict()
         place = place_in(self._process_group)
-        return {**state, ORIGIN: Origin(*place, self.step, local_saving.own_checksum(state)).packed()}
+        return {
+            **state,
+            ORIGIN: Origin(*place, self.step, local_saving.own_checksum(state)).packed(),
+        }
 
     def plain_state_dict(self) -> dict[str, Any]:
         """`state_dict` without the origin, for whoever keeps ranks apart by other means."""
         return local_saving.saved(self._open_turns(), int(self.stats()["bytes_sent"]))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict` of the same rank, bit for bit; inside the block, on all ranks. No communication.
+        """Continue from a `state_dict` of the same rank, bit for bit; inside the block, on all
+        ranks. No communication.
 
         Warns:
-            UserWarning: It is another rank's, and has what is its own: parameters between averagings, kept errors.
+            UserWarning: It is another rank's, and has what is its own: parameters between
+            averagings, kept errors.
 
         Raises:
             RuntimeError: The block has not been entered.
@@ -388,7 +453,9 @@ class LocalUpdates:
         self._restore_bytes(state["bytes_sent"])
 
     def start_anew(self) -> None:
-        """Measure the next averaging from the parameters as they are, which must be equal on all ranks."""
+        """Measure the next averaging from the parameters as they are, which must be equal on all
+        ranks.
+        """
         self._open_turns().averaging.anchor_()
 
     def _restore_bytes(self, bytes_sent: int) -> None:
@@ -397,5 +464,7 @@ class LocalUpdates:
 
     def _open_turns(self) -> Turns:
         if not self._hooks or self._turns is None:
-            raise RuntimeError("this needs an open local_sgd block: call it inside `with local_sgd(...) as sync:`")
+            raise RuntimeError(
+                "this needs an open local_sgd block: call it inside `with local_sgd(...) as sync:`"
+            )
         return self._turns

@@ -24,17 +24,22 @@ class Pace:
         self._observed: list[float | Tensor] = []
         self._rate = 0.0
         self._dropped = False
-        self.k_steps = config.init_k_steps if isinstance(config, AdaptiveLocalSGD) else config.k_steps
+        self.k_steps = (
+            config.init_k_steps if isinstance(config, AdaptiveLocalSGD) else config.k_steps
+        )
         self._fixed = self.k_steps
         self.first_loss: float | None = None
         self.first_rate: float | None = None
         if self._adaptive is not None and "lr" not in optimizer.param_groups[0]:
             raise ValueError(
-                "AdaptiveLocalSGD needs an optimizer whose first group has a learning rate `lr`; use LocalSGD"
+                "AdaptiveLocalSGD needs an optimizer whose first group has a learning rate `lr`; "
+                "use LocalSGD"
             )
 
     def allowed(self, k_steps: int) -> int:
-        """The interval with which a saved state goes on: the saved one as far as the config leaves it open."""
+        """The interval with which a saved state goes on: the saved one as far as the config leaves
+        it open.
+        """
         return self._fixed if self._adaptive is None else min(k_steps, self._adaptive.max_k_steps)
 
     @property
@@ -46,7 +51,10 @@ class Pace:
         """See `LocalUpdates.observe`."""
         if isinstance(loss, Tensor):
             if loss.numel() != 1:
-                raise ValueError(f"loss must be a number or a tensor of one element, got shape {tuple(loss.shape)}")
+                raise ValueError(
+                    "loss must be a number or a tensor of one element, got shape "
+                    f"{tuple(loss.shape)}"
+                )
             if loss.dtype == torch.bool or loss.is_complex():
                 raise TypeError(f"loss must be a real number, got a tensor of type {loss.dtype}")
             loss = loss.detach()
@@ -66,7 +74,8 @@ class Pace:
             return
         if not self._observed and not dropped:
             raise RuntimeError(
-                f"step {step} has no loss: AdaptiveLocalSGD needs sync.observe(loss) before every optimizer.step()"
+                f"step {step} has no loss: AdaptiveLocalSGD needs sync.observe(loss) before every "
+                "optimizer.step()"
             )
         get_lr = getattr(self._optimizer, "get_lr", None)
         self._rate = float(get_lr() if callable(get_lr) else self._optimizer.param_groups[0]["lr"])
@@ -85,7 +94,8 @@ class Pace:
         self._observed.clear()
 
     def read(self, reports: Sequence[Report], step: int, *, adapt: bool = False) -> int:
-        """The interval that follows from all ranks' losses and rank 0's rate; the first ones are remembered.
+        """The interval that follows from all ranks' losses and rank 0's rate; the first ones are
+        remembered.
 
         Args:
             reports: The same on every rank, so that the result is too.
@@ -101,13 +111,16 @@ class Pace:
         rate = reports[0].rate
         assert rate is not None
         if not (math.isfinite(rate) and rate >= 0):
-            raise ThinwireError(f"the learning rate of step {step} is {rate} on rank 0: it must be finite and >= 0")
+            raise ThinwireError(
+                f"the learning rate of step {step} is {rate} on rank 0: it must be finite and >= 0"
+            )
         if not losses:
             return self.k_steps
         loss = sum(losses) / len(losses)
         if not (math.isfinite(loss) and loss >= 0):
             raise ThinwireError(
-                f"the mean loss of step {step} over the ranks is {loss} (by rank: {[r.loss for r in reports]}): "
+                f"the mean loss of step {step} over the ranks is {loss} (by rank: "
+                f"{[r.loss for r in reports]}): "
                 "AdaptiveLocalSGD needs a finite loss >= 0. Nothing was averaged on any rank"
             )
         if rate == 0:

@@ -89,12 +89,15 @@ class Round:
         self._go_on(inside)
         self._advance(sending, None)
 
-    def finish(self, unchanged: Flags | None = None, order: Mapping[str, int] | None = None) -> Findings:
+    def finish(
+        self, unchanged: Flags | None = None, order: Mapping[str, int] | None = None
+    ) -> Findings:
         """Wait for everything and check it.
 
         Args:
             unchanged: Flags that may still lie on a device; read in one copy with the others.
-            order: By name which of several tensors is the first one; else it is the one that was launched first.
+            order: By name which of several tensors is the first one; else it is the one that was
+                launched first.
 
         Raises:
             PayloadCorrupt: A message is damaged or belongs elsewhere; names its source.
@@ -112,7 +115,9 @@ class Round:
         checked = [(each, each.checks) for each in self._ended if each.checks is not None]
         summed = [(each, report) for each in self._ended for report in each.sums]
         reports = [report for _, report in summed]
-        found, read = read_flags([own, unchanged or {}], [*(checks for _, checks in checked), *reports])
+        found, read = read_flags(
+            [own, unchanged or {}], [*(checks for _, checks in checked), *reports]
+        )
         for (each, _), numbers in zip(checked, read, strict=False):
             each.refuse(numbers)
         suspects = [each for each in self._ended if not each.sums_finite]
@@ -124,7 +129,8 @@ class Round:
         return Findings(found[0], bad_sum, found[1])
 
     def _go_on(self, those: Sequence[_OnItsWay]) -> None:
-        # in the same order on all ranks; what came is read while the next ones are still on their way
+        # in the same order on all ranks; what came is read while the next ones are still on their
+        # way
         for each in those:
             self._advance(each.sending, [pending.wait() for pending in each.pending])
 

@@ -1,4 +1,6 @@
-"""Whether ranks have gradients for the same tensors step after step, so that they may send before they have agreed."""
+"""Whether ranks have gradients for the same tensors step after step, so that they may send before
+they have agreed.
+"""
 
 from collections.abc import Sequence
 
@@ -10,10 +12,12 @@ _FIRST_PATIENCE = 2
 
 
 class Steady:
-    """Learns from agreed steps which tensors have a dense gradient on every rank; alike on all ranks.
+    """Learns from agreed steps which tensors have a dense gradient on every rank; alike on all
+    ranks.
 
-    Whoever sends early has to know the tensors beforehand, and pays twice where they turn out to be others. So it takes
-    two equal steps in a row to begin with, and twice as many after every disappointment.
+    Whoever sends early has to know the tensors beforehand, and pays twice where they turn out to be
+    others. So it takes two equal steps in a row to begin with, and twice as many after every
+    disappointment.
     """
 
     def __init__(self) -> None:
@@ -24,7 +28,9 @@ class Steady:
         self._equal = 0
 
     def see(self, kinds: Sequence[str]) -> None:
-        """Look at what the ranks have agreed on in one step: per rank one letter for every tensor."""
+        """Look at what the ranks have agreed on in one step: per rank one letter for every
+        tensor.
+        """
         first = kinds[0]
         usable = all(each == first for each in kinds) and ROW_SPARSE not in first
         self._equal = self._equal + 1 if usable and first == self._kinds else int(usable)

@@ -1,4 +1,6 @@
-"""Which averaging follows after a local step, and how it is carried out: measure, agree, send, verify, apply."""
+"""Which averaging follows after a local step, and how it is carried out: measure, agree, send,
+verify, apply.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +24,9 @@ __all__ = ["Counters", "OwnScale", "Turns", "parts_of"]
 
 
 class OwnScale(Protocol):
-    """A loss scale that every rank adapts on its own between two averagings; `thinwire.amp.LossScaler` is one."""
+    """A loss scale that every rank adapts on its own between two averagings;
+    `thinwire.amp.LossScaler` is one.
+    """
 
     @property
     def scale(self) -> float:
@@ -89,7 +93,9 @@ class Turns:
             slices = max(1, digest_every // pace.k_steps)
             self.digest = RollingDigest(self._anchors, self._outer_momentum, every=slices)
             self.digest.start_from(counters.step)
-            self.own = OwnState(lambda: {f"kept error of {name}": e for name, e in averaging.errors.items()})
+            self.own = OwnState(
+                lambda: {f"kept error of {name}": e for name, e in averaging.errors.items()}
+            )
 
     def require_equal(self) -> None:
         """See `LocalUpdates.require_equal`."""
@@ -101,11 +107,19 @@ class Turns:
             self._group.bytes_sent = sent  # no exchange of an update
 
     def _anchors(self) -> dict[str, Tensor]:
-        frozen = {f"parameter {n}": p for n, p in self.tensors.model.named_parameters() if n not in self.tensors.params}
-        return {f"anchor of parameter {name}": anchor for name, anchor in self.averaging.anchors.items()} | frozen
+        frozen = {
+            f"parameter {n}": p
+            for n, p in self.tensors.model.named_parameters()
+            if n not in self.tensors.params
+        }
+        return {
+            f"anchor of parameter {name}": anchor for name, anchor in self.averaging.anchors.items()
+        } | frozen
 
     def _outer_momentum(self) -> dict[str, Tensor]:
-        return {f"outer momentum of {name}": entry for name, entry in self.averaging.momentum.items()}
+        return {
+            f"outer momentum of {name}": entry for name, entry in self.averaging.momentum.items()
+        }
 
     def _damage(self) -> str | None:
         return None if self.own is None else self.own.damage(self.counters.step, everything=True)
@@ -173,23 +187,42 @@ class Turns:
         flight = None
         if problem is None:
             values = {name: self.tensors.params[name] for name in names}
-            flight = self.averaging.measure(step, values, {**self.tensors.buffers(), **state}, keep=keep)
+            flight = self.averaging.measure(
+                step, values, {**self.tensors.buffers(), **state}, keep=keep
+            )
             if (culprit := flight.first_not_finite()) is not None:
-                problem = f"{culprit} is not finite at the averaging of step {step}: lower the learning rate, clip"
+                problem = (
+                    f"{culprit} is not finite at the averaging of step {step}: lower the learning "
+                    "rate, clip"
+                )
                 problem += " gradients, or look at the data of that rank"
-        likeness = None if flight is None else self.likeness.of(flight.moved.values(), self._group.size)
+        likeness = (
+            None if flight is None else self.likeness.of(flight.moved.values(), self._group.size)
+        )
         reports = self._agree(phase, problem, list(state), likeness)
         self.likeness.hear([report.likeness for report in reports], self.tensors.params.values())
         assert flight is not None
         # a rank whose parameters got no gradient yet has no state to give
         common = set(state).intersection(*(report.state for report in reports))
-        flight.extras = {key: v for key, v in flight.extras.items() if key not in state or key in common}
+        flight.extras = {
+            key: v for key, v in flight.extras.items() if key not in state or key in common
+        }
         return flight, reports
 
-    def _agree(self, phase: str, problem: str | None, state: list[str], likeness: str | None = None) -> list[Report]:
+    def _agree(
+        self, phase: str, problem: str | None, state: list[str], likeness: str | None = None
+    ) -> list[Report]:
         loss, rate = self.pace.report()
         scale = None if self._scaler is None else self._scaler.scale
-        report = Report(self.counters.step, phase, misuse=problem, loss=loss, rate=rate, scale=scale, state=state)
+        report = Report(
+            self.counters.step,
+            phase,
+            misuse=problem,
+            loss=loss,
+            rate=rate,
+            scale=scale,
+            state=state,
+        )
         if state or phase.startswith("averaging"):
             report = replace(report, damaged=self._damage())
         return self._vote(replace(report, likeness=likeness))
@@ -231,4 +264,7 @@ class Turns:
 def parts_of(tensors: LocalModel, fragments: int) -> list[list[str]]:
     """The names of the parameters that are averaged in one turn, by turn."""
     names = list(tensors.params)
-    return [[names[i] for i in part] for part in cut([p.numel() for p in tensors.params.values()], fragments)]
+    return [
+        [names[i] for i in part]
+        for part in cut([p.numel() for p in tensors.params.values()], fragments)
+    ]

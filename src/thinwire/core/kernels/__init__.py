@@ -1,9 +1,11 @@
-"""The loops behind `core`, in three bodies with one signature: torch for any device, numba for CPU, Triton for CUDA.
+"""The loops behind `core`, in three bodies with one signature: torch for any device, numba for CPU,
+Triton for CUDA.
 
-`for_device` chooses: numba for the CPU and Triton for CUDA where they can be imported, torch everywhere else. In the
-environment `THINWIRE_KERNELS=reference` forces torch, and `THINWIRE_KERNELS=triton` Triton, on the CPU too, where its
-interpreter runs it (`TRITON_INTERPRET=1`): slow, for tests. All bodies give the same bits, but for a rounding of
-the trust ratios in `compiled_steps`.
+`for_device` chooses: numba for the CPU and Triton for CUDA where they can be imported, torch
+everywhere else. In the environment `THINWIRE_KERNELS=reference` forces torch, and
+`THINWIRE_KERNELS=triton` Triton, on the CPU too, where its interpreter runs it
+(`TRITON_INTERPRET=1`): slow, for tests. All bodies give the same bits, but for a rounding of the
+trust ratios in `compiled_steps`.
 """
 
 import functools
@@ -40,12 +42,22 @@ __all__ = [
 
 
 class Kernels(Protocol):
-    """What all bodies provide. Arguments are checked by the callers; docstrings are in `kernels.reference`."""
+    """What all bodies provide.
+
+    Arguments are checked by the callers; docstrings are in `kernels.reference`.
+    """
 
     def top_k(self, values: Tensor, k: int) -> Tensor: ...  # noqa: D102
 
     def propose(  # noqa: D102
-        self, grad: Tensor, residual: Tensor, momentum_buffer: Tensor | None, k: int, *, momentum: float, nesterov: bool
+        self,
+        grad: Tensor,
+        residual: Tensor,
+        momentum_buffer: Tensor | None,
+        k: int,
+        *,
+        momentum: float,
+        nesterov: bool,
     ) -> tuple[Tensor, Tensor, bool | Tensor]: ...
 
     def commit_(  # noqa: D102
@@ -67,9 +79,13 @@ class Kernels(Protocol):
 
     def is_ascending(self, indices: Tensor) -> bool: ...  # noqa: D102
 
-    def encode_positions(self, indices: Tensor, low_bits: int, low_bytes: int, high_bytes: int) -> Tensor: ...  # noqa: D102
+    def encode_positions(  # noqa: D102
+        self, indices: Tensor, low_bits: int, low_bytes: int, high_bytes: int
+    ) -> Tensor: ...
 
-    def decode_positions(self, code: Tensor, k: int, low_bits: int, low_bytes: int) -> tuple[Tensor, int]: ...  # noqa: D102
+    def decode_positions(  # noqa: D102
+        self, code: Tensor, k: int, low_bits: int, low_bytes: int
+    ) -> tuple[Tensor, int]: ...
 
     def encode_values(self, values: Tensor, bits: int, k: int) -> tuple[Tensor, Tensor]: ...  # noqa: D102
 
@@ -81,9 +97,13 @@ class Kernels(Protocol):
 
 
 class ListKernels(Protocol):
-    """Whole lists of tensors in one call; docstrings are in `kernels.cpu_lists` and `kernels.cpu_slots`."""
+    """Whole lists of tensors in one call; docstrings are in `kernels.cpu_lists` and
+    `kernels.cpu_slots`.
+    """
 
-    def propose_list(self, folds: Sequence[Fold], ks: Sequence[int]) -> list[tuple[Tensor, Tensor, bool]]: ...  # noqa: D102
+    def propose_list(  # noqa: D102
+        self, folds: Sequence[Fold], ks: Sequence[int]
+    ) -> list[tuple[Tensor, Tensor, bool]]: ...
 
     def commit_list_(  # noqa: D102
         self, folds: Sequence[Fold], sent: Sequence[tuple[Tensor, Tensor]], seeds: Sequence[int]
@@ -119,15 +139,18 @@ def for_device(device: torch.device) -> Kernels:
         device: Where all tensors of the call are.
 
     Returns:
-        The numba body for a CPU, the Triton body for CUDA; the torch body for other devices and where those cannot be
-        imported.
+        The numba body for a CPU, the Triton body for CUDA; the torch body for other devices and
+        where those cannot be imported.
 
     Raises:
         ValueError: `THINWIRE_KERNELS` is set to something unknown, or to what cannot run here.
     """
     choice = os.environ.get("THINWIRE_KERNELS", "auto")
     if choice not in {"auto", "reference", "triton"}:
-        raise ValueError(f"THINWIRE_KERNELS is {choice!r}; allowed are 'auto' (the default), 'reference' and 'triton'")
+        raise ValueError(
+            f"THINWIRE_KERNELS is {choice!r}; allowed are 'auto' (the default), 'reference' and "
+            "'triton'"
+        )
     if choice == "triton":
         return _demanded_triton(device)
     if choice == "auto" and device.type == "cuda":
@@ -146,7 +169,9 @@ def body_name(device: torch.device) -> str:
 
 
 def is_static(device: torch.device) -> bool:
-    """Whether tensors on `device` are exchanged in static shapes, without a word to the host: where Triton runs."""
+    """Whether tensors on `device` are exchanged in static shapes, without a word to the host: where
+    Triton runs.
+    """
     kernels = for_device(device)
     return kernels is not reference and kernels is not _numba_kernels()
 
@@ -157,14 +182,17 @@ def _demanded_triton(device: torch.device) -> Kernels:
     if kernels is None or (device.type != "cuda" and not interpreted):
         why = "triton cannot be imported" if kernels is None else f"the tensors are on {device}"
         raise ValueError(
-            f"THINWIRE_KERNELS is 'triton', but {why}: install triton, and for tensors that are not on CUDA set "
+            f"THINWIRE_KERNELS is 'triton', but {why}: install triton, and for tensors that are "
+            "not on CUDA set "
             "TRITON_INTERPRET=1 before the first import, or unset THINWIRE_KERNELS"
         )
     return kernels
 
 
 class CompiledSteps(Protocol):
-    """Whole steps for lists of tensors; arguments as in `core.lamb`, `core.lars` and `core.outer`."""
+    """Whole steps for lists of tensors; arguments as in `core.lamb`, `core.lars` and
+    `core.outer`.
+    """
 
     def lamb_(  # noqa: D102
         self,
@@ -176,11 +204,19 @@ class CompiledSteps(Protocol):
     ) -> Tensor: ...
 
     def lars_(  # noqa: D102
-        self, params: Sequence[Tensor], grads: Sequence[Tensor], velocities: Sequence[Tensor] | None, rule: "LarsRule"
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        velocities: Sequence[Tensor] | None,
+        rule: "LarsRule",
     ) -> Tensor: ...
 
     def outer_(  # noqa: D102
-        self, anchors: Sequence[Tensor], changes: Sequence[Tensor], buffers: Sequence[Tensor] | None, rule: "OuterRule"
+        self,
+        anchors: Sequence[Tensor],
+        changes: Sequence[Tensor],
+        buffers: Sequence[Tensor] | None,
+        rule: "OuterRule",
     ) -> None: ...
 
 
@@ -191,9 +227,10 @@ def compiled_steps(*lists: Sequence[Tensor]) -> CompiledSteps | None:
         lists: All tensors of the call; the first list is not empty.
 
     Returns:
-        The body that `for_device` chooses, if it is compiled, where all are contiguous float32 or all float64, on one
-        device and of no class but torch's own: shards and tensors of a compiler's trace hold no addresses that may be
-        written to. None of the first list may share memory with another one, since several threads work on them.
+        The body that `for_device` chooses, if it is compiled, where all are contiguous float32 or
+        all float64, on one device and of no class but torch's own: shards and tensors of a
+        compiler's trace hold no addresses that may be written to. None of the first list may share
+        memory with another one, since several threads work on them.
 
     Raises:
         ValueError: `THINWIRE_KERNELS` is set to something unknown, or to what cannot run here.
@@ -227,25 +264,35 @@ _PLAIN_CLASSES = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def has_address(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Whether its entries of `dtype` stand in the CPU's memory one after the other, where compiled loops find them."""
+    """Whether its entries of `dtype` stand in the CPU's memory one after the other, where compiled
+    loops find them.
+    """
     return tensor.is_cpu and _is_plain(tensor, dtype)
 
 
 def _is_plain(tensor: Tensor, dtype: torch.dtype) -> bool:
     plain = type(tensor) in _PLAIN_CLASSES and tensor.dtype == dtype
-    strided = plain and tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_neg()
+    strided = (
+        plain and tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_neg()
+    )
     # a storage that was freed has address 0
     return strided and (tensor.data_ptr() != 0 or tensor.numel() == 0)
 
 
 def share_memory(tensors: Sequence[Tensor]) -> bool:
     """Whether two of these contiguous tensors overlap."""
-    ends = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors if tensor.numel())
+    ends = sorted(
+        (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
+        for tensor in tensors
+        if tensor.numel()
+    )
     return any(following[0] < one[1] for one, following in pairwise(ends))
 
 
 def for_lists(device: torch.device) -> ListKernels | None:
-    """The compiled loops over lists of tensors on `device`; None where tensors are taken one after the other."""
+    """The compiled loops over lists of tensors on `device`; None where tensors are taken one after
+    the other.
+    """
     numba = _numba_kernels()
     if numba is None or for_device(device) is not numba:
         return None
@@ -256,7 +303,9 @@ def for_lists(device: torch.device) -> ListKernels | None:
 
 @functools.cache
 def _numba_kernels() -> Kernels | None:
-    """The numba body, or None where nothing is compiled; imported at the first use because it takes half a second."""
+    """The numba body, or None where nothing is compiled; imported at the first use because it takes
+    half a second.
+    """
     try:
         import numba
     except ImportError:
@@ -270,7 +319,9 @@ def _numba_kernels() -> Kernels | None:
 
 @functools.cache
 def _triton_kernels() -> Kernels | None:
-    """The Triton body, or None without triton; imported at the first use because it takes a second."""
+    """The Triton body, or None without triton; imported at the first use because it takes a
+    second.
+    """
     try:
         import triton  # noqa: F401
     except ImportError:

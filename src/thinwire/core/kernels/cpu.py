@@ -1,4 +1,6 @@
-"""The kernels for the CPU: compiled by numba, several threads where it pays, bit for bit what `reference` gives."""
+"""The kernels for the CPU: compiled by numba, several threads where it pays, bit for bit what
+`reference` gives.
+"""
 
 from typing import Any
 
@@ -39,12 +41,19 @@ def top_k(values: Tensor, k: int) -> Tensor:
 
 
 def propose(
-    grad: Tensor, residual: Tensor, momentum_buffer: Tensor | None, k: int, *, momentum: float, nesterov: bool
+    grad: Tensor,
+    residual: Tensor,
+    momentum_buffer: Tensor | None,
+    k: int,
+    *,
+    momentum: float,
+    nesterov: bool,
 ) -> tuple[Tensor, Tensor, bool]:
     """See `thinwire.core.feedback.propose`."""
     places, found = largest(folding(grad, residual, momentum_buffer, momentum, nesterov), k)
     indices, values = torch.from_numpy(places), torch.from_numpy(found)
-    # Whatever is not finite counts as larger than all that is, so it is among the k, and no extreme hides it.
+    # Whatever is not finite counts as larger than all that is, so it is among the k, and no extreme
+    # hides it.
     if not np.isfinite([found.min(), found.max()]).all():
         return indices[:0], values[:0], False
     return indices, values, True
@@ -61,7 +70,8 @@ def commit_(
     nesterov: bool,
     seed: int,
 ) -> NDArray[np.int64] | None:
-    """See `thinwire.core.feedback.commit_`; the sums of the words of residual and buffer before, then after.
+    """See `thinwire.core.feedback.commit_`; the sums of the words of residual and buffer before,
+    then after.
 
     None for bfloat16. The last entry is left out of the sums where it fills no word.
     """
@@ -75,7 +85,9 @@ def commit_(
         first, last = np.searchsorted(places, (start, stop))
         part = start, stop, places[first:last], values[first:last]
         if narrow:
-            jit_fold.commit_bfloat16(*what, np.uint32(seed), *part, np.empty(last - first, np.float32))
+            jit_fold.commit_bfloat16(
+                *what, np.uint32(seed), *part, np.empty(last - first, np.float32)
+            )
         else:
             jit_fold.commit(*what, *part, words, buffer_words, sums)
         return sums
@@ -99,7 +111,8 @@ def store_(target: Tensor, values: Tensor, seed: int) -> None:
 
 def count_nonzero(values: Tensor) -> int:
     """See `thinwire.core.kernels.reference.count_nonzero`."""
-    # NumPy, since torch would wake all its threads for a count: dear where several ranks share the cores.
+    # NumPy, since torch would wake all its threads for a count: dear where several ranks share the
+    # cores.
     return int(np.count_nonzero(_floats(values)))
 
 
@@ -113,7 +126,10 @@ def encode_positions(indices: Tensor, low_bits: int, low_bytes: int, high_bytes:
     """See `thinwire.core.index_code.encode_positions`."""
     code, positions = np.zeros(low_bytes + high_bytes, np.uint8), as_array(indices)
     if low_bits:
-        in_parts(len(positions), lambda start, stop: jit_codes.pack_fields(positions, low_bits, start, stop, code, 0))
+        in_parts(
+            len(positions),
+            lambda start, stop: jit_codes.pack_fields(positions, low_bits, start, stop, code, 0),
+        )
     jit_codes.set_high_parts(positions, low_bits, code, low_bytes)
     return torch.from_numpy(code)
 
@@ -124,7 +140,10 @@ def decode_positions(code: Tensor, k: int, low_bits: int, low_bytes: int) -> tup
     count = jit_codes.find_high_parts(raw, low_bytes, len(raw) - low_bytes, low_bits, room)
     indices = room[:count]
     if low_bits:
-        in_parts(len(indices), lambda start, stop: jit_codes.add_low_fields(raw, 0, low_bits, start, stop, indices))
+        in_parts(
+            len(indices),
+            lambda start, stop: jit_codes.add_low_fields(raw, 0, low_bits, start, stop, indices),
+        )
     return torch.from_numpy(indices), count
 
 
@@ -149,7 +168,9 @@ def encode_values(values: Tensor, bits: int, k: int) -> tuple[Tensor, Tensor]:
         if bits <= 4:
             jit_codes.book_fields(part, scales, bits - 1, fields, its_sent)
         else:
-            jit_codes.grid_fields(part, float(scales[0]), float(scales[1]), bits - 1, fields, its_sent)
+            jit_codes.grid_fields(
+                part, float(scales[0]), float(scales[1]), bits - 1, fields, its_sent
+            )
         jit_codes.pack_fields(fields, bits, 0, stop - start, code, at)
 
     in_parts(len(x), work)
@@ -179,16 +200,22 @@ def decode_values(code: Tensor, count: int, bits: int) -> Tensor:
     return torch.from_numpy(values)
 
 
-def sum_sparse(indices: list[Tensor], values: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def sum_sparse(
+    indices: list[Tensor], values: list[Tensor], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """See `thinwire.core.merge.sum_sparse`."""
     union, sums = (
         as_array(indices[0]),
         as_array(values[0].to(dtype) + 0.0),
     )  # + 0: the sum starts from zero, not minus zero
-    for more_indices, more_values in zip(map(as_array, indices[1:]), map(as_array, values[1:]), strict=True):
+    for more_indices, more_values in zip(
+        map(as_array, indices[1:]), map(as_array, values[1:]), strict=True
+    ):
         room = len(union) + len(more_indices)
         merged, merged_sums = np.empty(room, np.int64), np.empty(room, sums.dtype)
-        count = jit_codes.merge(union, sums, len(union), more_indices, more_values, merged, merged_sums)
+        count = jit_codes.merge(
+            union, sums, len(union), more_indices, more_values, merged, merged_sums
+        )
         union, sums = merged[:count], merged_sums[:count]
     return torch.from_numpy(union), torch.from_numpy(sums)
 

@@ -1,7 +1,7 @@
 """Selection, fold, codes and sparse update of many tensors in few calls into compiled loops.
 
-Bit for bit what one call for each tensor gives, without the way from Python into the loops for each of them, which for
-tensors of 100,000 entries costs more than the loops do.
+Bit for bit what one call for each tensor gives, without the way from Python into the loops for each
+of them, which for tensors of 100,000 entries costs more than the loops do.
 """
 
 from collections.abc import Sequence
@@ -33,42 +33,63 @@ def propose_list(folds: Sequence[Fold], ks: Sequence[int]) -> list[tuple[Tensor,
         if kind is None:
             for place in places:
                 fold = folds[place]
-                found[place] = cpu.propose(*fold[:3], ks[place], momentum=fold.momentum, nesterov=fold.nesterov)
+                found[place] = cpu.propose(
+                    *fold[:3], ks[place], momentum=fold.momentum, nesterov=fold.nesterov
+                )
         else:
             its_ks = [ks[place] for place in places]
-            found.update(zip(places, _propose_kind([folds[place] for place in places], its_ks), strict=True))
+            found.update(
+                zip(places, _propose_kind([folds[place] for place in places], its_ks), strict=True)
+            )
     return [found[place] for place in range(len(folds))]
 
 
-def commit_list_(folds: Sequence[Fold], sent: Sequence[Sparse], seeds: Sequence[int]) -> list[NDArray[np.int64] | None]:
-    """Changes residuals and momentum buffers: `cpu.commit_` of each tensor, with the sums that it gives."""
+def commit_list_(
+    folds: Sequence[Fold], sent: Sequence[Sparse], seeds: Sequence[int]
+) -> list[NDArray[np.int64] | None]:
+    """Changes residuals and momentum buffers: `cpu.commit_` of each tensor, with the sums that it
+    gives.
+    """
     found: dict[int, NDArray[np.int64] | None] = {}
     for kind, places in _by_kind(folds, [values.dtype for _, values in sent]).items():
         if kind is None:
             for place in places:
                 fold, seed = folds[place], seeds[place]
                 rule = {"momentum": fold.momentum, "nesterov": fold.nesterov, "seed": seed}
-                found[place] = cpu.commit_(*fold[:3], *sent[place], **rule)  # type: ignore[arg-type]  # by name
+                # by name
+                found[place] = cpu.commit_(*fold[:3], *sent[place], **rule)  # type: ignore[arg-type]
         else:
             chosen = [folds[place] for place in places]
-            sums = _commit_kind(chosen, [sent[place] for place in places], [seeds[place] for place in places])
+            sums = _commit_kind(
+                chosen, [sent[place] for place in places], [seeds[place] for place in places]
+            )
             found.update(zip(places, sums, strict=True))
     return [found[place] for place in range(len(folds))]
 
 
 def step_along_list_(
-    params: Sequence[Tensor], parts: Sequence[Sequence[Sparse]], rates: Sequence[float], sources: int
+    params: Sequence[Tensor],
+    parts: Sequence[Sequence[Sparse]],
+    rates: Sequence[float],
+    sources: int,
 ) -> None:
-    """Changes `params`, contiguous, float32 or float64 and all alike: p <- p - (sum of the parts / sources) rate.
+    """Changes `params`, contiguous, float32 or float64 and all alike: p <- p - (sum of the parts /
+    sources) rate.
 
     Args:
         params: Any shape.
-        parts: Per tensor (indices, values) of each source, contiguous, values float32 for all or of the params' type.
+        parts: Per tensor (indices, values) of each source, contiguous, values float32 for all or of
+            the params' type.
         rates: Per tensor.
         sources: What the sum is divided by.
     """
-    rows = [[p.data_ptr(), *(x.data_ptr() for part in own for x in part)] for p, own in zip(params, parts, strict=True)]
-    numbers = [[p.numel(), *(i.numel() for i, _ in own)] for p, own in zip(params, parts, strict=True)]
+    rows = [
+        [p.data_ptr(), *(x.data_ptr() for part in own for x in part)]
+        for p, own in zip(params, parts, strict=True)
+    ]
+    numbers = [
+        [p.numel(), *(i.numel() for i, _ in own)] for p, own in zip(params, parts, strict=True)
+    ]
     like, like_values = _like(params[0].dtype), _like(parts[0][0][1].dtype)
     table, counts = np.array(rows, np.int64), np.array(numbers, np.int64)
     typed_rates, came = np.array(rates, like.dtype), counts[:, 1:].sum(axis=1)
@@ -76,7 +97,9 @@ def step_along_list_(
     def work(first: int, last: int) -> None:
         divisor, room = like.dtype.type(sources), int(came[first:last].max())
         scratch = [np.empty(room, dtype) for dtype in (np.int64, like.dtype, np.int64, like.dtype)]
-        jit_lists.step_along(table, counts, first, last, like, like_values, typed_rates, divisor, *scratch)
+        jit_lists.step_along(
+            table, counts, first, last, like, like_values, typed_rates, divisor, *scratch
+        )
 
     if share_memory(params):
         work(0, len(params))
@@ -86,7 +109,9 @@ def step_along_list_(
 
 
 def _by_kind(folds: Sequence[Fold], more: Sequence[object] | None = None) -> dict[Any, list[int]]:
-    """Places of the tensors that one call can take; None: those that are worth several threads each."""
+    """Places of the tensors that one call can take; None: those that are worth several threads
+    each.
+    """
     total = sum(fold.residual.numel() for fold in folds)
     large = max(2 * SMALLEST_PART, total // (2 * torch.get_num_threads()))
     kinds: dict[Any, list[int]] = {}
@@ -107,7 +132,9 @@ def _by_kind(folds: Sequence[Fold], more: Sequence[object] | None = None) -> dic
 
 
 class _Kind(NamedTuple):
-    """Tensors of one kind as the compiled loops take them; `grads` are there so that their memory stays."""
+    """Tensors of one kind as the compiled loops take them; `grads` are there so that their memory
+    stays.
+    """
 
     grads: list[Tensor]
     rows: list[tuple[int, int, int]]
@@ -150,30 +177,43 @@ def _propose_kind(folds: Sequence[Fold], ks: Sequence[int]) -> list[tuple[Tensor
         jit_lists.propose(rows, numbers, first, last, *kinds, *scratch, indices, values, finite)
 
     in_spans(sizes, work)
-    all_indices, all_values = (torch.split(torch.from_numpy(found), list(ks)) for found in (indices, values))
+    all_indices, all_values = (
+        torch.split(torch.from_numpy(found), list(ks)) for found in (indices, values)
+    )
     return [
         (i, x, True) if is_finite else (i[:0], x[:0], False)
         for i, x, is_finite in zip(all_indices, all_values, finite.tolist(), strict=True)
     ]
 
 
-def _commit_kind(folds: Sequence[Fold], sent: Sequence[Sparse], seeds: Sequence[int]) -> list[NDArray[np.int64] | None]:
+def _commit_kind(
+    folds: Sequence[Fold], sent: Sequence[Sparse], seeds: Sequence[int]
+) -> list[NDArray[np.int64] | None]:
     kind = _kind_of(folds)
     state = torch.float64 if kind.momentum.dtype == np.float64 else torch.float32
     if any(values.dtype != state for _, values in sent):
         sent = [(indices, values.to(state)) for indices, values in sent]
     pairs = [(indices.contiguous(), values.contiguous()) for indices, values in sent]
     rows = np.array(
-        [(*row, i.data_ptr(), x.data_ptr()) for row, (i, x) in zip(kind.rows, pairs, strict=True)], np.int64
+        [(*row, i.data_ptr(), x.data_ptr()) for row, (i, x) in zip(kind.rows, pairs, strict=True)],
+        np.int64,
     )
-    sizes, counts = [fold.residual.numel() for fold in folds], [indices.numel() for indices, _ in pairs]
+    sizes, counts = (
+        [fold.residual.numel() for fold in folds],
+        [indices.numel() for indices, _ in pairs],
+    )
     sums = np.zeros((len(folds), 4), np.int64)
-    numbers, all_seeds = np.column_stack((sizes, counts)).astype(np.int64), np.array(seeds, np.uint32)
+    numbers, all_seeds = (
+        np.column_stack((sizes, counts)).astype(np.int64),
+        np.array(seeds, np.uint32),
+    )
 
     def work(first: int, last: int) -> None:
         rest = rows, numbers, first, last, kind.like_grad, kind.like_state, kind.momentum, kind.mode
         if folds[0].residual.dtype == torch.bfloat16:
-            jit_lists.commit_bfloat16(*rest, all_seeds, np.empty(max(counts[first:last]), np.float32))
+            jit_lists.commit_bfloat16(
+                *rest, all_seeds, np.empty(max(counts[first:last]), np.float32)
+            )
         else:
             jit_lists.commit(*rest, sums)
 

@@ -12,14 +12,26 @@ from torch import Tensor
 from thinwire.core.kernels import jit_fold, jit_select
 from thinwire.core.kernels.threads import in_parts, in_turns
 
-__all__ = ["Folding", "as_array", "bits_of", "folding", "largest", "marks", "read_as", "room_for", "sampling"]
+__all__ = [
+    "Folding",
+    "as_array",
+    "bits_of",
+    "folding",
+    "largest",
+    "marks",
+    "read_as",
+    "room_for",
+    "sampling",
+]
 
 Array = NDArray[Any]
 _Part = tuple[Array, Array]
 
 _SMALLEST_ROOM = 8192  # candidates; below, clearing the histograms costs more than sorting out
 _FEW = 1 << 17  # candidates; below, handing them to threads costs more than sorting them out
-_SAMPLE_HITS = 64  # of the k largest, how many a sample should hold: the fewer, the more candidates are needed
+_SAMPLE_HITS = (
+    64  # of the k largest, how many a sample should hold: the fewer, the more candidates are needed
+)
 _SMALLEST_SAMPLE = 1024
 _BINS_BITS = 13  # of the histogram of all keys: 2^this many bins
 
@@ -39,7 +51,9 @@ class Folding(NamedTuple):
         return self.momentum.dtype
 
 
-def folding(grad: Tensor, residual: Tensor, momentum_buffer: Tensor | None, momentum: float, nesterov: bool) -> Folding:
+def folding(
+    grad: Tensor, residual: Tensor, momentum_buffer: Tensor | None, momentum: float, nesterov: bool
+) -> Folding:
     """The arguments of `thinwire.core.feedback.propose`."""
     v = as_array(residual)
     wide = np.float64 if residual.dtype == torch.float64 else np.float32
@@ -51,16 +65,24 @@ def folding(grad: Tensor, residual: Tensor, momentum_buffer: Tensor | None, mome
 
 
 def read_as(grad: Tensor, residual: Tensor) -> torch.dtype:
-    """The type in which the loops read a gradient: bfloat16 as it is, any other in the type that is computed in."""
+    """The type in which the loops read a gradient: bfloat16 as it is, any other in the type that is
+    computed in.
+    """
     if residual.dtype == torch.float64:
         return torch.float64
     return torch.bfloat16 if grad.dtype == torch.bfloat16 else torch.float32
 
 
 def largest(what: Folding, k: int) -> _Part:
-    """Positions and values of the `k` largest, ascending: candidates of each part first, then the best of them."""
+    """Positions and values of the `k` largest, ascending: candidates of each part first, then the
+    best of them.
+    """
     estimate = _estimated_floor(what, k)
-    for floor in (estimate, estimate / 2, what.dtype.type(0)):  # where neighbours are alike, a sample may mislead
+    for floor in (
+        estimate,
+        estimate / 2,
+        what.dtype.type(0),
+    ):  # where neighbours are alike, a sample may mislead
         parts = _candidates(what, k, floor)
         count = sum(len(indices) for indices, _ in parts)
         if count >= k:
@@ -69,7 +91,9 @@ def largest(what: Folding, k: int) -> _Part:
         return _best(parts, k)
     indices, values = (np.concatenate(of_all) for of_all in zip(*parts, strict=True))
     if count > k:
-        jit_select.keep_largest(indices, values, bits_of(values), count, k, np.empty(jit_select.DIGITS, np.int64))
+        jit_select.keep_largest(
+            indices, values, bits_of(values), count, k, np.empty(jit_select.DIGITS, np.int64)
+        )
     return indices[:k], values[:k]
 
 
@@ -79,15 +103,20 @@ def room_for(n: int, k: int) -> int:
 
 
 def sampling(n: int, k: int) -> tuple[int, int, int]:
-    """How to judge the `k`-th largest of `n` by a sample: its runs of neighbours, how far apart they begin, and a rank.
+    """How to judge the `k`-th largest of `n` by a sample: its runs of neighbours, how far apart
+    they begin, and a rank.
 
-    Somewhat more than `k` of all are as large as the one of that rank in the sample: six standard deviations of an
-    independent sample more, since neighbours are alike, which widens the spread. No runs where a sample is no use.
+    Somewhat more than `k` of all are as large as the one of that rank in the sample: six standard
+    deviations of an independent sample more, since neighbours are alike, which widens the spread.
+    No runs where a sample is no use.
     """
     if n < 16 * _SMALLEST_SAMPLE:
         return 0, 0, 4
     length = jit_select.RUN
-    runs = min(max(_SAMPLE_HITS * (n // k), 16 * _SMALLEST_SAMPLE), max(n // 64, _SMALLEST_SAMPLE)) // length
+    runs = (
+        min(max(_SAMPLE_HITS * (n // k), 16 * _SMALLEST_SAMPLE), max(n // 64, _SMALLEST_SAMPLE))
+        // length
+    )
     stride = n // runs // length * length
     runs = (n - length) // stride + 1
     hits = runs * length * k / n
@@ -112,13 +141,17 @@ def bits_of(values: Array) -> Array:
 
 
 def _estimated_floor(what: Folding, k: int) -> Any:
-    """A magnitude that somewhat more than `k` entries reach, judged by a sample; 0 where a sample is no use."""
+    """A magnitude that somewhat more than `k` entries reach, judged by a sample; 0 where a sample
+    is no use.
+    """
     runs, stride, wanted = sampling(len(what.residual), k)
     length = jit_select.RUN
     values = np.empty(runs * length, what.dtype)
     if wanted >= len(values):
         return what.dtype.type(0)
-    in_parts(len(values), lambda a, b: jit_select.sample(*what, a // length, b // length, stride, values))
+    in_parts(
+        len(values), lambda a, b: jit_select.sample(*what, a // length, b // length, stride, values)
+    )
     np.abs(values, out=values)
     values.partition(len(values) - wanted)
     return np.fmin(values[len(values) - wanted], what.dtype.type(np.inf))  # nothing is below NaN
@@ -129,7 +162,9 @@ def _candidates(what: Folding, k: int, floor: Any) -> list[_Part]:
         room = room_for(stop - start, k)
         indices, values = np.empty(room, np.int64), np.empty(room, what.dtype)
         scratch = *marks(), np.empty(jit_select.DIGITS, np.int64)
-        count = jit_select.scan(*what, start, stop, k, floor, indices, values, bits_of(values), *scratch)
+        count = jit_select.scan(
+            *what, start, stop, k, floor, indices, values, bits_of(values), *scratch
+        )
         return indices[:count], values[:count]
 
     return in_parts(len(what.residual), work)

@@ -1,4 +1,6 @@
-"""All slots of a message in one call into compiled loops; bit for bit what coding them one by one gives."""
+"""All slots of a message in one call into compiled loops; bit for bit what coding them one by one
+gives.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +25,9 @@ _LEVELS = 8
 """At most, of a book."""
 
 
-def encode_slots(slots: Array, parts: Parts, bits: int, *, spare: bool, code: Array) -> tuple[list[Tensor], int] | None:
+def encode_slots(
+    slots: Array, parts: Parts, bits: int, *, spare: bool, code: Array
+) -> tuple[list[Tensor], int] | None:
     """Codes of all parts into the zeroed bytes `code`.
 
     Args:
@@ -34,15 +38,26 @@ def encode_slots(slots: Array, parts: Parts, bits: int, *, spare: bool, code: Ar
         code: uint8, contiguous.
 
     Returns:
-        Per slot what is decoded at the indices, float32; and how many entries are carried. None, with `code` in any
-        state, where this way is not for these parts: they must be coded one by one, which also checks them.
+        Per slot what is decoded at the indices, float32; and how many entries are carried. None,
+        with `code` in any
+        state, where this way is not for these parts: they must be coded one by one, which also
+            checks them.
     """
     dtype = parts[0][1].dtype if parts else torch.float32
     if not _worth_it(slots) or not all(_plain(*part, dtype) for part in parts):
         return None
-    table = np.array([(i.data_ptr(), x.data_ptr(), x.numel()) for i, x in parts], np.int64).reshape(-1, 3)
-    starts, like = _starts(table[:, 2]), np.empty(0, np.float64 if dtype == torch.float64 else np.float32)
-    sent, kept, right = np.empty(int(table[:, 2].sum()), np.float32), np.zeros(len(slots), np.int64), []
+    table = np.array([(i.data_ptr(), x.data_ptr(), x.numel()) for i, x in parts], np.int64).reshape(
+        -1, 3
+    )
+    starts, like = (
+        _starts(table[:, 2]),
+        np.empty(0, np.float64 if dtype == torch.float64 else np.float32),
+    )
+    sent, kept, right = (
+        np.empty(int(table[:, 2].sum()), np.float32),
+        np.zeros(len(slots), np.int64),
+        [],
+    )
     nonzero: dict[int, Tensor] = {}
     compact: list[Parts] = []
 
@@ -64,8 +79,15 @@ def encode_slots(slots: Array, parts: Parts, bits: int, *, spare: bool, code: Ar
         elif bits == 32:
             jit_slots.encode_floats(slots, table, first, last, *rest)
         else:
-            levels = np.empty(room), np.empty(_LEVELS + 1, np.int64), np.empty(_LEVELS), np.empty(room, np.int64)
-            jit_slots.encode_levels(slots, table, first, last, bits, _scales(bits), *rest, np.empty(room), *levels)
+            levels = (
+                np.empty(room),
+                np.empty(_LEVELS + 1, np.int64),
+                np.empty(_LEVELS),
+                np.empty(room, np.int64),
+            )
+            jit_slots.encode_levels(
+                slots, table, first, last, bits, _scales(bits), *rest, np.empty(room), *levels
+            )
 
     in_spans(slots[:, 1], work)
     if not all(right):
@@ -78,7 +100,8 @@ def encode_slots(slots: Array, parts: Parts, bits: int, *, spare: bool, code: Ar
 
 
 def decode_slots(slots: Array, code: Array, bits: int) -> list[tuple[Tensor, Tensor]] | None:
-    """The parts in `code`, or None where they must be decoded one by one, which also says what is wrong with them.
+    """The parts in `code`, or None where they must be decoded one by one, which also says what is
+    wrong with them.
 
     Args:
         slots: Shape (T, 7), int64, the fields of `jit_slots.FIELDS`.
@@ -109,7 +132,9 @@ def decode_slots(slots: Array, code: Array, bits: int) -> list[tuple[Tensor, Ten
         sizes = ks.tolist()
         return list(
             zip(
-                torch.split(torch.from_numpy(indices), sizes), torch.split(torch.from_numpy(values), sizes), strict=True
+                torch.split(torch.from_numpy(indices), sizes),
+                torch.split(torch.from_numpy(values), sizes),
+                strict=True,
             )
         )
     spans = list(zip(starts.tolist(), (starts + counts).tolist(), strict=True))

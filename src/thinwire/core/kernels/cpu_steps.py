@@ -1,10 +1,11 @@
-"""The steps of LAMB, LARS and the outer SGD for whole lists of tensors on the CPU, compiled by numba.
+"""The steps of LAMB, LARS and the outer SGD for whole lists of tensors on the CPU, compiled by
+numba.
 
-Moments, momentum without a ratio and the outer step have the bits of the readable twins. LAMB's direction may be a
-rounding apart, where torch's root is. Norms are summed in float64 here, so that a ratio is off by no more than its
-rounding to the type of the tensors, and squares neither overflow nor vanish in float32; the twins sum n squares in
-that type, with a relative error of up to about n 2^-24. All bits follow from the values and lengths alone: the
-number of threads changes none.
+Moments, momentum without a ratio and the outer step have the bits of the readable twins. LAMB's
+direction may be a rounding apart, where torch's root is. Norms are summed in float64 here, so that
+a ratio is off by no more than its rounding to the type of the tensors, and squares neither overflow
+nor vanish in float32; the twins sum n squares in that type, with a relative error of up to about n
+2^-24. All bits follow from the values and lengths alone: the number of threads changes none.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +31,8 @@ Item = tuple[int, int, int]
 """Of which tensor, and from where to where."""
 
 _KEPT_BYTES = 1 << 22
-"""Of a tensor that one thread takes whole: as much of it may still be in the cache once its norm is known."""
+"""Of a tensor that one thread takes whole: as much of it may still be in the cache once its norm is
+known."""
 _BUNDLES = 8  # for each thread: few hand-overs, and yet nobody waits long for the last one
 
 
@@ -58,7 +60,10 @@ def lamb_(
 
 
 def lars_(
-    params: Sequence[Tensor], grads: Sequence[Tensor], velocities: Sequence[Tensor] | None, rule: LarsRule
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    velocities: Sequence[Tensor] | None,
+    rule: LarsRule,
 ) -> Tensor:
     """See `thinwire.core.lars.lars_list_`; returns the ratios in one tensor."""
     buffers = params if velocities is None else velocities
@@ -79,10 +84,16 @@ def lars_(
 
 
 def outer_(
-    anchors: Sequence[Tensor], changes: Sequence[Tensor], buffers: Sequence[Tensor] | None, rule: OuterRule
+    anchors: Sequence[Tensor],
+    changes: Sequence[Tensor],
+    buffers: Sequence[Tensor] | None,
+    rule: OuterRule,
 ) -> None:
     """See `thinwire.core.outer.outer_list_`."""
-    table, kind = _table(anchors, changes, anchors if buffers is None else buffers), _kind(buffers, rule.nesterov)
+    table, kind = (
+        _table(anchors, changes, anchors if buffers is None else buffers),
+        _kind(buffers, rule.nesterov),
+    )
     constants = table.floats(rule.lr, rule.momentum)
     _in_parts(table, lambda items: jit_steps.outer(table.rows, table.sizes, items, kind, constants))
     tell_autograd(anchors, buffers or ())
@@ -115,7 +126,9 @@ def _table(*columns: Sequence[Tensor]) -> _Table:
     sizes = np.array([tensor.numel() for tensor in columns[0]], np.int64)
     ends = np.cumsum(-(-sizes // jit_steps.CHUNK))
     dtype = np.float64 if columns[0][0].dtype == torch.float64 else np.float32
-    return _Table(np.ascontiguousarray(rows), sizes, np.concatenate(([0], ends[:-1])), int(ends[-1]), dtype)
+    return _Table(
+        np.ascontiguousarray(rows), sizes, np.concatenate(([0], ends[:-1])), int(ends[-1]), dtype
+    )
 
 
 def _trust(rule: TrustRule) -> Array:
@@ -129,7 +142,9 @@ def _kind(buffers: Sequence[Tensor] | None, nesterov: bool) -> int:
 
 
 def _with_norms(table: _Table, work: Callable[[Array, int], None]) -> None:
-    """Small tensors as wholes, one after the other; large ones in parts, first for the norms and then for the rest."""
+    """Small tensors as wholes, one after the other; large ones in parts, first for the norms and
+    then for the rest.
+    """
     share, most = _share(table), _KEPT_BYTES // np.dtype(table.dtype).itemsize
     if torch.get_num_threads() > 1:
         most = min(most, max(share * _BUNDLES // 2, 2 * threads.SMALLEST_PART))
@@ -139,9 +154,13 @@ def _with_norms(table: _Table, work: Callable[[Array, int], None]) -> None:
             parts += _cut(i, size, share)
         else:
             wholes.append((i, 0, size))
-    wholes.sort(key=lambda item: -item[2])  # the last ones to be taken are small, so that all end at once
+    wholes.sort(
+        key=lambda item: -item[2]
+    )  # the last ones to be taken are small, so that all end at once
     sums = [partial(work, items, jit_steps.SUMS) for items in _bundles(parts, share)]
-    threads.in_turns(sums + [partial(work, items, jit_steps.WHOLE) for items in _bundles(wholes, share)])
+    threads.in_turns(
+        sums + [partial(work, items, jit_steps.WHOLE) for items in _bundles(wholes, share)]
+    )
     threads.in_turns([partial(work, items, jit_steps.MOVE) for items in _bundles(parts, share)])
 
 

@@ -1,7 +1,8 @@
 """The kernels in Triton, for CUDA: bit for bit what `reference` gives.
 
-These are the functions that every body has; their shapes follow the data, so they wait for the device. What exchanges
-messages without waiting uses the static forms behind them: `device_select`, `device_codes`, `device_crc`.
+These are the functions that every body has; their shapes follow the data, so they wait for the
+device. What exchanges messages without waiting uses the static forms behind them: `device_select`,
+`device_codes`, `device_crc`.
 """
 
 import torch
@@ -39,7 +40,9 @@ def is_ascending(indices: Tensor) -> bool:
 def encode_positions(indices: Tensor, low_bits: int, low_bytes: int, high_bytes: int) -> Tensor:
     """See `thinwire.core.index_code.encode_positions`."""
     count = count_of(indices.numel(), indices)
-    return device_codes.encode_positions(indices.contiguous(), count, low_bits, low_bytes, high_bytes)
+    return device_codes.encode_positions(
+        indices.contiguous(), count, low_bits, low_bytes, high_bytes
+    )
 
 
 def decode_positions(code: Tensor, k: int, low_bits: int, low_bytes: int) -> tuple[Tensor, int]:
@@ -63,7 +66,9 @@ def decode_values(code: Tensor, count: int, bits: int) -> Tensor:
     return device_codes.decode_values(code.contiguous().unsqueeze(0), counts, bits, count)[0][0]
 
 
-def sum_sparse(indices: list[Tensor], values: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def sum_sparse(
+    indices: list[Tensor], values: list[Tensor], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """See `thinwire.core.merge.sum_sparse`."""
     lengths = [i.numel() for i in indices]
     counts = torch.tensor(lengths, device=indices[0].device)

@@ -1,8 +1,9 @@
-"""Codes of positions and values on the device, of one tensor or of several rows at once, and the sum of all rows.
+"""Codes of positions and values on the device, of one tensor or of several rows at once, and the
+sum of all rows.
 
-Shapes are those of `k` entries; how many of them count is a number in device memory, and what lies behind it is zero.
-All divisions are of a tensor by a tensor: torch multiplies by the reciprocal where a GPU divides by a plain number,
-which may round otherwise than the CPU does.
+Shapes are those of `k` entries; how many of them count is a number in device memory, and what lies
+behind it is zero. All divisions are of a tensor by a tensor: torch multiplies by the reciprocal
+where a GPU divides by a plain number, which may round otherwise than the CPU does.
 """
 
 from typing import NamedTuple
@@ -14,7 +15,14 @@ from thinwire.core.kernels import device_launch, triton_codes
 from thinwire.core.kernels.device_launch import blocks_of, launch
 from thinwire.core.kernels.reference import SCALE_COUNT
 
-__all__ = ["PositionRows", "decode_positions", "decode_values", "encode_positions", "encode_values", "sum_rows"]
+__all__ = [
+    "PositionRows",
+    "decode_positions",
+    "decode_values",
+    "encode_positions",
+    "encode_values",
+    "sum_rows",
+]
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _SMALLEST_TAIL = 1024
@@ -32,13 +40,25 @@ class PositionRows(NamedTuple):
     """Shape (rows, k), int64: the low bits, of all k fields."""
 
 
-def encode_positions(indices: Tensor, count: Tensor, low_bits: int, low_bytes: int, high_bytes: int) -> Tensor:
+def encode_positions(
+    indices: Tensor, count: Tensor, low_bits: int, low_bytes: int, high_bytes: int
+) -> Tensor:
     """See `thinwire.core.index_code.encode_positions`, for the first `count` of the indices."""
     block = device_launch.BLOCK
     code = torch.empty(low_bytes, dtype=torch.uint8, device=indices.device)
     if low_bits:
         grid = (blocks_of(low_bytes, block),)
-        launch(triton_codes.pack_fields, grid, indices, indices, count, code, low_bytes, low_bits, BLOCK=block)
+        launch(
+            triton_codes.pack_fields,
+            grid,
+            indices,
+            indices,
+            count,
+            code,
+            low_bytes,
+            low_bits,
+            BLOCK=block,
+        )
     words = torch.zeros((high_bytes + 3) // 4, dtype=torch.int32, device=indices.device)
     grid = (blocks_of(indices.numel(), block),)
     launch(triton_codes.set_high_parts, grid, indices, indices, count, words, low_bits, BLOCK=block)
@@ -46,7 +66,9 @@ def encode_positions(indices: Tensor, count: Tensor, low_bits: int, low_bytes: i
 
 
 def decode_positions(codes: Tensor, k: int, low_bits: int, low_bytes: int) -> PositionRows:
-    """Positions of every row of `codes`, shape (rows, bytes), whose rows lie anywhere but are contiguous."""
+    """Positions of every row of `codes`, shape (rows, bytes), whose rows lie anywhere but are
+    contiguous.
+    """
     rows, block = codes.shape[0], device_launch.BLOCK
     low, high = codes[:, :low_bytes], codes[:, low_bytes:]
     fields = torch.zeros((rows, k), dtype=torch.int64, device=codes.device)
@@ -56,7 +78,16 @@ def decode_positions(codes: Tensor, k: int, low_bits: int, low_bytes: int) -> Po
     bit_count = 8 * high.shape[1]
     blocks = blocks_of(bit_count, block)
     counts = torch.empty((rows, blocks), dtype=torch.int64, device=codes.device)
-    launch(triton_codes.count_bits, (blocks, rows), codes, high, codes.stride(0), counts, bit_count, BLOCK=block)
+    launch(
+        triton_codes.count_bits,
+        (blocks, rows),
+        codes,
+        high,
+        codes.stride(0),
+        counts,
+        bit_count,
+        BLOCK=block,
+    )
     until = counts.cumsum(1)
     indices = torch.zeros((rows, k), dtype=torch.int64, device=codes.device)
     found = (high, codes.stride(0), until - counts, indices, bit_count, k, low_bits)
@@ -65,7 +96,9 @@ def decode_positions(codes: Tensor, k: int, low_bits: int, low_bytes: int) -> Po
 
 
 def encode_values(values: Tensor, count: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """See `thinwire.core.value_code.encode_values`, for the first `count` of the k values; the others must be zero."""
+    """See `thinwire.core.value_code.encode_values`, for the first `count` of the k values; the
+    others must be zero.
+    """
     if bits == 32:
         sent = values.clamp(-_FLOAT32_MAX, _FLOAT32_MAX).float()
         return sent.view(torch.uint8), sent
@@ -93,8 +126,8 @@ def decode_values(codes: Tensor, counts: Tensor, bits: int, k: int) -> tuple[Ten
         k: Values for which there is room.
 
     Returns:
-        Shape (rows, k), float32, zero behind a row's count; and shape (rows,), bool: whether the scales, or without
-        scales the values that count, are finite.
+        Shape (rows, k), float32, zero behind a row's count; and shape (rows,), bool: whether the
+        scales, or without scales the values that count, are finite.
     """
     rows, block = codes.shape[0], device_launch.BLOCK
     if bits == 32:
@@ -112,19 +145,34 @@ def decode_values(codes: Tensor, counts: Tensor, bits: int, k: int) -> tuple[Ten
     return values, scales.isfinite().all(1)
 
 
-def sum_rows(indices: Tensor, values: Tensor, counts: Tensor, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def sum_rows(
+    indices: Tensor, values: Tensor, counts: Tensor, numel: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """See `thinwire.core.merge.sum_sparse`, for rows of which the first `counts` entries count.
 
     Returns:
-        Positions and sums, shape (rows * k,) both. A position may occur several times, each time with the same sum, so
-        that an assignment to these positions is right; where no row has an entry they are (0, 0).
+        Positions and sums, shape (rows * k,) both. A position may occur several times, each time
+        with the same sum, so that an assignment to these positions is right; where no row has an
+        entry they are (0, 0).
     """
     rows, k = indices.shape
     there = torch.arange(k, device=indices.device) < counts.unsqueeze(1)
-    keys, order = torch.where(there, indices, numel).flatten().sort(stable=True)  # rows stay in order
+    keys, order = (
+        torch.where(there, indices, numel).flatten().sort(stable=True)
+    )  # rows stay in order
     sums = torch.zeros(rows * k, dtype=dtype, device=indices.device)
     grid, block = (blocks_of(rows * k, device_launch.BLOCK),), device_launch.BLOCK
-    launch(triton_codes.sum_runs, grid, keys, keys, values.flatten()[order], sums, rows * k, numel, BLOCK=block)
+    launch(
+        triton_codes.sum_runs,
+        grid,
+        keys,
+        keys,
+        values.flatten()[order],
+        sums,
+        rows * k,
+        numel,
+        BLOCK=block,
+    )
     place = torch.arange(rows * k, device=keys.device)
     begins = torch.cat((place[:1] == 0, keys[1:] != keys[:-1])) & (keys < numel)
     at = torch.where(begins, place, 0).cummax(0).values  # entries behind the last run repeat that
@@ -138,7 +186,9 @@ def _floats(codes: Tensor) -> Tensor:
 
 
 def _scales(magnitudes: Tensor, count: Tensor, bits: int) -> Tensor:
-    """The float32 numbers that travel with the fields: the mean, the code book, or the smallest and the largest."""
+    """The float32 numbers that travel with the fields: the mean, the code book, or the smallest and
+    the largest.
+    """
     k = magnitudes.numel()
     if bits == 1:
         total = _segment_sums(magnitudes, torch.zeros_like(count).view(1), count.view(1))
@@ -151,7 +201,9 @@ def _scales(magnitudes: Tensor, count: Tensor, bits: int) -> Tensor:
 
 
 def _split_at_means(magnitudes: Tensor, count: Tensor, depth: int) -> Tensor:
-    """Means of the 2^depth parts that splitting at the mean gives, ascending; an empty part has its parent's."""
+    """Means of the 2^depth parts that splitting at the mean gives, ascending; an empty part has its
+    parent's.
+    """
     place = torch.arange(magnitudes.numel(), device=magnitudes.device)
     part = (place >= count).long()  # the last part is that of the entries that do not count
     counts, means = count.view(1), torch.zeros(1, dtype=torch.float64, device=magnitudes.device)
@@ -170,7 +222,9 @@ def _split_at_means(magnitudes: Tensor, count: Tensor, depth: int) -> Tensor:
 
 
 def _segment_sums(values: Tensor, starts: Tensor, counts: Tensor) -> Tensor:
-    """Per segment the sum by adding the upper half to the lower until one is left; overwrites `values`."""
+    """Per segment the sum by adding the upper half to the lower until one is left; overwrites
+    `values`.
+    """
     block, level = device_launch.BLOCK, 0
     tail, segments = max(block, _SMALLEST_TAIL), starts.numel()
     longest = values.numel()
@@ -179,5 +233,15 @@ def _segment_sums(values: Tensor, starts: Tensor, counts: Tensor) -> Tensor:
         launch(triton_codes.halve_, grid, values, values, starts, counts, level, BLOCK=block)
         longest, level = (longest + 1) // 2, level + 1
     sums = torch.empty(segments, dtype=torch.float64, device=values.device)
-    launch(triton_codes.halve_to_one, (segments,), values, values, starts, counts, sums, level, BLOCK=tail)
+    launch(
+        triton_codes.halve_to_one,
+        (segments,),
+        values,
+        values,
+        starts,
+        counts,
+        sums,
+        level,
+        BLOCK=tail,
+    )
     return sums

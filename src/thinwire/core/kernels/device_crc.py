@@ -1,8 +1,9 @@
 """CRC-32 of rows of bytes on the device, the checksum of zlib.
 
-Without its first and last complement the CRC is linear over GF(2): that of a message is the sum of what each of its
-bits contributes, which depends on the bit's distance from the end only. One program sums a block with a table of the
-places in a block, another the blocks with a table of their places; the complements add the CRC of as many zero bytes.
+Without its first and last complement the CRC is linear over GF(2): that of a message is the sum of
+what each of its bits contributes, which depends on the bit's distance from the end only. One
+program sums a block with a table of the places in a block, another the blocks with a table of their
+places; the complements add the CRC of as many zero bytes.
 
 Source: Sarwate, CACM 1988 (the byte table); the linear form is folklore.
 """
@@ -33,8 +34,8 @@ def crc32(rows: Tensor, hole: tuple[int, int] = (0, 0)) -> Tensor:
         hole: First byte that counts as zero, and the one after the last.
 
     Returns:
-        Shape (rows,), int32: the bits of the checksum. No host synchronization, but for the first row length of a kind,
-        whose tables are copied to the device.
+        Shape (rows,), int32: the bits of the checksum. No host synchronization, but for the first
+        row length of a kind, whose tables are copied to the device.
     """
     count, nbytes = rows.shape
     block = device_launch.BLOCK
@@ -70,14 +71,18 @@ def _applied(operator: Words, states: Words) -> Words:
 
 @functools.lru_cache(maxsize=64)
 def _tables(blocks: int, block: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """What bit j contributes at each place in a block, shape (8, block), and in each block's sum, (32, blocks)."""
+    """What bit j contributes at each place in a block, shape (8, block), and in each block's sum,
+    (32, blocks).
+    """
     places, ends = np.empty((8, block), np.uint32), np.empty((32, blocks), np.uint32)
     states = _byte_table()[1 << np.arange(8)]
     for place in range(block - 1, -1, -1):
         places[:, place] = states
         states = _followed_by_zero(states)
     single_bits = np.uint32(1) << np.arange(32, dtype=np.uint32)
-    over_a_block = functools.reduce(lambda bits, _: _followed_by_zero(bits), range(block), single_bits)
+    over_a_block = functools.reduce(
+        lambda bits, _: _followed_by_zero(bits), range(block), single_bits
+    )
     states = single_bits
     for end in range(blocks - 1, -1, -1):
         ends[:, end] = states

@@ -1,4 +1,6 @@
-"""How the Triton kernels are launched: on the device of their tensors, and without contraction of a * b + c."""
+"""How the Triton kernels are launched: on the device of their tensors, and without contraction of a
+* b + c.
+"""
 
 from typing import Any
 
@@ -16,16 +18,20 @@ def blocks_of(length: int, block: int) -> int:
     return max(1, -(-length // block))
 
 
-def launch(kernel: Any, grid: tuple[int, ...], like: Tensor, *arguments: Any, **constants: Any) -> None:
+def launch(
+    kernel: Any, grid: tuple[int, ...], like: Tensor, *arguments: Any, **constants: Any
+) -> None:
     """Run a kernel on the device of `like`.
 
-    Without `enable_fp_fusion=False` the compiler turns m * u + g into one operation that rounds once, and a proposal
-    would no longer have the bits of the readable twin.
+    Without `enable_fp_fusion=False` the compiler turns m * u + g into one operation that rounds
+    once, and a proposal would no longer have the bits of the readable twin.
     """
     with torch.cuda.device_of(like):  # type: ignore[no-untyped-call]  # of torch
         kernel[grid](*arguments, enable_fp_fusion=False, **constants)
 
 
 def count_of(number: int, like: Tensor) -> Tensor:
-    """A number as the kernels read counts: shape (), int64, on the device of `like`, written there without a copy."""
+    """A number as the kernels read counts: shape (), int64, on the device of `like`, written there
+    without a copy.
+    """
     return torch.full((), number, dtype=torch.int64, device=like.device)

@@ -1,8 +1,9 @@
 """Fold and selection on the device: exact, in static shapes, and without a word to the host.
 
-A radix selection: histograms of one digit after the other of the magnitude's bit pattern, from the highest; after each,
-one program finds the digit of the k-th largest magnitude and how many entries are still wanted there. The folded
-residual is computed anew in every pass, so that no copy of full size is needed.
+A radix selection: histograms of one digit after the other of the magnitude's bit pattern, from the
+highest; after each, one program finds the digit of the k-th largest magnitude and how many entries
+are still wanted there. The folded residual is computed anew in every pass, so that no copy of full
+size is needed.
 """
 
 from typing import Any, NamedTuple
@@ -18,7 +19,8 @@ __all__ = ["commit_", "propose", "store_", "top_k"]
 _DIGITS = {torch.float32: (10, 10, 11), torch.float64: (10, 10, 10, 11, 11, 11)}
 """Bits of each digit, from the highest; together all bits but the sign."""
 _PROGRAMS = 1024
-"""At most so many programs count digits: each keeps a histogram while it strides over several blocks."""
+"""At most so many programs count digits: each keeps a histogram while it strides over several
+blocks."""
 
 
 class _Folding(NamedTuple):
@@ -45,9 +47,17 @@ def top_k(values: Tensor, k: int) -> Tensor:
 
 
 def propose(
-    grad: Tensor, residual: Tensor, momentum_buffer: Tensor | None, k: int, *, momentum: float, nesterov: bool
+    grad: Tensor,
+    residual: Tensor,
+    momentum_buffer: Tensor | None,
+    k: int,
+    *,
+    momentum: float,
+    nesterov: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `thinwire.core.feedback.propose`; always `k` entries, and shape (), bool: whether all was finite."""
+    """See `thinwire.core.feedback.propose`; always `k` entries, and shape (), bool: whether all was
+    finite.
+    """
     indices, values = _largest(_folding(grad, residual, momentum_buffer, momentum, nesterov), k)
     # Whatever is not finite counts as larger than all that is, so it is among the k.
     return indices, values, values.isfinite().all()
@@ -69,9 +79,29 @@ def commit_(
     block, mode, bits = device_launch.BLOCK, folding.mode, _signed(seed)
     rest = torch.empty(indices.numel(), dtype=folding.wide, device=residual.device)
     count, few = indices.numel(), (blocks_of(indices.numel(), block),)
-    launch(triton_select.keep_rest, few, residual, *folding.given, indices, sent, rest, count, MODE=mode, BLOCK=block)
+    launch(
+        triton_select.keep_rest,
+        few,
+        residual,
+        *folding.given,
+        indices,
+        sent,
+        rest,
+        count,
+        MODE=mode,
+        BLOCK=block,
+    )
     many = (blocks_of(residual.numel(), block),)
-    launch(triton_select.fold_, many, residual, *folding.given, residual.numel(), bits, MODE=mode, BLOCK=block)
+    launch(
+        triton_select.fold_,
+        many,
+        residual,
+        *folding.given,
+        residual.numel(),
+        bits,
+        MODE=mode,
+        BLOCK=block,
+    )
     state, has_buffer = (folding.residual, folding.buffer), momentum_buffer is not None
     given = (*state, indices, rest, count, bits)
     launch(triton_select.put_rest_, few, residual, *given, HAS_BUFFER=has_buffer, BLOCK=block)
@@ -85,14 +115,19 @@ def store_(target: Tensor, values: Tensor, seed: int) -> None:
 
 
 def _signed(seed: int) -> int:
-    """The same 32 bits as a signed number, so that its type is one for all seeds and nothing is compiled again."""
+    """The same 32 bits as a signed number, so that its type is one for all seeds and nothing is
+    compiled again.
+    """
     return seed - (1 << 32) if seed >> 31 else seed
 
 
 def _folding(
     grad: Tensor, residual: Tensor, momentum_buffer: Tensor | None, momentum: float, nesterov: bool
 ) -> _Folding:
-    v, wide = _as_bits(residual), torch.float64 if residual.dtype == torch.float64 else torch.float32
+    v, wide = (
+        _as_bits(residual),
+        torch.float64 if residual.dtype == torch.float64 else torch.float32,
+    )
     if momentum_buffer is None:
         return _Folding(grad, v, v, v, triton_select.PLAIN, wide)
     # In the dtype that is computed in, which an argument of a kernel could not have.
@@ -112,7 +147,15 @@ def _largest(folding: _Folding, k: int) -> tuple[Tensor, Tensor]:
     state = _last_chosen(folding, k)
     counts = torch.empty((2, blocks), dtype=torch.int64, device=residual.device)
     launch(
-        triton_select.count_chosen, (blocks,), residual, *folding.given, state, counts, numel, MODE=mode, BLOCK=block
+        triton_select.count_chosen,
+        (blocks,),
+        residual,
+        *folding.given,
+        state,
+        counts,
+        numel,
+        MODE=mode,
+        BLOCK=block,
     )
     before = counts.cumsum(1) - counts
     indices = torch.empty(k, dtype=torch.int64, device=residual.device)
@@ -123,7 +166,9 @@ def _largest(folding: _Folding, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _last_chosen(folding: _Folding, k: int) -> Tensor:
-    """The k-th largest key, and how many entries with just this key are wanted: shape (2,), int64."""
+    """The k-th largest key, and how many entries with just this key are wanted: shape (2,),
+    int64.
+    """
     residual, block = folding.residual, device_launch.BLOCK
     numel, digits = residual.numel(), _DIGITS[folding.wide]
     state = torch.zeros(2, dtype=torch.int64, device=residual.device)

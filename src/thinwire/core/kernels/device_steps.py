@@ -1,8 +1,10 @@
-"""The steps of LAMB, LARS and the outer SGD for whole lists of tensors on the device: the same as in `cpu_steps`.
+"""The steps of LAMB, LARS and the outer SGD for whole lists of tensors on the device: the same as
+in `cpu_steps`.
 
-A step is one launch for the whole list, or three where it needs norms: the squares, block by block; the ratio of each
-tensor; the move. The host waits nowhere. Moments, momentum without a ratio and the outer step have the bits of
-`cpu_steps`; a ratio may be a rounding apart, since its squares are added in another order.
+A step is one launch for the whole list, or three where it needs norms: the squares, block by block;
+the ratio of each tensor; the move. The host waits nowhere. Moments, momentum without a ratio and
+the outer step have the bits of `cpu_steps`; a ratio may be a rounding apart, since its squares are
+added in another order.
 """
 
 import functools
@@ -48,7 +50,10 @@ def lamb_(
 
 
 def lars_(
-    params: Sequence[Tensor], grads: Sequence[Tensor], velocities: Sequence[Tensor] | None, rule: LarsRule
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    velocities: Sequence[Tensor] | None,
+    rule: LarsRule,
 ) -> Tensor:
     """See `thinwire.core.lars.lars_list_`; returns the ratios in one tensor."""
     buffers = params if velocities is None else velocities
@@ -60,13 +65,18 @@ def lars_(
         ratios = table.ratios(sums)
     else:
         ratios = params[0].new_ones(len(params))
-    table.launch(triton_steps.lars_move_, table.constants, ratios, KIND=_kind(velocities, rule.nesterov))
+    table.launch(
+        triton_steps.lars_move_, table.constants, ratios, KIND=_kind(velocities, rule.nesterov)
+    )
     tell_autograd(params, velocities or ())
     return ratios
 
 
 def outer_(
-    anchors: Sequence[Tensor], changes: Sequence[Tensor], buffers: Sequence[Tensor] | None, rule: OuterRule
+    anchors: Sequence[Tensor],
+    changes: Sequence[Tensor],
+    buffers: Sequence[Tensor] | None,
+    rule: OuterRule,
 ) -> None:
     """See `thinwire.core.outer.outer_list_`."""
     columns = (anchors, changes, anchors if buffers is None else buffers)
@@ -96,10 +106,21 @@ class _Table(NamedTuple):
     def launch(self, kernel: Any, *arguments: Tensor, **constants: Any) -> None:
         owners, tensors = self.layout
         constants |= {"BLOCK": device_launch.BLOCK, "TYPE": _TYPES[self.like.dtype]}
-        launch(kernel, (len(owners),), self.like, self.addresses, owners, tensors, *arguments, **constants)
+        launch(
+            kernel,
+            (len(owners),),
+            self.like,
+            self.addresses,
+            owners,
+            tensors,
+            *arguments,
+            **constants,
+        )
 
     def empty_sums(self) -> Tensor:
-        return torch.empty((len(self.layout.owners), 2), dtype=torch.float64, device=self.like.device)
+        return torch.empty(
+            (len(self.layout.owners), 2), dtype=torch.float64, device=self.like.device
+        )
 
     def ratios(self, sums: Tensor) -> Tensor:
         tensors, block = self.layout.tensors, device_launch.BLOCK
@@ -109,14 +130,20 @@ class _Table(NamedTuple):
         return ratios
 
 
-def _table(columns: Sequence[Sequence[Tensor]], constants: Sequence[float], trust: TrustRule) -> _Table:
+def _table(
+    columns: Sequence[Sequence[Tensor]], constants: Sequence[float], trust: TrustRule
+) -> _Table:
     like = columns[0][0].detach()
     limits = (trust.coefficient, trust.weight_decay, trust.eps, trust.low, trust.high)
     floats = np.array([*constants, *limits])
-    addresses = np.array([[tensor.data_ptr() for tensor in column] for column in columns], np.int64).T
+    addresses = np.array(
+        [[tensor.data_ptr() for tensor in column] for column in columns], np.int64
+    ).T
     sent = _sent(np.concatenate((addresses.ravel(), floats.view(np.int64))), like.device)
     there = sent[addresses.size :].view(torch.float64)
-    layout = _layout(tuple(tensor.numel() for tensor in columns[0]), device_launch.BLOCK, like.device)
+    layout = _layout(
+        tuple(tensor.numel() for tensor in columns[0]), device_launch.BLOCK, like.device
+    )
     return _Table(sent, layout, there, there[len(constants) :], like)
 
 

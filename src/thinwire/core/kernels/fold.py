@@ -8,7 +8,9 @@ __all__ = ["Fold"]
 
 
 class Fold(NamedTuple):
-    """One tensor's gradient, and what it is folded into; see `thinwire.core.feedback` for shapes and types."""
+    """One tensor's gradient, and what it is folded into; see `thinwire.core.feedback` for shapes
+    and types.
+    """
 
     grad: Tensor
     residual: Tensor

@@ -1,4 +1,6 @@
-"""What compiled loops need below numba's own functions, in few instructions, which compile at once."""
+"""What compiled loops need below numba's own functions, in few instructions, which compile
+at once.
+"""
 
 from typing import Any
 
@@ -7,14 +9,24 @@ from numba import types
 from numba.extending import intrinsic
 from numba.np import arrayobj
 
-__all__ = ["array_at", "bits_of", "magnitude_of", "read_float", "trailing_zeros", "wide", "write_float"]
+__all__ = [
+    "array_at",
+    "bits_of",
+    "magnitude_of",
+    "read_float",
+    "trailing_zeros",
+    "wide",
+    "write_float",
+]
 
 _make_array: Any = arrayobj.make_array
 _populate_array: Any = arrayobj.populate_array
 
 
 def _array_code(context: Any, address: Any, length: Any, like: Any) -> Any:
-    """A flat array of `length` entries at `address`, of the type of `like`; nobody checks that they are there."""
+    """A flat array of `length` entries at `address`, of the type of `like`; nobody checks that they
+    are there.
+    """
     flat: Any = types.Array
 
     def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -35,7 +47,9 @@ def _array_code(context: Any, address: Any, length: Any, like: Any) -> Any:
 
 
 def _trailing_zeros_code(context: Any, word: Any) -> Any:
-    """How many bits below the lowest one that is set, of an unsigned integer other than zero, where it is undefined."""
+    """How many bits below the lowest one that is set, of an unsigned integer other than zero, where
+    it is undefined.
+    """
 
     def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
@@ -76,7 +90,9 @@ def _magnitude_code(context: Any, key: Any, like: Any) -> Any:
 
 
 def _float_at(target: Any, builder: Any, kind: Any, code: Any, at: Any) -> Any:
-    """Pointer to a float32 at the byte `at` of the array `code`, which may be no multiple of four; nobody checks it."""
+    """Pointer to a float32 at the byte `at` of the array `code`, which may be no multiple of four;
+    nobody checks it.
+    """
     data = _make_array(kind)(target, builder, value=code).data
     return builder.bitcast(builder.gep(data, [at]), ir.FloatType().as_pointer())
 

@@ -1,7 +1,8 @@
 """What was compiled, on disk: one file for a loop with its types, which tells whether it is whole.
 
-numba's own cache would do, but for three things: one damaged byte in it ends every later start; a folder that cannot be
-written is passed over without a word; and processes that start together compile everything, each for itself.
+numba's own cache would do, but for three things: one damaged byte in it ends every later start; a
+folder that cannot be written is passed over without a word; and processes that start together
+compile everything, each for itself.
 """
 
 import contextlib
@@ -28,7 +29,9 @@ from numba.core.caching import _Cache
 
 try:
     import fcntl
-except ImportError:  # no such locks on Windows: processes that start together compile for themselves
+except (
+    ImportError
+):  # no such locks on Windows: processes that start together compile for themselves
     fcntl = None  # type: ignore[assignment]
 
 __all__ = ["Compilations", "LoopCache", "compilations", "holding_no_lock"]
@@ -70,7 +73,9 @@ class LoopCache(_Cache):
         return None if folder is None else str(folder)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """What was compiled for these types, or None: then the caller compiles and calls `save_overload`."""
+        """What was compiled for these types, or None: then the caller compiles and calls
+        `save_overload`.
+        """
         target_context.refresh()
         name = self._file_name(sig, target_context.codegen())
         found = self._found(name, target_context)
@@ -107,7 +112,12 @@ class LoopCache(_Cache):
         """There is nothing to forget: other sources than those of the files are noticed."""
 
     def _file_name(self, sig: Any, codegen: Any) -> str:
-        machine = codegen.magic_tuple(), sys.implementation.cache_tag, platform.machine(), _settings.BOUNDSCHECK
+        machine = (
+            codegen.magic_tuple(),
+            sys.implementation.cache_tag,
+            platform.machine(),
+            _settings.BOUNDSCHECK,
+        )
         text = repr((str(sig), machine, numba.__version__, llvmlite.__version__))
         return f"{self._name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.loop"
 
@@ -123,7 +133,11 @@ class LoopCache(_Cache):
                 if sources == sources_digest():
                     return _rebuilt(target_context, *reduced)
             except Exception as error:
-                _log.warning("%s is damaged (%s): the loop is compiled anew", path, error or type(error).__name__)
+                _log.warning(
+                    "%s is damaged (%s): the loop is compiled anew",
+                    path,
+                    error or type(error).__name__,
+                )
                 with contextlib.suppress(OSError):
                     path.unlink()
         return None
@@ -131,7 +145,10 @@ class LoopCache(_Cache):
 
 def _payload(raw: bytes) -> bytes:
     start = len(_MAGIC) + _DIGEST_BYTES
-    if not raw.startswith(_MAGIC) or hashlib.sha256(raw[start:]).digest() != raw[len(_MAGIC) : start]:
+    if (
+        not raw.startswith(_MAGIC)
+        or hashlib.sha256(raw[start:]).digest() != raw[len(_MAGIC) : start]
+    ):
         raise ValueError("it does not hold what was written into it")
     return raw[start:]
 
@@ -152,7 +169,11 @@ def _write(path: Path, payload: bytes) -> None:
 def sources_digest() -> str:
     """Of this folder's files: all that a loop calls is compiled into it."""
     sources = sorted(
-        (each for each in resources.files("thinwire.core.kernels").iterdir() if each.name.endswith(".py")),
+        (
+            each
+            for each in resources.files("thinwire.core.kernels").iterdir()
+            if each.name.endswith(".py")
+        ),
         key=lambda each: each.name,
     )
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
@@ -160,7 +181,9 @@ def sources_digest() -> str:
 
 @functools.cache
 def _folders() -> tuple[Path, ...]:
-    """Where compiled loops may lie: where the environment says, or else beside the sources or in the user's cache."""
+    """Where compiled loops may lie: where the environment says, or else beside the sources or in
+    the user's cache.
+    """
     own = hashlib.sha256(str(Path(__file__).parent).encode()).hexdigest()[:12]
     if _settings.CACHE_DIR:
         return (Path(_settings.CACHE_DIR) / f"thinwire-{own}",)
@@ -196,7 +219,8 @@ def _warn_once(why: str, folder: Path | None) -> None:
     compilations.warned = True
     where = "anywhere" if folder is None else f"to {folder}"
     warnings.warn(
-        f"compiled loops cannot be written {where} ({why}), so every start of this program compiles them again, for "
+        f"compiled loops cannot be written {where} ({why}), so every start of this program "
+        "compiles them again, for "
         "some seconds: set NUMBA_CACHE_DIR to a folder that can be written and stays",
         RuntimeWarning,
         stacklevel=2,
@@ -204,10 +228,11 @@ def _warn_once(why: str, folder: Path | None) -> None:
 
 
 class _Locks:
-    """Locks on loops that are being compiled, among the processes of a machine: byte ranges of one file.
+    """Locks on loops that are being compiled, among the processes of a machine: byte ranges of one
+    file.
 
-    A process that ends lets go of its locks. Loops that a loop calls are locked while it is: calls have no cycles, so
-    nobody waits for ever.
+    A process that ends lets go of its locks. Loops that a loop calls are locked while it is: calls
+    have no cycles, so nobody waits for ever.
     """
 
     def __init__(self) -> None:
@@ -220,7 +245,8 @@ class _Locks:
         """Wait for the lock; False where there are no locks, or somebody holds it for too long.
 
         Raises:
-            BlockingIOError: Somebody else has it and `waits_to` is off, unless a loop that calls this one is held.
+            BlockingIOError: Somebody else has it and `waits_to` is off, unless a loop that calls
+                this one is held.
         """
         file = self._opened()
         if file is None:
@@ -257,7 +283,9 @@ class _Locks:
             folder = _writable_folder()
             if fcntl is not None and folder is not None and self._file is None:
                 with contextlib.suppress(OSError):
-                    self._file = (folder / "loops.lock").open("ab")  # never closed: that would let go of all
+                    self._file = (folder / "loops.lock").open(
+                        "ab"
+                    )  # never closed: that would let go of all
             return self._file
 
 
@@ -273,7 +301,9 @@ if hasattr(os, "register_at_fork"):
 
 @contextlib.contextmanager
 def holding_no_lock(*, waiting: bool) -> Iterator[None]:
-    """Compiling that leaves no lock behind; without `waiting` a BlockingIOError says that another process is at it."""
+    """Compiling that leaves no lock behind; without `waiting` a BlockingIOError says that another
+    process is at it.
+    """
     _locks.waits_to = waiting
     try:
         yield

@@ -1,4 +1,6 @@
-"""Every compiled loop that some work calls, called on nothing: with the types that the work has, which compiles it."""
+"""Every compiled loop that some work calls, called on nothing: with the types that the work has,
+which compiles it.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -46,7 +48,11 @@ def _state(need: Need) -> tuple[Array, Array, Any]:
 
 def _select(need: Need, values: Array) -> _Calls:
     grad, state, m = _state(need)
-    what, bits, digits = (grad, state, state, m, jit_fold.PLAIN), bits_of(values), np.empty(jit_select.DIGITS, np.int64)
+    what, bits, digits = (
+        (grad, state, state, m, jit_fold.PLAIN),
+        bits_of(values),
+        np.empty(jit_select.DIGITS, np.int64),
+    )
     room = _NUMBERS, values, bits
     return [
         partial(jit_select.scan, *what, 0, 0, 1, values.dtype.type(0), *room, *marks(), digits),
@@ -61,21 +67,46 @@ def _select(need: Need, values: Array) -> _Calls:
 def _fold(need: Need, values: Array) -> _Calls:
     grad, state, m = _state(need)
     digits, param = np.empty(jit_select.DIGITS, np.int64), np.empty(0, _TYPES[need.param_dtype])
-    rows, kind, no_flags = np.empty((0, 6), np.int64), (grad, state, m, jit_fold.PLAIN), np.empty(0, np.bool_)
+    rows, kind, no_flags = (
+        np.empty((0, 6), np.int64),
+        (grad, state, m, jit_fold.PLAIN),
+        np.empty(0, np.bool_),
+    )
     room, part = (_NUMBERS, values, bits_of(values), *marks(), digits), (0, 0, _NUMBERS, values)
-    calls: _Calls = [partial(jit_lists.propose, rows, rows, 0, 0, *kind, *room, _NUMBERS, values, no_flags)]
+    calls: _Calls = [
+        partial(jit_lists.propose, rows, rows, 0, 0, *kind, *room, _NUMBERS, values, no_flags)
+    ]
     if need.dtype == torch.bfloat16:
         seeds = np.empty(0, np.uint32)
         calls += [
             partial(jit_lists.commit_bfloat16, rows, rows, 0, 0, *kind, seeds, _FLOATS),
-            partial(jit_fold.commit_bfloat16, grad, state, state, m, jit_fold.PLAIN, _SEED, *part, _FLOATS),
+            partial(
+                jit_fold.commit_bfloat16,
+                grad,
+                state,
+                state,
+                m,
+                jit_fold.PLAIN,
+                _SEED,
+                *part,
+                _FLOATS,
+            ),
             partial(jit_fold.store, state, _FLOATS, _SEED, 0, 0),
         ]
     else:
         calls += [
             partial(jit_lists.commit, rows, rows, 0, 0, *kind, rows),
             partial(
-                jit_fold.commit, grad, state, state, m, jit_fold.PLAIN, *part, _NUMBERS, _NUMBERS, np.zeros(4, np.int64)
+                jit_fold.commit,
+                grad,
+                state,
+                state,
+                m,
+                jit_fold.PLAIN,
+                *part,
+                _NUMBERS,
+                _NUMBERS,
+                np.zeros(4, np.int64),
             ),
         ]
     step = param, _FLOATS, param, param.dtype.type(1), _NUMBERS, param, _NUMBERS, param
@@ -145,9 +176,14 @@ def _slots(need: Need, values: Array) -> _Calls:
 
 def _step(need: Need) -> Callable[[], object]:
     rows, floats = np.empty((0, 4), np.int64), np.zeros(9, _TYPES[need.dtype])
-    items, rest = (rows, _NUMBERS, rows, jit_steps.MOVE), (_WIDE, _NUMBERS, np.empty((0, 2)), floats)
+    items, rest = (
+        (rows, _NUMBERS, rows, jit_steps.MOVE),
+        (_WIDE, _NUMBERS, np.empty((0, 2)), floats),
+    )
     if need.work == "lamb":
         return partial(jit_steps.lamb, *items, floats, *rest, *scratch(0, floats.dtype))
     if need.work == "lars":
-        return partial(jit_steps.lars, *items, jit_steps.PLAIN, floats, *rest, scratch(0, floats.dtype)[0])
+        return partial(
+            jit_steps.lars, *items, jit_steps.PLAIN, floats, *rest, scratch(0, floats.dtype)[0]
+        )
     return partial(jit_steps.outer, *items[:3], jit_steps.PLAIN, floats)

@@ -1,6 +1,7 @@
 """Compiled loops of the codes for positions and values, and of the sparse sum. All arrays are flat.
 
-A code begins at the byte `at` of the bytes `code`, which are zero before something is written into them.
+A code begins at the byte `at` of the bytes `code`, which are zero before something is written into
+them.
 """
 
 from typing import Any
@@ -17,8 +18,12 @@ FLOAT32_MAX = np.float64(np.finfo(np.float32).max)
 
 
 @jit
-def pack_fields(fields: Array, width_bits: Int, start: Int, stop: Int, code: Array, at: Int) -> None:
-    """Write the low `width_bits` of the fields [start, stop), start a multiple of 8, least significant bit first."""
+def pack_fields(
+    fields: Array, width_bits: Int, start: Int, stop: Int, code: Array, at: Int
+) -> None:
+    """Write the low `width_bits` of the fields [start, stop), start a multiple of 8, least
+    significant bit first.
+    """
     pending, pending_bits = u64(0), i64(0)
     place = u64(at + start * width_bits // 8)
     for i in range(u64(start), u64(stop)):
@@ -63,7 +68,9 @@ def set_high_parts(indices: Array, low_bits: Int, code: Array, at: Int) -> None:
 
 @jit
 def find_high_parts(code: Array, at: Int, nbytes: Int, low_bits: Int, indices: Array) -> Int:
-    """High parts, in their place, into `indices` as far as there is room; returns how many bits are set."""
+    """High parts, in their place, into `indices` as far as there is room; returns how many bits are
+    set.
+    """
     count, room = u64(0), u64(len(indices))
     for byte in range(u64(nbytes)):
         bits = u64(code[u64(at) + byte])
@@ -77,7 +84,9 @@ def find_high_parts(code: Array, at: Int, nbytes: Int, low_bits: Int, indices: A
 
 
 @jit
-def add_low_fields(code: Array, at: Int, low_bits: Int, start: Int, stop: Int, indices: Array) -> None:
+def add_low_fields(
+    code: Array, at: Int, low_bits: Int, start: Int, stop: Int, indices: Array
+) -> None:
     """Complete the positions [start, stop), start a multiple of 8, with their low bits."""
     pending, pending_bits = u64(0), i64(0)
     place = u64(at + start * low_bits // 8)
@@ -106,7 +115,9 @@ def capped_magnitudes(values: Array, magnitudes: Array) -> None:
 
 @jit
 def halving_sum(values: Array, start: Int, count: Int) -> Any:
-    """Sum of `count` from `start` on, by adding the upper half to the lower until one is left; overwrites them."""
+    """Sum of `count` from `start` on, by adding the upper half to the lower until one is left;
+    overwrites them.
+    """
     n, first = u64(count), u64(start)
     while n > u64(1):
         half = (n + u64(1)) >> u64(1)
@@ -118,7 +129,9 @@ def halving_sum(values: Array, start: Int, count: Int) -> Any:
 
 @jit
 def sign_fields(values: Array, scale: Any, code: Array, at: Int, sent: Array) -> None:
-    """One bit a value, set where it is negative; what that stands for, the scale with that sign, into `sent`."""
+    """One bit a value, set where it is negative; what that stands for, the scale with that sign,
+    into `sent`.
+    """
     whole = u64(len(values)) >> u64(3)
     for byte in range(whole):
         bits = u64(0)
@@ -143,8 +156,11 @@ def decode_signs(code: Array, at: Int, scale: Any, start: Int, stop: Int, values
 
 
 @jit
-def split_at_means(magnitudes: Array, depth: Int, scratch: Array, edges: Array, means: Array) -> None:
-    """Means of the 2^depth parts that splitting at the mean gives, ascending; reorders `magnitudes`.
+def split_at_means(
+    magnitudes: Array, depth: Int, scratch: Array, edges: Array, means: Array
+) -> None:
+    """Means of the 2^depth parts that splitting at the mean gives, ascending; reorders
+    `magnitudes`.
 
     `scratch` is as long as `magnitudes`, `edges` has 2^depth + 1 numbers, `means` 2^depth.
     """
@@ -184,7 +200,9 @@ def split_at_means(magnitudes: Array, depth: Int, scratch: Array, edges: Array, 
 
 @jit
 def book_fields(values: Array, book: Array, sign_shift: Int, fields: Array, sent: Array) -> None:
-    """Sign and number of the nearest level of the ascending `book` into `fields`, what that stands for into `sent`."""
+    """Sign and number of the nearest level of the ascending `book` into `fields`, what that stands
+    for into `sent`.
+    """
     for i in range(u64(len(values))):
         magnitude = abs(np.float64(values[i]))
         magnitude = magnitude if magnitude < FLOAT32_MAX else FLOAT32_MAX
@@ -198,7 +216,9 @@ def book_fields(values: Array, book: Array, sign_shift: Int, fields: Array, sent
 
 
 @jit
-def grid_fields(values: Array, low: float, high: float, sign_shift: Int, fields: Array, sent: Array) -> None:
+def grid_fields(
+    values: Array, low: float, high: float, sign_shift: Int, fields: Array, sent: Array
+) -> None:
     """As `book_fields` for equidistant levels from `low` to `high`."""
     top = np.float64((i64(1) << sign_shift) - 1)
     level_width = (high - low) / top
@@ -215,7 +235,9 @@ def grid_fields(values: Array, low: float, high: float, sign_shift: Int, fields:
 
 
 @jit
-def decode_book(code: Array, at: Int, bits: Int, book: Array, start: Int, stop: Int, values: Array) -> None:
+def decode_book(
+    code: Array, at: Int, bits: Int, book: Array, start: Int, stop: Int, values: Array
+) -> None:
     """Values [start, stop) by look-up in `book`."""
     sign_shift = bits - 1
     for i in range(u64(start), u64(stop)):
@@ -225,7 +247,9 @@ def decode_book(code: Array, at: Int, bits: Int, book: Array, start: Int, stop: 
 
 
 @jit
-def decode_grid(code: Array, at: Int, bits: Int, low: float, high: float, start: Int, stop: Int, values: Array) -> None:
+def decode_grid(
+    code: Array, at: Int, bits: Int, low: float, high: float, start: Int, stop: Int, values: Array
+) -> None:
     """Values [start, stop) on equidistant levels from `low` to `high`."""
     sign_shift = bits - 1
     level_width = (high - low) / np.float64((i64(1) << sign_shift) - 1)

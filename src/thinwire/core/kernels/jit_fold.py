@@ -1,7 +1,8 @@
-"""Compiled loops of the fold. Arrays are flat; a part is a range of positions that one thread works on.
+"""Compiled loops of the fold. Arrays are flat; a part is a range of positions that one thread works
+on.
 
-What is sent comes in the type that is computed in: that of the state, or float32 where the state is bfloat16. An array
-of uint16 holds bfloat16, which NumPy does not know: the upper half of a float32.
+What is sent comes in the type that is computed in: that of the state, or float32 where the state is
+bfloat16. An array of uint16 holds bfloat16, which NumPy does not know: the upper half of a float32.
 """
 
 from typing import Any
@@ -17,9 +18,11 @@ Array = NDArray[Any]
 VALUES, PLAIN, MOMENTUM, NESTEROV = range(4)
 """What is folded: nothing (the residual as it is), v + g, v + (m u + g), or (v + m (u + g)) + g."""
 
-_SPAN = 2048  # entries that stay in the nearest cache from their fold until what was sent of them is taken off
+# entries that stay in the nearest cache from their fold until what was sent of them is taken off
+_SPAN = 2048
 _LARGEST_BFLOAT16 = np.uint32(0x7F7F0000)
-"""As a float32; from there on up, rounding away from zero would make infinity of a finite number."""
+"""As a float32; from there on up, rounding away from zero would make infinity of a finite number.
+"""
 
 
 @jit
@@ -49,10 +52,12 @@ def commit(
     buffer_words: Array,
     sums: Array,
 ) -> None:
-    """Fold [start, stop) for good, take off what was sent and clear the momentum there; state is float32 or float64.
+    """Fold [start, stop) for good, take off what was sent and clear the momentum there; state is
+    float32 or float64.
 
-    `indices`, strictly ascending, are all in [start, stop). `words` and `buffer_words` are residual and buffer as int64
-    as far as they fill words; their sums before and after are added to `sums`: residual and buffer before, after.
+    `indices`, strictly ascending, are all in [start, stop). `words` and `buffer_words` are residual
+    and buffer as int64 as far as they fill words; their sums before and after are added to `sums`:
+    residual and buffer before, after.
     """
     at = 0
     for first in range(start, stop, _SPAN):
@@ -82,7 +87,9 @@ def _sum(words: Array, low: Any, high: Any) -> Any:
 
 
 @jit_inline
-def _fold(grad: Array, residual: Array, buffer: Array, m: Any, mode: Int, first: Any, end: Any) -> None:
+def _fold(
+    grad: Array, residual: Array, buffer: Array, m: Any, mode: Int, first: Any, end: Any
+) -> None:
     """Fold [first, end) for good, as if nothing had been sent."""
     if mode == PLAIN:
         for i in range(first, end):
@@ -141,7 +148,9 @@ def _fold_bfloat16(
 ) -> None:
     if mode == PLAIN:
         for i in range(first, end):
-            residual[i] = _rounded(wide(residual[i]) + wide(grad[i]), _for_residual(_mixed(i, seed)))
+            residual[i] = _rounded(
+                wide(residual[i]) + wide(grad[i]), _for_residual(_mixed(i, seed))
+            )
     elif mode == MOMENTUM:
         for i in range(first, end):
             noise = _mixed(i, seed)
@@ -158,14 +167,18 @@ def _fold_bfloat16(
 
 @jit
 def store(target: Array, values: Array, seed: Any, start: Int, stop: Int) -> None:
-    """Round `values` of [start, stop) into `target`, bfloat16, by the random bits of a momentum buffer."""
+    """Round `values` of [start, stop) into `target`, bfloat16, by the random bits of a momentum
+    buffer.
+    """
     for i in range(u64(start), u64(stop)):
         target[i] = _rounded(values[i], _for_buffer(_mixed(i, seed)))
 
 
 @jit
 def _mixed(position: Any, seed: Any) -> Any:
-    """See `reference.mixed`; every intermediate result is cut to 32 bits, without which nothing is vectorised."""
+    """See `reference.mixed`; every intermediate result is cut to 32 bits, without which nothing is
+    vectorised.
+    """
     x = np.uint32(np.uint32(position) ^ seed)
     x = np.uint32(x ^ (x >> np.uint32(16)))
     x = np.uint32(x * np.uint32(0x7FEB352D))

@@ -1,6 +1,8 @@
-"""Compiled loops over lists of tensors: selection, fold and sparse update of many tensors in one call.
+"""Compiled loops over lists of tensors: selection, fold and sparse update of many tensors in one
+call.
 
-A tensor is a row of addresses. All of one call have the same types, momentum and mode; see `jit_fold` for the modes.
+A tensor is a row of addresses. All of one call have the same types, momentum and mode; see
+`jit_fold` for the modes.
 """
 
 from typing import Any
@@ -42,9 +44,10 @@ def propose(
 ) -> None:
     """The largest entries of the tensors [first, last).
 
-    `rows` holds the addresses of gradient, residual and momentum buffer; `numbers` per tensor n, k, where in `indices`
-    and `values` its k entries begin, and the runs, the stride and the rank of `cpu_select.sampling`. The room is
-    scratch, for the largest of the tensors; so are `marks`, `words` and `histogram`, see `jit_select.scan`.
+    `rows` holds the addresses of gradient, residual and momentum buffer; `numbers` per tensor n, k,
+    where in `indices` and `values` its k entries begin, and the runs, the stride and the rank of
+    `cpu_select.sampling`. The room is scratch, for the largest of the tensors; so are `marks`,
+    `words` and `histogram`, see `jit_select.scan`.
     """
     for t in range(first, last):
         n, k, start = numbers[t, 0], numbers[t, 1], numbers[t, 2]
@@ -54,7 +57,9 @@ def propose(
         runs, stride, wanted = numbers[t, 3], numbers[t, 4], numbers[t, 5]
         if wanted < runs * RUN:
             sample(grad, residual, buffer, m, mode, i64(0), runs, stride, room_values)
-            floor = keep_largest(room_indices, room_values, room_bits, runs * RUN, wanted, histogram)
+            floor = keep_largest(
+                room_indices, room_values, room_bits, runs * RUN, wanted, histogram
+            )
         count = i64(0)
         for attempt in range(3):
             if attempt == 1:
@@ -104,8 +109,8 @@ def commit(
 ) -> None:
     """`jit_fold.commit` of the tensors [first, last), with a row of `sums` for each.
 
-    `rows` holds the addresses of gradient, residual, momentum buffer, positions and sent values, `numbers` per tensor n
-    and how many were sent.
+    `rows` holds the addresses of gradient, residual, momentum buffer, positions and sent values,
+    `numbers` per tensor n and how many were sent.
     """
     for t in range(first, last):
         n, k = numbers[t, 0], numbers[t, 1]
@@ -154,16 +159,20 @@ def step_along(
     merged: Array,
     merged_sums: Array,
 ) -> None:
-    """Take rate times the mean over the sources off the tensors [first, last): p <- p - (sum / W) rate.
+    """Take rate times the mean over the sources off the tensors [first, last): p <- p - (sum / W)
+    rate.
 
-    `rows` holds the address of the tensor, then of indices and values of each source; `numbers` n, then how many
-    entries came from each. The sum is that of `thinwire.core.merge.sum_sparse`, in the type of the tensors.
-    The last four are scratch, as long as what came for any of the tensors.
+    `rows` holds the address of the tensor, then of indices and values of each source; `numbers` n,
+    then how many entries came from each. The sum is that of `thinwire.core.merge.sum_sparse`, in
+    the type of the tensors. The last four are scratch, as long as what came for any of the tensors.
     """
     for t in range(first, last):
         param = array_at(rows[t, 0], numbers[t, 0], like)
         count = numbers[t, 1]
-        positions, came = array_at(rows[t, 1], count, rows), array_at(rows[t, 2], count, like_values)
+        positions, came = (
+            array_at(rows[t, 1], count, rows),
+            array_at(rows[t, 2], count, like_values),
+        )
         for i in range(u64(count)):
             union[i] = positions[i]
             sums[i] = like.dtype.type(came[i]) + like.dtype.type(0)

@@ -1,7 +1,7 @@
 """Compiled loops that find the largest entries of what is folded; see `jit_fold` for the modes.
 
-Without its sign, the bit pattern of a number is in the order of the magnitudes: the key of an entry. What is not
-finite has the largest keys.
+Without its sign, the bit pattern of a number is in the order of the magnitudes: the key of an
+entry. What is not finite has the largest keys.
 """
 
 from typing import Any
@@ -42,11 +42,13 @@ def scan(
     words: Array,
     histogram: Array,
 ) -> Int:
-    """Candidates for the `k` largest of [start, stop) that are at least `floor`, ascending; returns how many.
+    """Candidates for the `k` largest of [start, stop) that are at least `floor`, ascending; returns
+    how many.
 
-    Once the room is used up only the `k` largest so far stay, and later ones have to exceed the last of them.
-    Values that are not finite are candidates always. `floor` is not NaN; `bits` is the integer view of `values`.
-    Scratch: `marks`, of BLOCK bytes, of which `words` is the view as uint64, and `histogram`, of DIGITS numbers.
+    Once the room is used up only the `k` largest so far stay, and later ones have to exceed the
+    last of them. Values that are not finite are candidates always. `floor` is not NaN; `bits` is
+    the integer view of `values`. Scratch: `marks`, of BLOCK bytes, of which `words` is the view as
+    uint64, and `histogram`, of DIGITS numbers.
     """
     count = u64(0)
     first = u64(start)
@@ -63,7 +65,8 @@ def scan(
         if marked:
             if count + length > u64(len(indices)):
                 floor = np.nextafter(
-                    keep_largest(indices, values, bits, i64(count), k, histogram), values.dtype.type(np.inf)
+                    keep_largest(indices, values, bits, i64(count), k, histogram),
+                    values.dtype.type(np.inf),
                 )
                 count = u64(k)
             marked = u64(0)
@@ -82,9 +85,19 @@ def scan(
 
 @jit_inline
 def _mark(
-    grad: Array, residual: Array, buffer: Array, m: Any, mode: Int, first: Any, length: Any, floor: Any, marks: Array
+    grad: Array,
+    residual: Array,
+    buffer: Array,
+    m: Any,
+    mode: Int,
+    first: Any,
+    length: Any,
+    floor: Any,
+    marks: Array,
 ) -> None:
-    """Set `marks` to whether the folded residual from `first` on reaches `floor`, or is not a number."""
+    """Set `marks` to whether the folded residual from `first` on reaches `floor`, or is not a
+    number.
+    """
     if mode == VALUES:
         for i in range(length):
             marks[i] = not (abs(wide(residual[first + i])) < floor)
@@ -103,11 +116,14 @@ def _mark(
 
 
 @jit
-def keep_largest(indices: Array, values: Array, bits: Array, count: Int, k: Int, histogram: Array) -> Any:
+def keep_largest(
+    indices: Array, values: Array, bits: Array, count: Int, k: Int, histogram: Array
+) -> Any:
     """Move the `k` largest of the first `count` candidates to the front, in order.
 
     Returns the k-th magnitude, infinity in place of NaN, which could be the floor of nothing.
-    Of equal magnitudes the first ones stay. `bits` is the integer view of `values`; `histogram` scratch of DIGITS.
+    Of equal magnitudes the first ones stay. `bits` is the integer view of `values`; `histogram`
+    scratch of DIGITS.
     """
     mask = i64(0x7FFFFFFF if bits.itemsize == 4 else 0x7FFFFFFFFFFFFFFF)
     high = i64(31 if bits.itemsize == 4 else 63)
@@ -144,7 +160,8 @@ def keep_above(
     kept_values: Array,
     room: Int,
 ) -> None:
-    """Of the first `count` those of larger keys, and the first `ties` of the very key, in order; at most `room`.
+    """Of the first `count` those of larger keys, and the first `ties` of the very key, in order; at
+    most `room`.
 
     What is kept may lie in the memory of the candidates, from their beginning on.
     """
@@ -154,7 +171,9 @@ def keep_above(
         if kept == most:
             break
         own = i64(bits[i]) & mask
-        kept_indices[kept] = indices[i]  # written always and kept by the counter, since a branch would be mispredicted
+        kept_indices[kept] = indices[
+            i
+        ]  # written always and kept by the counter, since a branch would be mispredicted
         kept_values[kept] = values[i]
         keep = own > key
         if own == key and ties > 0:
@@ -185,7 +204,15 @@ def keys_between(bits: Array, low: Int, high: Int, keys: Array) -> None:
 
 @jit
 def sample(
-    grad: Array, residual: Array, buffer: Array, m: Any, mode: Int, first: Int, last: Int, stride: Int, values: Array
+    grad: Array,
+    residual: Array,
+    buffer: Array,
+    m: Any,
+    mode: Int,
+    first: Int,
+    last: Int,
+    stride: Int,
+    values: Array,
 ) -> None:
     """Folded residual of the runs [first, last), each in its place in `values`."""
     for run in range(u64(first), u64(last)):

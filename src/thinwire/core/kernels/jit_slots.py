@@ -1,8 +1,10 @@
-"""Compiled loops over all slots of a message: the codes of `jit_codes` for one tensor after the other in one call.
+"""Compiled loops over all slots of a message: the codes of `jit_codes` for one tensor after the
+other in one call.
 
-A message of 160 tensors would otherwise cost 160 times the way from Python into these loops, which is more than the
-work in them. Rows of `slots` are numbers of one slot, in the order of `FIELDS`. Positions first; values then, by one of
-three loops: signs at 1 bit, levels at 2 to 16, floats at 32.
+A message of 160 tensors would otherwise cost 160 times the way from Python into these loops, which
+is more than the work in them. Rows of `slots` are numbers of one slot, in the order of `FIELDS`.
+Positions first; values then, by one of three loops: signs at 1 bit, levels at 2 to 16, floats at
+32.
 """
 
 from typing import Any
@@ -37,16 +39,22 @@ _NUMEL, _K, _LOW_BITS, _LOW_BYTES, _HIGH_BYTES, _VALUE_BYTES, _AT = range(len(FI
 
 
 @jit
-def encode_positions(slots: Array, parts: Array, first: Int, last: Int, like: Array, code: Array, kept: Array) -> bool:
-    """Codes of the positions of the slots [first, last) into the zeroed bytes `code`; whether all fit their slots.
+def encode_positions(
+    slots: Array, parts: Array, first: Int, last: Int, like: Array, code: Array, kept: Array
+) -> bool:
+    """Codes of the positions of the slots [first, last) into the zeroed bytes `code`; whether all
+    fit their slots.
 
-    Where not, the checks of `thinwire.core.index_code` say what is wrong. `parts` holds per slot the addresses of
-    indices and values and their number. `kept` says how many values are not 0: where some are, nothing is written.
+    Where not, the checks of `thinwire.core.index_code` say what is wrong. `parts` holds per slot
+    the addresses of indices and values and their number. `kept` says how many values are not 0:
+    where some are, nothing is written.
     """
     for t in range(first, last):
         count = parts[t, 2]
         indices, values = array_at(parts[t, 0], count, parts), array_at(parts[t, 1], count, like)
-        if count > slots[t, _K] or (count and (indices[0] < 0 or indices[count - 1] >= slots[t, _NUMEL])):
+        if count > slots[t, _K] or (
+            count and (indices[0] < 0 or indices[count - 1] >= slots[t, _NUMEL])
+        ):
             return False
         nonzero = u64(0)
         for i in range(u64(count)):
@@ -75,8 +83,8 @@ def encode_signs(
 ) -> None:
     """Codes at 1 bit of values other than 0, whose positions `encode_positions` has written.
 
-    What is decoded goes into `sent` from `starts` on. `spare`: the scale is the mean of what came, not over k.
-    `magnitudes` is scratch, as long as the longest part.
+    What is decoded goes into `sent` from `starts` on. `spare`: the scale is the mean of what came,
+    not over k. `magnitudes` is scratch, as long as the longest part.
     """
     for t in range(first, last):
         count = parts[t, 2]
@@ -107,7 +115,9 @@ def encode_levels(
     means: Array,
     fields: Array,
 ) -> None:
-    """As `encode_signs` at 2 to 16 bits; `scales`, float32, is scratch for those of one slot, and so are the last."""
+    """As `encode_signs` at 2 to 16 bits; `scales`, float32, is scratch for those of one slot, and
+    so are the last.
+    """
     for t in range(first, last):
         count = parts[t, 2]
         values, its_sent = array_at(parts[t, 1], count, like), sent[starts[t] : starts[t] + count]
@@ -123,7 +133,9 @@ def encode_levels(
         if bits <= 4:
             book_fields(values, scales, bits - 1, fields, its_sent)
         else:
-            grid_fields(values, np.float64(scales[0]), np.float64(scales[1]), bits - 1, fields, its_sent)
+            grid_fields(
+                values, np.float64(scales[0]), np.float64(scales[1]), bits - 1, fields, its_sent
+            )
         pack_fields(fields, bits, i64(0), count, code, at + 4 * len(scales))
 
 
@@ -139,7 +151,14 @@ def _extremes(magnitudes: Array, count: Int, means: Array) -> None:
 
 @jit
 def encode_floats(
-    slots: Array, parts: Array, first: Int, last: Int, like: Array, code: Array, sent: Array, starts: Array
+    slots: Array,
+    parts: Array,
+    first: Int,
+    last: Int,
+    like: Array,
+    code: Array,
+    sent: Array,
+    starts: Array,
 ) -> None:
     """As `encode_signs` at 32 bits."""
     for t in range(first, last):
@@ -155,10 +174,11 @@ def encode_floats(
 def decode_positions(
     slots: Array, first: Int, last: Int, code: Array, starts: Array, indices: Array, counts: Array
 ) -> bool:
-    """Positions of the slots [first, last), from `starts` on; whether every code is what a sender writes.
+    """Positions of the slots [first, last), from `starts` on; whether every code is what a sender
+    writes.
 
-    Whatever the bytes are, nothing is read or written out of bounds. Where the answer is False, the checks of
-    `thinwire.core.index_code` say what is wrong.
+    Whatever the bytes are, nothing is read or written out of bounds. Where the answer is False, the
+    checks of `thinwire.core.index_code` say what is wrong.
     """
     for t in range(first, last):
         k, low_bits, at = slots[t, _K], slots[t, _LOW_BITS], slots[t, _AT]
@@ -184,8 +204,12 @@ def decode_positions(
 
 
 @jit
-def decode_signs(slots: Array, first: Int, last: Int, code: Array, starts: Array, values: Array, counts: Array) -> bool:
-    """Values at 1 bit of the positions that `decode_positions` has found; whether the scales are finite."""
+def decode_signs(
+    slots: Array, first: Int, last: Int, code: Array, starts: Array, values: Array, counts: Array
+) -> bool:
+    """Values at 1 bit of the positions that `decode_positions` has found; whether the scales are
+    finite.
+    """
     for t in range(first, last):
         at = slots[t, _AT] + slots[t, _LOW_BYTES] + slots[t, _HIGH_BYTES]
         scale = read_float(code, at)

@@ -1,9 +1,11 @@
-"""Compiled loops of the steps of LAMB, LARS and the outer SGD, for many contiguous tensors in one call.
+"""Compiled loops of the steps of LAMB, LARS and the outer SGD, for many contiguous tensors in one
+call.
 
-A row of `table` holds the addresses of one tensor's arrays, `sizes` how long they are. An item (tensor, start, stop) is
-a part of a tensor that begins at a multiple of CHUNK. Norms are summed in float64 in an order that follows from the
-length alone: over lanes within a chunk, then chunk after chunk. So the bits depend neither on how many threads share
-the work nor on how wide the processor's registers are.
+A row of `table` holds the addresses of one tensor's arrays, `sizes` how long they are. An item
+(tensor, start, stop) is a part of a tensor that begins at a multiple of CHUNK. Norms are summed in
+float64 in an order that follows from the length alone: over lanes within a chunk, then chunk after
+chunk. So the bits depend neither on how many threads share the work nor on how wide the processor's
+registers are.
 """
 
 from typing import Any
@@ -34,7 +36,8 @@ Array = NDArray[Any]
 CHUNK = 1 << 15
 """Entries whose squares have a sum of their own."""
 WHOLE, SUMS, MOVE = range(3)
-"""What is done with the items: all of it, which takes whole tensors; only the sums for the norms; only the rest."""
+"""What is done with the items: all of it, which takes whole tensors; only the sums for the norms;
+only the rest."""
 NO_MOMENTUM, PLAIN, NESTEROV = range(3)
 """The kinds of momentum."""
 BLOCK = 1024
@@ -60,8 +63,9 @@ def lamb(
 ) -> None:
     """LAMB on p, g, m, v; changes p, m, v, `sums` and `ratios`.
 
-    `constants`: lr, b1, 1 - b1, b2, 1 - b2, 1/(1 - b1^t), 1/(1 - b2^t), eps, wd. `trust`: see `_trust_ratio`.
-    Scratch: `lanes`, zeros of shape (2, LANES), and `directions`, as long as a block, and as the longest for WHOLE.
+    `constants`: lr, b1, 1 - b1, b2, 1 - b2, 1/(1 - b1^t), 1/(1 - b2^t), eps, wd. `trust`: see
+    `_trust_ratio`. Scratch: `lanes`, zeros of shape (2, LANES), and `directions`, as long as a
+    block, and as the longest for WHOLE.
     """
     for item in range(len(items)):
         tensor = items[item, 0]
@@ -73,7 +77,8 @@ def lamb(
             first = start
             while first < stop:
                 last = min(first + np.uint64(BLOCK), stop)
-                # a direction that is kept stands where its entry does; others take turns in the first block
+                # a direction that is kept stands where its entry does; others take turns in the
+                # first block
                 shift = np.uint64(0) if phase == WHOLE else first
                 _lamb_block(p, g, m, v, constants, first, last, directions, shift)
                 _add_squares(p, first, last, lanes[0])
@@ -92,7 +97,15 @@ def lamb(
 
 @jit
 def _lamb_block(
-    p: Array, g: Array, m: Array, v: Array, constants: Array, first: Any, last: Any, r: Array, shift: Any
+    p: Array,
+    g: Array,
+    m: Array,
+    v: Array,
+    constants: Array,
+    first: Any,
+    last: Any,
+    r: Array,
+    shift: Any,
 ) -> None:
     """Moments of [first, last) and their directions, `shift` entries further ahead."""
     b1, rest1, b2, rest2 = constants[1], constants[2], constants[3], constants[4]
@@ -106,8 +119,12 @@ def _lamb_block(
 
 
 @jit
-def _lamb_move(p: Array, m: Array, v: Array, constants: Array, ratio: Any, first: Any, last: Any) -> None:
-    """The directions once more: reading m and v again is no dearer than writing them down and reading them."""
+def _lamb_move(
+    p: Array, m: Array, v: Array, constants: Array, ratio: Any, first: Any, last: Any
+) -> None:
+    """The directions once more: reading m and v again is no dearer than writing them down and
+    reading them.
+    """
     rate = constants[0] * ratio
     scale1, scale2, eps, wd = constants[5], constants[6], constants[7], constants[8]
     for i in range(first, last):
@@ -134,7 +151,8 @@ def lars(
     ratios: Array,
     lanes: Array,
 ) -> None:
-    """LARS on p, g and, with momentum, b; changes p, b, `sums` and `ratios`; `constants`: lr, momentum, wd.
+    """LARS on p, g and, with momentum, b; changes p, b, `sums` and `ratios`; `constants`: lr,
+    momentum, wd.
 
     Without wd there is no ratio, and no sums are needed for MOVE.
     `lanes`: zeros of shape (2, LANES), scratch.
@@ -161,7 +179,9 @@ def lars(
 
 
 @jit
-def _lars_move(p: Array, g: Array, b: Array, constants: Array, ratio: Any, kind: int, first: Any, last: Any) -> None:
+def _lars_move(
+    p: Array, g: Array, b: Array, constants: Array, ratio: Any, kind: int, first: Any, last: Any
+) -> None:
     rate, momentum, wd = constants[0] * ratio, constants[1], constants[2]
     if kind == NO_MOMENTUM:
         for i in range(first, last):
@@ -181,7 +201,9 @@ def _lars_move(p: Array, g: Array, b: Array, constants: Array, ratio: Any, kind:
 
 @jit
 def outer(table: Array, sizes: Array, items: Array, kind: int, constants: Array) -> None:
-    """The outer step of the anchor s by the change c, with momentum b; changes s and b; `constants`: lr, momentum."""
+    """The outer step of the anchor s by the change c, with momentum b; changes s and b;
+    `constants`: lr, momentum.
+    """
     for item in range(len(items)):
         tensor = items[item, 0]
         n = sizes[tensor]
@@ -191,7 +213,9 @@ def outer(table: Array, sizes: Array, items: Array, kind: int, constants: Array)
 
 
 @jit
-def _outer_move(s: Array, c: Array, b: Array, constants: Array, kind: int, first: Any, last: Any) -> None:
+def _outer_move(
+    s: Array, c: Array, b: Array, constants: Array, kind: int, first: Any, last: Any
+) -> None:
     rate, momentum = constants[0], constants[1]
     if kind == NO_MOMENTUM:
         for i in range(first, last):
@@ -210,7 +234,9 @@ def _outer_move(s: Array, c: Array, b: Array, constants: Array, kind: int, first
 
 @jit
 def _trust_ratio(sums: Array, first_chunk: int, n: int, trust: Array) -> float:
-    """`core.trust_ratio` from the squared norms of the chunks; `trust`: coefficient, wd, eps, low, high."""
+    """`core.trust_ratio` from the squared norms of the chunks; `trust`: coefficient, wd, eps, low,
+    high.
+    """
     param, update = 0.0, 0.0
     for chunk in range(first_chunk, first_chunk + (n + CHUNK - 1) // CHUNK):
         param += sums[chunk, 0]
@@ -228,7 +254,9 @@ def _trust_ratio(sums: Array, first_chunk: int, n: int, trust: Array) -> float:
 
 @jit
 def _add_squares(x: Array, first: Any, last: Any, lanes: Array) -> None:
-    """Add the squares of [first, last), at most a block, to the sums `lanes`, float64; each lane takes every 128th."""
+    """Add the squares of [first, last), at most a block, to the sums `lanes`, float64; each lane
+    takes every 128th.
+    """
     if last - first == BLOCK:
         for j in range(np.uint64(LANES)):
             upper = 0.0
@@ -236,7 +264,9 @@ def _add_squares(x: Array, first: Any, last: Any, lanes: Array) -> None:
             for row in range(np.uint64(_ROWS)):  # unrolled by the compiler
                 a = np.float64(x[first + (np.uint64(2) * row) * np.uint64(LANES) + j])
                 lower += a * a
-                b = np.float64(x[first + (np.uint64(2) * row + np.uint64(1)) * np.uint64(LANES) + j])
+                b = np.float64(
+                    x[first + (np.uint64(2) * row + np.uint64(1)) * np.uint64(LANES) + j]
+                )
                 upper += b * b
             lanes[j] += lower + upper
     else:

@@ -10,7 +10,8 @@ from torch import Tensor
 __all__ = ["Need", "Work", "needs_of"]
 
 Work: TypeAlias = Literal["sparse", "changes", "codes", "lamb", "lars", "outer"]
-"""A sparse exchange of gradients, one of changes of parameters, codes of whole changes, or a compiled step."""
+"""A sparse exchange of gradients, one of changes of parameters, codes of whole changes, or a
+compiled step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +41,10 @@ def needs_of(
 
     Args:
         work: See `Need`.
-        params: The parameters; those on other devices, or of other types than float32, float64 and (for a sparse
-            exchange) bfloat16 and float16, need nothing.
-        state_dtype: In which a sparse exchange keeps its state; None: float64 for float64 parameters, else float32.
+        params: The parameters; those on other devices, or of other types than float32, float64 and
+            (for a sparse exchange) bfloat16 and float16, need nothing.
+        state_dtype: In which a sparse exchange keeps its state; None: float64 for float64
+            parameters, else float32.
         value_bits: What a sent value costs.
     """
     needs = set()

@@ -1,4 +1,6 @@
-"""The kernels in torch operations, for any device: the readable twin of all others, and their fallback."""
+"""The kernels in torch operations, for any device: the readable twin of all others, and their
+fallback.
+"""
 
 from typing import Any
 
@@ -40,7 +42,13 @@ def top_k(values: Tensor, k: int) -> Tensor:
 
 
 def propose(
-    grad: Tensor, residual: Tensor, momentum_buffer: Tensor | None, k: int, *, momentum: float, nesterov: bool
+    grad: Tensor,
+    residual: Tensor,
+    momentum_buffer: Tensor | None,
+    k: int,
+    *,
+    momentum: float,
+    nesterov: bool,
 ) -> tuple[Tensor, Tensor, bool]:
     """See `thinwire.core.feedback.propose`."""
     u = None if momentum_buffer is None else _widened(momentum_buffer)
@@ -89,24 +97,30 @@ def store_(target: Tensor, values: Tensor, seed: int) -> None:
 
 
 def mixed(x: Any) -> Any:
-    """A number from 0 to 2^32 - 1 that looks random, for every integer, of which the lowest 32 bits count.
+    """A number from 0 to 2^32 - 1 that looks random, for every integer, of which the lowest 32 bits
+    count.
 
     Args:
         x: An int, or int64 of any shape.
 
-    Source: multiplications and shifts as in the finalizer of MurmurHash3 (Appleby), with the constants that Wellons,
+    Source: multiplications and shifts as in the finalizer of MurmurHash3 (Appleby), with the
+        constants that Wellons,
     "Prospecting for hash functions", 2018, found to leave the least bias.
     """
     x = x & _LOW_32
     x = x ^ (x >> 16)
     x = (x * 0x7FEB352D) & _LOW_32
     x = x ^ (x >> 15)
-    x = (x * (0x846CA68B - (1 << 32))) & _LOW_32  # less 2^32, the same in 32 bits, so that int64 cannot overflow
+    x = (
+        x * (0x846CA68B - (1 << 32))
+    ) & _LOW_32  # less 2^32, the same in 32 bits, so that int64 cannot overflow
     return x ^ (x >> 16)
 
 
 def _rounded(values: Tensor, seed: int, *, for_buffer: bool) -> Tensor:
-    """`values`, float32 of shape (n,), rounded stochastically to bfloat16; see `thinwire.core.rounding`."""
+    """`values`, float32 of shape (n,), rounded stochastically to bfloat16; see
+    `thinwire.core.rounding`.
+    """
     noise = mixed(torch.arange(values.numel(), device=values.device) ^ seed)
     noise = noise >> 16 if for_buffer else noise & 0xFFFF
     bits = values.view(torch.int32).long() & _LOW_32
@@ -152,7 +166,9 @@ def encode_positions(indices: Tensor, low_bits: int, low_bytes: int, high_bytes:
 
 
 def decode_positions(code: Tensor, k: int, low_bits: int, low_bytes: int) -> tuple[Tensor, int]:
-    """Positions as the code has them, at most `k` and in no way checked, and how many bits the bitmap has set."""
+    """Positions as the code has them, at most `k` and in no way checked, and how many bits the
+    bitmap has set.
+    """
     ones = _unpack_bits(code[low_bytes:]).nonzero().squeeze(1)
     count = ones.numel()
     ones = ones[:k]
@@ -182,7 +198,9 @@ def decode_values(code: Tensor, count: int, bits: int) -> Tensor:
     return _decode_fields(_unpack_fields(code[scale_bytes:], count, bits), scales, bits)
 
 
-def sum_sparse(indices: list[Tensor], values: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def sum_sparse(
+    indices: list[Tensor], values: list[Tensor], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """See `thinwire.core.merge.sum_sparse`."""
     union, places = torch.unique(torch.cat(indices), return_inverse=True)
     sums = torch.zeros(union.numel(), dtype=dtype, device=union.device)
@@ -192,7 +210,9 @@ def sum_sparse(indices: list[Tensor], values: list[Tensor], dtype: torch.dtype) 
 
 
 def _scales(magnitudes: Tensor, bits: int, k: int) -> Tensor:
-    """The float32 numbers that travel with the fields: the mean, the code book, or the smallest and the largest."""
+    """The float32 numbers that travel with the fields: the mean, the code book, or the smallest and
+    the largest.
+    """
     if bits == 1:
         scales = [_halving_sum(magnitudes) / k]
     elif bits <= 4:
@@ -213,7 +233,9 @@ def _split_at_means(magnitudes: Tensor, depth: int, parent_mean: float) -> list[
 
 
 def _halving_sum(x: Tensor) -> float:
-    """Sum by adding the upper half to the lower until one is left: an order that every device can follow exactly."""
+    """Sum by adding the upper half to the lower until one is left: an order that every device can
+    follow exactly.
+    """
     n = x.numel()
     while n > 1:
         half = (n + 1) // 2

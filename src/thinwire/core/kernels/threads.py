@@ -1,4 +1,6 @@
-"""Loops over parts of a range on a few threads; numba's own threading layers may not be entered by two threads."""
+"""Loops over parts of a range on a few threads; numba's own threading layers may not be entered by
+two threads.
+"""
 
 import os
 import threading
@@ -18,8 +20,11 @@ __all__ = ["SMALLEST_PART", "in_parts", "in_spans", "in_turns"]
 T = TypeVar("T")
 
 SMALLEST_PART = 1 << 16  # entries; below, handing over to a thread costs more than the loop
-_SPANS = 4  # for each thread: few hand-overs, and yet nobody waits long for a thread that has to share its core
-_ALIGNMENT = 64  # entries; fields of any width then fill whole bytes, and no two threads share a cache line
+# for each thread: few hand-overs, and yet nobody waits long for a thread that has to share its core
+_SPANS = 4
+_ALIGNMENT = (
+    64  # entries; fields of any width then fill whole bytes, and no two threads share a cache line
+)
 
 
 class _Pool:
@@ -32,7 +37,9 @@ class _Pool:
     def get(self) -> ThreadPoolExecutor:
         with self.lock:
             if self.executor is None:
-                self.executor = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="thinwire-kernel")
+                self.executor = ThreadPoolExecutor(
+                    os.cpu_count() or 1, thread_name_prefix="thinwire-kernel"
+                )
             return self.executor
 
 
@@ -42,7 +49,8 @@ if hasattr(os, "register_at_fork"):
 
 
 def in_parts(length: int, work: Callable[[int, int], T]) -> list[T]:
-    """Results of `work(start, stop)` over contiguous parts, in order, on up to torch.get_num_threads() threads.
+    """Results of `work(start, stop)` over contiguous parts, in order, on up to
+    torch.get_num_threads() threads.
 
     All parts but the last begin and end at multiples of 64.
     """
@@ -58,7 +66,8 @@ def in_parts(length: int, work: Callable[[int, int], T]) -> list[T]:
 
 
 def in_turns(works: Sequence[Callable[[], object]]) -> None:
-    """Run all `works` on up to torch.get_num_threads() threads, each taking the next one that is left.
+    """Run all `works` on up to torch.get_num_threads() threads, each taking the next one that is
+    left.
 
     Whatever goes wrong is raised once nothing runs any more.
     """
@@ -83,8 +92,12 @@ def in_turns(works: Sequence[Callable[[], object]]) -> None:
             future.result()
 
 
-def in_spans(weights: Sequence[int] | NDArray[np.int64], work: Callable[[int, int], object]) -> None:
-    """`work(first, last)` over spans of consecutive items of about equal weight, in entries, on a few threads."""
+def in_spans(
+    weights: Sequence[int] | NDArray[np.int64], work: Callable[[int, int], object]
+) -> None:
+    """`work(first, last)` over spans of consecutive items of about equal weight, in entries, on a
+    few threads.
+    """
     total = np.cumsum(weights)
     spans = min(_parts_of(int(total[-1])), len(total))
     cuts = np.searchsorted(total, total[-1] * np.arange(1, spans) / spans).tolist()

@@ -1,8 +1,9 @@
 """Triton kernels of the codes for positions and values, and of the sparse sum.
 
-A code is a string of bytes; several of them, one per row, are `stride` bytes apart, and the second axis of the grid
-counts the rows. Counts that depend on data are read from device memory. Whatever the bytes are, nothing is read or
-written out of bounds. Launched without contraction of a * b + c, as `triton_select` is.
+A code is a string of bytes; several of them, one per row, are `stride` bytes apart, and the second
+axis of the grid counts the rows. Counts that depend on data are read from device memory. Whatever
+the bytes are, nothing is read or written out of bounds. Launched without contraction of a * b + c,
+as `triton_select` is.
 """
 
 import triton
@@ -23,7 +24,9 @@ def _field_at(code_ptr, i, inside, nbytes, width_bits, field_mask):
 
 @triton.jit
 def pack_fields(fields_ptr, count_ptr, code_ptr, nbytes, width_bits, BLOCK: tl.constexpr):
-    """The low `width_bits` of each of the counted fields, least significant bit first; zeros after them."""
+    """The low `width_bits` of each of the counted fields, least significant bit first; zeros after
+    them.
+    """
     byte = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = byte < nbytes
     count = tl.load(count_ptr)
@@ -36,7 +39,9 @@ def pack_fields(fields_ptr, count_ptr, code_ptr, nbytes, width_bits, BLOCK: tl.c
 
 
 @triton.jit
-def unpack_fields(code_ptr, stride, fields_ptr, k, nbytes, width_bits, field_mask, BLOCK: tl.constexpr):
+def unpack_fields(
+    code_ptr, stride, fields_ptr, k, nbytes, width_bits, field_mask, BLOCK: tl.constexpr
+):
     """All `k` fields of every row."""
     row = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -51,7 +56,11 @@ def set_high_parts(indices_ptr, count_ptr, words_ptr, low_bits, BLOCK: tl.conste
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < tl.load(count_ptr)
     bit = (tl.load(indices_ptr + i, inside, other=0) >> low_bits) + i
-    tl.atomic_or(words_ptr + (bit >> 5), tl.full([BLOCK], 1, tl.int32) << (bit & 31).to(tl.int32), mask=inside)
+    tl.atomic_or(
+        words_ptr + (bit >> 5),
+        tl.full([BLOCK], 1, tl.int32) << (bit & 31).to(tl.int32),
+        mask=inside,
+    )
 
 
 @triton.jit
@@ -71,8 +80,12 @@ def count_bits(code_ptr, stride, counts_ptr, bit_count, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def find_high_parts(code_ptr, stride, before_ptr, indices_ptr, bit_count, k, low_bits, BLOCK: tl.constexpr):
-    """High parts, in their place, of the first `k` bits that are set; `before_ptr` sums `count_bits` before a block."""
+def find_high_parts(
+    code_ptr, stride, before_ptr, indices_ptr, bit_count, k, low_bits, BLOCK: tl.constexpr
+):
+    """High parts, in their place, of the first `k` bits that are set; `before_ptr` sums
+    `count_bits` before a block.
+    """
     block = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
     bit = block * BLOCK + tl.arange(0, BLOCK)
@@ -83,19 +96,25 @@ def find_high_parts(code_ptr, stride, before_ptr, indices_ptr, bit_count, k, low
 
 @triton.jit
 def halve_(values_ptr, starts_ptr, counts_ptr, level, BLOCK: tl.constexpr):
-    """Add the upper half of each segment to its lower one, when it has been halved `level` times before."""
+    """Add the upper half of each segment to its lower one, when it has been halved `level` times
+    before.
+    """
     segment = tl.program_id(1)
     length = (tl.load(counts_ptr + segment) + (1 << level) - 1) >> level
     half = (length + 1) // 2
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < length - half
     lower = values_ptr + tl.load(starts_ptr + segment) + i
-    tl.store(lower, tl.load(lower, inside, other=0.0) + tl.load(lower + half, inside, other=0.0), inside)
+    tl.store(
+        lower, tl.load(lower, inside, other=0.0) + tl.load(lower + half, inside, other=0.0), inside
+    )
 
 
 @triton.jit
 def halve_to_one(values_ptr, starts_ptr, counts_ptr, sums_ptr, level, BLOCK: tl.constexpr):
-    """Halve each segment on, which by now has at most BLOCK entries, until its sum is left; 0 for an empty one."""
+    """Halve each segment on, which by now has at most BLOCK entries, until its sum is left; 0 for
+    an empty one.
+    """
     segment = tl.program_id(0)
     length = (tl.load(counts_ptr + segment) + (1 << level) - 1) >> level
     i = tl.arange(0, BLOCK)
@@ -114,15 +133,29 @@ def _signed(magnitude, negative):
 
 
 @triton.jit
-def book_fields(values_ptr, count_ptr, book_ptr, fields_ptr, sent_ptr, k, cap, BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Sign and number of the nearest level of the ascending book, and what that stands for; zeros behind the count."""
+def book_fields(
+    values_ptr,
+    count_ptr,
+    book_ptr,
+    fields_ptr,
+    sent_ptr,
+    k,
+    cap,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sign and number of the nearest level of the ascending book, and what that stands for; zeros
+    behind the count.
+    """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < tl.load(count_ptr)
     x = tl.load(values_ptr + i, inside, other=0.0).to(tl.float64)
     magnitude = tl.minimum(tl.abs(x), cap)
     level = tl.zeros([BLOCK], tl.int32)
     for j in tl.static_range((1 << (BITS - 1)) - 1):
-        middle = (tl.load(book_ptr + j).to(tl.float64) + tl.load(book_ptr + j + 1).to(tl.float64)) * 0.5
+        middle = (
+            tl.load(book_ptr + j).to(tl.float64) + tl.load(book_ptr + j + 1).to(tl.float64)
+        ) * 0.5
         level += (magnitude > middle).to(tl.int32)
     negative = x < 0
     sent = _signed(tl.load(book_ptr + level), negative)
@@ -138,7 +171,15 @@ def _level_width(low, high, BITS: tl.constexpr):
 
 @triton.jit
 def grid_fields(
-    values_ptr, count_ptr, scales_ptr, fields_ptr, sent_ptr, k, cap, BITS: tl.constexpr, BLOCK: tl.constexpr
+    values_ptr,
+    count_ptr,
+    scales_ptr,
+    fields_ptr,
+    sent_ptr,
+    k,
+    cap,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """As `book_fields` for equidistant levels between two scales."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -188,7 +229,9 @@ def decode_values(
 
 @triton.jit
 def sum_runs(keys_ptr, values_ptr, sums_ptr, length, limit, BLOCK: tl.constexpr):
-    """Where a run of equal keys below `limit` begins, the sum of its values in order, starting from zero."""
+    """Where a run of equal keys below `limit` begins, the sum of its values in order, starting from
+    zero.
+    """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < length
     key = tl.load(keys_ptr + i, inside, other=limit)

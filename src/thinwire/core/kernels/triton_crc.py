@@ -1,15 +1,19 @@
-"""Triton kernels of the CRC-32: linear over GF(2), so every bit contributes on its own and the blocks are summed."""
+"""Triton kernels of the CRC-32: linear over GF(2), so every bit contributes on its own and the
+blocks are summed.
+"""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def reduce_blocks(rows_ptr, nbytes, lead, hole_start, hole_stop, table_ptr, blocks_ptr, BLOCK: tl.constexpr):
+def reduce_blocks(
+    rows_ptr, nbytes, lead, hole_start, hole_stop, table_ptr, blocks_ptr, BLOCK: tl.constexpr
+):
     """Per row and block the sum of what its bits contribute to the block's end.
 
-    `lead` zero bytes are thought before each row, so that the last block ends with it; the bytes of the hole count as
-    zeros. Row j of the table has what bit j contributes at each place of a block.
+    `lead` zero bytes are thought before each row, so that the last block ends with it; the bytes of
+    the hole count as zeros. Row j of the table has what bit j contributes at each place of a block.
     """
     block = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
@@ -25,7 +29,9 @@ def reduce_blocks(rows_ptr, nbytes, lead, hole_start, hole_stop, table_ptr, bloc
 
 @triton.jit
 def combine_blocks(blocks_ptr, table_ptr, sums_ptr, block_count, BLOCK: tl.constexpr):
-    """Per row the sum of what the bits of its blocks contribute to the row's end; row j of the table is for bit j."""
+    """Per row the sum of what the bits of its blocks contribute to the row's end; row j of the
+    table is for bit j.
+    """
     row = tl.program_id(0).to(tl.int64)
     total = tl.zeros([BLOCK], tl.int32)
     for first in range(0, block_count, BLOCK):

@@ -1,8 +1,10 @@
-"""Triton kernels of fold and selection. Arrays are flat; a program works on one block of them or strides over several.
+"""Triton kernels of fold and selection. Arrays are flat; a program works on one block of them or
+strides over several.
 
-The order of |x| is the integer order of its bit pattern without the sign, called the key. What decides is kept on the
-device: `state_ptr` holds the digits of the k-th largest key found so far, and how many entries at or below them are
-still wanted. All kernels are launched without contraction of a * b + c, which would round once instead of twice.
+The order of |x| is the integer order of its bit pattern without the sign, called the key. What
+decides is kept on the device: `state_ptr` holds the digits of the k-th largest key found so far,
+and how many entries at or below them are still wanted. All kernels are launched without contraction
+of a * b + c, which would round once instead of twice.
 """
 
 import triton
@@ -40,7 +42,9 @@ def _noise(at, seed):
 
 @triton.jit
 def _store(ptr, at, x, inside, seed, FOR_BUFFER: tl.constexpr):
-    """State from the type that is computed in, rounded stochastically to bfloat16; see `core.rounding`."""
+    """State from the type that is computed in, rounded stochastically to bfloat16; see
+    `core.rounding`.
+    """
     if ptr.dtype.element_ty == tl.int16:
         bits = x.to(tl.uint32, bitcast=True)
         noise = _noise(at, seed)
@@ -48,7 +52,8 @@ def _store(ptr, at, x, inside, seed, FOR_BUFFER: tl.constexpr):
             noise = noise >> 16
         else:
             noise = noise & 0xFFFF
-        # above the largest bfloat16 there is only infinity, and infinity and NaN must not move at all
+        # above the largest bfloat16 there is only infinity, and infinity and NaN must not move at
+        # all
         bits += tl.where((bits & 0x7FFFFFFF) > LARGEST_BFLOAT16, 0, noise)
         tl.store(ptr + at, (bits >> 16).to(tl.uint16).to(tl.int16, bitcast=True), inside)
     else:
@@ -97,7 +102,9 @@ def count_digits(
     MODE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Histogram of the digit above bit `low` over all entries whose higher digits are those of the state."""
+    """Histogram of the digit above bit `low` over all entries whose higher digits are those of the
+    state.
+    """
     prefix = tl.load(state_ptr)
     counts = tl.zeros([1 << DIGIT_BITS], tl.int32)
     first = tl.program_id(0).to(tl.int64) * BLOCK
@@ -109,12 +116,16 @@ def count_digits(
         digit = ((key >> low) & ((1 << DIGIT_BITS) - 1)).to(tl.int32)
         counts += tl.histogram(digit, 1 << DIGIT_BITS, mask=matches)
         first += tl.num_programs(0).to(tl.int64) * BLOCK
-    tl.atomic_add(histogram_ptr + tl.arange(0, 1 << DIGIT_BITS), counts.to(tl.int64), mask=counts > 0)
+    tl.atomic_add(
+        histogram_ptr + tl.arange(0, 1 << DIGIT_BITS), counts.to(tl.int64), mask=counts > 0
+    )
 
 
 @triton.jit
 def choose_digit(histogram_ptr, state_ptr, DIGIT_BITS: tl.constexpr):
-    """Append the digit at which the entries, counted from the largest, reach the wanted number; clears the counts."""
+    """Append the digit at which the entries, counted from the largest, reach the wanted number;
+    clears the counts.
+    """
     at = tl.arange(0, 1 << DIGIT_BITS)
     counts = tl.load(histogram_ptr + at)
     wanted = tl.load(state_ptr + 1)
@@ -141,10 +152,14 @@ def count_chosen(
     block = tl.program_id(0).to(tl.int64)
     at = block * BLOCK + tl.arange(0, BLOCK)
     inside = at < numel
-    key = _key(_folded(grad_ptr, residual_ptr, buffer_ptr, momentum_ptr, at, inside, MODE)).to(tl.int64)
+    key = _key(_folded(grad_ptr, residual_ptr, buffer_ptr, momentum_ptr, at, inside, MODE)).to(
+        tl.int64
+    )
     last = tl.load(state_ptr)
     tl.store(counts_ptr + block, tl.sum((inside & (key > last)).to(tl.int64), 0))
-    tl.store(counts_ptr + tl.num_programs(0) + block, tl.sum((inside & (key == last)).to(tl.int64), 0))
+    tl.store(
+        counts_ptr + tl.num_programs(0) + block, tl.sum((inside & (key == last)).to(tl.int64), 0)
+    )
 
 
 @triton.jit
@@ -196,7 +211,9 @@ def keep_rest(
     MODE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The folded residual less what was sent, where it is sent: to be known before anything is rounded."""
+    """The folded residual less what was sent, where it is sent: to be known before anything is
+    rounded.
+    """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < count
     at = tl.load(indices_ptr + i, inside, other=0)
@@ -205,7 +222,16 @@ def keep_rest(
 
 
 @triton.jit(do_not_specialize=["seed"])
-def fold_(grad_ptr, residual_ptr, buffer_ptr, momentum_ptr, numel, seed, MODE: tl.constexpr, BLOCK: tl.constexpr):
+def fold_(
+    grad_ptr,
+    residual_ptr,
+    buffer_ptr,
+    momentum_ptr,
+    numel,
+    seed,
+    MODE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Fold the gradient for good; changes residual and momentum buffer."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numel
@@ -228,7 +254,14 @@ def fold_(grad_ptr, residual_ptr, buffer_ptr, momentum_ptr, numel, seed, MODE: t
 
 @triton.jit(do_not_specialize=["seed"])
 def put_rest_(
-    residual_ptr, buffer_ptr, indices_ptr, rest_ptr, count, seed, HAS_BUFFER: tl.constexpr, BLOCK: tl.constexpr
+    residual_ptr,
+    buffer_ptr,
+    indices_ptr,
+    rest_ptr,
+    count,
+    seed,
+    HAS_BUFFER: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """What `keep_rest` has kept into the residual, and zero into the momentum buffer."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -245,4 +278,6 @@ def round_(target_ptr, values_ptr, numel, seed, BLOCK: tl.constexpr):
     """Values rounded into a buffer."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numel
-    _store(target_ptr, at, tl.load(values_ptr + at, inside, other=0.0), inside, seed, FOR_BUFFER=True)
+    _store(
+        target_ptr, at, tl.load(values_ptr + at, inside, other=0.0), inside, seed, FOR_BUFFER=True
+    )

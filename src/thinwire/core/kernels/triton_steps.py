@@ -1,10 +1,12 @@
-"""Triton kernels of the steps of LAMB, LARS and the outer SGD, for all tensors of a list in one launch.
+"""Triton kernels of the steps of LAMB, LARS and the outer SGD, for all tensors of a list in one
+launch.
 
-`addresses_ptr` holds the addresses of each tensor's arrays, one row for each tensor. A program works on one block of
-one tensor: `owners_ptr` says of which, `tensors_ptr` which block is its first and how many entries it has. What
-`constants_ptr` holds in float64 is rounded to the type of the tensors, TYPE. Norms are summed in float64, within blocks
-and then over the blocks of a tensor, in an order that follows from its length alone. All kernels are launched without
-contraction of a * b + c, which would round once instead of twice.
+`addresses_ptr` holds the addresses of each tensor's arrays, one row for each tensor. A program
+works on one block of one tensor: `owners_ptr` says of which, `tensors_ptr` which block is its first
+and how many entries it has. What `constants_ptr` holds in float64 is rounded to the type of the
+tensors, TYPE. Norms are summed in float64, within blocks and then over the blocks of a tensor, in
+an order that follows from its length alone. All kernels are launched without contraction of a * b +
+c, which would round once instead of twice.
 """
 
 import triton
@@ -61,7 +63,9 @@ def _store_squares(sums_ptr, x, y):
 
 @triton.jit
 def trust_ratios(tensors_ptr, trust_ptr, sums_ptr, ratios_ptr, BLOCK: tl.constexpr):
-    """`core.trust_ratio` of one tensor for each program; `trust_ptr`: coefficient, wd, eps, low, high."""
+    """`core.trust_ratio` of one tensor for each program; `trust_ptr`: coefficient, wd, eps, low,
+    high.
+    """
     tensor = tl.program_id(0)
     first = tl.load(tensors_ptr + 2 * tensor)
     end = first + (tl.load(tensors_ptr + 2 * tensor + 1) + BLOCK - 1) // BLOCK
@@ -91,14 +95,23 @@ def _direction(p, m, v, constants_ptr, TYPE: tl.constexpr):
 
 @triton.jit
 def lamb_moments_(
-    addresses_ptr, owners_ptr, tensors_ptr, constants_ptr, sums_ptr, BLOCK: tl.constexpr, TYPE: tl.constexpr
+    addresses_ptr,
+    owners_ptr,
+    tensors_ptr,
+    constants_ptr,
+    sums_ptr,
+    BLOCK: tl.constexpr,
+    TYPE: tl.constexpr,
 ):
     """The moments m and v of p, g, m, v, and the sums of the squares of p and of the direction.
 
     `constants_ptr`: lr, b1, 1 - b1, b2, 1 - b2, 1/(1 - b1^t), 1/(1 - b2^t), eps, wd.
     """
     tensor, at, inside = _place(owners_ptr, tensors_ptr, BLOCK)
-    m_ptr, v_ptr = _array(addresses_ptr, tensor, 2, 4, TYPE), _array(addresses_ptr, tensor, 3, 4, TYPE)
+    m_ptr, v_ptr = (
+        _array(addresses_ptr, tensor, 2, 4, TYPE),
+        _array(addresses_ptr, tensor, 3, 4, TYPE),
+    )
     p = tl.load(_array(addresses_ptr, tensor, 0, 4, TYPE) + at, inside, other=0.0)
     g = tl.load(_array(addresses_ptr, tensor, 1, 4, TYPE) + at, inside, other=0.0)
     b1, rest1 = tl.load(constants_ptr + 1).to(TYPE), tl.load(constants_ptr + 2).to(TYPE)
@@ -112,7 +125,13 @@ def lamb_moments_(
 
 @triton.jit
 def lamb_move_(
-    addresses_ptr, owners_ptr, tensors_ptr, constants_ptr, ratios_ptr, BLOCK: tl.constexpr, TYPE: tl.constexpr
+    addresses_ptr,
+    owners_ptr,
+    tensors_ptr,
+    constants_ptr,
+    ratios_ptr,
+    BLOCK: tl.constexpr,
+    TYPE: tl.constexpr,
 ):
     """The directions once more, and p along them."""
     tensor, at, inside = _place(owners_ptr, tensors_ptr, BLOCK)
@@ -125,7 +144,9 @@ def lamb_move_(
 
 
 @triton.jit
-def lars_squares(addresses_ptr, owners_ptr, tensors_ptr, sums_ptr, BLOCK: tl.constexpr, TYPE: tl.constexpr):
+def lars_squares(
+    addresses_ptr, owners_ptr, tensors_ptr, sums_ptr, BLOCK: tl.constexpr, TYPE: tl.constexpr
+):
     """The sums of the squares of p and g."""
     tensor, at, inside = _place(owners_ptr, tensors_ptr, BLOCK)
     p = tl.load(_array(addresses_ptr, tensor, 0, 3, TYPE) + at, inside, other=0.0)
@@ -160,12 +181,19 @@ def lars_move_(
 ):
     """LARS on p, g and, with momentum, b; `constants_ptr`: lr, momentum, wd."""
     tensor, at, inside = _place(owners_ptr, tensors_ptr, BLOCK)
-    p_ptr, b_ptr = _array(addresses_ptr, tensor, 0, 3, TYPE), _array(addresses_ptr, tensor, 2, 3, TYPE)
+    p_ptr, b_ptr = (
+        _array(addresses_ptr, tensor, 0, 3, TYPE),
+        _array(addresses_ptr, tensor, 2, 3, TYPE),
+    )
     p = tl.load(p_ptr + at, inside, other=0.0)
     g = tl.load(_array(addresses_ptr, tensor, 1, 3, TYPE) + at, inside, other=0.0)
     rate = tl.load(constants_ptr).to(TYPE) * tl.load(ratios_ptr + tensor)
     momentum, wd = tl.load(constants_ptr + 1).to(TYPE), tl.load(constants_ptr + 2).to(TYPE)
-    tl.store(p_ptr + at, p - _with_momentum(rate * (g + wd * p), b_ptr, at, inside, momentum, KIND), inside)
+    tl.store(
+        p_ptr + at,
+        p - _with_momentum(rate * (g + wd * p), b_ptr, at, inside, momentum, KIND),
+        inside,
+    )
 
 
 @triton.jit
@@ -178,9 +206,14 @@ def outer_(
     BLOCK: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    """The outer step of the anchor s by the change c, with momentum b; `constants_ptr`: lr, momentum."""
+    """The outer step of the anchor s by the change c, with momentum b; `constants_ptr`: lr,
+    momentum.
+    """
     tensor, at, inside = _place(owners_ptr, tensors_ptr, BLOCK)
-    s_ptr, b_ptr = _array(addresses_ptr, tensor, 0, 3, TYPE), _array(addresses_ptr, tensor, 2, 3, TYPE)
+    s_ptr, b_ptr = (
+        _array(addresses_ptr, tensor, 0, 3, TYPE),
+        _array(addresses_ptr, tensor, 2, 3, TYPE),
+    )
     s = tl.load(s_ptr + at, inside, other=0.0)
     c = tl.load(_array(addresses_ptr, tensor, 1, 3, TYPE) + at, inside, other=0.0)
     rate, momentum = tl.load(constants_ptr).to(TYPE), tl.load(constants_ptr + 1).to(TYPE)

@@ -1,4 +1,6 @@
-"""Compiling ahead: what a training will call is compiled, or read from disk, before its first step."""
+"""Compiling ahead: what a training will call is compiled, or read from disk, before its
+first step.
+"""
 
 import contextlib
 import logging
@@ -21,11 +23,12 @@ _met: set[Need] = set()
 
 
 def warm_up(needs: Collection[Need]) -> float:
-    """Compile what is needed, once per machine; later processes read it from disk, and a second call does nothing.
+    """Compile what is needed, once per machine; later processes read it from disk, and a second
+    call does nothing.
 
-    Of several processes on a machine each compiles what none of the others is at, and reads the rest. Says so in one
-    line on a terminal, and in the log of `thinwire`. Nothing happens where nothing is compiled: without numba, on
-    other devices, with THINWIRE_KERNELS=reference.
+    Of several processes on a machine each compiles what none of the others is at, and reads the
+    rest. Says so in one line on a terminal, and in the log of `thinwire`. Nothing happens where
+    nothing is compiled: without numba, on other devices, with THINWIRE_KERNELS=reference.
 
     Args:
         needs: See `needs_of`.
@@ -45,7 +48,9 @@ def warm_up(needs: Collection[Need]) -> float:
 
 
 def warm_up_beside(needs: Collection[Need]) -> None:
-    """Begin `warm_up` on a thread, where others wait for the caller; the next call of `warm_up` waits for it."""
+    """Begin `warm_up` on a thread, where others wait for the caller; the next call of `warm_up`
+    waits for it.
+    """
 
     def work() -> None:
         with contextlib.suppress(Exception):  # it comes again where it is waited for
@@ -94,7 +99,12 @@ class _Progress:
         self._begun = True
         _log.info("compiling the loops of this training, once per machine")
         if self._terminal:
-            print("thinwire: compiling loops, once per machine ...", end="", file=sys.stderr, flush=True)
+            print(
+                "thinwire: compiling loops, once per machine ...",
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def end(self, count: int, seconds: float) -> None:
         if not self._begun:
