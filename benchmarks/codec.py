@@ -139,12 +139,10 @@ def measure(numel: int, densities: list[float], value_bits: int, repeats: int) -
 def printed(result: dict[str, object]) -> str:
     lines = [
         f"{result['numel']:,} float32, {result['threads']} threads, {result['value_bits']} bit(s) "
-        "a value, "
-        f"decode and sum of {SOURCES} sources, medians of {result['repeats']}",
+        f"a value, decode and sum of {SOURCES} sources, medians of {result['repeats']}",
         "",
         "| density | operation | ours : floor | ours : floor by adding | ours : fold | reference : "
-        "ours | eager : ours "
-        "| ours ms | reference ms | eager ms | floor ms |",
+        "ours | eager : ours | ours ms | reference ms | eager ms | floor ms |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     fold_ms = 1.0
@@ -179,8 +177,7 @@ def narrow_folds(result: dict[str, object]) -> list[str]:
         return []
     table = [
         f"| {row['density']:.2%} | {row['bfloat16'] / row['ours']:.2f} | "
-        f"{row['bfloat16'] / (0.6 * row['floor']):.2f} "
-        f"| {row['bfloat16']:.2f} |"
+        f"{row['bfloat16'] / (0.6 * row['floor']):.2f} | {row['bfloat16']:.2f} |"
         for row in folds
     ]
     head = (

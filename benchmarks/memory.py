@@ -262,8 +262,7 @@ def printed(result: dict[str, object]) -> str:
     )
     lines = [
         f"{result['numel']:,} float32 parameters, {result['ranks']} ranks, {result['repeats']} "
-        f"steps{whole}; "
-        "words of four bytes per parameter",
+        f"steps{whole}; words of four bytes per parameter",
         "",
         "| who | peak : plain DDP | kept : plain DDP | peak | between steps | kept by optimizer "
         "and exchange |",

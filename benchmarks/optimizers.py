@@ -201,8 +201,7 @@ def printed(result: dict[str, Any]) -> str:
         f"{result['load_average']}",
         "",
         "| method | tensors | who | time : ours | fastest : ours | time : floor | time : floor by "
-        "adding | ms "
-        "| floor ms |",
+        "adding | ms | floor ms |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in result["rows"]:

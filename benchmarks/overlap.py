@@ -161,8 +161,7 @@ def printed(result: Any) -> str:
         more = f" and {len(each['buckets']) - 12} more" if len(each["buckets"]) > 12 else ""
         lines.append(
             f"| {each['name']} | {each['over DDP']:.2f} | {each['over bare']:.2f} | {hidden} | "
-            f"{shares}{more} | "
-            f"{each['milliseconds']:.0f} ms |"
+            f"{shares}{more} | {each['milliseconds']:.0f} ms |"
         )
     return "\n".join(lines)
 

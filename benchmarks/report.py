@@ -100,8 +100,7 @@ def machine(result: Mapping[str, Any]) -> str:
     facts = result["machine"]
     return (
         f"{facts['processor']}, {facts['cores']} cores, {facts['memory_gib']} GiB, torch "
-        f"{facts['torch']}, "
-        f"load {result['load_average']} at the start"
+        f"{facts['torch']}, load {result['load_average']} at the start"
     )
 
 

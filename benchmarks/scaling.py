@@ -155,14 +155,12 @@ def printed(result: dict[str, Any]) -> str:
     width = result["node_size"]
     lines = [
         f"{result['numel']:,} numbers in {result['tensors']} tensors, {result['density']:.1%} sent "
-        "at one bit: "
-        f"k = {k:,} entries, {message:,} bytes a message. Entries and bytes of the busiest source, "
-        "sent and received. "
-        "A gathered message counts as sent once, and an entry is room for one.",
+        f"at one bit: k = {k:,} entries, {message:,} bytes a message. Entries and bytes of the "
+        "busiest source, sent and received. A gathered message counts as sent once, and an entry "
+        "is room for one.",
         "",
         "| sources | gather: entries | bytes | split: entries | bytes | gather : split, bytes | "
-        "auto "
-        f"| as ranks of nodes of {width}: bytes between nodes |",
+        f"auto | as ranks of nodes of {width}: bytes between nodes |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for each in result["counted"]:
@@ -184,11 +182,9 @@ def printed(result: dict[str, Any]) -> str:
         "",
         f"From {result['counted'][0]['sources']} to {last['sources']:,} sources a gather grows "
         f"{last['gather']['bytes'] / result['counted'][0]['gather']['bytes']:,.0f} times, in "
-        "bytes. The split exchange "
-        f"stays at {last['split']['entries'] / k:.2f} k entries, "
-        f"{last['split']['bytes'] / message:.2f} messages: with "
-        "so many sources each part is short, and its header (32 bytes) and scales weigh as much "
-        "as its entries.",
+        f"bytes. The split exchange stays at {last['split']['entries'] / k:.2f} k entries, "
+        f"{last['split']['bytes'] / message:.2f} messages: with so many sources each part is "
+        "short, and its header (32 bytes) and scales weigh as much as its entries.",
         "",
         "Real ranks over gloo; every rank's counters equal what is counted:",
         "",

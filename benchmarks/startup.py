@@ -146,8 +146,7 @@ def printed(result: dict[str, Any]) -> str:
     loaded = "numba is imported too" if imports["numba"] else "numba is not imported"
     lines = [
         f"`import torch` takes {imports['torch']:.2f} s, `import thinwire, thinwire.core.kernels` "
-        "after it "
-        f"{1e3 * imports['thinwire']:.0f} ms more and `thinwire.optim` "
+        f"after it {1e3 * imports['thinwire']:.0f} ms more and `thinwire.optim` "
         f"{1e3 * imports['optim']:.0f} ms; {loaded}.",
         "",
         "Compiling with an empty cache, once per machine:",

@@ -386,8 +386,8 @@ class Table(Schedule):
         """See `Schedule.value_at`."""
         if step >= len(self.values):
             raise IndexError(
-                f"step {step} is past the end of a table of {len(self.values)} values "
-                f"(steps 0 to {len(self.values) - 1}); generate one value for each update"
+                f"step {step} is past the end of a table of {len(self.values)} values (steps 0 to "
+                f"{len(self.values) - 1}); generate one value for each update"
             )
         return self.values[step]
 
@@ -426,8 +426,7 @@ def sparsity_at(step: int, begin: int, rampup_step: int, levels: Sequence[float]
         [0.0, 0.75, 0.75, 0.999, 0.999, 0.999, 0.999]
 
     Source: Lin et al., 2018, arXiv 1712.01887, section 3.3. Differs: Paddle's operators/dgc_op.h
-        counts in float32,
-    which stops at 2^24.
+    counts in float32, which stops at 2^24.
     """
     if step < begin:
         return 0.0

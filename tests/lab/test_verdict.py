@@ -48,8 +48,7 @@ def test_what_a_person_would_repeat() -> None:
     found = judged(dense(), run("dgc", [5.0, 3.5, 2.5, 2.0], 0.5, 80))
     assert found == Verdict(
         "On this link (100mbit) dgc reached dense's loss (3.000) in 7.5 s instead of 20.0 s (2.7 "
-        "times as fast), "
-        "with 67 times fewer bytes.",
+        "times as fast), with 67 times fewer bytes.",
         "dgc",
     )
 
@@ -135,8 +134,7 @@ def test_a_link_that_was_not_emulated_is_only_estimated() -> None:
     # dense: 20 s of training and 80 s for 80 kB; dgc: 40 s and 1.6 s
     assert found.text.startswith(
         "By an estimate for a link of 8kbit, which was NOT emulated, dgc reached dense's loss "
-        "(3.000) "
-        "in 41.6 s instead of 100.0 s (2.4 times as fast)"
+        "(3.000) in 41.6 s instead of 100.0 s (2.4 times as fast)"
     )
     asked = {
         "asked": "loopback",

@@ -33,9 +33,8 @@ class Candidate:
         if set(parts) != set(manifest.parts):
             raise CheckpointMismatch(
                 f"{path} has the state of pipeline stages {sorted(set(manifest.parts))}, and the "
-                "ranks are now stages "
-                f"{sorted(set(parts))}: a checkpoint is loaded with the number of stages that "
-                "saved it"
+                f"ranks are now stages {sorted(set(parts))}: a checkpoint is loaded with the "
+                "number of stages that saved it"
             )
         self.path, self.manifest = path, manifest
         peers = [r for r, part in enumerate(parts) if part == parts[rank]]
@@ -102,7 +101,6 @@ class Candidate:
             return ""
         return (
             f" (the ranks saved into {len(self.manifest.places)} directories, "
-            f"{self.manifest.places}, each of which "
-            f"has the files of its own ranks: copy the folders {self.path.name} of all of them "
-            "together)"
+            f"{self.manifest.places}, each of which has the files of its own ranks: copy the "
+            f"folders {self.path.name} of all of them together)"
         )

@@ -126,8 +126,7 @@ class _Combiner:
         if len(kinds) > 1:
             raise CheckpointError(
                 f"states of {len(present)} ranks do not fit together: {path} is "
-                f"{' here and '.join(kinds)} there. "
-                "Load with the number of ranks that saved"
+                f"{' here and '.join(kinds)} there. Load with the number of ranks that saved"
             )
         return present[0]
 

@@ -169,6 +169,5 @@ def _nothing(roots: list[str], problems: list[str]) -> CheckpointError:
         return CheckpointCorrupt(f"no checkpoint is whole on all ranks: {'; '.join(problems)}")
     return CheckpointMissing(
         f"there is no checkpoint in {' nor in '.join(roots)}: looked for folders named step_ and "
-        "ten digits, with a "
-        f"{MANIFEST} inside. Pass the directory that was given to save"
+        f"ten digits, with a {MANIFEST} inside. Pass the directory that was given to save"
     )

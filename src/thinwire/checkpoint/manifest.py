@@ -73,8 +73,7 @@ class Manifest:
         if version != FORMAT:
             raise CheckpointError(
                 f"the checkpoint has format {version!r}, this version of thinwire reads format "
-                f"{FORMAT}: "
-                f"update thinwire (it was written by {content.get('thinwire')!r})"
+                f"{FORMAT}: update thinwire (it was written by {content.get('thinwire')!r})"
             )
         if set(content) != set(cls.__dataclass_fields__):
             raise CheckpointCorrupt(

@@ -35,10 +35,9 @@ def places_of(neighbours: Sequence[Sequence[int]]) -> list[list[int]]:
             if neighbours[other] != seen:
                 raise CheckpointError(
                     f"rank {rank} sees files of the ranks {list(seen)} in its directory, and rank "
-                    f"{other} sees those "
-                    f"of {list(neighbours[other])}: either all of them share a directory or they "
-                    "have different ones. "
-                    "A network file system must show a new file to all machines at once"
+                    f"{other} sees those of {list(neighbours[other])}: either all of them share a "
+                    "directory or they have different ones. A network file system must show a new "
+                    "file to all machines at once"
                 )
     return sorted(list(seen) for seen in {tuple(seen) for seen in neighbours})
 
@@ -98,9 +97,8 @@ class Plan:
         if free < self._needed_bytes + _SPARE_BYTES:
             raise CheckpointError(
                 f"no space left: a checkpoint of {_mib(self._needed_bytes)} does not fit into the "
-                f"{_mib(free)} that "
-                f"are free in {self.root}. Delete files there, save elsewhere, or keep fewer "
-                "checkpoints"
+                f"{_mib(free)} that are free in {self.root}. Delete files there, save elsewhere, "
+                "or keep fewer checkpoints"
             )
         self.torso.mkdir()
         return stuck

@@ -63,9 +63,9 @@ def save(
             and what is left behind the next save removes.
 
     Communication: seven rounds that carry, all in all, about 120 bytes for every tensor of the
-        state.
+    state.
     Failure: a rank that dies is `PeerLost` on the others; what it leaves behind is removed by the
-        next save.
+    next save.
     """
     step, part = integer("step", step, at_least=0), integer("part", part, at_least=0)
     keep = None if keep is None else integer("keep", keep, at_least=1)

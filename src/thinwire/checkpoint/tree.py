@@ -93,8 +93,7 @@ class _Encoder:
         ):
             raise TypeError(
                 f"state{path} is a {kind} tensor of type {type(tensor).__name__} and "
-                f"{tensor.dtype}; a checkpoint "
-                "holds dense tensors (of a DTensor, save to_local())"
+                f"{tensor.dtype}; a checkpoint holds dense tensors (of a DTensor, save to_local())"
             )
         base = _UNFIT.sub("_", path.removeprefix("/")) or "state"
         names = (base if i == 0 else f"{base}~{i}" for i in range(len(self.tensors) + 2))

@@ -59,8 +59,7 @@ def while_busy(
         PeerLost, PeerStalled: A rank died or stopped.
 
     Communication: one `Group.gather_bytes` where all end within 5 s of each other, and one more for
-        every 5 s (or
-    quarter of the time-out, where that is shorter) in which a rank is still at it.
+    every 5 s (or quarter of the time-out, where that is shorter) in which a rank is still at it.
     """
     work = _Work(act)
     rows = (

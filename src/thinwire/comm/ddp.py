@@ -79,8 +79,7 @@ def tap_buckets(ddp: DistributedDataParallel, group: Group, on_bucket: OnBucket)
     if dist.get_world_size(ddp.process_group) != group.size:
         raise ValueError(
             f"ddp spans {dist.get_world_size(ddp.process_group)} ranks and the optimizer "
-            f"{group.size}: "
-            "give both the same process_group"
+            f"{group.size}: give both the same process_group"
         )
     tap = _taps.get(ddp)
     if tap is None:
@@ -89,8 +88,7 @@ def tap_buckets(ddp: DistributedDataParallel, group: Group, on_bucket: OnBucket)
         except RuntimeError as error:
             raise ValueError(
                 "this DistributedDataParallel model has a communication hook already, and torch "
-                "allows one: "
-                f"wrap the model anew ({error})"
+                f"allows one: wrap the model anew ({error})"
             ) from error
         _taps[ddp] = tap
     if tap.on_bucket is not None:
@@ -105,7 +103,6 @@ def tap_buckets(ddp: DistributedDataParallel, group: Group, on_bucket: OnBucket)
 def _refuse_join(**_: Any) -> NoReturn:
     raise RuntimeError(
         "DistributedDataParallel.join() does not work with an attached optimizer, whose ranks meet "
-        "in step(), which "
-        "a rank without batches does not call: give all ranks equally many batches, or train with "
-        "DistributedStrategy(dgc=DGC(...)) inside `with engine.join():`"
+        "in step(), which a rank without batches does not call: give all ranks equally many "
+        "batches, or train with DistributedStrategy(dgc=DGC(...)) inside `with engine.join():`"
     )

@@ -91,8 +91,7 @@ def _who_stalled(
     if others is None:
         why = (
             "The store of the process group does not answer either: its host, or the network of "
-            "this rank, is stopped "
-            "or cut off. "
+            "this rank, is stopped or cut off. "
         )
         return f"another rank did not take part within {within}. {why if known else ''}{end}"
     away = {
@@ -109,8 +108,7 @@ def _who_stalled(
     )
     return (
         f"no exchange came about within {within}, though all ranks are alive: {told}. The network "
-        "between them "
-        f"is cut, or they do not make the same calls. {end}"
+        f"between them is cut, or they do not make the same calls. {end}"
     )
 
 

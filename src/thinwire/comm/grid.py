@@ -32,7 +32,7 @@ class Grid:
         timeout: As for `Group`.
 
     Communication: making it is collective over all ranks; the groups are made once for each number
-        of stages and each time-out, and they are let go of at exit.
+    of stages and each time-out, and they are let go of at exit.
 
     Raises:
         StrategyError: The number of ranks is no multiple of `stages`.
@@ -45,8 +45,7 @@ class Grid:
             fitting = sorted({stages * max(size // stages, 1), stages * (size // stages + 1)})
             raise StrategyError(
                 f"a pipeline of {stages} stages needs a multiple of {stages} ranks, there are "
-                f"{size}: start "
-                f"{' or '.join(map(str, fitting))} ranks, or change stages"
+                f"{size}: start {' or '.join(map(str, fitting))} ranks, or change stages"
             )
         self.stages, self.replicas = stages, size // stages
         self.replica, self.stage = divmod(rank, stages)

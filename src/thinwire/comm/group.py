@@ -65,11 +65,11 @@ class Group:
         PeerLost, PeerStalled: A rank died or did not come while the private group was made.
 
     Communication: making the first one over given ranks is collective over them. `bytes_sent`
-        counts every byte given
-    to an exchange, on one rank too; `bytes_received` what came from others, the result of a sum as
-    a whole; `wait_s` the seconds for which this rank was blocked until an exchange was over.
+    counts every byte given to an exchange, on one rank too; `bytes_received` what came from others,
+    the result of a sum as a whole; `wait_s` the seconds for which this rank was blocked until an
+    exchange was over.
     Failure: a dead rank is `PeerLost` on the others, a stopped one `PeerStalled` within a second
-        after the time-out. After that nothing goes over these ranks any more.
+    after the time-out. After that nothing goes over these ranks any more.
     """
 
     node_size = 1
@@ -138,9 +138,8 @@ class Group:
         if not shared.lives:
             raise ThinwireError(
                 "the process group was destroyed, so nothing can be exchanged over it: call "
-                "destroy_process_group "
-                "after the last step, save and flush; after a new init_process_group make a new "
-                "engine or optimizer"
+                "destroy_process_group after the last step, save and flush; after a new "
+                "init_process_group make a new engine or optimizer"
             )
         if shared.abandoned is not None:
             raise ThinwireError(
@@ -276,9 +275,8 @@ class Group:
             if length > bound:
                 raise PayloadCorrupt(
                     f"{what}: rank {rank} claims to send {length} bytes, and at most {bound} can "
-                    "be right beside "
-                    f"{min(lengths)} bytes of another rank: its message is damaged. "
-                    f"{state_after_failure()}"
+                    f"be right beside {min(lengths)} bytes of another rank: its message is "
+                    f"damaged. {state_after_failure()}"
                 )
         rows = self.gather_now(payload.ljust(max(lengths), b"\0"), what)
         answers = [row[:length] for row, length in zip(rows, lengths, strict=True)]
@@ -427,6 +425,5 @@ def require_process_group(value: object) -> None:
         return  # whoever joins the group says so
     raise TypeError(
         "process_group must be a torch.distributed.ProcessGroup or None for all ranks, got "
-        f"{value!r} of type "
-        f"{type(value).__name__}: pass what new_group returned"
+        f"{value!r} of type {type(value).__name__}: pass what new_group returned"
     )

@@ -72,10 +72,8 @@ def _warn_of_versions(rows: Sequence[Mapping[str, Any]]) -> None:
             if row.get(key) != rows[0].get(key):
                 text = (
                     f"{key} is {rows[0].get(key)} on rank 0 and {row.get(key)} on rank {rank}. "
-                    "They train together; "
-                    "where builds round differently replicas part, which is then an error. The "
-                    "same build everywhere "
-                    "is safest"
+                    "They train together; where builds round differently replicas part, which is "
+                    "then an error. The same build everywhere is safest"
                 )
                 if text not in _told:
                     _told.add(text)
@@ -89,9 +87,8 @@ def elsewhere(what: str, rank: int) -> Mismatch:
     """
     return Mismatch(
         f"{what}: rank {rank} is in another exchange of this library. All ranks must make the same "
-        "calls; "
-        "engine.save too belongs on every rank, not on rank 0 only: it writes one checkpoint for "
-        "all of them"
+        "calls; engine.save too belongs on every rank, not on rank 0 only: it writes one "
+        "checkpoint for all of them"
     )
 
 

@@ -30,8 +30,8 @@ class Nodes:
         crossing: The leaders, where this rank is one of them.
 
     Communication: making the first one over a group is collective over it. A result is launched
-        between the leaders at
-    once; `wait` broadcasts it inside the node, so all ranks of a node must wait in the same order.
+    between the leaders at once; `wait` broadcasts it inside the node, so all ranks of a node must
+    wait in the same order.
     Failure: as for `Group`; a leader that fails leaves, and its node with it.
     """
 
@@ -154,8 +154,7 @@ def require_divisor(node_size: int | None, ranks: int) -> None:
     if node_size is not None and ranks % node_size:
         raise ValueError(
             f"node_size={node_size} does not divide the {ranks} ranks that exchange: give a "
-            "divisor of "
-            f"{ranks}, or 1 to make every rank a source of its own"
+            f"divisor of {ranks}, or 1 to make every rank a source of its own"
         )
 
 

@@ -80,8 +80,7 @@ def make_equal_(tensors: Mapping[str, Tensor], group: Group, *, what: str) -> No
         PeerLost, PeerStalled: See `thinwire.errors`.
 
     Communication: 24 bytes a rank where all are equal. Else 16 bytes for every tensor, the bytes of
-        those that differ from rank 0 to all, and 8 bytes a rank for every piece of 16 KiB to 16
-        MiB.
+    those that differ from rank 0 to all, and 8 bytes a rank for every piece of 16 KiB to 16 MiB.
     """
     if group.size == 1:
         return

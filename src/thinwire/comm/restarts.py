@@ -24,9 +24,8 @@ def warn_of_restarts() -> None:
     if first and restarts.isdigit() and int(restarts) > 0 and shared == "True":
         warnings.warn(
             f"torchrun --max-restarts={restarts} fails in init_process_group on most restarts with "
-            "torch 2.13 "
-            f"(pytorch issue 135712): set {_VARIABLE}=1 in the environment of torchrun, on every "
-            "machine",
+            f"torch 2.13 (pytorch issue 135712): set {_VARIABLE}=1 in the environment of torchrun, "
+            "on every machine",
             UserWarning,
             stacklevel=2,
         )

@@ -172,8 +172,7 @@ def damaged_text(rank: int, context: Context) -> str:
     """What is said of a part that does not fit its checksum."""
     return (
         f"the dense tensors of rank {rank} for bucket {context.bucket} of step {context.step} were "
-        "refused: they do "
-        "not fit their checksum"
+        "refused: they do not fit their checksum"
     )
 
 

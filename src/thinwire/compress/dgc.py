@@ -158,10 +158,8 @@ class DGC:
         stored = ", in bfloat16 by stochastic rounding" if self.state_dtype == "bfloat16" else ""
         return (
             f"{self.beginning()}gradients accumulate, and of each tensor the largest {self.ramp()} "
-            "are sent, "
-            f"{bits_text(self.value_bits)} an entry; the rest is kept{stored}. Tensors below "
-            f"{self.min_numel} numbers "
-            f"are dense{self.limit('source')}"
+            f"are sent, {bits_text(self.value_bits)} an entry; the rest is kept{stored}. Tensors "
+            f"below {self.min_numel} numbers are dense{self.limit('source')}"
         )
 
     def beginning(self) -> str:

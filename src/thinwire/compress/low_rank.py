@@ -120,8 +120,8 @@ class LowRank:
         return (
             f"{begin}each gradient of n rows and m columns travels as two factors of {columns}, "
             f"{self.rank} (n + m) numbers in two rounds; what they miss is kept and added to the "
-            "next gradient. "
-            f"Tensors of fewer than two dimensions or below {self.min_numel} numbers are dense"
+            f"next gradient. Tensors of fewer than two dimensions or below {self.min_numel} "
+            "numbers are dense"
         )
 
     def needs(self, params: Iterable[Tensor]) -> frozenset[Need]:

@@ -36,9 +36,8 @@ class Quantized(ErrorsOnly):
         TypeError, ValueError: A wrong value.
 
     Source: error feedback, Karimireddy et al., 2019, arXiv 1901.09847; changes of a few bits with
-        it, MuLoCo, 2025,
-    arXiv 2505.23725. Differs: levels are means of parts of the magnitudes (at 1 bit of each sign),
-        not quantiles.
+    it, MuLoCo, 2025, arXiv 2505.23725. Differs: levels are means of parts of the magnitudes (at 1
+    bit of each sign), not quantiles.
     """
 
     value_bits: int = 4
@@ -49,8 +48,7 @@ class Quantized(ErrorsOnly):
         if value_bits == _NARROWEST_PLAIN:
             raise ValueError(
                 f"value_bits={value_bits} is no compression, since a change has {value_bits} bits "
-                "an entry already: "
-                f"write compression=None, or one of {list(WHOLE_BITS)}"
+                f"an entry already: write compression=None, or one of {list(WHOLE_BITS)}"
             )
         check.one_of("value_bits", value_bits, WHOLE_BITS)
         object.__setattr__(self, "value_bits", value_bits)

@@ -70,8 +70,7 @@ class Sparse(ErrorsOnly):
         over = "the ranks that sent it" if self.mean_over == "senders" else "all ranks"
         return (
             f"the largest {100 * (1 - self.sparsity):.6g} % are sent, {bits} an entry, whose mean "
-            f"is over {over}; "
-            f"the rest is kept and counts {self.decay:g} times the next time"
+            f"is over {over}; the rest is kept and counts {self.decay:g} times the next time"
         )
 
     def compresses(self, param: Tensor) -> bool:

@@ -15,14 +15,13 @@ _KERNELS = "body of the kernels"
 CURES = {
     _INSTRUCTIONS: (
         "Their results differ in the last bit, so replicas would part. Set ATEN_CPU_CAPABILITY to "
-        "the lesser of the "
-        "two (avx2, or default for none) in the environment of all ranks before they start"
+        "the lesser of the two (avx2, or default for none) in the environment of all ranks before "
+        "they start"
     ),
     _DENORMALS: "Call torch.set_flush_denormal alike on all ranks before this",
     _KERNELS: (
         "LAMB and LARS round differently in them. Install numba on all ranks, or set "
-        "THINWIRE_KERNELS=reference in the "
-        "environment of all of them"
+        "THINWIRE_KERNELS=reference in the environment of all of them"
     ),
 }
 """What to do where ranks differ, for `require_agreement`."""

@@ -75,8 +75,8 @@ def pack(
     if [p.indices.numel() for p in proposals] != [slot.k for slot in layout.slots] or not proposals:
         raise ValueError(
             f"proposals have {[p.indices.numel() for p in proposals]} entries; the layout has "
-            "slots for "
-            f"{[slot.k for slot in layout.slots]}, at least one, and all of them must be filled"
+            f"slots for {[slot.k for slot in layout.slots]}, at least one, and all of them must be "
+            "filled"
         )
     device = proposals[0].values.device
     words = header_words(layout, step, bucket)
@@ -160,8 +160,7 @@ def explain(
     wrong = ", ".join(name for bit, name in enumerate(FAULTS) if verdict >> bit & 1)
     raise PayloadCorrupt(
         f"the message of rank {source} for bucket {bucket} of step {step} was refused on "
-        f"{message.device} and nothing "
-        f"applied: {wrong} found wrong there, nothing on the host"
+        f"{message.device} and nothing applied: {wrong} found wrong there, nothing on the host"
     )
 
 

@@ -153,10 +153,8 @@ def _after_overflow(config: LossScale, state: ScaleState) -> ScaleState:
     if in_a_row > _MOST_OVERFLOWS_IN_A_ROW:
         raise NonFinite(
             f"{in_a_row} steps in a row were dropped for gradients that are not finite, at a loss "
-            "scale of "
-            f"{state.scale:g}; the model itself produces infinities or NaN: lower the learning "
-            "rate, or look for the "
-            "first such value"
+            f"scale of {state.scale:g}; the model itself produces infinities or NaN: lower the "
+            "learning rate, or look for the first such value"
         )
     scale = (
         state.scale

@@ -52,9 +52,8 @@ class Origin:
         """
         cure = (
             "Residuals and momentum that are still to be applied are each rank's own: let every "
-            "rank save and load its "
-            "own with engine.save and engine.load, thinwire.integrations.PerRankState, or one file "
-            "for each rank"
+            "rank save and load its own with engine.save and engine.load, "
+            "thinwire.integrations.PerRankState, or one file for each rank"
         )
         if self.ranks > 1 and (self.rank, self.ranks) != (rank, ranks):
             return (
@@ -64,8 +63,8 @@ class Origin:
         if self.checksum != checksum:
             return (
                 f"rank {rank} of {ranks} loads a state that is not what was saved: its tensors "
-                "were changed or come "
-                f"from several ranks, as torch.distributed.checkpoint mixes them. {cure}"
+                "were changed or come from several ranks, as torch.distributed.checkpoint mixes "
+                f"them. {cure}"
             )
         return None
 

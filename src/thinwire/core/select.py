@@ -46,7 +46,7 @@ def top_k(values: Tensor, k: int) -> Tensor:
         ValueError: `values` has another shape, or `k` is out of its range.
 
     Source: arXiv 1712.01887, algorithm 1. Differs: exact, where the paper estimates a threshold
-        from a sample.
+    from a sample.
     """
     if values.dim() != 1:
         raise ValueError(

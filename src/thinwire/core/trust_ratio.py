@@ -42,9 +42,8 @@ def trust_ratio(param_norm: Tensor, update_norm: Tensor, rule: TrustRule) -> Ten
         Shape and dtype of the norms, on their device; no host synchronization.
 
     Source: You et al., arXiv 1708.03888, equation 6 (LARS: u is the gradient, with weight decay in
-        the denominator);
-    arXiv 1904.00962, algorithm 2 (LAMB: u contains the decay). Differs: LAMB's limit is a function
-    phi of ||p|| alone in the paper, here it limits the quotient.
+    the denominator); arXiv 1904.00962, algorithm 2 (LAMB: u contains the decay). Differs: LAMB's
+    limit is a function phi of ||p|| alone in the paper, here it limits the quotient.
     """
     denominator = update_norm + rule.eps if rule.eps else update_norm
     if rule.weight_decay:

@@ -61,7 +61,7 @@ def encode_values(values: Tensor, bits: int, k: int) -> tuple[Tensor, Tensor]:
         ValueError: More than `k` values, another number of bits, or a 0 at 1 bit.
 
     Source: arXiv 1802.04434 (signs with one scale), 1901.09847 (error feedback). Differs: levels
-        from means of parts.
+    from means of parts.
     """
     value_bytes(k, bits)
     kernels = for_device(values.device)

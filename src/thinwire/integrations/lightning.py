@@ -70,8 +70,7 @@ class _Part(Callback):
         if "://" in str(filepath):
             raise ValueError(
                 f"the checkpoint goes to {filepath}, where a rank cannot write its file beside it: "
-                "save to a folder of "
-                "the file system, and copy it from there"
+                "save to a folder of the file system, and copy it from there"
             )
         for i, state in enumerate(self._states):
             state.folder, state.name = Path(filepath).parent, _name(filepath, i)
@@ -162,8 +161,7 @@ class LocalAveraging(_Part):
         if trainer.strategy.model is not pl_module:
             raise ValueError(
                 f"the model is wrapped in {type(trainer.strategy.model).__name__}, whose ranks "
-                "exchange in every step: "
-                "pass Trainer(strategy=UnwrappedDDP())"
+                "exchange in every step: pass Trainer(strategy=UnwrappedDDP())"
             )
         if getattr(trainer.precision_plugin, "scaler", None) is not None:
             raise ValueError(

@@ -60,12 +60,11 @@ class PerRankState:
         name: Tells it from others in the same folder.
 
     **State**: names and checksums only, in the dictionary that rank 0 saves; a rank's state in the
-        safetensors file
-    `NAME.rank_00000.safetensors` of the folder, which is replaced as a whole.
+    safetensors file `NAME.rank_00000.safetensors` of the folder, which is replaced as a whole.
     **Communication**: about 100 bytes a rank, in `state_dict` and `load_state_dict`, which all
-        ranks must call.
+    ranks must call.
     **Failure**: what one rank cannot write or read is a `CheckpointError` on all of them, with rank
-        and cause.
+    and cause.
     """
 
     def __init__(
@@ -151,8 +150,7 @@ class PerRankState:
         sums, name = state_dict.get("sha256"), state_dict.get("name")
         if not isinstance(sums, Sequence) or not sums or not isinstance(name, str):
             raise ValueError(
-                "state_dict must hold the name and the checksums of the ranks' files, got the "
-                "keys "
+                "state_dict must hold the name and the checksums of the ranks' files, got the keys "
                 f"{sorted(state_dict)}: load what PerRankState.state_dict() gave"
             )
         folder, group, own = self._required_folder(), self._joined(), list[Any]()
@@ -178,8 +176,8 @@ class PerRankState:
             raise ValueError(
                 "PerRankState does not know where each rank's file belongs: call "
                 "PerRankState(...).register(accelerator) in the place of "
-                "accelerator.register_for_checkpointing, or "
-                "set folder= to the folder of the checkpoint"
+                "accelerator.register_for_checkpointing, or set folder= to the folder of the "
+                "checkpoint"
             )
         return Path(self.folder)
 
@@ -214,6 +212,5 @@ def _mean(values: Sequence[Any], where: str) -> Any:
         return first
     raise ValueError(
         f"the states of {where} differ in more than floating-point tensors, so there is no mean of "
-        "them: "
-        "resume on as many ranks as saved them"
+        "them: resume on as many ranks as saved them"
     )

@@ -50,7 +50,7 @@ class ByteTransformer(nn.Module):
         shape: Width, layers and context.
 
     Source: the usual decoder of Radford et al. 2019, with residual branches that start small by the
-        depth.
+    depth.
     """
 
     def __init__(self, shape: ModelShape) -> None:

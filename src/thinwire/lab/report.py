@@ -36,10 +36,8 @@ _STEP_NOTE = (
 _RESULT_NOTE = (
     "★ marks the best of its column. Times to a loss are read off the curves by straight lines "
     "between evaluations, for all strategies alike; evaluation and preparation are not part of "
-    "them. "
-    "Preparation is what comes before the clock starts: processes, imports, compilation of "
-    "kernels, "
-    "and each part of the strategy used once on a copy of the model."
+    "them. Preparation is what comes before the clock starts: processes, imports, compilation of "
+    "kernels, and each part of the strategy used once on a copy of the model."
 )
 
 
@@ -61,8 +59,7 @@ def render(results: Mapping[str, Any]) -> str:
             f"<h1>{escape(first if not rest else first + '.')}</h1>",
             f'<p class="lead">{escape(rest)}</p>' if rest else "",
             f'<p class="headline{warn}">{escape(results["headline"])} One run of each strategy, '
-            "seed "
-            f"{results['settings']['seed']}.</p>",
+            f"seed {results['settings']['seed']}.</p>",
             f'<p class="headline warn">{escape(missing)}</p>' if missing else "",
             _table(result, results),
             *(_plot(results, *plot) for plot in _PLOTS),
@@ -77,8 +74,8 @@ def render(results: Mapping[str, Any]) -> str:
                 for key in ("settings", "model", "text", "link", "machine")
             ),
             f'<p class="note">thinwire {escape(results["thinwire"])}, '
-            f"{escape(results['started'])}. "
-            "Every figure and every evaluation is in results.json beside this file.</p>\n</main>",
+            f"{escape(results['started'])}. Every figure and every evaluation is in results.json "
+            "beside this file.</p>\n</main>",
             f"<script>{_resource('report.js')}</script>\n</body>\n</html>\n",
         ]
     )

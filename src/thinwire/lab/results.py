@@ -44,8 +44,7 @@ KEYS = {
     "failed": "the first strategy that failed and its error, or null",
     "failures": "every strategy that failed, and its error",
     "interrupted": "null, or what interrupted the comparison ('by'; null while it runs, or where "
-    "it was killed), the "
-    "strategy that was at work and its progress, and those that had not begun",
+    "it was killed), the strategy that was at work and its progress, and those that had not begun",
     "common_loss": "the lowest held-out loss that every strategy reached, nats per byte",
     "dense_loss": "the held-out loss that dense ended with, nats per byte; null where dense was "
     "not compared",
@@ -55,9 +54,8 @@ KEYS = {
     "strategies[].best_loss": "lowest held-out loss of all evaluations",
     "strategies[].seconds": "training time; evaluation and preparation are not part of it",
     "strategies[].preparation_seconds": "from the start of the processes until the clock of the "
-    "training started: "
-    "imports, compilation of kernels, and every part of the strategy used once on a copy of the "
-    "model",
+    "training started: imports, compilation of kernels, and every part of the strategy used once "
+    "on a copy of the model",
     "strategies[].seconds_to_common_loss": "training time until the common loss, interpolated "
     "between evaluations",
     "strategies[].seconds_to_dense_loss": "likewise until the loss that dense ended with; null if "
@@ -68,22 +66,19 @@ KEYS = {
     "library counts them",
     "strategies[].library_bytes_counted_by": "how that count comes about",
     "strategies[].kernel_sent_bytes_per_step": "the same by the kernel's interface counters, mean "
-    "over the workers; "
-    "null on loopback, whose counters are shared with everything else on the machine",
+    "over the workers; null on loopback, whose counters are shared with everything else on the "
+    "machine",
     "strategies[].kernel_received_bytes_per_step": "bytes received, likewise",
     "strategies[].ratio_to_dense": "bytes of a dense ring all-reduce over library_bytes_per_step",
     "strategies[].median_step_ms": "median over the steady steps, from steady_from_step on; for "
-    "local updates over the "
-    "means of steps that hold one averaging each",
+    "local updates over the means of steps that hold one averaging each",
     "strategies[].median_bare_step_ms": "median of the same step without any exchange, measured in "
     "the same run",
     "strategies[].step_ratio_to_bare": "median_step_ms over median_bare_step_ms",
     "strategies[].exchange_share": "1 - median_bare_step_ms / median_step_ms: the share of a "
-    "steady step that goes "
-    "into waiting for the wire, and into coding what is sent",
+    "steady step that goes into waiting for the wire, and into coding what is sent",
     "strategies[].seconds_on_asked_link": "only on loopback: training time plus the time that the "
-    "bytes would have "
-    "taken on the asked link, without any overlap",
+    "bytes would have taken on the asked link, without any overlap",
     "strategies[].evaluations[]": "step, seconds, loss, and the bytes that one worker has sent so "
     "far by both counts",
     "strategies[].step_ms[]": "every step of rank 0, in milliseconds",

@@ -52,8 +52,7 @@ def _from_file(word: str) -> Recipe:
     if recipe.name in STRATEGIES:
         raise ValueError(
             f"strategies={word!r} would be called {recipe.name!r}, as a strategy that comes with "
-            "the command; "
-            "rename the file"
+            "the command; rename the file"
         )
     return recipe
 

@@ -43,8 +43,7 @@ def recipe_of_file(word: str) -> Recipe:
     if strategy.pipeline is not None:
         raise ValueError(
             f"strategies={word!r} has a pipeline, and every worker of a comparison trains a whole "
-            "model: "
-            "leave pipeline out"
+            "model: leave pipeline out"
         )
     return Recipe(
         Path(word).stem,

@@ -106,8 +106,8 @@ def _corpus(root: Path, files: list[Path], source: str, advice: str) -> Corpus:
             total += len(piece)
     if total < _SMALLEST_CORPUS_BYTES:
         raise ValueError(
-            f"text={str(root)!r} holds {total} bytes of text in {len(pieces)} files; "
-            f"at least {_SMALLEST_CORPUS_BYTES} bytes are needed; {advice}"
+            f"text={str(root)!r} holds {total} bytes of text in {len(pieces)} files; at least "
+            f"{_SMALLEST_CORPUS_BYTES} bytes are needed; {advice}"
         )
     whole = b"\n".join(pieces)
     part = int(len(whole) * _HELD_OUT_SHARE)

@@ -159,8 +159,7 @@ class TrainingRun:
         if not isfinite(loss):
             raise ThinwireError(
                 f"the training diverged: held-out loss {loss} after {self.step} steps at a peak "
-                "learning rate of "
-                f"{self.config['lr']:g}; give a smaller one with --lr"
+                f"learning rate of {self.config['lr']:g}; give a smaller one with --lr"
             )
         point = {
             "step": self.step,

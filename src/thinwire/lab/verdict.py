@@ -99,22 +99,20 @@ def _against_dense(results: Mapping[str, Any], dense: Run, clock: _Clock) -> Ver
     if seconds < (1 - _ALIKE) * own_s:
         return Verdict(
             f"{clock.place} {name} reached dense's loss ({target:.3f}) in {_seconds(seconds)} "
-            "instead of "
-            f"{_seconds(own_s)} ({_times(own_s / seconds)} times as fast){with_bytes}.",
+            f"instead of {_seconds(own_s)} ({_times(own_s / seconds)} times as fast){with_bytes}.",
             name,
         )
     if seconds <= (1 + _ALIKE) * own_s:
         fewer = first["bytes_to_dense_loss"] < (1 - _ALIKE) * dense["bytes_to_dense_loss"]
         return Verdict(
             f"{clock.place} {name} reached dense's loss ({target:.3f}) about as soon as dense "
-            "itself "
-            f"({_seconds(seconds)} and {_seconds(own_s)}){with_bytes}.",
+            f"itself ({_seconds(seconds)} and {_seconds(own_s)}){with_bytes}.",
             name if fewer else "dense",
         )
     return Verdict(
         f"{clock.place} dense was the fastest to its own loss ({target:.3f}): {_seconds(own_s)}; "
-        f"next came {name} with "
-        f"{_seconds(seconds)} ({_times(seconds / own_s)} times as long){with_bytes}.",
+        f"next came {name} with {_seconds(seconds)} ({_times(seconds / own_s)} times as "
+        f"long){with_bytes}.",
         "dense",
     )
 
@@ -127,8 +125,7 @@ def _nobody(
     within = f"{dense['steps']} steps" if budget is None else f"{budget:g} s"
     text = (
         f"{clock.place} no other strategy reached dense's loss ({results['dense_loss']:.3f}) "
-        f"within {within}; "
-        f"the nearest was {nearest['strategy']} with {nearest['best_loss']:.3f}."
+        f"within {within}; the nearest was {nearest['strategy']} with {nearest['best_loss']:.3f}."
     )
     if budget is not None:
         return Verdict(text, "dense")
@@ -147,8 +144,7 @@ def _among(results: Mapping[str, Any], clock: _Clock, place: str) -> Verdict:
         ]
         return Verdict(
             f"{place} {_listed(stuck)} learned nothing in this run, so there is no loss that all "
-            "reached: let it "
-            "run longer.",
+            "reached: let it run longer.",
             None,
         )
     times = sorted(
@@ -159,17 +155,14 @@ def _among(results: Mapping[str, Any], clock: _Clock, place: str) -> Verdict:
     if first_s >= (1 - _ALIKE) * next_s:
         return Verdict(
             f"{place} {name} and {later['strategy']} were about equally soon at the loss that all "
-            "reached "
-            f"({target:.3f}): {_seconds(first_s)} and "
+            f"reached ({target:.3f}): {_seconds(first_s)} and "
             f"{_seconds(next_s)}{with_bytes and f', {name}{with_bytes}'}.",
             name,
         )
     return Verdict(
         f"{place} {name} was the first at the loss that all reached ({target:.3f}): "
-        f"{_seconds(first_s)}, where "
-        f"{later['strategy']}, the next, took {_seconds(next_s)} ({_times(next_s / first_s)} times "
-        "as long)"
-        f"{with_bytes and f'; {name}{with_bytes}'}.",
+        f"{_seconds(first_s)}, where {later['strategy']}, the next, took {_seconds(next_s)} "
+        f"({_times(next_s / first_s)} times as long){with_bytes and f'; {name}{with_bytes}'}.",
         name,
     )
 
@@ -182,8 +175,7 @@ def _lowest(runs: Sequence[Run], main: Verdict) -> list[str]:
         return []
     return [
         f"At the end {best['strategy']} had the lowest loss ({best['final_loss']:.3f}; "
-        f"{winner['strategy']} "
-        f"{winner['final_loss']:.3f})."
+        f"{winner['strategy']} {winner['final_loss']:.3f})."
     ]
 
 

@@ -62,8 +62,8 @@ def to_use(results: Mapping[str, Any], winner: str | None) -> ToUse | None:
     if run["document"] is not None:
         how = (
             f"The strategy file, also beside this report as {BEST}: "
-            "thinwire.DistributedStrategy.load(path) reads it, "
-            f"prepare(model, optimizer, loss_fn) makes the engine. Here it trained with {rate}."
+            "thinwire.DistributedStrategy.load(path) reads it, prepare(model, optimizer, loss_fn) "
+            f"makes the engine. Here it trained with {rate}."
         )
         return ToUse(name, how, _file_text(run["document"], results), True)
     if run["code"] is not None:

@@ -182,8 +182,8 @@ class CommonOptimizer(TwoPhase):
         """What `_extra_state` gave, checked; nothing changes yet."""
         if "position" not in saved and self.has_schedule:
             raise ValueError(
-                "the state_dict has no 'position', and a schedule drives the rate; "
-                "set state_dict['position'] to the number of updates that were made"
+                "the state_dict has no 'position', and a schedule drives the rate; set "
+                "state_dict['position'] to the number of updates that were made"
             )
         return {
             "position": check.integer(

@@ -79,8 +79,7 @@ def _difference(i: int, names: list[str], known: list[list[str]], count: int) ->
     name = next(iter(sorted(set(names) ^ set(closest))))
     return (
         f"parameter group {i} and the groups of the state are divided otherwise: {name} is in one, "
-        "not in the other. "
-        f"{advice}"
+        f"not in the other. {advice}"
     )
 
 

@@ -119,28 +119,26 @@ class DGCMomentum(CommonOptimizer):
         foreach: Accepted for the common signature; the exchange decides the order of work.
 
     **State** in `state[p]`: `momentum_buffer` u and, for compressed tensors, `residual` v, float32
-        (float64 for float64
-    parameters) or `state_dtype`, local to the rank, or common to the ranks of a node; `position` in
-    the state_dict. Every rank saves its own. What is loaded takes on the type that is asked for
-    here: rounded to nearest, once, where that is narrower.
+    (float64 for float64 parameters) or `state_dtype`, local to the rank, or common to the ranks of
+    a node; `position` in the state_dict. Every rank saves its own. What is loaded takes on the type
+    that is asked for here: rounded to nearest, once, where that is narrower.
     **Communication** per step: 24 bytes a rank of agreement before and after, one all-gather of
-        equally long messages,
-    one all-reduce per dtype of dense tensors. A digest of what all ranks must hold alike rides in
-    the agreement. The first step also compares settings and parameters over the ranks. With nodes
-    these go between the first ranks of the nodes, after one all-reduce per dtype inside each; with
-    "split" the all-gather becomes an exchange of parts and an all-gather of their sums.
+    equally long messages, one all-reduce per dtype of dense tensors. A digest of what all ranks
+    must hold alike rides in the agreement. The first step also compares settings and parameters
+    over the ranks. With nodes these go between the first ranks of the nodes, after one all-reduce
+    per dtype inside each; with "split" the all-gather becomes an exchange of parts and an
+    all-gather of their sums.
     **Failure**: a gradient that is not finite, on any rank, drops the step on all of them; nothing
-        changes, a warning
-    names parameter, rank and step, and the tenth in a row is `thinwire.errors.NonFinite`. Ranks
-    that do not hold the same any more are `thinwire.errors.Diverged` on all of them, within
-    `digest_every` updates. Every other error of an exchange leaves parameters and state as they
-    were before the step.
+    changes, a warning names parameter, rank and step, and the tenth in a row is
+    `thinwire.errors.NonFinite`. Ranks that do not hold the same any more are
+    `thinwire.errors.Diverged` on all of them, within `digest_every` updates. Every other error of
+    an exchange leaves parameters and state as they were before the step.
 
     Raises:
         TypeError, ValueError: A wrong argument, at construction.
 
     Source: Lin et al., 2018, arXiv 1712.01887. Differs: exact selection, positions by Elias-Fano,
-        coded values.
+    coded values.
     """
 
     exchanges_gradients = True
@@ -198,8 +196,7 @@ class DGCMomentum(CommonOptimizer):
         if grad_clip is not None and local_grad_clip_norm is not None:
             raise ValueError(
                 f"grad_clip={grad_clip} and local_grad_clip_norm={local_grad_clip_norm} limit the "
-                "same gradient: "
-                "give one of them"
+                "same gradient: give one of them"
             )
         groups, rate = self._open(
             params,
@@ -297,9 +294,8 @@ class DGCMomentum(CommonOptimizer):
         if mine != theirs:
             raise ValueError(
                 "ddp must have exactly the trainable parameters of this optimizer: "
-                f"{len(theirs - mine)} of the "
-                f"model's are not in the optimizer, {len(mine - theirs)} of the optimizer's are "
-                "not in the model"
+                f"{len(theirs - mine)} of the model's are not in the optimizer, "
+                f"{len(mine - theirs)} of the optimizer's are not in the model"
             )
         with self.one_deadline():
             group = self.joined().group
@@ -435,9 +431,8 @@ class DGCMomentum(CommonOptimizer):
         elif "position" not in bare and any("residual" in entries for entries in state.values()):
             problem = (
                 "the state has no position, so that the rampup of sparsity begins anew at update "
-                "0: save what "
-                "state_dict() gives as a whole, or set state_dict['position'] to the number of "
-                "updates made"
+                "0: save what state_dict() gives as a whole, or set state_dict['position'] to the "
+                "number of updates made"
             )
         if problem is not None:
             warnings.warn(f"thinwire.optim.DGCMomentum: {problem}", UserWarning, stacklevel=2)

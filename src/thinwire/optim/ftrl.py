@@ -85,7 +85,7 @@ class Ftrl(RowwiseOptimizer):
         RuntimeError: In an update: a sparse gradient that is not row-sparse.
 
     Source: McMahan et al., KDD 2013, algorithm 1. Differs from MindSpore's: schedules and group
-        rates are accepted.
+    rates are accepted.
     """
 
     def __init__(

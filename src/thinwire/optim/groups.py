@@ -251,13 +251,12 @@ def _ask(predicate: Predicate, name: str | None, param: Tensor) -> bool:
         if name is not None:
             raise
         raise ValueError(
-            "exclude_from_weight_decay failed for a parameter without a name; "
-            "pass model.named_parameters() instead of model.parameters()"
+            "exclude_from_weight_decay failed for a parameter without a name; pass "
+            "model.named_parameters() instead of model.parameters()"
         ) from error
     if not isinstance(answer, bool):
         raise TypeError(
             f"exclude_from_weight_decay must return True or False, got {answer!r} of type "
-            f"{type(answer).__name__} "
-            f"for parameter {name!r}"
+            f"{type(answer).__name__} for parameter {name!r}"
         )
     return answer

@@ -51,9 +51,8 @@ class Lamb(LayerwiseOptimizer):
         RuntimeError: In an update: a sparse gradient.
 
     Source: You et al., 2020, arXiv 1904.00962, algorithm 2. Differs: no bound on ||p|| by default
-        (MindSpore:
-    `trust_clip=(0, 10)`); the formula in Paddle's documentation divides by b^t, which its code does
-    not.
+    (MindSpore: `trust_clip=(0, 10)`); the formula in Paddle's documentation divides by b^t, which
+    its code does not.
     """
 
     _loops = "lamb"

@@ -53,8 +53,7 @@ class Lars(LayerwiseOptimizer):
         RuntimeError: In an update: a sparse gradient.
 
     Source: You, Gitman and Ginsburg, 2017, arXiv 1708.03888. Differs: Nesterov is new; MindSpore's
-        `LARS` wraps another
-    optimizer, whose momentum does not contain the rate.
+    `LARS` wraps another optimizer, whose momentum does not contain the rate.
     """
 
     _loops = "lars"

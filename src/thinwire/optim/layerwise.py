@@ -75,8 +75,8 @@ class LayerwiseOptimizer(OwnOptimizer):
             if grad.shape != param.shape:  # loops over addresses trust it
                 raise RuntimeError(
                     f"the gradient of {self._facts(param).name or 'a parameter'} has shape "
-                    f"{tuple(grad.shape)} and the "
-                    f"parameter {tuple(param.shape)}: run the backward pass again"
+                    f"{tuple(grad.shape)} and the parameter {tuple(param.shape)}: run the backward "
+                    "pass again"
                 )
             decay = 0.0 if self._common.places[param].excluded else group["weight_decay"]
             fast = (

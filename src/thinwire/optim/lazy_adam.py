@@ -82,8 +82,7 @@ class LazyAdam(RowwiseOptimizer):
         RuntimeError: In an update: a sparse gradient that is not row-sparse.
 
     Source: Kingma and Ba, 2015, arXiv 1412.6980, algorithm 1. Differs: MindSpore's adds eps to the
-        root of the
-    uncorrected moment.
+    root of the uncorrected moment.
     """
 
     def __init__(

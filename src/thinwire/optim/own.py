@@ -31,8 +31,8 @@ class OwnOptimizer(CommonOptimizer):
         if not param.is_floating_point():
             raise TypeError(
                 f"{type(self).__name__} needs floating-point parameters, but {name} is "
-                f"{param.dtype}; "
-                "view a complex parameter as real, or give it to torch's own optimizers"
+                f"{param.dtype}; view a complex parameter as real, or give it to torch's own "
+                "optimizers"
             )
 
     def _update(self, pairs: list[ParamGrad], rates: list[float]) -> bool:
@@ -58,8 +58,8 @@ class OwnOptimizer(CommonOptimizer):
         if not self._takes_rows:
             raise RuntimeError(
                 f"{type(self).__name__} takes dense gradients only, but that of {name} is "
-                f"{grad.layout}; "
-                "use LazyAdam, Ftrl or ProximalAdagrad for it, or sparse=False in its layer"
+                f"{grad.layout}; use LazyAdam, Ftrl or ProximalAdagrad for it, or sparse=False in "
+                "its layer"
             )
         if grad.layout is not torch.sparse_coo or grad.sparse_dim() != 1:
             found = (
@@ -69,8 +69,7 @@ class OwnOptimizer(CommonOptimizer):
             )
             raise RuntimeError(
                 f"{type(self).__name__} takes dense gradients and sparse COO ones with sparse_dim "
-                "1, "
-                f"but that of {name} has {found}"
+                f"1, but that of {name} has {found}"
             )
 
     def _counted(self, params: Sequence[Tensor]) -> list[int]:
@@ -101,9 +100,8 @@ class OwnOptimizer(CommonOptimizer):
         if buffer.shape != param.shape:  # loops over addresses trust it
             raise RuntimeError(
                 f"{key} of {self._facts(param).name or 'a parameter'} has shape "
-                f"{tuple(buffer.shape)} and the "
-                f"parameter {tuple(param.shape)}: load the state of the same model, or make a new "
-                "optimizer"
+                f"{tuple(buffer.shape)} and the parameter {tuple(param.shape)}: load the state of "
+                "the same model, or make a new optimizer"
             )
         return buffer
 

@@ -70,8 +70,8 @@ class ProximalAdagrad(RowwiseOptimizer):
         RuntimeError: In an update: a sparse gradient that is not row-sparse.
 
     Source: Duchi and Singer, JMLR 2009 (forward-backward splitting). Differs: MindSpore's
-        documentation multiplies l1
-    and l2 by lr, its kernels by lr/sqrt(a); here it is the kernels' form.
+    documentation multiplies l1 and l2 by lr, its kernels by lr/sqrt(a); here it is the kernels'
+    form.
     """
 
     def __init__(

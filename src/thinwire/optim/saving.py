@@ -101,9 +101,8 @@ def _require_shapes(
             if isinstance(value, Tensor) and value.shape != param.shape:
                 raise ValueError(
                     f"the state does not fit: {name} of parameter {i} has shape "
-                    f"{tuple(value.shape)}, the parameter "
-                    f"has {tuple(param.shape)}. Give the optimizer the parameters in the same "
-                    "order, or named ones"
+                    f"{tuple(value.shape)}, the parameter has {tuple(param.shape)}. Give the "
+                    "optimizer the parameters in the same order, or named ones"
                 )
 
 

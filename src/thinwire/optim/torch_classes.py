@@ -41,7 +41,7 @@ class SGD(TorchOptimizer, torch.optim.SGD):
             given.
 
     Source: torch.optim.SGD. Differs from MindSpore's `Momentum`: the first buffer is the gradient
-        itself.
+    itself.
     """
 
     _torch_class = torch.optim.SGD
@@ -112,8 +112,7 @@ class Adam(TorchOptimizer, torch.optim.Adam):
             given.
 
     Source: Kingma and Ba, 2015, arXiv 1412.6980; torch.optim.Adam. Differs from MindSpore's, where
-        eps is added to the
-    root of the uncorrected moment.
+    eps is added to the root of the uncorrected moment.
     """
 
     _torch_class = torch.optim.Adam
@@ -187,8 +186,7 @@ class AdamW(TorchOptimizer, torch.optim.AdamW):
             given.
 
     Source: Loshchilov and Hutter, 2019, arXiv 1711.05101; torch.optim.AdamW. Differs from
-        MindSpore's
-    `AdamWeightDecay`, which has no bias correction.
+    MindSpore's `AdamWeightDecay`, which has no bias correction.
     """
 
     _torch_class = torch.optim.AdamW
@@ -260,8 +258,7 @@ class RMSprop(TorchOptimizer, torch.optim.RMSprop):
             given.
 
     Source: torch.optim.RMSprop. Differs from MindSpore's: eps outside the root, mean square from 0,
-        lr outside the
-    momentum.
+    lr outside the momentum.
     """
 
     _torch_class = torch.optim.RMSprop
@@ -332,8 +329,7 @@ class Adagrad(TorchOptimizer, torch.optim.Adagrad):
             given.
 
     Source: Duchi, Hazan and Singer, JMLR 2011; torch.optim.Adagrad. Differs from MindSpore's:
-        accumulator from 0, and
-    an eps.
+    accumulator from 0, and an eps.
     """
 
     _torch_class = torch.optim.Adagrad

@@ -252,8 +252,8 @@ def _one(
         )
     if not by_name:
         raise ValueError(
-            f"{argument}: {entry!r} is a name, but the parameters have none; "
-            "give model.named_parameters() to the optimizer"
+            f"{argument}: {entry!r} is a name, but the parameters have none; give "
+            "model.named_parameters() to the optimizer"
         )
     matches = by_name.get(entry, [])
     if len(matches) != 1:

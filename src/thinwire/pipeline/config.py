@@ -51,7 +51,6 @@ class Pipeline:
         if points and len(points) != self.stages - 1:
             raise ValueError(
                 f"split_points must name the first modules of stages 2 to {self.stages}, which are "
-                f"{self.stages - 1}, "
-                f"got {len(points)}: {list(points)}"
+                f"{self.stages - 1}, got {len(points)}: {list(points)}"
             )
         object.__setattr__(self, "split_points", tuple(points))

@@ -42,9 +42,8 @@ def cut(model: nn.Module, config: Pipeline) -> list[nn.Module]:
     if why is not None:
         raise StrategyError(
             f"the model, {_article(model)}, cannot be cut into {config.stages} stages: {why}. Make "
-            "it an "
-            "nn.Sequential of its parts, in which containers of this kind may be nested, or leave "
-            "pipeline out"
+            "it an nn.Sequential of its parts, in which containers of this kind may be nested, or "
+            "leave pipeline out"
         )
     links = list(chain(model))
     begins = (
@@ -71,8 +70,7 @@ def _balanced(links: Sequence[Link], stages: int) -> list[int]:
     if len(heads) < stages:
         raise StrategyError(
             f"{stages} stages, but the model is a sequence of only {len(heads)} modules with "
-            "parameters: use at most "
-            f"{len(heads)} stages, or break its modules up into more"
+            f"parameters: use at most {len(heads)} stages, or break its modules up into more"
         )
     seen: set[nn.Parameter] = set()
     sizes = [sum(p.numel() for p in _new(links[head].module, seen)) for head in heads]
@@ -119,13 +117,11 @@ def _place(model: nn.Module, links: Sequence[Link], point: str) -> int:
         shown = [*places[:8], f"... {places[-1]}"] if len(places) > 9 else places
         raise ValueError(
             f"split_points: the model has no module {point!r}{check.closest(point, modules)}; it "
-            "can be cut at "
-            f"{', '.join(shown)}"
+            f"can be cut at {', '.join(shown)}"
         )
     raise StrategyError(
         f"split_points: {point!r} lies inside {around.name!r}, {_article(around.module)}, which "
-        "cannot be cut: "
-        f"{obstacle(around.module)}. Split before or after {around.name!r}"
+        f"cannot be cut: {obstacle(around.module)}. Split before or after {around.name!r}"
     )
 
 
@@ -134,8 +130,8 @@ def _require_parameters(pieces: Sequence[Sequence[Link]]) -> None:
         if not any(True for link in piece for _ in link.module.parameters()):
             raise StrategyError(
                 f"stage {i} of {len(pieces)}, {piece[0].name!r} to {piece[-1].name!r}, has no "
-                "parameters: there is "
-                "nothing to train on its rank. Move a split point or use fewer stages"
+                "parameters: there is nothing to train on its rank. Move a split point or use "
+                "fewer stages"
             )
 
 
@@ -152,7 +148,6 @@ def _require_one_owner(pieces: Sequence[Sequence[Link]]) -> None:
                 if stage != i:
                     raise StrategyError(
                         f"{first!r} on stage {stage} and {name!r} on stage {i} are one tensor, "
-                        "which two ranks cannot "
-                        "both own: do not tie them, or put both modules on one stage with "
-                        "split_points"
+                        "which two ranks cannot both own: do not tie them, or put both modules on "
+                        "one stage with split_points"
                     )

@@ -282,8 +282,7 @@ def _require_equal(facts: list[dict[str, Any]]) -> None:
             if ours != theirs:
                 raise Mismatch(
                     f"{name} of the mini-batch: stage 1 has {ours}, stage {stage} has {theirs}. "
-                    "All ranks of a replica "
-                    "(replica = rank // stages) must make the same calls with the same "
-                    "mini-batches: give the sampler "
-                    "the replica and its seed, not the rank"
+                    "All ranks of a replica (replica = rank // stages) must make the same calls "
+                    "with the same mini-batches: give the sampler the replica and its seed, not "
+                    "the rank"
                 )

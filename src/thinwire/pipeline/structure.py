@@ -43,9 +43,8 @@ def pack(value: Any, *, what: str) -> tuple[Any, list[Tensor]]:
             return {"plain": part}
         raise TypeError(
             f"{what} has a part of type {type(part).__name__}, which cannot travel between stages: "
-            "let the module "
-            "return a tensor, or a tuple, list or dict (with string keys) of tensors and plain "
-            "values"
+            "let the module return a tensor, or a tuple, list or dict (with string keys) of "
+            "tensors and plain values"
         )
 
     return layout(value), tensors
@@ -131,9 +130,8 @@ def micro_batches(inputs: Any, targets: Any, count: int) -> list[tuple[Any, Any]
     if batch == 0 or batch % count:
         raise ValueError(
             f"a mini-batch of {batch} cannot be cut into micro_batches={count} equal parts: make "
-            "the batch size a "
-            "multiple of it and drop a last batch that is smaller (drop_last=True), or change "
-            "micro_batches"
+            "the batch size a multiple of it and drop a last batch that is smaller "
+            "(drop_last=True), or change micro_batches"
         )
     for tensor in tensors_of(targets):
         if tensor.ndim and tensor.shape[0] % batch:

@@ -129,9 +129,8 @@ class StageWorker(nn.Module):
         if parcel != self._result:
             raise ValueError(
                 "the output of a stage must look the same for all micro-batches, plain values "
-                "included, since the next "
-                f"stage was told it before: got {parcel} for number {index}, and {self._result} "
-                "was told"
+                f"included, since the next stage was told it before: got {parcel} for number "
+                f"{index}, and {self._result} was told"
             )
         return tuple(tensor.contiguous() for tensor in tensors)
 

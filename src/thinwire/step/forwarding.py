@@ -28,8 +28,7 @@ class ForwardLayer:
         if isinstance(module, torch.jit.ScriptModule):
             raise TypeError(
                 f"{type(module).__name__} is a scripted module, whose forward cannot be replaced: "
-                "give the module that "
-                "was scripted"
+                "give the module that was scripted"
             )
         self.module = module
         self.active = True

@@ -60,8 +60,7 @@ class GradientSum:
             if name in self._sums and self._sums[name].shape != grad.shape:
                 raise ValueError(
                     f"the gradient of {name} has shape {tuple(grad.shape)}, those merged before it "
-                    "have "
-                    f"{tuple(self._sums[name].shape)}: call clear() when the model has changed"
+                    f"have {tuple(self._sums[name].shape)}: call clear() when the model has changed"
                 )
 
     @torch.no_grad()

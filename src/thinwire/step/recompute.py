@@ -65,7 +65,7 @@ def recompute(
         RuntimeError: In a backward pass: a parameter was changed after the forward pass.
 
     Source: Chen et al., 2016, arXiv 1604.06174; torch.utils.checkpoint. Differs: buffers advance
-        once.
+    once.
     """
     names = matches(model, checkpoints)
     if stage is None:
@@ -166,8 +166,8 @@ def _miss(pattern: str, hits: Sequence[str], modules: Iterable[str]) -> str:
     if hits:
         return (
             f"checkpoints: the pattern {pattern!r} matches only {', '.join(map(repr, hits))}, "
-            "which nobody calls (no "
-            f"forward of its own); write {pattern + '.*'!r} for what is inside"
+            f"which nobody calls (no forward of its own); write {pattern + '.*'!r} for what is "
+            "inside"
         )
     names = [name for name in modules if name]
     bare = pattern.replace("*", "").replace("?", "").strip(".")

@@ -54,8 +54,8 @@ class Remembered:
             if param._version != version:
                 raise RuntimeError(
                     f"{name} was changed between the forward pass and the backward pass, which "
-                    "repeats the forward "
-                    "pass with the new value: call backward() before the optimizer's step"
+                    "repeats the forward pass with the new value: call backward() before the "
+                    "optimizer's step"
                 )
         # a graph that is kept is walked again, and the forward pass repeated from the same values
         copies: dict[Tensor, Tensor] = {}

@@ -150,8 +150,7 @@ def _misfits(
     if _needs_closure(optimizer):
         yield (
             f"{kind}.step requires a closure, and the engine computes gradients once per step and "
-            "exchanges them: "
-            "give an optimizer whose step() works without one"
+            "exchanges them: give an optimizer whose step() works without one"
         )
     if not isinstance(optimizer, DGCMomentum):
         return
@@ -204,8 +203,8 @@ def _misnamed(told: TakenOver, recipe: Recipe, names: Mapping[Tensor, str]) -> I
     ):
         yield (
             f"exclude_from_weight_decay={recipe.patterns} are patterns over names, but its "
-            "parameters have no names: "
-            "make it from model.named_parameters() instead of model.parameters()"
+            "parameters have no names: make it from model.named_parameters() instead of "
+            "model.parameters()"
         )
         return
     try:
@@ -245,8 +244,8 @@ def _lost_state(optimizer: torch.optim.Optimizer, recipe: Recipe) -> Iterator[st
     if lost:
         yield (
             f"it has made updates, and its state {', '.join(lost)} means something else to "
-            f"{recipe.kind.__name__}: "
-            "give a fresh optimizer, or begin anew with optimizer.state.clear()"
+            f"{recipe.kind.__name__}: give a fresh optimizer, or begin anew with "
+            "optimizer.state.clear()"
         )
 
 
@@ -281,8 +280,7 @@ def _compression(
         kind = type(optimizer).__name__
         yield (
             f"{compressor.field} compresses {what}, without momentum of its own; momentum, "
-            "clipping and decay are "
-            f"{kind}'s"
+            f"clipping and decay are {kind}'s"
         )
 
 

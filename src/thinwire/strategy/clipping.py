@@ -24,8 +24,7 @@ __all__ = ["Taken", "require_one_clip", "take_clip_"]
 
 _ADVICE = (
     "other norms do not commute with local accumulation. Give ClipByNorm, which limits each "
-    "tensor, or leave grad_clip "
-    "out and set local_grad_clip_norm of dgc"
+    "tensor, or leave grad_clip out and set local_grad_clip_norm of dgc"
 )
 
 
@@ -70,8 +69,7 @@ def _require_clip_of_dgc(grad_clip: Clip, limits: list[float | None]) -> None:
     if limit is not None:
         raise StrategyError(
             f"prepare was given grad_clip={grad_clip}, and dgc's local_grad_clip_norm={limit} "
-            "limits "
-            "the same gradient: give one of them"
+            "limits the same gradient: give one of them"
         )
 
 

@@ -263,8 +263,7 @@ class DistributedStrategy:
         local = ("localsgd", "adaptive_localsgd")
         return [
             f"dgc and {name}.compression: both say how the change is compressed; remove dgc, or "
-            f"give {name} "
-            "compression=None"
+            f"give {name} compression=None"
             for name in local
             if self.dgc is not None and name in self.on and self.on[name].compression is not None
         ]
@@ -273,8 +272,7 @@ class DistributedStrategy:
         local = ("localsgd", "adaptive_localsgd")
         return [
             f"dgc.state_dtype='bfloat16' and {name}: what an averaging does not send is kept in "
-            "the type of its "
-            "anchor; leave state_dtype out"
+            "the type of its anchor; leave state_dtype out"
             for name in local
             if self.dgc is not None and name in self.on and self.dgc.state_dtype == "bfloat16"
         ]

@@ -196,8 +196,7 @@ class Engine:
         if parts.runner is not None:
             raise RuntimeError(
                 "engine.minimize does not work under pipeline: the loss lives on the last stage, "
-                "use "
-                "engine.train_step(inputs, targets)"
+                "use engine.train_step(inputs, targets)"
             )
         self._begin_microstep()
         with self._advice(), parts.group.one_deadline():
@@ -234,8 +233,7 @@ class Engine:
         if self._parts.runner is not None:
             raise RuntimeError(
                 "engine.join() does not work under pipeline, whose stages need the same batches: "
-                "give all replicas "
-                "equally many, such as by DistributedSampler"
+                "give all replicas equally many, such as by DistributedSampler"
             )
         self._joining = joining = Joining(self._parts.group, every=not self._parts.exchange.local)
         try:
@@ -484,8 +482,7 @@ class Engine:
         if self._place():
             raise RuntimeError(
                 f"this engine has made {self._place()} updates, whose momentum and residuals "
-                "belong to other "
-                "parameters: call load_parameters right after prepare"
+                "belong to other parameters: call load_parameters right after prepare"
             )
         return saving.load_parameters(directory, self._parts)
 
@@ -521,8 +518,7 @@ class Engine:
         if self._parts.loss_fn is None:
             raise RuntimeError(
                 f"{caller} needs a loss function, and prepare was given none: pass prepare(model, "
-                "optimizer, loss_fn), "
-                "or compute the loss yourself and call engine.minimize(loss)"
+                "optimizer, loss_fn), or compute the loss yourself and call engine.minimize(loss)"
             )
 
     def _counters(self) -> dict[str, int]:
@@ -581,8 +577,7 @@ class Engine:
             if self._joining is None:
                 error.add_note(
                     "If ranks have unequal numbers of batches, train inside `with engine.join():`, "
-                    "or give all of them "
-                    "equally many."
+                    "or give all of them equally many."
                 )
             raise
 
@@ -602,10 +597,8 @@ class Engine:
             told = ", ".join(names.get(p, f"one of shape {tuple(p.shape)}") for p in new[:3])
             raise RuntimeError(
                 f"{len(new)} parameters became trainable, or were given to the optimizer, after "
-                "prepare, which chose "
-                f"what is exchanged: {told}. Close this engine and prepare a new one with an "
-                "optimizer that has them, "
-                "on all ranks"
+                f"prepare, which chose what is exchanged: {told}. Close this engine and prepare a "
+                "new one with an optimizer that has them, on all ranks"
             )
 
     def _clear_grads(self) -> None:
@@ -743,8 +736,7 @@ class Engine:
 
 _UPDATE_MADE = (
     "The update before it stands on this rank: parameters, optimizer and counters are those after "
-    "it, the buffers are "
-    "this rank's own"
+    "it, the buffers are this rank's own"
 )
 
 

@@ -366,10 +366,8 @@ _EXCHANGED = (
 )
 _SPOILED_HERE = (
     "this came after the exchange of the update, which other ranks have made and this one has not, "
-    "or not all of it: "
-    "what it sent may have left its residuals. They hear of it in the next one. Restart all ranks "
-    "from the last "
-    "checkpoint"
+    "or not all of it: what it sent may have left its residuals. They hear of it in the next one. "
+    "Restart all ranks from the last checkpoint"
 )
 
 
@@ -377,8 +375,8 @@ def _spoiled(step: int, error: Exception) -> str:
     """What other ranks are told of an update that this one could not finish."""
     return (
         f"after the exchange of update {step + 1} its optimizer, or a hook of it, raised "
-        f"{type(error).__name__}: "
-        f"{error}. Others have made that update; restart all ranks from the last checkpoint"
+        f"{type(error).__name__}: {error}. Others have made that update; restart all ranks from "
+        "the last checkpoint"
     )
 
 

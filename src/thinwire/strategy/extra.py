@@ -36,8 +36,8 @@ def plain(value: Any, path: str = "extra") -> Any:
     )
     raise TypeError(
         f"{path} is of type {type(value).__name__}; a checkpoint holds None, bool, int, float, "
-        "str, bytes, tensors, "
-        f"dicts, lists and tuples of these, and whatever has a state_dict: {advice}"
+        "str, bytes, tensors, dicts, lists and tuples of these, and whatever has a state_dict: "
+        f"{advice}"
     )
 
 

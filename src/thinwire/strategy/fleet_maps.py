@@ -93,16 +93,15 @@ def _pipeline(feature: _Feature) -> Pipeline:
     if len(counts) == 2 and keys["micro_batch"] != keys["accumulate_steps"]:
         raise ValueError(
             f"micro_batch={keys['micro_batch']!r} and "
-            f"accumulate_steps={keys['accumulate_steps']!r} are two names of "
-            "one number, how many parts a batch is cut into: give one of them"
+            f"accumulate_steps={keys['accumulate_steps']!r} are two names of one number, how many "
+            "parts a batch is cut into: give one of them"
         )
     schedules = {"1F1B": "1f1b", "F-then-B": "gpipe"}
     check.one_of("schedule_mode", keys["schedule_mode"], schedules)
     stages, source = _stages(feature.hybrid)
     feature.findings.notes.append(
         f"pipeline: {stages} stages, from {source}; where the model is cut (device_guard) is no "
-        "part of the "
-        "description: set split_points if the model is not sequential"
+        "part of the description: set split_points if the model is not sequential"
     )
     return Pipeline(
         stages, keys[next(iter(counts), "micro_batch")], schedules[keys["schedule_mode"]]
@@ -155,8 +154,7 @@ def _adaptive_localsgd(feature: _Feature) -> AdaptiveLocalSGD:
     if config.init_k_steps > 1:
         feature.findings.notes.append(
             f"adaptive_localsgd: init_k_steps={config.init_k_steps} stands outside the root of the "
-            "interval's formula, "
-            "as in the paper; fleet has it inside"
+            "interval's formula, as in the paper; fleet has it inside"
         )
     return config
 

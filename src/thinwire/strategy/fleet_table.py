@@ -111,8 +111,7 @@ NOTED: dict[str, str] = {
     "fuse_grad_merge": _BUCKETS,
     "last_comm_group_size_MB": _BUCKETS,
     "find_unused_parameters": "a parameter without gradient is left alone if it has none on any "
-    "rank, and is an error "
-    "on all ranks if it has one on some",
+    "rank, and is an error on all ranks if it has one on some",
     "without_graph_optimization": _NO_GRAPH,
     "calc_comm_same_stream": _NO_GRAPH,
     "_calc_comm_same_stream": _NO_GRAPH,

@@ -39,11 +39,9 @@ class Hold:
             vars(optimizer).pop(name, None)
         raise RuntimeError(
             "step() of an optimizer was called by hand while an engine trains by it: "
-            "engine.train_step(inputs, "
-            "targets) and engine.minimize(loss) make the whole update, the exchange included. "
-            "Remove the call (and "
-            "scaler.step(optimizer) of a GradScaler: use amp=AMP(...)); engine.close() gives the "
-            "optimizer back"
+            "engine.train_step(inputs, targets) and engine.minimize(loss) make the whole update, "
+            "the exchange included. Remove the call (and scaler.step(optimizer) of a GradScaler: "
+            "use amp=AMP(...)); engine.close() gives the optimizer back"
         )
 
 

@@ -43,11 +43,9 @@ class LeftGradients:
                 self._warned = True
                 warnings.warn(
                     f"the gradient of {name} was changed after engine.minimize or train_step had "
-                    "made the update from "
-                    "it, which has no effect: clip by prepare(..., "
-                    "grad_clip=ClipByGlobalNorm(...)) instead of "
-                    "clip_grad_norm_, and give every loss to the engine instead of calling its "
-                    "backward(); "
+                    "made the update from it, which has no effect: clip by prepare(..., "
+                    "grad_clip=ClipByGlobalNorm(...)) instead of clip_grad_norm_, and give every "
+                    "loss to the engine instead of calling its backward(); "
                     "gradient_merge=GradientMerge(k_steps) adds up several",
                     UserWarning,
                     stacklevel=4,

@@ -23,8 +23,7 @@ class MovingBuffers:
     tables are never sent.
 
     Communication: nothing for a model without buffers, or on one rank; else 24 bytes a rank, and
-    the changed ones with
-        a digest from rank 0.
+    the changed ones with a digest from rank 0.
     Failure: those that arrive damaged are an error here and, if this rank goes on, on all ranks at
     the next time.
     """
@@ -121,10 +120,9 @@ def _require_alike(name: str, by_rank: list[str]) -> None:
         if each != by_rank[0]:
             raise Mismatch(
                 f"buffer {name} is {by_rank[0]} on rank 0 and {each} on rank {rank}, so that of "
-                "rank 0 cannot be "
-                "copied to all. Keep what differs from rank to rank, such as a cache, in a plain "
-                "attribute of the "
-                "module. The update before this was made, and no buffer was copied"
+                "rank 0 cannot be copied to all. Keep what differs from rank to rank, such as a "
+                "cache, in a plain attribute of the module. The update before this was made, and "
+                "no buffer was copied"
             )
 
 

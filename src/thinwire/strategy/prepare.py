@@ -163,9 +163,8 @@ def _prepared(
     if strategy.expected_replicas not in (None, place.replicas):
         raise StrategyError(
             f"the fleet description says dp_degree={strategy.expected_replicas}, and there are "
-            f"{group.size} ranks, "
-            f"which make {place.replicas} replicas: start as many ranks as it says, or leave "
-            "dp_degree out to use all"
+            f"{group.size} ranks, which make {place.replicas} replicas: start as many ranks as it "
+            "says, or leave dp_degree out to use all"
         )
     plan = _agreed_plan(strategy, model, optimizer, told, group, place)
     plan.digest_every = digest_every
@@ -207,8 +206,8 @@ def _check_kinds(model: object, optimizer: object, loss_fn: object, grad_clip: o
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise TypeError(
             "model is wrapped in DistributedDataParallel, and the engine exchanges by itself: give "
-            "it the model inside "
-            "(ddp.module), or keep DDP and use optimizer.attach(ddp) of thinwire.optim.DGCMomentum"
+            "it the model inside (ddp.module), or keep DDP and use optimizer.attach(ddp) of "
+            "thinwire.optim.DGCMomentum"
         )
     check.instance("optimizer", optimizer, torch.optim.Optimizer)
     if loss_fn is not None and not callable(loss_fn):

@@ -33,8 +33,7 @@ def _about_amp(strategy: "DistributedStrategy") -> Iterator[str]:
     if amp.dtype == "float16" and amp.loss_scale is None:
         yield (
             "amp: float16 without a loss scale: gradients below 6e-8 become 0 and large ones "
-            "infinite, and amp looks "
-            "for neither; give it loss_scale=DynamicLossScale()"
+            "infinite, and amp looks for neither; give it loss_scale=DynamicLossScale()"
         )
     if amp.dtype == "bfloat16" and amp.loss_scale is not None:
         yield "amp: bfloat16 has the range of float32; the loss scale is used, and gains little"
@@ -49,10 +48,9 @@ def _about_structure(strategy: "DistributedStrategy") -> Iterator[str]:
     if (pipeline := strategy.pipeline) is not None:
         yield (
             f"pipeline: the number of ranks must be a multiple of {pipeline.stages}; ranks / "
-            f"{pipeline.stages} "
-            "replicas train side by side. Every mini-batch must be divisible by "
-            f"{pipeline.micro_batches}. The tensors "
-            "between stages are the traffic: keep them small. Use train_step, not minimize"
+            f"{pipeline.stages} replicas train side by side. Every mini-batch must be divisible by "
+            f"{pipeline.micro_batches}. The tensors between stages are the traffic: keep them "
+            "small. Use train_step, not minimize"
         )
         if strategy.localsgd is None and strategy.adaptive_localsgd is None:
             yield (
@@ -75,8 +73,7 @@ def _about_exchange(strategy: "DistributedStrategy") -> Iterator[str]:
     ):
         yield (
             "dgc: clipping, weight decay, momentum and Nesterov of an SGD come before the exchange "
-            "(DGCMomentum); any "
-            "other optimizer gets the sparse mean as its gradient"
+            "(DGCMomentum); any other optimizer gets the sparse mean as its gradient"
         )
     if strategy.dgc is not None:
         yield from _about_sources(strategy, strategy.dgc)
@@ -90,11 +87,9 @@ def _about_exchange(strategy: "DistributedStrategy") -> Iterator[str]:
         )
         yield (
             f"overlap: gradients leave while the backward pass runs, in buckets of {size} (the "
-            "first of "
-            f"{_mib(FIRST_BUCKET_BYTES)}), once all ranks had the same parameters in two updates "
-            "in a row. With one "
-            "rank, with row-sparse gradients, or where parameters come and go, the exchange "
-            "follows the backward pass"
+            f"first of {_mib(FIRST_BUCKET_BYTES)}), once all ranks had the same parameters in two "
+            "updates in a row. With one rank, with row-sparse gradients, or where parameters come "
+            "and go, the exchange follows the backward pass"
         )
     if local is not None:
         yield (
@@ -111,8 +106,7 @@ def _about_sources(strategy: "DistributedStrategy", dgc: DGC) -> Iterator[str]:
         if dgc.node_size not in (None, 1) or dgc.exchange == "split":
             yield (
                 f"dgc: node_size={dgc.node_size} and exchange={dgc.exchange!r} are for gradients; "
-                "averages of local "
-                "updates are gathered from every rank"
+                "averages of local updates are gathered from every rank"
             )
         return
     stages = 1 if strategy.pipeline is None else strategy.pipeline.stages
@@ -120,9 +114,8 @@ def _about_sources(strategy: "DistributedStrategy", dgc: DGC) -> Iterator[str]:
     if dgc.node_size is None:
         said = (
             "dgc: the ranks of a machine average densely and count as one source where torchrun's "
-            "LOCAL_WORLD_SIZE "
-            "ranks fill two machines or more; on one machine every rank is a source of its own "
-            "(node_size=None)"
+            "LOCAL_WORLD_SIZE ranks fill two machines or more; on one machine every rank is a "
+            "source of its own (node_size=None)"
         )
     elif dgc.node_size == 1:
         said = "dgc: every rank is a source of its own, on the same machine or not (node_size=1)"
@@ -130,10 +123,8 @@ def _about_sources(strategy: "DistributedStrategy", dgc: DGC) -> Iterator[str]:
         peers = "replicas of a stage" if stages > 1 else "ranks"
         said = (
             f"dgc: {dgc.node_size} consecutive {peers} share a node, average densely and count as "
-            "one source "
-            f"(node_size={dgc.node_size}), so {peers} must be a multiple of {dgc.node_size}; N of "
-            "a local clip is the "
-            "number of nodes"
+            f"one source (node_size={dgc.node_size}), so {peers} must be a multiple of "
+            f"{dgc.node_size}; N of a local clip is the number of nodes"
         )
     yield said + _sources_here(ranks, dgc.node_size)
     yield {
@@ -141,13 +132,12 @@ def _about_sources(strategy: "DistributedStrategy", dgc: DGC) -> Iterator[str]:
         "(exchange='gather')",
         "split": (
             "dgc: every source adds up a share of the numbers and passes on the largest sums "
-            "(exchange='split'): two "
-            "rounds, and no more bytes for more sources; what is not passed on is kept"
+            "(exchange='split'): two rounds, and no more bytes for more sources; what is not "
+            "passed on is kept"
         ),
         "auto": (
             "dgc: messages are gathered as long as sources are few, and added up by shares where "
-            "that moves at most "
-            "half of the bytes, from about 9 sources on (exchange='auto')"
+            "that moves at most half of the bytes, from about 9 sources on (exchange='auto')"
         ),
     }[dgc.exchange]
 

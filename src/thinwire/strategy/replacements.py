@@ -73,14 +73,13 @@ def as_dgc(
     if clip is not None and not isinstance(clip, ClipByNorm):
         recipe.problems.append(
             f"dgc takes over ClipByNorm only, and the optimizer clips by {clip}: other norms do "
-            "not commute with local "
-            "accumulation. Use ClipByNorm, or dgc's local_grad_clip_norm"
+            "not commute with local accumulation. Use ClipByNorm, or dgc's local_grad_clip_norm"
         )
     elif clip is not None and dgc.local_grad_clip_norm is not None:
         recipe.problems.append(
             f"the optimizer's grad_clip={clip} and dgc's "
-            f"local_grad_clip_norm={dgc.local_grad_clip_norm} limit the "
-            "same gradient: give one of them"
+            f"local_grad_clip_norm={dgc.local_grad_clip_norm} limit the same gradient: give one of "
+            "them"
         )
     recipe.problems += _sgd_problems("dgc", told)
     recipe.notes += [
@@ -155,8 +154,7 @@ def _settle_decay_(
     if own not in (0.0, usual, decay):
         recipe.problems.append(
             f"the optimizer's weight_decay={own} and {field}_weight_decay={decay} are two decays "
-            "for the same "
-            f"parameters: set {field}_weight_decay={own} and leave the optimizer's out"
+            f"for the same parameters: set {field}_weight_decay={own} and leave the optimizer's out"
         )
     recipe.own_decay = own
     kept = [i for i, group in enumerate(told.groups) if float(group["weight_decay"]) != own]

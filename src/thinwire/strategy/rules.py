@@ -47,15 +47,14 @@ class Rule:
 
 _OVERFLOW = (
     "between two averagings an overflow drops the local step of its own rank only (under a "
-    "pipeline, of its replica), "
-    "and the step still counts; at an averaging all ranks take the smallest loss scale"
+    "pipeline, of its replica), and the step still counts; at an averaging all ranks take the "
+    "smallest loss scale"
 )
 _CHANGE = (
     "no gradient is exchanged: the change since the last averaging is sent sparse, at dgc's "
-    "sparsity of that step, its "
-    "value_bits and min_numel, and the rest is kept; whole before rampup_begin_step; momentum "
-    "stays in the local "
-    "optimizer, and local_grad_clip_norm limits each local gradient"
+    "sparsity of that step, its value_bits and min_numel, and the rest is kept; whole before "
+    "rampup_begin_step; momentum stays in the local optimizer, and local_grad_clip_norm limits "
+    "each local gradient"
 )
 _NO_GRADIENT = (
     "low_rank compresses gradients, and local updates exchange none but changes of the parameters"
@@ -73,14 +72,12 @@ RULES = (
     Rule(
         ("amp", "gradient_merge"),
         "each microstep's gradient is divided by the loss scale before it is added; an overflow in "
-        "any of them drops "
-        "the whole merged update, once",
+        "any of them drops the whole merged update, once",
     ),
     Rule(
         ("amp", "dgc"),
         "gradients are checked and unscaled before they are accumulated, so residual and momentum "
-        "hold unscaled "
-        "values; a dropped step leaves them and the sparsity ramp as they were",
+        "hold unscaled values; a dropped step leaves them and the sparsity ramp as they were",
     ),
     Rule(("amp", "lars"), "trust ratios are taken from unscaled gradients"),
     Rule(
@@ -93,8 +90,7 @@ RULES = (
     Rule(
         ("amp", "low_rank"),
         "gradients are checked and unscaled before they become factors, so the residual holds "
-        "unscaled values; a "
-        "dropped step leaves it and the factors as they were",
+        "unscaled values; a dropped step leaves it and the factors as they were",
     ),
     Rule(
         ("recompute", "pipeline"),
@@ -120,14 +116,13 @@ RULES = (
     Rule(
         ("pipeline", "gradient_merge"),
         "an update takes k_steps mini-batches of micro_batches parts each; its gradient is the "
-        "mean over all parts, or "
-        "(avg false) the sum over the mini-batches of the mean over their parts",
+        "mean over all parts, or (avg false) the sum over the mini-batches of the mean over their "
+        "parts",
     ),
     Rule(
         ("pipeline", "dgc"),
         "the replicas of one stage exchange among themselves, with messages of their own; means "
-        "are over replicas, not "
-        "over all ranks",
+        "are over replicas, not over all ranks",
     ),
     Rule(
         ("pipeline", "lars"), "a tensor lives on one stage, so its trust ratio needs no other stage"
@@ -143,8 +138,7 @@ RULES = (
     Rule(
         ("pipeline", "adaptive_localsgd"),
         "the replicas of each stage average among themselves; the mean loss goes from the last "
-        "stage to all others, so "
-        "that the interval is one number everywhere",
+        "stage to all others, so that the interval is one number everywhere",
     ),
     Rule(
         ("pipeline", "low_rank"),
@@ -154,8 +148,7 @@ RULES = (
     Rule(
         ("gradient_merge", "dgc"),
         "the merged gradient is the gradient of one compressed step: only updates exchange, and "
-        "the sparsity ramp "
-        "counts updates",
+        "the sparsity ramp counts updates",
     ),
     Rule(("gradient_merge", "lars"), "trust ratios are taken from the merged gradient"),
     Rule(("gradient_merge", "lamb"), "moments are taken from the merged gradient"),
@@ -167,8 +160,7 @@ RULES = (
     Rule(
         ("gradient_merge", "adaptive_localsgd"),
         "gradients are merged on each rank alone; the interval counts updates and follows the mean "
-        "loss of the "
-        "microsteps of an update",
+        "loss of the microsteps of an update",
     ),
     Rule(
         ("gradient_merge", "low_rank"),
@@ -178,14 +170,12 @@ RULES = (
     Rule(
         ("dgc", "lars"),
         "where gradients are exchanged, the compressor runs without momentum and its sparse mean "
-        "is LARS's gradient; "
-        "momentum and weight decay are LARS's",
+        "is LARS's gradient; momentum and weight decay are LARS's",
     ),
     Rule(
         ("dgc", "lamb"),
         "where gradients are exchanged, the compressor runs without momentum and its sparse mean "
-        "is LAMB's gradient; "
-        "moments and weight decay are LAMB's",
+        "is LAMB's gradient; moments and weight decay are LAMB's",
     ),
     Rule(("dgc", "localsgd"), _CHANGE),
     Rule(("dgc", "adaptive_localsgd"), f"{_CHANGE}; at the interval in force"),
@@ -198,14 +188,13 @@ RULES = (
     Rule(
         ("lars", "localsgd"),
         "each rank updates with LARS on its own; velocities stay local unless average_state is "
-        "true; parameters are "
-        "averaged",
+        "true; parameters are averaged",
     ),
     Rule(
         ("lars", "adaptive_localsgd"),
         "each rank updates with LARS on its own; velocities stay local unless average_state is "
-        "true; parameters are "
-        "averaged, at an interval that follows LARS's base rate, without trust ratios",
+        "true; parameters are averaged, at an interval that follows LARS's base rate, without "
+        "trust ratios",
     ),
     Rule(
         ("lars", "low_rank"),
@@ -214,14 +203,13 @@ RULES = (
     Rule(
         ("lamb", "localsgd"),
         "each rank updates with LAMB on its own; moments stay local unless average_state is true; "
-        "parameters are "
-        "averaged",
+        "parameters are averaged",
     ),
     Rule(
         ("lamb", "adaptive_localsgd"),
         "each rank updates with LAMB on its own; moments stay local unless average_state is true; "
-        "parameters are "
-        "averaged, at an interval that follows LAMB's base rate, without trust ratios",
+        "parameters are averaged, at an interval that follows LAMB's base rate, without trust "
+        "ratios",
     ),
     Rule(
         ("lamb", "low_rank"),

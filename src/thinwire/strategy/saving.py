@@ -195,8 +195,7 @@ def _checked(state: Mapping[str, Any], parts: "Parts") -> dict[str, int]:
     if merged and parts.merge is None:
         raise ValueError(
             f"state has {merged} merged microsteps of an unfinished update, and the engine has no "
-            "gradient_merge: "
-            "prepare it with one, or call engine.flush() before saving"
+            "gradient_merge: prepare it with one, or call engine.flush() before saving"
         )
     for kind, places in (("parameters", _parameters(parts)), ("buffers", _buffers(parts))):
         check.same_shapes(kind, state[kind], places, advice="Load a state of the same model")
@@ -216,19 +215,16 @@ def _tell_of_schedulers(found: schedulers.Matched) -> None:
     for kind in found.missing:
         warnings.warn(
             f"the state has a scheduler {kind}, and the optimizer of this engine has no such "
-            "scheduler now: its rates "
-            "would begin anew. Make it before engine.load, which then restores it, or pass it in "
-            "extra= when you save "
-            "and load its state yourself",
+            "scheduler now: its rates would begin anew. Make it before engine.load, which then "
+            "restores it, or pass it in extra= when you save and load its state yourself",
             UserWarning,
             stacklevel=4,
         )
     for kind in found.unsaved:
         warnings.warn(
             f"the optimizer of this engine has a scheduler {kind}, and there is no state for it: "
-            "it starts from its "
-            "beginning, or goes on from where it is. If you do not want that, let it take the "
-            "steps that were made",
+            "it starts from its beginning, or goes on from where it is. If you do not want that, "
+            "let it take the steps that were made",
             UserWarning,
             stacklevel=4,
         )
@@ -320,8 +316,7 @@ def load_parameters(directory: str | Path, parts: "Parts") -> Path:
 def _misfit(loaded: Loaded, problem: str) -> CheckpointMismatch:
     return CheckpointMismatch(
         f"{loaded.path} does not fit: {problem}. Prepare the engine as it was then, or begin anew "
-        "with the parameters "
-        "alone: engine.load_parameters(directory)"
+        "with the parameters alone: engine.load_parameters(directory)"
     )
 
 

@@ -108,8 +108,7 @@ def _state(scheduler: LRScheduler) -> Any:
     except TypeError as error:
         raise TypeError(
             f"the scheduler {name} cannot be saved: {error}. Give it a state_dict of plain values, "
-            "or let go of it "
-            "before saving"
+            "or let go of it before saving"
         ) from error
 
 

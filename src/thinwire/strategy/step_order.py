@@ -40,10 +40,8 @@ def _forward(strategy: "DistributedStrategy") -> str:
             cut = "the whole model"
         said = [
             f"Forward pass of a mini-batch in {pipeline.micro_batches} equal parts through "
-            f"{pipeline.stages} "
-            f"{plural('stage', pipeline.stages)} on as many consecutive ranks ({cut}), in the "
-            "order of "
-            f"{pipeline.schedule}"
+            f"{pipeline.stages} {plural('stage', pipeline.stages)} on as many consecutive ranks "
+            f"({cut}), in the order of {pipeline.schedule}"
         ]
     if strategy.amp is not None:
         said.append(
@@ -75,10 +73,8 @@ def _merge(strategy: "DistributedStrategy") -> Iterator[str]:
         total = "mean" if merge.avg else "sum"
         yield (
             f"Merge: the gradient{', divided by the loss scale,' if scaled else ''} is added to "
-            "those before it. After "
-            f"{merge.k_steps} microsteps their {total} goes on; the {merge.k_steps - 1} before end "
-            "here, with nothing "
-            "exchanged and nothing updated"
+            f"those before it. After {merge.k_steps} microsteps their {total} goes on; the "
+            f"{merge.k_steps - 1} before end here, with nothing exchanged and nothing updated"
         )
 
 
@@ -168,8 +164,7 @@ def _averaging(strategy: "DistributedStrategy") -> Iterator[str]:
     if isinstance(config, AdaptiveLocalSGD):
         yield (
             f"New interval, 1 to {config.max_k_steps} steps: {config.init_k_steps} at the start, "
-            "shorter as the loss "
-            "falls, longer as the rate falls"
+            "shorter as the loss falls, longer as the rate falls"
         )
 
 
@@ -199,8 +194,7 @@ def _next_scale(strategy: "DistributedStrategy") -> Iterator[str]:
     if isinstance(scale, DynamicLossScale):
         yield (
             f"New loss scale: divided by {scale.scale_factor:g} after an overflow, but not below "
-            "1, times "
-            f"{scale.scale_factor:g} after {scale.scale_window} good updates in a row"
+            f"1, times {scale.scale_factor:g} after {scale.scale_window} good updates in a row"
         )
 
 

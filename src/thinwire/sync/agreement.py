@@ -146,9 +146,8 @@ def _refuse_different_places(reports: Sequence[Report], what: str) -> None:
         if report.engine != reports[0].engine:
             raise Mismatch(
                 f"{what}: rank 0 steps {reports[0].engine}, rank {rank} {report.engine}, counted "
-                "as they were made "
-                "over these ranks. All ranks must make engines and optimizers, and step them, in "
-                "the same order"
+                "as they were made over these ranks. All ranks must make engines and optimizers, "
+                "and step them, in the same order"
             )
     first = (reports[0].step, reports[0].phase)
     for rank, report in enumerate(reports):
@@ -156,10 +155,9 @@ def _refuse_different_places(reports: Sequence[Report], what: str) -> None:
             raise elsewhere(what, rank)
         if (report.step, report.phase) != first:
             raise Mismatch(
-                f"{what}: rank 0 is at step {first[0]} ({first[1]}), "
-                f"rank {rank} at step {report.step} ({report.phase}). "
-                "All ranks must call step() equally often, leave local updates at the same step, "
-                "and go all or none through an attached DDP model"
+                f"{what}: rank 0 is at step {first[0]} ({first[1]}), rank {rank} at step "
+                f"{report.step} ({report.phase}). All ranks must call step() equally often, leave "
+                "local updates at the same step, and go all or none through an attached DDP model"
             )
 
 
@@ -169,8 +167,8 @@ def _refuse_different_rates(reports: Sequence[Report], what: str) -> None:
         if report.rates != first:
             raise Mismatch(
                 f"{what}: the learning rates of the parameter groups are {first} on rank 0 and "
-                f"{report.rates} on rank "
-                f"{rank}. Give all ranks the same schedule, and change rates on all of them"
+                f"{report.rates} on rank {rank}. Give all ranks the same schedule, and change "
+                "rates on all of them"
             )
 
 
@@ -191,8 +189,7 @@ def _refuse_different_settings(reports: Sequence[Report], what: str) -> None:
                 if values[0] != values[1]:
                     raise Mismatch(
                         f"{what}: {key} of parameter group {index} is {values[0]} on rank 0 and "
-                        f"{values[1]} on rank "
-                        f"{rank}. Change hyper-parameters on all ranks alike"
+                        f"{values[1]} on rank {rank}. Change hyper-parameters on all ranks alike"
                     )
 
 
@@ -208,8 +205,8 @@ def _refuse_divergence(
         if report.sums != reports[0].sums:
             raise PayloadCorrupt(
                 f"agreeing on step {report.step}: the sums of dense tensors that arrived on rank 0 "
-                f"and rank {rank} "
-                "differ: a message was damaged on its way. Nothing was applied on any rank"
+                f"and rank {rank} differ: a message was damaged on its way. Nothing was applied on "
+                "any rank"
             )
     if digest is None or reports[0].digest is None:
         return
@@ -226,10 +223,9 @@ def _refuse_partial_gradients(reports: Sequence[Report], names: Sequence[str], w
             having = [rank for rank in range(len(reports)) if rank not in without]
             raise Mismatch(
                 f"{what}: parameter {name} has a gradient on ranks {having} but none on ranks "
-                f"{without}. "
-                "Every rank must use the same parameters in a step (give "
-                "find_unused_parameters=True to "
-                "prepare, or add 0 * parameter.sum() to the loss of the others)"
+                f"{without}. Every rank must use the same parameters in a step (give "
+                "find_unused_parameters=True to prepare, or add 0 * parameter.sum() to the loss of "
+                "the others)"
             )
 
 
@@ -270,13 +266,13 @@ class Drops:
         self.in_a_row += 1
         rank, index, added = culprits[0]
         text = (
-            f"step {reports[0].step} was dropped on every rank: "
-            f"the gradient of parameter {names[index]} on rank {rank}{added} is not finite"
+            f"step {reports[0].step} was dropped on every rank: the gradient of parameter "
+            f"{names[index]} on rank {rank}{added} is not finite"
         )
         if self.in_a_row >= MAX_DROPS_IN_A_ROW:
             raise NonFinite(
-                f"{text}; this was dropped step {self.in_a_row} in a row. "
-                "Lower the learning rate, clip gradients, or look at the data of that rank"
+                f"{text}; this was dropped step {self.in_a_row} in a row. Lower the learning rate, "
+                "clip gradients, or look at the data of that rank"
             )
         warnings.warn(text, UserWarning, stacklevel=2)
         _log.warning(text)

@@ -55,7 +55,7 @@ class RollingDigest:
         every: Updates in which all of `slowly` is seen, >= 1.
 
     Communication: none but the digest, which `agree_on_step` compares; where it differs, `explain`
-        gathers 8 bytes and a name per piece.
+    gathers 8 bytes and a name per piece.
     """
 
     def __init__(
@@ -130,8 +130,8 @@ class RollingDigest:
                 raise Diverged(_text(name, held, since, step))
         raise Diverged(
             f"step {step}: the digests of the ranks differ, and no tensor does: memory changed "
-            "while it was compared. "
-            "Nothing of this update was applied; restart from the last checkpoint"
+            "while it was compared. Nothing of this update was applied; restart from the last "
+            "checkpoint"
         )
 
     def _cut(self, slowly: Watched) -> None:
@@ -206,8 +206,7 @@ def _text(name: str, held: Sequence[object], since: int, step: int) -> str:
         )
     return (
         f"step {step}: {name}: {who}. It happened between update {since} and update {step}. What "
-        "all ranks must hold "
-        "alike was changed on some of them only, by the script or by a fault of memory or "
-        "processor. Nothing of update "
-        f"{step + 1} was applied; restart from the last checkpoint"
+        "all ranks must hold alike was changed on some of them only, by the script or by a fault "
+        f"of memory or processor. Nothing of update {step + 1} was applied; restart from the last "
+        "checkpoint"
     )

@@ -79,11 +79,10 @@ class GradientExchange:
             always does, since it would spoil the state for ever.
 
     Communication: per step one small agreement before and one after the messages; with buckets
-        launched early only the
-    one after. See the compressors for the messages; among nodes, one all-reduce per dtype inside
-    each before them.
+    launched early only the one after. See the compressors for the messages; among nodes, one
+    all-reduce per dtype inside each before them.
     Failure: an error, or a dropped step, leaves nothing applied on this rank; `drops` counts
-        dropped steps.
+    dropped steps.
     """
 
     def __init__(
@@ -219,9 +218,8 @@ class GradientExchange:
                 if shapes[0] != shapes[1]:
                     raise ValueError(
                         f"state does not fit: {kind.removesuffix('s')} {name} has shape "
-                        f"{shapes[1]} in it and "
-                        f"{shapes[0]} here. Load a state of the same parameters and the same "
-                        "compression"
+                        f"{shapes[1]} in it and {shapes[0]} here. Load a state of the same "
+                        "parameters and the same compression"
                     )
         for kind in kinds:
             for name, entry in here[kind].items():
@@ -267,9 +265,8 @@ class GradientExchange:
         if twice:
             raise ThinwireError(
                 f"the gradient of {min(twice, key=self._places.__getitem__)} was exchanged already "
-                "and step() not "
-                "called since: run the backward passes of an accumulated gradient, but the last, "
-                "under ddp.no_sync()"
+                "and step() not called since: run the backward passes of an accumulated gradient, "
+                "but the last, under ddp.no_sync()"
             )
         self._send(self._launched, bucket, grads)
 
@@ -433,8 +430,7 @@ class GradientExchange:
         if self._abandoned is not None:
             raise ThinwireError(
                 "an exchange was left half-way, so ranks are at different places "
-                f"({self._abandoned}): "
-                "start again from the last checkpoint"
+                f"({self._abandoned}): start again from the last checkpoint"
             )
 
     def _exchange_launched(
@@ -604,9 +600,8 @@ def _changed_since_launch(name: str | None) -> str | None:
         return None
     return (
         f"the gradient of {name} was changed between backward() and step(), but an attached "
-        "optimizer has sent it by "
-        "then: use local_grad_clip_norm or grad_clip to clip and torch.amp.GradScaler to scale, or "
-        "do not attach"
+        "optimizer has sent it by then: use local_grad_clip_norm or grad_clip to clip and "
+        "torch.amp.GradScaler to scale, or do not attach"
     )
 
 
@@ -615,9 +610,8 @@ def _stray(launched: Collection[str], grads: Iterable[str]) -> str | None:
         if name not in launched:
             return (
                 f"parameter {name} has a gradient that did not come from the attached model's "
-                "backward: "
-                "call step() after every synchronising backward pass of that model, and use no "
-                "other"
+                "backward: call step() after every synchronising backward pass of that model, and "
+                "use no other"
             )
     return None
 

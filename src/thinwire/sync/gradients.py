@@ -74,7 +74,7 @@ def gradients_of(
         check_finite: Whether a dense gradient that is not finite drops the step.
 
     Communication: where nodes are to be found, one comparison of their size, and the making of
-        their groups.
+    their groups.
     """
     if num_trainers is not None:
         check.integer("num_trainers", num_trainers, at_least=1)

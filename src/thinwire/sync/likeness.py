@@ -79,9 +79,8 @@ def _advice(kind: str, *, ddp: bool) -> str:
     if not ddp:
         return (
             said + "all ranks seem to train on the same batches, or something averages gradients "
-            "before. Give every "
-            "rank its own data, such as by DistributedSampler; if equal data are meant, nothing is "
-            "wrong"
+            "before. Give every rank its own data, such as by DistributedSampler; if equal data "
+            "are meant, nothing is wrong"
         )
     said += (
         "DistributedDataParallel averages gradients in every backward pass, densely, so nothing is "
@@ -91,8 +90,7 @@ def _advice(kind: str, *, ddp: bool) -> str:
         return said + "Train by the model inside (ddp.module), made without the wrapper"
     return said + (
         "Call optimizer.attach(ddp) after the model was wrapped (DGCMomentum), or train by the "
-        "model without the "
-        "wrapper. stats() counts what it sends from now on"
+        "model without the wrapper. stats() counts what it sends from now on"
     )
 
 

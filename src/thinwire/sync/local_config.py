@@ -76,7 +76,7 @@ class LocalSGD(_Common):
         TypeError, ValueError: A wrong value.
 
     Source: arXiv 1808.07217; DiLoCo, arXiv 2311.08105 (outer SGD); arXiv 2501.18512 (fragments,
-        delay).
+    delay).
     """
 
     k_steps: int
@@ -131,8 +131,7 @@ class AdaptiveLocalSGD(_Common):
         if self.init_k_steps > self.max_k_steps:
             raise ValueError(
                 f"init_k_steps must be at most max_k_steps={self.max_k_steps}, got "
-                f"{self.init_k_steps}: "
-                "lower it or give a larger max_k_steps"
+                f"{self.init_k_steps}: lower it or give a larger max_k_steps"
             )
         self._check("init_k_steps", self.init_k_steps)
 

@@ -42,9 +42,8 @@ class LocalModel:
         if foreign:
             raise ValueError(
                 f"optimizer holds {len(foreign)} parameters that are not in model, the first of "
-                "shape "
-                f"{tuple(foreign[0].shape)}: give the optimizer parameters of this model only, or "
-                "the whole model"
+                f"shape {tuple(foreign[0].shape)}: give the optimizer parameters of this model "
+                "only, or the whole model"
             )
 
     @property
@@ -72,15 +71,15 @@ class LocalModel:
             if before != after:
                 return (
                     f"the model was changed since local_sgd was set up: {name} was {before} and is "
-                    f"{after}. "
-                    "Change a model before local_sgd, or leave the block first and enter it anew"
+                    f"{after}. Change a model before local_sgd, or leave the block first and enter "
+                    "it anew"
                 )
         for name, param in self.model.named_parameters():
             if self._ids[name] != id(param):
                 return (
                     f"the model was changed since local_sgd was set up: parameter {name} is "
-                    "another object, which the "
-                    "optimizer does not train. Change a model before the optimizer is made"
+                    "another object, which the optimizer does not train. Change a model before the "
+                    "optimizer is made"
                 )
         return None
 
@@ -118,8 +117,7 @@ def _check_kinds(model: object, optimizer: object) -> None:
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise TypeError(
             "model is wrapped in DistributedDataParallel, which averages gradients in every step: "
-            "give local_sgd the "
-            "model itself (ddp.module), made without the wrapper"
+            "give local_sgd the model itself (ddp.module), made without the wrapper"
         )
     sharded = [name for name, p in model.named_parameters() if hasattr(p, "full_tensor")]
     if sharded:
@@ -131,8 +129,7 @@ def _check_kinds(model: object, optimizer: object) -> None:
     if getattr(optimizer, "exchanges_gradients", False):
         raise TypeError(
             f"optimizer is {type(optimizer).__name__}, which exchanges gradients in every step: "
-            "use a local one such "
-            "as thinwire.optim.SGD, and compression=Sparse(...) to send less"
+            "use a local one such as thinwire.optim.SGD, and compression=Sparse(...) to send less"
         )
 
 

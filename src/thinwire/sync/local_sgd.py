@@ -148,8 +148,7 @@ class LocalUpdates:
             if dgc.state_dtype == "bfloat16":
                 raise ValueError(
                     "dgc.state_dtype is 'bfloat16', but what an averaging does not send is kept in "
-                    "the type of its "
-                    "anchor: leave state_dtype out"
+                    "the type of its anchor: leave state_dtype out"
                 )
         optimizer = cast(
             "torch.optim.Optimizer", bare_optimizer(optimizer)
@@ -178,8 +177,7 @@ class LocalUpdates:
         if any(mine & set(map(id, other._tensors.model.parameters())) for other in _open):
             raise RuntimeError(
                 "this model is in a local_sgd block already: leave that one first, they cannot be "
-                "nested (an engine "
-                "that averages parameters leaves it with engine.close())"
+                "nested (an engine that averages parameters leaves it with engine.close())"
             )
         with one_deadline(time_limit_s(self._process_group, self.timeout_s)):
             return self._entered()

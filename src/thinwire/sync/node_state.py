@@ -27,7 +27,7 @@ def make_common_(state: Mapping[str, Tensor], nodes: Nodes) -> None:
         Mismatch: Ranks hold state of different tensors, or one of them is elsewhere.
 
     Communication: one agreement over all ranks, one inside the node; all-reduces inside a node that
-        differs.
+    differs.
     """
     facts = {"state of": [f"{name} {list(tensor.shape)}" for name, tensor in state.items()]}
     require_agreement(nodes.everybody, facts, what="comparing the state inside the nodes")

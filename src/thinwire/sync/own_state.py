@@ -115,9 +115,8 @@ class OwnState:
     def _told(self, name: str, step: int) -> str:
         return (
             f"{name} changed in memory between update {self._step} and update {step + 1}, and "
-            "neither the library nor "
-            "torch wrote it: a fault of memory, or a write through another view of it. Restart "
-            "from the last checkpoint"
+            "neither the library nor torch wrote it: a fault of memory, or a write through another "
+            "view of it. Restart from the last checkpoint"
         )
 
 

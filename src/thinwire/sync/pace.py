@@ -120,8 +120,8 @@ class Pace:
         if not (math.isfinite(loss) and loss >= 0):
             raise ThinwireError(
                 f"the mean loss of step {step} over the ranks is {loss} (by rank: "
-                f"{[r.loss for r in reports]}): "
-                "AdaptiveLocalSGD needs a finite loss >= 0. Nothing was averaged on any rank"
+                f"{[r.loss for r in reports]}): AdaptiveLocalSGD needs a finite loss >= 0. Nothing "
+                "was averaged on any rank"
             )
         if rate == 0:
             return self.k_steps

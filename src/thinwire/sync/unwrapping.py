@@ -27,7 +27,7 @@ def bare_optimizer(optimizer: object) -> object:
     ):
         raise TypeError(
             f"optimizer is {type(optimizer).__name__}, which takes no step hooks, as a wrapper "
-            "whose constructor does "
-            "not call that of torch.optim.Optimizer: give the optimizer that it wraps"
+            "whose constructor does not call that of torch.optim.Optimizer: give the optimizer "
+            "that it wraps"
         )
     return optimizer

@@ -183,8 +183,7 @@ def _demanded_triton(device: torch.device) -> Kernels:
         why = "triton cannot be imported" if kernels is None else f"the tensors are on {device}"
         raise ValueError(
             f"THINWIRE_KERNELS is 'triton', but {why}: install triton, and for tensors that are "
-            "not on CUDA set "
-            "TRITON_INTERPRET=1 before the first import, or unset THINWIRE_KERNELS"
+            "not on CUDA set TRITON_INTERPRET=1 before the first import, or unset THINWIRE_KERNELS"
         )
     return kernels
 

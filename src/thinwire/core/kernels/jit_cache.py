@@ -220,8 +220,8 @@ def _warn_once(why: str, folder: Path | None) -> None:
     where = "anywhere" if folder is None else f"to {folder}"
     warnings.warn(
         f"compiled loops cannot be written {where} ({why}), so every start of this program "
-        "compiles them again, for "
-        "some seconds: set NUMBA_CACHE_DIR to a folder that can be written and stays",
+        "compiles them again, for some seconds: set NUMBA_CACHE_DIR to a folder that can be "
+        "written and stays",
         RuntimeWarning,
         stacklevel=2,
     )

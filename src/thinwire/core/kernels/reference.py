@@ -104,8 +104,7 @@ def mixed(x: Any) -> Any:
         x: An int, or int64 of any shape.
 
     Source: multiplications and shifts as in the finalizer of MurmurHash3 (Appleby), with the
-        constants that Wellons,
-    "Prospecting for hash functions", 2018, found to leave the least bias.
+    constants that Wellons, "Prospecting for hash functions", 2018, found to leave the least bias.
     """
     x = x & _LOW_32
     x = x ^ (x >> 16)
