@@ -1,6 +1,7 @@
 """`timeout=` of the three ways to train: what it takes, that ranks agree on it, and what it does
 not end."""
 
+import contextlib
 import math
 import time
 from datetime import timedelta
@@ -91,3 +92,75 @@ def test_a_slow_rank_may_fall_behind_by_the_time_out_between_two_averagings_and_
     (seconds, first), (_, second) = ranks.run(unequal_speed)
     assert seconds > 6
     assert first == second
+
+
+def rank_0_alone(rank: int, size: int, way: str, seconds: float, how: str) -> tuple[float, str]:
+    """Two steps over a time-out of 3 s; rank 0 works for longer than that between them.
+
+    Returns:
+        The seconds from the first step to the end, and the parameters or the error.
+    """
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    x, y = torch.full((3, 4), 1.0 + rank), torch.ones(3, 2)
+    naps = [0.0]
+
+    def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        time.sleep(naps[0])
+        return nn.functional.mse_loss(output, target)
+
+    with contextlib.ExitStack() as stack:
+        if way == "engine":
+            sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+            engine = tw.DistributedStrategy().prepare(model, sgd, loss_of, timeout=3)
+        elif way == "local":
+            sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+            stack.enter_context(tw.local_sgd(model, sgd, tw.LocalSGD(1), timeout=3))
+        else:
+            sgd = tw.optim.DGCMomentum(model.named_parameters(), lr=0.1, timeout=3)
+
+        def step() -> None:
+            if way == "engine":
+                engine.train_step(x, y)
+                return
+            sgd.zero_grad()
+            loss_of(model(x), y).backward()
+            sgd.step()
+
+        step()
+        begin_s = time.monotonic()
+        if rank == 0 and how == "evaluate":
+            naps[0] = 1.0
+            for _ in range(round(seconds)):
+                engine.evaluate(x, y)
+            naps[0] = 0.0
+        elif rank == 0:
+            with tw.busy(1 if how == "too short" else 60), tw.busy(timedelta(seconds=0.5)):
+                time.sleep(seconds)
+        try:
+            step()
+        except tw.errors.ThinwireError as error:
+            return time.monotonic() - begin_s, f"{type(error).__name__}: {error}"
+    return time.monotonic() - begin_s, str([p.tolist() for p in model.parameters()])
+
+
+@pytest.mark.parametrize(("way", "how"), [*((way, "busy") for way in WAYS), ("engine", "evaluate")])
+def test_a_rank_that_says_that_it_is_busy_is_waited_for(ranks: Pool, way: str, how: str) -> None:
+    (seconds, first), (waited, second) = ranks.run(rank_0_alone, way, 8.0, how)
+    assert min(seconds, waited) > 7
+    assert first == second
+    assert first.startswith("[[")
+
+
+@pytest.mark.fault
+def test_a_rank_is_waited_for_as_long_as_it_said_and_a_time_out_longer(ranks: Pool) -> None:
+    _, (waited, told) = ranks.run(rank_0_alone, "engine", 12.0, "too short")
+    assert 3.5 < waited < 6
+    assert told.startswith("PeerStalled")
+    assert "within 3 s after a rank was last known to be busy: rank 0 was alive" in told
+
+
+def test_a_time_for_busy_ranks_is_positive() -> None:
+    for wrong, kind in (("5", TypeError), (None, TypeError), (0, ValueError), (-1, ValueError)):
+        with pytest.raises(kind, match="at_most, in seconds or as a timedelta,"), tw.busy(wrong):
+            pass

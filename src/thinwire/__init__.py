@@ -8,6 +8,7 @@ from thinwire._version import __version__
 
 if TYPE_CHECKING:
     from thinwire import amp, errors, optim, schedules
+    from thinwire.comm.busy import busy
     from thinwire.compress.dgc import DGC
     from thinwire.compress.low_rank import LowRank
     from thinwire.compress.quantized_change import Quantized
@@ -55,6 +56,7 @@ __all__ = [
     "StrategyError",
     "__version__",
     "amp",
+    "busy",
     "errors",
     "local_sgd",
     "optim",
@@ -88,6 +90,7 @@ _HOMES = {
     "Recompute": "thinwire.step.config",
     "Sparse": "thinwire.compress.sparse_change",
     "StrategyError": "thinwire.errors",
+    "busy": "thinwire.comm.busy",
     "local_sgd": "thinwire.sync.local_sgd",
 }
 

@@ -49,6 +49,30 @@ def test_another_rank_is_stopped() -> None:
     )
 
 
+@pytest.mark.fault
+@pytest.mark.slow  # a time-out that a loaded machine keeps
+@pytest.mark.parametrize("moment_s", [0.5, 7.0])
+def test_a_busy_rank_is_stopped(moment_s: float) -> None:
+    """Before and after the time-out of those who wait for it."""
+    with trainees("busy", 3, TIMEOUT_S) as job:
+        time.sleep(moment_s)
+        assert [process.poll() for process in job.processes] == [None] * 3
+        check(job.ended([1, 2], lambda: job.stop(0), 40))
+
+
+@pytest.mark.fault
+@pytest.mark.slow  # a time-out that a loaded machine keeps
+def test_a_busy_rank_that_is_no_host_of_the_store_is_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("BUSY_RANK", "1")
+    with trainees("busy", 3, TIMEOUT_S) as job:
+        time.sleep(7)
+        assert [process.poll() for process in job.processes] == [None] * 3
+        texts = check(job.ended([0, 2], lambda: job.stop(1), 40))
+    assert all("rank 1 has not been heard of for" in text for text in texts)
+
+
 def down(namespace: int, _: Sequence[str]) -> None:
     """Take the interface inside a namespace down."""
     from pyroute2 import IPRoute

@@ -6,6 +6,7 @@ one when it has ended.
 """
 
 import json
+import os
 import sys
 import time
 from datetime import timedelta
@@ -40,6 +41,20 @@ def engine(rank: int) -> None:
         yield_line(step)
 
 
+def busy(rank: int) -> None:
+    """Rank 0, or `BUSY_RANK`, evaluates for long after some steps, and says so."""
+    torch.manual_seed(0)
+    model, x = torch.nn.Linear(64, 64), torch.randn(8, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    prepared = tw.DistributedStrategy().prepare(model, optimizer, torch.nn.functional.mse_loss)
+    for step in range(10**9):
+        prepared.train_step(x, x)
+        yield_line(step)
+        if rank == int(os.environ.get("BUSY_RANK", "0")) and step == 5:
+            with tw.busy(600):
+                time.sleep(600)
+
+
 def local(rank: int) -> None:
     """Local updates, which are averaged at every second step."""
     torch.manual_seed(0)
@@ -70,7 +85,7 @@ def main() -> None:
         timeout=timedelta(seconds=float(timeout_s)),
     )
     try:
-        {"votes": votes, "engine": engine, "local": local}[kind](int(rank))
+        {"votes": votes, "engine": engine, "local": local, "busy": busy}[kind](int(rank))
     except Exception as error:
         print(
             json.dumps({"type": type(error).__name__, "text": str(error), "at": time.time()}),

@@ -1,6 +1,6 @@
 """The seam to the ranks: the only package that imports `torch.distributed`."""
 
-from thinwire.comm.busy import by_rank, while_busy
+from thinwire.comm.busy import busy, by_rank, while_busy
 from thinwire.comm.ddp import BucketTap, tap_buckets
 from thinwire.comm.deadline import one_deadline, own_deadlines, seconds_of
 from thinwire.comm.failures import state_told
@@ -16,6 +16,7 @@ __all__ = [
     "Nodes",
     "Pending",
     "Sources",
+    "busy",
     "by_rank",
     "elsewhere",
     "is_alone",

@@ -1,24 +1,58 @@
-"""Local work that every rank does for itself while it keeps telling the others that it is at it."""
+"""Local work of which the other ranks are told that it goes on."""
 
+import datetime
 import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from thinwire.comm.deadline import own_deadlines
+from thinwire.comm.courier import busy_until, say_busy_until
+from thinwire.comm.deadline import own_deadlines, seconds_given
 from thinwire.comm.group import Group
 from thinwire.comm.handshake import elsewhere, mapping_of
 from thinwire.errors import ThinwireError
 
-__all__ = ["by_rank", "while_busy"]
+__all__ = ["busy", "by_rank", "while_busy"]
 
 _T = TypeVar("_T")
 _Answer = dict[str, Any]
 _PACE_S = 5.0
 """At most this long a rank works without a word to the others."""
 _log = logging.getLogger("thinwire")
+
+
+@contextmanager
+def busy(at_most: float | datetime.timedelta) -> Iterator[None]:
+    """Around long work that this rank does alone, such as evaluating on rank 0: `with tw.busy(600):
+    evaluate()`.
+
+    The time-out of the others, which wait for it in their next exchange, begins anew when the block
+    ends or `at_most` has passed. A rank that dies in the block is found at once, and one that is
+    stopped or cut off a time-out after it was last heard of. Blocks may be nested; the one that
+    ends last counts.
+
+    Args:
+        at_most: How long it may take, in seconds or as a timedelta; what takes longer is no error
+            here.
+
+    Raises:
+        TypeError, ValueError: `at_most` is no time, or not positive.
+
+    Communication: none; a thread of the library's own tells it through the rendezvous store. With
+        nccl, and between the stages of a pipeline, the time-out stays as it is.
+    """
+    outer = busy_until()
+    mine = time.monotonic() + seconds_given("at_most", at_most)
+    say_busy_until(mine if outer is None else max(outer, mine))
+    try:
+        yield
+    finally:
+        now = time.monotonic()
+        said = min(now, mine)
+        say_busy_until(said if outer is None else max(outer, said))
 
 
 def while_busy(

@@ -4,6 +4,7 @@ exchange has failed.
 
 import contextlib
 import json
+import math
 import os
 import queue
 import socket
@@ -19,19 +20,33 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["Courier", "Sighting", "here", "stop_all"]
+__all__ = ["Courier", "Sighting", "busy_until", "here", "say_busy_until", "stop_all"]
 
 _KEY = "thinwire/alive"
 _SHORTEST_S, _LONGEST_S = 0.5, 5.0
+_PROMPT_S = 0.2
+"""With what `ask` adds: what a store that answers at all needs on a loaded machine."""
 _place: list[tuple[str, bool, float]] = [("", False, time.monotonic())]
 """The last exchange of this process, whether it is waited for, and since when it is or is not;
 replaced as a whole."""
+_busy_until: list[float | None] = [None]
+"""Until when this process has said that it may be at work of its own; None: it never has."""
 _connecting = threading.Lock()
 
 
 def here(what: str, *, waiting: bool) -> None:
     """Note where this process is: it waits for `what`, or has left it for work of its own."""
     _place[0] = what, waiting, time.monotonic()
+
+
+def say_busy_until(moment: float | None) -> None:
+    """Tell the others, with the next sign of life, that they may wait until then and longer."""
+    _busy_until[0] = moment
+
+
+def busy_until() -> float | None:
+    """What was said last, on the clock of `time.monotonic`."""
+    return _busy_until[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +60,7 @@ class Sighting:
         waiting: Whether it was waiting there.
         since_s: For how long, at that time.
         failed: How an exchange of this group failed there: "stalled", "lost" or empty.
+        idle_s: Since it was known to be at work of its own that may take long; None: it never was.
     """
 
     age_s: float
@@ -53,6 +69,12 @@ class Sighting:
     waiting: bool
     since_s: float
     failed: str
+    idle_s: float | None
+
+    @property
+    def silent(self) -> bool:
+        """Whether it is too long ago for a rank that is alive, with room for a busy machine."""
+        return self.age_s > max(3 * self.interval_s, 2.0)
 
 
 class Courier:
@@ -84,7 +106,7 @@ class Courier:
         """Say that an exchange has failed here, and hear about all ranks.
 
         Args:
-            failed: "stalled" or "lost".
+            failed: "stalled", "lost", or empty where nothing has failed yet.
             patience_s: How long to wait for ranks that have not said the same; the answer comes
                 within half a second of it.
 
@@ -100,6 +122,24 @@ class Courier:
         if not question.answered.is_set():
             self.stop()
         return question.answer
+
+    def more_s(self, timeout_s: float) -> float:
+        """How long this rank may still wait for ranks that are busy: until `timeout_s` after the
+        last of them was known to be. Takes milliseconds, and a second where the store is away.
+
+        Returns:
+            Seconds from now; 0 or less where another rank than those is missing, or none is.
+        """
+        seen = self.ask("", _PROMPT_S)
+        if seen is None or seen[self._rank] is None:
+            return 0.0
+        missing = [
+            sighting
+            for rank, sighting in enumerate(seen)
+            if rank != self._rank and (sighting is None or not sighting.waiting or sighting.silent)
+        ]
+        idle = [math.inf if s is None or s.idle_s is None else s.idle_s for s in missing]
+        return timeout_s - max(idle, default=math.inf)
 
     def stop(self) -> None:
         """End the thread, within a second; may be called more than once."""
@@ -144,13 +184,15 @@ class Courier:
             "waiting": waiting,
             "for": now - since,
             "failed": self._failed,
+            "idle": None if _busy_until[0] is None else max(now - _busy_until[0], 0.0),
         }
         return json.dumps(sign)
 
     def _answer(self, store: "Store", question: "_Question") -> None:
         while True:
             seen = self._seen(store)
-            if all(s is not None and s.failed for s in seen) or time.monotonic() >= question.until:
+            told = not question.failed or all(s is not None and s.failed for s in seen)
+            if told or time.monotonic() >= question.until:
                 question.answer = seen
                 question.answered.set()
                 return
@@ -166,7 +208,13 @@ class Courier:
         sign: dict[str, Any] = json.loads(answer)
         age_s = max(time.monotonic() - self._begun - sign["at"], 0.0)
         return Sighting(
-            age_s, self.interval_s, sign["what"], sign["waiting"], sign["for"], sign["failed"]
+            age_s,
+            self.interval_s,
+            sign["what"],
+            sign["waiting"],
+            sign["for"],
+            sign["failed"],
+            None if sign["idle"] is None else sign["idle"] + age_s,
         )
 
     def _hang_up(self) -> None:

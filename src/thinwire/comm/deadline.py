@@ -14,6 +14,7 @@ __all__ = [
     "one_deadline",
     "own_deadlines",
     "progressed",
+    "seconds_given",
     "seconds_of",
     "waited",
     "whole_s",
@@ -97,7 +98,15 @@ def seconds_of(timeout: float | datetime.timedelta | None) -> float | None:
         TypeError: No number and no timedelta.
         ValueError: Not positive or not finite.
     """
-    if timeout is None:
-        return None
-    seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
-    return check.real("timeout, in seconds or as a timedelta,", seconds, above=0)
+    return None if timeout is None else seconds_given("timeout", timeout)
+
+
+def seconds_given(name: str, value: float | datetime.timedelta) -> float:
+    """A time that a user gave for the argument `name`, in seconds.
+
+    Raises:
+        TypeError: No number and no timedelta.
+        ValueError: Not positive or not finite.
+    """
+    seconds = value.total_seconds() if isinstance(value, datetime.timedelta) else value
+    return check.real(f"{name}, in seconds or as a timedelta,", seconds, above=0)

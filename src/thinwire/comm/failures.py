@@ -15,6 +15,10 @@ __all__ = ["explain_failure", "state_after_failure", "state_told"]
 _PATIENCE_S = 0.5
 """For the reports of ranks that are alive: their exchange fails within milliseconds of this one's.
 """
+_AT_WORK = (
+    "Where a rank works that long on purpose, let it say so, with thinwire.busy, or give more "
+    "timeout=."
+)
 _STALLED = re.compile(r"timed? ?out|timeout|watchdog", re.IGNORECASE)
 _LOST = re.compile(
     r"connection (closed|reset|refused|aborted)|closed by peer|broken pipe|remote "
@@ -97,11 +101,14 @@ def _who_stalled(
     away = {
         r: s
         for r, s in others.items()
-        if s is None or not (s.failed or (s.waiting and not _is_silent(s)))
+        if s is None or not (s.failed or (s.waiting and not s.silent))
     }
     if away:
         told = "; ".join(f"rank {rank} {_place_of(sighting)}" for rank, sighting in away.items())
-        return f"rank {', '.join(map(str, away))} did not take part within {within}: {told}. {end}"
+        at_work = any(s is not None and not (s.silent or s.waiting) for s in away.values())
+        advice = f"{_AT_WORK} " if at_work else ""
+        names = ", ".join(map(str, away))
+        return f"rank {names} did not take part within {within}: {told}. {advice}{end}"
     elsewhere = {r: s for r, s in others.items() if s is not None and s.what != what}
     told = "; ".join(
         f"rank {rank} {_place_of(sighting)}" for rank, sighting in (elsewhere or others).items()
@@ -128,11 +135,6 @@ def _who_left(others: dict[int, Sighting | None] | None) -> str:
     return f"{f'rank {names}' if len(silent) == 1 else f'one of the ranks {names}'} {left}"
 
 
-def _is_silent(sighting: Sighting) -> bool:
-    """Whether it is too long ago for a rank that is alive, with room for a busy machine."""
-    return sighting.age_s > max(3 * sighting.interval_s, 2.0)
-
-
 def _place_of(sighting: Sighting | None) -> str:
     if sighting is None:
         return "has never been heard of"
@@ -142,7 +144,7 @@ def _place_of(sighting: Sighting | None) -> str:
         where = f"waiting {sighting.since_s:.0f} s for others in {sighting.what!r}"
     else:
         where = f"at work of its own for {sighting.since_s:.0f} s after {sighting.what!r}"
-    if _is_silent(sighting):
+    if sighting.silent:
         return (
             f"has not been heard of for {sighting.age_s:.0f} s, it is stopped, cut off or gone (it "
             f"was {where})"

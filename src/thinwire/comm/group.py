@@ -351,6 +351,7 @@ class Group:
         """Wait for one work, for as long as it may take."""
         assert self._shared is not None, "something was launched"
         limit_s, begun, ended = left_s(self.timeout_s), time.monotonic(), False
+        longer = False
         while True:
             try:
                 if self._shared.watched_here:
@@ -359,7 +360,10 @@ class Group:
                 else:
                     work.wait()
                 landed(work)
-                waited(time.monotonic() - begun)
+                if longer:
+                    progressed()
+                else:
+                    waited(time.monotonic() - begun)
                 return
             except RuntimeError as error:
                 if work.is_completed():
@@ -369,7 +373,15 @@ class Group:
                         continue
                 elif time.monotonic() - begun < limit_s:
                     continue
+                elif (more_s := self._more_s()) > 0:
+                    longer, limit_s = True, time.monotonic() - begun + more_s
+                    continue
                 raise self._explained(error, what, limit_s) from error
+
+    def _more_s(self) -> float:
+        """How long ranks that have said that they are busy may still take."""
+        courier = None if self._shared is None else self._shared.courier
+        return 0.0 if courier is None else courier.more_s(whole_s(self.timeout_s))
 
     def _explained(self, error: RuntimeError, what: str, limit_s: float) -> ThinwireError:
         """What to raise; from here on nothing else goes over these ranks."""
@@ -378,7 +390,9 @@ class Group:
         assert self._shared is not None, "something was launched"
         whole = whole_s(self.timeout_s)
         within = f"{whole:g} s"
-        if limit_s < 0.99 * whole:
+        if limit_s > 1.01 * whole:
+            within += " after a rank was last known to be busy"
+        elif limit_s < 0.99 * whole:
             within = f"the {limit_s:.1f} s that were left of {within} for the whole call"
         told = explain_failure(
             error,

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from thinwire import _validate as check
 from thinwire.amp import LossScaler
-from thinwire.comm import Group, long_waits_logged, require_agreement, state_told
+from thinwire.comm import Group, busy, long_waits_logged, require_agreement, state_told
 from thinwire.core.stats import numbers
 from thinwire.core.storage import with_own_storage
 from thinwire.errors import CheckpointMissing, Mismatch, PeerLost, PeerStalled
@@ -157,6 +157,9 @@ class Engine:
         """The mean loss of one mini-batch, without gradients or update; whether in eval mode is up
         to `engine.model`.
 
+        Ranks that wait for this one in their next step go on waiting until a time-out after its
+        last call; see `thinwire.busy` for other work of one rank alone.
+
         Args:
             inputs: As in `train_step`.
             targets: As in `train_step`.
@@ -169,7 +172,8 @@ class Engine:
         if self._parts.runner is not None:
             self._require_loss_function("evaluate")
             return self._parts.runner.evaluate(inputs, targets)
-        return self._loss_of(inputs, targets, "evaluate")
+        with busy(self._parts.group.timeout_s):
+            return self._loss_of(inputs, targets, "evaluate")
 
     def minimize(self, loss: Tensor) -> tuple[list[Any], list[tuple[Parameter, Tensor]]]:
         """Backward, exchange and update from a loss that was computed outside; counts as one
