@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from thinwire.lab.machine import describe_machine
+from thinwire.lab.report.machine import describe_machine
 
 Work = Callable[[], object]
 

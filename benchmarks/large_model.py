@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import parser_for, save, surroundings
-from thinwire.lab.launch import run_workers
-from thinwire.lab.link import Link
-from thinwire.lab.netns import network, why_unavailable
+from thinwire.lab.network.link import Link
+from thinwire.lab.network.netns import network, why_unavailable
+from thinwire.lab.run.config import Job
+from thinwire.lab.run.launch import run_workers
 
 WORKERS = 2
 FULL = {"vocabulary": 50257, "width": 768, "blocks": 18, "rows": 2, "length": 8}
@@ -43,17 +44,17 @@ def main() -> None:
             f"the link cannot be emulated here: network namespaces {reason}; --quick runs on "
             "loopback"
         )
-    task = {
-        "task": "benchmarks.large_model_run:Run",
-        "timeout_s": arguments.timeout,
-        "parts": arguments.parts,
-    }
+    job = Job(
+        task="benchmarks.large_model_run:Run",
+        config={"parts": arguments.parts, **shape},
+        timeout_s=arguments.timeout,
+    )
     around, begin = surroundings(1), time.perf_counter()
     found: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
         place = stack.enter_context(network(WORKERS, link)) if link.emulated else None
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        for event in run_workers({**task, **shape}, WORKERS, place, folder / "run"):
+        for event in run_workers(job, WORKERS, place, folder / "run"):
             if event["event"] == "said":
                 print(f"{time.perf_counter() - begin:6.0f} s  {event['text']}", flush=True)
             found = event

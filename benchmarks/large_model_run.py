@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import thinwire as tw
-from thinwire.lab.diary import Diary
+from thinwire.lab.run.events import Events
 
 UPDATES, AVERAGINGS, INTERVAL = 20, 2, 2
 
@@ -41,8 +41,8 @@ class Model(nn.Module):
 class Run:
     """Starts and trains, and says what it cost."""
 
-    def __init__(self, config: dict[str, Any], diary: Diary) -> None:
-        self.config, self.diary = config, diary
+    def __init__(self, config: dict[str, Any], events: Events) -> None:
+        self.config, self.events = config, events
         self.rank = dist.get_rank()
         self.rows: list[dict[str, Any]] = []
 
@@ -143,7 +143,7 @@ class Run:
 
     def say(self, text: str) -> None:
         """A line for whoever waits."""
-        self.diary.write("said", text=text)
+        self.events.write("said", text=text)
 
     @contextmanager
     def _keeping_in_touch(self) -> Iterator[None]:
@@ -154,7 +154,7 @@ class Run:
 
         def go_on() -> None:
             while not over.wait(10):
-                self.diary.write("alive")
+                self.events.write("alive")
 
         thread = threading.Thread(target=go_on, daemon=True)
         thread.start()

@@ -21,9 +21,10 @@ from typing import Any
 
 from benchmarks.common import parser_for, save, surroundings
 from benchmarks.overlap_run import WITHOUT
-from thinwire.lab.launch import run_workers
-from thinwire.lab.link import Link
-from thinwire.lab.netns import network, why_unavailable
+from thinwire.lab.network.link import Link
+from thinwire.lab.network.netns import network, why_unavailable
+from thinwire.lab.run.config import Job
+from thinwire.lab.run.launch import run_workers
 
 WORKERS = 2
 FULL = {"width": 512, "blocks": 8, "rows": 4, "length": 40, "bucket_mb": [1, 5, 25, 100]}
@@ -46,8 +47,7 @@ def main() -> None:
             f"the link cannot be emulated here: network namespaces {reason}; --quick runs on "
             "loopback"
         )
-    config = {"task": "benchmarks.overlap_run:Turns", "timeout_s": 120, "repeats": repeats, **shape}
-    config["digest"] = arguments.digest
+    config = {"repeats": repeats, **shape, "digest": arguments.digest}
     around, begin = surroundings(repeats), time.perf_counter()
     found = run(config, link)
     result: dict[str, object] = {
@@ -74,7 +74,8 @@ def run(config: dict[str, Any], link: Link) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         place = stack.enter_context(network(WORKERS, link)) if link.emulated else None
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        *_, last = run_workers(config, WORKERS, place, folder / "run")
+        job = Job(task="benchmarks.overlap_run:Turns", config=config, timeout_s=120)
+        *_, last = run_workers(job, WORKERS, place, folder / "run")
     return dict(last)
 
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from thinwire.comm import Group
-from thinwire.lab.diary import Diary
+from thinwire.lab.run.events import Events
 from thinwire.optim import DGCMomentum
 from thinwire.strategy.overlap import Overlap
 
@@ -114,8 +114,8 @@ def watched_groups(watch: Watch) -> Iterator[None]:
 class Turns:
     """The task of a rank."""
 
-    def __init__(self, config: Mapping[str, Any], diary: Diary) -> None:
-        self.config, self.diary = config, diary
+    def __init__(self, config: Mapping[str, Any], events: Events) -> None:
+        self.config, self.events = config, events
         self.watch = Watch()
         generator = torch.Generator().manual_seed(dist.get_rank())
         shape = (config["rows"], config["length"], config["width"])
@@ -150,7 +150,7 @@ class Turns:
                         ways[name].append(
                             [(1e3 * way, 1e3 * hidden) for way, hidden in self.watch.hidden()]
                         )
-                self.diary.write("round", turn=turn)
+                self.events.write("round", turn=turn)
         everybody: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everybody, times)
         slower = {

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.lab.compare import compare
-from thinwire.lab.progress import Silent
+from thinwire.lab.report.progress import Silent
 from thinwire.lab.settings import Settings
 from thinwire.lab.strategies import STRATEGIES
 

@@ -25,10 +25,10 @@ from tests.attacks.outcome import GRACE_S, Attack, Outcome, Seen, said_nothing_m
 from tests.attacks.training import make
 from tests.ranks import Pool
 from thinwire.errors import ThinwireError
-from thinwire.lab.enter import enter_network
-from thinwire.lab.link import Link
-from thinwire.lab.netns import network, why_unavailable
-from thinwire.lab.spaces import inside
+from thinwire.lab.network.enter import enter_network
+from thinwire.lab.network.link import Link
+from thinwire.lab.network.namespaces import inside
+from thinwire.lab.network.netns import network, why_unavailable
 
 __all__ = ["ATTACKS"]
 

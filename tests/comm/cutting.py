@@ -17,7 +17,7 @@ from pathlib import Path
 __all__ = ["Ended", "Trainees", "trainees"]
 
 _SCRIPT = Path(__file__).with_name("trainee.py")
-_ENTER = Path(__file__).parents[2] / "src/thinwire/lab/enter.py"
+_ENTER = Path(__file__).parents[2] / "src/thinwire/lab/network/enter.py"
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.lab.trainers import _DDPTrainer
+from thinwire.lab.run.trainers import DDPTrainer
 
 
-class _Bad(_DDPTrainer):
+class _Bad(DDPTrainer):
     def sent_bytes(self) -> float:
         return 0.0
 

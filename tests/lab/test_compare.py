@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.lab.pooled import run_workers_in
-from tests.lab.spaces import (
+from tests.lab.namespaces import (
     NETNS,
     alive,
     descendants,
@@ -23,16 +22,17 @@ from tests.lab.spaces import (
     processes_in,
     until,
 )
+from tests.lab.pooled import run_workers_in
 from tests.ranks import Pool
 from thinwire.lab import compare as comparison
-from thinwire.lab import netns
 from thinwire.lab.compare import compare
-from thinwire.lab.launch import WorkerError
-from thinwire.lab.progress import Silent
-from thinwire.lab.recipe import Recipe
+from thinwire.lab.network import netns
+from thinwire.lab.report.progress import Silent
+from thinwire.lab.run.config import Recipe, RunConfig
+from thinwire.lab.run.launch import WorkerError
+from thinwire.lab.run.text import Corpus
 from thinwire.lab.settings import Settings
 from thinwire.lab.strategies import choose
-from thinwire.lab.text import Corpus
 
 BAD = ("Raises", "Diverges", "Dies")
 EXAMPLES = Path(__file__).parents[2] / "examples" / "strategies"
@@ -174,10 +174,9 @@ def test_strategy_files_take_part(tmp_path: Path) -> None:
 def test_settings_are_chosen_on_other_text_than_is_reported_on(tmp_path: Path) -> None:
     corpus = Corpus(b"train", b"valid", b"held", 1, "a test")
     for tune, text in ((True, b"valid"), (False, b"held")):
-        config = comparison._write_corpus(corpus, tmp_path, tune=tune)
-        assert Path(config["held_out_file"]).read_bytes() == text
-        assert config["held_out_bytes"] == len(text)
-        assert Path(config["train_file"]).read_bytes() == b"train"
+        files = comparison._write_corpus(corpus, tmp_path, tune=tune)
+        assert Path(files["held_out_file"]).read_bytes() == text
+        assert Path(files["train_file"]).read_bytes() == b"train"
 
 
 def test_a_failing_worker_is_named_and_nothing_is_left(tmp_path: Path) -> None:
@@ -199,8 +198,8 @@ def test_what_was_measured_before_a_failure_is_kept(
 ) -> None:
     run_one = comparison._run
 
-    def first_fails(config: dict[str, Any], *rest: Any) -> dict[str, Any]:
-        if config["strategy"] == "dgc":
+    def first_fails(config: RunConfig, *rest: Any) -> dict[str, Any]:
+        if config.recipe.name == "dgc":
             raise WorkerError("worker 1 failed: it was a test")
         return run_one(config, *rest)
 
@@ -286,9 +285,7 @@ def test_what_has_finished_survives_an_interruption(
     out = tmp_path / "out"
     more = ["--link", link, "--strategies", "dense", "localsgd", "fp16", "--seconds", "1"]
     process = started(command(out, *more))
-    until(
-        lambda: (out / ".work" / "localsgd" / "config.json").exists() or process.poll() is not None
-    )
+    until(lambda: (out / ".work" / "localsgd" / "job.json").exists() or process.poll() is not None)
     before = json.loads((out / "results.json").read_text())
     assert before["interrupted"] == {
         "by": None,
@@ -342,7 +339,7 @@ def workers_below(pid: int) -> list[int]:
     return [
         child
         for child, words in lines.items()
-        if b"thinwire.lab.worker" in words and b"torch.distributed.run" not in words
+        if b"thinwire.lab.run.worker" in words and b"torch.distributed.run" not in words
     ]
 
 
@@ -354,7 +351,7 @@ class Running:
         self.process = started(
             command(out, "--link", "20mbit", "--strategies", "dense", "--steps", "100000", *more)
         )
-        until(lambda: list(out.glob(".work/*/rank0.jsonl")) and "step" in self._diary())
+        until(lambda: list(out.glob(".work/*/rank0.jsonl")) and "step" in self._events())
         self.family = descendants(self.process.pid)
         mine = namespace_of(os.getpid())
         self.namespaces = {
@@ -362,7 +359,7 @@ class Running:
         }
         assert len(self.namespaces) == 2
 
-    def _diary(self) -> str:
+    def _events(self) -> str:
         return next(self.out.glob(".work/*/rank0.jsonl")).read_text()
 
     def all_gone(self) -> None:

@@ -1,7 +1,7 @@
 import pytest
 
-from thinwire.lab.link import Link, parse_latency, parse_rate
-from thinwire.lab.spaces import tbf_settings
+from thinwire.lab.network.link import Link, parse_latency, parse_rate
+from thinwire.lab.network.namespaces import tbf_settings
 
 
 @pytest.mark.parametrize(

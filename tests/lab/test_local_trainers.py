@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from tests.ranks import Pool
-from thinwire.lab.local_trainers import Local
+from thinwire.lab.run.own_trainers import Local
+from thinwire.lab.run.trainers import Setup, build_trainer
 from thinwire.lab.strategies import STRATEGIES
-from thinwire.lab.trainers import Setup, build_trainer
 
 LOCAL = ["localsgd", "adaptive-localsgd", "diloco", "sparse-local"]
 

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from thinwire.lab.model import ByteTransformer
-from thinwire.lab.shape import ModelShape, parse_size
+from thinwire.lab.run.model import ByteTransformer
+from thinwire.lab.run.size import ModelSize, parse_size
 
 
 def parameters(size: str) -> int:
@@ -26,7 +26,7 @@ def test_what_is_no_size_is_named(size: str) -> None:
 
 def test_no_position_sees_the_future() -> None:
     torch.manual_seed(0)
-    model = ByteTransformer(ModelShape(64, 2, context=16)).eval()
+    model = ByteTransformer(ModelSize(64, 2, context=16)).eval()
     text = torch.randint(256, (2, 16))
     changed = text.clone()
     changed[:, 9:] = (changed[:, 9:] + 1) % 256

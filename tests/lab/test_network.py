@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.lab.spaces import NETNS, processes_in
-from thinwire.lab.link import Link
-from thinwire.lab.netns import Network, network
-from thinwire.lab.spaces import inside
+from tests.lab.namespaces import NETNS, processes_in
+from thinwire.lab.network.link import Link
+from thinwire.lab.network.namespaces import inside
+from thinwire.lab.network.netns import Network, network
 
 pytestmark = NETNS
 

@@ -1,16 +1,18 @@
 """What is done before the clock starts uses every part of a strategy, and changes nothing."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from tests.lab.configs import config
 from tests.ranks import Pool
-from thinwire.lab.rehearsal import rehearse, shortened
+from thinwire.lab.run.config import RunConfig
+from thinwire.lab.run.rehearsal import rehearse, shortened
+from thinwire.lab.run.size import ModelSize
+from thinwire.lab.run.task import initial_model
+from thinwire.lab.run.trainers import Setup, build_trainer
 from thinwire.lab.strategies import STRATEGIES, choose
-from thinwire.lab.trainers import Setup, build_trainer
-from thinwire.lab.training import initial_model
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "strategies").glob("*.yaml"))
 STEPS = 4
@@ -45,29 +47,28 @@ def test_intervals_become_short_and_nothing_else_changes() -> None:
     ] == {"init_loss_scale": 1024.0}
 
 
-def config_of(word: str) -> dict[str, Any]:
+def config_of(word: str) -> RunConfig:
     (recipe,) = choose([word])
-    own = {"trainer": recipe.trainer, "options": dict(recipe.options), "lr": recipe.lr}
-    return {**own, "momentum": 0.9, "context": 16, "width": 64, "layers": 2, "seed": 0}
+    return config(recipe=recipe, model=ModelSize(64, 2, context=16), batch=1)
 
 
 def losses(
     rank: int, size: int, word: str, rehearsed: bool
 ) -> tuple[list[float], list[float], float]:
     """Of a few steps on each rank, the parameters after them, and the bytes counted."""
-    config = config_of(word)
-    model = initial_model(config)
+    run = config_of(word)
+    model = initial_model(run)
     random = torch.get_rng_state()
     if rehearsed:
-        rehearse(config, model, 1)
+        rehearse(run, model)
         assert torch.equal(torch.get_rng_state(), random)
         assert all(p.grad is None for p in model.parameters())
-    trainer = build_trainer(config["trainer"], config["options"], model, Setup(0.9, 10))
+    trainer = build_trainer(run.recipe.trainer, run.recipe.options, model, Setup(0.9, 10))
     text = torch.Generator().manual_seed(rank)
     found = []
     for _ in range(STEPS):
         for group in trainer.optimizer.param_groups:
-            group["lr"] = config["lr"]
+            group["lr"] = run.recipe.lr
         batch = torch.randint(256, (2, 17), generator=text)
         found.append(float(trainer.train_step(batch[:, :-1], batch[:, 1:])))
     trainer.finish()

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 
 from thinwire.compress.dgc import DGC
-from thinwire.lab.axes import Axis
-from thinwire.lab.link import Link
-from thinwire.lab.measures import Column, bytes_text, tables
-from thinwire.lab.plots import PALETTE
-from thinwire.lab.report import render, write_report
-from thinwire.lab.results import KEYS, seconds_to_loss, summarise, write_json
+from thinwire.lab.network.link import Link
+from thinwire.lab.report.axes import Axis
+from thinwire.lab.report.measures import Column, bytes_text, tables
+from thinwire.lab.report.page import render, write_report
+from thinwire.lab.report.plots import PALETTE
+from thinwire.lab.report.results import KEYS, seconds_to_loss, summarise, write_json
+from thinwire.lab.report.table import print_table
+from thinwire.lab.report.winner import BEST, document_of, write_best
+from thinwire.lab.run.text import Corpus
 from thinwire.lab.settings import Settings
 from thinwire.lab.strategies import STRATEGIES
-from thinwire.lab.table import print_table
-from thinwire.lab.text import Corpus
-from thinwire.lab.winner import BEST, document_of, write_best
 from thinwire.strategy.distributed_strategy import DistributedStrategy
 
 
@@ -79,7 +79,7 @@ def results(
     return summarise(
         runs,
         settings=settings,
-        shape=settings.shape,
+        model=settings.model,
         corpus=Corpus(b"train", b"valid", b"held", 1, "a <test>"),
         machine={"cores": 2},
         emulated=emulated,

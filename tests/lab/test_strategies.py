@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from thinwire.lab import strategies
-from thinwire.lab.recipe import Recipe
+from thinwire.lab.run.config import Recipe
 from thinwire.lab.strategies import STRATEGIES, choose, register
 
 
@@ -25,10 +25,10 @@ def test_all_are_there() -> None:
 
 def test_later_strategies_register_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strategies, "STRATEGIES", dict(STRATEGIES))
-    register(Recipe("other", "another one", "thinwire.lab.trainers:Dense", 0.1, "nobody"))
+    register(Recipe("other", "another one", "thinwire.lab.run.trainers:Dense", 0.1, "nobody"))
     assert names("other") == ["other"]
     with pytest.raises(ValueError, match="registered already"):
-        register(Recipe("other", "again", "thinwire.lab.trainers:Dense", 0.1, "nobody"))
+        register(Recipe("other", "again", "thinwire.lab.run.trainers:Dense", 0.1, "nobody"))
 
 
 def test_the_nearest_name_is_suggested() -> None:

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tests.lab.test_results import results, run
-from thinwire.lab.results import common_loss, seconds_to_loss
-from thinwire.lab.verdict import Verdict, verdict
+from thinwire.lab.report.results import common_loss, seconds_to_loss
+from thinwire.lab.report.verdict import Verdict, verdict
 
 
 def judged(*runs: dict[str, Any], seconds: float | None = 20.0, **changes: Any) -> Verdict:

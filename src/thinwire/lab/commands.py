@@ -3,8 +3,6 @@
 Torch is imported after the arguments have been checked.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -120,8 +118,8 @@ def compare(
 
 def _run(settings: Settings, quiet: bool) -> None:
     from thinwire.lab.compare import compare as measure
-    from thinwire.lab.launch import WorkerError
-    from thinwire.lab.progress import display_for
+    from thinwire.lab.report.progress import display_for
+    from thinwire.lab.run.launch import WorkerError
 
     kept: list[dict[str, Any]] = []
 
@@ -143,9 +141,9 @@ def _run(settings: Settings, quiet: bool) -> None:
 
 
 def _write(results: Mapping[str, Any], out: Path) -> None:
-    from thinwire.lab.report import write_report
-    from thinwire.lab.results import write_json
-    from thinwire.lab.winner import write_best
+    from thinwire.lab.report.page import write_report
+    from thinwire.lab.report.results import write_json
+    from thinwire.lab.report.winner import write_best
 
     write_json(results, out / "results.json")
     write_report(results, out / "report.html")
@@ -153,8 +151,8 @@ def _write(results: Mapping[str, Any], out: Path) -> None:
 
 
 def _print(results: Mapping[str, Any], out: Path) -> None:
-    from thinwire.lab.table import print_table
-    from thinwire.lab.winner import BEST
+    from thinwire.lab.report.table import print_table
+    from thinwire.lab.report.winner import BEST
 
     print_table(results)
     print(f"report: {out / 'report.html'}")

@@ -1,25 +1,23 @@
 """One comparison from text to report."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from thinwire.lab.diary import GO
-from thinwire.lab.launch import WorkerError, run_workers
 from thinwire.lab.ledger import Ledger
-from thinwire.lab.netns import Network, network, why_unavailable
-from thinwire.lab.progress import Display
-from thinwire.lab.recipe import Recipe
+from thinwire.lab.network.netns import Network, network, why_unavailable
+from thinwire.lab.report.progress import Display
+from thinwire.lab.run.config import Job, Recipe, RunConfig
+from thinwire.lab.run.events import release
+from thinwire.lab.run.launch import WorkerError, run_workers
+from thinwire.lab.run.text import Corpus, read_folder, read_standard_library
 from thinwire.lab.settings import Settings
-from thinwire.lab.shape import ModelShape
-from thinwire.lab.text import Corpus, read_folder, read_standard_library
 
 __all__ = ["compare"]
 
@@ -27,14 +25,15 @@ _MOMENTUM = 0.9
 _FEWEST_EVALUATIONS, _HELD_OUT_SEQUENCES = 8, 64
 _LONGEST_RAMP_STEPS, _RAMP_STEPS_BY_CLOCK = 100, 60
 _SHORTEST_TIMEOUT_S = 60.0
-_SHOWN = ("momentum", "ramp_steps", "timeout_s", "context", "held_out_sequences")
+_TRAINING = "thinwire.lab.run.training:TrainingRun"
+_CHECK = "thinwire.lab.run.rehearsal:Check"
 
 
 Keep = Callable[[dict[str, Any]], None]
 
 
 def compare(settings: Settings, display: Display, keep: Keep | None = None) -> dict[str, Any]:
-    """Trains every strategy in turn over the same link and returns what was measured.
+    """Train every strategy in turn over the same link and return what was measured.
 
     A strategy that fails is named under `failures`, with the reason, and the others are trained all
     the same.
@@ -47,56 +46,41 @@ def compare(settings: Settings, display: Display, keep: Keep | None = None) -> d
             then; `interrupted` says what is missing.
 
     Returns:
-        The content of `results.json`; the keys are described in `thinwire.lab.results`.
+        The content of `results.json`; the keys are described in `thinwire.lab.report.results`.
 
     Raises:
         ValueError: The text or the size cannot be used, or a strategy does not go with the model;
             nothing has trained.
         WorkerError: No strategy could be trained. Nothing is left running in any case.
     """
-    shape = settings.shape
     corpus = read_folder(settings.text) if settings.text else read_standard_library()
     reason = why_unavailable() if settings.link.emulated else None
     started_s = time.time()
     with _work_folder(settings.out) as work, _place(settings, reason) as place:
-        common = {
-            **_common(settings, shape, place),
-            **_write_corpus(corpus, work, tune=settings.tune),
-        }
+        files = _write_corpus(corpus, work, tune=settings.tune)
+        configs = [_config(recipe, settings, place, files) for recipe in settings.strategies]
         ledger = Ledger(
             settings=settings,
             corpus=corpus,
             emulated=place is not None,
             reason=reason,
             started_s=started_s,
-            common={key: common[key] for key in _SHOWN},
+            common=_in_common(configs[0], settings),
         )
-        _check(common, settings, work / ".check", display)
+        _check(configs, settings, work / ".check", display)
         try:
-            for recipe in settings.strategies:
-                ledger.begin(recipe.name)
+            for config in configs:
+                ledger.begin(config.recipe.name)
                 try:
-                    ledger.finish(
-                        _run(
-                            _config_of(recipe, common, settings),
-                            settings,
-                            place,
-                            work,
-                            display,
-                            ledger,
-                        )
-                    )
+                    ledger.finish(_run(config, settings, place, work, display, ledger))
                 except WorkerError as error:
                     ledger.fail(str(error))
                 if keep is not None and ledger.runs and ledger.missing:
                     keep(ledger.results(by=None))
         except (KeyboardInterrupt, SystemExit) as stop:
             if keep is not None and ledger.runs:
-                keep(
-                    ledger.results(
-                        by="Ctrl-C" if isinstance(stop, KeyboardInterrupt) else "SIGTERM"
-                    )
-                )
+                by = "Ctrl-C" if isinstance(stop, KeyboardInterrupt) else "SIGTERM"
+                keep(ledger.results(by=by))
             raise
     if not ledger.runs:
         raise WorkerError(
@@ -105,31 +89,65 @@ def compare(settings: Settings, display: Display, keep: Keep | None = None) -> d
     return ledger.results()
 
 
-def _config_of(recipe: Recipe, common: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
-    own = {"strategy": recipe.name, "trainer": recipe.trainer, "options": dict(recipe.options)}
-    return {**common, **own, "lr": settings.lr or recipe.lr}
+def _config(
+    recipe: Recipe, settings: Settings, place: Network | None, files: Mapping[str, str]
+) -> RunConfig:
+    steps = settings.steps
+    return RunConfig(
+        recipe=replace(recipe, lr=settings.lr or recipe.lr),
+        model=settings.model,
+        seed=settings.seed,
+        momentum=_MOMENTUM,
+        steps=steps,
+        seconds=settings.seconds,
+        evaluations=_evaluations(settings),
+        ramp_steps=_RAMP_STEPS_BY_CLOCK
+        if steps is None
+        else max(1, min(_LONGEST_RAMP_STEPS, steps // 4)),
+        **files,
+        held_out_sequences=_HELD_OUT_SEQUENCES,
+        batch=settings.batch,
+        interface=place.interface if place else None,
+        launched_unix_s=time.time(),
+    )
 
 
-def _check(common: Mapping[str, Any], settings: Settings, work: Path, display: Display) -> None:
-    """Tries the strategy files on the model; those that come with the command are known to go with
+def _in_common(config: RunConfig, settings: Settings) -> dict[str, Any]:
+    """What all strategies share, for the report."""
+    return {
+        "momentum": config.momentum,
+        "ramp_steps": config.ramp_steps,
+        "timeout_s": _timeout_s(settings),
+        "context": config.model.context,
+        "held_out_sequences": config.held_out_sequences,
+    }
+
+
+def _timeout_s(settings: Settings) -> float:
+    """How long gloo waits for each message: a dense exchange over a slow link is no hang."""
+    dense_bytes = 4 * 12 * settings.model.layers * settings.model.width**2
+    return (
+        _SHORTEST_TIMEOUT_S
+        + 10 * settings.link.seconds(2 * dense_bytes)
+        + 20 * settings.link.latency_s
+    )
+
+
+def _check(configs: Sequence[RunConfig], settings: Settings, work: Path, display: Display) -> None:
+    """Try the strategy files on the model; those that come with the command are known to go with
     it.
     """
-    files = {recipe.name: recipe for recipe in settings.strategies if recipe.file is not None}
+    files = {run.recipe.name: run for run in configs if run.recipe.file is not None}
     if not files:
         return
-    candidates = [_config_of(recipe, {}, settings) for recipe in files.values()]
-    config = {
-        **common,
-        "task": "thinwire.lab.checking:Check",
-        "candidates": candidates,
-        "interface": None,
-    }
+    runs = [run.to_dict() for run in files.values()]
+    job = Job(task=_CHECK, config={"runs": runs}, timeout_s=_timeout_s(settings))
     refused: dict[str, str] = {}
     name = ""
     try:
         with (
             display.strategy("checking") as bar,
-            contextlib.closing(run_workers(config, settings.workers, None, work)) as news,
+            contextlib.closing(run_workers(job, settings.workers, None, work)) as news,
         ):
             for event in news:
                 if event["event"] == "checking":
@@ -142,7 +160,7 @@ def _check(common: Mapping[str, Any], settings: Settings, work: Path, display: D
     if refused:
         raise ValueError(
             "; ".join(
-                f"strategies={files[name].file!r} does not go with the model: {why}"
+                f"strategies={files[name].recipe.file!r} does not go with the model: {why}"
                 for name, why in refused.items()
             )
             + "; nothing has been trained"
@@ -150,22 +168,25 @@ def _check(common: Mapping[str, Any], settings: Settings, work: Path, display: D
 
 
 def _run(
-    config: Mapping[str, Any],
+    config: RunConfig,
     settings: Settings,
     place: Network | None,
     work: Path,
     display: Display,
     ledger: Ledger,
 ) -> dict[str, Any]:
-    """One strategy; it prepares itself over links without a limit, and trains over limited ones."""
-    name = config["strategy"]
+    """Train one strategy; it prepares itself over links without a limit, and trains over limited
+    ones.
+    """
+    name = config.recipe.name
     result: dict[str, Any] = {}
     if place:
         place.lift()
-    config = {**config, "launched_unix_s": time.time()}
+    config = replace(config, launched_unix_s=time.time())
+    job = Job(task=_TRAINING, config=config.to_dict(), timeout_s=_timeout_s(settings))
     with (
         display.strategy(name) as bar,
-        contextlib.closing(run_workers(config, settings.workers, place, work / name)) as news,
+        contextlib.closing(run_workers(job, settings.workers, place, work / name)) as news,
     ):
         bar.note("preparing: processes, imports, kernels")
         for event in news:
@@ -173,7 +194,7 @@ def _run(
                 case "prepared":
                     if place:
                         place.limit()
-                    (work / name / GO).touch()
+                    release(work / name)
                 case "result":
                     result = {
                         key: value for key, value in event.items() if key not in ("event", "unix_s")
@@ -212,9 +233,7 @@ def _work_folder(out: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _claimed(out: Path) -> Iterator[None]:
-    """Keep other comparisons out of a folder; the kernel lets go of it however this process
-    ends.
-    """
+    """Keep other comparisons out of a folder; the kernel frees it however this process ends."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         folder = os.open(out, os.O_RDONLY)
@@ -236,45 +255,18 @@ def _not_writable(out: Path, error: OSError) -> ValueError:
     return ValueError(f"out={str(out)!r} cannot be written: {error.strerror}; name another folder")
 
 
-def _write_corpus(corpus: Corpus, work: Path, *, tune: bool) -> dict[str, Any]:
-    config: dict[str, Any] = {}
-    for name, content in (
-        ("train", corpus.train),
-        ("held_out", corpus.validation if tune else corpus.held_out),
-    ):
+def _write_corpus(corpus: Corpus, work: Path, *, tune: bool) -> dict[str, str]:
+    """Write the text into files, and name these as `RunConfig` does."""
+    held_out = corpus.validation if tune else corpus.held_out
+    files = {}
+    for name, content in (("train", corpus.train), ("held_out", held_out)):
         path = work / f"{name}.bin"
         path.write_bytes(content)
-        config |= {f"{name}_file": str(path.resolve()), f"{name}_bytes": len(content)}
-    return config
+        files[f"{name}_file"] = str(path.resolve())
+    return files
 
 
 def _evaluations(settings: Settings) -> int:
     if settings.seconds is None:
         return min(settings.evaluations, settings.steps or 1)
     return min(settings.evaluations, max(_FEWEST_EVALUATIONS, int(settings.seconds / 2)))
-
-
-def _common(settings: Settings, shape: ModelShape, place: Network | None) -> dict[str, Any]:
-    dense_bytes = 4 * 12 * shape.layers * shape.width**2
-    steps = settings.steps
-    return {
-        "interface": place.interface if place else None,
-        "width": shape.width,
-        "layers": shape.layers,
-        "context": shape.context,
-        "batch": settings.batch,
-        "seed": settings.seed,
-        "momentum": _MOMENTUM,
-        "steps": steps,
-        "seconds": settings.seconds,
-        "ramp_steps": _RAMP_STEPS_BY_CLOCK
-        if steps is None
-        else max(1, min(_LONGEST_RAMP_STEPS, steps // 4)),
-        "evaluations": _evaluations(settings),
-        "held_out_sequences": _HELD_OUT_SEQUENCES,
-        # gloo waits this long for each message; a dense exchange over a slow link is not to be
-        # mistaken for a hang
-        "timeout_s": _SHORTEST_TIMEOUT_S
-        + 10 * settings.link.seconds(2 * dense_bytes)
-        + 20 * settings.link.latency_s,
-    }

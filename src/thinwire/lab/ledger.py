@@ -1,15 +1,13 @@
-"""What has happened in a comparison so far, and the results that follow from it at any time."""
-
-from __future__ import annotations
+"""The course of a comparison so far, and the results that follow from it at any time."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from thinwire.lab.machine import describe_machine
-from thinwire.lab.results import summarise
+from thinwire.lab.report.machine import describe_machine
+from thinwire.lab.report.results import summarise
+from thinwire.lab.run.text import Corpus
 from thinwire.lab.settings import Settings
-from thinwire.lab.text import Corpus
 
 __all__ = ["Ledger"]
 
@@ -49,16 +47,16 @@ class Ledger:
         return [recipe.name for recipe in self.settings.strategies if recipe.name not in over]
 
     def begin(self, name: str) -> None:
-        """The strategy `name` is at work from here on."""
+        """Note that the strategy `name` is at work from here on."""
         self.current, self.progress = name, 0.0
 
     def finish(self, run: dict[str, Any]) -> None:
-        """It has finished."""
+        """Note that it has finished."""
         self.runs.append(run)
         self.current = None
 
     def fail(self, error: str) -> None:
-        """It has failed."""
+        """Note that it has failed."""
         assert self.current is not None, "a strategy had begun"
         self.failures.append({"strategy": self.current, "error": error})
         self.current = None
@@ -81,7 +79,7 @@ class Ledger:
         return summarise(
             self.runs,
             settings=self.settings,
-            shape=self.settings.shape,
+            model=self.settings.model,
             corpus=self.corpus,
             machine=describe_machine(),
             emulated=self.emulated,

@@ -1,16 +1,15 @@
 """What is compared: the checked arguments of the command."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
+from typing import Self
 
-from thinwire.lab.link import Link
-from thinwire.lab.recipe import Recipe
-from thinwire.lab.shape import ModelShape, parse_size
+from thinwire.lab.network.link import Link
+from thinwire.lab.run.config import Recipe
+from thinwire.lab.run.size import ModelSize, parse_size
 from thinwire.lab.strategies import choose
 
 __all__ = ["Settings"]
@@ -29,7 +28,7 @@ class Settings:
         steps: Updates per strategy; None where `seconds` is given.
         seconds: Budget of training time per strategy; None where `steps` is given.
         size: Of the model, as it was typed.
-        shape: The same, in numbers.
+        model: Its size in numbers.
         text: Folder with text; None is Python's own standard library.
         out: Folder for the report.
         batch: Sequences per worker and step.
@@ -45,7 +44,7 @@ class Settings:
     steps: int | None
     seconds: float | None
     size: str
-    shape: ModelShape
+    model: ModelSize
     text: Path | None
     out: Path
     batch: int
@@ -71,7 +70,7 @@ class Settings:
         seed: int,
         lr: float | None,
         tune: bool,
-    ) -> Settings:
+    ) -> Self:
         """Settings from what was typed.
 
         Raises:
@@ -111,7 +110,7 @@ class Settings:
             steps=steps,
             seconds=seconds,
             size=size,
-            shape=parse_size(size),
+            model=parse_size(size),
             text=text,
             out=out,
             batch=batch,

@@ -1,21 +1,27 @@
 """The strategies by name. Light on purpose: bad names must be refused before torch is imported."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from thinwire.lab.recipe import Recipe
-from thinwire.lab.strategy_files import is_file_name, recipe_of_file
+from thinwire.lab.run.config import Recipe
+
+if TYPE_CHECKING:
+    from thinwire.strategy.distributed_strategy import DistributedStrategy
 
 __all__ = ["STRATEGIES", "choose", "register"]
 
+# That of dense and of the local strategies. LAMB and LARS scale their updates by the parameters;
+# theirs are the best of 0.01, 0.03 and 0.1, and of 1, 2 and 4, in 60 steps of the tiny model: a
+# place to start from.
+_LR, _LARS_LR, _LAMB_LR = 0.1, 4.0, 0.03
 
 STRATEGIES: dict[str, Recipe] = {}
 
 
 def register(recipe: Recipe) -> None:
-    """Adds a strategy.
+    """Add a strategy.
 
     Raises:
         ValueError: The name is taken.
@@ -34,7 +40,7 @@ def choose(words: Iterable[str]) -> tuple[Recipe, ...]:
     """
     chosen: dict[str, Recipe] = {}
     for word in words:
-        recipe = _from_file(word) if is_file_name(word) else _by_name(word)
+        recipe = _from_file(word) if _is_file_name(word) else _by_name(word)
         if recipe.name in chosen:
             raise ValueError(
                 f"strategies={word!r}: {recipe.name!r} is given twice; name every strategy once"
@@ -48,7 +54,7 @@ def choose(words: Iterable[str]) -> tuple[Recipe, ...]:
 
 
 def _from_file(word: str) -> Recipe:
-    recipe = recipe_of_file(word)
+    recipe = _recipe_of_file(word)
     if recipe.name in STRATEGIES:
         raise ValueError(
             f"strategies={word!r} would be called {recipe.name!r}, as a strategy that comes with "
@@ -68,11 +74,58 @@ def _by_name(word: str) -> Recipe:
     )
 
 
+def _is_file_name(word: str) -> bool:
+    """Whether a word of the command line means a file, not a strategy by name."""
+    return Path(word).suffix.lower() in (".yaml", ".yml")
+
+
+def _recipe_of_file(word: str) -> Recipe:
+    """The strategy in a file, called by the file's stem.
+
+    Raises:
+        ValueError: The file cannot be read, is no strategy, or is one that `compare` cannot
+            measure.
+    """
+    from thinwire.strategy.distributed_strategy import DistributedStrategy
+
+    try:
+        strategy = DistributedStrategy.load(word)
+    except OSError as error:
+        raise ValueError(
+            f"strategies={word!r} cannot be read: {error.strerror or error}; name a file that is"
+        ) from error
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"strategies={word!r}: {error}") from error
+    if strategy.pipeline is not None:
+        raise ValueError(
+            f"strategies={word!r} has a pipeline, and every worker of a comparison trains a whole "
+            "model: leave pipeline out"
+        )
+    return Recipe(
+        Path(word).stem,
+        f"strategy file {Path(word).name}: {', '.join(strategy.on) or 'no field set'}",
+        _PREPARED,
+        _rate(strategy),
+        "engine.stats()",
+        {"document": strategy.to_dict()},
+        file=word,
+    )
+
+
+def _rate(strategy: "DistributedStrategy") -> float:
+    if strategy.lamb is not None:
+        return _LAMB_LR
+    if strategy.lars is not None:
+        return _LARS_LR
+    return _LR
+
+
 _RING = "formula of the ring all-reduce, 2(W-1)/W times the message"
 _OWN = "optimizer.stats(), each message once, however many ranks it goes to"
-_HERE = "thinwire.lab.trainers"
+_TRAINERS = "thinwire.lab.run.trainers"
+_OWN_TRAINERS = "thinwire.lab.run.own_trainers"
 _SYNC = "sync.stats(), each message once, however many ranks it goes to"
-_LOCAL = "thinwire.lab.local_trainers:Local"
+_LOCAL, _PREPARED = f"{_OWN_TRAINERS}:Local", f"{_OWN_TRAINERS}:Prepared"
 # The rates of fp16, powersgd and dgc are the better of 0.07 and 0.15, at as many steps as 90 s over
 # 100 Mbit/s allow. Those of dense and of the local ones were chosen at what 20 Mbit/s allows: the
 # grid is in benchmarks/README.md.
@@ -89,12 +142,14 @@ ddp = DistributedDataParallel(model, bucket_cap_mb=10_000)
 state = powersgd.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=5)
 ddp.register_comm_hook(state, powersgd.powerSGD_hook)
 """
-register(Recipe("dense", "DDP, every gradient in float32", f"{_HERE}:Dense", 0.1, _RING, field=""))
+register(
+    Recipe("dense", "DDP, every gradient in float32", f"{_TRAINERS}:Dense", 0.1, _RING, field="")
+)
 register(
     Recipe(
         "fp16",
         "DDP with torch's hook, gradients in float16",
-        f"{_HERE}:HalfPrecision",
+        f"{_TRAINERS}:HalfPrecision",
         0.07,
         _RING,
         code=_FP16_CODE,
@@ -104,7 +159,7 @@ register(
     Recipe(
         "powersgd",
         "DDP with torch's PowerSGD hook, rank 2",
-        f"{_HERE}:PowerSGD",
+        f"{_TRAINERS}:PowerSGD",
         0.15,
         _RING,
         code=_POWERSGD_CODE,
@@ -114,7 +169,7 @@ register(
     Recipe(
         "dgc",
         "deep gradient compression, 0.1 % of the entries at one bit",
-        f"{_HERE}:DGC",
+        f"{_OWN_TRAINERS}:DGC",
         0.15,
         _OWN,
         {"sparsity": [0.75, 0.9375, 0.984375, 0.996, 0.999], "value_bits": 1},
@@ -125,7 +180,7 @@ register(
     Recipe(
         "low-rank",
         "gradients as two factors of 2 columns (PowerSGD), in buckets that leave early",
-        "thinwire.lab.strategy_trainer:Prepared",
+        _PREPARED,
         0.15,
         "engine.stats(), each message once, however many ranks it goes to",
         {"document": {"low_rank": {"rank": 2, "begin_step": 5}}},

@@ -1,0 +1,1 @@
+"""Emulated links between workers: namespaces of the kernel, rate limits, delay."""

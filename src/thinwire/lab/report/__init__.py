@@ -1,0 +1,1 @@
+"""Results, the tables and pages made of them, and what is shown meanwhile."""

@@ -1,0 +1,261 @@
+"""What was measured, as plain data: the content of `results.json`, and the figures that follow from
+it.
+"""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from thinwire._version import __version__
+from thinwire.lab.report.verdict import verdict
+from thinwire.lab.report.winner import document_of
+from thinwire.lab.run.size import ModelSize
+from thinwire.lab.run.text import Corpus
+from thinwire.lab.settings import Settings
+
+__all__ = [
+    "FORMAT",
+    "KEYS",
+    "common_loss",
+    "interruption",
+    "seconds_to_loss",
+    "summarise",
+    "write_json",
+]
+
+FORMAT = 1
+
+KEYS = {
+    "format": "version of this file's layout",
+    "headline": "where the run took place; says first of all if the link was not emulated",
+    "verdict": "what the comparison has shown, in a sentence or a few",
+    "winner": "the strategy to take on this link, as far as the comparison shows it, or null",
+    "command": "the command line that makes the comparison again",
+    "link": "the link asked for, whether it was emulated, and why not",
+    "settings": "what the command was told, and what all strategies share",
+    "model": "shape and number of parameters",
+    "text": "source, size and SHA-256 of the text",
+    "machine": "processor, cores, memory, versions",
+    "failed": "the first strategy that failed and its error, or null",
+    "failures": "every strategy that failed, and its error",
+    "interrupted": "null, or what interrupted the comparison ('by'; null while it runs, or where "
+    "it was killed), the strategy that was at work and its progress, and those that had not begun",
+    "common_loss": "the lowest held-out loss that every strategy reached, nats per byte",
+    "dense_loss": "the held-out loss that dense ended with, nats per byte; null where dense was "
+    "not compared",
+    "strategies[]": "one entry per strategy, in the order of the command line, with the keys below",
+    "strategies[].final_loss": "held-out loss at the end, nats per byte; the same sequences for "
+    "every strategy",
+    "strategies[].best_loss": "lowest held-out loss of all evaluations",
+    "strategies[].seconds": "training time; evaluation and preparation are not part of it",
+    "strategies[].preparation_seconds": "from the start of the processes until the clock of the "
+    "training started: imports, compilation of kernels, and every part of the strategy used once "
+    "on a copy of the model",
+    "strategies[].seconds_to_common_loss": "training time until the common loss, interpolated "
+    "between evaluations",
+    "strategies[].seconds_to_dense_loss": "likewise until the loss that dense ended with; null if "
+    "never",
+    "strategies[].bytes_to_dense_loss": "bytes that a worker had sent by then, as the library "
+    "counts them",
+    "strategies[].library_bytes_per_step": "bytes that a worker sends in a steady step, as the "
+    "library counts them",
+    "strategies[].library_bytes_counted_by": "how that count comes about",
+    "strategies[].kernel_sent_bytes_per_step": "the same by the kernel's interface counters, mean "
+    "over the workers; null on loopback, whose counters are shared with everything else on the "
+    "machine",
+    "strategies[].kernel_received_bytes_per_step": "bytes received, likewise",
+    "strategies[].ratio_to_dense": "bytes of a dense ring all-reduce over library_bytes_per_step",
+    "strategies[].median_step_ms": "median over the steady steps, from steady_from_step on; for "
+    "local updates over the means of steps that hold one averaging each",
+    "strategies[].median_bare_step_ms": "median of the same step without any exchange, measured in "
+    "the same run",
+    "strategies[].step_ratio_to_bare": "median_step_ms over median_bare_step_ms",
+    "strategies[].exchange_share": "1 - median_bare_step_ms / median_step_ms: the share of a "
+    "steady step that goes into waiting for the wire, and into coding what is sent",
+    "strategies[].seconds_on_asked_link": "only on loopback: training time plus the time that the "
+    "bytes would have taken on the asked link, without any overlap",
+    "strategies[].evaluations[]": "step, seconds, loss, and the bytes that one worker has sent so "
+    "far by both counts",
+    "strategies[].step_ms[]": "every step of rank 0, in milliseconds",
+    "strategies[].settings": "learning rate and the method's own settings",
+    "strategies[].document": "the content of its strategy file; null for torch's own hooks",
+    "strategies[].code": "lines of Python that set up torch's own hook; null for strategies of "
+    "thinwire",
+}
+
+
+def seconds_to_loss(
+    evaluations: Sequence[Mapping[str, float]], loss: float, axis: str = "seconds"
+) -> float | None:
+    """Where a curve first reaches `loss`, by straight lines between its points; None where it never
+    does.
+    """
+    for before, after in pairwise(evaluations):
+        if after["loss"] <= loss < before["loss"]:
+            part = (before["loss"] - loss) / (before["loss"] - after["loss"])
+            return before[axis] + part * (after[axis] - before[axis])
+    return 0.0 if evaluations and evaluations[0]["loss"] <= loss else None
+
+
+def common_loss(runs: Sequence[Mapping[str, Any]]) -> float:
+    """The lowest loss that every run reached."""
+    return max(min(float(point["loss"]) for point in run["evaluations"]) for run in runs)
+
+
+def summarise(
+    runs: Sequence[dict[str, Any]],
+    *,
+    settings: Settings,
+    model: ModelSize,
+    corpus: Corpus,
+    machine: Mapping[str, Any],
+    emulated: bool,
+    reason: str | None,
+    failures: Sequence[Mapping[str, str]],
+    interrupted: Mapping[str, Any] | None,
+    started_s: float,
+    common: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Add to the raw runs what follows from them, and under which circumstances they came
+    about.
+    """
+    common_target = common_loss(runs)
+    dense_target = next(
+        (run["evaluations"][-1]["loss"] for run in runs if run["strategy"] == "dense"), None
+    )
+    results = {
+        "format": FORMAT,
+        "thinwire": __version__,
+        "started": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(started_s)),
+        "headline": _headline(settings, emulated, reason),
+        "verdict": "",
+        "winner": None,
+        "command": settings.command,
+        "link": {
+            "asked": str(settings.link),
+            "rate_bit_s": settings.link.rate_bit_s,
+            "latency_s": settings.link.latency_s,
+            "emulated": emulated,
+            "reason": reason,
+        },
+        "settings": {
+            "workers": settings.workers,
+            "steps": settings.steps,
+            "seconds": settings.seconds,
+            "batch_per_worker": settings.batch,
+            "seed": settings.seed,
+            "loss_of": "the validation part" if settings.tune else "the held-out part",
+            "optimizer": "SGD with momentum; rate: linear warm-up over a tenth, cosine to a tenth",
+            **common,
+        },
+        "model": {
+            "width": model.width,
+            "layers": model.layers,
+            "context": model.context,
+            "parameters": runs[0]["parameters"],
+        },
+        "text": {
+            "source": corpus.source,
+            "files": corpus.files,
+            "train_bytes": len(corpus.train),
+            "validation_bytes": len(corpus.validation),
+            "held_out_bytes": len(corpus.held_out),
+            "sha256": corpus.digest,
+        },
+        "machine": dict(machine),
+        "failed": dict(failures[0]) if failures else None,
+        "failures": [dict(failure) for failure in failures],
+        "interrupted": interrupted,
+        "common_loss": common_target,
+        "dense_loss": dense_target,
+        "strategies": [
+            _derive(run, settings, common_target, dense_target, emulated, common) for run in runs
+        ],
+        "keys": KEYS,
+    }
+    outcome = verdict(results)
+    return {**results, "verdict": outcome.text, "winner": outcome.winner}
+
+
+def interruption(results: Mapping[str, Any]) -> str | None:
+    """What is missing and why, in a sentence; None where the comparison has come to its end."""
+    told = results["interrupted"]
+    if told is None:
+        return None
+    by = (
+        f"was interrupted by {told['by']}"
+        if told["by"]
+        else "had not come to its end when this was written"
+    )
+    during = f" during {told['during']} (at {told['progress']:.0%})" if told["during"] else ""
+    later = f"; {', '.join(told['not_begun'])} had not begun" if told["not_begun"] else ""
+    return f"The comparison {by}{during}{later}."
+
+
+def write_json(results: Mapping[str, Any], path: Path) -> None:
+    """Write the results in one piece: readers see the old file or the new one."""
+    draft = path.with_name(path.name + ".tmp")
+    draft.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    draft.replace(path)
+
+
+def _derive(
+    run: dict[str, Any],
+    settings: Settings,
+    target: float,
+    dense_target: float | None,
+    emulated: bool,
+    common: Mapping[str, Any],
+) -> dict[str, Any]:
+    recipe = next(recipe for recipe in settings.strategies if recipe.name == run["strategy"])
+    points = run["evaluations"]
+    dense_bytes = 2 * (settings.workers - 1) / settings.workers * 4 * run["parameters"]
+    sent = run["library_bytes_per_step"]
+    derived = {
+        "summary": recipe.summary,
+        "document": document_of(recipe, common["ramp_steps"]),
+        "code": recipe.code,
+        "final_loss": points[-1]["loss"],
+        "best_loss": min(point["loss"] for point in points),
+        "seconds_to_common_loss": seconds_to_loss(points, target),
+        "bytes_to_common_loss": seconds_to_loss(points, target, "library_bytes"),
+        "seconds_to_dense_loss": None
+        if dense_target is None
+        else seconds_to_loss(points, dense_target),
+        "bytes_to_dense_loss": None
+        if dense_target is None
+        else seconds_to_loss(points, dense_target, "library_bytes"),
+        "library_bytes_counted_by": recipe.counted_by,
+        "ratio_to_dense": dense_bytes / sent if sent and dense_bytes else None,
+        "step_ratio_to_bare": run["median_step_ms"] / run["median_bare_step_ms"],
+        "exchange_share": max(0.0, 1 - run["median_bare_step_ms"] / run["median_step_ms"]),
+    }
+    if not emulated and settings.link.rate_bit_s is not None:
+        derived["seconds_on_asked_link"] = run["seconds"] + settings.link.seconds(
+            points[-1]["library_bytes"]
+        )
+    return {**run, **derived}
+
+
+def _headline(settings: Settings, emulated: bool, reason: str | None) -> str:
+    workers = f"{settings.workers} worker{'s' if settings.workers > 1 else ''}"
+    tuning = (
+        " Losses are of the part of the text that is kept for choosing settings."
+        if settings.tune
+        else ""
+    )
+    if emulated:
+        return (
+            f"{workers}, each in a network namespace of its own, over an emulated link of "
+            f"{settings.link} in each direction.{tuning}"
+        )
+    if reason is None:
+        return f"{workers} over this machine's loopback, as asked: no link was emulated.{tuning}"
+    return (
+        f"The link of {settings.link} was NOT emulated ({reason}): {workers} over this machine's "
+        "loopback; the time that the bytes would have taken on that link is added in a column of "
+        f"its own.{tuning}"
+    )

@@ -1,0 +1,1 @@
+"""One strategy from the start of its workers to its result."""

@@ -1,0 +1,58 @@
+"""What is measured beside the training: a step without any exchange, and the kernel's counters."""
+
+import copy
+import time
+from pathlib import Path
+from typing import final
+
+import torch.distributed as dist
+from torch import nn
+
+from thinwire.lab.run.config import RunConfig
+from thinwire.lab.run.task import random_batch
+from thinwire.lab.run.trainers import Setup, bare_step
+
+__all__ = ["BareStep", "kernel_bytes"]
+
+_LR = 1e-4
+
+
+def kernel_bytes(interface: str | None) -> tuple[int, int]:
+    """Bytes (sent, received) by an interface of this process's own network namespace; (0, 0)
+    without interface.
+    """
+    if interface is None:
+        return 0, 0
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == interface:
+            fields = numbers.split()
+            return int(fields[8]), int(fields[0])
+    raise RuntimeError(f"the interface {interface!r} is not in this network namespace")
+
+
+@final
+class BareStep:
+    """Times of the same step without any exchange, on a copy of the model that is thrown away.
+
+    Args:
+        config: Of the run.
+        model: Not wrapped; copied.
+    """
+
+    def __init__(self, config: RunConfig, model: nn.Module) -> None:
+        self.model = copy.deepcopy(model)
+        setup = Setup(config.momentum, config.ramp_steps)
+        self.optimizer = setup.optimizer(self.model, lr=_LR)
+        self.batch = random_batch(config, seed=0)
+        self.seconds: list[float] = []
+
+    def measure(self, steps: int) -> None:
+        """Take `steps` steps on every rank at once, since the ranks share the cores during
+        training too.
+        """
+        dist.barrier()
+        for _ in range(steps):
+            begin_s = time.perf_counter()
+            bare_step(self.model, self.optimizer, *self.batch)
+            self.seconds.append(time.perf_counter() - begin_s)

@@ -1,0 +1,181 @@
+"""One training step under the strategies of thinwire: its parts by themselves, and the engine that
+`prepare` makes.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+import thinwire as tw
+from thinwire.lab.run.task import loss_of
+from thinwire.lab.run.trainers import DDPTrainer, Setup
+
+__all__ = ["DGC", "Local", "Prepared"]
+
+
+@final
+class DGC(DDPTrainer):
+    """Only the largest thousandth of every tensor is sent, the rest waits in the residual."""
+
+    def __init__(
+        self, model: nn.Module, setup: Setup, *, sparsity: Sequence[float], value_bits: int
+    ) -> None:
+        super().__init__(model, setup)
+        own: dict[str, Any] = {
+            "sparsity": tuple(sparsity),
+            "rampup_step": setup.ramp_steps,
+            "value_bits": value_bits,
+        }
+        self.compressor = tw.optim.DGCMomentum(
+            model.named_parameters(), lr=0.0, momentum=setup.momentum, **own
+        )
+        self.optimizer = self.compressor
+        self.handle = self.compressor.attach(self.ddp)
+        levels = len(sparsity)
+        self.steady_from_step = 1 + -(-setup.ramp_steps * (levels - 1) // levels)
+        self.settings = {**self.settings, **own}
+
+    def sent_bytes(self) -> float:
+        """See `Trainer`."""
+        return float(self.compressor.stats()["bytes_sent"])
+
+    def close(self) -> None:
+        """See `Trainer`."""
+        self.handle.remove()
+
+
+@final
+class Local:
+    """Momentum SGD on every rank, with its momentum kept there, inside `thinwire.local_sgd`.
+
+    Between two averagings no rank's parameters are the model: it is `agreed` right after one, when
+    all are equal.
+    """
+
+    def __init__(self, model: nn.Module, setup: Setup, **settings: Any) -> None:
+        self.module = model
+        self.optimizer = setup.optimizer(model)
+        config = _local_config(settings)
+        self.round_steps = (
+            config.max_k_steps if isinstance(config, tw.AdaptiveLocalSGD) else config.k_steps
+        )
+        self.steady_from_step = config.begin_step
+        self.settings: Mapping[str, Any] = {**settings, **(settings.get("compression") or {})}
+        self.settings = {key: value for key, value in self.settings.items() if key != "compression"}
+        self.sync = tw.local_sgd(model, self.optimizer, config).__enter__()
+        self.finish_s = 0.0
+
+    @property
+    def agreed(self) -> bool:
+        """See `Trainer`."""
+        return self.sync.synced
+
+    def train_step(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """See `Trainer`."""
+        loss = loss_of(self.module(inputs), targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.sync.observe(loss)
+        begin_s = time.perf_counter()
+        self.optimizer.step()
+        if self.sync.synced:
+            self.finish_s = time.perf_counter() - begin_s
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def sent_bytes(self) -> float:
+        """See `Trainer`."""
+        return float(self.sync.stats()["bytes_sent"])
+
+    def finish(self) -> None:
+        """Average once more, unless the last step ended with one."""
+        self.sync.flush()
+
+    def close(self) -> None:
+        """See `Trainer`."""
+        self.sync.close()
+
+
+@final
+class Prepared:
+    """Momentum SGD, or Adam for LAMB to take over, under any strategy without a pipeline."""
+
+    def __init__(self, model: nn.Module, setup: Setup, *, document: Mapping[str, Any]) -> None:
+        strategy = tw.DistributedStrategy.from_dict(document)
+        self.engine = strategy.prepare(model, _optimizer(model, strategy, setup), loss_of)
+        self.module = self.engine.model
+        self.optimizer = self.engine.optimizer
+        local = strategy.localsgd or strategy.adaptive_localsgd
+        merged = 1 if strategy.gradient_merge is None else strategy.gradient_merge.k_steps
+        self.round_steps = merged * _longest_interval(local)
+        self.steady_from_step = merged * max(
+            1 if local is None else local.begin_step, _ramp_end(strategy)
+        )
+        # parts of the model in turn, or results that come later: ranks are never quite equal before
+        # the end
+        self.drifting = local is not None and (local.fragments > 1 or local.delay > 0)
+        self.settings: Mapping[str, Any] = {"optimizer": type(self.optimizer).__name__, **document}
+        self.agreed = True
+        self.local_step_s = 0.0
+        self.finish_s = 0.0
+
+    def train_step(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """See `Trainer`; under a gradient merge only every k-th one updates."""
+        begin_s = time.perf_counter()
+        loss = self.engine.train_step(inputs, targets)
+        step_s = time.perf_counter() - begin_s
+        waiting = bool(self.engine.pending)
+        if waiting:
+            self.local_step_s = step_s
+        elif self.local_step_s:
+            self.finish_s = max(0.0, step_s - self.local_step_s)
+        self.agreed = self.drifting or not waiting
+        return loss
+
+    def sent_bytes(self) -> float:
+        """See `Trainer`."""
+        return float(self.engine.stats()["bytes_sent"])
+
+    def finish(self) -> None:
+        """Apply the leftovers of a merge and the last averaging."""
+        self.engine.flush()
+
+    def close(self) -> None:
+        """See `Trainer`."""
+        self.engine.close()
+
+
+def _optimizer(
+    model: nn.Module, strategy: tw.DistributedStrategy, setup: Setup
+) -> torch.optim.Optimizer:
+    if strategy.lamb is not None:
+        return torch.optim.AdamW(model.named_parameters(), lr=0.0)
+    return setup.optimizer(model)
+
+
+def _longest_interval(local: tw.LocalSGD | tw.AdaptiveLocalSGD | None) -> int:
+    if local is None:
+        return 1
+    return local.max_k_steps if isinstance(local, tw.AdaptiveLocalSGD) else local.k_steps
+
+
+def _ramp_end(strategy: tw.DistributedStrategy) -> int:
+    """The update from which on messages have their last length."""
+    dgc = strategy.dgc
+    if strategy.low_rank is not None:
+        return strategy.low_rank.begin_step + 1
+    if dgc is None:
+        return 1
+    levels = len(dgc.sparsity)
+    return 1 + dgc.rampup_begin_step - (-dgc.rampup_step * (levels - 1) // levels)
+
+
+def _local_config(settings: Mapping[str, Any]) -> tw.LocalSGD | tw.AdaptiveLocalSGD:
+    """The config that these settings would be in a strategy file."""
+    field = "adaptive_localsgd" if "init_k_steps" in settings else "localsgd"
+    config: tw.LocalSGD | tw.AdaptiveLocalSGD = tw.DistributedStrategy.from_dict(
+        {field: settings}
+    ).on[field]
+    return config

@@ -1,0 +1,121 @@
+"""The text that the comparison trains on, as bytes, with two fixed parts held out."""
+
+import hashlib
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Corpus", "read_folder", "read_standard_library"]
+
+_SKIPPED_FOLDERS = {
+    "site-packages", "dist-packages", "__pycache__",  # not the standard library
+    "test", "tests", "idlelib",  # left out by some distributions of Python
+    "encodings", "pydoc_data",  # tables and generated text
+}  # fmt: skip
+_LARGEST_CORPUS_BYTES = 64_000_000
+_SMALLEST_CORPUS_BYTES = 20_000
+_HELD_OUT_SHARE = 0.05
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Text split once and for all.
+
+    Attributes:
+        train: Bytes to train on.
+        validation: Bytes to choose settings by: the last but one twentieth of the whole, file order
+            below.
+        held_out: Bytes to report on, by which nothing has been chosen: the last twentieth.
+        files: How many files went in.
+        source: Where they came from, for the report.
+    """
+
+    train: bytes
+    validation: bytes
+    held_out: bytes
+    files: int
+    source: str
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all the bytes, in hexadecimal: two runs with equal digests read equal text."""
+        return hashlib.sha256(self.train + self.validation + self.held_out).hexdigest()
+
+
+def read_standard_library() -> Corpus:
+    """The source files of the running Python's own standard library.
+
+    Raises:
+        ValueError: They are not there (an embedded Python).
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = [
+        path
+        for path in root.rglob("*.py")
+        if _SKIPPED_FOLDERS.isdisjoint(path.relative_to(root).parts)
+    ]
+    version = f"{sysconfig.get_python_version()}"
+    return _corpus(
+        root,
+        files,
+        f"source files of the Python {version} standard library",
+        advice="name a folder",
+    )
+
+
+def read_folder(folder: Path) -> Corpus:
+    """Every text file below a folder: valid UTF-8 without NUL; hidden files and folders are left
+    out.
+
+    Args:
+        folder: Where to look.
+
+    Raises:
+        ValueError: Not a folder, or too little text in it.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"text={str(folder)!r} is not a folder; name a folder with text files")
+    visible = [
+        path
+        for path in folder.rglob("*")
+        if path.is_file()
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    ]
+    return _corpus(
+        folder,
+        visible,
+        f"text files of {folder.name or folder}",
+        advice="name a folder with more text",
+    )
+
+
+def _corpus(root: Path, files: list[Path], source: str, advice: str) -> Corpus:
+    # By the hash of the name: the held-out part is a mixture of all subfolders, and the same on
+    # every machine.
+    ordered = sorted(
+        files, key=lambda path: hashlib.sha256(path.relative_to(root).as_posix().encode()).digest()
+    )
+    pieces: list[bytes] = []
+    total = 0
+    for path in ordered:
+        piece = _text_of(path)
+        if piece and total < _LARGEST_CORPUS_BYTES:
+            pieces.append(piece)
+            total += len(piece)
+    if total < _SMALLEST_CORPUS_BYTES:
+        raise ValueError(
+            f"text={str(root)!r} holds {total} bytes of text in {len(pieces)} files; at least "
+            f"{_SMALLEST_CORPUS_BYTES} bytes are needed; {advice}"
+        )
+    whole = b"\n".join(pieces)
+    part = int(len(whole) * _HELD_OUT_SHARE)
+    return Corpus(whole[: -2 * part], whole[-2 * part : -part], whole[-part:], len(pieces), source)
+
+
+def _text_of(path: Path) -> bytes:
+    try:
+        content = path.read_bytes()
+        content.decode("utf-8")
+    except (OSError, UnicodeDecodeError):  # unreadable or not text: not part of the corpus
+        return b""
+    return b"" if b"\0" in content else content

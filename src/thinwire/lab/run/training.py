@@ -1,0 +1,208 @@
+"""One strategy from the first step to the last, on every rank."""
+
+import time
+from collections.abc import Mapping, Sequence
+from math import isfinite
+from statistics import fmean, median
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+
+from thinwire.errors import ThinwireError
+from thinwire.lab.run.budget import Budget, ByClock, BySteps, rate_factor
+from thinwire.lab.run.config import RunConfig
+from thinwire.lab.run.events import Events
+from thinwire.lab.run.measure import BareStep, kernel_bytes
+from thinwire.lab.run.rehearsal import rehearse
+from thinwire.lab.run.task import Batches, evaluate, initial_model
+from thinwire.lab.run.trainers import Setup, build_trainer
+
+__all__ = ["TrainingRun"]
+
+_BARE_STEPS_UNTIMED, _BARE_STEPS_AT_START, _BARE_STEPS_BETWEEN = 2, 4, 2
+_FEWEST_STEADY_STEPS = 5
+
+
+@final
+class TrainingRun:
+    """One training with its measurements; clock and kernel's counters stand still while it
+    evaluates.
+
+    Args:
+        config: A `RunConfig`, as JSON knows it.
+        events: Of this rank.
+    """
+
+    def __init__(self, config: Mapping[str, Any], events: Events) -> None:
+        self.config, self.events = RunConfig.from_dict(config), events
+        model, recipe = initial_model(self.config), self.config.recipe
+        self.batches = Batches(self.config, dist.get_rank())
+        self.held_out = self.batches.held_out_batches(dist.get_rank(), dist.get_world_size())
+        self.bare = BareStep(self.config, model)
+        self.bare.measure(_BARE_STEPS_UNTIMED)
+        self.bare.seconds.clear()  # those paid for memory and caches
+        self.bare.measure(_BARE_STEPS_AT_START)
+        rehearse(self.config, model)
+        setup = Setup(self.config.momentum, self.config.ramp_steps)
+        self.trainer = build_trainer(recipe.trainer, recipe.options, model, setup)
+        self.step_s: list[float] = []
+        self.library_bytes = [0.0]
+        self.kernel_sent, self.kernel_received = [0], [0]
+        self.evaluations: list[dict[str, float]] = []
+
+    @property
+    def step(self) -> int:
+        """Updates done so far."""
+        return len(self.step_s)
+
+    def train(self) -> dict[str, Any]:
+        """Take all the steps; return what was measured, means over the ranks where ranks differ."""
+        budget = self._budget()
+        self._wait_for_the_link()
+        self._evaluate()
+        due = stop = False
+        while not stop:
+            rate = self.config.recipe.lr * rate_factor(budget.progress(self.step))
+            for group in self.trainer.optimizer.param_groups:
+                group["lr"] = rate
+            loss = self.trainer.train_step(*self.batches.next_batch())
+            self._count()
+            self.events.write_sometimes(
+                "step", step=self.step, progress=budget.progress(self.step), loss=float(loss)
+            )
+            if self.step == self.trainer.steady_from_step:
+                self._stop_clock()
+                self._start_clock()
+            now, stop = budget.advance(self.step, sum(self.step_s), self.trainer.finish_s)
+            due = due or now
+            if stop:
+                self.trainer.finish()
+                self._extend()
+            # between averagings no rank has the model that one would save
+            if stop or (due and self.trainer.agreed):
+                due = False
+                self._evaluate()
+                point = self.evaluations[-1]
+                self.events.write(
+                    "evaluation",
+                    progress=budget.progress(self.step),
+                    step=self.step,
+                    loss=point["loss"],
+                )
+        self.trainer.close()
+        return self._result()
+
+    def _wait_for_the_link(self) -> None:
+        """Preparation is over on all ranks; the command puts the limits of the link in force and
+        then says so.
+        """
+        dist.barrier()
+        self.events.write("prepared")
+        self.events.wait_for_release()
+        self.preparation_s = time.time() - self.config.launched_unix_s
+
+    def _budget(self) -> Budget:
+        config = self.config
+        if config.steps is not None:
+            return BySteps(config.steps, config.evaluations)
+        assert config.seconds is not None, "steps or seconds are given"
+        return ByClock(config.seconds, config.evaluations)
+
+    def _start_clock(self) -> None:
+        dist.barrier()
+        self.mark_bytes = kernel_bytes(self.config.interface)
+        self.mark_s = time.perf_counter()
+
+    def _stop_clock(self) -> None:
+        # What a step has sent may still lie in the socket; behind it in the same queue, the barrier
+        # waits for it.
+        dist.barrier()
+        self._count_kernel_bytes()
+
+    def _count(self) -> None:
+        self.step_s.append(0.0)
+        self.library_bytes.append(0.0)
+        self.kernel_sent.append(self.kernel_sent[-1])
+        self.kernel_received.append(self.kernel_received[-1])
+        self._extend()
+
+    def _extend(self) -> None:
+        """Time and bytes since the last look belong to the last step."""
+        now_s = time.perf_counter()
+        self.step_s[-1] += now_s - self.mark_s
+        self.mark_s = now_s
+        self.library_bytes[-1] = self.trainer.sent_bytes()
+        self._count_kernel_bytes()
+
+    def _count_kernel_bytes(self) -> None:
+        sent, received = kernel_bytes(self.config.interface)
+        self.kernel_sent[-1] += sent - self.mark_bytes[0]
+        self.kernel_received[-1] += received - self.mark_bytes[1]
+        self.mark_bytes = (sent, received)
+
+    def _evaluate(self) -> None:
+        if self.step:
+            self._stop_clock()
+        loss = evaluate(self.trainer.module, self.held_out)
+        if not isfinite(loss):
+            raise ThinwireError(
+                f"the training diverged: held-out loss {loss} after {self.step} steps at a peak "
+                f"learning rate of {self.config.recipe.lr:g}; give a smaller one with --lr"
+            )
+        point = {
+            "step": self.step,
+            "seconds": sum(self.step_s),
+            "loss": loss,
+            "library_bytes": self.library_bytes[-1],
+        }
+        self.evaluations.append({**point, "kernel_bytes": float(self.kernel_sent[-1])})
+        if self.step:
+            self.bare.measure(_BARE_STEPS_BETWEEN)
+        self._start_clock()
+
+    def _result(self) -> dict[str, Any]:
+        steady = max(0, min(self.trainer.steady_from_step, self.step - _FEWEST_STEADY_STEPS))
+        sent, kernel_sent, kernel_received = self._mean_bytes_per_step(steady)
+        measured = self.config.interface is not None
+        return {
+            "strategy": self.config.recipe.name,
+            "steps": self.step,
+            "seconds": sum(self.step_s),
+            "preparation_seconds": self.preparation_s,
+            "parameters": sum(p.numel() for p in self.trainer.module.parameters()),
+            "evaluations": self.evaluations,
+            "steady_from_step": steady,
+            "step_ms": [1e3 * s for s in self.step_s],
+            "bare_step_ms": [1e3 * s for s in self.bare.seconds],
+            "median_step_ms": 1e3
+            * median(_round_means(self.step_s[steady:], self.trainer.round_steps)),
+            "median_bare_step_ms": 1e3 * median(self.bare.seconds),
+            "library_bytes_per_step": sent,
+            "kernel_sent_bytes_per_step": kernel_sent if measured else None,
+            "kernel_received_bytes_per_step": kernel_received if measured else None,
+            "settings": {
+                "lr": self.config.recipe.lr,
+                "momentum": self.config.momentum,
+                **self.trainer.settings,
+            },
+        }
+
+    def _mean_bytes_per_step(self, steady: int) -> list[float]:
+        counts = (self.library_bytes, self.kernel_sent, self.kernel_received)
+        means = torch.tensor(
+            [float(count[-1] - count[steady]) for count in counts], dtype=torch.float64
+        )
+        dist.all_reduce(means)
+        per_step: list[float] = (means / (dist.get_world_size() * (self.step - steady))).tolist()
+        return per_step
+
+
+def _round_means(step_s: Sequence[float], round_steps: int) -> list[float]:
+    """Mean seconds of a step in every whole round, in which each cost occurs once; of all where
+    there is none.
+    """
+    rounds = len(step_s) // round_steps
+    if rounds == 0:
+        return [fmean(step_s)]
+    return [fmean(step_s[i * round_steps : (i + 1) * round_steps]) for i in range(rounds)]

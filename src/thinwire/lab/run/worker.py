@@ -1,0 +1,40 @@
+"""The training script: what every rank runs, started by torchrun as
+`-m thinwire.lab.run.worker JOB.json`. The event logs are in the folder of that file.
+"""
+
+import importlib
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+from thinwire.lab.network.enter import die_with_parent
+from thinwire.lab.run.config import Job
+from thinwire.lab.run.events import Events
+
+__all__ = ["main"]
+
+
+def main(job_path: str) -> None:
+    """Join the group, do the job, and write its result, or the error, into this rank's log."""
+    path = Path(job_path)
+    events = Events(path.parent, int(os.environ["RANK"]))
+    try:
+        import torch.distributed as dist
+
+        job = Job.read(path)
+        module, _, name = job.task.partition(":")
+        task = getattr(importlib.import_module(module), name)
+        dist.init_process_group("gloo", timeout=timedelta(seconds=job.timeout_s))
+        result = task(job.config, events).train()
+        dist.barrier()
+        events.write("result", **result)
+        dist.destroy_process_group()
+    except BaseException as error:
+        events.write("error", kind=type(error).__name__, message=str(error))
+        raise
+
+
+if __name__ == "__main__":
+    die_with_parent(int(os.environ["THINWIRE_LAB_AGENT_PID"]))
+    main(sys.argv[1])

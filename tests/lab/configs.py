@@ -1,0 +1,28 @@
+"""Configurations of runs for the tests."""
+
+from typing import Any
+
+from thinwire.lab.run.config import RunConfig
+from thinwire.lab.run.size import ModelSize
+from thinwire.lab.strategies import STRATEGIES
+
+
+def config(**fields: Any) -> RunConfig:
+    """A small run of dense, but for the fields that are given."""
+    some: dict[str, Any] = {
+        "recipe": STRATEGIES["dense"],
+        "model": ModelSize(32, 1, context=8),
+        "seed": 0,
+        "momentum": 0.9,
+        "steps": 4,
+        "seconds": None,
+        "evaluations": 2,
+        "ramp_steps": 1,
+        "train_file": "train.bin",
+        "held_out_file": "held_out.bin",
+        "held_out_sequences": 2,
+        "batch": 2,
+        "interface": None,
+        "launched_unix_s": 0.0,
+    }
+    return RunConfig(**{**some, **fields})

@@ -1,0 +1,78 @@
+"""What the tests need to look at namespaces and processes from outside."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from thinwire.lab.network.netns import why_unavailable
+
+_REASON = why_unavailable()
+NETNS = [
+    pytest.mark.netns,
+    pytest.mark.skipif(_REASON is not None, reason=f"network namespaces: {_REASON}"),
+]
+
+
+def needs_netns(test: Callable[..., None]) -> Callable[..., None]:
+    """Marks a test that needs network namespaces and skips it, with the reason, where there are
+    none."""
+    for mark in NETNS:
+        test = mark(test)
+    return test
+
+
+def processes_in(namespace: str) -> list[int]:
+    """Processes whose network namespace is `namespace` ("net:[...]"), or that hold it open."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            links = [str((folder / "ns" / "net").readlink())]
+            links += [str(link.readlink()) for link in (folder / "fd").iterdir()]
+        except OSError:  # it has ended meanwhile
+            continue
+        if namespace in links:
+            found.append(int(folder.name))
+    return found
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes below `pid`."""
+    parents = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parents[int(folder.name)] = int(
+                (folder / "stat").read_text().rpartition(")")[2].split()[1]
+            )
+        except OSError:
+            continue
+    found, new = set(), {pid}
+    while new:
+        new = {child for child, parent in parents.items() if parent in new} - found
+        found |= new
+    return sorted(found)
+
+
+def namespace_of(pid: int) -> str | None:
+    """The network namespace of a process; None when it has ended."""
+    try:
+        return str(Path(f"/proc/{pid}/ns/net").readlink())
+    except OSError:
+        return None
+
+
+def alive(pid: int) -> bool:
+    """Whether the process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    """Waits for `condition`; fails when it stays false."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not within {seconds} s"
+        time.sleep(0.05)
