@@ -71,7 +71,9 @@ def test_a_full_and_a_read_only_disk(tmp_path: Path) -> None:
     assert "Read-only file system" in read_only
     assert all(text.startswith("CheckpointError: ") for text in (early, late, read_only))
     assert [step for step, _ in (small, after_early, after_late, after, end)] == [1, 1, 1, 1, 5]
-    assert small[1] == after_early[1] == after_late[1] == after[1], "the torso still takes space"
+    assert small[1] == after_early[1] == after_late[1] == after[1], (
+        "the staging folder still takes space"
+    )
 
 
 def test_a_directory_that_vanishes_during_a_save(

@@ -16,7 +16,7 @@ import torch
 from tests.checkpoint.states import rank_state, same
 from tests.ranks import Pool, Raised
 from thinwire.checkpoint import files, load, plan, save
-from thinwire.checkpoint.together import together
+from thinwire.checkpoint.all_ranks import on_all_ranks
 from thinwire.comm import Group
 
 
@@ -289,10 +289,10 @@ def slow(rank: int, size: int) -> list[int]:
     def work() -> int:
         for _ in range(6 if rank == 0 else 0):
             time.sleep(1.0)
-            files.moving()  # as everything here does that reads or writes a piece
+            files.note_progress()  # as everything here does that reads or writes a piece
         return rank
 
-    return together(Group(), "working", work)
+    return on_all_ranks(Group(), "working", work)
 
 
 def test_a_slow_disk_is_no_lost_rank(ranks: Pool) -> None:

@@ -1,20 +1,20 @@
 """Checkpoints that survive a kill at any point and a change of ranks."""
 
+from thinwire.checkpoint.all_ranks import on_all_ranks
 from thinwire.checkpoint.combine import combine
 from thinwire.checkpoint.loading import Loaded, load
 from thinwire.checkpoint.random_state import random_state, set_random_state
 from thinwire.checkpoint.rank_file import read_rank_file, write_rank_file
 from thinwire.checkpoint.saving import save
-from thinwire.checkpoint.together import together
 
 __all__ = [
     "Loaded",
     "combine",
     "load",
+    "on_all_ranks",
     "random_state",
     "read_rank_file",
     "save",
     "set_random_state",
-    "together",
     "write_rank_file",
 ]

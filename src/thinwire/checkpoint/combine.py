@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 
 from thinwire._validate import instance, one_of
-from thinwire.checkpoint.bits import bits
 from thinwire.checkpoint.random_state import derived, is_random_state
+from thinwire.checkpoint.tensor_file import bytes_of
 from thinwire.checkpoint.tree import TensorRef, with_tensors
 from thinwire.errors import CheckpointError
 
@@ -149,9 +149,9 @@ class _Combiner:
         first = self.read(leaves[0])
         total, equal = first.to(_wide(first.dtype), copy=True), zeros == 0
         for leaf in leaves[1:]:
-            # ranks that have the same bits refer to the same tensor of a file
+            # ranks that have the same bytes refer to the same tensor of a file
             other = first if isinstance(leaf, TensorRef) and leaf == leaves[0] else self.read(leaf)
-            equal = equal and torch.equal(bits(first), bits(other))
+            equal = equal and torch.equal(bytes_of(first), bytes_of(other))
             total += other.to(total.dtype)
         return first if equal else (total / (len(leaves) + zeros)).to(first.dtype)
 

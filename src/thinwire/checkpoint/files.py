@@ -13,9 +13,9 @@ __all__ = [
     "checksum",
     "discard",
     "is_regular",
-    "last_moved",
+    "last_progress",
     "make_directory",
-    "moving",
+    "note_progress",
     "remove",
     "sync_directory",
     "write_file",
@@ -28,12 +28,12 @@ _SYNC_BYTES = 64 << 20
 _moved = [0.0]
 
 
-def moving() -> None:
+def note_progress() -> None:
     """Note that work with files makes progress: after every piece that was read or written."""
     _moved[0] = time.monotonic()
 
 
-def last_moved() -> float:
+def last_progress() -> float:
     """When it last did, on the clock of `time.monotonic`."""
     return _moved[0]
 
@@ -68,7 +68,7 @@ def write_pieces(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[int,
                 file.write(chunk)
                 hasher.update(chunk)
                 size, waiting = size + len(chunk), waiting + len(chunk)
-                moving()
+                note_progress()
                 if waiting >= _SYNC_BYTES:
                     file.flush()
                     os.fsync(file.fileno())
@@ -96,7 +96,7 @@ def checksum(path: Path) -> str:
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
             hasher.update(chunk)
-            moving()
+            note_progress()
     return hasher.hexdigest()
 
 

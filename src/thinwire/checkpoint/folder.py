@@ -10,7 +10,7 @@ from thinwire.checkpoint.files import is_regular
 from thinwire.checkpoint.manifest import MANIFEST, Manifest
 from thinwire.errors import CheckpointCorrupt, CheckpointError
 
-__all__ = ["Found", "found", "leftovers", "missing_file", "name_of", "token_name", "torso_name"]
+__all__ = ["Found", "found", "leftovers", "missing_file", "name_of", "staging_name", "token_name"]
 
 _NAME = re.compile(r"step_([0-9]{10,18})(?:_[0-9]{1,9})?")
 _LEFTOVER = re.compile(r"\.step_[0-9_]+\.tmp-[0-9a-f]+|\.rank_[0-9]+\.token-[0-9a-f]+")
@@ -43,7 +43,7 @@ def name_of(step: int, taken: Iterable[str]) -> str:
     )
 
 
-def torso_name(name: str, token: str) -> str:
+def staging_name(name: str, token: str) -> str:
     """Name of a checkpoint that is being written or deleted; no reader looks at it."""
     return f".{name}.tmp-{token}"
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from thinwire._validate import integer
-from thinwire.checkpoint.candidate import Candidate
+from thinwire.checkpoint.all_ranks import by_rank, on_all_ranks
 from thinwire.checkpoint.combine import Rule, require_rules
 from thinwire.checkpoint.folder import Found, found
 from thinwire.checkpoint.manifest import MANIFEST, Manifest
-from thinwire.checkpoint.together import by_rank, together
+from thinwire.checkpoint.reader import CheckpointReader
 from thinwire.checkpoint.tree import decoded
 from thinwire.comm import Group
 from thinwire.errors import CheckpointCorrupt, CheckpointError, CheckpointMissing
@@ -77,22 +77,22 @@ def load(
     part, root = integer("part", part, at_least=0), Path(directory)
     rules = require_rules(rules)
     entries: dict[str, Found] = {}
-    opened = together(group, "looking for checkpoints", partial(_look, root, part, entries))
-    parts = [row["part"] for row in opened]
-    damaged = {(step, text) for row in opened for step, text in row["damaged"]}
+    surveys = on_all_ranks(group, "looking for checkpoints", partial(_look, root, part, entries))
+    parts = [row["part"] for row in surveys]
+    damaged = {(step, text) for row in surveys for step, text in row["damaged"]}
     problems = sorted(damaged, reverse=True)
-    known = {(serial, key): step for row in opened for serial, key, step in row["whole"]}
+    known = {(serial, key): step for row in surveys for serial, key, step in row["whole"]}
     for (_, key), step in sorted(known.items(), reverse=True):
-        verified: list[Candidate] = []
-        of = partial(Candidate, parts=parts, rank=group.rank, combined=combined)
-        verify = partial(_verify, root, entries.get(key), step, of, verified)
-        answers = together(group, "verifying a checkpoint", verify)
+        verified: list[CheckpointReader] = []
+        reader_of = partial(CheckpointReader, parts=parts, rank=group.rank, combined=combined)
+        verify = partial(_verify, root, entries.get(key), step, reader_of, verified)
+        answers = on_all_ranks(group, "verifying a checkpoint", verify)
         if any(answers):
             problems += [(step, text) for text in by_rank(answers)]
             continue
-        _tell_of([text for other, text in problems if other >= step], verified[0].path)
+        _warn_of([text for other, text in problems if other >= step], verified[0].path)
         return _read(group, verified[0], rules)
-    raise _nothing(sorted({row["root"] for row in opened}), [text for _, text in problems])
+    raise _none_whole(sorted({row["root"] for row in surveys}), [text for _, text in problems])
 
 
 def _look(root: Path, part: int, whole: dict[str, Found]) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def _look(root: Path, part: int, whole: dict[str, Found]) -> dict[str, Any]:
             and not isinstance(entry.problem, CheckpointCorrupt)
             and entry.step > newest
         ):
-            # of a newer format: an older one in its place would be a silent step back
+            # of a newer format: an older one instead of it would be a silent step back
             raise entry.problem
     return {
         "part": part,
@@ -124,10 +124,10 @@ def _verify(
     root: Path,
     entry: Found | None,
     step: int,
-    of: Callable[[Path, Manifest], Candidate],
-    verified: list[Candidate],
+    reader_of: Callable[[Path, Manifest], CheckpointReader],
+    verified: list[CheckpointReader],
 ) -> str | None:
-    """What is wrong with a checkpoint on this rank; None: nothing, and it is added to
+    """Say what is wrong with a checkpoint on this rank; None: nothing, and it is added to
     `verified`.
     """
     if entry is None or entry.manifest is None:
@@ -135,28 +135,28 @@ def _verify(
             f"{root} lacks the checkpoint of step {step} that other ranks have: copy its folder "
             "there"
         )
-    candidate = of(entry.path, entry.manifest)
+    reader = reader_of(entry.path, entry.manifest)
     try:
-        candidate.verify()
+        reader.verify()
     except CheckpointCorrupt as error:
         return str(error)
-    verified.append(candidate)
+    verified.append(reader)
     return None
 
 
-def _read(group: Group, candidate: Candidate, rules: Mapping[str, Rule]) -> Loaded:
+def _read(group: Group, reader: CheckpointReader, rules: Mapping[str, Rule]) -> Loaded:
     states: list[Any] = []
-    together(group, "reading a checkpoint", lambda: states.append(candidate.read(rules)))
+    on_all_ranks(group, "reading a checkpoint", lambda: states.append(reader.read(rules)))
     return Loaded(
         state=states[0],
-        facts=decoded(candidate.manifest.facts, dict[str, Any]().__getitem__),
-        step=candidate.manifest.step,
-        path=candidate.path,
-        ranks=len(candidate.manifest.parts),
+        facts=decoded(reader.manifest.facts, dict[str, Any]().__getitem__),
+        step=reader.manifest.step,
+        path=reader.path,
+        ranks=len(reader.manifest.parts),
     )
 
 
-def _tell_of(problems: list[str], path: Path) -> None:
+def _warn_of(problems: list[str], path: Path) -> None:
     if problems:
         message = (
             f"loading {path}, because what was saved later cannot be loaded: {'; '.join(problems)}"
@@ -164,7 +164,7 @@ def _tell_of(problems: list[str], path: Path) -> None:
         warnings.warn(message, UserWarning, stacklevel=3)
 
 
-def _nothing(roots: list[str], problems: list[str]) -> CheckpointError:
+def _none_whole(roots: list[str], problems: list[str]) -> CheckpointError:
     if problems:
         return CheckpointCorrupt(f"no checkpoint is whole on all ranks: {'; '.join(problems)}")
     return CheckpointMissing(

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from thinwire._version import __version__
-from thinwire.checkpoint.draft import Opened, Writers, writers
 from thinwire.checkpoint.files import discard, remove, sync_directory, write_file
-from thinwire.checkpoint.folder import leftovers, name_of, torso_name
+from thinwire.checkpoint.folder import leftovers, name_of, staging_name
 from thinwire.checkpoint.manifest import MANIFEST, Manifest
+from thinwire.checkpoint.writer import Assignment, Survey, assign_tensors
 from thinwire.errors import CheckpointError
 
 __all__ = ["Plan", "places_of"]
@@ -53,21 +53,21 @@ class Plan:
         rank: int,
         step: int,
         places: list[list[int]],
-        opened: Sequence[Opened],
+        surveys: Sequence[Survey],
         facts: Any,
     ) -> None:
         [self._place] = [place for place in places if rank in place]
         self.leads = rank == self._place[0]
         self.root, self.step, self._places, self._facts = root, step, places, facts
-        name = name_of(step, (name for row in opened for name in row["names"]))
+        name = name_of(step, (name for row in surveys for name in row["names"]))
         self.path = root / name
-        self.token = opened[0]["token"]
-        self.torso = root / torso_name(name, self.token)
-        self._parts = [row["part"] for row in opened]
+        self.token = surveys[0]["token"]
+        self.staging = root / staging_name(name, self.token)
+        self._parts = [row["part"] for row in surveys]
         # not the next number alone: a manifest that cannot be read just now hides the newest one's
-        self.serial = max(opened[0]["now_ms"], 1 + max(row["serial"] for row in opened))
-        here = {r: opened[r] for r in self._place}
-        self.writing: Writers = writers(here)
+        self.serial = max(surveys[0]["now_ms"], 1 + max(row["serial"] for row in surveys))
+        here = {r: surveys[r] for r in self._place}
+        self.writing: Assignment = assign_tensors(here)
         sizes = {checksum: size for row in here.values() for _, checksum, size in row["tensors"]}
         # the table of tensors repeats their names
         self._needed_bytes = sum(sizes.values()) + sum(
@@ -77,7 +77,7 @@ class Plan:
         self._committed = False
 
     def make_room(self) -> list[str]:
-        """Remove what interrupted saves left behind, and make the folder aside if there is space
+        """Remove what interrupted saves left behind, and make the staging folder if there is space
         for its content.
 
         Returns:
@@ -100,7 +100,7 @@ class Plan:
                 f"{_mib(free)} that are free in {self.root}. Delete files there, save elsewhere, "
                 "or keep fewer checkpoints"
             )
-        self.torso.mkdir()
+        self.staging.mkdir()
         return stuck
 
     def seal(self, files: dict[str, list[Any]]) -> None:
@@ -117,23 +117,22 @@ class Plan:
             facts=self._facts,
             files=files,
         )
-        write_file(self.torso / MANIFEST, manifest.to_bytes())
-        sync_directory(self.torso)
+        write_file(self.staging / MANIFEST, manifest.to_bytes())
+        sync_directory(self.staging)
 
     def commit(self) -> None:
         """Give the folder its name: from here on it is a checkpoint."""
         if self.leads:
-            self.torso.rename(self.path)
+            self.staging.rename(self.path)
             self._committed = True
             sync_directory(self.root)
 
     def remove(self) -> None:
         """Leave nothing of this checkpoint behind."""
         if self.leads:
-            with contextlib.suppress(
-                OSError
-            ):  # the failure that led here is being raised; the next save cleans up
-                discard(self.path if self._committed else self.torso, self.torso)
+            # the failure that led here is being raised; the next save cleans up
+            with contextlib.suppress(OSError):
+                discard(self.path if self._committed else self.staging, self.staging)
 
 
 def _mib(size_bytes: int) -> str:

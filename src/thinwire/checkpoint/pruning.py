@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from thinwire.checkpoint.files import checksum, discard
-from thinwire.checkpoint.folder import Found, found, missing_file, torso_name
+from thinwire.checkpoint.folder import Found, found, missing_file, staging_name
 from thinwire.checkpoint.manifest import Manifest, plain_file, tensor_file
 from thinwire.checkpoint.plan import Plan
 
@@ -38,7 +38,7 @@ def prune(plan: Plan, keep: int | None) -> list[str]:
     try:
         for entry in _superfluous(plan, keep):
             try:
-                discard(entry.path, plan.root / torso_name(entry.path.name, plan.token))
+                discard(entry.path, plan.root / staging_name(entry.path.name, plan.token))
             except OSError as error:
                 stuck.append(f"an older checkpoint could not be deleted: {error}")
     except OSError as error:

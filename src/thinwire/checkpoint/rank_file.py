@@ -9,10 +9,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from thinwire.checkpoint.draft import parsed_table
 from thinwire.checkpoint.files import checksum, is_regular, make_directory, sync_directory
 from thinwire.checkpoint.tensor_file import readable, restored, write_tensors
-from thinwire.checkpoint.tree import decoded, encoded
+from thinwire.checkpoint.tree import decoded, encoded, parsed_table, table_entry
 from thinwire.errors import CheckpointCorrupt
 
 __all__ = ["read_rank_file", "write_rank_file"]
@@ -36,13 +35,9 @@ def write_rank_file(path: Path, state: Any) -> str:
     tensors: dict[str, Tensor] = {}
     tree = encoded(state, tensors)
     for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
-        torch.cuda.synchronize(
-            device
-        )  # this may be another thread, which knows nothing of the streams of the caller's
-    table = {
-        name: [0, name, str(t.dtype).removeprefix("torch."), list(t.shape)]
-        for name, t in tensors.items()
-    }
+        # this may be another thread, which knows nothing of the streams of the caller's
+        torch.cuda.synchronize(device)
+    table = {name: table_entry(tensor, 0, name) for name, tensor in tensors.items()}
     make_directory(path.parent)
     aside = path.with_name(f".{path.name}.tmp")
     aside.unlink(missing_ok=True)

@@ -1,4 +1,6 @@
-"""Writing a checkpoint aside, agreeing that it is whole, and only then giving it its name."""
+"""Writing a checkpoint into a staging folder, agreeing that it is whole, and only then giving it
+its name.
+"""
 
 import secrets
 import warnings
@@ -8,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from thinwire._validate import integer
-from thinwire.checkpoint.draft import Draft
+from thinwire.checkpoint.all_ranks import clean_up, on_all_ranks
 from thinwire.checkpoint.plan import Plan, places_of
 from thinwire.checkpoint.pruning import prune
-from thinwire.checkpoint.together import meanwhile, together
+from thinwire.checkpoint.writer import RankWriter
 from thinwire.comm import Group, require_agreement
 from thinwire.errors import CheckpointError
 
@@ -31,7 +33,7 @@ def save(
     """Save the state of all ranks as one checkpoint, the newest from now on.
 
     Whatever happens in here, what `load` returns afterwards is the state of before or this one,
-    whole: files are written into a folder aside and forced to the disk, the ranks agree, the
+    whole: files are written into a staging folder and forced to the disk, the ranks agree, the
     manifest with the checksums of all files follows, and one renaming makes it a checkpoint.
     Tensors that are bit-identical on several ranks of a directory are written once.
 
@@ -70,27 +72,29 @@ def save(
     step, part = integer("step", step, at_least=0), integer("part", part, at_least=0)
     keep = None if keep is None else integer("keep", keep, at_least=1)
     root = Path(directory)
-    draft = Draft(root, group.rank, secrets.token_hex(8))
-    plan = _planned(draft, root, state, facts, group=group, step=step, part=part, keep=keep)
+    writer = RankWriter(root, group.rank, secrets.token_hex(8))
+    plan = _planned(writer, root, state, facts, group=group, step=step, part=part, keep=keep)
     try:
-        stuck = together(group, "making room for a checkpoint", plan.make_room)[group.rank]
-        written = together(
-            group, "writing a checkpoint", lambda: draft.write(plan.torso, plan.writing)
+        stuck = on_all_ranks(group, "making room for a checkpoint", plan.make_room)[group.rank]
+        written = on_all_ranks(
+            group, "writing a checkpoint", lambda: writer.write(plan.staging, plan.writing)
         )
         files = {name: list(entry) for row in written for name, entry in row.items()}
-        together(group, "completing a checkpoint", lambda: plan.seal(files))
-        together(group, "naming a checkpoint", plan.commit)
+        on_all_ranks(group, "completing a checkpoint", lambda: plan.seal(files))
+        on_all_ranks(group, "naming a checkpoint", plan.commit)
     except CheckpointError:
-        meanwhile(plan.remove)
+        clean_up(plan.remove)
         raise
-    stuck += together(group, "deleting older checkpoints", lambda: prune(plan, keep))[group.rank]
+    stuck += on_all_ranks(group, "deleting older checkpoints", lambda: prune(plan, keep))[
+        group.rank
+    ]
     for text in stuck:
         warnings.warn(text, UserWarning, stacklevel=2)
     return plan.path
 
 
 def _planned(
-    draft: Draft,
+    writer: RankWriter,
     root: Path,
     state: Any,
     facts: Mapping[str, Any],
@@ -102,12 +106,14 @@ def _planned(
 ) -> Plan:
     """What all ranks will do, from what each of them has; nothing is left in the directory."""
     try:
-        opened = together(group, "preparing a checkpoint", lambda: draft.open(state, facts, part))
-        common = {"step": step, "keep": keep, "facts": draft.facts}
+        surveys = on_all_ranks(
+            group, "preparing a checkpoint", lambda: writer.survey(state, facts, part)
+        )
+        common = {"step": step, "keep": keep, "facts": writer.facts}
         require_agreement(group, common, what="saving a checkpoint")
-        seen = together(
-            group, "looking for the other ranks of a directory", lambda: draft.neighbours(opened)
+        seen = on_all_ranks(
+            group, "looking for the other ranks of a directory", lambda: writer.neighbours(surveys)
         )
     finally:
-        meanwhile(draft.close)
-    return Plan(root, group.rank, step, places_of(seen), opened, draft.facts)
+        clean_up(writer.close)
+    return Plan(root, group.rank, step, places_of(seen), surveys, writer.facts)

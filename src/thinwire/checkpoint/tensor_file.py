@@ -17,13 +17,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from thinwire.checkpoint.bits import bits
-from thinwire.checkpoint.files import moving, write_pieces
+from thinwire.checkpoint.files import note_progress, write_pieces
 from thinwire.checkpoint.manifest import tensor_file
 from thinwire.checkpoint.tree import TensorRef
 from thinwire.errors import CheckpointCorrupt
 
-__all__ = ["TensorReader", "digest", "readable", "restored", "write_tensors"]
+__all__ = ["TensorReader", "bytes_of", "digest", "readable", "restored", "write_tensors"]
 
 _HASHED_BYTES = 64 << 20
 _CODES = {
@@ -59,12 +58,12 @@ def write_tensors(
     Raises:
         OSError: Of the file system.
     """
-    return write_pieces(path, chain([_header(tensors, metadata)], map(_bytes, tensors.values())))
+    return write_pieces(path, chain([_header(tensors, metadata)], map(_memory, tensors.values())))
 
 
 class TensorReader:
-    """Reads single tensors of a checkpoint's folder; each file is opened once, until the context is
-    left.
+    """The tensors of a checkpoint's folder, one by one; each file is opened once, until the context
+    is left.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -84,7 +83,7 @@ class TensorReader:
             CheckpointCorrupt: It is not there, or is another one.
         """
         where = f"{self._folder / tensor_file(ref.rank)}, tensor {ref.name!r}"
-        moving()
+        note_progress()
         try:
             stored: Tensor = self._opened(ref.rank).get_tensor(ref.name)
         except (SafetensorError, OSError) as error:
@@ -129,19 +128,28 @@ def readable(path: Path, stack: ExitStack) -> str | Path:
 
 
 def digest(tensor: Tensor) -> str:
-    """SHA-256 in hex of dtype, shape and every bit: equal where two tensors are
+    """SHA-256 in hex of dtype, shape and every byte: equal where two tensors are
     indistinguishable.
     """
     hasher = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
-    content = _bytes(tensor)
+    content = _memory(tensor)
     for start in range(0, len(content), _HASHED_BYTES):
         hasher.update(content[start : start + _HASHED_BYTES])
-        moving()
+        note_progress()
     return hasher.hexdigest()
 
 
-def _bytes(tensor: Tensor) -> memoryview:
-    return bits(tensor).numpy().data
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Its elements in order as bytes on the CPU: uint8, one dimension; shares memory with `tensor`
+    where it can.
+    """
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    # one element counts as contiguous whatever its stride, and a view as bytes wants 1
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    return bytes_of(tensor).numpy().data
 
 
 def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> bytes:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["TensorRef", "decoded", "encoded", "with_tensors"]
+__all__ = ["TensorRef", "decoded", "encoded", "parsed_table", "table_entry", "with_tensors"]
 
 _UNFIT = re.compile(r"[^A-Za-z0-9._/-]")
 _ODD_FLOATS = ("inf", "-inf", "nan")
@@ -34,6 +34,31 @@ class TensorRef:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+
+def table_entry(tensor: Tensor, rank: int, name: str) -> list[Any]:
+    """The description of a tensor in the table of a rank's file: who wrote it under which name, and
+    what it is.
+    """
+    return [rank, name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+
+
+def parsed_table(raw: Mapping[str, Any], ranks: int) -> dict[str, TensorRef]:
+    """The table of a rank's file, read back from entries that `table_entry` has made.
+
+    Raises:
+        ValueError: It is none.
+    """
+    table = {}
+    for name, entry in raw.items():
+        match entry:
+            case [int(rank), str(stored), str(kind), list(shape)] if 0 <= rank < ranks:
+                dtype = getattr(torch, kind, None)
+                if isinstance(dtype, torch.dtype) and all(type(n) is int and n >= 0 for n in shape):
+                    table[name] = TensorRef(rank, stored, dtype, tuple(shape))
+                    continue
+        raise ValueError(f"the tensor {name!r} is described by {entry!r}")
+    return table
 
 
 def encoded(tree: Any, tensors: dict[str, Tensor] | None) -> Any:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.checkpoint import read_rank_file, together, write_rank_file
+from thinwire.checkpoint import on_all_ranks, read_rank_file, write_rank_file
 from thinwire.comm import Group
 from thinwire.core.origin import without_origin
 
@@ -131,7 +131,7 @@ class PerRankState:
                 raise state
             return write_rank_file(self._file(folder, self.name, group.rank), state)
 
-        sums = together(group, "writing the states of all ranks", write)
+        sums = on_all_ranks(group, "writing the states of all ranks", write)
         return {"name": self.name, "sha256": sums}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -164,7 +164,7 @@ class PerRankState:
                 else _mean(without_origin(states), f"{len(states)} ranks")
             )
 
-        together(group, "reading the states of all ranks", read)
+        on_all_ranks(group, "reading the states of all ranks", read)
         self._stateful.load_state_dict(own[0])
 
     def remove(self, folder: str | Path, name: str) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire import _validate as check
-from thinwire.checkpoint import Loaded, random_state, set_random_state, together
+from thinwire.checkpoint import Loaded, on_all_ranks, random_state, set_random_state
 from thinwire.checkpoint import load as load_checkpoint
 from thinwire.checkpoint import save as save_checkpoint
 from thinwire.checkpoint.combine import Rule
@@ -268,7 +268,7 @@ def read(directory: str | Path, parts: "Parts", apply: Callable[..., None]) -> P
             if problem is not None:
                 raise _misfit(loaded, str(problem)) from problem
 
-        together(parts.group, "taking over a checkpoint", act)
+        on_all_ranks(parts.group, "taking over a checkpoint", act)
 
     apply(loaded.state, keep=settings_in_groups(changes), agreed=agreed)
     _tell_of_changes(str(loaded.path), changes)
@@ -304,7 +304,7 @@ def load_parameters(directory: str | Path, parts: "Parts") -> Path:
             except ValueError as error:
                 raise CheckpointMismatch(f"{loaded.path}: {error}") from error
 
-    together(parts.group, "taking over the parameters of a checkpoint", fits)
+    on_all_ranks(parts.group, "taking over the parameters of a checkpoint", fits)
     for kind, places in (("parameters", _parameters(parts)), ("buffers", _buffers(parts))):
         for name, place in places.items():
             place.copy_(loaded.state[kind][name])

@@ -1,4 +1,4 @@
-"""What one rank has to write: its tree, the tensors in it, and which of them another rank writes
+"""The writing end of one rank: its tree, the tensors in it, and which of them another rank writes
 for it.
 """
 
@@ -16,17 +16,17 @@ from thinwire.checkpoint.files import make_directory, write_file
 from thinwire.checkpoint.folder import found, token_name
 from thinwire.checkpoint.manifest import plain_file, tensor_file
 from thinwire.checkpoint.tensor_file import digest, write_tensors
-from thinwire.checkpoint.tree import TensorRef, encoded
+from thinwire.checkpoint.tree import encoded, table_entry
 
-__all__ = ["Draft", "Opened", "parsed_table", "writers"]
+__all__ = ["RankWriter", "Survey", "assign_tensors"]
 
-Opened = dict[str, Any]
-"""What a rank tells the others before anything is written."""
-Writers = dict[str, tuple[int, str]]
+Survey = dict[str, Any]
+"""The facts that a rank tells the others before anything is written."""
+Assignment = dict[str, tuple[int, str]]
 """By digest: the rank that writes such a tensor, and the name under which it does."""
 
 
-class Draft:
+class RankWriter:
     """This rank's contribution to a checkpoint.
 
     **State**: the encoded tree, references to its tensors, their digests, a token file in the
@@ -41,7 +41,7 @@ class Draft:
         self._tree: Any = None
         self.facts: Any = None
 
-    def open(self, state: Any, facts: Mapping[str, Any], part: int) -> Opened:
+    def survey(self, state: Any, facts: Mapping[str, Any], part: int) -> Survey:
         """Survey the state, make the directory and leave a token in it by which ranks see that they
         share it.
         """
@@ -50,9 +50,8 @@ class Draft:
         self.facts = encoded(dict(facts), None)
         self._tree = encoded(state, self._tensors)
         for device in {tensor.device for tensor in self._tensors.values() if tensor.is_cuda}:
-            torch.cuda.synchronize(
-                device
-            )  # this thread knows nothing of the streams of the caller's
+            # this thread knows nothing of the streams of the caller's
+            torch.cuda.synchronize(device)
         self._digests = {name: digest(tensor) for name, tensor in self._tensors.items()}
         make_directory(self._root)
         here = found(self._root)
@@ -67,9 +66,9 @@ class Draft:
             "tensors": [[name, self._digests[name], t.nbytes] for name, t in self._tensors.items()],
         }
 
-    def neighbours(self, opened: Sequence[Opened]) -> list[int]:
+    def neighbours(self, surveys: Sequence[Survey]) -> list[int]:
         """The ranks whose tokens are in this rank's directory, itself included."""
-        paths = [self._root / token_name(rank, row["token"]) for rank, row in enumerate(opened)]
+        paths = [self._root / token_name(rank, row["token"]) for rank, row in enumerate(surveys)]
         return [rank for rank, path in enumerate(paths) if path.exists()]
 
     def close(self) -> None:
@@ -77,7 +76,7 @@ class Draft:
         with contextlib.suppress(OSError):  # the next save removes it
             self._token_path.unlink(missing_ok=True)
 
-    def write(self, folder: Path, writing: Writers) -> dict[str, tuple[int, str]]:
+    def write(self, folder: Path, writing: Assignment) -> dict[str, tuple[int, str]]:
         """Write this rank's two files.
 
         Returns:
@@ -87,41 +86,20 @@ class Draft:
         own = {
             n: t for n, t in self._tensors.items() if writing[self._digests[n]] == (self._rank, n)
         }
-        table = {n: self._entry(t, *writing[self._digests[n]]) for n, t in self._tensors.items()}
+        table = {n: table_entry(t, *writing[self._digests[n]]) for n, t in self._tensors.items()}
         plain = json.dumps({"tree": self._tree, "tensors": table}).encode()
         return {
             names[1]: write_tensors(folder / names[1], own),
             names[0]: write_file(folder / names[0], plain),
         }
 
-    def _entry(self, tensor: Tensor, writer: int, name: str) -> list[Any]:
-        return [writer, name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
 
-
-def writers(opened: Mapping[int, Opened]) -> Writers:
-    """Who writes which tensor, among ranks that share a directory: the first of those that have the
-    same bits.
+def assign_tensors(surveys: Mapping[int, Survey]) -> Assignment:
+    """Choose who writes which tensor, among ranks that share a directory: the first of those that
+    have the same bytes.
     """
-    result: Writers = {}
-    for rank, row in opened.items():
+    result: Assignment = {}
+    for rank, row in surveys.items():
         for name, tensor_digest, _ in row["tensors"]:
             result.setdefault(tensor_digest, (rank, name))
     return result
-
-
-def parsed_table(raw: Mapping[str, Any], ranks: int) -> dict[str, TensorRef]:
-    """The table of a rank's file, read back.
-
-    Raises:
-        ValueError: It is none.
-    """
-    table = {}
-    for name, entry in raw.items():
-        match entry:
-            case [int(rank), str(stored), str(kind), list(shape)] if 0 <= rank < ranks:
-                dtype = getattr(torch, kind, None)
-                if isinstance(dtype, torch.dtype) and all(type(n) is int and n >= 0 for n in shape):
-                    table[name] = TensorRef(rank, stored, dtype, tuple(shape))
-                    continue
-        raise ValueError(f"the tensor {name!r} is described by {entry!r}")
-    return table

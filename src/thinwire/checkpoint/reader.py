@@ -8,18 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.checkpoint.combine import Rule, combine
-from thinwire.checkpoint.draft import parsed_table
 from thinwire.checkpoint.files import checksum, is_regular
 from thinwire.checkpoint.manifest import Manifest, plain_file, tensor_file
 from thinwire.checkpoint.tensor_file import TensorReader
-from thinwire.checkpoint.tree import decoded, with_tensors
+from thinwire.checkpoint.tree import decoded, parsed_table, with_tensors
 from thinwire.errors import CheckpointCorrupt, CheckpointMismatch
 
-__all__ = ["Candidate"]
+__all__ = ["CheckpointReader"]
 
 
-class Candidate:
-    """A checkpoint that may be the one to load."""
+class CheckpointReader:
+    """The reading end of one rank, of a checkpoint that may be the one to load."""
 
     def __init__(
         self, path: Path, manifest: Manifest, parts: Sequence[int], rank: int, *, combined: bool

@@ -6,17 +6,17 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from thinwire.checkpoint.files import last_moved
+from thinwire.checkpoint.files import last_progress
 from thinwire.comm import Group, by_rank, while_busy
 from thinwire.errors import CheckpointError
 
-__all__ = ["by_rank", "meanwhile", "together"]
+__all__ = ["by_rank", "clean_up", "on_all_ranks"]
 
 _T = TypeVar("_T")
 _PATIENCE_S = 1.0
 
 
-def together(group: Group, what: str, act: Callable[[], _T]) -> list[_T]:
+def on_all_ranks(group: Group, what: str, act: Callable[[], _T]) -> list[_T]:
     """Run `act` on every rank and wait for all of them, as `while_busy` does; a failure is a
     `CheckpointError`.
 
@@ -33,16 +33,16 @@ def together(group: Group, what: str, act: Callable[[], _T]) -> list[_T]:
 
     Raises:
         CheckpointError: On every rank with the same text, when it failed on any, or made no
-            progress; of the kind of its own that all who failed agree on, if there is one.
+            progress; of the kind of its own that all ranks that failed agree on, if there is one.
         Mismatch: A rank is at other work than this.
         PeerLost, PeerStalled: A rank died or stopped.
     """
     return while_busy(
-        group, what, act, limit_s=group.timeout_s, moved=last_moved, error=CheckpointError
+        group, what, act, limit_s=group.timeout_s, moved=last_progress, error=CheckpointError
     )
 
 
-def meanwhile(act: Callable[[], None]) -> None:
+def clean_up(act: Callable[[], None]) -> None:
     """Clean up without being held by a disk that hangs: what takes longer than a second goes on
     alone.
     """
