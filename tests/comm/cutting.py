@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 __all__ = ["Ended", "Trainees", "trainees"]
 
@@ -67,6 +68,19 @@ class Trainees:
         told = json.loads(line[-1]) if line else {"type": "none", "text": "", "at": wall}
         return Ended(told["type"], told["text"], told["at"] - wall, exit_s, process.returncode)
 
+    def hear(self, rank: int) -> dict[str, Any]:
+        """The next line of a rank."""
+        stdout = self.processes[rank].stdout
+        assert stdout is not None
+        return dict(json.loads(stdout.readline()))
+
+    def tell(self, rank: int) -> None:
+        """Let a rank go on that waits for a line."""
+        stdin = self.processes[rank].stdin
+        assert stdin is not None
+        stdin.write(b"\n")
+        stdin.flush()
+
     def stop(self, rank: int) -> None:
         """SIGSTOP."""
         os.kill(self.processes[rank].pid, signal.SIGSTOP)
@@ -99,6 +113,7 @@ def trainees(
             processes.append(
                 subprocess.Popen(
                     [*command, kind, str(rank), str(size), address, str(port), str(timeout_s)],
+                    stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.DEVNULL,
                     pass_fds=namespaces,
@@ -117,5 +132,7 @@ def trainees(
             process.kill()
         for process in processes:
             process.wait(10)
+            assert process.stdin is not None
             assert process.stdout is not None
+            process.stdin.close()
             process.stdout.close()

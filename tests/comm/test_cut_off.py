@@ -75,11 +75,16 @@ def test_a_busy_rank_that_is_no_host_of_the_store_is_stopped(
 
 def down(namespace: int, _: Sequence[str]) -> None:
     """Take the interface inside a namespace down."""
+    put(namespace, "down")
+
+
+def put(namespace: int, state: str) -> None:
+    """Take the interface inside a namespace up or down."""
     from pyroute2 import IPRoute
 
     def act() -> None:
         with IPRoute() as ip:
-            ip.link("set", index=ip.link_lookup(ifname="eth0")[0], state="down")
+            ip.link("set", index=ip.link_lookup(ifname="eth0")[0], state=state)
 
     inside(namespace, act)
 
@@ -114,3 +119,24 @@ def test_the_network_of_a_rank_is_cut(
     if victim == 1:  # the others reach the store
         assert all("rank 1 has not been heard of for" in texts[rank] for rank in (0, 2))
         assert "does not answer either" in texts[1]
+
+
+@pytest.mark.fault
+@pytest.mark.slow  # a time-out that a loaded machine keeps
+@needs_netns
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_new_process_group_trains_on_in_the_same_processes_once_the_network_is_back(
+    victim: int,
+) -> None:
+    with network(3, Link.parse("100mbit")) as net:
+        there = net.namespace_fds
+        with trainees("again", 3, TIMEOUT_S, address=net.addresses[0], namespaces=there) as job:
+            put(there[victim], "down")
+            assert [job.hear(rank) for rank in range(3)] == [{"type": "PeerStalled"}] * 3
+            put(there[victim], "up")
+            for rank in range(3):
+                job.tell(rank)
+            told = [job.hear(rank) for rank in range(3)]
+            assert [process.wait(20) for process in job.processes] == [0] * 3
+    assert told[0] == told[1] == told[2]
+    assert told[0]["step"] == 6

@@ -28,17 +28,48 @@ def votes(rank: int) -> None:
 
 def engine(rank: int) -> None:
     """A strategy with all that it exchanges."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(64, 512), torch.nn.BatchNorm1d(512), torch.nn.Linear(512, 64)
-    )
-    strategy = tw.DistributedStrategy(dgc=tw.DGC())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    prepared = strategy.prepare(model, optimizer, torch.nn.functional.mse_loss)
+    prepared = made(normed())
     x = torch.randn(8, 64)
     for step in range(10**9):
         prepared.train_step(x, x)
         yield_line(step)
+
+
+def normed() -> torch.nn.Module:
+    """A model with buffers, the same on all ranks."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Linear(64, 512), torch.nn.BatchNorm1d(512), torch.nn.Linear(512, 64)
+    )
+
+
+def made(model: torch.nn.Module) -> tw.Engine:
+    """An engine under DGC."""
+    strategy = tw.DistributedStrategy(dgc=tw.DGC())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    return strategy.prepare(model, optimizer, torch.nn.functional.mse_loss)
+
+
+def again(rank: int) -> None:
+    """What goes on with the same model over a new process group, once the first one failed."""
+    model = normed()
+    first = made(model)
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(rank))
+    try:
+        for step in range(10**9):
+            first.train_step(x, x)
+            yield_line(step)
+    except tw.errors.ThinwireError as error:
+        print(json.dumps({"type": type(error).__name__}), flush=True)
+    first.close()
+    dist.destroy_process_group()
+    sys.stdin.readline()
+    meet(port_after=1)
+    second = made(model)
+    for _ in range(6):
+        second.train_step(x, x)
+    values = [float(p.double().sum()) for p in model.parameters()]
+    print(json.dumps({"step": second.step, "values": values}), flush=True)
 
 
 def busy(rank: int) -> None:
@@ -74,18 +105,25 @@ def yield_line(step: int) -> None:
         print(json.dumps({"trains": True}), flush=True)
 
 
-def main() -> None:
-    kind, rank, size, address, port, timeout_s = sys.argv[1:]
-    torch.set_num_threads(1)
+def meet(*, port_after: int = 0) -> None:
+    """Make the process group, at a port that many after the one that was given."""
+    _, rank, size, address, port, timeout_s = sys.argv[1:]
     dist.init_process_group(
         "gloo",
-        init_method=f"tcp://{address}:{port}",
+        init_method=f"tcp://{address}:{int(port) + port_after}",
         rank=int(rank),
         world_size=int(size),
         timeout=timedelta(seconds=float(timeout_s)),
     )
+
+
+def main() -> None:
+    kind, rank = sys.argv[1:3]
+    torch.set_num_threads(1)
+    meet()
+    kinds = {"votes": votes, "engine": engine, "local": local, "busy": busy, "again": again}
     try:
-        {"votes": votes, "engine": engine, "local": local, "busy": busy}[kind](int(rank))
+        kinds[kind](int(rank))
     except Exception as error:
         print(
             json.dumps({"type": type(error).__name__, "text": str(error), "at": time.time()}),
