@@ -30,7 +30,7 @@ from thinwire.compress.traffic import (
 from thinwire.core.feedback import Proposal
 from thinwire.core.message import Layout, Slot
 from thinwire.core.select import count_sent
-from thinwire.sync.round import Round
+from thinwire.exchange.round import Round
 
 TENSORS = 160
 NODE_SIZE = 8

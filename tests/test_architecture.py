@@ -20,15 +20,16 @@ MAY_IMPORT = {
     "comm": BASE,
     # methods of compression, which speak to nobody
     "compress": BASE | {"schedules", "core"},
-    "sync": BASE | {"schedules", "core", "comm", "compress"},
-    # DGCMomentum is an optimizer that exchanges gradients itself, hence sync and comm
-    "optim": BASE | {"schedules", "core", "comm", "compress", "sync"},
-    "amp": BASE | {"core", "comm", "sync"},
+    "exchange": BASE | {"core", "comm", "compress"},
+    "local": BASE | {"schedules", "core", "comm", "compress", "exchange"},
+    # DGCMomentum is an optimizer that exchanges gradients itself, hence exchange and comm
+    "optim": BASE | {"schedules", "core", "comm", "compress", "exchange"},
+    "amp": BASE | {"core", "comm", "exchange"},
     "step": BASE | {"core"},
     "pipeline": BASE | {"core", "comm"},
     "checkpoint": BASE | {"comm"},
     # each rank's state goes into a file of its own
-    "integrations": BASE | {"core", "comm", "sync", "optim", "checkpoint"},
+    "integrations": BASE | {"core", "comm", "exchange", "local", "optim", "checkpoint"},
     # the only one that knows two methods at once
     "strategy": BASE
     | {
@@ -36,14 +37,15 @@ MAY_IMPORT = {
         "core",
         "comm",
         "compress",
-        "sync",
+        "exchange",
+        "local",
         "optim",
         "amp",
         "step",
         "pipeline",
         "checkpoint",
     },
-    "lab": BASE | {"schedules", "optim", "amp", "strategy", "sync"},
+    "lab": BASE | {"schedules", "optim", "amp", "strategy", "local"},
     "cli": BASE | {"lab", "strategy"},
     "__main__": {"cli"},
 }

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from thinwire.core.decay import L1Decay, L2Decay
     from thinwire.core.loss_scale import DynamicLossScale, FixedLossScale
     from thinwire.errors import StrategyError
+    from thinwire.local.config import AdaptiveLocalSGD, LocalSGD
+    from thinwire.local.updates import LocalUpdates, local_sgd
     from thinwire.optim.config import LAMB, LARS
     from thinwire.optim.dgc_momentum import Attached
     from thinwire.pipeline.config import Pipeline
     from thinwire.step.config import AMP, GradientMerge, Recompute
     from thinwire.strategy.distributed_strategy import DistributedStrategy
     from thinwire.strategy.engine import Engine
-    from thinwire.sync.local_config import AdaptiveLocalSGD, LocalSGD
-    from thinwire.sync.local_sgd import LocalUpdates, local_sgd
 
 logging.getLogger("thinwire").addHandler(logging.NullHandler())
 
@@ -66,7 +66,7 @@ __all__ = [
 _MODULES = {"amp", "errors", "optim", "schedules"}
 _HOMES = {
     "AMP": "thinwire.step.config",
-    "AdaptiveLocalSGD": "thinwire.sync.local_config",
+    "AdaptiveLocalSGD": "thinwire.local.config",
     "Attached": "thinwire.optim.dgc_momentum",
     "ClipByGlobalNorm": "thinwire.core.clip",
     "ClipByNorm": "thinwire.core.clip",
@@ -82,8 +82,8 @@ _HOMES = {
     "L2Decay": "thinwire.core.decay",
     "LAMB": "thinwire.optim.config",
     "LARS": "thinwire.optim.config",
-    "LocalSGD": "thinwire.sync.local_config",
-    "LocalUpdates": "thinwire.sync.local_sgd",
+    "LocalSGD": "thinwire.local.config",
+    "LocalUpdates": "thinwire.local.updates",
     "LowRank": "thinwire.compress.low_rank",
     "Pipeline": "thinwire.pipeline.config",
     "Quantized": "thinwire.compress.quantized_change",
@@ -91,7 +91,7 @@ _HOMES = {
     "Sparse": "thinwire.compress.sparse_change",
     "StrategyError": "thinwire.errors",
     "busy": "thinwire.comm.busy",
-    "local_sgd": "thinwire.sync.local_sgd",
+    "local_sgd": "thinwire.local.updates",
 }
 
 

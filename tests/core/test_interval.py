@@ -7,9 +7,9 @@ from fractions import Fraction
 import pytest
 import torch
 
-from thinwire.core.fragments import cut
-from thinwire.core.interval import adapted_interval
 from thinwire.core.outer import OuterRule, outer_step_
+from thinwire.local.averager import partition
+from thinwire.local.interval import adapted_interval
 
 
 @pytest.mark.parametrize(
@@ -50,14 +50,14 @@ def test_cut_covers_in_order_and_is_nearly_equal() -> None:
         [3, 1, 4, 1, 5, 9, 2, 6],
     ):
         for parts in range(1, len(sizes) + 1):
-            ranges = cut(sizes, parts)
+            ranges = partition(sizes, parts)
             assert [i for r in ranges for i in r] == list(range(len(sizes)))
             assert all(len(r) for r in ranges) and len(ranges) == parts
             heaviest = max(sum(sizes[i] for i in r) for r in ranges)
             assert heaviest <= Fraction(sum(sizes), parts) + max(sizes)
     for parts in (0, 3):
         with pytest.raises(ValueError, match="fragments is"):
-            cut([4, 4], parts)
+            partition([4, 4], parts)
 
 
 @pytest.mark.parametrize(("momentum", "nesterov"), itertools.product([0.0, 0.9], [False, True]))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from thinwire.core.sketch import SKETCH_NUMEL, sketch
+from thinwire.local.sketch import SKETCH_NUMEL, sketch
 
 SMALL, LARGE, KEYS = 4000, 50_000, 100
 

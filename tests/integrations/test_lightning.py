@@ -25,7 +25,7 @@ from tests.integrations.task import (
     task,
 )
 from tests.ranks import Pool, Raised
-from thinwire.sync.local_sgd import LocalUpdates
+from thinwire.local.updates import LocalUpdates
 
 pytestmark = [pytest.mark.integrations, needs("lightning")]
 CONFIGS = {

@@ -17,7 +17,7 @@ from thinwire.comm import Group
 from thinwire.compress.change_protocol import ERRORS
 from thinwire.compress.changes import COMPRESSIONS, compression_of
 from thinwire.compress.protocol import AllGather, AllReduce, Context
-from thinwire.core.sketch import SKETCH_NUMEL
+from thinwire.local.sketch import SKETCH_NUMEL
 
 BITS = (1, 2, 4, 8, 16)
 
@@ -121,13 +121,13 @@ def keep_books(rank: int, size: int, compression: Any) -> float:
     with tw.local_sgd(
         model, optimizer, tw.LocalSGD(2, begin_step=0, compression=compression)
     ) as sync:
-        averaging = sync._open_turns().averaging
+        averaging = sync._open_averager().averaging
         sent: dict[str, Tensor] = {}
         settle = averaging._mean_change
 
-        def noting(name: str, flight: Any) -> Tensor:
-            folded = flight.moved[name].clone()
-            mean = settle(name, flight)
+        def noting(name: str, pending: Any) -> Tensor:
+            folded = pending.moved[name].clone()
+            mean = settle(name, pending)
             sent[name] = folded - averaging.errors[name]
             return mean
 
@@ -223,16 +223,16 @@ def sent_in_turns(rank: int, size: int, compression: Any, dgc: Any) -> list[tupl
             gathered.append(message.numel() if "changes" in what else 0)
             return super().gather(message, what=what)
 
-    from thinwire.sync import local_sgd
+    from thinwire.local import updates
 
-    local_sgd.Group = Counting  # type: ignore[misc]
+    updates.Group = Counting  # type: ignore[misc]
     try:
         model = Bag()
         optimizer = sgd(model)
         told = compression_of(compression, dgc)
         assert told is not None
         pairs = []
-        with local_sgd.LocalUpdates(
+        with updates.LocalUpdates(
             model, optimizer, tw.LocalSGD(2, compression=compression), dgc=dgc
         ) as sync:
             for step in range(1, 10):
@@ -247,7 +247,7 @@ def sent_in_turns(rank: int, size: int, compression: Any, dgc: Any) -> list[tupl
                     ]
                     pairs.append((sum(gathered), told.sent_bytes(step, taken) if taken else 0))
     finally:
-        local_sgd.Group = Group  # type: ignore[misc]
+        updates.Group = Group  # type: ignore[misc]
     return pairs
 
 
@@ -475,9 +475,9 @@ class Liar(Group):
 
 
 def receive_damage(rank: int, size: int, compression: Any) -> list[str]:
-    from thinwire.sync import local_sgd
+    from thinwire.local import updates
 
-    local_sgd.Group = Liar  # type: ignore[misc]
+    updates.Group = Liar  # type: ignore[misc]
     model = Bag()
     optimizer = sgd(model)
     sync = tw.local_sgd(model, optimizer, tw.LocalSGD(1, 0, compression=compression)).__enter__()
@@ -491,7 +491,7 @@ def receive_damage(rank: int, size: int, compression: Any) -> list[str]:
         assert not any(e.any() for e in after["errors"].values())
     finally:
         sync.close()
-        local_sgd.Group = Group  # type: ignore[misc]
+        updates.Group = Group  # type: ignore[misc]
     return [str(refusal.value)]
 
 

@@ -10,7 +10,7 @@ from torch import nn
 import thinwire as tw
 from tests.local.test_laws import digest, net
 from tests.ranks import Pool
-from thinwire.sync.local_sgd import LocalUpdates
+from thinwire.local.updates import LocalUpdates
 
 CONFIGS = {
     "plain": tw.LocalSGD(6),

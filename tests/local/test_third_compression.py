@@ -17,8 +17,8 @@ from thinwire.compress.change_protocol import ERRORS, ErrorsOnly, Kept, MeanChan
 from thinwire.compress.protocol import AllReduce, Context, Sending, together
 from thinwire.core.kernels.needs import Need
 from thinwire.core.merge import checked_mean_
-from thinwire.sync import local_sgd
-from thinwire.sync.round import Round
+from thinwire.exchange.round import Round
+from thinwire.local import updates
 
 
 class OneFactor(ErrorsOnly):
@@ -77,8 +77,8 @@ def trained(rank: int, size: int, stop: int, state: Any, last: int) -> dict[str,
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     start = {n: p.detach().clone() for n, p in model.named_parameters()}
     changed = {n: torch.zeros_like(p) for n, p in start.items()}
-    with patch.object(local_sgd, "compression_of", lambda *_: OneFactor()):
-        sync = local_sgd.LocalUpdates(model, optimizer, tw.LocalSGD(2, 0, delay=1)).__enter__()
+    with patch.object(updates, "compression_of", lambda *_: OneFactor()):
+        sync = updates.LocalUpdates(model, optimizer, tw.LocalSGD(2, 0, delay=1)).__enter__()
         if state is not None:
             sync.load_state_dict(state[rank])
         saved = None

@@ -13,7 +13,7 @@ from tests.local.test_laws import Bag, gradient, set_gradients, start_values, va
 from tests.ranks import Pool
 from tests.reference.local_training import Simulation
 from thinwire.amp import LossScaler
-from thinwire.sync.local_sgd import LocalUpdates
+from thinwire.local.updates import LocalUpdates
 
 
 def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:

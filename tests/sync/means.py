@@ -8,12 +8,11 @@ from torch import Tensor
 from thinwire.comm import Group
 from thinwire.compress.dense import send_dense
 from thinwire.compress.entries import Proposed, send_entries
-from thinwire.compress.protocol import together
+from thinwire.compress.protocol import Compression, together
 from thinwire.compress.traffic import GATHER
 from thinwire.core.storage import with_own_storage
-from thinwire.sync.exchange import GradientExchange
-from thinwire.sync.gradients import Compression, gradients_of
-from thinwire.sync.round import Round
+from thinwire.exchange.gradients import GradientExchange, gradients_of
+from thinwire.exchange.round import Round
 
 
 def launch(

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from thinwire.sync.bucketing import Readiness, cut_into_buckets
-from thinwire.sync.steady import Steady
+from thinwire.exchange.overlap import Readiness, cut_into_buckets
+from thinwire.exchange.vote import GradientPattern
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_every_order_launches_every_bucket_once_and_in_order() -> None:
 
 
 def test_two_equal_steps_make_it_steady_and_every_disappointment_doubles_that() -> None:
-    steady = Steady()
+    steady = GradientPattern()
     steps: list[tuple[list[str], set[int] | None]] = [
         (["110", "110"], None),
         (["110", "110"], {0, 1}),
@@ -77,11 +77,11 @@ def test_two_equal_steps_make_it_steady_and_every_disappointment_doubles_that() 
         (["111", "111"], {0, 1, 2}),
     ]
     for kinds, expected in steps:
-        steady.see(kinds)
+        steady.observe(kinds)
         assert steady.keys == expected
     for needed in (4, 8):
-        steady.lose()
+        steady.reset()
         assert steady.keys is None
         for step in range(1, needed + 1):
-            steady.see(["111", "111"])
+            steady.observe(["111", "111"])
             assert (steady.keys is not None) == (step >= needed)

@@ -17,7 +17,7 @@ from thinwire.compress.entries import ArrivedEntries, Proposed
 from thinwire.compress.traffic import between_sources, inside_node
 from thinwire.core.feedback import Proposal
 from thinwire.core.message import Layout, Slot
-from thinwire.sync.round import Round
+from thinwire.exchange.round import Round
 
 NUMELS, COUNTS = [300, 7, 120, 1], [30, 2, 11, 1]
 

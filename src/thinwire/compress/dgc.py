@@ -226,7 +226,7 @@ class DGC:
     def compressor(
         self, params: Mapping[str, Tensor], *, num_trainers: int | None = None
     ) -> "DGCCompressor":
-        """See `thinwire.sync.gradients.Compression`: without momentum correction.
+        """See `thinwire.compress.protocol.Compression`: without momentum correction.
 
         The state is there from the beginning.
         """

@@ -167,7 +167,7 @@ class LowRank:
     def compressor(
         self, params: Mapping[str, Tensor], *, num_trainers: int | None = None
     ) -> "LowRankCompressor":
-        """See `thinwire.sync.gradients.Compression`."""
+        """See `thinwire.compress.protocol.Compression`."""
         return LowRankCompressor(self, params)
 
     def sparsity_in_force(self, step: int) -> float:

@@ -6,13 +6,14 @@ it needs and is given their results; whoever drives it launches what several met
 together, waits for all of it, and goes on. `commit_` follows the vote.
 """
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from thinwire.core.kernels.needs import Need
 from thinwire.errors import PayloadCorrupt
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "Arrived",
     "Bucket",
     "Collective",
+    "Compression",
     "Compressor",
     "Context",
     "Entries",
@@ -164,7 +166,7 @@ Bucket = Generator[Sequence[Collective], Sequence[Tensor], list[Arrived]]
 
 
 class Watch(Protocol):
-    """Keeps sums of the state that only this rank holds; see `thinwire.sync.own_state.OwnState`."""
+    """Keeps sums of state that only this rank holds; see `thinwire.exchange.digest.OwnState`."""
 
     def expected(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
         """The sums that a loop must find that is about to change these."""
@@ -213,6 +215,48 @@ class Compressor(Protocol):
 
     def forget(self) -> None:
         """A step is over, applied or not."""
+
+
+class Compression(Protocol):
+    """A config of compression, such as `DGC`.
+
+    Attributes:
+        field: Of a strategy, which says it.
+        may_change: Settings that another run may go on with, from a checkpoint of this one.
+        node_size: Consecutive ranks that count as one source; None for as many as a machine has.
+    """
+
+    field: ClassVar[str]
+    may_change: ClassVar[tuple[str, ...]]
+
+    @property
+    def node_size(self) -> int | None:
+        """See above."""
+
+    def compressor(
+        self, params: Mapping[str, Tensor], *, num_trainers: int | None = None
+    ) -> Compressor:
+        """What does it, for an optimizer that has its momentum and clipping to itself.
+
+        Args:
+            params: The trainable parameters by name, in the same order on all ranks.
+            num_trainers: By what a local clip is scaled; None: the sources.
+        """
+
+    def needs(self, params: Iterable[Tensor]) -> frozenset[Need]:
+        """The compiled loops that it calls."""
+
+    def explanation(self) -> str:
+        """What becomes of a gradient, in words."""
+
+    def why_dense(self, param: Tensor) -> str | None:
+        """Why this tensor is never compressed, in words; None where it is."""
+
+    def message_text(self, params: Iterable[Tensor]) -> str:
+        """What one source sends of these tensors, in words."""
+
+    def sparsity_in_force(self, step: int) -> float:
+        """Fraction of a compressed tensor that update `step` (from 0) does not send."""
 
 
 def together(sendings: Sequence[Sending]) -> Bucket:

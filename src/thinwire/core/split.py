@@ -110,7 +110,7 @@ def split_plan(layout: Layout, sources: int) -> SplitPlan:
     """
     if sources < 1:
         raise ValueError(f"sources is {sources}; it must be at least 1")
-    pieces = _cut([slot.numel for slot in layout.slots], sources)
+    pieces = _partition([slot.numel for slot in layout.slots], sources)
     first = [[_first_room(layout.slots[p.slot], p) for p in mine] for mine in pieces]
     second = [[_second_room(layout.slots[p.slot], p) for p in mine] for mine in pieces]
     return SplitPlan(
@@ -199,7 +199,7 @@ def joined(plan: SplitPlan, slots: int, parts: Sequence[Sequence[Entries]]) -> l
     ]
 
 
-def _cut(numels: Sequence[int], sources: int) -> list[list[Piece]]:
+def _partition(numels: Sequence[int], sources: int) -> list[list[Piece]]:
     total, owner, at = sum(numels), 0, 0
     pieces: list[list[Piece]] = [[] for _ in range(sources)]
     for slot, numel in enumerate(numels):

@@ -11,9 +11,9 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from thinwire import _validate as check
 from thinwire.integrations.per_rank import PerRankState, Stateful
+from thinwire.local.config import AdaptiveLocalSGD, LocalConfig, LocalSGD
+from thinwire.local.updates import LocalUpdates, local_sgd
 from thinwire.optim.dgc_momentum import DGCMomentum
-from thinwire.sync.local_config import AdaptiveLocalSGD, LocalConfig, LocalSGD
-from thinwire.sync.local_sgd import LocalUpdates, local_sgd
 
 __all__ = ["CompressedExchange", "LocalAveraging", "UnwrappedDDP"]
 

@@ -53,12 +53,12 @@ from thinwire.core.precision import named_state_dtype, narrowed, state_dtype, st
 from thinwire.core.rounding import rounding_seed, store_
 from thinwire.core.stats import numbers
 from thinwire.core.value_code import VALUE_BITS
+from thinwire.exchange.digest import DIGEST_EVERY, RollingDigest
+from thinwire.exchange.gradients import GradientExchange
+from thinwire.exchange.round import Round
 from thinwire.optim.base import CommonOptimizer
 from thinwire.optim.two_phase import ParamGrad
 from thinwire.schedules import Schedule
-from thinwire.sync.digest import DIGEST_EVERY, RollingDigest
-from thinwire.sync.exchange import GradientExchange
-from thinwire.sync.round import Round
 
 __all__ = ["Attached", "DGCMomentum"]
 
@@ -308,7 +308,7 @@ class DGCMomentum(CommonOptimizer):
         """The ranks that exchange, as given; None for all of them."""
         return self._process_group
 
-    def cut(self, buckets: Sequence[Sequence[str]]) -> None:
+    def set_buckets(self, buckets: Sequence[Sequence[str]]) -> None:
         """Which parameters travel together from now on, for an engine; the same on all ranks."""
         self._buckets = buckets
         if self._exchange is not None:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from thinwire.comm import Group
 from thinwire.compress.dense import all_finite
+from thinwire.exchange.vote import Drops, Report, agree_on_step
 from thinwire.strategy.exchanges import Exchange, Grads
-from thinwire.sync.agreement import Drops, Report, agree_on_step
 
 __all__ = ["DropTogether"]
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from thinwire.compress.dgc import DGC
+from thinwire.compress.protocol import Compression
 from thinwire.errors import StrategyError
 from thinwire.optim import DGCMomentum
 from thinwire.optim.config import LAMB, LARS
@@ -21,7 +22,6 @@ from thinwire.strategy.in_place import became
 from thinwire.strategy.onlookers import onlookers
 from thinwire.strategy.rebuild import Recipe, decided_exclusion, rebuilt
 from thinwire.strategy.replacements import ADAMS, SGDS, as_dgc, as_lamb, as_lars
-from thinwire.sync.gradients import Compression
 
 __all__ = ["Adopted", "adopt"]
 

@@ -12,11 +12,11 @@ from thinwire import _validate as check
 from thinwire.compress.dgc import DGC
 from thinwire.compress.low_rank import LowRank
 from thinwire.errors import StrategyError
+from thinwire.local.config import AdaptiveLocalSGD, LocalSGD
 from thinwire.optim.config import LAMB, LARS
 from thinwire.pipeline.config import Pipeline
 from thinwire.step.config import AMP, GradientMerge, Recompute
 from thinwire.strategy.rules import rules_among
-from thinwire.sync.local_config import AdaptiveLocalSGD, LocalSGD
 
 if TYPE_CHECKING:
     from torch import nn

@@ -10,9 +10,9 @@ from thinwire.compress.changes import COMPRESSIONS
 from thinwire.compress.sparse_change import Sparse
 from thinwire.core.loss_scale import DynamicLossScale, FixedLossScale
 from thinwire.errors import StrategyError
+from thinwire.local.config import AdaptiveLocalSGD, LocalSGD
 from thinwire.step.config import AMP
 from thinwire.strategy.distributed_strategy import CONFIGS, DistributedStrategy
-from thinwire.sync.local_config import AdaptiveLocalSGD, LocalSGD
 
 __all__ = ["TAGGED", "from_dict", "kind_of", "ordered_fields", "to_dict"]
 

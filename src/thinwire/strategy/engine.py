@@ -20,6 +20,9 @@ from thinwire.comm import Group, busy, long_waits_logged, require_agreement, sta
 from thinwire.core.stats import numbers
 from thinwire.core.storage import with_own_storage
 from thinwire.errors import CheckpointMissing, Mismatch, PeerLost, PeerStalled
+from thinwire.exchange.gradients import Verdict
+from thinwire.exchange.overlap import Overlap
+from thinwire.exchange.round import Round
 from thinwire.optim.layerwise import LayerwiseOptimizer
 from thinwire.pipeline.runner import PipelineRunner
 from thinwire.step.merge import GradientSum
@@ -29,9 +32,6 @@ from thinwire.strategy.exchanges import Exchange, LocalSteps
 from thinwire.strategy.joining import Joining
 from thinwire.strategy.left_gradients import LeftGradients
 from thinwire.strategy.moving_buffers import MovingBuffers
-from thinwire.strategy.overlap import Overlap
-from thinwire.sync.exchange import Verdict
-from thinwire.sync.round import Round
 
 __all__ = ["Engine", "Parts"]
 
@@ -684,7 +684,7 @@ class Engine:
             return
         complete = complete or parts.find_unused or not self._all_have_batches
         scaler, verdict, done = parts.scaler, Verdict.AGAIN, None
-        if parts.overlap is not None and parts.overlap.flying:
+        if parts.overlap is not None and parts.overlap.is_pending:
             verdict, done = parts.overlap.vote(grads, overflow=overflow)
         if scaler is not None and verdict is Verdict.AGAIN:
             overflow = scaler.checks and scaler.agree(overflow)

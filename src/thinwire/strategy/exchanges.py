@@ -14,14 +14,14 @@ from thinwire.comm import state_told
 from thinwire.compress.dense import Dense
 from thinwire.compress.dgc import DGC, DGCCompressor, locally_clipped
 from thinwire.core.storage import with_own_storage
+from thinwire.exchange.gradients import GradientExchange
+from thinwire.exchange.round import Round
+from thinwire.local.updates import LocalUpdates
 from thinwire.optim.dgc_momentum import DGCMomentum
 from thinwire.optim.two_phase import TwoPhase
 from thinwire.strategy.holding import passing
-from thinwire.sync.exchange import GradientExchange
-from thinwire.sync.local_sgd import LocalUpdates
-from thinwire.sync.round import Round
 
-__all__ = ["DGCStep", "EarlyExchange", "Exchange", "LocalSteps", "MeanThenStep"]
+__all__ = ["DGCStep", "Exchange", "LocalSteps", "MeanThenStep"]
 
 Grads = Mapping[str, Tensor]
 """Gradients by parameter name, unscaled, of this rank's own mean loss."""
@@ -84,32 +84,6 @@ class Exchange(Protocol):
 
     def close(self) -> None:
         """Take every hook off."""
-
-
-class EarlyExchange(Exchange, Protocol):
-    """One whose messages can leave before all gradients are there: launched and voted on through
-    `gradients`.
-    """
-
-    @property
-    def gradients(self) -> GradientExchange | None:
-        """None before the first update."""
-
-    @property
-    def bucket_bytes(self) -> int:
-        """How much gradient should travel together."""
-
-    def cut(self, buckets: Sequence[Sequence[str]]) -> None:
-        """Which parameters travel together."""
-
-    def place(self, step: int) -> int:
-        """Updates made, as `gradients` counts them, when the engine has made `step`."""
-
-    def launching(self) -> contextlib.AbstractContextManager[None]:
-        """Around a launch."""
-
-    def finish(self, step: int, grads: Grads, done: Round) -> None:
-        """`update` from what has been exchanged and voted on."""
 
 
 class _EveryStep:
@@ -185,7 +159,7 @@ class MeanThenStep(_EveryStep):
     def dropped_steps(self) -> int:
         return self.gradients.drops.total
 
-    def cut(self, buckets: Sequence[Sequence[str]]) -> None:
+    def set_buckets(self, buckets: Sequence[Sequence[str]]) -> None:
         self.gradients.buckets = buckets
 
     def place(self, step: int) -> int:
@@ -252,8 +226,8 @@ class DGCStep(_EveryStep):
     def dropped_steps(self) -> int:
         return int(self._optimizer.stats()["dropped_steps"])
 
-    def cut(self, buckets: Sequence[Sequence[str]]) -> None:
-        self._optimizer.cut(buckets)
+    def set_buckets(self, buckets: Sequence[Sequence[str]]) -> None:
+        self._optimizer.set_buckets(buckets)
 
     def place(self, step: int) -> int:
         return self._optimizer.position

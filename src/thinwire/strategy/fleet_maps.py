@@ -10,10 +10,10 @@ from typing import Any
 from thinwire import _validate as check
 from thinwire.compress.dgc import DGC
 from thinwire.core.loss_scale import DynamicLossScale, FixedLossScale, LossScale
+from thinwire.local.config import AdaptiveLocalSGD, LocalSGD
 from thinwire.optim.config import LAMB, LARS
 from thinwire.pipeline.config import Pipeline
 from thinwire.step.config import AMP, GradientMerge, Recompute
-from thinwire.sync.local_config import AdaptiveLocalSGD, LocalSGD
 
 __all__ = ["MAPS", "Findings", "mapped"]
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from thinwire.comm import Group, elsewhere, mapping_of
 from thinwire.comm.replicate import copy_from_first_
 from thinwire.errors import Mismatch, PayloadCorrupt
-from thinwire.sync.local_model import looks
+from thinwire.local.model import looks
 
 __all__ = ["MovingBuffers"]
 

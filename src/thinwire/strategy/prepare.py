@@ -30,11 +30,17 @@ from thinwire.comm import (
 from thinwire.comm.grid import Grid
 from thinwire.comm.nodes import require_divisor
 from thinwire.comm.replicate import make_equal_
+from thinwire.compress.protocol import Compression
 from thinwire.core.arithmetic import CURES, arithmetic
 from thinwire.core.clip import Clip, ClipByGlobalNorm, ClipByNorm, ClipByValue
 from thinwire.core.kernels.needs import Need
 from thinwire.core.kernels.warm import warm_up
 from thinwire.errors import StrategyError, ThinwireError
+from thinwire.exchange.digest import DIGEST_EVERY, RollingDigest, optimizer_state
+from thinwire.exchange.gradients import gradients_of
+from thinwire.exchange.overlap import Overlap
+from thinwire.local.model import bare_optimizer
+from thinwire.local.updates import LocalUpdates
 from thinwire.optim.dgc_momentum import DGCMomentum
 from thinwire.optim.layerwise import LayerwiseOptimizer
 from thinwire.pipeline.cut import cut
@@ -52,11 +58,6 @@ from thinwire.strategy.facts import checkpoint_facts, model_facts, strategy_fact
 from thinwire.strategy.holding import Hold, require_free
 from thinwire.strategy.in_place import become_
 from thinwire.strategy.moving_buffers import MovingBuffers
-from thinwire.strategy.overlap import Overlap
-from thinwire.sync.digest import DIGEST_EVERY, RollingDigest, optimizer_state
-from thinwire.sync.gradients import Compression, gradients_of
-from thinwire.sync.local_sgd import LocalUpdates
-from thinwire.sync.unwrapping import bare_optimizer
 
 if TYPE_CHECKING:
     from thinwire.strategy.distributed_strategy import DistributedStrategy

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from thinwire.comm.nodes import job_ranks, node_size_of
 from thinwire.compress.dgc import DGC
 from thinwire.core.loss_scale import FixedLossScale
-from thinwire.sync.bucketing import BUCKET_BYTES, DENSE_BUCKET_BYTES, FIRST_BUCKET_BYTES
+from thinwire.exchange.overlap import BUCKET_BYTES, DENSE_BUCKET_BYTES, FIRST_BUCKET_BYTES
 
 if TYPE_CHECKING:
     from thinwire.strategy.distributed_strategy import DistributedStrategy

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from thinwire.compress.words import bits_text, plural
 from thinwire.core.clip import Clip
 from thinwire.core.loss_scale import DynamicLossScale, FixedLossScale, LossScale
-from thinwire.sync.local_config import AdaptiveLocalSGD, LocalConfig
+from thinwire.local.config import AdaptiveLocalSGD, LocalConfig
 
 if TYPE_CHECKING:
     from thinwire.strategy.distributed_strategy import DistributedStrategy

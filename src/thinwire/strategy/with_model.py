@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from thinwire.compress.protocol import Compression
 from thinwire.core.clip import Clip
 from thinwire.pipeline.cut import cut
 from thinwire.step.recompute import matches
 from thinwire.strategy.adopt import adopt
 from thinwire.strategy.clipping import require_one_clip
-from thinwire.sync.gradients import Compression
 
 if TYPE_CHECKING:
     from thinwire.strategy.distributed_strategy import DistributedStrategy

@@ -151,7 +151,7 @@ def _with_norms(table: _Table, work: Callable[[Array, int], None]) -> None:
     wholes, parts = [], []
     for i, size in enumerate(table.sizes.tolist()):
         if size > most:
-            parts += _cut(i, size, share)
+            parts += _partition(i, size, share)
         else:
             wholes.append((i, 0, size))
     wholes.sort(
@@ -167,7 +167,9 @@ def _with_norms(table: _Table, work: Callable[[Array, int], None]) -> None:
 def _in_parts(table: _Table, work: Callable[[Array], None]) -> None:
     """Everything in parts: no entry needs another one."""
     share = _share(table)
-    parts = [part for i, size in enumerate(table.sizes.tolist()) for part in _cut(i, size, share)]
+    parts = [
+        part for i, size in enumerate(table.sizes.tolist()) for part in _partition(i, size, share)
+    ]
     threads.in_turns([partial(work, items) for items in _bundles(parts, share)])
 
 
@@ -177,7 +179,7 @@ def _share(table: _Table) -> int:
     return max(share, threads.SMALLEST_PART, jit_steps.CHUNK) // jit_steps.CHUNK * jit_steps.CHUNK
 
 
-def _cut(tensor: int, size: int, share: int) -> list[Item]:
+def _partition(tensor: int, size: int, share: int) -> list[Item]:
     return [(tensor, start, min(start + share, size)) for start in range(0, size, share)]
 
 

@@ -4,16 +4,18 @@ the step.
 
 import json
 import logging
+import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
 
 from thinwire.comm import Group, elsewhere
+from thinwire.compress.protocol import Flags
 from thinwire.errors import Diverged, Mismatch, NonFinite, PayloadCorrupt, ThinwireError
-
-if TYPE_CHECKING:
-    from thinwire.sync.digest import RollingDigest
 
 __all__ = [
     "ABSENT",
@@ -22,9 +24,16 @@ __all__ = [
     "MAX_DROPS_IN_A_ROW",
     "ROW_SPARSE",
     "Drops",
+    "GradientPattern",
     "Report",
+    "Settings",
     "agree_on_step",
+    "read_flags",
 ]
+
+if TYPE_CHECKING:
+    from thinwire.exchange.digest import RollingDigest
+
 
 ABSENT, DENSE, ROW_SPARSE = "0", "1", "2"
 COMPARING = "comparing everything"
@@ -277,3 +286,119 @@ class Drops:
         warnings.warn(text, UserWarning, stacklevel=2)
         _log.warning(text)
         return True
+
+
+def read_flags(
+    several: Sequence[Flags], numbers: Sequence[Tensor] = ()
+) -> tuple[list[str | None], list[list[int]]]:
+    """Per set of flags the first name that is not as it should be, and what the integer tensors
+    hold.
+
+    Args:
+        several: Sets of flags.
+        numbers: int64, shape (m,) each.
+
+    Returns:
+        The names, None where all is well, and the numbers. One copy to the host per device, for
+        everything together.
+    """
+    waiting = [
+        (i, name, flag)
+        for i, flags in enumerate(several)
+        for name, flag in flags.items()
+        if _waits(flag)
+    ]
+    values = _read([*(torch.as_tensor(flag).long().view(1) for *_, flag in waiting), *numbers])
+    known = [dict(flags) for flags in several]
+    for (i, name, _), value in zip(waiting, values, strict=False):
+        known[i][name] = bool(value[0])
+    bad = [next((name for name, flag in flags.items() if not flag), None) for flags in known]
+    return bad, values[len(waiting) :]
+
+
+def _waits(flag: bool | Tensor) -> bool:
+    return isinstance(flag, Tensor)
+
+
+def _read(pieces: Sequence[Tensor]) -> list[list[int]]:
+    """The numbers in each of the tensors, which are joined per device before they are copied."""
+    devices = dict.fromkeys(piece.device for piece in pieces)
+    hosts = {
+        device: torch.cat([p for p in pieces if p.device == device]).tolist() for device in devices
+    }
+    return [[hosts[piece.device].pop(0) for _ in range(piece.numel())] for piece in pieces]
+
+
+_ELSEWHERE = ("params", "param_names", "lr")
+"""Compared at the start, or on its own."""
+
+
+class Settings:
+    """Texts of all groups, written anew only where a value has changed."""
+
+    def __init__(self) -> None:
+        self._known: list[tuple[tuple[Any, ...], str]] = []
+
+    def of(self, optimizer: torch.optim.Optimizer) -> list[str]:
+        """Per group a JSON object from names to values as Python writes them."""
+        texts = []
+        for index, group in enumerate(optimizer.param_groups):
+            values = tuple((key, value) for key, value in group.items() if key not in _ELSEWHERE)
+            if index == len(self._known):
+                self._known.append(((), ""))
+            before, text = self._known[index]
+            if not text or not _same(values, before):
+                text = json.dumps({key: _text(value) for key, value in sorted(values)})
+                self._known[index] = values, text
+            texts.append(text)
+        return texts
+
+
+def _same(now: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
+    """Whether these are plain values, and equal; one that can change inside is looked at again."""
+    plain = all(isinstance(value, int | float | str | tuple | None) for _, value in now)
+    return plain and now == before
+
+
+def _text(value: Any) -> str:
+    """What two processes write alike."""
+    written = repr(value.tolist()) if isinstance(value, Tensor) else repr(value)
+    return re.sub(" at 0x[0-9a-f]+", "", written)
+
+
+_FIRST_PATIENCE = 2
+
+
+class GradientPattern:
+    """Learns from agreed steps which tensors have a dense gradient on every rank; alike on all
+    ranks.
+
+    A rank that sends early has to know the tensors beforehand, and pays twice where they turn out
+    to be others. So it takes two equal steps in a row to begin with, and twice as many after every
+    disappointment.
+    """
+
+    def __init__(self) -> None:
+        self.keys: frozenset[int] | None = None
+        """The tensors to send early; None where nothing may be."""
+        self._patience = _FIRST_PATIENCE
+        self._kinds = ""
+        self._equal = 0
+
+    def observe(self, kinds: Sequence[str]) -> None:
+        """Look at what the ranks have agreed on in one step: per rank one letter for every
+        tensor.
+        """
+        first = kinds[0]
+        usable = all(each == first for each in kinds) and ROW_SPARSE not in first
+        self._equal = self._equal + 1 if usable and first == self._kinds else int(usable)
+        self._kinds = first
+        if self._equal < self._patience:
+            self.keys = None
+        elif self.keys is None:
+            self.keys = frozenset(key for key, kind in enumerate(first) if kind == DENSE)
+
+    def reset(self) -> None:
+        """A step did not have the gradients that were expected."""
+        self.keys, self._equal = None, 0
+        self._patience *= 2

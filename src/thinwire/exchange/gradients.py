@@ -13,30 +13,28 @@ import torch
 from torch import Tensor
 
 from thinwire import _validate as check
-from thinwire.comm import Group, Nodes, Sources
+from thinwire.comm import Group, Nodes, Sources, node_size_of, require_agreement, sources_of
 from thinwire.compress.dense import Dense, all_finite
-from thinwire.compress.nodes import in_nodes
-from thinwire.compress.protocol import Compressor, Context, Flags, Sending, together
+from thinwire.compress.protocol import Compression, Compressor, Context, Flags, Sending, together
 from thinwire.core.precision import narrowed
 from thinwire.errors import PayloadCorrupt, ThinwireError
-from thinwire.sync.agreement import (
+from thinwire.exchange.digest import OwnState, RollingDigest
+from thinwire.exchange.likeness import Likeness
+from thinwire.exchange.nodes import in_nodes, make_common_
+from thinwire.exchange.round import Round
+from thinwire.exchange.vote import (
     ABSENT,
     COMPARING,
     DENSE,
     ROW_SPARSE,
     Drops,
+    GradientPattern,
     Report,
+    Settings,
     agree_on_step,
 )
-from thinwire.sync.digest import RollingDigest
-from thinwire.sync.likeness import Likeness
-from thinwire.sync.node_state import make_common_
-from thinwire.sync.own_state import OwnState
-from thinwire.sync.round import Round
-from thinwire.sync.settings import Settings
-from thinwire.sync.steady import Steady
 
-__all__ = ["GradientExchange", "Verdict"]
+__all__ = ["GradientExchange", "Verdict", "gradients_of"]
 
 Grads = Mapping[str, Tensor]
 """This rank's own gradients by name, unscaled, not divided by the number of ranks."""
@@ -125,7 +123,7 @@ class GradientExchange:
         """What only this rank holds, if its memory is to be watched."""
         self.likeness = Likeness("gradients")
         self._settings = Settings()
-        self._steady = Steady()
+        self._pattern = GradientPattern()
         self.restart(params, compressors)
 
     def restart(self, params: Mapping[str, Tensor], compressors: Sequence[Compressor]) -> None:
@@ -135,7 +133,7 @@ class GradientExchange:
         self.compressors = tuple(compressors)
         self.params, self.names = params, list(params)
         self._places = {name: place for place, name in enumerate(self.names)}
-        self._steady = Steady()
+        self._pattern = GradientPattern()
 
     def watch(self, digest: RollingDigest | None, identity: str) -> None:
         """Have what all ranks must hold alike compared at every step, and what is this rank's own
@@ -241,7 +239,7 @@ class GradientExchange:
     @property
     def steady(self) -> frozenset[str] | None:
         """The tensors that `launch` may send, all of them; None while ranks have to agree first."""
-        places = self._steady.keys
+        places = self._pattern.keys
         return None if places is None else frozenset(self.names[place] for place in places)
 
     @torch.no_grad()
@@ -308,7 +306,7 @@ class GradientExchange:
         report = Report(step, "early", overflow=overflow or None, misuse=misuse, unusable=unusable)
         reports = self._vote(launched, report, grads)
         if any(each.unusable for each in reports):
-            self._steady.lose()
+            self._pattern.reset()
             return Verdict.AGAIN, None
         if any(each.overflow for each in reports):
             return Verdict.OVERFLOW, None
@@ -357,7 +355,7 @@ class GradientExchange:
             step, "proposed", kinds=self._kinds(grads), overflow=overflow, misuse=misuse
         )
         reports = self._agree_and_compare(report, grads)
-        self._steady.see([each.kinds for each in reports])
+        self._pattern.observe([each.kinds for each in reports])
         if self._dropped(reports, last=False):
             return None
         fresh = self._round(step)
@@ -585,6 +583,44 @@ class GradientExchange:
         for name, grad in grads.items():
             kinds[self._places[name]] = ROW_SPARSE if grad.is_sparse else DENSE
         return "".join(kinds)
+
+
+def gradients_of(
+    group: Group,
+    params: Mapping[str, Tensor],
+    compression: Compression | None = None,
+    *,
+    num_trainers: int | None = None,
+    check_finite: bool = True,
+) -> GradientExchange:
+    """The exchange of gradients for an optimizer that does not exchange.
+
+    Args:
+        group: The ranks. Names, shapes, dtypes and `compression` must have been compared over them.
+        params: The trainable parameters by name, in the same order on all ranks.
+        compression: How to compress; None for the dense mean.
+        num_trainers: See `Compression.compressor`.
+        check_finite: Whether a dense gradient that is not finite drops the step.
+
+    Communication: where nodes are to be found, one comparison of their size, and the making of
+    their groups.
+    """
+    if num_trainers is not None:
+        check.integer("num_trainers", num_trainers, at_least=1)
+    if compression is None:
+        return GradientExchange(group, params, check_dense=check_finite)
+    compressor = compression.compressor(params, num_trainers=num_trainers)
+    return GradientExchange(
+        group, params, [compressor], sources=_agreed_sources(group, compression.node_size)
+    )
+
+
+def _agreed_sources(group: Group, node_size: int | None) -> Sources:
+    """Who counts as one source, once all ranks have said the same."""
+    width, _ = node_size_of(group.global_ranks, node_size)
+    if node_size is None:  # else it is a part of the config
+        require_agreement(group, {"ranks of a node": width}, what="comparing nodes")
+    return sources_of(group, width)
 
 
 def _from(sender: Compressor, sending: Sending) -> Sending:

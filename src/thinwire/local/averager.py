@@ -4,23 +4,28 @@ verify, apply.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 from torch import Tensor
 
 from thinwire.comm import Group
-from thinwire.core.fragments import cut
 from thinwire.errors import PayloadCorrupt
-from thinwire.sync.agreement import COMPARING, Report, agree_on_step
-from thinwire.sync.averaging import Averaging, Flight
-from thinwire.sync.digest import RollingDigest
-from thinwire.sync.likeness import Likeness
-from thinwire.sync.local_config import LocalConfig
-from thinwire.sync.local_model import LocalModel
-from thinwire.sync.own_state import OwnState
-from thinwire.sync.pace import Pace
+from thinwire.exchange.digest import OwnState, RollingDigest
+from thinwire.exchange.likeness import Likeness
+from thinwire.exchange.vote import COMPARING, Report, agree_on_step
+from thinwire.local.averaging import Averaging, PendingAveraging
+from thinwire.local.config import LocalConfig
+from thinwire.local.interval import Interval
+from thinwire.local.model import LocalModel
 
-__all__ = ["Counters", "OwnScale", "Turns", "parts_of"]
+__all__ = [
+    "Averager",
+    "Counters",
+    "OwnScale",
+    "partition",
+    "parts_of",
+]
 
 
 class OwnScale(Protocol):
@@ -52,7 +57,7 @@ class Counters:
     """Averagings so far."""
 
 
-class Turns:
+class Averager:
     """Follows the local steps and averages when a turn has come.
 
     An averaging that fails, on whichever rank, changes nothing on any rank but `Counters.step`.
@@ -64,7 +69,7 @@ class Turns:
         tensors: LocalModel,
         config: LocalConfig,
         *,
-        pace: Pace,
+        interval: Interval,
         averaging: Averaging,
         counters: Counters,
         scaler: OwnScale | None,
@@ -72,13 +77,13 @@ class Turns:
         digest_every: int = 0,
     ) -> None:
         self.tensors = tensors
-        self.pace = pace
+        self.interval = interval
         self.averaging = averaging
         self.counters = counters
         self.synced = False
         """Whether the last step took part in an averaging (with a delay: measured one)."""
         self.likeness = Likeness("changes")
-        self.pending: Flight | None = None
+        self.pending: PendingAveraging | None = None
         """An averaging that is on its way."""
         self._group = group
         self._config = config
@@ -90,7 +95,7 @@ class Turns:
         self.own: OwnState | None = None
         """Of what this rank has kept back."""
         if digest_every:
-            slices = max(1, digest_every // pace.k_steps)
+            slices = max(1, digest_every // interval.k_steps)
             self.digest = RollingDigest(self._anchors, self._outer_momentum, every=slices)
             self.digest.start_from(counters.step)
             self.own = OwnState(
@@ -133,86 +138,88 @@ class Turns:
         at.step += 1
         self.synced = False
         if self.pending is not None and at.step >= self.pending.step + self._config.delay:
-            self._land()
+            self._apply_pending()
         if at.step <= self._config.begin_step:
             self._average_all("averaging", with_loss=True)
-        elif at.step - at.last >= max(1, self.pace.k_steps // self._config.fragments):
-            self._take_turn()
-        elif self.pace.lacks_start:
-            self.pace.read(self._agree("first loss", None, []), at.step)
-        self.pace.forget()
+        elif at.step - at.last >= max(1, self.interval.k_steps // self._config.fragments):
+            self._average_part()
+        elif self.interval.lacks_start:
+            self.interval.read(self._agree("first loss", None, []), at.step)
+        self.interval.forget()
 
     def flush(self) -> None:
         """See `LocalUpdates.flush`."""
         self._vote(Report(self.counters.step, "flushing"))
-        self._land()
+        self._apply_pending()
         if self.counters.step > self.counters.whole:
             self._average_all("averaging for the last time", with_loss=False)
 
     def _average_all(self, phase: str, *, with_loss: bool) -> None:
         at = self.counters
-        flight, reports = self._measure(phase, list(self.tensors.params), keep=False)
+        pending, reports = self._measure(phase, list(self.tensors.params), keep=False)
         if with_loss:
-            self.pace.read(reports, at.step)
-        self._fly(flight)
+            self.interval.read(reports, at.step)
+        self._finish(pending)
         self._share_scale(reports)
         at.last = at.whole = at.step
         self.synced = True
 
-    def _take_turn(self) -> None:
-        self._land()
+    def _average_part(self) -> None:
+        self._apply_pending()
         at = self.counters
         part = at.turn % len(self._parts)
         delayed = self._config.delay > 0
-        flight, reports = self._measure(f"averaging part {part}", self._parts[part], keep=delayed)
-        k_steps = self.pace.read(reports, at.step, adapt=True)
+        pending, reports = self._measure(f"averaging part {part}", self._parts[part], keep=delayed)
+        k_steps = self.interval.read(reports, at.step, adapt=True)
         if delayed:
-            self.averaging.launch(flight)
-            self.pending = flight
+            self.averaging.launch(pending)
+            self.pending = pending
         else:
-            self._fly(flight)
+            self._finish(pending)
             if len(self._parts) == 1:
                 at.whole = at.step
         self._share_scale(reports)
-        self.pace.k_steps = k_steps
+        self.interval.k_steps = k_steps
         at.last = at.step
         at.turn += 1
         self.synced = True
 
-    def _measure(self, phase: str, names: list[str], *, keep: bool) -> tuple[Flight, list[Report]]:
+    def _measure(
+        self, phase: str, names: list[str], *, keep: bool
+    ) -> tuple[PendingAveraging, list[Report]]:
         """What this rank would send, once all ranks have agreed that it may be sent."""
         step = self.counters.step
         problem = self.tensors.difference()
         state = self.tensors.state(names) if self._config.average_state and problem is None else {}
-        flight = None
+        pending = None
         if problem is None:
             values = {name: self.tensors.params[name] for name in names}
-            flight = self.averaging.measure(
+            pending = self.averaging.measure(
                 step, values, {**self.tensors.buffers(), **state}, keep=keep
             )
-            if (culprit := flight.first_not_finite()) is not None:
+            if (culprit := pending.first_not_finite()) is not None:
                 problem = (
                     f"{culprit} is not finite at the averaging of step {step}: lower the learning "
                     "rate, clip"
                 )
                 problem += " gradients, or look at the data of that rank"
         likeness = (
-            None if flight is None else self.likeness.of(flight.moved.values(), self._group.size)
+            None if pending is None else self.likeness.of(pending.moved.values(), self._group.size)
         )
         reports = self._agree(phase, problem, list(state), likeness)
         self.likeness.hear([report.likeness for report in reports], self.tensors.params.values())
-        assert flight is not None
+        assert pending is not None
         # a rank whose parameters got no gradient yet has no state to give
         common = set(state).intersection(*(report.state for report in reports))
-        flight.extras = {
-            key: v for key, v in flight.extras.items() if key not in state or key in common
+        pending.extras = {
+            key: v for key, v in pending.extras.items() if key not in state or key in common
         }
-        return flight, reports
+        return pending, reports
 
     def _agree(
         self, phase: str, problem: str | None, state: list[str], likeness: str | None = None
     ) -> list[Report]:
-        loss, rate = self.pace.report()
+        loss, rate = self.interval.report()
         scale = None if self._scaler is None else self._scaler.scale
         report = Report(
             self.counters.step,
@@ -232,33 +239,33 @@ class Turns:
         if self._scaler is not None and scales:
             self._scaler.take_scale(min(scales))
 
-    def _fly(self, flight: Flight) -> None:
+    def _finish(self, pending: PendingAveraging) -> None:
         """Send, verify, vote, and only then apply."""
-        if flight.round is None:
-            self.averaging.launch(flight)
+        if pending.round is None:
+            self.averaging.launch(pending)
         corrupt = None
         try:
-            flight.finish()
+            pending.finish()
         except PayloadCorrupt as refusal:
             corrupt = str(refusal)
-        report = Report(flight.step, "averaged", corrupt=corrupt, misuse=self.tensors.difference())
+        report = Report(pending.step, "averaged", corrupt=corrupt, misuse=self.tensors.difference())
         if self.digest is not None and self._group.size > 1:
             report = replace(
                 report,
-                digest=self.digest.at(flight.step, self.counters.averagings),
-                sums=flight.digest,
+                digest=self.digest.at(pending.step, self.counters.averagings),
+                sums=pending.digest,
             )
         self._vote(report, self.digest)
-        names = list(flight.moved)
-        self.averaging.commit_(flight, {**self.tensors.buffers(), **self.tensors.state(names)})
+        names = list(pending.moved)
+        self.averaging.commit_(pending, {**self.tensors.buffers(), **self.tensors.state(names)})
         self.counters.averagings += 1
         if self.own is not None:
             self.own.seal(self.counters.step)
 
-    def _land(self) -> None:
+    def _apply_pending(self) -> None:
         if self.pending is not None:
-            flight, self.pending = self.pending, None
-            self._fly(flight)
+            pending, self.pending = self.pending, None
+            self._finish(pending)
 
 
 def parts_of(tensors: LocalModel, fragments: int) -> list[list[str]]:
@@ -266,5 +273,33 @@ def parts_of(tensors: LocalModel, fragments: int) -> list[list[str]]:
     names = list(tensors.params)
     return [
         [names[i] for i in part]
-        for part in cut([p.numel() for p in tensors.params.values()], fragments)
+        for part in partition([p.numel() for p in tensors.params.values()], fragments)
     ]
+
+
+def partition(sizes: Sequence[int], parts: int) -> list[range]:
+    """Contiguous ranges of positions that cover `sizes`, each ended where it comes closest to its
+    share.
+
+    Args:
+        sizes: Elements of each tensor, in order.
+        parts: How many ranges, between 1 and len(sizes); none of them is empty.
+
+    Returns:
+        `parts` ranges in order; a function of the two arguments only.
+
+    Raises:
+        ValueError: There are fewer tensors than parts.
+    """
+    if not 1 <= parts <= len(sizes):
+        raise ValueError(
+            f"fragments is {parts}; it must be between 1 and the {len(sizes)} tensors there are"
+        )
+    ends = list(accumulate(sizes))  # ends[i]: elements in the tensors up to i
+    cuts = [0]
+    for part in range(1, parts):
+        share = ends[-1] * part / parts
+        allowed = range(cuts[-1] + 1, len(sizes) - (parts - part) + 1)
+        cuts.append(min(allowed, key=lambda at: abs(ends[at - 1] - share)))
+    cuts.append(len(sizes))
+    return [range(first, last) for first, last in pairwise(cuts)]

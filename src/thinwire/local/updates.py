@@ -34,14 +34,13 @@ from thinwire.core.message import WIRE_VERSION
 from thinwire.core.origin import ORIGIN, Origin, without_origin
 from thinwire.core.outer import OuterRule
 from thinwire.core.stats import numbers
-from thinwire.sync import local_saving
-from thinwire.sync.averaging import Averaging, Flight
-from thinwire.sync.digest import DIGEST_EVERY
-from thinwire.sync.local_config import AdaptiveLocalSGD, LocalConfig, LocalSGD
-from thinwire.sync.local_model import LocalModel
-from thinwire.sync.pace import Pace
-from thinwire.sync.turns import Counters, OwnScale, Turns, parts_of
-from thinwire.sync.unwrapping import bare_optimizer
+from thinwire.exchange.digest import DIGEST_EVERY
+from thinwire.local import saving
+from thinwire.local.averager import Averager, Counters, OwnScale, parts_of
+from thinwire.local.averaging import Averaging, PendingAveraging
+from thinwire.local.config import AdaptiveLocalSGD, LocalConfig, LocalSGD
+from thinwire.local.interval import Interval
+from thinwire.local.model import LocalModel, bare_optimizer
 
 __all__ = ["LocalUpdates", "local_sgd"]
 
@@ -159,13 +158,13 @@ class LocalUpdates:
         self._dgc = dgc
         self._scaler = scaler
         self._process_group = process_group
-        self._pace = Pace(config, optimizer)
+        self._interval = Interval(config, optimizer)
         self._counters = Counters(last=config.begin_step)
         self._bytes_elsewhere = self._received_before = self._skipped = 0
         self._waited_before = 0.0
         self._sent_by_ddp = 0
         self._group: Group | None = None
-        self._turns: Turns | None = None
+        self._averager: Averager | None = None
         self._hooks: list[Any] = []
 
     def __enter__(self) -> "LocalUpdates":
@@ -205,11 +204,11 @@ class LocalUpdates:
             self._config.outer_lr, self._config.outer_momentum, self._config.outer_nesterov
         )
         changes = compression_of(self._config.compression, self._dgc)
-        self._turns = turns = Turns(
+        self._averager = averager = Averager(
             group,
             self._tensors,
             self._config,
-            pace=self._pace,
+            interval=self._interval,
             averaging=Averaging(group, self._tensors.params, outer=outer, changes=changes),
             counters=self._counters,
             scaler=self._scaler,
@@ -221,7 +220,7 @@ class LocalUpdates:
         optimizer = self._tensors.optimizer
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(lambda *_: self._after_step(turns)),
+            optimizer.register_step_post_hook(lambda *_: self._after_step(averager)),
         ]
         _open.append(self)
         return self
@@ -260,25 +259,25 @@ class LocalUpdates:
         step, optimizer, *given = self.step + 1, *args
         closure = given[0] if given else kwargs.get("closure")
         if closure is None:
-            self._pace.before_step(step)
+            self._interval.before_step(step)
             return None
 
         def then_noted() -> Any:
             loss = closure()
-            self._pace.before_step(step)
+            self._interval.before_step(step)
             return loss
 
         return (optimizer,), {**kwargs, "closure": then_noted}
 
-    def _after_step(self, turns: Turns) -> None:
+    def _after_step(self, averager: Averager) -> None:
         assert self._group is not None, "open"
         group, k_steps = self._group, self.k_steps
         with (
             group.one_deadline(),
             long_waits_logged(f"local step {self.step + 1}", lambda: group.wait_s),
         ):
-            turns.after_step()
-        if turns.likeness.averaged_before:
+            averager.after_step()
+        if averager.likeness.averaged_before:
             self._sent_by_ddp += sum(
                 p.numel() * p.element_size() for p in self._tensors.params.values()
             )
@@ -297,14 +296,14 @@ class LocalUpdates:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        if self._turns is not None:
-            self._turns.pending = None
+        if self._averager is not None:
+            self._averager.pending = None
         _open[:] = [other for other in _open if other is not self]
 
     @property
     def k_steps(self) -> int:
         """The interval in force, in steps."""
-        return self._pace.k_steps
+        return self._interval.k_steps
 
     @property
     def step(self) -> int:
@@ -314,7 +313,7 @@ class LocalUpdates:
     @property
     def synced(self) -> bool:
         """Whether the last step took part in an averaging (with a delay: measured one)."""
-        return self._turns is not None and self._turns.synced
+        return self._averager is not None and self._averager.synced
 
     @property
     def whole(self) -> int:
@@ -322,9 +321,9 @@ class LocalUpdates:
         return self._counters.whole
 
     @property
-    def pending(self) -> Flight | None:
+    def pending(self) -> PendingAveraging | None:
         """The averaging that is on its way, if there is one."""
-        return None if self._turns is None else self._turns.pending
+        return None if self._averager is None else self._averager.pending
 
     def observe(self, loss: float | Tensor) -> None:
         """Tell the loss of this step: `AdaptiveLocalSGD` needs it before every `optimizer.step()`,
@@ -338,7 +337,7 @@ class LocalUpdates:
             TypeError: No number.
             ValueError: A tensor of more than one element.
         """
-        self._pace.observe(loss)
+        self._interval.observe(loss)
 
     def skip_step(self) -> None:
         """Count a step whose update this rank drops, for instance because of an overflow; call it
@@ -347,10 +346,10 @@ class LocalUpdates:
         Ranks must average at the same step, so a dropped one counts. A loss that is not finite is
         left out of the mean.
         """
-        turns = self._open_turns()
-        self._pace.before_step(self.step + 1, dropped=True)
+        averager = self._open_averager()
+        self._interval.before_step(self.step + 1, dropped=True)
         self._skipped += 1
-        self._after_step(turns)
+        self._after_step(averager)
 
     def flush(self) -> None:
         """Apply a result that is on its way, and average everything if there were steps since all
@@ -362,10 +361,10 @@ class LocalUpdates:
             Mismatch: Ranks are at different steps.
             ThinwireError: As in any averaging.
         """
-        turns, group = self._open_turns(), self._group
+        averager, group = self._open_averager(), self._group
         assert group is not None, "open"
         with group.one_deadline():
-            turns.flush()
+            averager.flush()
 
     def require_equal(self) -> None:
         """Compare all that ranks must hold alike, and the memory of what is this rank's own; on all
@@ -374,7 +373,7 @@ class LocalUpdates:
         Raises:
             Diverged: On every rank.
         """
-        self._open_turns().require_equal()
+        self._open_averager().require_equal()
 
     def stats(self) -> dict[str, float]:
         """This rank so far, flat and in numbers only; the names are those of
@@ -401,7 +400,7 @@ class LocalUpdates:
             averagings=self._counters.averagings,
             k_steps=self.k_steps,
             sparsity=0.0 if changes is None else changes.sparsity_at(self.step),
-            applied_share=1.0 if self._turns is None else self._turns.averaging.applied_share,
+            applied_share=1.0 if self._averager is None else self._averager.averaging.applied_share,
             loss_scale=1.0 if self._scaler is None else self._scaler.scale,
             bytes_sent=self._sent_by_ddp
             + (0 if group is None else group.bytes_sent + self._bytes_elsewhere),
@@ -421,12 +420,12 @@ class LocalUpdates:
         place = place_in(self._process_group)
         return {
             **state,
-            ORIGIN: Origin(*place, self.step, local_saving.own_checksum(state)).packed(),
+            ORIGIN: Origin(*place, self.step, saving.own_checksum(state)).packed(),
         }
 
     def plain_state_dict(self) -> dict[str, Any]:
         """`state_dict` without the origin, for whoever keeps ranks apart by other means."""
-        return local_saving.saved(self._open_turns(), int(self.stats()["bytes_sent"]))
+        return saving.saved(self._open_averager(), int(self.stats()["bytes_sent"]))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict` of the same rank, bit for bit; inside the block, on all
@@ -442,8 +441,8 @@ class LocalUpdates:
         """
         origin = Origin.read(state.get(ORIGIN)) if isinstance(state, Mapping) else None
         state = without_origin(state)
-        local_saving.load(state, self._open_turns())
-        own = local_saving.own_checksum(state)
+        saving.load(state, self._open_averager())
+        own = saving.own_checksum(state)
         if origin is not None and (origin.checksum or own):
             problem = origin.problem(*place_in(self._process_group), own)
             if problem is not None:
@@ -454,15 +453,15 @@ class LocalUpdates:
         """Measure the next averaging from the parameters as they are, which must be equal on all
         ranks.
         """
-        self._open_turns().averaging.anchor_()
+        self._open_averager().averaging.anchor_()
 
     def _restore_bytes(self, bytes_sent: int) -> None:
         assert self._group is not None
         self._bytes_elsewhere = bytes_sent - self._group.bytes_sent
 
-    def _open_turns(self) -> Turns:
-        if not self._hooks or self._turns is None:
+    def _open_averager(self) -> Averager:
+        if not self._hooks or self._averager is None:
             raise RuntimeError(
                 "this needs an open local_sgd block: call it inside `with local_sgd(...) as sync:`"
             )
-        return self._turns
+        return self._averager

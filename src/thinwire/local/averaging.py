@@ -14,10 +14,10 @@ from thinwire.compress.change_protocol import ERRORS, ChangeCompression, MeanCha
 from thinwire.compress.dense import not_finite, send_dense
 from thinwire.compress.protocol import together
 from thinwire.core.outer import OuterRule, outer_list_, outer_step_
-from thinwire.core.sketch import SKETCH_NUMEL, sketch
-from thinwire.sync.round import Round
+from thinwire.exchange.round import Round
+from thinwire.local.sketch import SKETCH_NUMEL, sketch
 
-__all__ = ["Averaging", "Flight", "real_view", "widened"]
+__all__ = ["Averaging", "PendingAveraging", "real_view", "widened"]
 
 _SKETCH = "sketch of the change"
 
@@ -38,7 +38,7 @@ def widened(tensor: Tensor) -> Tensor:
 
 
 @dataclass(slots=True)
-class Flight:
+class PendingAveraging:
     """One averaging between its measurement and its application."""
 
     step: int
@@ -147,7 +147,7 @@ class Averaging:
         extras: Mapping[str, Tensor],
         *,
         keep: bool = False,
-    ) -> Flight:
+    ) -> PendingAveraging:
         """This rank's part of an averaging; `keep` copies what is measured, for a result that is
         applied later.
         """
@@ -166,7 +166,7 @@ class Averaging:
         wide = {
             key: widened(value).clone() if keep else widened(value) for key, value in extras.items()
         }
-        return Flight(step, moved, wide, taken, own, measured)
+        return PendingAveraging(step, moved, wide, taken, own, measured)
 
     def _taken(self, step: int, moved: Mapping[str, Tensor]) -> frozenset[str]:
         """The parameters whose change is compressed at this step."""
@@ -179,27 +179,27 @@ class Averaging:
             if name in self.errors and takes(step, change.numel())
         )
 
-    def launch(self, flight: Flight) -> None:
+    def launch(self, pending: PendingAveraging) -> None:
         """Put it on the wire without waiting: what the compression asks for, and one buffer per
         dtype of the rest.
 
         Communication: sum_ per dtype; the collectives of the compression.
         """
-        # a flight that was loaded may hold its tensors in another order than the ranks' own
-        names = sorted(flight.moved, key=self._keys.__getitem__)
-        one_round = flight.round = Round(self._group, flight.step)
+        # a pending that was loaded may hold its tensors in another order than the ranks' own
+        names = sorted(pending.moved, key=self._keys.__getitem__)
+        one_round = pending.round = Round(self._group, pending.step)
         context, sendings = one_round.context(0), []
-        if flight.compressed:
+        if pending.compressed:
             assert self._changes is not None, "something is compressed"
-            folded = {name: flight.moved[name] for name in names if name in flight.compressed}
+            folded = {name: pending.moved[name] for name in names if name in pending.compressed}
             sendings.append(self._changes.send(context, folded, self.kept))
-        dense = {name: flight.moved[name] for name in names if name not in flight.compressed}
-        dense |= {_extra(key): value for key, value in flight.extras.items()}
-        if flight.sketch is not None:
-            dense[_SKETCH] = flight.sketch.float()
+        dense = {name: pending.moved[name] for name in names if name not in pending.compressed}
+        dense |= {_extra(key): value for key, value in pending.extras.items()}
+        if pending.sketch is not None:
+            dense[_SKETCH] = pending.sketch.float()
         if dense:
             sendings.append(send_dense(context, dense))
-        one_round.launch(flight.moved.keys() | dense.keys(), together(sendings))
+        one_round.launch(pending.moved.keys() | dense.keys(), together(sendings))
 
     def _sketched(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The sketch of these parts of the model, one long vector, on the CPU."""
@@ -215,65 +215,67 @@ class Averaging:
         return float(applied @ change) / square if square else 1.0
 
     @torch.no_grad()
-    def commit_(self, flight: Flight, extras: Mapping[str, Tensor]) -> None:
-        """Apply a flight whose round has finished: parameters, anchors, momentum, errors and
+    def commit_(self, pending: PendingAveraging, extras: Mapping[str, Tensor]) -> None:
+        """Apply a pending whose round has finished: parameters, anchors, momentum, errors and
         `extras` change.
 
         p <- S - step, S <- p. Where local steps went on after the measurement: p <- p + (S_new -
         p_measured).
         """
-        assert flight.round is not None, "launched"
+        assert pending.round is not None, "launched"
         before = (
             None
-            if flight.sketch is None
-            else self._sketched({n: self.anchors[n] for n in flight.moved})
+            if pending.sketch is None
+            else self._sketched({n: self.anchors[n] for n in pending.moved})
         )
-        for names in self._batches(flight):
-            changes = [self._mean_change(name, flight) for name in names]
-            if self._is_plain(names[0], flight):
+        for names in self._batches(pending):
+            changes = [self._mean_change(name, pending) for name in names]
+            if self._is_plain(names[0], pending):
                 self._move_together(names, changes)
                 continue
             for name, change in zip(names, changes, strict=True):
                 step = outer_step_(change, self.momentum.get(name), self._outer)
                 self._move(
                     name,
-                    flight.moved[name],
+                    pending.moved[name],
                     step,
-                    None if flight.measured is None else flight.measured[name],
+                    None if pending.measured is None else pending.measured[name],
                 )
-        for key, value in flight.extras.items():
-            real_view(extras[key]).copy_(flight.mean_of(_extra(key), value))
+        for key, value in pending.extras.items():
+            real_view(extras[key]).copy_(pending.mean_of(_extra(key), value))
         if before is not None:
-            applied = before - self._sketched({n: self.anchors[n] for n in flight.moved})
-            assert flight.sketch is not None, "there was one before"
-            mean = flight.mean_of(_SKETCH, flight.sketch)
+            applied = before - self._sketched({n: self.anchors[n] for n in pending.moved})
+            assert pending.sketch is not None, "there was one before"
+            mean = pending.mean_of(_SKETCH, pending.sketch)
             self.sketches += torch.stack([mean.cpu().double(), applied])
 
-    def _mean_change(self, name: str, flight: Flight) -> Tensor:
+    def _mean_change(self, name: str, pending: PendingAveraging) -> Tensor:
         """The mean of what all ranks sent; what this one did not send stays in its error."""
-        if name not in flight.compressed:
-            return flight.mean_of(name, flight.moved[name])
-        assert flight.round is not None, "launched"
-        arrived = flight.round.arrived[name]
+        if name not in pending.compressed:
+            return pending.mean_of(name, pending.moved[name])
+        assert pending.round is not None, "launched"
+        arrived = pending.round.arrived[name]
         assert isinstance(arrived, MeanChange), "compressed"
-        return arrived.settle_(name, flight.moved[name], self.kept)
+        return arrived.settle_(name, pending.moved[name], self.kept)
 
-    def _batches(self, flight: Flight) -> list[list[str]]:
+    def _batches(self, pending: PendingAveraging) -> list[list[str]]:
         """All means that are there already in one, each of the others on its own, since it needs a
         buffer.
         """
         together = [
-            n for n in flight.moved if self._is_plain(n, flight) and n not in flight.compressed
+            n for n in pending.moved if self._is_plain(n, pending) and n not in pending.compressed
         ]
-        alone = flight.moved.keys() - set(together)
-        return ([together] if together else []) + [[name] for name in flight.moved if name in alone]
+        alone = pending.moved.keys() - set(together)
+        return ([together] if together else []) + [
+            [name] for name in pending.moved if name in alone
+        ]
 
-    def _is_plain(self, name: str, flight: Flight) -> bool:
+    def _is_plain(self, name: str, pending: PendingAveraging) -> bool:
         """Whether the parameter becomes its anchor, bit for bit, which is only moved by the
         step.
         """
         same_type = real_view(self._params[name]).dtype == self.anchors[name].dtype
-        return self._group.size > 1 and flight.measured is None and same_type
+        return self._group.size > 1 and pending.measured is None and same_type
 
     def _move_together(self, names: list[str], changes: list[Tensor]) -> None:
         anchors = [self.anchors[name] for name in names]

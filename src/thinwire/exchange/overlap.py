@@ -1,27 +1,137 @@
 """The exchange of an update, begun while its backward pass still runs: gradients leave bucket by
-bucket.
+bucket, the same buckets in the same order on all ranks.
 """
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from thinwire.errors import ThinwireError
-from thinwire.strategy.exchanges import EarlyExchange
-from thinwire.sync.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES, Readiness, cut_into_buckets
-from thinwire.sync.exchange import GradientExchange, Verdict
-from thinwire.sync.round import Round
+from thinwire.exchange.gradients import GradientExchange, Verdict
+from thinwire.exchange.round import Round
 
-__all__ = ["Overlap"]
+__all__ = [
+    "BUCKET_BYTES",
+    "DENSE_BUCKET_BYTES",
+    "FIRST_BUCKET_BYTES",
+    "Early",
+    "Overlap",
+    "Readiness",
+    "cut_into_buckets",
+]
+
+BUCKET_BYTES = 25 * 2**20
+"""Gradient bytes of a bucket whose message is compressed: the fewer messages, the less each costs
+in latency."""
+DENSE_BUCKET_BYTES = 5 * 2**20
+"""The same without compression: what the backward pass cannot hide is the last bucket; measured at
+1 Gbit/s."""
+FIRST_BUCKET_BYTES = 2**20
+"""Of the bucket that is ready first: small, so that the link does not idle while the backward pass
+begins."""
+
+
+def cut_into_buckets(
+    sizes: Mapping[str, int],
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
+    first_bytes: int = FIRST_BUCKET_BYTES,
+) -> list[list[str]]:
+    """Tensors by bucket, in the reverse of the given order, which is about the order in which
+    gradients come.
+
+    A bucket ends with the tensor that fills it, as in DistributedDataParallel, so it may be larger
+    by one tensor.
+
+    Args:
+        sizes: Bytes of every tensor by name, in the model's order.
+        bucket_bytes: Size at which a bucket is full.
+        first_bytes: The same for the first bucket, if that is smaller.
+    """
+    buckets: list[list[str]] = []
+    room = 0
+    for name, nbytes in reversed(list(sizes.items())):
+        if room <= 0:
+            room = bucket_bytes if buckets else min(first_bytes, bucket_bytes)
+            buckets.append([])
+        buckets[-1].append(name)
+        room -= nbytes
+    return buckets
+
+
+class Readiness:
+    """Turns "this tensor is ready" into "launch these buckets": each once, and none before those in
+    front of it.
+
+    Ranks become ready in different orders, and collectives must not; so a bucket that is complete
+    waits for its turn.
+
+    Args:
+        buckets: The tensors of each bucket; no tensor twice.
+    """
+
+    def __init__(self, buckets: Sequence[Sequence[str]]) -> None:
+        self._place = {name: place for place, names in enumerate(buckets) for name in names}
+        self._sizes = [len(names) for names in buckets]
+        self.restart()
+
+    def restart(self) -> None:
+        """Nothing is ready, nothing is launched."""
+        self._missing = list(self._sizes)
+        self._ready: set[str] = set()
+        self._next = 0
+
+    def mark(self, name: str) -> Iterator[int]:
+        """Places of the buckets to launch now, in order; a tensor may be marked again, and an
+        unknown one is nothing.
+
+        A bucket counts as launched once its place is given.
+        """
+        if name in self._place and name not in self._ready:
+            self._ready.add(name)
+            self._missing[self._place[name]] -= 1
+            while self._next < len(self._missing) and self._missing[self._next] == 0:
+                self._next += 1
+                yield self._next - 1
+
+    def rest(self) -> Iterator[int]:
+        """Places of all buckets that were not launched, in order."""
+        while self._next < len(self._missing):
+            self._next += 1
+            yield self._next - 1
+
 
 Final = Callable[[str, Tensor | None], Tensor | None]
 """From a parameter and what is in its `grad` to the gradient of the update, unscaled and merged;
 changes nothing."""
+
+
+class Early(Protocol):
+    """An exchange whose messages can leave before all gradients are there: launched and voted on
+    through `gradients`.
+    """
+
+    @property
+    def gradients(self) -> GradientExchange | None:
+        """None before the first update."""
+
+    def set_buckets(self, buckets: Sequence[Sequence[str]]) -> None:
+        """Which parameters travel together."""
+
+    def place(self, step: int) -> int:
+        """Updates made, as `gradients` counts them, when the engine has made `step`."""
+
+    def launching(self) -> contextlib.AbstractContextManager[None]:
+        """Around a launch."""
+
+    def finish(self, step: int, grads: Mapping[str, Tensor], done: Round) -> None:
+        """Make the update from what has been exchanged and voted on."""
 
 
 class Overlap:
@@ -50,7 +160,7 @@ class Overlap:
     def __init__(
         self,
         params: Mapping[str, Parameter],
-        exchange: EarlyExchange,
+        exchange: Early,
         *,
         bucket_bytes: int = BUCKET_BYTES,
         first_bytes: int = FIRST_BUCKET_BYTES,
@@ -58,7 +168,7 @@ class Overlap:
         self._params, self._exchange = dict(params), exchange
         sizes = {name: p.numel() * p.element_size() for name, p in params.items()}
         self._cut = cut_into_buckets(sizes, bucket_bytes=bucket_bytes, first_bytes=first_bytes)
-        exchange.cut(self._cut)
+        exchange.set_buckets(self._cut)
         self._handles = [
             p.register_post_accumulate_grad_hook(partial(self._on_gradient, name))  # type: ignore[no-untyped-call]
             for name, p in params.items()
@@ -66,7 +176,7 @@ class Overlap:
         self._steady: frozenset[str] = frozenset()
         self._buckets: list[tuple[int, list[str]]] = []
         self._readiness = Readiness(())
-        self._flight: _Flight | None = None
+        self._pending: _PendingStep | None = None
         self._armed = False
         self._lock = threading.Lock()  # backward passes over several devices run on several threads
 
@@ -76,9 +186,9 @@ class Overlap:
             handle.remove()
 
     @property
-    def flying(self) -> bool:
+    def is_pending(self) -> bool:
         """Whether buckets are on their way that `vote` has to wait for."""
-        return self._flight is not None
+        return self._pending is not None
 
     @contextlib.contextmanager
     def during(self, step: int, final: Final) -> Iterator[None]:
@@ -102,7 +212,7 @@ class Overlap:
             self._readiness = Readiness([names for _, names in self._buckets])
             self._steady = steady
         self._readiness.restart()
-        self._flight = _Flight(
+        self._pending = _PendingStep(
             gradients, self._exchange.place(step), final, self._readiness, self._buckets
         )
         self._armed = True
@@ -110,20 +220,20 @@ class Overlap:
             yield
         except BaseException as error:
             self._armed = False
-            if self._flight is not None:
-                self._tell(self._flight, error)
+            if self._pending is not None:
+                self._tell(self._pending, error)
             raise
         finally:
-            self._armed, self._flight = False, None
+            self._armed, self._pending = False, None
             gradients.forget()
 
     def complete(self) -> None:
         """The backward pass is over: launch the rest. Before gradients are unscaled in place."""
         self._armed = False
-        if self._flight is not None:
-            for place in self._flight.readiness.rest():
-                self._launch(self._flight, place)
-            self._flight.look_again(self._params)
+        if self._pending is not None:
+            for place in self._pending.readiness.rest():
+                self._launch(self._pending, place)
+            self._pending.look_again(self._params)
 
     def vote(self, grads: Mapping[str, Tensor], *, overflow: bool) -> tuple[Verdict, Round | None]:
         """What becomes of what was launched, and what came where it is to be applied.
@@ -135,12 +245,12 @@ class Overlap:
         Raises:
             ThinwireError: As an exchange after the backward pass does.
         """
-        flight = self._flight
-        assert flight is not None, "flying"
-        flight.compare(grads)
-        self._flight = None
-        return flight.gradients.vote(
-            flight.step, grads, overflow=overflow, unusable=flight.unusable
+        pending = self._pending
+        assert pending is not None, "is_pending"
+        pending.compare(grads)
+        self._pending = None
+        return pending.gradients.vote(
+            pending.step, grads, overflow=overflow, unusable=pending.unusable
         )
 
     def finish(self, step: int, grads: Mapping[str, Tensor], done: Round) -> None:
@@ -151,45 +261,49 @@ class Overlap:
         if not self._armed:
             return
         with self._lock:
-            assert self._flight is not None, "armed"
-            for place in self._flight.readiness.mark(name):
-                self._launch(self._flight, place)
+            assert self._pending is not None, "armed"
+            for place in self._pending.readiness.mark(name):
+                self._launch(self._pending, place)
 
     @torch.no_grad()
-    def _launch(self, flight: "_Flight", place: int) -> None:
-        number, names = flight.buckets[place]
-        flight.launching = True
-        grads = {name: flight.gradient(name, self._params[name]) for name in names}
+    def _launch(self, pending: "_PendingStep", place: int) -> None:
+        number, names = pending.buckets[place]
+        pending.launching = True
+        grads = {name: pending.gradient(name, self._params[name]) for name in names}
         with self._exchange.launching():
-            flight.gradients.launch(flight.step, number, grads)
-        flight.launching = False
+            pending.gradients.launch(pending.step, number, grads)
+        pending.launching = False
 
     @torch.no_grad()
-    def _tell(self, flight: "_Flight", error: BaseException) -> None:
+    def _tell(self, pending: "_PendingStep", error: BaseException) -> None:
         """Bring the collectives of this step to their end, so that the others hear of the error and
         can go on.
         """
-        self._flight = None
+        self._pending = None
         text = f"{type(error).__name__}: {error}"
-        if flight.launching or isinstance(error, ThinwireError) or not isinstance(error, Exception):
-            flight.gradients.abandon(text)
+        if (
+            pending.launching
+            or isinstance(error, ThinwireError)
+            or not isinstance(error, Exception)
+        ):
+            pending.gradients.abandon(text)
             return
         try:
-            for place in flight.readiness.rest():
-                number, names = flight.buckets[place]
-                zeros = {n: flight.zeros(n, self._params[n]) for n in names}
+            for place in pending.readiness.rest():
+                number, names = pending.buckets[place]
+                zeros = {n: pending.zeros(n, self._params[n]) for n in names}
                 with self._exchange.launching():
-                    flight.gradients.launch(flight.step, number, zeros)
-            flight.gradients.vote(flight.step, {}, misuse=f"its backward pass ended with {text}")
+                    pending.gradients.launch(pending.step, number, zeros)
+            pending.gradients.vote(pending.step, {}, misuse=f"its backward pass ended with {text}")
         except ThinwireError as told:
             if type(told) is not ThinwireError:  # that one is how the others hear of it
                 error.add_note(f"while telling the other ranks: {told}")
         except Exception as other:
             error.add_note(f"while telling the other ranks: {other}")
-            flight.gradients.abandon(text)
+            pending.gradients.abandon(text)
 
 
-class _Flight:
+class _PendingStep:
     """One step's early messages, and whether they stand for its gradients."""
 
     def __init__(

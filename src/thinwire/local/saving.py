@@ -9,36 +9,36 @@ from torch import Tensor
 
 from thinwire import _validate as check
 from thinwire.core.origin import checksum_of
-from thinwire.sync.local_model import LocalModel
-from thinwire.sync.turns import Counters, Turns
+from thinwire.local.averager import Averager, Counters
+from thinwire.local.model import LocalModel
 
 __all__ = ["load", "own_checksum", "saved"]
 
 _ADVICE = "Load a state of the same model and the same config"
 
 _COUNTERS = tuple(entry.name for entry in fields(Counters))
-_PACE = ("k_steps", "first_loss", "first_rate")
+_INTERVAL = ("k_steps", "first_loss", "first_rate")
 
 
-def saved(turns: Turns, bytes_sent: int) -> dict[str, Any]:
+def saved(averager: Averager, bytes_sent: int) -> dict[str, Any]:
     """Everything that a later step depends on, copied."""
-    flight, averaging, counters = turns.pending, turns.averaging, turns.counters
+    pending, averaging, counters = averager.pending, averager.averaging, averager.counters
     return {
         **asdict(counters),
-        **{key: getattr(turns.pace, key) for key in _PACE},
+        **{key: getattr(averager.interval, key) for key in _INTERVAL},
         "bytes_sent": bytes_sent,
         "anchors": _copied(averaging.anchors),
         "outer_momentum": _copied(averaging.momentum),
         **{kind: _copied(tensors) for kind, tensors in averaging.kept.items()},
         "sketches": averaging.sketches.clone(),
         "pending": None
-        if flight is None
+        if pending is None
         else {
-            "step": flight.step,
-            "measured": _copied(flight.measured or {}),
-            "extras": _copied(flight.extras),
+            "step": pending.step,
+            "measured": _copied(pending.measured or {}),
+            "extras": _copied(pending.extras),
         },
-        "local": _copied(_local(turns.tensors)) if counters.step > counters.whole else None,
+        "local": _copied(_local(averager.tensors)) if counters.step > counters.whole else None,
     }
 
 
@@ -50,11 +50,11 @@ def own_checksum(state: Mapping[str, Any]) -> int:
 
 
 @torch.no_grad()
-def load(state: Mapping[str, Any], turns: Turns) -> None:
+def load(state: Mapping[str, Any], averager: Averager) -> None:
     """Put everything back but the count of bytes; all is checked before anything changes."""
-    averaging, tensors = turns.averaging, turns.tensors
+    averaging, tensors = averager.averaging, averager.tensors
     places = {"anchors": averaging.anchors, "outer_momentum": averaging.momentum, **averaging.kept}
-    wanted = {*_COUNTERS, *_PACE, *places, "bytes_sent", "sketches", "pending", "local"}
+    wanted = {*_COUNTERS, *_INTERVAL, *places, "bytes_sent", "sketches", "pending", "local"}
     state = {"sketches": torch.zeros_like(averaging.sketches), **state}  # states of 0.1 have none
     if wanted != state.keys():
         raise ValueError(
@@ -76,21 +76,21 @@ def load(state: Mapping[str, Any], turns: Turns) -> None:
             tensor.copy_(state[kind][name])
     averaging.sketches.copy_(state["sketches"])
     for key in _COUNTERS:
-        setattr(turns.counters, key, state[key])
-    for key in _PACE:
-        setattr(turns.pace, key, state[key])
-    turns.pace.k_steps = turns.pace.allowed(state["k_steps"])
-    turns.synced = False
-    turns.pending = None
-    if turns.counters.averagings:
-        turns.likeness.skip()
+        setattr(averager.counters, key, state[key])
+    for key in _INTERVAL:
+        setattr(averager.interval, key, state[key])
+    averager.interval.k_steps = averager.interval.allowed(state["k_steps"])
+    averager.synced = False
+    averager.pending = None
+    if averager.counters.averagings:
+        averager.likeness.skip()
     if pending is not None:  # it travels again when its time has come
         devices = {name: p.device for name, p in tensors.params.items()}
         measured = {name: value.to(devices[name]) for name, value in pending["measured"].items()}
         extras = {
             key: value.to(next(iter(devices.values()))) for key, value in pending["extras"].items()
         }
-        turns.pending = averaging.measure(pending["step"], measured, extras, keep=True)
+        averager.pending = averaging.measure(pending["step"], measured, extras, keep=True)
 
 
 def _local(tensors: LocalModel) -> dict[str, Tensor]:

@@ -1,4 +1,6 @@
-"""When local updates average: the interval in force, and what an adaptive one follows."""
+"""When local updates average: the interval in force, and the one that follows loss and learning
+rate.
+"""
 
 import math
 from collections.abc import Sequence
@@ -7,15 +9,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.core.interval import adapted_interval
 from thinwire.errors import ThinwireError
-from thinwire.sync.agreement import Report
-from thinwire.sync.local_config import AdaptiveLocalSGD, LocalConfig
+from thinwire.exchange.vote import Report
+from thinwire.local.config import AdaptiveLocalSGD, LocalConfig
 
-__all__ = ["Pace"]
+__all__ = [
+    "Interval",
+    "adapted_interval",
+]
 
 
-class Pace:
+class Interval:
     """The interval, the losses observed since the last step, and the loss and rate at the start."""
 
     def __init__(self, config: LocalConfig, optimizer: torch.optim.Optimizer) -> None:
@@ -137,3 +141,42 @@ class Pace:
             rate=rate,
             first_rate=self.first_rate,
         )
+
+
+def adapted_interval(
+    init_k_steps: int,
+    max_k_steps: int,
+    *,
+    loss: float,
+    first_loss: float,
+    rate: float,
+    first_rate: float,
+) -> int:
+    """Steps until the next averaging: clip(ceil(sqrt((lr0 F) / (lr F0)) * init_k_steps), 1,
+    max_k_steps).
+
+    As the loss falls ranks average more often; as the rate falls they average less often.
+
+    Args:
+        init_k_steps: Interval at the start, 1 <= init_k_steps <= max_k_steps.
+        max_k_steps: Largest interval.
+        loss: F, the mean loss now, >= 0. 0 gives the interval 1.
+        first_loss: F0, the mean loss at the start, >= 0. 0 says nothing, and the interval is
+            `init_k_steps`.
+        rate: lr, the learning rate now, > 0.
+        first_rate: lr0, the learning rate at the start, > 0.
+
+    Returns:
+        Between 1 and `max_k_steps`; float64 arithmetic, clipped before it becomes an integer.
+
+    Source: Wang and Joshi, 2018, arXiv 1810.08313, section 4. Differs: guards where a loss is 0.
+    """
+    if first_loss == 0:
+        return init_k_steps
+    above, below = first_rate * loss, rate * first_loss
+    if below > 0 and math.isfinite(above) and math.isfinite(below):
+        root = math.sqrt(above / below)
+    else:  # a product left the range of a double; the quotients need not
+        root = math.sqrt(first_rate / rate) * math.sqrt(loss / first_loss)
+    wanted = root * init_k_steps
+    return max_k_steps if wanted >= max_k_steps else max(1, math.ceil(wanted))

@@ -17,7 +17,7 @@ from thinwire.compress.protocol import (
     Flags,
 )
 from thinwire.errors import PayloadCorrupt
-from thinwire.sync.flags import read_flags
+from thinwire.exchange.vote import read_flags
 
 __all__ = ["Findings", "Round"]
 

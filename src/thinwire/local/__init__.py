@@ -1,0 +1,1 @@
+"""Local updates: ranks train on their own and average now and then."""
