@@ -36,7 +36,7 @@ BATCH = 8
 
 PRELOADED = (
     "benchmarks.common",
-    "thinwire.core.kernels.cpu",
+    "thinwire.kernels.cpu.numba_body",
     "thinwire.strategy.prepare",
     "torch._dynamo",
     "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook",

@@ -28,9 +28,9 @@ from thinwire.compress.traffic import (
     chosen_exchange,
 )
 from thinwire.core.feedback import Proposal
-from thinwire.core.message import Layout, Slot
 from thinwire.core.select import count_sent
 from thinwire.exchange.round import Round
+from thinwire.wire.message import Layout, Slot
 
 TENSORS = 160
 NODE_SIZE = 8

@@ -27,7 +27,7 @@ import torch
 torch_s = time.perf_counter() - begin
 begin = time.perf_counter()
 import thinwire
-import thinwire.core.kernels
+import thinwire.kernels
 added_s = time.perf_counter() - begin
 begin = time.perf_counter()
 import thinwire.optim
@@ -51,7 +51,7 @@ for _ in range(2):
     optimizer.step()
     seconds.append(time.perf_counter() - begin)
 modules = list(sys.modules.items())
-modules = [module for name, module in modules if name.startswith("thinwire.core.kernels")]
+modules = [module for name, module in modules if name.startswith("thinwire.kernels")]
 values = [value for module in modules for value in vars(module).values()]
 functions = {value for value in values if hasattr(value, "stats")}
 compiled = sum(sum(function.stats.cache_misses.values()) for function in functions)
@@ -62,8 +62,8 @@ import collections, json, time
 import numba
 import torch
 from numba.core import event
-from thinwire.core.kernels.needs import needs_of
-from thinwire.core.kernels.warm import warm_up
+from thinwire.kernels.needs import needs_of
+from thinwire.kernels.warm import warm_up
 
 class Own(event.Listener):
     def __init__(self):
@@ -145,7 +145,7 @@ def printed(result: dict[str, Any]) -> str:
     imports = result["imports_s"]
     loaded = "numba is imported too" if imports["numba"] else "numba is not imported"
     lines = [
-        f"`import torch` takes {imports['torch']:.2f} s, `import thinwire, thinwire.core.kernels` "
+        f"`import torch` takes {imports['torch']:.2f} s, `import thinwire, thinwire.kernels` "
         f"after it {1e3 * imports['thinwire']:.0f} ms more and `thinwire.optim` "
         f"{1e3 * imports['optim']:.0f} ms; {loaded}.",
         "",

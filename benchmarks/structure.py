@@ -140,7 +140,8 @@ def _imports(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
+            whole = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= whole if whole <= names else whole | {str(node.module)}
     return (found & names) - {_module(path)}
 
 

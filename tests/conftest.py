@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.ranks import Pool
-from thinwire.core.kernels.needs import Work, needs_of
-from thinwire.core.kernels.warm import warm_up
+from thinwire.kernels.needs import Work, needs_of
+from thinwire.kernels.warm import warm_up
 
 
 def pytest_collection_finish() -> None:

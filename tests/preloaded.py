@@ -11,8 +11,8 @@ from typing import get_args
 import torch
 
 import thinwire.strategy.engine  # noqa: F401
-from thinwire.core.kernels.needs import Work, needs_of
-from thinwire.core.kernels.warm import warm_up
+from thinwire.kernels.needs import Work, needs_of
+from thinwire.kernels.warm import warm_up
 
 torch.set_num_threads(1)
 for _work in get_args(Work):

@@ -35,10 +35,10 @@ def triton_kernels(block: int = SMALL_BLOCK) -> Iterator[None]:
     with patch.dict(os.environ, {"THINWIRE_KERNELS": "triton"}):
         if DEVICE.type == "cpu":
             os.environ["TRITON_INTERPRET"] = "1"
-        from thinwire.core.kernels import device_codes, device_launch
+        from thinwire.kernels.cuda import codes, launching
 
         with (
-            patch.object(device_launch, "BLOCK", block),
-            patch.object(device_codes, "_SMALLEST_TAIL", 8),
+            patch.object(launching, "BLOCK", block),
+            patch.object(codes, "_SMALLEST_TAIL", 8),
         ):
             yield

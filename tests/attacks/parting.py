@@ -17,7 +17,7 @@ import thinwire as tw
 from tests.attacks.outcome import Attack, Outcome, Seen, judged
 from tests.attacks.training import WAYS, batch, digest, flip_bit, make, small_model, under_attack
 from tests.ranks import Pool
-from thinwire.core import sealed
+from thinwire.wire import sealed
 
 __all__ = ["ATTACKS"]
 

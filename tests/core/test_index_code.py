@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.reference import dgc_codec
-from thinwire.core.index_code import decode_positions, encode_positions, position_bytes
 from thinwire.errors import PayloadCorrupt
+from thinwire.wire.positions import decode_positions, encode_positions, position_bytes
 
 EDGES = sorted({1, 2, 3, 5, 8, 100} | {2**m + d for m in (2, 6, 8, 10) for d in (-1, 0, 1)})
 

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from thinwire.core import kernels
-from thinwire.core.index_code import decode_positions, position_bytes
-from thinwire.core.kernels import cpu, cpu_select, reference, threads
-from thinwire.core.value_code import VALUE_BITS
+from thinwire import kernels
 from thinwire.errors import PayloadCorrupt
+from thinwire.kernels import reference
+from thinwire.kernels.cpu import numba_body, select, threads
+from thinwire.wire.positions import decode_positions, position_bytes
+from thinwire.wire.values import VALUE_BITS
 
 CPU = torch.device("cpu")
 SIZES = [1, 2, 63, 64, 65, 129, 1000, 8193, 29_000]
@@ -25,8 +26,8 @@ def small_parts(monkeypatch):
     """Three threads and little room for candidates, so that small tensors show what large
     ones do."""
     monkeypatch.setattr(threads, "SMALLEST_PART", 64)
-    monkeypatch.setattr(cpu_select, "_SMALLEST_ROOM", 1)
-    monkeypatch.setattr(cpu_select, "_FEW", 100)
+    monkeypatch.setattr(select, "_SMALLEST_ROOM", 1)
+    monkeypatch.setattr(select, "_FEW", 100)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
 
 
@@ -91,18 +92,20 @@ def test_the_fast_fold_gives_the_bits_of_the_readable_one(kind, dtype, grad_dtyp
         grad, buffer = inputs(kind, numel, torch.float64).flip(0), residual.roll(3)
         grad = (grad.clamp(-6e4, 6e4) if grad_dtype == torch.float16 else grad).to(grad_dtype)
         for k in counts(numel):
-            assert_same_bits(cpu.top_k(residual, k), reference.top_k(residual, k))
+            assert_same_bits(numba_body.top_k(residual, k), reference.top_k(residual, k))
         for k, (has_buffer, nesterov) in zip(
             counts(numel), [(1, 0), (1, 1), (0, 0), (1, 0), (1, 1)], strict=False
         ):
             rule = {"momentum": 0.9, "nesterov": bool(nesterov)}
             u = buffer if has_buffer else None
-            fast, slow = (body.propose(grad, residual, u, k, **rule) for body in (cpu, reference))
+            fast, slow = (
+                body.propose(grad, residual, u, k, **rule) for body in (numba_body, reference)
+            )
             assert fast[2] is slow[2] is True
             assert_same_bits(fast[0], slow[0])
             assert_same_bits(fast[1], slow[1])
             ends = []
-            for body in (cpu, reference):
+            for body in (numba_body, reference):
                 v, u = residual.clone(), buffer.clone() if has_buffer else None
                 body.commit_(grad, v, u, fast[0], (fast[1] * 0.7).float(), **rule, seed=numel + k)
                 ends.append((v, u))
@@ -116,7 +119,7 @@ def test_the_fast_fold_gives_the_bits_of_the_readable_one(kind, dtype, grad_dtyp
 def test_the_fast_rounding_gives_the_bits_of_the_readable_one(kind):
     for numel in SIZES:
         values, ends = inputs(kind, numel, torch.float32), []
-        for body in (cpu, reference):
+        for body in (numba_body, reference):
             ends.append(torch.ones(numel, dtype=torch.bfloat16))
             body.store_(ends[-1], values, 0xDEADBEEF)
         assert_same_bits(*ends)
@@ -130,10 +133,10 @@ def test_the_fast_value_code_gives_the_bits_of_the_readable_one(bits, kind, dtyp
     for count in (0, 1, 2, 63, 65, 1000):
         values = inputs(kind, count, dtype)
         k = count + 5
-        fast, slow = (body.encode_values(values, bits, k) for body in (cpu, reference))
+        fast, slow = (body.encode_values(values, bits, k) for body in (numba_body, reference))
         assert_same_bits(fast[0], slow[0])
         assert_same_bits(fast[1], slow[1])
-        for body in (cpu, reference):
+        for body in (numba_body, reference):
             assert_same_bits(body.decode_values(fast[0], count, bits), slow[1])
 
 
@@ -147,10 +150,10 @@ def test_the_fast_position_code_gives_the_bits_of_the_readable_one(numel):
         indices = torch.randperm(numel, generator=generator)[:k].sort().values
         codes = [
             b.encode_positions(indices, low_bits, low_bytes, position_bytes(numel, k) - low_bytes)
-            for b in (cpu, reference)
+            for b in (numba_body, reference)
         ]
         assert_same_bits(*codes)
-        for body in (cpu, reference):
+        for body in (numba_body, reference):
             decoded, count = body.decode_positions(codes[0], k, low_bits, low_bytes)
             assert count == k
             assert_same_bits(decoded, indices)
@@ -184,7 +187,7 @@ def test_both_bodies_sum_the_same():
     values = [inputs("random", p.numel(), torch.float32) for p in parts]
     for dtype in (torch.float32, torch.float64):
         for fast, slow in zip(
-            cpu.sum_sparse(parts, values, dtype),
+            numba_body.sum_sparse(parts, values, dtype),
             reference.sum_sparse(parts, values, dtype),
             strict=True,
         ):
@@ -198,9 +201,9 @@ def test_the_number_of_threads_changes_nothing(monkeypatch):
     results = []
     for count in (1, 2, 3, 5):
         monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
-        proposal = cpu.propose(grad, residual, buffer, 150_000, momentum=0.9, nesterov=False)
-        code = cpu.encode_values(proposal[1], 4, 150_000)
-        results.append((*proposal[:2], *code, cpu.decode_values(code[0], 150_000, 4)))
+        proposal = numba_body.propose(grad, residual, buffer, 150_000, momentum=0.9, nesterov=False)
+        code = numba_body.encode_values(proposal[1], 4, 150_000)
+        results.append((*proposal[:2], *code, numba_body.decode_values(code[0], 150_000, 4)))
     for result in results[1:]:
         for a, b in zip(result, results[0], strict=True):
             assert_same_bits(a, b)
@@ -213,8 +216,8 @@ def test_the_number_of_threads_changes_no_random_bit(monkeypatch, nesterov):
     for count in (1, 2, 3):
         monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
         v, u = inputs("tied", 300_003, torch.bfloat16), inputs("random", 300_003, torch.bfloat16)
-        at, values, _ = cpu.propose(grad, v, u, 300, momentum=0.9, nesterov=nesterov)
-        cpu.commit_(grad, v, u, at, values / 2, momentum=0.9, nesterov=nesterov, seed=7)
+        at, values, _ = numba_body.propose(grad, v, u, 300, momentum=0.9, nesterov=nesterov)
+        numba_body.commit_(grad, v, u, at, values / 2, momentum=0.9, nesterov=nesterov, seed=7)
         ends.append((v, u))
     for end in ends[1:]:
         for a, b in zip(end, ends[0], strict=True):
@@ -224,14 +227,14 @@ def test_the_number_of_threads_changes_no_random_bit(monkeypatch, nesterov):
 def test_several_threads_may_call_at_once():
     tensors = [inputs("random", 140_000 + i, torch.float32) for i in range(6)]
     with ThreadPoolExecutor(8) as pool:
-        results = list(pool.map(lambda x: cpu.top_k(x, 500), tensors * 3))
+        results = list(pool.map(lambda x: numba_body.top_k(x, 500), tensors * 3))
     for x, result in zip(tensors * 3, results, strict=True):
         assert torch.equal(result, reference.top_k(x, 500))
 
 
 def test_the_environment_and_a_missing_numba_choose_torch(monkeypatch):
     monkeypatch.delenv("THINWIRE_KERNELS", raising=False)
-    assert kernels.for_device(CPU) is cpu
+    assert kernels.for_device(CPU) is numba_body
     assert kernels.for_device(torch.device("meta")) is reference
     monkeypatch.setenv("THINWIRE_KERNELS", "reference")
     assert kernels.for_device(CPU) is reference
@@ -249,7 +252,7 @@ def test_the_environment_and_a_missing_numba_choose_torch(monkeypatch):
 def test_numba_that_compiles_nothing_leaves_the_work_to_the_reference():
     code = """
 import torch
-from thinwire.core import kernels
+from thinwire import kernels
 assert kernels.for_device(torch.device("cpu")).__name__.endswith("reference")
 """
     assert_succeeds(run_python(code, NUMBA_DISABLE_JIT="1"))
@@ -263,7 +266,7 @@ def test_a_package_in_an_archive_compiles_into_the_cache_of_the_user(tmp_path):
 import sys
 sys.path.insert(0, {archive!r})
 {TOP_K}
-from thinwire.core.kernels import jit_select
+from thinwire.kernels import jit_select
 assert {archive!r} in jit_select.__file__
 """
     environment = {
@@ -277,7 +280,7 @@ assert {archive!r} in jit_select.__file__
 
 def test_loops_tell_autograd_of_what_they_change():
     grad, residual, buffer = torch.ones(100), torch.zeros(100), torch.zeros(100)
-    cpu.commit_(
+    numba_body.commit_(
         grad,
         residual,
         buffer,
@@ -289,7 +292,7 @@ def test_loops_tell_autograd_of_what_they_change():
     )
     assert (grad._version, residual._version, buffer._version) == (0, 1, 1)
     target = torch.zeros(100, dtype=torch.bfloat16)
-    cpu.store_(target, grad, 0)
+    numba_body.store_(target, grad, 0)
     assert target._version == 1
 
 
@@ -314,7 +317,7 @@ def assert_succeeds(process):
 
 def test_numba_is_not_imported_before_it_is_needed():
     assert_succeeds(
-        run_python("import sys, thinwire, thinwire.core.message\nassert 'numba' not in sys.modules")
+        run_python("import sys, thinwire, thinwire.wire.message\nassert 'numba' not in sys.modules")
     )
 
 
@@ -338,7 +341,7 @@ COMPILES_NOTHING = f"""
 from numba.core import event
 with event.install_recorder("numba:compile") as compilations:
 {textwrap.indent(STEP, "    ")}
-from thinwire.core.kernels import jit_steps
+from thinwire.kernels import jit_steps
 assert not compilations.buffer, [made.data["dispatcher"] for _, made in compilations.buffer]
 assert jit_steps.lars.stats.cache_hits and not jit_steps.lars.stats.cache_misses
 """
@@ -357,10 +360,10 @@ def test_a_second_process_compiles_nothing(stepped):
 
 
 SOURCES_HAVE_CHANGED = f"""
-from thinwire.core.kernels import jit_cache
+from thinwire.kernels import jit_cache
 jit_cache.sources_digest = lambda: "another one"
 {STEP}
-from thinwire.core.kernels import jit_steps
+from thinwire.kernels import jit_steps
 assert jit_steps.lars.stats.cache_misses and not jit_steps.lars.stats.cache_hits
 """
 
@@ -386,8 +389,8 @@ def test_a_forked_child_has_threads_of_its_own():
 def test_no_byte_is_read_or_written_out_of_bounds_whatever_came(tmp_path):
     code = """
 import torch
-from thinwire.core.index_code import decode_positions, position_bytes
-from thinwire.core.value_code import decode_values, value_bytes
+from thinwire.wire.positions import decode_positions, position_bytes
+from thinwire.wire.values import decode_values, value_bytes
 from thinwire.errors import PayloadCorrupt
 generator = torch.Generator().manual_seed(0)
 for numel, k in [(1, 1), (7, 3), (100, 3), (100, 100), (1000, 9), (513, 256)] * 60:
@@ -412,7 +415,7 @@ for numel, k in [(1, 1), (7, 3), (100, 3), (100, 100), (1000, 9), (513, 256)] * 
 def test_a_selection_stays_in_its_memory_whatever_it_is_from(tmp_path):
     code = """
 import torch
-from thinwire.core.kernels import cpu, cpu_select, reference, threads
+from thinwire.kernels import cpu, cpu_select, reference, threads
 threads.SMALLEST_PART, cpu_select._SMALLEST_ROOM, cpu_select._FEW = 64, 1, 10
 torch.get_num_threads = lambda: 3
 generator = torch.Generator().manual_seed(0)

@@ -3,20 +3,14 @@
 import pytest
 import torch
 
-from thinwire.core import message as message_module
 from thinwire.core.feedback import Fold, FoldRule, commit_, commit_list_, propose, propose_list
-from thinwire.core.kernels import (
-    cpu_lists,
-    cpu_select,
-    for_lists,
-    has_address,
-    share_memory,
-    threads,
-)
 from thinwire.core.merge import sum_sparse
-from thinwire.core.message import HEADER_BYTES, Layout, Slot, pack, unpack
-from thinwire.core.value_code import VALUE_BITS
 from thinwire.errors import PayloadCorrupt
+from thinwire.kernels import for_lists, has_address, share_memory
+from thinwire.kernels.cpu import numba_body, select, threads
+from thinwire.wire import message as message_module
+from thinwire.wire.message import HEADER_BYTES, Layout, Slot, pack, unpack
+from thinwire.wire.values import VALUE_BITS
 
 CPU = torch.device("cpu")
 SIZES = [1, 2, 63, 64, 65, 129, 1000, 8193, 29_000, 70_000]
@@ -26,8 +20,8 @@ SIZES = [1, 2, 63, 64, 65, 129, 1000, 8193, 29_000, 70_000]
 def few_threads(request, monkeypatch):
     """Small parts, so that small tensors are cut and shared out as large ones are."""
     monkeypatch.setattr(threads, "SMALLEST_PART", 64)
-    monkeypatch.setattr(cpu_select, "_SMALLEST_ROOM", 1)
-    monkeypatch.setattr(cpu_select, "_FEW", 100)
+    monkeypatch.setattr(select, "_SMALLEST_ROOM", 1)
+    monkeypatch.setattr(select, "_FEW", 100)
     monkeypatch.setattr(torch, "get_num_threads", lambda: request.param)
 
 
@@ -163,13 +157,13 @@ def test_steps_along_the_mean_are_those_of_the_sparse_sum(dtype, sources):
     for param, own, rate in zip(expected, parts, rates, strict=True):
         touched, total = sum_sparse(own, dtype)
         param[touched] -= total.div_(sources).mul_(rate)
-    cpu_lists.step_along_list_(params, parts, rates, sources)
+    numba_body.step_along_list_(params, parts, rates, sources)
     for param, other in zip(params, expected, strict=True):
         assert same_bits(param, other)
 
 
 def test_the_readable_path_has_no_lists(monkeypatch):
-    assert for_lists(CPU) is cpu_lists
+    assert for_lists(CPU) is numba_body
     monkeypatch.setenv("THINWIRE_KERNELS", "reference")
     assert for_lists(CPU) is None
     assert for_lists(torch.device("meta")) is None
@@ -224,7 +218,7 @@ def test_what_one_refuses_the_other_refuses_and_nothing_is_touched_out_of_bounds
         at = int(torch.randint(HEADER_BYTES, layout.nbytes, (), generator=generator))
         damaged = message.clone()
         damaged[at] = torch.randint(0, 256, (), generator=generator)
-        fast = cpu_lists.decode_slots(layout.places, damaged.numpy(), bits)
+        fast = numba_body.decode_slots(layout.places, damaged.numpy(), bits)
         try:
             slow = list(message_module._decoded(layout, damaged))
         except PayloadCorrupt:
@@ -257,7 +251,7 @@ def test_autograd_hears_of_what_it_cannot_see():
         fold.residual._version > version for fold, version in zip(folds, before, strict=True)
     )
     params = [torch.zeros(fold.residual.numel()) for fold in folds]
-    cpu_lists.step_along_list_(
+    numba_body.step_along_list_(
         params, [[(p.indices, p.values)] for p in proposals], [0.1] * len(params), 1
     )
     assert all(param._version > 0 for param in params)

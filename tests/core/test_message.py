@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.core.message import HEADER_BYTES, Layout, Slot, pack, pack_nonfinite, unpack
-from thinwire.core.value_code import VALUE_BITS
 from thinwire.errors import PayloadCorrupt
+from thinwire.wire.message import HEADER_BYTES, Layout, Slot, pack, pack_nonfinite, unpack
+from thinwire.wire.values import VALUE_BITS
 
 WHERE = {"step": 12, "bucket": 3, "source": 5}
 

@@ -5,9 +5,9 @@ import torch
 
 from tests.reference import rounding as oracle
 from thinwire.core.feedback import FoldRule, commit_, propose
-from thinwire.core.kernels.reference import mixed
 from thinwire.core.precision import narrowed
 from thinwire.core.rounding import rounding_seed, store_
+from thinwire.kernels.reference import mixed
 
 RULES = [FoldRule(0.9), FoldRule(0.9, nesterov=True), None]
 """None: without momentum buffer."""

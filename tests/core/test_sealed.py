@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from thinwire.core.sealed import SEAL_BYTES, opened_sum, sealed, travels_sealed
+from thinwire.wire.sealed import SEAL_BYTES, opened_sum, sealed, travels_sealed
 
 TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64]
 

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from thinwire import optim
-from thinwire.core.kernels import compiled_steps, cpu_steps, threads
 from thinwire.core.lamb import LambRule, lamb_
 from thinwire.core.lars import LarsRule, lars_
 from thinwire.core.outer import OuterRule, outer_list_, outer_step_
 from thinwire.core.trust_ratio import TrustRule
+from thinwire.kernels import compiled_steps
+from thinwire.kernels.cpu import numba_steps, threads
 
 SIZES = [1, 2, 3, 127, 128, 129, 1023, 1024, 1025, 2049, 32_767, 32_768, 32_769, 70_001]
 """Around the lanes (128), the block (1024) and the chunk (32768) of the sums."""
@@ -86,7 +87,7 @@ def assert_same_bits(a, b):
 def on_threads(monkeypatch):
     def set_way(count, kept_bytes):
         monkeypatch.setattr(threads, "SMALLEST_PART", 64)
-        monkeypatch.setattr(cpu_steps, "_KEPT_BYTES", kept_bytes)
+        monkeypatch.setattr(numba_steps, "_KEPT_BYTES", kept_bytes)
         monkeypatch.setattr(torch, "get_num_threads", lambda: count)
 
     return set_way
@@ -118,9 +119,9 @@ def test_lamb(kind, dtype, decay, trust, on_threads):
         tensors(kind, dtype, 2),
         squares(kind, dtype, 3),
     ]
-    assert_the_way_changes_nothing(on_threads, lambda *each: cpu_steps.lamb_(*each, rule), lists)
+    assert_the_way_changes_nothing(on_threads, lambda *each: numba_steps.lamb_(*each, rule), lists)
     moved = clones(lists)
-    ratios = cpu_steps.lamb_(*moved, rule)
+    ratios = numba_steps.lamb_(*moved, rule)
     for i, (p, g, m, v) in enumerate(zip(*lists, strict=True)):
         mean, square = m * 0.9 + g * (1 - 0.9), v * 0.99 + g * g * (1 - 0.99)
         r = (mean * (1 / (1 - 0.9**3))) / (
@@ -144,7 +145,7 @@ def test_lars(kind, dtype, momentum, decay, eps, on_threads):
     lists = [tensors(kind, dtype, seed) for seed in range(3)]
 
     def work(p, g, b):
-        return cpu_steps.lars_(p, g, None if momentum == "none" else b, rule)
+        return numba_steps.lars_(p, g, None if momentum == "none" else b, rule)
 
     assert_the_way_changes_nothing(on_threads, work, lists)
     moved = clones(lists)
@@ -217,8 +218,8 @@ def test_the_readable_twins_agree(dtype):
         LarsRule(0.1, 0.9, True, TrustRule(0.02, 0.01)),
     )
     for fast_, slow_, lists, rule in (
-        (cpu_steps.lamb_, lamb_, (p, g, m, v), lamb),
-        (cpu_steps.lars_, lars_, (p, g, b), lars),
+        (numba_steps.lamb_, lamb_, (p, g, m, v), lamb),
+        (numba_steps.lars_, lars_, (p, g, b), lars),
     ):
         fast, slow = clones(lists), clones(lists)
         ratios = fast_(*fast, rule)
@@ -236,7 +237,7 @@ def test_norms_that_float32_cannot_hold_give_the_right_ratio():
             [torch.zeros(2000)],
             [torch.zeros(2000)],
         )
-        ratio = cpu_steps.lamb_(p, g, m, v, LambRule(0.0, 0.9, 0.99, 1e-6, 0.0, 1, TrustRule()))
+        ratio = numba_steps.lamb_(p, g, m, v, LambRule(0.0, 0.9, 0.99, 1e-6, 0.0, 1, TrustRule()))
         assert float(ratio) == pytest.approx(size, rel=1e-5)
 
 
@@ -245,7 +246,7 @@ def test_a_nan_stays_in_its_tensor_and_its_ratio_is_one():
     lists[1][0][7] = math.nan
     twins = clones(lists)
     rule = LarsRule(0.1, 0.9, False, TrustRule(0.02, 0.01))
-    ratios = cpu_steps.lars_(*lists, rule)
+    ratios = numba_steps.lars_(*lists, rule)
     slow = [lars_(*each, rule) for each in zip(*twins, strict=True)]
     assert float(ratios[0]) == float(slow[0]) == 1.0
     for a, b in zip(itertools.chain(*lists), itertools.chain(*twins), strict=True):
@@ -270,7 +271,7 @@ class Strange(torch.Tensor):
 )
 def test_tensors_without_plain_addresses_are_left_to_torch(other, monkeypatch):
     plain = torch.zeros(4)
-    assert compiled_steps([plain], [torch.nn.Parameter(plain)]) is cpu_steps
+    assert compiled_steps([plain], [torch.nn.Parameter(plain)]) is numba_steps
     assert compiled_steps([other], [plain]) is None
     assert compiled_steps([plain, plain], [plain, other]) is None
     monkeypatch.setenv("THINWIRE_KERNELS", "reference")

@@ -15,12 +15,13 @@ from tests.triton_body import DEVICE, SMALL_BLOCK, require_triton, triton_kernel
 
 require_triton()
 
-from thinwire.core import kernels  # noqa: E402
-from thinwire.core.index_code import position_parts  # noqa: E402
-from thinwire.core.kernels import cuda, reference  # noqa: E402
-from thinwire.core.kernels.device_crc import crc32  # noqa: E402
-from thinwire.core.kernels.device_launch import launch  # noqa: E402
-from thinwire.core.value_code import VALUE_BITS  # noqa: E402
+from thinwire import kernels  # noqa: E402
+from thinwire.kernels import reference  # noqa: E402
+from thinwire.kernels.cuda import triton_body  # noqa: E402
+from thinwire.kernels.cuda.crc import crc32  # noqa: E402
+from thinwire.kernels.cuda.launching import launch  # noqa: E402
+from thinwire.wire.positions import position_parts  # noqa: E402
+from thinwire.wire.values import VALUE_BITS  # noqa: E402
 
 pytestmark = pytest.mark.triton
 KINDS = ["random", "tied", "denormal", "huge", "zero", "equal", "ascending", "rare"]
@@ -54,17 +55,17 @@ def test_fold_and_selection(kind, dtype):
         residual = inputs(kind, numel, dtype)
         grad, buffer = residual.flip(0), residual.roll(3) if has_buffer else None
         indices, values, finite = reference.propose(grad, residual, buffer, k, **rule)
-        proposed = cuda.propose(*there(grad, residual, buffer), k, **rule)
+        proposed = triton_body.propose(*there(grad, residual, buffer), k, **rule)
         assert_same(proposed[:2], (indices, values))
         assert bool(proposed[2]) is finite is True
         sent = (values * 0.7).float()
         g, v, u = there(grad, residual.clone(), None if buffer is None else buffer.clone())
-        cuda.commit_(g, v, u, *there(indices, sent), seed=numel, **rule)
+        triton_body.commit_(g, v, u, *there(indices, sent), seed=numel, **rule)
         reference.commit_(grad, residual, buffer, indices, sent, seed=numel, **rule)
         assert_same([v], [residual])
         if buffer is not None:
             assert_same([u], [buffer])
-    assert_same([cuda.top_k(v, k)], [reference.top_k(residual, k)])
+    assert_same([triton_body.top_k(v, k)], [reference.top_k(residual, k)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -73,8 +74,8 @@ def test_gradients_and_values_of_half_precision(dtype):
     residual = inputs("tied", 70, torch.float32)
     rule = {"momentum": 0.9, "nesterov": False}
     expected = reference.propose(grad, residual, residual, 9, **rule)
-    assert_same(cuda.propose(*there(grad, residual, residual), 9, **rule)[:2], expected[:2])
-    assert_same([cuda.top_k(grad.to(DEVICE), 9)], [reference.top_k(grad, 9)])
+    assert_same(triton_body.propose(*there(grad, residual, residual), 9, **rule)[:2], expected[:2])
+    assert_same([triton_body.top_k(grad.to(DEVICE), 9)], [reference.top_k(grad, 9)])
 
 
 @pytest.mark.filterwarnings(
@@ -89,7 +90,9 @@ def test_state_in_bfloat16_is_rounded_alike(kind):
     ]:
         grad = 3e3 * inputs(kind, numel, torch.float32)  # beyond the largest bfloat16, if huge
         residual = inputs(kind, numel, torch.float32).bfloat16()
-        assert_same([cuda.top_k(residual.to(DEVICE), 7)], [reference.top_k(residual.float(), 7)])
+        assert_same(
+            [triton_body.top_k(residual.to(DEVICE), 7)], [reference.top_k(residual.float(), 7)]
+        )
         residual[5:7] = torch.tensor([float("inf"), float("nan")])
         buffer = residual.roll(3) if has_buffer else None
         rule = {"momentum": 0.9, "nesterov": nesterov}
@@ -99,8 +102,8 @@ def test_state_in_bfloat16_is_rounded_alike(kind):
         wide = reference._folded_residual(
             grad, residual.float(), buffer if buffer is None else buffer.float(), 0.9, nesterov
         )
-        assert_same(cuda.propose(g, v, u, numel, **rule)[:2], (torch.arange(numel), wide))
-        cuda.commit_(g, v, u, *there(indices, sent), seed=seed, **rule)
+        assert_same(triton_body.propose(g, v, u, numel, **rule)[:2], (torch.arange(numel), wide))
+        triton_body.commit_(g, v, u, *there(indices, sent), seed=seed, **rule)
         reference.commit_(grad, residual, buffer, indices, sent, seed=seed, **rule)
         for made, expected in ((v, residual), (u, buffer)):
             if expected is not None:
@@ -108,7 +111,7 @@ def test_state_in_bfloat16_is_rounded_alike(kind):
         place, expected = (
             torch.empty(numel, dtype=torch.bfloat16, device=where) for where in (DEVICE, "cpu")
         )
-        cuda.store_(place, g, seed)
+        triton_body.store_(place, g, seed)
         reference.store_(expected, grad, seed)
         assert torch.equal(place.cpu().view(torch.int16), expected.view(torch.int16))
 
@@ -119,7 +122,9 @@ def test_what_is_not_finite_is_told(bad):
     x[77] = bad
     zeros = torch.zeros_like(x)
     for grad, residual in ((x, zeros), (zeros, x)):
-        assert not bool(cuda.propose(grad, residual, zeros, 1, momentum=0.9, nesterov=False)[2])
+        assert not bool(
+            triton_body.propose(grad, residual, zeros, 1, momentum=0.9, nesterov=False)[2]
+        )
 
 
 @pytest.mark.parametrize("kind", ["random", "tied", "denormal", "huge", "equal", "ascending"])
@@ -128,16 +133,16 @@ def test_value_codes(bits, kind):
     for i, count in enumerate([0, 1, 2, SMALL_BLOCK - 1, SMALL_BLOCK + 1, 100]):
         values = inputs(kind, count, (torch.float32, torch.float64)[i % 2])
         code, sent = reference.encode_values(values, bits, count + 5)
-        made = cuda.encode_values(values.to(DEVICE), bits, count + 5)
+        made = triton_body.encode_values(values.to(DEVICE), bits, count + 5)
         assert_same(made, (code, sent))
-        assert_same([cuda.decode_values(made[0], count, bits)], [sent])
+        assert_same([triton_body.decode_values(made[0], count, bits)], [sent])
 
 
 def test_values_that_do_not_lie_side_by_side():
     values = inputs("random", 90, torch.float32)[::3]
     for bits in VALUE_BITS:
         assert_same(
-            cuda.encode_values(values.to(DEVICE), bits, 30),
+            triton_body.encode_values(values.to(DEVICE), bits, 30),
             reference.encode_values(values, bits, 30),
         )
 
@@ -150,9 +155,9 @@ def test_position_codes(numel):
             torch.randperm(numel, generator=torch.Generator().manual_seed(numel))[:k].sort().values
         )
         for kept in (indices, indices[: k // 2]):
-            code = cuda.encode_positions(kept.to(DEVICE), low_bits, low_bytes, high_bytes)
+            code = triton_body.encode_positions(kept.to(DEVICE), low_bits, low_bytes, high_bytes)
             assert_same([code], [reference.encode_positions(kept, low_bits, low_bytes, high_bytes)])
-            decoded, count = cuda.decode_positions(code, k, low_bits, low_bytes)
+            decoded, count = triton_body.decode_positions(code, k, low_bits, low_bytes)
             assert count == kept.numel()
             assert_same([decoded], [kept])
 
@@ -166,7 +171,7 @@ def test_the_sum_of_all_sources_is_added_in_their_order():
     values = [inputs("random", p.numel(), torch.float32) for p in parts]
     for dtype in (torch.float32, torch.float64):
         assert_same(
-            cuda.sum_sparse(there(*parts), there(*values), dtype),
+            triton_body.sum_sparse(there(*parts), there(*values), dtype),
             reference.sum_sparse(parts, values, dtype),
         )
 
@@ -188,10 +193,10 @@ def test_the_checksum_is_that_of_zlib(nbytes):
 
 
 def test_the_environment_chooses_triton(monkeypatch):
-    assert kernels.for_device(DEVICE) is cuda
+    assert kernels.for_device(DEVICE) is triton_body
     assert kernels.is_static(DEVICE)
     monkeypatch.setenv("THINWIRE_KERNELS", "auto")
-    assert kernels.for_device(torch.device("cuda")) is cuda
+    assert kernels.for_device(torch.device("cuda")) is triton_body
     assert not kernels.is_static(torch.device("cpu"))
     monkeypatch.setenv("THINWIRE_KERNELS", "reference")
     assert kernels.for_device(torch.device("cuda")) is reference
@@ -227,7 +232,7 @@ COMPILE_ALL = """
 import re, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from thinwire.core.kernels import cuda, device_codes, device_crc, device_select, device_steps
+from thinwire.kernels import cuda, device_codes, device_crc, device_select, device_steps
 from thinwire.core.lamb import LambRule
 from thinwire.core.lars import LarsRule
 from thinwire.core.outer import OuterRule

@@ -15,8 +15,8 @@ pytest.importorskip("numba")
 WARM = """
 import logging, sys
 import torch
-from thinwire.core.kernels.needs import needs_of
-from thinwire.core.kernels.warm import warm_up
+from thinwire.kernels.needs import needs_of
+from thinwire.kernels.warm import warm_up
 logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stdout)
 def warm(work, dtype=torch.float32, **settings):
     return warm_up(needs_of(work, [torch.zeros(3, dtype=dtype)], **settings))
@@ -83,8 +83,9 @@ NOTHING_IS_LEFT = f"""{WARM}
 import math
 from numba.core import event
 from thinwire import optim
-from thinwire.core import feedback, kernels, message, outer
-from thinwire.core.kernels import cpu_select
+from thinwire import kernels
+from thinwire.core import feedback, message, outer
+from thinwire.kernels import cpu_select
 from thinwire.core.merge import sum_sparse
 from thinwire.core.select import top_k
 
@@ -178,7 +179,7 @@ DAMAGE = {
 STARTS = f"""{WARM}
 import os, traceback
 import numba
-from thinwire.core.kernels import jit_steps
+from thinwire.kernels import jit_steps
 for cache in CACHES:
     for start in ("first", "second"):
         print(f"{{start}} start with {{cache}}", flush=True)
@@ -283,7 +284,7 @@ def test_processes_that_start_together_share_the_work(tmp_path):
 def test_a_process_that_was_stopped_while_it_compiled_holds_nobody_up_for_ever(tmp_path):
     hold = """
 import sys, time
-from thinwire.core.kernels import jit_cache, jit_steps
+from thinwire.kernels import jit_cache, jit_steps
 class Holding(jit_cache.LoopCache):
     def save_overload(self, sig, data):
         print("holding", flush=True)
@@ -298,7 +299,7 @@ jit_steps.lars._cache = Holding("jit_steps.lars")
                 or first.stdout.readline() == "holding\n"
             )
             begun = time.monotonic()
-            patience = "from thinwire.core.kernels import jit_cache\njit_cache._PATIENCE_S = 1.0\n"
+            patience = "from thinwire.kernels import jit_cache\njit_cache._PATIENCE_S = 1.0\n"
             assert re.search(r"compiled \d+ loops", run(patience + LARS, tmp_path))
             assert time.monotonic() - begun < 50
         finally:
@@ -308,7 +309,7 @@ jit_steps.lars._cache = Holding("jit_steps.lars")
 def test_a_lock_ends_with_its_process(tmp_path):
     dying = """
 import os
-from thinwire.core.kernels import jit_cache, jit_steps
+from thinwire.kernels import jit_cache, jit_steps
 class Dying(jit_cache.LoopCache):
     def save_overload(self, sig, data):
         os._exit(0)

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.reference import whole_codes
-from thinwire.core.message import HEADER_BYTES
-from thinwire.core.whole_message import WHOLE_BITS, WholeLayout, decode, pack, unpack
 from thinwire.errors import PayloadCorrupt
+from thinwire.wire.message import HEADER_BYTES
+from thinwire.wire.whole_message import WHOLE_BITS, WholeLayout, decode, pack, unpack
 
 WHERE = {"step": 12, "bucket": 0, "source": 5}
 NUMELS = (1000, 1, 33)

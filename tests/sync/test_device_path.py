@@ -179,7 +179,7 @@ class HostReads(TorchDispatchMode):
     @contextmanager
     def watching(self) -> Iterator[Counter[str]]:
         """Not inside a kernel: what its interpreter does is none of the library's."""
-        from thinwire.core.kernels import device_codes, device_crc, device_launch, device_select
+        from thinwire.kernels.cuda import codes, crc, launching, select
 
         def uncounted(*arguments: Any, **constants: Any) -> None:
             self.paused = True
@@ -193,9 +193,9 @@ class HostReads(TorchDispatchMode):
 
             return call
 
-        launch = device_launch.launch
+        launch = launching.launch
         with ExitStack() as stack:
-            for module in (device_codes, device_crc, device_select):
+            for module in (codes, crc, select):
                 stack.enter_context(patch.object(module, "launch", uncounted))
             for name in self.METHODS:
                 stack.enter_context(patch.object(Tensor, name, counted(getattr(Tensor, name))))

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 import thinwire as tw
 from tests.ranks import Pool, Raised
 from thinwire.comm import Group, Pending
-from thinwire.core import sealed
 from thinwire.core.checksum import checksum
 from thinwire.optim import DGCMomentum
 from thinwire.strategy.engine import Engine
+from thinwire.wire import sealed
 
 EVERY = 8
 

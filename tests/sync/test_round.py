@@ -9,8 +9,8 @@ from tests.sync.means import launch
 from thinwire.comm import Group
 from thinwire.compress.entries import ArrivedEntries, Proposed
 from thinwire.core.feedback import FoldRule, propose
-from thinwire.core.message import HEADER_BYTES
 from thinwire.exchange.round import Round
+from thinwire.wire.message import HEADER_BYTES
 
 NUMEL, K = 1000, 10
 

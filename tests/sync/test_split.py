@@ -16,8 +16,8 @@ from thinwire.comm import Group, sources_of
 from thinwire.compress.entries import ArrivedEntries, Proposed
 from thinwire.compress.traffic import between_sources, inside_node
 from thinwire.core.feedback import Proposal
-from thinwire.core.message import Layout, Slot
 from thinwire.exchange.round import Round
+from thinwire.wire.message import Layout, Slot
 
 NUMELS, COUNTS = [300, 7, 120, 1], [30, 2, 11, 1]
 

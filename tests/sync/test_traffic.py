@@ -11,7 +11,7 @@ from thinwire.compress.traffic import (
     first_split,
     inside_node,
 )
-from thinwire.core.message import Layout, Slot
+from thinwire.wire.message import Layout, Slot
 
 MILLION = 1_000_000
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from thinwire.compress.protocol import Arrived, Context, Sending
-from thinwire.core.kernels.needs import Need
+from thinwire.kernels.needs import Need
 
 __all__ = [
     "ERRORS",

@@ -15,11 +15,11 @@ from thinwire.compress.protocol import (
     Sending,
     Watch,
 )
-from thinwire.core.kernels import is_static
 from thinwire.core.merge import checked_mean_
 from thinwire.core.precision import state_dtype
-from thinwire.core.sealed import opened_sum, sealed, travels_sealed
 from thinwire.errors import PayloadCorrupt
+from thinwire.kernels import is_static
+from thinwire.wire.sealed import opened_sum, sealed, travels_sealed
 
 __all__ = [
     "Dense",

@@ -2,7 +2,7 @@
 
 With "gather" every source gives all of its entries to every other one, and each adds them up in
 the order of the sources. With "split" every source sends the owner of each part of the index space
-what falls into it, and owners send all sources the largest sums; see `thinwire.core.split`.
+what falls into it, and owners send all sources the largest sums; see `thinwire.compress.split`.
 """
 
 import functools
@@ -21,18 +21,18 @@ from thinwire.compress.protocol import (
     Sending,
     zeros_for,
 )
+from thinwire.compress.split import Sums, add_up, joined, shares, split_plan
 from thinwire.compress.traffic import GATHER, SPLIT, chosen_exchange
 from thinwire.core.feedback import Proposal
-from thinwire.core.kernels import is_static
 from thinwire.core.merge import divided_, sum_sparse
-from thinwire.core.message import Layout, Slot, pack, pack_nonfinite, unpack
 from thinwire.core.precision import state_dtype
 from thinwire.core.rounding import rounding_seed, store_
-from thinwire.core.split import Sums, add_up, joined, shares, split_plan
 from thinwire.errors import PayloadCorrupt
+from thinwire.kernels import is_static
+from thinwire.wire.message import Layout, Slot, pack, pack_nonfinite, unpack
 
 if TYPE_CHECKING:
-    from thinwire.core.device_message import Rows
+    from thinwire.wire.device_message import Rows
 
 __all__ = ["ArrivedEntries", "Proposed", "send_entries"]
 
@@ -71,7 +71,7 @@ class ArrivedEntries(Arrived):
 
     def refuse(self, checks: Sequence[int]) -> None:
         """See `Arrived`."""
-        from thinwire.core import device_message
+        from thinwire.wire import device_message
 
         assert self.refused is not None, "there are checks"
         layout, messages = self.refused
@@ -86,7 +86,7 @@ class ArrivedEntries(Arrived):
     def entries(self, name: str, dtype: torch.dtype) -> list[Entries]:
         """See `Arrived`."""
         if name in self.rows:
-            from thinwire.core import device_message
+            from thinwire.wire import device_message
 
             return [device_message.sum_rows(*self.rows[name], dtype)]
         return self.parts[name]
@@ -191,7 +191,7 @@ def _gathered_on_device(
     context: Context, proposed: Mapping[str, Proposed], layout: Layout
 ) -> Sending:
     """As `_gathered`, without a word to the host, which reads the checks later."""
-    from thinwire.core import device_message
+    from thinwire.wire import device_message
 
     arrived = _expected(context, proposed)
     proposals = [item.proposal for item in proposed.values()]

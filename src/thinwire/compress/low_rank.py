@@ -39,9 +39,9 @@ from thinwire.compress.protocol import (
     zeros_for,
 )
 from thinwire.compress.words import plural
-from thinwire.core.kernels.needs import Need
 from thinwire.core.merge import checked_mean_
 from thinwire.core.precision import state_dtype
+from thinwire.kernels.needs import Need
 
 __all__ = ["LowRank", "LowRankCompressor", "LowRankMeans", "orthonormal"]
 

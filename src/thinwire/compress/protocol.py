@@ -13,8 +13,8 @@ from typing import ClassVar, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels.needs import Need
 from thinwire.errors import PayloadCorrupt
+from thinwire.kernels.needs import Need
 
 __all__ = [
     "AllGather",

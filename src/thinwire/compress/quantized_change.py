@@ -11,9 +11,9 @@ from torch import Tensor
 from thinwire import _validate as check
 from thinwire.compress.change_protocol import ERRORS, ErrorsOnly, Kept, MeanChange
 from thinwire.compress.protocol import AllGather, Context, Sending
-from thinwire.core.kernels.needs import Need, needs_of
 from thinwire.core.merge import divided_
-from thinwire.core.whole_message import WHOLE_BITS, WholeLayout, decode, pack, unpack
+from thinwire.kernels.needs import Need, needs_of
+from thinwire.wire.whole_message import WHOLE_BITS, WholeLayout, decode, pack, unpack
 
 __all__ = ["Quantized"]
 

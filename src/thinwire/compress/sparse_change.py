@@ -15,12 +15,12 @@ from thinwire.compress.change_protocol import ERRORS, ErrorsOnly, Kept, MeanChan
 from thinwire.compress.dgc import DGC
 from thinwire.compress.protocol import AllGather, Context, Sending
 from thinwire.core.feedback import Proposal
-from thinwire.core.kernels import is_static
-from thinwire.core.kernels.needs import Need, needs_of
 from thinwire.core.merge import divided_, sum_sparse
-from thinwire.core.message import Layout, Slot, pack, unpack
 from thinwire.core.select import count_sent, top_k
-from thinwire.core.value_code import VALUE_BITS
+from thinwire.kernels import is_static
+from thinwire.kernels.needs import Need, needs_of
+from thinwire.wire.message import Layout, Slot, pack, unpack
+from thinwire.wire.values import VALUE_BITS
 
 __all__ = ["RampedChange", "Sparse"]
 
@@ -198,7 +198,7 @@ def _on_host(
 def _on_device(
     layout: Layout, step: int, proposals: Sequence[Proposal]
 ) -> tuple[Tensor, list[Tensor]]:
-    from thinwire.core import device_message  # needs Triton
+    from thinwire.wire import device_message  # needs Triton
 
     return device_message.pack(layout, step, 0, proposals)
 
@@ -223,7 +223,7 @@ def _rows_on_host(layout: Layout, rows: Tensor, step: int) -> list[_Total]:
 
 
 def _rows_on_device(layout: Layout, rows: Tensor, step: int) -> list[_Total]:
-    from thinwire.core import device_message  # needs Triton
+    from thinwire.wire import device_message  # needs Triton
 
     arrived = device_message.read(layout, rows, step=step, bucket=0)
     for rank, verdict in enumerate(arrived.verdicts.tolist()):

@@ -5,8 +5,8 @@ sent.
 from functools import lru_cache
 from typing import NamedTuple
 
-from thinwire.core.message import Layout
-from thinwire.core.split import split_plan
+from thinwire.compress.split import split_plan
+from thinwire.wire.message import Layout
 
 __all__ = [
     "EXCHANGES",

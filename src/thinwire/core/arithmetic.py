@@ -4,7 +4,7 @@ numbers.
 
 import torch
 
-from thinwire.core.kernels import body_name
+from thinwire.kernels import body_name
 
 __all__ = ["CURES", "arithmetic"]
 

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from thinwire.core.checksum import word_sums
-from thinwire.core.kernels import for_device, for_lists
-from thinwire.core.kernels.fold import Fold
+from thinwire.kernels import body_name, for_device
+from thinwire.kernels.rules import Fold
 
 __all__ = [
     "Fold",
@@ -86,12 +86,8 @@ def propose(
     """
     _check_state(grad, residual, momentum_buffer)
     _check_k(k, residual)
-    kernels = for_device(residual.device)
-    return Proposal(
-        *kernels.propose(
-            grad, residual, momentum_buffer, k, momentum=rule.momentum, nesterov=rule.nesterov
-        )
-    )
+    fold = Fold(grad, residual, momentum_buffer, rule.momentum, rule.nesterov)
+    return Proposal(*for_device(residual.device).propose_list([fold], [k])[0])
 
 
 def commit_(
@@ -127,17 +123,8 @@ def commit_(
     _check_state(grad, residual, momentum_buffer)
     _check_sent(indices, sent)
     _check_seed(seed, residual)
-    kernels = for_device(residual.device)
-    kernels.commit_(
-        grad,
-        residual,
-        momentum_buffer,
-        indices,
-        sent,
-        momentum=rule.momentum,
-        nesterov=rule.nesterov,
-        seed=seed or 0,
-    )
+    fold = Fold(grad, residual, momentum_buffer, rule.momentum, rule.nesterov)
+    for_device(residual.device).commit_list_([fold], [(indices, sent)], [seed or 0])
 
 
 def in_chunks(sizes: Mapping[_Key, int]) -> Iterator[list[_Key]]:
@@ -173,13 +160,8 @@ def propose_list(folds: Sequence[Fold], ks: Sequence[int]) -> list[Proposal]:
     for fold, k in zip(folds, ks, strict=True):
         _check_state(fold.grad, fold.residual, fold.momentum_buffer)
         _check_k(k, fold.residual)
-    lists = for_lists(folds[0].residual.device) if folds else None
-    if lists is not None:
-        return [Proposal(*found) for found in lists.propose_list(folds, ks)]
-    return [
-        propose(*fold[:3], k, FoldRule(fold.momentum, fold.nesterov))
-        for fold, k in zip(folds, ks, strict=True)
-    ]
+    kernels = for_device(folds[0].residual.device if folds else torch.device("cpu"))
+    return [Proposal(*found) for found in kernels.propose_list(folds, ks)]
 
 
 class Seal(NamedTuple):
@@ -212,18 +194,14 @@ def commit_list_(
     Raises:
         ValueError: As in `commit_`.
     """
-    lists = for_lists(folds[0].residual.device) if folds else None
-    fused = lists is not None and all(fold.residual.dtype != torch.bfloat16 for fold in folds)
+    device = folds[0].residual.device if folds else torch.device("cpu")
+    fused = body_name(device) == "numba" and all(f.residual.dtype != torch.bfloat16 for f in folds)
     before = [_rests(fold, fused) for fold in folds] if sealed else []
-    if lists is None:
-        for fold, part, seed in zip(folds, sent, seeds, strict=True):
-            commit_(*fold[:3], *part, FoldRule(fold.momentum, fold.nesterov), seed=seed)
-        return _seals(before, folds, [None] * len(folds)) if sealed else []
     for fold, (indices, values), seed in zip(folds, sent, seeds, strict=True):
         _check_state(fold.grad, fold.residual, fold.momentum_buffer)
         _check_sent(indices, values)
         _check_seed(seed, fold.residual)
-    sums = lists.commit_list_(folds, sent, [seed or 0 for seed in seeds])
+    sums = for_device(device).commit_list_(folds, sent, [seed or 0 for seed in seeds])
     return _seals(before, folds, sums if fused else [None] * len(folds)) if sealed else []
 
 

@@ -1,41 +1,15 @@
 """LAMB's update of a tensor, and of a list of them."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels import compiled_steps
 from thinwire.core.lists import TensorList, cache_sized
 from thinwire.core.norms import norms, whole_norms
-from thinwire.core.trust_ratio import TrustRule, trust_ratio
+from thinwire.core.trust_ratio import trust_ratio
+from thinwire.kernels import compiled_steps
+from thinwire.kernels.rules import LambRule
 
 __all__ = ["LambRule", "lamb_", "lamb_list_"]
-
-
-@dataclass(frozen=True, slots=True)
-class LambRule:
-    """The constants of one update."""
-
-    lr: float
-    """Learning rate."""
-    beta1: float
-    """Decay of the first moment, in [0, 1)."""
-    beta2: float
-    """Decay of the second moment, in [0, 1)."""
-    eps: float
-    """Added to the root of the second moment, > 0."""
-    weight_decay: float
-    """wd, >= 0."""
-    step: int
-    """t, from 1."""
-    trust: TrustRule
-    """Limits of the trust ratio."""
-
-    @property
-    def corrections(self) -> tuple[float, float]:
-        """1/(1 - b1^t) and 1/(1 - b2^t): what takes the start at zero out of the moments."""
-        return 1 / (1 - self.beta1**self.step), 1 / (1 - self.beta2**self.step)
 
 
 def lamb_(

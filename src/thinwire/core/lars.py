@@ -1,30 +1,15 @@
 """LARS's update of a tensor, and of a list of them."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels import compiled_steps
 from thinwire.core.lists import TensorList, cache_sized
 from thinwire.core.norms import norms, whole_norms
-from thinwire.core.trust_ratio import TrustRule, trust_ratio
+from thinwire.core.trust_ratio import trust_ratio
+from thinwire.kernels import compiled_steps
+from thinwire.kernels.rules import LarsRule
 
 __all__ = ["LarsRule", "lars_", "lars_list_"]
-
-
-@dataclass(frozen=True, slots=True)
-class LarsRule:
-    """The constants of one update."""
-
-    lr: float
-    """Learning rate."""
-    momentum: float
-    """>= 0."""
-    nesterov: bool
-    """Look one step ahead."""
-    trust: TrustRule
-    """Constants of the trust ratio, with the weight decay wd; without wd the ratio is 1."""
 
 
 def lars_(param: Tensor, grad: Tensor, velocity: Tensor | None, rule: LarsRule) -> Tensor:

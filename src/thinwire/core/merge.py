@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from thinwire.core.checksum import bit_sums
-from thinwire.core.kernels import for_device, for_lists, has_address
+from thinwire.kernels import for_device, has_address
 
 __all__ = ["checked_mean_", "divided_", "step_along_list_", "sum_sparse"]
 
@@ -57,23 +57,15 @@ def step_along_list_(
     Raises:
         ValueError: As in `sum_sparse`.
     """
-    lists = for_lists(params[0].device) if params else None
     alike: dict[tuple[torch.dtype, int], list[int]] = {}
     for place, (param, own, dtype) in enumerate(zip(params, parts, dtypes, strict=True)):
-        if (
-            lists is not None
-            and param.dtype == dtype
-            and own
-            and has_address(param, dtype)
-            and _have_addresses(own)
-        ):
+        if param.dtype == dtype and own and has_address(param, dtype) and _have_addresses(own):
             alike.setdefault((dtype, len(own)), []).append(place)
         else:
             _step_along_(param, own, rates[place], sources, dtype)
     for places in alike.values():
-        assert lists is not None, "nothing is alike without them"
         chosen = [params[i] for i in places], [parts[i] for i in places], [rates[i] for i in places]
-        lists.step_along_list_(*chosen, sources)
+        for_device(params[0].device).step_along_list_(*chosen, sources)
 
 
 def divided_(total: Tensor, count: int) -> Tensor:

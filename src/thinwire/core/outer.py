@@ -1,25 +1,13 @@
 """The outer optimizer of local updates: the averaged change of the parameters is its gradient."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 
-from thinwire.core.kernels import compiled_steps
+from thinwire.kernels import compiled_steps
+from thinwire.kernels.rules import OuterRule
 
 __all__ = ["OuterRule", "outer_list_", "outer_step_"]
-
-
-@dataclass(frozen=True, slots=True)
-class OuterRule:
-    """SGD with momentum; the defaults are plain averaging."""
-
-    lr: float = 1.0
-    """Unitless, at least 0; 1 goes all the way to the mean."""
-    momentum: float = 0.0
-    """In [0, 1)."""
-    nesterov: bool = False
-    """Whether to look ahead; needs momentum."""
 
 
 def outer_step_(change: Tensor, buffer: Tensor | None, rule: OuterRule) -> Tensor:

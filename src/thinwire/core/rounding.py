@@ -18,8 +18,8 @@ the work changes no bit.
 
 from torch import Tensor
 
-from thinwire.core.kernels import for_device
-from thinwire.core.kernels.reference import mixed
+from thinwire.kernels import for_device
+from thinwire.kernels.reference import mixed
 
 __all__ = ["rounding_seed", "store_"]
 

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from thinwire.core.kernels import for_device
+from thinwire.kernels import for_device
 
 __all__ = ["count_sent", "top_k"]
 

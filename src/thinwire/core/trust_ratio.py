@@ -3,28 +3,13 @@ LARS and LAMB.
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from thinwire.kernels.rules import TrustRule
+
 __all__ = ["TrustRule", "trust_ratio"]
-
-
-@dataclass(frozen=True, slots=True)
-class TrustRule:
-    """The constants of a trust ratio."""
-
-    coefficient: float = 1.0
-    """Unitless, larger takes longer steps."""
-    weight_decay: float = 0.0
-    """Adds its share of the parameter's norm to the denominator."""
-    eps: float = 0.0
-    """Added to the denominator, in the update's unit."""
-    low: float = 0.0
-    """Smallest ratio."""
-    high: float = math.inf
-    """Largest ratio."""
 
 
 def trust_ratio(param_norm: Tensor, update_norm: Tensor, rule: TrustRule) -> Tensor:

@@ -18,7 +18,7 @@ import math
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels.reference import mixed
+from thinwire.kernels.reference import mixed
 
 __all__ = ["SKETCH_NUMEL", "sketch"]
 

@@ -28,19 +28,19 @@ from thinwire.comm import (
 from thinwire.compress.changes import compression_of
 from thinwire.compress.dgc import DGC
 from thinwire.core.arithmetic import CURES, arithmetic
-from thinwire.core.kernels.needs import Need, needs_of
-from thinwire.core.kernels.warm import warm_up
-from thinwire.core.message import WIRE_VERSION
 from thinwire.core.origin import ORIGIN, Origin, without_origin
 from thinwire.core.outer import OuterRule
 from thinwire.core.stats import numbers
 from thinwire.exchange.digest import DIGEST_EVERY
+from thinwire.kernels.needs import Need, needs_of
+from thinwire.kernels.warm import warm_up
 from thinwire.local import saving
 from thinwire.local.averager import Averager, Counters, OwnScale, parts_of
 from thinwire.local.averaging import Averaging, PendingAveraging
 from thinwire.local.config import AdaptiveLocalSGD, LocalConfig, LocalSGD
 from thinwire.local.interval import Interval
 from thinwire.local.model import LocalModel, bare_optimizer
+from thinwire.wire.message import WIRE_VERSION
 
 __all__ = ["LocalUpdates", "local_sgd"]
 

@@ -44,21 +44,21 @@ from thinwire.core.checksum import bit_sums
 from thinwire.core.clip import ClipByNorm, clipped
 from thinwire.core.decay import Regularizer
 from thinwire.core.feedback import in_chunks
-from thinwire.core.kernels.needs import Need, needs_of
-from thinwire.core.kernels.warm import warm_up, warm_up_beside
 from thinwire.core.merge import step_along_list_
-from thinwire.core.message import WIRE_VERSION
 from thinwire.core.origin import ORIGIN, Origin, checksum_of, without_origin
 from thinwire.core.precision import named_state_dtype, narrowed, state_dtype, stored_dtype
 from thinwire.core.rounding import rounding_seed, store_
 from thinwire.core.stats import numbers
-from thinwire.core.value_code import VALUE_BITS
 from thinwire.exchange.digest import DIGEST_EVERY, RollingDigest
 from thinwire.exchange.gradients import GradientExchange
 from thinwire.exchange.round import Round
+from thinwire.kernels.needs import Need, needs_of
+from thinwire.kernels.warm import warm_up, warm_up_beside
 from thinwire.optim.base import CommonOptimizer
 from thinwire.optim.two_phase import ParamGrad
 from thinwire.schedules import Schedule
+from thinwire.wire.message import WIRE_VERSION
+from thinwire.wire.values import VALUE_BITS
 
 __all__ = ["Attached", "DGCMomentum"]
 

@@ -8,8 +8,8 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor
 
 from thinwire.comm import is_alone
-from thinwire.core.kernels.needs import Need, Work, needs_of
-from thinwire.core.kernels.warm import warm_up, warm_up_beside
+from thinwire.kernels.needs import Need, Work, needs_of
+from thinwire.kernels.warm import warm_up, warm_up_beside
 from thinwire.optim.own import OwnOptimizer
 from thinwire.optim.two_phase import ParamGrad
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from thinwire._version import __version__
-from thinwire.core.message import WIRE_VERSION
 from thinwire.local.model import looks
 from thinwire.optim.grouped import GroupedOptimizer
+from thinwire.wire.message import WIRE_VERSION
 
 if TYPE_CHECKING:
     from thinwire.strategy.distributed_strategy import DistributedStrategy

@@ -33,12 +33,12 @@ from thinwire.comm.replicate import make_equal_
 from thinwire.compress.protocol import Compression
 from thinwire.core.arithmetic import CURES, arithmetic
 from thinwire.core.clip import Clip, ClipByGlobalNorm, ClipByNorm, ClipByValue
-from thinwire.core.kernels.needs import Need
-from thinwire.core.kernels.warm import warm_up
 from thinwire.errors import StrategyError, ThinwireError
 from thinwire.exchange.digest import DIGEST_EVERY, RollingDigest, optimizer_state
 from thinwire.exchange.gradients import gradients_of
 from thinwire.exchange.overlap import Overlap
+from thinwire.kernels.needs import Need
+from thinwire.kernels.warm import warm_up
 from thinwire.local.model import bare_optimizer
 from thinwire.local.updates import LocalUpdates
 from thinwire.optim.dgc_momentum import DGCMomentum

@@ -1,0 +1,233 @@
+"""Sums of sparse vectors by shares: every source owns a part of the index space, adds it up and
+selects again.
+
+The tensors of a message, laid end to end, are cut into W equal shares; a share falls into pieces,
+each within one tensor. In round one every source sends each owner what it proposes in the owner's
+pieces; in round two every owner sends all sources the largest sums of its pieces. What does not fit
+stays behind, at the source or at the owner.
+
+Source: Ok-Topk, Li and Hoefler, 2022, arXiv 2201.07598. Differs: equal shares and fixed room
+instead of balancing by the counts of entries, so that no sizes are exchanged; what the owner drops
+is kept, by the owner.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from thinwire.core.merge import sum_sparse
+from thinwire.core.select import top_k
+from thinwire.wire.message import Layout, Slot
+
+__all__ = ["Piece", "SplitPlan", "Sums", "add_up", "joined", "shares", "split_plan"]
+
+Entries = tuple[Tensor, Tensor]
+"""Indices (j,), int64, ascending, and values (j,)."""
+_FIRST_ROOM = 2
+"""Room of a piece in round one, in multiples of the entries that fall into it on average."""
+
+
+class Piece(NamedTuple):
+    """A contiguous range of one tensor."""
+
+    slot: int
+    """Which tensor of the message."""
+    start: int
+    """Its first position."""
+    numel: int
+    """How many there are."""
+
+
+@dataclass(frozen=True)
+class SplitPlan:
+    """Who owns what, and how long every message is; the same on all sources."""
+
+    pieces: tuple[tuple[Piece, ...], ...]
+    """By owner, in the order of the tensors."""
+    first: tuple[Layout, ...]
+    """By owner: what every source sends it in round one."""
+    second: tuple[Layout, ...]
+    """By owner: what it sends to all in round two."""
+
+    @cached_property
+    def ends(self) -> list[list[int]]:
+        """By tensor, where its pieces end."""
+        found: list[list[int]] = []
+        for piece in (piece for mine in self.pieces for piece in mine):
+            found += [[] for _ in range(piece.slot + 1 - len(found))]
+            found[piece.slot].append(piece.start + piece.numel)
+        return found
+
+    @property
+    def row_bytes(self) -> int:
+        """Length to which all messages of round two are filled up."""
+        return max(layout.nbytes for layout in self.second)
+
+
+class Sums(NamedTuple):
+    """What an owner makes of one of its pieces; positions count from the beginning of the piece."""
+
+    indices: Tensor
+    """Wherever any source sent something, ascending."""
+    totals: Tensor
+    """The sums there."""
+    chosen: Tensor
+    """Which of them, as places in `indices`, go on."""
+
+    @property
+    def passed_on(self) -> Entries:
+        """What the owner would send."""
+        return self.indices[self.chosen], self.totals[self.chosen]
+
+    def left_over(self, sent: Tensor) -> Tensor:
+        """What stays at the owner at `indices`, once `sent`, shape of `chosen`, is what all others
+        decode.
+        """
+        rest = self.totals.clone()
+        rest[self.chosen] -= sent.to(rest.dtype)
+        return rest
+
+
+@lru_cache(maxsize=64)
+def split_plan(layout: Layout, sources: int) -> SplitPlan:
+    """The plan for messages of this layout.
+
+    Args:
+        layout: What every source would send to everybody.
+        sources: W, at least 1.
+
+    Returns:
+        At most tensors + W - 1 pieces. Of a tensor with room for k of n entries, a piece of m
+        positions has room for ceil(2 k m / n) entries in round one, and the pieces together for
+        about k in round two; each for at least 1.
+
+    Raises:
+        ValueError: Fewer than one source.
+    """
+    if sources < 1:
+        raise ValueError(f"sources is {sources}; it must be at least 1")
+    pieces = _partition([slot.numel for slot in layout.slots], sources)
+    first = [[_first_room(layout.slots[p.slot], p) for p in mine] for mine in pieces]
+    second = [[_second_room(layout.slots[p.slot], p) for p in mine] for mine in pieces]
+    return SplitPlan(
+        tuple(tuple(mine) for mine in pieces),
+        tuple(
+            Layout(tuple(slots), layout.value_bits, f";to {owner}")
+            for owner, slots in enumerate(first)
+        ),
+        tuple(
+            Layout(tuple(slots), layout.value_bits, f";from {owner}")
+            for owner, slots in enumerate(second)
+        ),
+    )
+
+
+def shares(plan: SplitPlan, parts: Sequence[Entries]) -> list[list[Entries]]:
+    """What one source sends to every owner.
+
+    Args:
+        plan: Of the message.
+        parts: Per tensor (indices, values) that the source proposes.
+
+    Returns:
+        By owner and piece (indices, values), positions counted from the piece's beginning; of more
+        entries than there is room for the largest, equal ones by lowest position.
+    """
+    cuts = [
+        [0, *torch.searchsorted(indices, torch.tensor(ends, device=indices.device)).tolist()]
+        for (indices, _), ends in zip(parts, plan.ends, strict=True)
+    ]
+    seen = [0] * len(parts)
+    given: list[list[Entries]] = []
+    for mine, layout in zip(plan.pieces, plan.first, strict=True):
+        given.append([])
+        for piece, slot in zip(mine, layout.slots, strict=True):
+            begin, end = cuts[piece.slot][seen[piece.slot] : seen[piece.slot] + 2]
+            seen[piece.slot] += 1
+            indices, values = (entries[begin:end] for entries in parts[piece.slot])
+            given[-1].append(_largest(indices - piece.start, values, slot.k))
+    return given
+
+
+def add_up(
+    layout: Layout, parts: Sequence[Sequence[Entries]], dtypes: Sequence[torch.dtype]
+) -> list[Sums]:
+    """The sums of an owner's pieces, added in the order of the sources, and which of them go on.
+
+    Args:
+        layout: Of the owner's message in round two.
+        parts: By source and piece (indices, values) as decoded, at least one source.
+        dtypes: float32 or float64 by piece, in which it is added.
+
+    Returns:
+        By piece.
+    """
+    found = []
+    for place, (slot, dtype) in enumerate(zip(layout.slots, dtypes, strict=True)):
+        indices, totals = sum_sparse([source[place] for source in parts], dtype)
+        everything = torch.arange(indices.numel(), device=indices.device)
+        chosen = everything if indices.numel() <= slot.k else top_k(totals, slot.k)
+        found.append(Sums(indices, totals, chosen))
+    return found
+
+
+def joined(plan: SplitPlan, slots: int, parts: Sequence[Sequence[Entries]]) -> list[Entries | None]:
+    """Entries by owner and piece as entries by tensor, in their own positions; None where no piece
+    says anything.
+
+    Args:
+        plan: Of the message.
+        slots: Tensors in it.
+        parts: By owner and piece; an owner without pieces here is left out.
+    """
+    by_slot: list[list[Entries]] = [[] for _ in range(slots)]
+    for mine, theirs in zip(plan.pieces, parts, strict=True):
+        for piece, (indices, values) in zip(mine, theirs, strict=False):
+            by_slot[piece.slot].append((indices + piece.start, values))
+    return [
+        (
+            torch.cat([indices for indices, _ in entries]),
+            torch.cat([values for _, values in entries]),
+        )
+        if entries
+        else None
+        for entries in by_slot
+    ]
+
+
+def _partition(numels: Sequence[int], sources: int) -> list[list[Piece]]:
+    total, owner, at = sum(numels), 0, 0
+    pieces: list[list[Piece]] = [[] for _ in range(sources)]
+    for slot, numel in enumerate(numels):
+        start = 0
+        while start < numel:
+            while (owner + 1) * total // sources <= at:
+                owner += 1
+            length = min(numel - start, (owner + 1) * total // sources - at)
+            pieces[owner].append(Piece(slot, start, length))
+            start, at = start + length, at + length
+    return pieces
+
+
+def _first_room(slot: Slot, piece: Piece) -> Slot:
+    return Slot(piece.numel, min(piece.numel, -(-_FIRST_ROOM * slot.k * piece.numel // slot.numel)))
+
+
+def _second_room(slot: Slot, piece: Piece) -> Slot:
+    """Shares of k that are whole numbers and add up to k, but for the 1 that a tiny piece has."""
+    before, after = (
+        (2 * slot.k * at + slot.numel) // (2 * slot.numel)
+        for at in (piece.start, piece.start + piece.numel)
+    )
+    return Slot(piece.numel, min(piece.numel, max(1, after - before)))
+
+
+def _largest(indices: Tensor, values: Tensor, room: int) -> Entries:
+    if indices.numel() <= room:
+        return indices, values
+    kept = top_k(values.contiguous(), room)
+    return indices[kept], values[kept]

@@ -1,0 +1,289 @@
+"""The loops behind `core`, in three bodies with one signature: torch for any device, numba for CPU,
+Triton for CUDA.
+
+`for_device` chooses: numba for the CPU and Triton for CUDA where they can be imported, torch
+everywhere else. In the environment `THINWIRE_KERNELS=reference` forces torch, and
+`THINWIRE_KERNELS=triton` Triton, on the CPU too, where its interpreter runs it
+(`TRITON_INTERPRET=1`): slow, for tests. All bodies give the same bits, but for a rounding of the
+trust ratios in `compiled_steps`.
+"""
+
+import functools
+import os
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Protocol, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from thinwire.kernels import reference
+from thinwire.kernels.rules import Fold, LambRule, LarsRule, OuterRule
+
+__all__ = [
+    "CompiledSteps",
+    "Kernels",
+    "body_name",
+    "bump_versions",
+    "compiled_steps",
+    "for_device",
+    "has_address",
+    "is_static",
+    "share_memory",
+]
+
+
+class Kernels(Protocol):
+    """What all bodies provide.
+
+    Arguments are checked by the callers; docstrings are in `kernels.reference`.
+    """
+
+    def top_k(self, values: Tensor, k: int) -> Tensor: ...  # noqa: D102
+
+    def propose_list(  # noqa: D102
+        self, folds: Sequence[Fold], ks: Sequence[int]
+    ) -> list[tuple[Tensor, Tensor, bool | Tensor]]: ...
+
+    def commit_list_(  # noqa: D102
+        self, folds: Sequence[Fold], sent: Sequence[tuple[Tensor, Tensor]], seeds: Sequence[int]
+    ) -> Sequence[NDArray[np.int64] | None]: ...
+
+    def step_along_list_(  # noqa: D102
+        self,
+        params: Sequence[Tensor],
+        parts: Sequence[Sequence[tuple[Tensor, Tensor]]],
+        rates: Sequence[float],
+        sources: int,
+    ) -> None: ...
+
+    def encode_slots(  # noqa: D102
+        self,
+        slots: NDArray[np.int64],
+        parts: Sequence[tuple[Tensor, Tensor]],
+        bits: int,
+        *,
+        spare: bool,
+        code: NDArray[np.uint8],
+    ) -> tuple[list[Tensor], int] | None: ...
+
+    def decode_slots(  # noqa: D102
+        self, slots: NDArray[np.int64], code: NDArray[np.uint8], bits: int
+    ) -> list[tuple[Tensor, Tensor]] | None: ...
+
+    def store_(self, target: Tensor, values: Tensor, seed: int) -> None: ...  # noqa: D102
+
+    def count_nonzero(self, values: Tensor) -> int: ...  # noqa: D102
+
+    def is_ascending(self, indices: Tensor) -> bool: ...  # noqa: D102
+
+    def encode_positions(  # noqa: D102
+        self, indices: Tensor, low_bits: int, low_bytes: int, high_bytes: int
+    ) -> Tensor: ...
+
+    def decode_positions(  # noqa: D102
+        self, code: Tensor, k: int, low_bits: int, low_bytes: int
+    ) -> tuple[Tensor, int]: ...
+
+    def encode_values(self, values: Tensor, bits: int, k: int) -> tuple[Tensor, Tensor]: ...  # noqa: D102
+
+    def decode_values(self, code: Tensor, count: int, bits: int) -> Tensor: ...  # noqa: D102
+
+    def sum_sparse(  # noqa: D102
+        self, indices: list[Tensor], values: list[Tensor], dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+def for_device(device: torch.device) -> Kernels:
+    """The kernels for tensors on `device`.
+
+    Args:
+        device: Where all tensors of the call are.
+
+    Returns:
+        The numba body for a CPU, the Triton body for CUDA; the torch body for other devices and
+        where those cannot be imported.
+
+    Raises:
+        ValueError: `THINWIRE_KERNELS` is set to something unknown, or to what cannot run here.
+    """
+    choice = os.environ.get("THINWIRE_KERNELS", "auto")
+    if choice not in {"auto", "reference", "triton"}:
+        raise ValueError(
+            f"THINWIRE_KERNELS is {choice!r}; allowed are 'auto' (the default), 'reference' and "
+            "'triton'"
+        )
+    if choice == "triton":
+        return _demanded_triton(device)
+    if choice == "auto" and device.type == "cuda":
+        return _triton_kernels() or reference
+    if choice == "auto" and device.type == "cpu":
+        return _numba_kernels() or reference
+    return reference
+
+
+def body_name(device: torch.device) -> str:
+    """Which body `for_device` chooses, in a word."""
+    kernels = for_device(device)
+    if kernels is reference:
+        return "reference"
+    return "numba" if kernels is _numba_kernels() else "triton"
+
+
+def is_static(device: torch.device) -> bool:
+    """Whether tensors on `device` are exchanged in static shapes, without a word to the host: where
+    Triton runs.
+    """
+    kernels = for_device(device)
+    return kernels is not reference and kernels is not _numba_kernels()
+
+
+def _demanded_triton(device: torch.device) -> Kernels:
+    kernels = _triton_kernels()
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if kernels is None or (device.type != "cuda" and not interpreted):
+        why = "triton cannot be imported" if kernels is None else f"the tensors are on {device}"
+        raise ValueError(
+            f"THINWIRE_KERNELS is 'triton', but {why}: install triton, and for tensors that are "
+            "not on CUDA set TRITON_INTERPRET=1 before the first import, or unset THINWIRE_KERNELS"
+        )
+    return kernels
+
+
+class CompiledSteps(Protocol):
+    """Whole steps for lists of tensors; arguments as in `core.lamb`, `core.lars` and
+    `core.outer`.
+    """
+
+    def lamb_(  # noqa: D102
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        exp_avgs: Sequence[Tensor],
+        exp_avg_sqs: Sequence[Tensor],
+        rule: LambRule,
+    ) -> Tensor: ...
+
+    def lars_(  # noqa: D102
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        velocities: Sequence[Tensor] | None,
+        rule: LarsRule,
+    ) -> Tensor: ...
+
+    def outer_(  # noqa: D102
+        self,
+        anchors: Sequence[Tensor],
+        changes: Sequence[Tensor],
+        buffers: Sequence[Tensor] | None,
+        rule: OuterRule,
+    ) -> None: ...
+
+
+def compiled_steps(*lists: Sequence[Tensor]) -> CompiledSteps | None:
+    """Compiled steps for tensors like these, None where torch has to do it.
+
+    Args:
+        lists: All tensors of the call; the first list is not empty.
+
+    Returns:
+        The body that `for_device` chooses, if it is compiled, where all are contiguous float32 or
+        all float64, on one device and of no class but torch's own: shards and tensors of a
+        compiler's trace hold no addresses that may be written to. None of the first list may share
+        memory with another one, since several threads work on them.
+
+    Raises:
+        ValueError: `THINWIRE_KERNELS` is set to something unknown, or to what cannot run here.
+    """
+    dtype, device = lists[0][0].dtype, lists[0][0].device
+    tensors = (tensor for each in lists for tensor in each)
+    if dtype not in _STEP_TYPES:
+        return None
+    if device.type == "cpu":
+        fit = all(has_address(tensor, dtype) for tensor in tensors)
+    else:
+        fit = all(_is_plain(tensor, dtype) and tensor.device == device for tensor in tensors)
+    return _steps_for(device) if fit and not share_memory(lists[0]) else None
+
+
+def _steps_for(device: torch.device) -> CompiledSteps | None:
+    kernels = for_device(device)
+    if kernels is reference:
+        return None
+    if kernels is _numba_kernels():
+        from thinwire.kernels.cpu import numba_steps
+
+        return cast("CompiledSteps", numba_steps)
+    from thinwire.kernels.cuda import device_steps
+
+    return cast("CompiledSteps", device_steps)
+
+
+_STEP_TYPES = (torch.float32, torch.float64)
+_PLAIN_CLASSES = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+def has_address(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether its entries of `dtype` stand in the CPU's memory one after the other, where compiled
+    loops find them.
+    """
+    return tensor.is_cpu and _is_plain(tensor, dtype)
+
+
+def _is_plain(tensor: Tensor, dtype: torch.dtype) -> bool:
+    plain = type(tensor) in _PLAIN_CLASSES and tensor.dtype == dtype
+    strided = (
+        plain and tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_neg()
+    )
+    # a storage that was freed has address 0
+    return strided and (tensor.data_ptr() != 0 or tensor.numel() == 0)
+
+
+def bump_versions(*lists: Sequence[Tensor]) -> None:
+    """Tell autograd that loops have written to the addresses of these tensors, so that a graph that
+    still needs the old values complains.
+    """
+    torch.autograd.graph.increment_version([tensor for tensors in lists for tensor in tensors])
+
+
+def share_memory(tensors: Sequence[Tensor]) -> bool:
+    """Whether two of these contiguous tensors overlap."""
+    ends = sorted(
+        (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
+        for tensor in tensors
+        if tensor.numel()
+    )
+    return any(following[0] < one[1] for one, following in pairwise(ends))
+
+
+@functools.cache
+def _numba_kernels() -> Kernels | None:
+    """The numba body, or None where nothing is compiled; imported at the first use because it takes
+    half a second.
+    """
+    try:
+        import numba
+    except ImportError:
+        return None
+    if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
+        return None
+    from thinwire.kernels.cpu import numba_body
+
+    return cast("Kernels", numba_body)
+
+
+@functools.cache
+def _triton_kernels() -> Kernels | None:
+    """The Triton body, or None without triton; imported at the first use because it takes a
+    second.
+    """
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return None
+    from thinwire.kernels.cuda import triton_body
+
+    return cast("Kernels", triton_body)

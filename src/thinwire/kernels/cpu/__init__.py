@@ -1,0 +1,1 @@
+"""The loops for the CPU, compiled by numba."""

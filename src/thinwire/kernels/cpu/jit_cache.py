@@ -1,0 +1,312 @@
+"""What was compiled, on disk: one file for a loop with its types, which tells whether it is whole.
+
+numba's own cache would do, but for three things: one damaged byte in it ends every later start; a
+folder that cannot be written is passed over without a word; and processes that start together
+compile everything, each for itself.
+"""
+
+import contextlib
+import functools
+import hashlib
+import logging
+import os
+import pickle
+import platform
+import sys
+import threading
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Iterator
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import numba
+from numba.core import compiler, serialize
+from numba.core.caching import _Cache
+
+try:
+    import fcntl
+except (
+    ImportError
+):  # no such locks on Windows: processes that start together compile for themselves
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["Compilations", "LoopCache", "compilations", "holding_no_lock"]
+
+_settings: Any = numba.config
+_dumps: Any = serialize.dumps
+_rebuilt: Any = compiler.CompileResult._rebuild
+_MAGIC = b"thinwire loop 1\n"
+_DIGEST_BYTES = 32
+_PATIENCE_S = 120.0
+"""How long to wait for another process that compiles the same loop; it may be stopped."""
+_POLL_S = 0.02
+_log = logging.getLogger("thinwire")
+
+
+class Compilations:
+    """What this process has compiled so far, for the line that says so."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.warned = False
+        self.begins: Callable[[], None] | None = None
+        """Called whenever one begins."""
+
+
+compilations = Compilations()
+
+
+class LoopCache(_Cache):
+    """The cache of one function, as numba's dispatcher asks it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def cache_path(self) -> str | None:
+        """The folder that is written to."""
+        folder = _writable_folder()
+        return None if folder is None else str(folder)
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """What was compiled for these types, or None: then the caller compiles and calls
+        `save_overload`.
+        """
+        target_context.refresh()
+        name = self._file_name(sig, target_context.codegen())
+        found = self._found(name, target_context)
+        if found is None and _locks.hold(name):
+            found = self._found(name, target_context)  # whoever had the lock may have written it
+            if found is not None:
+                _locks.release(name)
+        if found is None:
+            compilations.count += 1
+            if compilations.begins is not None:
+                compilations.begins()
+        return found
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Write what was compiled for these types; the loop works where that fails."""
+        name, folder = self._file_name(sig, data.codegen), _writable_folder()
+        try:
+            if folder is None:
+                _warn_once("no folder for them can be written", _wanted_folder())
+            elif not data.library.has_dynamic_globals:
+                _write(folder / name, _dumps((sources_digest(), data._reduce())))
+        except OSError as error:
+            _warn_once(str(error), folder)
+        finally:
+            _locks.release(name)
+
+    def enable(self) -> None:
+        """There is nothing to switch."""
+
+    def disable(self) -> None:
+        """There is nothing to switch."""
+
+    def flush(self) -> None:
+        """There is nothing to forget: other sources than those of the files are noticed."""
+
+    def _file_name(self, sig: Any, codegen: Any) -> str:
+        machine = (
+            codegen.magic_tuple(),
+            sys.implementation.cache_tag,
+            platform.machine(),
+            _settings.BOUNDSCHECK,
+        )
+        text = repr((str(sig), machine, numba.__version__, llvmlite.__version__))
+        return f"{self._name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.loop"
+
+    def _found(self, name: str, target_context: Any) -> Any:
+        for folder in _folders():
+            path = folder / name
+            try:
+                raw = path.read_bytes()
+            except OSError:
+                continue
+            try:
+                sources, reduced = pickle.loads(_payload(raw))
+                if sources == sources_digest():
+                    return _rebuilt(target_context, *reduced)
+            except Exception as error:
+                _log.warning(
+                    "%s is damaged (%s): the loop is compiled anew",
+                    path,
+                    error or type(error).__name__,
+                )
+                with contextlib.suppress(OSError):
+                    path.unlink()
+        return None
+
+
+def _payload(raw: bytes) -> bytes:
+    start = len(_MAGIC) + _DIGEST_BYTES
+    if (
+        not raw.startswith(_MAGIC)
+        or hashlib.sha256(raw[start:]).digest() != raw[len(_MAGIC) : start]
+    ):
+        raise ValueError("it does not hold what was written into it")
+    return raw[start:]
+
+
+def _write(path: Path, payload: bytes) -> None:
+    """In the place of any older file at once, so that nobody reads half of it."""
+    draft = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        draft.write_bytes(_MAGIC + hashlib.sha256(payload).digest() + payload)
+        draft.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise
+
+
+@functools.cache
+def sources_digest() -> str:
+    """Of this folder's files: all that a loop calls is compiled into it."""
+    sources = sorted(
+        (
+            each
+            for each in resources.files("thinwire.kernels").iterdir()
+            if each.name.endswith(".py")
+        ),
+        key=lambda each: each.name,
+    )
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
+
+
+@functools.cache
+def _folders() -> tuple[Path, ...]:
+    """Where compiled loops may lie: where the environment says, or else beside the sources or in
+    the user's cache.
+    """
+    own = hashlib.sha256(str(Path(__file__).parent).encode()).hexdigest()[:12]
+    if _settings.CACHE_DIR:
+        return (Path(_settings.CACHE_DIR) / f"thinwire-{own}",)
+    home = os.environ.get("LOCALAPPDATA" if os.name == "nt" else "XDG_CACHE_HOME")
+    with contextlib.suppress(RuntimeError):  # no home
+        home = home or str(Path.home() / ".cache")
+    users = [] if not home else [Path(home) / "thinwire" / own]
+    beside = Path(__file__).parent
+    return tuple([beside / "__pycache__", *users] if beside.is_dir() else users)
+
+
+def _wanted_folder() -> Path | None:
+    return next(iter(_folders()), None)
+
+
+@functools.cache
+def _writable_folder() -> Path | None:
+    for folder in _folders():
+        probe = folder / f"probe.{uuid.uuid4().hex[:8]}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            probe.touch()
+            probe.unlink()
+        except OSError:
+            continue
+        return folder
+    return None
+
+
+def _warn_once(why: str, folder: Path | None) -> None:
+    if compilations.warned:
+        return
+    compilations.warned = True
+    where = "anywhere" if folder is None else f"to {folder}"
+    warnings.warn(
+        f"compiled loops cannot be written {where} ({why}), so every start of this program "
+        "compiles them again, for some seconds: set NUMBA_CACHE_DIR to a folder that can be "
+        "written and stays",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+class _Locks:
+    """Locks on loops that are being compiled, among the processes of a machine: byte ranges of one
+    file.
+
+    A process that ends lets go of its locks. Loops that a loop calls are locked while it is: calls
+    have no cycles, so nobody waits for ever.
+    """
+
+    def __init__(self) -> None:
+        self._file: Any = None
+        self._held: set[str] = set()
+        self._mutex = threading.Lock()
+        self.waits_to = True
+
+    def hold(self, name: str) -> bool:
+        """Wait for the lock; False where there are no locks, or somebody holds it for too long.
+
+        Raises:
+            BlockingIOError: Somebody else has it and `waits_to` is off, unless a loop that calls
+                this one is held.
+        """
+        file = self._opened()
+        if file is None:
+            return False
+        until = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _place(name))
+            except BlockingIOError:
+                if not self.waits_to and not self._held:
+                    raise
+                if time.monotonic() > until:
+                    return False
+                time.sleep(_POLL_S)
+            except OSError:  # a file system without locks
+                return False
+            else:
+                self._held.add(name)
+                return True
+
+    def release(self, name: str) -> None:
+        """Let go of it, if it is held."""
+        if name in self._held:
+            self._held.discard(name)
+            fcntl.lockf(self._file, fcntl.LOCK_UN, 1, _place(name))
+
+    def release_all(self) -> None:
+        """Let go of what an error has left."""
+        for name in list(self._held):
+            self.release(name)
+
+    def _opened(self) -> Any:
+        with self._mutex:
+            folder = _writable_folder()
+            if fcntl is not None and folder is not None and self._file is None:
+                with contextlib.suppress(OSError):
+                    self._file = (folder / "loops.lock").open(
+                        "ab"
+                    )  # never closed: that would let go of all
+            return self._file
+
+
+def _place(name: str) -> int:
+    """The byte that stands for a loop."""
+    return int(name.rsplit("-", 1)[1][:7], 16)
+
+
+_locks = _Locks()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_locks.__init__)  # type: ignore[misc]
+
+
+@contextlib.contextmanager
+def holding_no_lock(*, waiting: bool) -> Iterator[None]:
+    """Compiling that leaves no lock behind; without `waiting` a BlockingIOError says that another
+    process is at it.
+    """
+    _locks.waits_to = waiting
+    try:
+        yield
+    finally:
+        _locks.waits_to = True
+        _locks.release_all()

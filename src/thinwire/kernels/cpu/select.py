@@ -1,0 +1,209 @@
+"""Exact selection of the largest entries of what is folded, over several threads."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from thinwire.kernels.cpu import jit_fold, jit_select
+from thinwire.kernels.cpu.threads import in_parts, in_turns
+
+__all__ = [
+    "Folding",
+    "as_array",
+    "bits_of",
+    "folding",
+    "largest",
+    "marks",
+    "read_as",
+    "room_for",
+    "sampling",
+]
+
+Array = NDArray[Any]
+_Part = tuple[Array, Array]
+
+_SMALLEST_ROOM = 8192  # candidates; below, clearing the histograms costs more than sorting out
+_FEW = 1 << 17  # candidates; below, handing them to threads costs more than sorting them out
+_SAMPLE_HITS = (
+    64  # of the k largest, how many a sample should hold: the fewer, the more candidates are needed
+)
+_SMALLEST_SAMPLE = 1024
+_BINS_BITS = 13  # of the histogram of all keys: 2^this many bins
+
+
+class Folding(NamedTuple):
+    """What is folded and how, as the compiled loops take it."""
+
+    grad: Array
+    residual: Array
+    buffer: Array
+    momentum: Any
+    mode: int
+
+    @property
+    def dtype(self) -> Any:
+        """In what is computed."""
+        return self.momentum.dtype
+
+
+def folding(
+    grad: Tensor, residual: Tensor, momentum_buffer: Tensor | None, momentum: float, nesterov: bool
+) -> Folding:
+    """The arguments of `thinwire.core.feedback.propose`."""
+    v = as_array(residual)
+    wide = np.float64 if residual.dtype == torch.float64 else np.float32
+    g = as_array(grad.to(read_as(grad, residual)))
+    if momentum_buffer is None:
+        return Folding(g, v, v, wide(0), jit_fold.PLAIN)
+    mode = jit_fold.NESTEROV if nesterov else jit_fold.MOMENTUM
+    return Folding(g, v, as_array(momentum_buffer), wide(momentum), mode)
+
+
+def read_as(grad: Tensor, residual: Tensor) -> torch.dtype:
+    """The type in which the loops read a gradient: bfloat16 as it is, any other in the type that is
+    computed in.
+    """
+    if residual.dtype == torch.float64:
+        return torch.float64
+    return torch.bfloat16 if grad.dtype == torch.bfloat16 else torch.float32
+
+
+def largest(what: Folding, k: int) -> _Part:
+    """Positions and values of the `k` largest, ascending: candidates of each part first, then the
+    best of them.
+    """
+    estimate = _estimated_floor(what, k)
+    for floor in (
+        estimate,
+        estimate / 2,
+        what.dtype.type(0),
+    ):  # where neighbours are alike, a sample may mislead
+        parts = _candidates(what, k, floor)
+        count = sum(len(indices) for indices, _ in parts)
+        if count >= k:
+            break
+    if count > max(k, _FEW):
+        return _best(parts, k)
+    indices, values = (np.concatenate(of_all) for of_all in zip(*parts, strict=True))
+    if count > k:
+        jit_select.keep_largest(
+            indices, values, bits_of(values), count, k, np.empty(jit_select.DIGITS, np.int64)
+        )
+    return indices[:k], values[:k]
+
+
+def room_for(n: int, k: int) -> int:
+    """Entries of scratch that the candidates for the `k` largest of `n` need."""
+    return min(n, max(2 * k, _SMALLEST_ROOM) + jit_select.BLOCK)
+
+
+def sampling(n: int, k: int) -> tuple[int, int, int]:
+    """How to judge the `k`-th largest of `n` by a sample: its runs of neighbours, how far apart
+    they begin, and a rank.
+
+    Somewhat more than `k` of all are as large as the one of that rank in the sample: six standard
+    deviations of an independent sample more, since neighbours are alike, which widens the spread.
+    No runs where a sample is no use.
+    """
+    if n < 16 * _SMALLEST_SAMPLE:
+        return 0, 0, 4
+    length = jit_select.RUN
+    runs = (
+        min(max(_SAMPLE_HITS * (n // k), 16 * _SMALLEST_SAMPLE), max(n // 64, _SMALLEST_SAMPLE))
+        // length
+    )
+    stride = n // runs // length * length
+    runs = (n - length) // stride + 1
+    hits = runs * length * k / n
+    return runs, stride, int(hits + 6 * hits**0.5 + 4)
+
+
+def marks() -> tuple[Array, Array]:
+    """Scratch of `jit_select.scan`: bytes, and the same memory as words."""
+    room = np.empty(jit_select.BLOCK, np.uint8)
+    return room, room.view(np.uint64)
+
+
+def as_array(tensor: Tensor) -> Array:
+    """The tensor's memory; bfloat16, which NumPy does not know, as uint16."""
+    plain = tensor.detach().contiguous()
+    return (plain.view(torch.uint16) if plain.dtype == torch.bfloat16 else plain).numpy()
+
+
+def bits_of(values: Array) -> Array:
+    """The same memory as integers."""
+    return values.view(np.int32 if values.dtype == np.float32 else np.int64)
+
+
+def _estimated_floor(what: Folding, k: int) -> Any:
+    """A magnitude that somewhat more than `k` entries reach, judged by a sample; 0 where a sample
+    is no use.
+    """
+    runs, stride, wanted = sampling(len(what.residual), k)
+    length = jit_select.RUN
+    values = np.empty(runs * length, what.dtype)
+    if wanted >= len(values):
+        return what.dtype.type(0)
+    in_parts(
+        len(values), lambda a, b: jit_select.sample(*what, a // length, b // length, stride, values)
+    )
+    np.abs(values, out=values)
+    values.partition(len(values) - wanted)
+    return np.fmin(values[len(values) - wanted], what.dtype.type(np.inf))  # nothing is below NaN
+
+
+def _candidates(what: Folding, k: int, floor: Any) -> list[_Part]:
+    def work(start: int, stop: int) -> _Part:
+        room = room_for(stop - start, k)
+        indices, values = np.empty(room, np.int64), np.empty(room, what.dtype)
+        scratch = *marks(), np.empty(jit_select.DIGITS, np.int64)
+        count = jit_select.scan(
+            *what, start, stop, k, floor, indices, values, bits_of(values), *scratch
+        )
+        return indices[:count], values[:count]
+
+    return in_parts(len(what.residual), work)
+
+
+def _best(parts: list[_Part], k: int) -> _Part:
+    """The `k` largest of more candidates; of equal magnitudes the first ones."""
+    bits = [bits_of(values) for _, values in parts]
+    shift = 8 * bits[0].itemsize - 1 - _BINS_BITS
+    bins = np.zeros((len(parts), 1 << _BINS_BITS), np.int64)
+    _of_all(lambda own, counts: jit_select.count_keys(own, shift, counts), bits, bins)
+    from_top = bins.sum(axis=0)[::-1].cumsum()[::-1]
+    edge_bin = int(np.flatnonzero(from_top >= k)[-1])  # where the k-th largest is
+    edge, end = edge_bin << shift, (edge_bin + 1) << shift
+    inside = [np.empty(count, np.int64) for count in bins[:, edge_bin]]
+    _of_all(lambda own, keys: jit_select.keys_between(own, edge, end, keys), bits, inside)
+    above = bins[:, edge_bin + 1 :].sum(axis=1)
+    keys = np.concatenate(inside)
+    place = len(keys) - (k - int(above.sum()))
+    keys.partition(place)
+    key = int(keys[place])
+    above += [int((own > key).sum()) for own in inside]
+    ties = k - int(above.sum())
+    tied = np.diff([min(ties, x) for x in np.cumsum([0, *((own == key).sum() for own in inside)])])
+    ends = np.cumsum(above + tied)[:-1]
+    indices, values = np.empty(k, np.int64), np.empty(k, parts[0][1].dtype)
+    _of_all(
+        lambda part, own, its_ties, to, x: jit_select.keep_above(
+            part[0], part[1], own, len(own), key, its_ties, to, x, len(to)
+        ),
+        parts,
+        bits,
+        tied.tolist(),
+        np.split(indices, ends),
+        np.split(values, ends),
+    )
+    return indices, values
+
+
+def _of_all(work: Callable[..., None], *columns: Iterable[Any]) -> None:
+    """`work` of every row, on a few threads."""
+    in_turns([partial(work, *row) for row in zip(*columns, strict=True)])

@@ -1,0 +1,1 @@
+"""The loops for CUDA, compiled by Triton."""

@@ -1,0 +1,344 @@
+"""The kernels in torch operations, for any device: the readable twin of all others, and their
+fallback.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.kernels.rules import Fold
+
+__all__ = [
+    "SCALE_COUNT",
+    "commit_",
+    "commit_list_",
+    "count_nonzero",
+    "decode_positions",
+    "decode_slots",
+    "decode_values",
+    "encode_positions",
+    "encode_slots",
+    "encode_values",
+    "is_ascending",
+    "mixed",
+    "propose",
+    "propose_list",
+    "step_along_list_",
+    "store_",
+    "sum_sparse",
+    "top_k",
+]
+
+SCALE_COUNT = {1: 1, 2: 2, 4: 8, 8: 2, 16: 2, 32: 0}
+"""Per cost of a value in bits: how many float32 scales travel with the values."""
+
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+_LOW_32 = (1 << 32) - 1
+_LARGEST_BFLOAT16 = 0x7F7F0000
+"""The bits of the largest bfloat16, as a float32."""
+
+
+def top_k(values: Tensor, k: int) -> Tensor:
+    """See `thinwire.core.select.top_k`."""
+    magnitudes = values.abs()
+    threshold = torch.topk(magnitudes, k, sorted=False).values.amin()
+    above = (magnitudes > threshold).nonzero().squeeze(1)
+    tied = (magnitudes == threshold).nonzero().squeeze(1)[: k - above.numel()]
+    return torch.cat((above, tied)).sort().values
+
+
+def propose(
+    grad: Tensor,
+    residual: Tensor,
+    momentum_buffer: Tensor | None,
+    k: int,
+    *,
+    momentum: float,
+    nesterov: bool,
+) -> tuple[Tensor, Tensor, bool]:
+    """See `thinwire.core.feedback.propose`."""
+    u = None if momentum_buffer is None else _widened(momentum_buffer)
+    v = _widened(residual)
+    folded = _folded_residual(grad.to(v.dtype), v, u, momentum, nesterov)
+    if not bool(torch.isfinite(folded).all()):
+        return folded.new_empty(0, dtype=torch.int64), folded.new_empty(0), False
+    indices = top_k(folded, k)
+    return indices, folded[indices], True
+
+
+def commit_(
+    grad: Tensor,
+    residual: Tensor,
+    momentum_buffer: Tensor | None,
+    indices: Tensor,
+    sent: Tensor,
+    *,
+    momentum: float,
+    nesterov: bool,
+    seed: int,
+) -> None:
+    """See `thinwire.core.feedback.commit_`."""
+    v, u = _widened(residual), None if momentum_buffer is None else _widened(momentum_buffer)
+    g = grad.to(v.dtype)
+    if u is None:
+        v.add_(g)
+    elif nesterov:
+        u.add_(g).mul_(momentum)
+        v.add_(u).add_(g)
+    else:
+        u.mul_(momentum).add_(g)
+        v.add_(u)
+    v[indices] -= sent.to(v.dtype)
+    if u is not None:
+        u[indices] = 0
+    if residual.dtype == torch.bfloat16:
+        residual.copy_(_rounded(v, seed, for_buffer=False))
+        if momentum_buffer is not None and u is not None:
+            momentum_buffer.copy_(_rounded(u, seed, for_buffer=True))
+
+
+def propose_list(
+    folds: Sequence[Fold], ks: Sequence[int]
+) -> list[tuple[Tensor, Tensor, bool | Tensor]]:
+    """`propose` of each tensor."""
+    return [
+        propose(*fold[:3], k, momentum=fold.momentum, nesterov=fold.nesterov)
+        for fold, k in zip(folds, ks, strict=True)
+    ]
+
+
+def commit_list_(
+    folds: Sequence[Fold], sent: Sequence[tuple[Tensor, Tensor]], seeds: Sequence[int]
+) -> list[None]:
+    """`commit_` of each tensor; no sums of what was found and left."""
+    for fold, part, seed in zip(folds, sent, seeds, strict=True):
+        rule = {"momentum": fold.momentum, "nesterov": fold.nesterov, "seed": seed}
+        commit_(*fold[:3], *part, **rule)  # type: ignore[arg-type]
+    return [None] * len(folds)
+
+
+def step_along_list_(
+    params: Sequence[Tensor],
+    parts: Sequence[Sequence[tuple[Tensor, Tensor]]],
+    rates: Sequence[float],
+    sources: int,
+) -> None:
+    """P <- p - rate * (sum of the parts / sources), of contiguous tensors."""
+    for param, own, rate in zip(params, parts, rates, strict=True):
+        indices, values = map(list, zip(*own, strict=True))
+        touched, total = sum_sparse(indices, values, param.dtype)
+        flat = param.view(-1)
+        flat[touched] = flat[touched] - total.div_(sources).mul_(rate)
+
+
+def encode_slots(slots: object, parts: object, bits: int, *, spare: bool, code: object) -> None:
+    """None: tensors are coded one after the other."""
+
+
+def decode_slots(slots: object, code: object, bits: int) -> None:
+    """None: tensors are decoded one after the other."""
+
+
+def store_(target: Tensor, values: Tensor, seed: int) -> None:
+    """See `thinwire.core.rounding.store_`."""
+    target.copy_(_rounded(values, seed, for_buffer=True))
+
+
+def mixed(x: Any) -> Any:
+    """A number from 0 to 2^32 - 1 that looks random, for every integer, of which the lowest 32 bits
+    count.
+
+    Args:
+        x: An int, or int64 of any shape.
+
+    Source: multiplications and shifts as in the finalizer of MurmurHash3 (Appleby), with the
+    constants that Wellons, "Prospecting for hash functions", 2018, found to leave the least bias.
+    """
+    x = x & _LOW_32
+    x = x ^ (x >> 16)
+    x = (x * 0x7FEB352D) & _LOW_32
+    x = x ^ (x >> 15)
+    x = (
+        x * (0x846CA68B - (1 << 32))
+    ) & _LOW_32  # less 2^32, the same in 32 bits, so that int64 cannot overflow
+    return x ^ (x >> 16)
+
+
+def _rounded(values: Tensor, seed: int, *, for_buffer: bool) -> Tensor:
+    """`values`, float32 of shape (n,), rounded stochastically to bfloat16; see
+    `thinwire.core.rounding`.
+    """
+    noise = mixed(torch.arange(values.numel(), device=values.device) ^ seed)
+    noise = noise >> 16 if for_buffer else noise & 0xFFFF
+    bits = values.view(torch.int32).long() & _LOW_32
+    # above the largest bfloat16 there is only infinity, and infinity and NaN must not move at all
+    noise = noise.masked_fill_((bits & 0x7FFFFFFF) > _LARGEST_BFLOAT16, 0)
+    rounded: Tensor = ((bits + noise) >> 16).to(torch.int16).view(torch.bfloat16)
+    return rounded
+
+
+def _widened(state: Tensor) -> Tensor:
+    """State in the type that is computed in: itself, or a copy in float32."""
+    return state.float() if state.dtype == torch.bfloat16 else state
+
+
+def _folded_residual(
+    g: Tensor, residual: Tensor, momentum_buffer: Tensor | None, momentum: float, nesterov: bool
+) -> Tensor:
+    if momentum_buffer is None:
+        return residual + g
+    # Separate operations: one fused multiply-add would round once where `commit_` rounds twice.
+    if nesterov:
+        return (momentum_buffer + g).mul_(momentum).add_(residual).add_(g)
+    return (momentum_buffer * momentum).add_(g).add_(residual)
+
+
+def count_nonzero(values: Tensor) -> int:
+    """How many values are not zero."""
+    return int(values.count_nonzero())
+
+
+def is_ascending(indices: Tensor) -> bool:
+    """Whether each of the indices is larger than the one before."""
+    return bool((indices[1:] > indices[:-1]).all())
+
+
+def encode_positions(indices: Tensor, low_bits: int, low_bytes: int, high_bytes: int) -> Tensor:
+    """See `thinwire.wire.positions.encode_positions`."""
+    low = _pack_fields(indices & ((1 << low_bits) - 1), low_bits, low_bytes)
+    ones = (indices >> low_bits) + torch.arange(indices.numel(), device=indices.device)
+    bitmap = torch.zeros(8 * high_bytes, dtype=torch.uint8, device=indices.device)
+    bitmap[ones] = 1
+    return torch.cat((low, _pack_bits(bitmap)))
+
+
+def decode_positions(code: Tensor, k: int, low_bits: int, low_bytes: int) -> tuple[Tensor, int]:
+    """Positions as the code has them, at most `k` and in no way checked, and how many bits the
+    bitmap has set.
+    """
+    ones = _unpack_bits(code[low_bytes:]).nonzero().squeeze(1)
+    count = ones.numel()
+    ones = ones[:k]
+    high = ones - torch.arange(ones.numel(), device=code.device)
+    return (high << low_bits) | _unpack_fields(code[:low_bytes], ones.numel(), low_bits), count
+
+
+def encode_values(values: Tensor, bits: int, k: int) -> tuple[Tensor, Tensor]:
+    """See `thinwire.wire.values.encode_values`."""
+    if bits == 32:
+        sent = values.clamp(-_FLOAT32_MAX, _FLOAT32_MAX).float()
+        return _zero_padded(sent.view(torch.uint8), 4 * k), sent
+    magnitudes = values.double().abs().clamp(max=_FLOAT32_MAX)
+    scales = _scales(magnitudes, bits, k)
+    levels = _nearest_level(magnitudes, scales, bits)
+    fields = levels | ((values < 0).long() << (bits - 1))
+    code = torch.cat((scales.view(torch.uint8), _pack_fields(fields, bits, (k * bits + 7) // 8)))
+    return code, _decode_fields(fields, scales, bits)
+
+
+def decode_values(code: Tensor, count: int, bits: int) -> Tensor:
+    """See `thinwire.wire.values.decode_values`."""
+    if bits == 32:
+        return code[: 4 * count].clone().view(torch.float32)
+    scale_bytes = 4 * SCALE_COUNT[bits]
+    scales = code[:scale_bytes].clone().view(torch.float32)  # a copy, since a view must be aligned
+    return _decode_fields(_unpack_fields(code[scale_bytes:], count, bits), scales, bits)
+
+
+def sum_sparse(
+    indices: list[Tensor], values: list[Tensor], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """See `thinwire.core.merge.sum_sparse`."""
+    union, places = torch.unique(torch.cat(indices), return_inverse=True)
+    sums = torch.zeros(union.numel(), dtype=dtype, device=union.device)
+    for place, value in zip(places.split([i.numel() for i in indices]), values, strict=True):
+        sums[place] += value.to(dtype)
+    return union, sums
+
+
+def _scales(magnitudes: Tensor, bits: int, k: int) -> Tensor:
+    """The float32 numbers that travel with the fields: the mean, the code book, or the smallest and
+    the largest.
+    """
+    if bits == 1:
+        scales = [_halving_sum(magnitudes) / k]
+    elif bits <= 4:
+        scales = _split_at_means(magnitudes, bits - 1, 0.0)
+    elif magnitudes.numel() == 0:
+        scales = [0.0, 0.0]
+    else:
+        scales = [float(magnitudes.amin()), float(magnitudes.amax())]
+    return torch.tensor(scales, dtype=torch.float64, device=magnitudes.device).float()
+
+
+def _split_at_means(magnitudes: Tensor, depth: int, parent_mean: float) -> list[float]:
+    mean = _halving_sum(magnitudes) / magnitudes.numel() if magnitudes.numel() else parent_mean
+    if depth == 0:
+        return [mean]
+    lower, upper = magnitudes[magnitudes <= mean], magnitudes[magnitudes > mean]
+    return _split_at_means(lower, depth - 1, mean) + _split_at_means(upper, depth - 1, mean)
+
+
+def _halving_sum(x: Tensor) -> float:
+    """Sum by adding the upper half to the lower until one is left: an order that every device can
+    follow exactly.
+    """
+    n = x.numel()
+    while n > 1:
+        half = (n + 1) // 2
+        x = torch.cat((x[: n - half] + x[half:n], x[n - half : half]))
+        n = half
+    return float(x[0]) if n else 0.0
+
+
+def _nearest_level(magnitudes: Tensor, scales: Tensor, bits: int) -> Tensor:
+    """Number of the level nearest to each magnitude, the lower one of two that are equally near."""
+    if bits == 1:
+        return torch.zeros_like(magnitudes, dtype=torch.int64)
+    if bits <= 4:
+        book = scales.double()
+        return torch.bucketize(magnitudes, (book[:-1] + book[1:]) / 2)
+    low, high = scales.double().tolist()
+    if low == high:
+        return torch.zeros_like(magnitudes, dtype=torch.int64)
+    top = (1 << (bits - 1)) - 1
+    place: Tensor = (magnitudes - low) * top / (high - low)
+    return (place - 0.5).ceil().clamp(0, top).long()
+
+
+def _decode_fields(fields: Tensor, scales: Tensor, bits: int) -> Tensor:
+    negative = (fields >> (bits - 1)) != 0
+    levels = fields & ((1 << (bits - 1)) - 1)
+    if bits <= 4:
+        magnitudes = scales[levels]
+    else:
+        low, high = scales.double().tolist()
+        magnitudes = (levels.double() * ((high - low) / ((1 << (bits - 1)) - 1)) + low).float()
+    return torch.where(negative, -magnitudes, magnitudes)
+
+
+def _pack_fields(fields: Tensor, width_bits: int, nbytes: int) -> Tensor:
+    shifts = torch.arange(width_bits, device=fields.device)
+    bits = ((fields.unsqueeze(1) >> shifts) & 1).to(torch.uint8).flatten()
+    return _pack_bits(_zero_padded(bits, 8 * nbytes))
+
+
+def _unpack_fields(code: Tensor, count: int, width_bits: int) -> Tensor:
+    bits = _unpack_bits(code)[: count * width_bits].view(count, width_bits).long()
+    return (bits << torch.arange(width_bits, device=code.device)).sum(dim=1)
+
+
+def _pack_bits(bits: Tensor) -> Tensor:
+    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return (bits.view(-1, 8) << shifts).sum(dim=1).to(torch.uint8)
+
+
+def _unpack_bits(code: Tensor) -> Tensor:
+    shifts = torch.arange(8, dtype=torch.uint8, device=code.device)
+    return ((code.unsqueeze(1) >> shifts) & 1).flatten()
+
+
+def _zero_padded(x: Tensor, length: int) -> Tensor:
+    return torch.cat((x, x.new_zeros(length - x.numel())))

@@ -1,0 +1,114 @@
+"""Compiling ahead: what a training will call is compiled, or read from disk, before its
+first step.
+"""
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection
+
+import torch
+
+from thinwire.kernels import body_name
+from thinwire.kernels.needs import Need
+
+__all__ = ["warm_up", "warm_up_beside"]
+
+_log = logging.getLogger("thinwire")
+_lock = threading.Lock()
+_met: set[Need] = set()
+
+
+def warm_up(needs: Collection[Need]) -> float:
+    """Compile what is needed, once per machine; later processes read it from disk, and a second
+    call does nothing.
+
+    Of several processes on a machine each compiles what none of the others is at, and reads the
+    rest. Says so in one line on a terminal, and in the log of `thinwire`. Nothing happens where
+    nothing is compiled: without numba, on other devices, with THINWIRE_KERNELS=reference.
+
+    Args:
+        needs: See `needs_of`.
+
+    Returns:
+        Seconds that it took.
+    """
+    begun = time.perf_counter()
+    if not needs or body_name(torch.device("cpu")) != "numba":
+        return 0.0
+    with _lock:
+        missing = [need for need in needs if need not in _met]
+        if missing:
+            _compile(missing)
+            _met.update(missing)
+    return time.perf_counter() - begun
+
+
+def warm_up_beside(needs: Collection[Need]) -> None:
+    """Begin `warm_up` on a thread, where others wait for the caller; the next call of `warm_up`
+    waits for it.
+    """
+
+    def work() -> None:
+        with contextlib.suppress(Exception):  # it comes again where it is waited for
+            warm_up(needs)
+
+    if not _met.issuperset(needs):
+        threading.Thread(target=work, name="thinwire-compiler").start()
+
+
+def _compile(needs: Collection[Need]) -> None:
+    from thinwire.kernels.cpu.calls import calls_for
+    from thinwire.kernels.cpu.jit_cache import compilations, holding_no_lock
+
+    calls = [call for need in sorted(needs, key=repr) for call in calls_for(need)]
+    begun, before, said = time.perf_counter(), compilations.count, _Progress()
+    compilations.begins = said.begin
+    try:
+        # processes that begin at different places seldom want the same loop at once
+        first = len(calls) * (os.getpid() % 8) // 8
+        left: list[Callable[[], object]] = []
+        for call in calls[first:] + calls[:first]:
+            with holding_no_lock(waiting=False):
+                try:
+                    call()
+                except BlockingIOError:
+                    left.append(call)
+        with holding_no_lock(waiting=True):
+            for call in left:
+                call()
+    finally:
+        compilations.begins = None
+        said.end(compilations.count - before, time.perf_counter() - begun)
+
+
+class _Progress:
+    """One line on a terminal while loops are compiled, and two in the log."""
+
+    def __init__(self) -> None:
+        self._begun = False
+        first = os.environ.get("LOCAL_RANK", "0") == "0"
+        self._terminal = first and sys.stderr is not None and sys.stderr.isatty()
+
+    def begin(self) -> None:
+        if self._begun:
+            return
+        self._begun = True
+        _log.info("compiling the loops of this training, once per machine")
+        if self._terminal:
+            print(
+                "thinwire: compiling loops, once per machine ...",
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def end(self, count: int, seconds: float) -> None:
+        if not self._begun:
+            return
+        _log.info("compiled %d loops in %.1f s, once per machine", count, seconds)
+        if self._terminal:
+            print(f" done in {seconds:.1f} s", file=sys.stderr, flush=True)

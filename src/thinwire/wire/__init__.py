@@ -1,0 +1,1 @@
+"""Bytes on the wire: messages, positions, values; no method and no rank."""

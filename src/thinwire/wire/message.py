@@ -1,0 +1,368 @@
+"""One message per bucket: a header of 32 bytes, then positions and values of one tensor after the
+other.
+
+Header, little-endian: magic (4 bytes), version (1), flags (1), bucket (2), step (8), layout (8),
+entries carried (4), CRC-32 (4) of the whole message with this field zero. Flag bit 0: a gradient
+was not finite; the payload is then the number of the tensor (4 bytes) and zeros. Entries whose
+value is 0 are not carried. The length follows from the layout, so the messages of all ranks are
+equally long and one all-gather moves them.
+"""
+
+import hashlib
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import pad
+
+from thinwire.errors import PayloadCorrupt
+from thinwire.kernels import for_device
+from thinwire.wire.positions import (
+    decode_positions,
+    encode_positions,
+    position_bytes,
+    position_parts,
+)
+from thinwire.wire.values import decode_values, encode_values, value_bytes
+
+__all__ = [
+    "CHECKSUM",
+    "HEADER_BYTES",
+    "WIRE_VERSION",
+    "Form",
+    "Layout",
+    "Slot",
+    "Unpacked",
+    "header_words",
+    "opened",
+    "pack",
+    "pack_nonfinite",
+    "refused",
+    "sealed",
+    "unpack",
+]
+
+WIRE_VERSION = 1
+_MAGIC = b"thwr"
+_HEADER = struct.Struct("<4sBBHQQII")
+HEADER_BYTES = _HEADER.size
+_CRC_BYTES = 4
+CHECKSUM = (HEADER_BYTES - _CRC_BYTES, HEADER_BYTES)
+"""First byte of the checksum and the one after the last."""
+_CULPRIT = struct.Struct("<I")
+_FLAG_NONFINITE = 1
+
+
+class Form(Protocol):
+    """What is known of a message before it comes; equal on all ranks."""
+
+    @property
+    def nbytes(self) -> int:
+        """Length of a message, header included."""
+
+    @property
+    def digest(self) -> int:
+        """64 bits that stand for the form in the header."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """The place of one tensor in a message."""
+
+    numel: int
+    """Entries of the tensor."""
+    k: int
+    """Entries for which there is room, between 1 and `numel`."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a message consists of; equal on all ranks."""
+
+    slots: tuple[Slot, ...]
+    """One per tensor, in order."""
+    value_bits: int
+    """Cost of one value: 1, 2, 4, 8, 16 or 32."""
+    part: str = ""
+    """Which part of a split exchange this is; empty for a whole message. Parts have room to spare,
+    so that at 1 bit
+    their scale is the mean of the values that came."""
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Length of a message, header included; a function of the layout only."""
+        payload = sum(
+            position_bytes(s.numel, s.k) + value_bytes(s.k, self.value_bits) for s in self.slots
+        )
+        return HEADER_BYTES + max(payload, _CULPRIT.size)
+
+    @cached_property
+    def places(self) -> NDArray[np.int64]:
+        """Shape (slots, 7): of every slot the sizes of its codes and where they begin, for compiled
+        loops.
+
+        The columns are numel, k, low bits of a position, and the bytes of the low bits, the high
+        parts and the values, and the first byte.
+        """
+        rows, at = [], HEADER_BYTES
+        for slot in self.slots:
+            row = (
+                slot.numel,
+                slot.k,
+                *position_parts(slot.numel, slot.k),
+                value_bytes(slot.k, self.value_bits),
+            )
+            rows.append((*row, at))
+            at += sum(row[3:])
+        return np.array(rows, np.int64).reshape(-1, 7)
+
+    @cached_property
+    def digest(self) -> int:
+        """64 bits that stand for the layout in the header."""
+        text = (
+            f"elias-fano;{self.value_bits};"
+            + ",".join(f"{s.k}/{s.numel}" for s in self.slots)
+            + self.part
+        )
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+
+
+class Unpacked(NamedTuple):
+    """What a message says."""
+
+    culprit: int | None
+    """Number of the tensor whose gradient was not finite, or None."""
+    parts: list[tuple[Tensor, Tensor]]
+    """Per slot (indices, values), int64 and float32; empty if there is a culprit."""
+
+
+def pack(
+    layout: Layout, step: int, bucket: int, parts: Sequence[tuple[Tensor, Tensor]]
+) -> tuple[Tensor, list[Tensor]]:
+    """Message of the entries, and what its receivers will decode.
+
+    Args:
+        layout: Of the message.
+        step: Update this belongs to, in [0, 2^64).
+        bucket: Number of the bucket, in [0, 65536).
+        parts: Per slot (indices, values), shape (j,), j at most the slot's k; indices int64,
+            strictly ascending; values finite.
+
+    Returns:
+        The message, shape (layout.nbytes,), uint8, on the device of the parts; and per slot what
+        was sent at the given indices, shape (j,), float32, 0 where the value was 0.
+
+    Raises:
+        ValueError: Parts do not fit the layout, or step or bucket their fields.
+    """
+    if len(parts) != len(layout.slots):
+        raise ValueError(
+            f"parts has {len(parts)} entries; the layout has {len(layout.slots)} slots"
+        )
+    if parts:
+        raw = np.zeros(layout.nbytes, np.uint8)
+        coded = for_device(parts[0][1].device).encode_slots(
+            layout.places, parts, layout.value_bits, spare=bool(layout.part), code=raw
+        )
+        if coded is not None:
+            return torch.from_numpy(_stamped(raw, layout, step, bucket, carried=coded[1])), coded[0]
+    codes: list[Tensor] = []
+    all_sent: list[Tensor] = []
+    carried = 0
+    for slot, (indices, values) in zip(layout.slots, parts, strict=True):
+        slot_codes, sent, count = _encoded(slot, layout, indices, values)
+        codes += slot_codes
+        all_sent.append(sent)
+        carried += count
+    payload = codes or [torch.zeros(_CULPRIT.size, dtype=torch.uint8)]
+    return sealed(layout, step, bucket, payload, carried=carried), all_sent
+
+
+def pack_nonfinite(layout: Layout, step: int, bucket: int, culprit: int) -> Tensor:
+    """Message that says that a gradient was not finite, as long as any other of this layout.
+
+    Args:
+        layout: Of the message.
+        step: Update this belongs to, in [0, 2^64).
+        bucket: Number of the bucket, in [0, 65536).
+        culprit: Number of the tensor, in [0, 2^32).
+
+    Returns:
+        Shape (layout.nbytes,), uint8, on the CPU.
+
+    Raises:
+        ValueError: A number does not fit its field.
+    """
+    if not 0 <= culprit < 1 << 32:
+        raise ValueError(f"culprit is {culprit}; it must be in [0, 2^32)")
+    payload = bytearray(layout.nbytes - HEADER_BYTES)
+    _CULPRIT.pack_into(payload, 0, culprit)
+    as_tensor = torch.frombuffer(payload, dtype=torch.uint8)
+    return sealed(layout, step, bucket, [as_tensor], flags=_FLAG_NONFINITE)
+
+
+def unpack(layout: Layout, message: Tensor, *, step: int, bucket: int, source: int) -> Unpacked:
+    """What a message says, once everything about it has been checked.
+
+    Args:
+        layout: That it must have.
+        message: uint8, one dimension; read only.
+        step: Update that it must belong to.
+        bucket: Bucket that it must belong to.
+        source: Rank that it came from, for the error.
+
+    Returns:
+        The parts on `message.device`, or the culprit.
+
+    Raises:
+        PayloadCorrupt: The message is damaged or belongs elsewhere; names the rank, what was
+            expected and what came.
+    """
+    try:
+        return _unpack(layout, message, step, bucket)
+    except PayloadCorrupt as refusal:
+        raise refused(refusal, step=step, bucket=bucket, source=source) from None
+
+
+def refused(refusal: PayloadCorrupt, *, step: int, bucket: int, source: int) -> PayloadCorrupt:
+    """The same refusal with the rank that the message came from, and where it belonged."""
+    message = f"the message of rank {source} for bucket {bucket} of step {step}"
+    return PayloadCorrupt(f"{message} was refused and nothing applied: {refusal}")
+
+
+def sealed(
+    form: Form, step: int, bucket: int, payload: list[Tensor], *, flags: int = 0, carried: int = 0
+) -> Tensor:
+    """The header with its checksum, and the payload, on the payload's device.
+
+    Args:
+        form: Of the message.
+        step: Update this belongs to, in [0, 2^64).
+        bucket: Number of the bucket, in [0, 65536).
+        payload: At least one, uint8, one dimension each.
+        flags: Of the header.
+        carried: Entries carried, in [0, 2^32).
+
+    Raises:
+        ValueError: A number does not fit its field.
+    """
+    raw = np.concatenate(
+        [np.zeros(HEADER_BYTES, np.uint8), *(part.cpu().numpy() for part in payload)]
+    )
+    stamped = _stamped(raw, form, step, bucket, flags=flags, carried=carried)
+    return torch.from_numpy(stamped).to(payload[0].device)
+
+
+def opened(form: Form, message: Tensor, step: int, bucket: int) -> tuple[memoryview, int, int]:
+    """The bytes of a message on the CPU, its flags and the entries it says to carry.
+
+    Raises:
+        PayloadCorrupt: It is damaged, of another form, or of another place.
+    """
+    _expect("length in bytes", message.numel(), form.nbytes)
+    raw = message.cpu().contiguous().numpy().data
+    header = _HEADER.unpack(raw[:HEADER_BYTES])
+    magic, version, flags, its_bucket, its_step, digest, carried, checksum = header
+    _expect("magic", magic, _MAGIC)
+    _expect("wire version", version, WIRE_VERSION)
+    _expect("checksum", checksum, _checksum(raw[: HEADER_BYTES - _CRC_BYTES], raw[HEADER_BYTES:]))
+    _expect("step", its_step, step)
+    _expect("bucket", its_bucket, bucket)
+    _expect("layout", digest, form.digest)
+    return raw, flags, carried
+
+
+def header_words(layout: Layout, step: int, bucket: int) -> tuple[int, int, int]:
+    """The header up to the entries carried, with no flag set, as three little-endian signed numbers
+    of 64 bits.
+
+    Raises:
+        ValueError: A number does not fit its field.
+    """
+    _check_place(step, bucket)
+    header = _HEADER.pack(_MAGIC, WIRE_VERSION, 0, bucket, step, layout.digest, 0, 0)
+    words: tuple[int, int, int] = struct.unpack_from("<3q", header)
+    return words
+
+
+def _encoded(
+    slot: Slot, layout: Layout, indices: Tensor, values: Tensor
+) -> tuple[list[Tensor], Tensor, int]:
+    """Codes of positions and values, what is decoded at all of the positions, and how many are
+    carried.
+    """
+    if for_device(values.device).count_nonzero(values) == values.numel():
+        code, sent = encode_values(
+            values, layout.value_bits, max(1, values.numel()) if layout.part else slot.k
+        )
+        code = pad(code, (0, value_bytes(slot.k, layout.value_bits) - code.numel()))
+        return [encode_positions(indices, slot.numel, slot.k), code], sent, sent.numel()
+    nonzero = values != 0
+    codes, carried_sent, carried = _encoded(slot, layout, indices[nonzero], values[nonzero])
+    return (
+        codes,
+        torch.zeros_like(values, dtype=torch.float32).masked_scatter_(nonzero, carried_sent),
+        carried,
+    )
+
+
+def _unpack(layout: Layout, message: Tensor, step: int, bucket: int) -> Unpacked:
+    raw, flags, carried = opened(layout, message, step, bucket)
+    if flags == _FLAG_NONFINITE:
+        return Unpacked(_CULPRIT.unpack(raw[HEADER_BYTES : HEADER_BYTES + _CULPRIT.size])[0], [])
+    _expect("flags", flags, 0)
+    parts = for_device(message.device).decode_slots(
+        layout.places, np.frombuffer(raw, np.uint8), layout.value_bits
+    )
+    if parts is None:
+        parts = list(_decoded(layout, message))
+    _expect("number of entries (k)", sum(indices.numel() for indices, _ in parts), carried)
+    return Unpacked(None, parts)
+
+
+def _decoded(layout: Layout, message: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    at = HEADER_BYTES
+    for slot in layout.slots:
+        middle = at + position_bytes(slot.numel, slot.k)
+        end = middle + value_bytes(slot.k, layout.value_bits)
+        indices = decode_positions(message[at:middle], slot.numel, slot.k)
+        yield (
+            indices,
+            decode_values(message[middle:end], indices.numel(), layout.value_bits, slot.k),
+        )
+        at = end
+
+
+def _expect(what: str, came: object, expected: object) -> None:
+    if came != expected:
+        raise PayloadCorrupt(f"{what} {came!r} came, expected {expected!r}")
+
+
+def _stamped(
+    raw: NDArray[np.uint8], form: Form, step: int, bucket: int, *, flags: int = 0, carried: int = 0
+) -> NDArray[np.uint8]:
+    """`raw` with the header in the place that is left for it at its beginning."""
+    _check_place(step, bucket)
+    fields = (_MAGIC, WIRE_VERSION, flags, bucket, step, form.digest, carried)
+    checksum = _checksum(_HEADER.pack(*fields, 0)[:-_CRC_BYTES], raw[HEADER_BYTES:].data)
+    _HEADER.pack_into(raw.data, 0, *fields, checksum)
+    return raw
+
+
+def _check_place(step: int, bucket: int) -> None:
+    if not 0 <= step < 1 << 64:
+        raise ValueError(f"step is {step}; it must be in [0, 2^64)")
+    if not 0 <= bucket < 1 << 16:
+        raise ValueError(f"bucket is {bucket}; it must be in [0, 65536)")
+
+
+def _checksum(header: bytes | memoryview, payload: memoryview) -> int:
+    """CRC-32 of the header up to the checksum, a zero in its place, and the payload."""
+    return zlib.crc32(payload, zlib.crc32(bytes(_CRC_BYTES), zlib.crc32(header)))
