@@ -21,8 +21,8 @@ from thinwire import (
     optim,
 )
 from thinwire.schedules import CosineDecay, PiecewiseConstant, ScheduledLR
-from thinwire.strategy.adopt import adopt
-from thinwire.strategy.onlookers import schedulers_of
+from thinwire.strategy.dependents import schedulers_of
+from thinwire.strategy.replace import adopt
 
 DENSE = DGC(min_numel=10**6)
 """Compresses nothing here, so that DGCMomentum on one rank is plain SGD."""

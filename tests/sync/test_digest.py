@@ -207,8 +207,8 @@ def train_locally(rank: int, size: int, harm: str) -> tuple[int, str]:
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(data(rank, step)[0]), data(rank, step)[1]).backward()
             if step == 6 and rank == 1:
-                assert sync._turns is not None
-                averaging = sync._turns.averaging
+                assert sync._averager is not None
+                averaging = sync._averager.averaging
                 held = {
                     "anchor": averaging.anchors,
                     "outer": averaging.momentum,

@@ -24,9 +24,9 @@ def explain(file: Path, /, *, quiet: Annotated[bool, Parameter(negative="")] = F
     """
     try:
         read_file(file, "strategy")
-        from thinwire.strategy.yaml_files import load
+        from thinwire.strategy.distributed_strategy import DistributedStrategy
 
-        strategy = load(file)
+        strategy = DistributedStrategy.load(file)
     except OSError as error:
         raise ValueError(f"{file}: {error.strerror or error}") from None
     except TypeError as error:

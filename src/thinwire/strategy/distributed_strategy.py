@@ -4,46 +4,26 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
-from thinwire import _validate as check
-from thinwire.compress.dgc import DGC
-from thinwire.compress.low_rank import LowRank
-from thinwire.errors import StrategyError
-from thinwire.local.config import AdaptiveLocalSGD, LocalSGD
-from thinwire.optim.config import LAMB, LARS
-from thinwire.pipeline.config import Pipeline
-from thinwire.step.config import AMP, GradientMerge, Recompute
-from thinwire.strategy.rules import rules_among
+from torch import nn
+from torch.optim import Optimizer
 
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.optim import Optimizer
+from thinwire.core.clip import Clip
+from thinwire.strategy import documents, yaml_files
+from thinwire.strategy.engine import Engine
+from thinwire.strategy.explain.text import explanation
+from thinwire.strategy.fields import Fields
+from thinwire.strategy.fleet import reader as fleet
+from thinwire.strategy.prepare import prepare
 
-    from thinwire.core.clip import Clip
-    from thinwire.strategy.engine import Engine
-
-__all__ = ["CONFIGS", "DistributedStrategy"]
-
-CONFIGS: dict[str, type] = {
-    "amp": AMP,
-    "recompute": Recompute,
-    "pipeline": Pipeline,
-    "gradient_merge": GradientMerge,
-    "dgc": DGC,
-    "lars": LARS,
-    "lamb": LAMB,
-    "localsgd": LocalSGD,
-    "adaptive_localsgd": AdaptiveLocalSGD,
-    "low_rank": LowRank,
-}
-"""The config of every field."""
+__all__ = ["DistributedStrategy"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistributedStrategy:
+class DistributedStrategy(Fields):
     """What to combine in training; a field that is None is off.
 
     Every pair of fields either works together, with the meaning in `thinwire.strategy.rules`, or is
@@ -65,48 +45,6 @@ class DistributedStrategy:
         TypeError: A field is neither None nor its config.
         StrategyError: Fields that do not go together; lists all of them, with what to change.
     """
-
-    amp: AMP | None = None
-    recompute: Recompute | None = None
-    pipeline: Pipeline | None = None
-    gradient_merge: GradientMerge | None = None
-    dgc: DGC | None = None
-    lars: LARS | None = None
-    lamb: LAMB | None = None
-    localsgd: LocalSGD | None = None
-    adaptive_localsgd: AdaptiveLocalSGD | None = None
-    low_rank: LowRank | None = None
-
-    expected_replicas: ClassVar[int | None] = None
-    """How many ranks must hold each stage, where `from_fleet` was told so; `prepare` compares.
-
-    Not part of the file.
-    """
-
-    def __post_init__(self) -> None:
-        for name, config in CONFIGS.items():
-            value = getattr(self, name)
-            if value is not None:
-                advice = f"write {name}={config.__name__}(...), or None for off"
-                check.instance(name, value, config, advice=advice)
-        conflicts = [
-            *self._conflicting_fields(),
-            *self._double_compression(),
-            *self._narrow_changes(),
-        ]
-        if conflicts:
-            raise StrategyError("parts of the strategy do not go together: " + "; ".join(conflicts))
-
-    @property
-    def compression(self) -> DGC | LowRank | None:
-        """How gradients, or what local updates send, are compressed by a field of its own."""
-        return self.dgc or self.low_rank
-
-    @property
-    def on(self) -> dict[str, Any]:
-        """The fields that are on, with their configs, in the order of the fields."""
-        present = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: config for name, config in present.items() if config is not None}
 
     def prepare(
         self,
@@ -150,8 +88,6 @@ class DistributedStrategy:
                 nothing has changed.
             Mismatch: Ranks disagree about strategy, model or optimizer.
         """
-        from thinwire.strategy.prepare import prepare
-
         return prepare(
             self,
             model,
@@ -182,8 +118,6 @@ class DistributedStrategy:
             StrategyError, ValueError: The strategy does not go with this model or optimizer, as in
                 `prepare`.
         """
-        from thinwire.strategy.explain import explanation
-
         text = explanation(self, model, optimizer, grad_clip)
         print(text)
         return text
@@ -192,9 +126,7 @@ class DistributedStrategy:
         """The strategy in plain values (dict, list, str, int, float, bool); what is None is left
         out.
         """
-        from thinwire.strategy.documents import to_dict
-
-        return to_dict(self)
+        return documents.to_dict(self)
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> DistributedStrategy:
@@ -206,9 +138,7 @@ class DistributedStrategy:
             TypeError, ValueError: A wrong value, with its dotted name such as
                 `strategy.dgc.sparsity`.
         """
-        from thinwire.strategy.documents import from_dict
-
-        return from_dict(document)
+        return documents.from_dict(cls, document)
 
     def save(self, path: str | Path) -> None:
         """Write the strategy as YAML with every key explained; parents are made, the file is
@@ -217,9 +147,7 @@ class DistributedStrategy:
         Raises:
             OSError: The file cannot be written.
         """
-        from thinwire.strategy.yaml_files import save
-
-        save(self, Path(path))
+        yaml_files.save(self, Path(path))
 
     @classmethod
     def load(cls, path: str | Path) -> DistributedStrategy:
@@ -231,9 +159,7 @@ class DistributedStrategy:
             TypeError, ValueError: A wrong value, with file and line.
             OSError: The file cannot be read.
         """
-        from thinwire.strategy.yaml_files import load
-
-        return load(Path(path))
+        return yaml_files.load(cls, Path(path))
 
     @classmethod
     def from_fleet(cls, description: Mapping[str, Any]) -> DistributedStrategy:
@@ -248,31 +174,4 @@ class DistributedStrategy:
             StrategyError: What cannot be carried over and what is unknown, all of it, with the
                 reasons.
         """
-        from thinwire.strategy.fleet import from_fleet
-
-        return from_fleet(description)
-
-    def _conflicting_fields(self) -> list[str]:
-        return [
-            f"{' and '.join(rule.pair)}: {rule.meaning}; {rule.remedy}"
-            for rule in rules_among(self.on)
-            if not rule.works
-        ]
-
-    def _double_compression(self) -> list[str]:
-        local = ("localsgd", "adaptive_localsgd")
-        return [
-            f"dgc and {name}.compression: both say how the change is compressed; remove dgc, or "
-            f"give {name} compression=None"
-            for name in local
-            if self.dgc is not None and name in self.on and self.on[name].compression is not None
-        ]
-
-    def _narrow_changes(self) -> list[str]:
-        local = ("localsgd", "adaptive_localsgd")
-        return [
-            f"dgc.state_dtype='bfloat16' and {name}: what an averaging does not send is kept in "
-            "the type of its anchor; leave state_dtype out"
-            for name in local
-            if self.dgc is not None and name in self.on and self.dgc.state_dtype == "bfloat16"
-        ]
+        return fleet.from_fleet(cls, description)

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from thinwire import _validate as check
 from thinwire.compress.changes import COMPRESSIONS
@@ -12,9 +12,9 @@ from thinwire.core.loss_scale import DynamicLossScale, FixedLossScale
 from thinwire.errors import StrategyError
 from thinwire.local.config import AdaptiveLocalSGD, LocalSGD
 from thinwire.step.config import AMP
-from thinwire.strategy.distributed_strategy import CONFIGS, DistributedStrategy
+from thinwire.strategy.fields import CONFIGS, Fields
 
-__all__ = ["TAGGED", "from_dict", "kind_of", "ordered_fields", "to_dict"]
+__all__ = ["TAGGED", "F", "from_dict", "kind_of", "ordered_fields", "to_dict"]
 
 TAGGED: dict[tuple[type, str], Mapping[str, type]] = {
     (AMP, "loss_scale"): {"fixed": FixedLossScale, "dynamic": DynamicLossScale},
@@ -29,9 +29,10 @@ _UNTAGGED: dict[tuple[type, str], type] = {
 """Of these the config that is written without its tag: what was the only one once."""
 
 _ROOT = "strategy"
+F = TypeVar("F", bound=Fields)
 
 
-def to_dict(strategy: DistributedStrategy) -> dict[str, Any]:
+def to_dict(strategy: Fields) -> dict[str, Any]:
     """Plain values only: dict, list, str, int, float, bool.
 
     What is None is left out, at every level.
@@ -40,11 +41,12 @@ def to_dict(strategy: DistributedStrategy) -> dict[str, Any]:
 
 
 def from_dict(
-    document: Mapping[str, Any], where: Callable[[str], str] = lambda _: ""
-) -> DistributedStrategy:
+    kind: type[F], document: Mapping[str, Any], where: Callable[[str], str] = lambda _: ""
+) -> F:
     """The strategy that `to_dict` described.
 
     Args:
+        kind: Of strategy.
         document: A mapping from fields to mappings of their config's keys.
         where: What an error puts before the dotted path of a key, such as "plan.yaml:3: ".
 
@@ -64,7 +66,7 @@ def from_dict(
         for name, value in present.items()
     }
     try:
-        return DistributedStrategy(**configs)
+        return kind(**configs)
     except StrategyError as error:
         raise StrategyError(f"{where(_ROOT)}{error}") from None
 

@@ -4,8 +4,7 @@ import contextlib
 import logging
 import struct
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,62 +14,22 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from thinwire import _validate as check
-from thinwire.amp import LossScaler
-from thinwire.comm import Group, busy, long_waits_logged, require_agreement, state_told
+from thinwire.comm import busy, long_waits_logged, require_agreement, state_told
 from thinwire.core.stats import numbers
 from thinwire.core.storage import with_own_storage
 from thinwire.errors import CheckpointMissing, Mismatch, PeerLost, PeerStalled
 from thinwire.exchange.gradients import Verdict
-from thinwire.exchange.overlap import Overlap
 from thinwire.exchange.round import Round
 from thinwire.optim.layerwise import LayerwiseOptimizer
-from thinwire.pipeline.runner import PipelineRunner
-from thinwire.step.merge import GradientSum
 from thinwire.strategy import saving
-from thinwire.strategy.absent import AbsentAsZero
-from thinwire.strategy.exchanges import Exchange, LocalSteps
-from thinwire.strategy.joining import Joining
+from thinwire.strategy.absent import Joining
+from thinwire.strategy.exchanges import LocalSteps
 from thinwire.strategy.left_gradients import LeftGradients
-from thinwire.strategy.moving_buffers import MovingBuffers
+from thinwire.strategy.parts import Parts
 
 __all__ = ["Engine", "Parts"]
 
 _log = logging.getLogger("thinwire")
-
-LossFunction = Callable[[Any, Any], Tensor]
-
-
-@dataclass(slots=True, kw_only=True)
-class Parts:
-    """What `prepare` has put together for an engine."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    loss_fn: LossFunction | None
-    params: dict[str, Parameter]
-    """What this rank trains, by the name in the whole model."""
-    group: Group
-    """All ranks."""
-    exchange: Exchange
-    buffers: MovingBuffers
-    scaler: LossScaler | None
-    merge: GradientSum | None
-    merge_steps: int
-    merge_avg: bool
-    overlap: Overlap | None
-    """Begins the exchange during the backward pass; None where it comes after it."""
-    absent: AbsentAsZero
-    """Completes gradients that this rank lacks, where that is asked for."""
-    find_unused: bool
-    """Whether it is asked for in every update."""
-    runner: PipelineRunner | None
-    stage: int
-    """Of the pipeline; 0 without one."""
-    autocast: Callable[[], torch.autocast] | None
-    handles: list[Any]
-    """Whose `remove` takes changes to the model off."""
-    facts: dict[str, Any]
-    """What a checkpoint must have in common with the engine that loads it."""
 
 
 class Engine:

@@ -4,7 +4,7 @@ that loads it.
 
 import zlib
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,19 +12,18 @@ from torch import Tensor, nn
 from thinwire._version import __version__
 from thinwire.local.model import looks
 from thinwire.optim.grouped import GroupedOptimizer
+from thinwire.strategy.documents import to_dict
+from thinwire.strategy.fields import Fields
 from thinwire.wire.message import WIRE_VERSION
-
-if TYPE_CHECKING:
-    from thinwire.strategy.distributed_strategy import DistributedStrategy
 
 __all__ = ["checkpoint_facts", "model_facts", "strategy_facts", "versions"]
 
 
-def strategy_facts(strategy: "DistributedStrategy") -> dict[str, Any]:
+def strategy_facts(strategy: Fields) -> dict[str, Any]:
     """What ranks must have in common before they make process groups together."""
     return {
         "wire version": WIRE_VERSION,
-        "strategy": strategy.to_dict(),
+        "strategy": to_dict(strategy),
         "dp_degree": strategy.expected_replicas,
     }
 
@@ -35,11 +34,11 @@ def versions() -> dict[str, str]:
 
 
 def checkpoint_facts(
-    strategy: "DistributedStrategy", model: nn.Module, optimizer: torch.optim.Optimizer
+    strategy: Fields, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
     """What a checkpoint says of the engine that wrote it."""
     return {
-        "strategy": strategy.to_dict(),
+        "strategy": to_dict(strategy),
         "optimizer": type(optimizer).__name__,
         "parameters": [f"{name} {looks(p)}" for name, p in model.named_parameters()],
     }

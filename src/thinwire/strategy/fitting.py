@@ -12,6 +12,7 @@ from thinwire.compress import COMPRESSIONS as OF_GRADIENTS
 from thinwire.compress.change_protocol import ERRORS
 from thinwire.compress.changes import COMPRESSIONS
 from thinwire.strategy.documents import from_dict, to_dict
+from thinwire.strategy.fields import Fields
 
 __all__ = ["Change", "changes_of", "misfits", "settings_in_groups"]
 
@@ -93,7 +94,7 @@ def changes_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change
     # what was not there yet had its default; of another version, or by other hands, it is compared
     # as it is
     with contextlib.suppress(TypeError, ValueError):
-        before = to_dict(from_dict(before))
+        before = to_dict(from_dict(Fields, before))
     return list(_differences("", before, now))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.strategy.onlookers import HOOKS
+from thinwire.strategy.dependents import HOOKS
 
 __all__ = ["became", "become_"]
 

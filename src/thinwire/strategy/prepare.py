@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -50,17 +50,16 @@ from thinwire.step.merge import GradientSum
 from thinwire.step.recompute import matches, recompute
 from thinwire.strategy.absent import AbsentAsZero
 from thinwire.strategy.across_stages import DropTogether
-from thinwire.strategy.adopt import adopt
 from thinwire.strategy.clipping import require_one_clip, take_clip_
-from thinwire.strategy.engine import Engine, Parts
+from thinwire.strategy.engine import Engine
 from thinwire.strategy.exchanges import Clipping, DGCStep, Exchange, LocalSteps, MeanThenStep
 from thinwire.strategy.facts import checkpoint_facts, model_facts, strategy_facts, versions
+from thinwire.strategy.fields import Fields
 from thinwire.strategy.holding import Hold, require_free
 from thinwire.strategy.in_place import become_
 from thinwire.strategy.moving_buffers import MovingBuffers
-
-if TYPE_CHECKING:
-    from thinwire.strategy.distributed_strategy import DistributedStrategy
+from thinwire.strategy.parts import Parts
+from thinwire.strategy.replace import adopt
 
 __all__ = ["prepare"]
 
@@ -117,7 +116,7 @@ class _Plan:
 
 
 def prepare(
-    strategy: "DistributedStrategy",
+    strategy: Fields,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     loss_fn: Callable[..., Any] | None = None,
@@ -143,7 +142,7 @@ def prepare(
 
 
 def _prepared(
-    strategy: "DistributedStrategy",
+    strategy: Fields,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     told: _Told,
@@ -218,7 +217,7 @@ def _check_kinds(model: object, optimizer: object, loss_fn: object, grad_clip: o
 
 
 def _agreed_plan(
-    strategy: "DistributedStrategy",
+    strategy: Fields,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     told: _Told,
@@ -228,7 +227,7 @@ def _agreed_plan(
     """The plan, or this rank's own error, or one that names the rank which has an error: on all
     ranks at once.
     """
-    facts = model_facts(model, optimizer, digest=not _is_local(strategy))
+    facts = model_facts(model, optimizer, digest=strategy.local is None)
     facts |= {
         "grad_clip of prepare": repr(told.grad_clip),
         "find_unused_parameters of prepare": told.find_unused_parameters,
@@ -254,7 +253,7 @@ def _agreed_plan(
 
 
 def _planned(
-    strategy: "DistributedStrategy",
+    strategy: Fields,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     grad_clip: Clip | None,
@@ -266,7 +265,7 @@ def _planned(
     _require_own_params(names, optimizer)
     if strategy.recompute is not None:
         matches(model, strategy.recompute.checkpoints)
-    if strategy.compression is not None and not _is_local(strategy):
+    if strategy.compression is not None and strategy.local is None:
         require_divisor(strategy.compression.node_size, place.replicas)
     stage = model if strategy.pipeline is None else cut(model, strategy.pipeline)[place.stage]
     mine = set(stage.parameters())
@@ -275,7 +274,7 @@ def _planned(
         compression=strategy.compression,
         lars=strategy.lars,
         lamb=strategy.lamb,
-        local=_is_local(strategy),
+        local=strategy.local is not None,
         names=names,
         keep=mine.__contains__,
         process_group=place.replica_group,
@@ -297,7 +296,7 @@ def _planned_for(
     optimizer: torch.optim.Optimizer,
     compressor: Compression | None,
     restore: Callable[[], None],
-    strategy: "DistributedStrategy",
+    strategy: Fields,
     stage: nn.Module,
     place: _Place,
 ) -> _Plan:
@@ -325,10 +324,6 @@ def _planned_for(
     )
 
 
-def _is_local(strategy: "DistributedStrategy") -> bool:
-    return strategy.localsgd is not None or strategy.adaptive_localsgd is not None
-
-
 def _require_own_params(names: Mapping[Parameter, str], optimizer: torch.optim.Optimizer) -> None:
     foreign = [p for group in optimizer.param_groups for p in group["params"] if p not in names]
     if foreign:
@@ -339,7 +334,7 @@ def _require_own_params(names: Mapping[Parameter, str], optimizer: torch.optim.O
 
 
 def _assembled(
-    strategy: "DistributedStrategy",
+    strategy: Fields,
     model: nn.Module,
     told: _Told,
     plan: _Plan,
@@ -405,9 +400,7 @@ def _assembled(
     return Engine(parts)
 
 
-def _scaler(
-    strategy: "DistributedStrategy", grid: Grid | None, *, local: bool
-) -> LossScaler | None:
+def _scaler(strategy: Fields, grid: Grid | None, *, local: bool) -> LossScaler | None:
     """Who decides about an overflow: all ranks; under local updates the ranks of one replica of the
     pipeline.
     """
@@ -421,7 +414,7 @@ def _scaler(
 
 
 def _exchange(
-    strategy: "DistributedStrategy", model: nn.Module, plan: _Plan, place: _Place, clip: Clipping
+    strategy: Fields, model: nn.Module, plan: _Plan, place: _Place, clip: Clipping
 ) -> Exchange:
     """Which of the three ways this engine shares its updates."""
     if plan.sync is not None:
@@ -463,9 +456,9 @@ def _digest(plan: _Plan) -> RollingDigest | None:
 
 
 def _arithmetic(
-    strategy: "DistributedStrategy", model: nn.Module, optimizer: torch.optim.Optimizer
+    strategy: Fields, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, str]:
     """What decides how replicas round, where all of them update alike."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     layerwise = bool(strategy.lamb or strategy.lars) or isinstance(optimizer, LayerwiseOptimizer)
-    return arithmetic(device, kernels=layerwise and not _is_local(strategy))
+    return arithmetic(device, kernels=layerwise and strategy.local is None)

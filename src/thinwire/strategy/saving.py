@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,9 +25,7 @@ from thinwire.optim.saving import remembered
 from thinwire.strategy import schedulers
 from thinwire.strategy.extra import plain
 from thinwire.strategy.fitting import Change, changes_of, misfits, settings_in_groups
-
-if TYPE_CHECKING:
-    from thinwire.strategy.engine import Parts
+from thinwire.strategy.parts import Parts
 
 __all__ = ["Restored", "load", "load_all", "load_parameters", "read", "save", "saved", "with_facts"]
 
@@ -54,7 +52,7 @@ _OTHER_RANKS: dict[str, Rule] = {
 gave 0), counts."""
 
 
-def saved(parts: "Parts", counters: Mapping[str, int], extra: Any = None) -> dict[str, Any]:
+def saved(parts: Parts, counters: Mapping[str, int], extra: Any = None) -> dict[str, Any]:
     """Everything that a later step depends on, copied where the engine would go on to change it.
 
     Raises:
@@ -77,7 +75,7 @@ def saved(parts: "Parts", counters: Mapping[str, int], extra: Any = None) -> dic
     }
 
 
-def with_facts(state: Mapping[str, Any], parts: "Parts") -> dict[str, Any]:
+def with_facts(state: Mapping[str, Any], parts: Parts) -> dict[str, Any]:
     """What `saved` gave, for `load`, with what it fits and whose it is; a checkpoint has both
     beside it.
     """
@@ -85,7 +83,7 @@ def with_facts(state: Mapping[str, Any], parts: "Parts") -> dict[str, Any]:
     return {**state, "facts": _copied(parts.facts), ORIGIN: origin.packed()}
 
 
-def load(state: Mapping[str, Any], parts: "Parts") -> Restored:
+def load(state: Mapping[str, Any], parts: Parts) -> Restored:
     """Put everything back and return what the engine goes on with; where that fails, nothing has
     changed.
     """
@@ -118,7 +116,7 @@ def _of_ranks(state: Mapping[str, Any]) -> list[Any]:
 @torch.no_grad()
 def load_all(
     state: Mapping[str, Any],
-    parts: "Parts",
+    parts: Parts,
     *,
     keep: Collection[str],
     agreed: Callable[[Exception | None], None],
@@ -170,7 +168,7 @@ def load_all(
     return {**counters, "extra": state["extra"]}
 
 
-def _checked(state: Mapping[str, Any], parts: "Parts") -> dict[str, int]:
+def _checked(state: Mapping[str, Any], parts: Parts) -> dict[str, int]:
     """The counters, once it is clear that the state is one of such an engine."""
     wanted = {
         "counters",
@@ -202,7 +200,7 @@ def _checked(state: Mapping[str, Any], parts: "Parts") -> dict[str, int]:
     return counters
 
 
-def _load_optimizer(state: Mapping[str, Any], parts: "Parts", keep: Collection[str]) -> None:
+def _load_optimizer(state: Mapping[str, Any], parts: Parts, keep: Collection[str]) -> None:
     saved_groups, groups = state["optimizer"]["param_groups"], parts.optimizer.param_groups
     kept = [{key: group[key] for key in keep if key in group} for group in groups]
     ordered = in_order(saved_groups, state["optimizer_names"], _names(parts))
@@ -233,7 +231,7 @@ def _tell_of_schedulers(found: schedulers.Matched) -> None:
 def save(
     directory: str | Path,
     state: Callable[[], Mapping[str, Any]],
-    parts: "Parts",
+    parts: Parts,
     step: int,
     keep: int | None,
 ) -> Path:
@@ -254,7 +252,7 @@ def save(
     )
 
 
-def read(directory: str | Path, parts: "Parts", apply: Callable[..., None]) -> Path:
+def read(directory: str | Path, parts: Parts, apply: Callable[..., None]) -> Path:
     """Find the newest whole checkpoint, see that it fits, and let `apply(state, keep=, agreed=)`
     take it over.
     """
@@ -275,7 +273,7 @@ def read(directory: str | Path, parts: "Parts", apply: Callable[..., None]) -> P
     return loaded.path
 
 
-def _compared(facts: Mapping[str, Any], parts: "Parts") -> tuple[list[Change], list[str]]:
+def _compared(facts: Mapping[str, Any], parts: Parts) -> tuple[list[Change], list[str]]:
     changes = changes_of(facts.get("strategy", {}), parts.facts["strategy"])
     return changes, misfits(facts, parts.facts, changes)
 
@@ -289,7 +287,7 @@ def _tell_of_changes(what: str, changes: list[Change]) -> None:
 
 
 @torch.no_grad()
-def load_parameters(directory: str | Path, parts: "Parts") -> Path:
+def load_parameters(directory: str | Path, parts: Parts) -> Path:
     """The parameters and buffers alone; see `Engine.load_parameters`."""
     loaded = load_checkpoint(
         directory, group=parts.group, part=parts.stage, rules=_OTHER_RANKS, combined=True
@@ -320,15 +318,15 @@ def _misfit(loaded: Loaded, problem: str) -> CheckpointMismatch:
     )
 
 
-def _parameters(parts: "Parts") -> dict[str, Tensor]:
+def _parameters(parts: Parts) -> dict[str, Tensor]:
     return dict(parts.model.named_parameters())
 
 
-def _buffers(parts: "Parts") -> dict[str, Tensor]:
+def _buffers(parts: Parts) -> dict[str, Tensor]:
     return dict(parts.model.named_buffers())
 
 
-def _names(parts: "Parts") -> list[list[str]] | None:
+def _names(parts: Parts) -> list[list[str]] | None:
     """The names in the model of the optimizer's parameters, by group; None where one of them has
     none.
     """

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
+from thinwire.strategy.dependents import schedulers_of
 from thinwire.strategy.extra import plain
-from thinwire.strategy.onlookers import schedulers_of
 
 __all__ = ["Matched", "matched", "restored", "saved"]
 

@@ -2,7 +2,10 @@
 explained.
 """
 
+import inspect
 import os
+import re
+import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,12 +14,44 @@ from uuid import uuid4
 
 import yaml
 
-from thinwire.strategy.distributed_strategy import CONFIGS, DistributedStrategy
-from thinwire.strategy.doclines import attribute_lines
-from thinwire.strategy.documents import TAGGED, from_dict, kind_of, ordered_fields, to_dict
+from thinwire.strategy.documents import TAGGED, F, from_dict, kind_of, ordered_fields, to_dict
+from thinwire.strategy.fields import CONFIGS, Fields
 from thinwire.strategy.yaml_reader import read_file
 
-__all__ = ["load", "save", "text_of"]
+__all__ = [
+    "attribute_lines",
+    "load",
+    "save",
+    "text_of",
+]
+
+_SECTION = re.compile(r"^Attributes:\n(.*?)(?=^\S|\Z)", re.DOTALL | re.MULTILINE)
+_ENTRY = re.compile(r"^ {4}(\w+): (.*?)(?=^ {4}\w|\Z)", re.DOTALL | re.MULTILINE)
+_REFERENCE = re.compile(r"(?:See|As in) `(\w+)`")
+
+
+def attribute_lines(config: type) -> dict[str, str]:
+    """What the docstring's section "Attributes" says of each attribute, on one line, without marks.
+
+    An entry that begins "See `Other`" or "As in `Other`" stands for the entry of that class in the
+    same module. Empty where docstrings are stripped (`python -OO`).
+    """
+    section = _SECTION.search(inspect.getdoc(config) or "")
+    entries = {
+        name: " ".join(text.split()) for name, text in _ENTRY.findall(section[1] if section else "")
+    }
+    return {
+        name: re.sub(r"`|\*\*", "", _followed(config, name, text)) for name, text in entries.items()
+    }
+
+
+def _followed(config: type, name: str, text: str) -> str:
+    reference = _REFERENCE.match(text)
+    if not reference:
+        return text
+    other: type = getattr(sys.modules[config.__module__], reference[1])
+    return attribute_lines(other)[name]
+
 
 _COLUMNS = 100
 
@@ -30,8 +65,8 @@ _Dumper.add_representer(
 )
 
 
-def load(path: Path) -> DistributedStrategy:
-    """Read a file.
+def load(kind: type[F], path: Path) -> F:
+    """Read a file with a strategy of this kind.
 
     Raises:
         StrategyError, TypeError, ValueError: As `DistributedStrategy.load`, beginning with file and
@@ -40,11 +75,11 @@ def load(path: Path) -> DistributedStrategy:
     """
     document, lines = read_file(path, "strategy")
     return from_dict(
-        document, lambda key: f"{path}:{lines[key]}: " if key in lines else f"{path}: "
+        kind, document, lambda key: f"{path}:{lines[key]}: " if key in lines else f"{path}: "
     )
 
 
-def save(strategy: DistributedStrategy, path: Path) -> None:
+def save(strategy: Fields, path: Path) -> None:
     """Write a file aside and put it in its place as a whole; parents are made.
 
     Raises:
@@ -63,10 +98,10 @@ def save(strategy: DistributedStrategy, path: Path) -> None:
         raise
 
 
-def text_of(strategy: DistributedStrategy) -> str:
+def text_of(strategy: Fields) -> str:
     """The file: every key with the line of its docstring above it; what is off, as a comment."""
     document = to_dict(strategy)
-    about = attribute_lines(DistributedStrategy)
+    about = attribute_lines(Fields)
     lines = [
         "# A training strategy of thinwire. `thinwire explain FILE` says what a step will do.",
         "",

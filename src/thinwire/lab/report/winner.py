@@ -93,7 +93,7 @@ def write_best(results: Mapping[str, Any], winner: str | None, folder: Path) -> 
 
 
 def _file_text(document: Mapping[str, Any], results: Mapping[str, Any]) -> str:
-    from thinwire.strategy.documents import from_dict
+    from thinwire.strategy.distributed_strategy import DistributedStrategy
     from thinwire.strategy.yaml_files import text_of
 
-    return f"{_FIRST_LINE}{results['headline']}\n{text_of(from_dict(document))}"
+    return f"{_FIRST_LINE}{results['headline']}\n{text_of(DistributedStrategy.from_dict(document))}"

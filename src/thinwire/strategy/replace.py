@@ -18,10 +18,18 @@ from thinwire.optim import DGCMomentum
 from thinwire.optim.config import LAMB, LARS
 from thinwire.optim.grouped import restrict_, taken_over
 from thinwire.optim.groups import TakenOver
+from thinwire.strategy.dependents import dependents
 from thinwire.strategy.in_place import became
-from thinwire.strategy.onlookers import onlookers
-from thinwire.strategy.rebuild import Recipe, decided_exclusion, rebuilt
-from thinwire.strategy.replacements import ADAMS, SGDS, as_dgc, as_lamb, as_lars
+from thinwire.strategy.replacements import (
+    ADAMS,
+    SGDS,
+    Recipe,
+    as_dgc,
+    as_lamb,
+    as_lars,
+    decided_exclusion,
+    rebuilt,
+)
 
 __all__ = ["Adopted", "adopt"]
 
@@ -112,7 +120,7 @@ def adopt(
         recipe = as_dgc(optimizer, told, dgc, process_group, num_trainers)
     known = {p: name or names[p] for group in told.groups for name, p in group["params"]}
     problems = [*recipe.problems, *_misnamed(told, recipe, known), *_lost_state(optimizer, recipe)]
-    problems += onlookers(optimizer)
+    problems += dependents(optimizer)
     if problems:
         raise StrategyError(said + "; ".join(problems))
     try:

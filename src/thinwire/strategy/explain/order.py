@@ -1,20 +1,17 @@
 """What one step of a strategy does, in order, in words and with its values."""
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from thinwire.compress.words import bits_text, plural
 from thinwire.core.clip import Clip
 from thinwire.core.loss_scale import DynamicLossScale, FixedLossScale, LossScale
 from thinwire.local.config import AdaptiveLocalSGD, LocalConfig
-
-if TYPE_CHECKING:
-    from thinwire.strategy.distributed_strategy import DistributedStrategy
+from thinwire.strategy.fields import Fields
 
 __all__ = ["step_order"]
 
 
-def step_order(strategy: "DistributedStrategy", grad_clip: Clip | None = None) -> list[str]:
+def step_order(strategy: Fields, grad_clip: Clip | None = None) -> list[str]:
     """One text for every stage of a step, in the order in which they happen."""
     return [
         _forward(strategy),
@@ -28,7 +25,7 @@ def step_order(strategy: "DistributedStrategy", grad_clip: Clip | None = None) -
     ]
 
 
-def _forward(strategy: "DistributedStrategy") -> str:
+def _forward(strategy: Fields) -> str:
     said = ["Forward pass of this rank's mini-batch"]
     if (pipeline := strategy.pipeline) is not None:
         cut = (
@@ -54,7 +51,7 @@ def _forward(strategy: "DistributedStrategy") -> str:
     return "; ".join(said)
 
 
-def _backward(strategy: "DistributedStrategy") -> str:
+def _backward(strategy: Fields) -> str:
     scale = None if strategy.amp is None else strategy.amp.loss_scale
     said = ["Backward pass of the loss"]
     if isinstance(scale, FixedLossScale):
@@ -66,7 +63,7 @@ def _backward(strategy: "DistributedStrategy") -> str:
     return "; ".join(said)
 
 
-def _merge(strategy: "DistributedStrategy") -> Iterator[str]:
+def _merge(strategy: Fields) -> Iterator[str]:
     merge = strategy.gradient_merge
     if merge is not None and merge.k_steps > 1:
         scaled = strategy.amp is not None and strategy.amp.loss_scale is not None
@@ -78,7 +75,7 @@ def _merge(strategy: "DistributedStrategy") -> Iterator[str]:
         )
 
 
-def _overflow(strategy: "DistributedStrategy") -> Iterator[str]:
+def _overflow(strategy: Fields) -> Iterator[str]:
     scale = None if strategy.amp is None else strategy.amp.loss_scale
     if scale is None:
         return
@@ -87,7 +84,7 @@ def _overflow(strategy: "DistributedStrategy") -> Iterator[str]:
             "Gradients are divided by the loss scale; overflow is not looked for "
             "(drop_overflow_update)"
         )
-    elif _local(strategy) is not None:
+    elif strategy.local is not None:
         whose = "of this replica" if strategy.pipeline is not None else "on this rank"
         yield (
             f"An overflow {whose} drops the local step, which still counts; else gradients are "
@@ -100,10 +97,10 @@ def _overflow(strategy: "DistributedStrategy") -> Iterator[str]:
         )
 
 
-def _exchange(strategy: "DistributedStrategy") -> str:
+def _exchange(strategy: Fields) -> str:
     peers = "the replicas of a stage" if strategy.pipeline is not None else "all ranks"
     dgc = strategy.dgc
-    if _local(strategy) is not None:
+    if strategy.local is not None:
         limit = dgc.limit("rank") if dgc is not None else ""
         return f"No exchange of gradients: each rank updates on its own{limit}"
     drop = (
@@ -122,10 +119,10 @@ def _exchange(strategy: "DistributedStrategy") -> str:
     )
 
 
-def _update(strategy: "DistributedStrategy", grad_clip: Clip | None) -> str:
+def _update(strategy: Fields, grad_clip: Clip | None) -> str:
     clipping = "clipping"
     if grad_clip is not None:
-        whose = "this rank's own gradient" if _local(strategy) is not None else "the mean gradient"
+        whose = "this rank's own gradient" if strategy.local is not None else "the mean gradient"
         everywhere = " over all stages" if strategy.pipeline is not None else ""
         clipping = f"clipping of {whose}{everywhere} by {grad_clip}"
     said = (
@@ -146,8 +143,8 @@ def _update(strategy: "DistributedStrategy", grad_clip: Clip | None) -> str:
     return said + "the optimizer's own formula"
 
 
-def _averaging(strategy: "DistributedStrategy") -> Iterator[str]:
-    config = _local(strategy)
+def _averaging(strategy: Fields) -> Iterator[str]:
+    config = strategy.local
     if config is None:
         return
     adaptive = isinstance(config, AdaptiveLocalSGD)
@@ -168,7 +165,7 @@ def _averaging(strategy: "DistributedStrategy") -> Iterator[str]:
         )
 
 
-def _change(strategy: "DistributedStrategy", config: LocalConfig) -> str:
+def _change(strategy: Fields, config: LocalConfig) -> str:
     said = ""
     if (config.outer_lr, config.outer_momentum) != (1.0, 0.0):
         nesterov = ", Nesterov" if config.outer_nesterov else ""
@@ -189,7 +186,7 @@ def _change(strategy: "DistributedStrategy", config: LocalConfig) -> str:
     return said
 
 
-def _next_scale(strategy: "DistributedStrategy") -> Iterator[str]:
+def _next_scale(strategy: Fields) -> Iterator[str]:
     scale = None if strategy.amp is None else strategy.amp.loss_scale
     if isinstance(scale, DynamicLossScale):
         yield (
@@ -198,7 +195,7 @@ def _next_scale(strategy: "DistributedStrategy") -> Iterator[str]:
         )
 
 
-def _checked(strategy: "DistributedStrategy") -> bool:
+def _checked(strategy: Fields) -> bool:
     """Whether it is the exchange that looks for gradients that are not finite."""
     scale = None if strategy.amp is None else strategy.amp.loss_scale
     return scale is None or (strategy.compression is not None and _unchecked(scale))
@@ -206,10 +203,6 @@ def _checked(strategy: "DistributedStrategy") -> bool:
 
 def _unchecked(scale: LossScale) -> bool:
     return isinstance(scale, FixedLossScale) and not scale.drop_overflow_update
-
-
-def _local(strategy: "DistributedStrategy") -> LocalConfig | None:
-    return strategy.localsgd or strategy.adaptive_localsgd
 
 
 def _number(value: float) -> str:

@@ -1,7 +1,6 @@
 """What a strategy makes of a given model and optimizer, in words; nothing is changed."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -12,20 +11,16 @@ from thinwire.compress.protocol import Compression
 from thinwire.core.clip import Clip
 from thinwire.pipeline.cut import cut
 from thinwire.step.recompute import matches
-from thinwire.strategy.adopt import adopt
 from thinwire.strategy.clipping import require_one_clip
-
-if TYPE_CHECKING:
-    from thinwire.strategy.distributed_strategy import DistributedStrategy
+from thinwire.strategy.fields import Fields
+from thinwire.strategy.replace import adopt
 
 __all__ = ["about_model", "about_optimizer"]
 
 _SHOWN = 6
 
 
-def about_model(
-    strategy: "DistributedStrategy", model: nn.Module, optimizer: Optimizer | None
-) -> list[str]:
+def about_model(strategy: Fields, model: nn.Module, optimizer: Optimizer | None) -> list[str]:
     """The stages, the modules that are recomputed, and which tensors are compressed or dense, and
     why.
     """
@@ -49,7 +44,7 @@ def about_model(
 
 
 def about_optimizer(
-    strategy: "DistributedStrategy",
+    strategy: Fields,
     optimizer: Optimizer,
     model: nn.Module | None,
     grad_clip: Clip | None = None,
@@ -85,14 +80,14 @@ def _names_in(optimizer: Optimizer) -> dict[Parameter, str]:
     return names
 
 
-def _stages(strategy: "DistributedStrategy", model: nn.Module) -> Iterator[str]:
+def _stages(strategy: Fields, model: nn.Module) -> Iterator[str]:
     if strategy.pipeline is None:
         return
     for number, stage in enumerate(cut(model, strategy.pipeline), start=1):
         yield f"stage {number}: {_sized(dict(stage.named_parameters()))}"
 
 
-def _recomputed(strategy: "DistributedStrategy", model: nn.Module) -> Iterator[str]:
+def _recomputed(strategy: Fields, model: nn.Module) -> Iterator[str]:
     if strategy.recompute is not None:
         names = matches(model, strategy.recompute.checkpoints)
         yield (
@@ -102,7 +97,7 @@ def _recomputed(strategy: "DistributedStrategy", model: nn.Module) -> Iterator[s
 
 
 def _exchanged(
-    strategy: "DistributedStrategy", model: nn.Module, params: Mapping[str, Parameter]
+    strategy: Fields, model: nn.Module, params: Mapping[str, Parameter]
 ) -> Iterator[str]:
     local = strategy.localsgd or strategy.adaptive_localsgd
     what = "the change of" if local is not None else "the gradient of"

@@ -7,7 +7,7 @@ import gc
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-__all__ = ["HOOKS", "onlookers", "schedulers_of"]
+__all__ = ["HOOKS", "dependents", "schedulers_of"]
 
 HOOKS = (
     "_optimizer_step_pre_hooks",
@@ -20,7 +20,7 @@ HOOKS = (
 """Where torch keeps the hooks of an optimizer."""
 
 
-def onlookers(optimizer: torch.optim.Optimizer) -> list[str]:
+def dependents(optimizer: torch.optim.Optimizer) -> list[str]:
     """What stands in the way of another method in the same object, in words."""
     step = vars(optimizer).get("step")
     if step is None or hasattr(

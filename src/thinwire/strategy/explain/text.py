@@ -5,20 +5,17 @@ of a model.
 import textwrap
 from collections.abc import Iterable
 from types import NoneType
-from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.optim import Optimizer
 
 from thinwire import _validate as check
 from thinwire.core.clip import Clip
-from thinwire.strategy.remarks import remarks
+from thinwire.strategy.explain.advice import advice
+from thinwire.strategy.explain.model import about_model, about_optimizer
+from thinwire.strategy.explain.order import step_order
+from thinwire.strategy.fields import Fields
 from thinwire.strategy.rules import rules_among
-from thinwire.strategy.step_order import step_order
-from thinwire.strategy.with_model import about_model, about_optimizer
-
-if TYPE_CHECKING:
-    from thinwire.strategy.distributed_strategy import DistributedStrategy
 
 __all__ = ["explanation"]
 
@@ -26,7 +23,7 @@ _COLUMNS = 100
 
 
 def explanation(
-    strategy: "DistributedStrategy",
+    strategy: Fields,
     model: nn.Module | None = None,
     optimizer: Optimizer | None = None,
     grad_clip: Clip | None = None,
@@ -50,7 +47,7 @@ def explanation(
         _wrapped(f"On: {fields}"),
         _section("A step, in order", _numbered(step_order(strategy, grad_clip))),
         _section("Together", together),
-        _section("To know", remarks(strategy)),
+        _section("To know", advice(strategy)),
         _section("This model", [] if model is None else about_model(strategy, model, optimizer)),
         _section(
             "This optimizer",

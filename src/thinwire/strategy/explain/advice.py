@@ -3,20 +3,17 @@ the loop.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from thinwire.comm.nodes import job_ranks, node_size_of
 from thinwire.compress.dgc import DGC
 from thinwire.core.loss_scale import FixedLossScale
 from thinwire.exchange.overlap import BUCKET_BYTES, DENSE_BUCKET_BYTES, FIRST_BUCKET_BYTES
+from thinwire.strategy.fields import Fields
 
-if TYPE_CHECKING:
-    from thinwire.strategy.distributed_strategy import DistributedStrategy
-
-__all__ = ["remarks"]
+__all__ = ["advice"]
 
 
-def remarks(strategy: "DistributedStrategy") -> list[str]:
+def advice(strategy: Fields) -> list[str]:
     """One text for each, in the order of the fields."""
     return [
         *_about_amp(strategy),
@@ -26,7 +23,7 @@ def remarks(strategy: "DistributedStrategy") -> list[str]:
     ]
 
 
-def _about_amp(strategy: "DistributedStrategy") -> Iterator[str]:
+def _about_amp(strategy: Fields) -> Iterator[str]:
     amp = strategy.amp
     if amp is None:
         return
@@ -44,7 +41,7 @@ def _about_amp(strategy: "DistributedStrategy") -> Iterator[str]:
         )
 
 
-def _about_structure(strategy: "DistributedStrategy") -> Iterator[str]:
+def _about_structure(strategy: Fields) -> Iterator[str]:
     if (pipeline := strategy.pipeline) is not None:
         yield (
             f"pipeline: the number of ranks must be a multiple of {pipeline.stages}; ranks / "
@@ -63,7 +60,7 @@ def _about_structure(strategy: "DistributedStrategy") -> Iterator[str]:
         yield "gradient_merge: k_steps=1 merges nothing"
 
 
-def _about_exchange(strategy: "DistributedStrategy") -> Iterator[str]:
+def _about_exchange(strategy: Fields) -> Iterator[str]:
     local = strategy.localsgd or strategy.adaptive_localsgd
     if (
         strategy.dgc is not None
@@ -100,7 +97,7 @@ def _about_exchange(strategy: "DistributedStrategy") -> Iterator[str]:
         yield "localsgd: k_steps=1 averages after every step, which saves no communication"
 
 
-def _about_sources(strategy: "DistributedStrategy", dgc: DGC) -> Iterator[str]:
+def _about_sources(strategy: Fields, dgc: DGC) -> Iterator[str]:
     """Who counts as one, and how their messages travel."""
     if strategy.localsgd is not None or strategy.adaptive_localsgd is not None:
         if dgc.node_size not in (None, 1) or dgc.exchange == "split":
@@ -155,7 +152,7 @@ def _sources_here(ranks: Sequence[int], node_size: int | None) -> str:
     )
 
 
-def _about_the_end(strategy: "DistributedStrategy") -> Iterator[str]:
+def _about_the_end(strategy: Fields) -> Iterator[str]:
     pending = []
     if strategy.gradient_merge is not None and strategy.gradient_merge.k_steps > 1:
         pending.append("the leftovers of a merge")

@@ -11,9 +11,10 @@ from typing import Any
 
 from thinwire import _validate as check
 from thinwire.errors import StrategyError
-from thinwire.strategy.distributed_strategy import DistributedStrategy
-from thinwire.strategy.fleet_maps import MAPS, Findings, mapped
-from thinwire.strategy.fleet_table import (
+from thinwire.strategy.documents import F
+from thinwire.strategy.fields import Fields
+from thinwire.strategy.fleet.maps import MAPS, Findings, mapped
+from thinwire.strategy.fleet.table import (
     CONFIG_KEYS,
     NOTED,
     NOTED_FLAGS,
@@ -29,10 +30,11 @@ _WITH_FLAG = (*MAPS, "a_sync", "sharding", "tensor_parallel")
 _KNOWN = (*MAPS, *CONFIG_KEYS, *_UNREAD, *REFUSED, *NOTED, "a_sync", "mode")
 
 
-def from_fleet(description: Mapping[str, Any]) -> DistributedStrategy:
+def from_fleet(kind: type[F], description: Mapping[str, Any]) -> F:
     """See `DistributedStrategy.from_fleet`.
 
     Args:
+        kind: Of strategy.
         description: Attributes of fleet's DistributedStrategy by name; a mapping, or what has
             `keys` and items.
     """
@@ -45,7 +47,7 @@ def from_fleet(description: Mapping[str, Any]) -> DistributedStrategy:
     _check_mode(given, findings)
     features = _features(given, configs, findings)
     try:
-        strategy = DistributedStrategy(**features)
+        strategy = kind(**features)
     except StrategyError as error:
         findings.problems.append(str(error))
     _raise(findings)
@@ -192,7 +194,7 @@ def _check_mode(given: Mapping[str, Any], findings: Findings) -> None:
         )
 
 
-def _expect_replicas(strategy: DistributedStrategy, configs: Mapping[str, dict[str, Any]]) -> None:
+def _expect_replicas(strategy: Fields, configs: Mapping[str, dict[str, Any]]) -> None:
     """dp_degree is no setting but a claim about the ranks, which only `prepare` knows; it is not in
     `to_dict`.
     """

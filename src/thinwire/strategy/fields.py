@@ -1,0 +1,126 @@
+"""The fields of a strategy, their configs, and which of them go together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from thinwire import _validate as check
+from thinwire.compress.dgc import DGC
+from thinwire.compress.low_rank import LowRank
+from thinwire.errors import StrategyError
+from thinwire.local.config import AdaptiveLocalSGD, LocalSGD
+from thinwire.optim.config import LAMB, LARS
+from thinwire.pipeline.config import Pipeline
+from thinwire.step.config import AMP, GradientMerge, Recompute
+from thinwire.strategy.rules import rules_among
+
+__all__ = ["CONFIGS", "Fields"]
+
+CONFIGS: dict[str, type] = {
+    "amp": AMP,
+    "recompute": Recompute,
+    "pipeline": Pipeline,
+    "gradient_merge": GradientMerge,
+    "dgc": DGC,
+    "lars": LARS,
+    "lamb": LAMB,
+    "localsgd": LocalSGD,
+    "adaptive_localsgd": AdaptiveLocalSGD,
+    "low_rank": LowRank,
+}
+"""The config of every field."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fields:
+    """What to combine in training; a field that is None is off.
+
+    Attributes:
+        amp: The forward pass in a narrow type, with or without a loss scale.
+        recompute: Less memory for activations, paid with a second forward pass.
+        pipeline: The model in stages on several ranks.
+        gradient_merge: One update, and one exchange, for several backward passes.
+        dgc: Only the largest entries of every gradient travel; the rest is kept until it matters.
+        lars: LARS, for large batches, in the place of the given SGD.
+        lamb: LAMB, for large batches, in the place of the given Adam.
+        localsgd: Ranks train on their own and average their parameters at an interval.
+        adaptive_localsgd: The same as localsgd, at an interval that follows the loss.
+        low_rank: Each matrix of gradients travels as two factors of few columns; the rest is kept.
+
+    Raises:
+        TypeError: A field is neither None nor its config.
+        StrategyError: Fields that do not go together; lists all of them, with what to change.
+    """
+
+    amp: AMP | None = None
+    recompute: Recompute | None = None
+    pipeline: Pipeline | None = None
+    gradient_merge: GradientMerge | None = None
+    dgc: DGC | None = None
+    lars: LARS | None = None
+    lamb: LAMB | None = None
+    localsgd: LocalSGD | None = None
+    adaptive_localsgd: AdaptiveLocalSGD | None = None
+    low_rank: LowRank | None = None
+
+    expected_replicas: ClassVar[int | None] = None
+    """How many ranks must hold each stage, where `from_fleet` was told so; `prepare` compares.
+
+    Not part of the file.
+    """
+
+    def __post_init__(self) -> None:
+        for name, config in CONFIGS.items():
+            value = getattr(self, name)
+            if value is not None:
+                advice = f"write {name}={config.__name__}(...), or None for off"
+                check.instance(name, value, config, advice=advice)
+        conflicts = [
+            *self._conflicting_fields(),
+            *self._double_compression(),
+            *self._narrow_changes(),
+        ]
+        if conflicts:
+            raise StrategyError("parts of the strategy do not go together: " + "; ".join(conflicts))
+
+    @property
+    def compression(self) -> DGC | LowRank | None:
+        """How gradients, or what local updates send, are compressed by a field of its own."""
+        return self.dgc or self.low_rank
+
+    @property
+    def on(self) -> dict[str, Any]:
+        """The fields that are on, with their configs, in the order of the fields."""
+        present = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: config for name, config in present.items() if config is not None}
+
+    @property
+    def local(self) -> LocalSGD | AdaptiveLocalSGD | None:
+        """How ranks train on their own between averagings, if they do."""
+        return self.localsgd or self.adaptive_localsgd
+
+    def _conflicting_fields(self) -> list[str]:
+        return [
+            f"{' and '.join(rule.pair)}: {rule.meaning}; {rule.remedy}"
+            for rule in rules_among(self.on)
+            if not rule.works
+        ]
+
+    def _double_compression(self) -> list[str]:
+        local = ("localsgd", "adaptive_localsgd")
+        return [
+            f"dgc and {name}.compression: both say how the change is compressed; remove dgc, or "
+            f"give {name} compression=None"
+            for name in local
+            if self.dgc is not None and name in self.on and self.on[name].compression is not None
+        ]
+
+    def _narrow_changes(self) -> list[str]:
+        local = ("localsgd", "adaptive_localsgd")
+        return [
+            f"dgc.state_dtype='bfloat16' and {name}: what an averaging does not send is kept in "
+            "the type of its anchor; leave state_dtype out"
+            for name in local
+            if self.dgc is not None and name in self.on and self.dgc.state_dtype == "bfloat16"
+        ]

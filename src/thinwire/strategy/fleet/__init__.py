@@ -1,0 +1,1 @@
+"""Reading strategies of Paddle fleet."""

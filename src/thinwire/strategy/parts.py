@@ -1,0 +1,56 @@
+"""What `prepare` puts together for an engine."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from thinwire.amp import LossScaler
+from thinwire.comm import Group
+from thinwire.exchange.overlap import Overlap
+from thinwire.pipeline.runner import PipelineRunner
+from thinwire.step.merge import GradientSum
+from thinwire.strategy.absent import AbsentAsZero
+from thinwire.strategy.exchanges import Exchange
+from thinwire.strategy.moving_buffers import MovingBuffers
+
+__all__ = ["LossFunction", "Parts"]
+
+
+LossFunction = Callable[[Any, Any], Tensor]
+
+
+@dataclass(slots=True, kw_only=True)
+class Parts:
+    """What `prepare` has put together for an engine."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss_fn: LossFunction | None
+    params: dict[str, Parameter]
+    """What this rank trains, by the name in the whole model."""
+    group: Group
+    """All ranks."""
+    exchange: Exchange
+    buffers: MovingBuffers
+    scaler: LossScaler | None
+    merge: GradientSum | None
+    merge_steps: int
+    merge_avg: bool
+    overlap: Overlap | None
+    """Begins the exchange during the backward pass; None where it comes after it."""
+    absent: AbsentAsZero
+    """Completes gradients that this rank lacks, where that is asked for."""
+    find_unused: bool
+    """Whether it is asked for in every update."""
+    runner: PipelineRunner | None
+    stage: int
+    """Of the pipeline; 0 without one."""
+    autocast: Callable[[], torch.autocast] | None
+    handles: list[Any]
+    """Whose `remove` takes changes to the model off."""
+    facts: dict[str, Any]
+    """What a checkpoint must have in common with the engine that loads it."""
