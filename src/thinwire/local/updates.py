@@ -388,7 +388,7 @@ class LocalUpdates:
         that of what the anchors moved by, outer optimizer included. At 1 the anchors have moved as
         far as the ranks' steps on the mean; below 1 a part is lost to decay, or still kept; above 1
         what was sent counts more than once (`mean_over="senders"`). It comes from 64 sums of
-        entries with random signs (`core.sketch`), 256 bytes beside every compressed averaging, so
+        entries with random signs (`local.sketch`), 256 bytes beside every compressed averaging, so
         its standard error is about an eighth of what was applied across the change, relative to the
         change. Equal on all ranks. 1, and no byte, where all is applied in time: without
         compression, with `dgc`, and at decay 1 with a mean over all ranks.

@@ -1,4 +1,4 @@
-"""The messages of `core.message`, byte for byte, made and read on a device without a word to the
+"""The messages of `wire.message`, byte for byte, made and read on a device without a word to the
 host.
 
 All shapes follow from the layout. What depends on data stays in device memory: how many entries are
@@ -56,7 +56,7 @@ def pack(
     layout: Layout, step: int, bucket: int, proposals: Sequence[Proposal]
 ) -> tuple[Tensor, list[Tensor]]:
     """Message of the proposals, or of the number of the first that is not finite; see
-    `core.message`.
+    `wire.message`.
 
     Args:
         layout: Of the message.
@@ -106,7 +106,7 @@ def pack(
 
 def read(layout: Layout, rows: Tensor, *, step: int, bucket: int) -> Arrived:
     """What the messages of all ranks say, and per message a verdict on everything that
-    `core.message.unpack` checks.
+    `wire.message.unpack` checks.
 
     Args:
         layout: That they must have.
@@ -150,7 +150,7 @@ def read(layout: Layout, rows: Tensor, *, step: int, bucket: int) -> Arrived:
 def explain(
     layout: Layout, message: Tensor, verdict: int, *, step: int, bucket: int, source: int
 ) -> NoReturn:
-    """Raise what `core.message.unpack` raises for a message with a verdict other than 0; reads it
+    """Raise what `wire.message.unpack` raises for a message with a verdict other than 0; reads it
     on the host.
 
     Raises:

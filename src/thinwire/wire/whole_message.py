@@ -1,8 +1,8 @@
 """One message with every entry of several tensors in few bits each: no positions, since none is
 left out.
 
-The header is that of `core.message`, with no flag and no count of entries. Then comes the code of
-one tensor after the other. At 2, 4, 8 and 16 bits that is the code of `core.value_code`. At 1 bit
+The header is that of `wire.message`, with no flag and no count of entries. Then comes the code of
+one tensor after the other. At 2, 4, 8 and 16 bits that is the code of `wire.values`. At 1 bit
 it has two scales in float32, the mean of the entries that are not negative and the mean magnitude
 of the negative ones, and one bit an entry, set where the entry is negative, the least significant
 bit first: each half stands at its own mean, so that what is lost never has a larger norm than what
