@@ -14,7 +14,7 @@ from thinwire.lab.network.link import Link
 from thinwire.lab.report.axes import Axis
 from thinwire.lab.report.measures import Column, bytes_text, tables
 from thinwire.lab.report.page import render, write_report
-from thinwire.lab.report.plots import PALETTE
+from thinwire.lab.report.plots import PALETTE, sample
 from thinwire.lab.report.results import KEYS, seconds_to_loss, summarise, write_json
 from thinwire.lab.report.table import print_table
 from thinwire.lab.report.winner import BEST, document_of, write_best
@@ -296,7 +296,19 @@ def test_colours_can_be_told_from_the_page(shade: int) -> None:
         assert contrast(text, colour["page"]) >= 4.5, text
     assert contrast(colour["soft"], colour["panel"]) >= 4.5
     assert contrast(colour["ink"], colour["best"]) >= 4.5
+    assert contrast(colour["soft"], colour["best"]) >= 4.5  # the labels of narrow pages
     assert len({pair[shade] for pair in PALETTE}) == 8
+
+
+def test_every_line_of_a_plot_looks_different() -> None:
+    """More strategies than colours: the same colour comes back with another mark and dash."""
+    looks = [
+        (PALETTE[number % len(PALETTE)], re.sub(r"--series-\d+", "", sample(number)))
+        for number in range(2 * len(PALETTE))
+    ]
+    assert len(looks) > len(STRATEGIES)
+    for number, look in enumerate(looks):
+        assert look not in looks[:number], number
 
 
 def test_the_report_suits_light_and_dark_and_escapes_what_it_shows() -> None:

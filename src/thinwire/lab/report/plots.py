@@ -83,13 +83,20 @@ def sample(number: int) -> str:
     readers.
     """
     line = f'<path d="M1 7H27"{_stroke(number)}/>'
-    colour, shape = f"var(--series-{number})", _SHAPES[number % len(_SHAPES)]
-    mark = f'<g transform="translate(14 7)" fill="{colour}">{shape}</g>'
+    mark = (
+        f'<g transform="translate(14 7)" fill="var(--series-{number})">{_SHAPES[_look(number)]}</g>'
+    )
     return f'<svg class="sample" viewBox="0 0 28 14" aria-hidden="true">{line}{mark}</svg>'
 
 
+def _look(number: int) -> int:
+    """Which mark and dash; those who share a colour have others."""
+    again, place = divmod(number, len(PALETTE))
+    return (place + len(PALETTE) // 2 * again) % len(PALETTE)
+
+
 def _stroke(number: int) -> str:
-    dash = _DASHES[number % len(_DASHES)]
+    dash = _DASHES[_look(number)]
     dashes = f' stroke-dasharray="{dash}"' if dash else ""
     return f' fill="none" stroke="var(--series-{number})" stroke-width="1.8"{dashes}'
 
@@ -174,7 +181,7 @@ def _series(
         "M" + "L".join(f"{px:.1f} {py:.1f}" for px, py in _below(places, y.end)) if places else ""
     )
     marks = "".join(
-        f'<g class="pt" transform="translate({px:.1f} {py:.1f})">{_SHAPES[number % len(_SHAPES)]}'
+        f'<g class="pt" transform="translate({px:.1f} {py:.1f})">{_SHAPES[_look(number)]}'
         f"<title>{escape(_values(name, point))}</title></g>"
         for px, py, point in places
         if py >= y.end
