@@ -6,8 +6,9 @@ import torch
 from thinwire.core.feedback import Fold, FoldRule, commit_, commit_list_, propose, propose_list
 from thinwire.core.merge import sum_sparse
 from thinwire.errors import PayloadCorrupt
-from thinwire.kernels import for_lists, has_address, share_memory
+from thinwire.kernels import for_lists
 from thinwire.kernels.cpu import numba_body, select, threads
+from thinwire.kernels.memory import has_address, share_memory
 from thinwire.wire import message as message_module
 from thinwire.wire.message import HEADER_BYTES, Layout, Slot, pack, unpack
 from thinwire.wire.values import VALUE_BITS

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from thinwire.core.checksum import bit_sums
-from thinwire.kernels import for_device, has_address
+from thinwire.kernels import for_device
+from thinwire.kernels.memory import has_address
 
 __all__ = ["checked_mean_", "divided_", "step_along_list_", "sum_sparse"]
 

@@ -11,7 +11,6 @@ trust ratios in `compiled_steps`.
 import functools
 import os
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Protocol, cast
 
 import numpy as np
@@ -20,18 +19,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from thinwire.kernels import reference
+from thinwire.kernels.memory import has_address, is_plain, share_memory
 from thinwire.kernels.rules import Fold, LambRule, LarsRule, OuterRule
 
 __all__ = [
     "CompiledSteps",
     "Kernels",
     "body_name",
-    "bump_versions",
     "compiled_steps",
     "for_device",
-    "has_address",
     "is_static",
-    "share_memory",
 ]
 
 
@@ -205,7 +202,7 @@ def compiled_steps(*lists: Sequence[Tensor]) -> CompiledSteps | None:
     if device.type == "cpu":
         fit = all(has_address(tensor, dtype) for tensor in tensors)
     else:
-        fit = all(_is_plain(tensor, dtype) and tensor.device == device for tensor in tensors)
+        fit = all(is_plain(tensor, dtype) and tensor.device == device for tensor in tensors)
     return _steps_for(device) if fit and not share_memory(lists[0]) else None
 
 
@@ -223,40 +220,6 @@ def _steps_for(device: torch.device) -> CompiledSteps | None:
 
 
 _STEP_TYPES = (torch.float32, torch.float64)
-_PLAIN_CLASSES = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
-
-
-def has_address(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Whether its entries of `dtype` stand in the CPU's memory one after the other, where compiled
-    loops find them.
-    """
-    return tensor.is_cpu and _is_plain(tensor, dtype)
-
-
-def _is_plain(tensor: Tensor, dtype: torch.dtype) -> bool:
-    plain = type(tensor) in _PLAIN_CLASSES and tensor.dtype == dtype
-    strided = (
-        plain and tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_neg()
-    )
-    # a storage that was freed has address 0
-    return strided and (tensor.data_ptr() != 0 or tensor.numel() == 0)
-
-
-def bump_versions(*lists: Sequence[Tensor]) -> None:
-    """Tell autograd that loops have written to the addresses of these tensors, so that a graph that
-    still needs the old values complains.
-    """
-    torch.autograd.graph.increment_version([tensor for tensors in lists for tensor in tensors])
-
-
-def share_memory(tensors: Sequence[Tensor]) -> bool:
-    """Whether two of these contiguous tensors overlap."""
-    ends = sorted(
-        (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
-        for tensor in tensors
-        if tensor.numel()
-    )
-    return any(following[0] < one[1] for one, following in pairwise(ends))
 
 
 @functools.cache

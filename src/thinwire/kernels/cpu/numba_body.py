@@ -10,7 +10,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from thinwire.kernels import bump_versions, has_address, share_memory
 from thinwire.kernels.cpu import jit_codes, jit_fold, jit_lists, jit_select
 from thinwire.kernels.cpu.select import (
     Folding,
@@ -25,6 +24,7 @@ from thinwire.kernels.cpu.select import (
 )
 from thinwire.kernels.cpu.slots import decode_slots, encode_slots
 from thinwire.kernels.cpu.threads import SMALLEST_PART, in_parts, in_spans
+from thinwire.kernels.memory import bump_versions, has_address, share_memory
 from thinwire.kernels.reference import SCALE_COUNT
 from thinwire.kernels.rules import Fold
 

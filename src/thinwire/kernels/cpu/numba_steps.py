@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from thinwire.kernels import bump_versions
 from thinwire.kernels.cpu import jit_steps, threads
+from thinwire.kernels.memory import bump_versions
 from thinwire.kernels.rules import LambRule, LarsRule, OuterRule, TrustRule
 
 __all__ = ["lamb_", "lars_", "outer_", "scratch"]

@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from thinwire.kernels import has_address
 from thinwire.kernels.cpu import jit_slots
 from thinwire.kernels.cpu.threads import SMALLEST_PART, in_spans
+from thinwire.kernels.memory import has_address
 from thinwire.kernels.reference import SCALE_COUNT
 
 __all__ = ["decode_slots", "encode_slots"]

@@ -17,9 +17,9 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from thinwire.kernels import bump_versions
 from thinwire.kernels.cuda import launching, triton_steps
 from thinwire.kernels.cuda.launching import blocks_of, launch
+from thinwire.kernels.memory import bump_versions
 from thinwire.kernels.rules import LambRule, LarsRule, OuterRule, TrustRule
 
 __all__ = ["lamb_", "lars_", "outer_"]
