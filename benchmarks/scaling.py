@@ -69,8 +69,8 @@ def work(
         sending = send_entries(context, mine, value_bits=layout.value_bits, exchange=exchange)
         one_round.launch(mine.keys(), together([sending]))
         one_round.finish()
-        crossing = sources.crossing if isinstance(sources, Nodes) else sources
-        found.append(None if crossing is None else (crossing.bytes_sent, crossing.bytes_received))
+        leaders = sources.leaders if isinstance(sources, Nodes) else sources
+        found.append(None if leaders is None else (leaders.bytes_sent, leaders.bytes_received))
     answers.put((rank, found))
     dist.destroy_process_group()
 
@@ -101,14 +101,14 @@ def row(ranks: int, way: tuple[str, int], layout: Layout, found: list[Any]) -> d
     exchange, node_size = way
     sources = ranks // node_size
     counted = [between_sources(layout, sources, exchange, source) for source in range(sources)]
-    leaders = found[::node_size]
-    for source, (sent, received) in enumerate(leaders):
+    counted = found[::node_size]
+    for source, (sent, received) in enumerate(counted):
         assert (sent, received) == (counted[source].bytes_sent, counted[source].bytes_received), (
             way,
             source,
         )
     assert all(answer is None for rank, answer in enumerate(found) if rank % node_size)
-    most = max(sent + received for sent, received in leaders)
+    most = max(sent + received for sent, received in counted)
     return {
         "ranks": ranks,
         "node_size": node_size,

@@ -39,8 +39,8 @@ def test_equal_payloads_cost_one_small_round(ranks: Pool) -> None:
 
 def gather_and_sum(rank: int, size: int) -> tuple[list[list[int]], list[float]]:
     group = Group()
-    rows = group.gather(torch.full((3,), rank, dtype=torch.uint8), what="test")
-    total = group.sum_(torch.tensor([float(rank), 1.0]), what="test")
+    rows = group.all_gather(torch.full((3,), rank, dtype=torch.uint8), what="test")
+    total = group.all_reduce_(torch.tensor([float(rank), 1.0]), what="test")
     return rows.wait().tolist(), total.wait().tolist()
 
 
@@ -57,7 +57,7 @@ def wait_for_a_late_rank(rank: int, size: int) -> float:
     before = group.wait_s
     if rank == 1:
         time.sleep(0.5)
-    group.sum_(torch.ones(1), what="test").wait()
+    group.all_reduce_(torch.ones(1), what="test").wait()
     return group.wait_s - before
 
 
@@ -67,12 +67,12 @@ def test_the_time_of_waiting_is_counted_where_it_is_spent(ranks: Pool) -> None:
     assert 0 <= late < early
 
 
-def deal(rank: int, size: int) -> tuple[list[list[int]], int, int]:
+def exchange_parts(rank: int, size: int) -> tuple[list[list[int]], int, int]:
     group = Group()
     lengths = [receiver + 1 for receiver in range(group.size)]
     parts = torch.cat([torch.full((n,), 10 * rank + n, dtype=torch.uint8) for n in lengths])
     return (
-        group.deal(parts, lengths, what="test").wait().tolist(),
+        group.all_to_all(parts, lengths, what="test").wait().tolist(),
         group.bytes_sent,
         group.bytes_received,
     )
@@ -82,7 +82,7 @@ def deal(rank: int, size: int) -> tuple[list[list[int]], int, int]:
 def test_deal_gives_every_rank_what_is_meant_for_it(ranks: Pool, size: int) -> None:
     n = max(size, 1)
     total = n * (n + 1) // 2
-    for rank, (rows, sent, received) in enumerate(ranks.run(deal, size=size)):
+    for rank, (rows, sent, received) in enumerate(ranks.run(exchange_parts, size=size)):
         assert rows == [[10 * source + rank + 1] * (rank + 1) for source in range(n)]
         assert (sent, received) == (total - (rank + 1), (n - 1) * (rank + 1))
 
@@ -90,27 +90,34 @@ def test_deal_gives_every_rank_what_is_meant_for_it(ranks: Pool, size: int) -> N
 def over_nodes(rank: int, size: int, width: int) -> tuple[Any, ...]:
     nodes = sources_of(Group(), width)
     me = nodes.rank
-    rows = nodes.gather(torch.full((3,), me, dtype=torch.uint8), what="test")
-    total = nodes.sum_(torch.tensor([float(me), 1.0]), what="test")
-    dealt = nodes.deal(
+    rows = nodes.all_gather(torch.full((3,), me, dtype=torch.uint8), what="test")
+    total = nodes.all_reduce_(torch.tensor([float(me), 1.0]), what="test")
+    exchanged = nodes.all_to_all(
         torch.arange(2 * nodes.size, dtype=torch.uint8) + 50 * me, [2] * nodes.size, what="test"
     )
     again = sources_of(Group(), width)
     assert isinstance(nodes, Nodes) and isinstance(again, Nodes)
-    same = nodes.inner._shared is again.inner._shared
-    return me, nodes.size, rows.wait().tolist(), total.wait().tolist(), dealt.wait().tolist(), same
+    same = nodes.node._shared is again.node._shared
+    return (
+        me,
+        nodes.size,
+        rows.wait().tolist(),
+        total.wait().tolist(),
+        exchanged.wait().tolist(),
+        same,
+    )
 
 
 @pytest.mark.parametrize("width", [2, 4])
 def test_nodes_give_once_and_get_everything_everywhere(ranks: Pool, width: int) -> None:
     count = 4 // width
-    for rank, (me, size, rows, total, dealt, same) in enumerate(
+    for rank, (me, size, rows, total, exchanged, same) in enumerate(
         ranks.run(over_nodes, width, size=4)
     ):
         assert (me, size, same) == (rank // width, count, True)
         assert rows == [[node] * 3 for node in range(count)]
         assert total == [float(sum(range(count))), float(count)]
-        assert dealt == [[50 * node + 2 * me, 50 * node + 2 * me + 1] for node in range(count)]
+        assert exchanged == [[50 * node + 2 * me, 50 * node + 2 * me + 1] for node in range(count)]
 
 
 def subgroup(rank: int, size: int) -> tuple[int, int] | None:
@@ -397,13 +404,13 @@ def in_pieces(rank: int, size: int) -> tuple[bool, bool, bool]:
     small, large = Group(timeout=2), Group()  # pieces of 64 KiB, and none
     values = torch.randn(100_003, generator=generator)
     whole, cut = values.clone(), values.clone()
-    large.sum_(whole, what="test").wait()
-    small.sum_(cut, what="test").wait()
-    everywhere = small.gather(cut.view(torch.uint8), what="test").wait()
+    large.all_reduce_(whole, what="test").wait()
+    small.all_reduce_(cut, what="test").wait()
+    everywhere = small.all_gather(cut.view(torch.uint8), what="test").wait()
     equal = all(torch.equal(row, everywhere[0]) for row in everywhere)
     message = values.view(torch.uint8)
     gathered = torch.equal(
-        large.gather(message, what="test").wait(), small.gather(message, what="test").wait()
+        large.all_gather(message, what="test").wait(), small.all_gather(message, what="test").wait()
     )
     lengths = [100_000 + 70_000 * receiver for receiver in range(size)]
     parts = (
@@ -411,12 +418,12 @@ def in_pieces(rank: int, size: int) -> tuple[bool, bool, bool]:
         if sum(lengths) <= message.numel()
         else message.repeat(3)[: sum(lengths)]
     )
-    dealt = torch.equal(
-        large.deal(parts, lengths, what="test").wait(),
-        small.deal(parts, lengths, what="test").wait(),
+    exchanged = torch.equal(
+        large.all_to_all(parts, lengths, what="test").wait(),
+        small.all_to_all(parts, lengths, what="test").wait(),
     )
     near = torch.allclose(whole, cut, atol=1e-6)  # the order of additions is that of the pieces
-    return near and equal and (size > 2 or torch.equal(whole, cut)), gathered, dealt
+    return near and equal and (size > 2 or torch.equal(whole, cut)), gathered, exchanged
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -6,7 +6,7 @@ import pytest
 
 from tests.ranks import Pool
 from thinwire.comm import Group
-from thinwire.comm.restarts import warn_of_restarts
+from thinwire.comm.private import warn_of_restarts
 
 MAY_FAIL = {"RANK": "0", "TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
 

@@ -219,9 +219,9 @@ def sent_in_turns(rank: int, size: int, compression: Any, dgc: Any) -> list[tupl
     gathered: list[int] = []
 
     class Counting(Group):
-        def gather(self, message: Tensor, *, what: str):  # type: ignore[no-untyped-def]
+        def all_gather(self, message: Tensor, *, what: str):  # type: ignore[no-untyped-def]
             gathered.append(message.numel() if "changes" in what else 0)
-            return super().gather(message, what=what)
+            return super().all_gather(message, what=what)
 
     from thinwire.local import updates
 
@@ -467,11 +467,11 @@ def test_configs_refuse(make: Any, kind: type[Exception], text: str) -> None:
 class Liar(Group):
     """A group whose rank 1 sends a damaged message of changes."""
 
-    def gather(self, message: Tensor, *, what: str):  # type: ignore[no-untyped-def]
+    def all_gather(self, message: Tensor, *, what: str):  # type: ignore[no-untyped-def]
         if self.rank == 1 and "changes" in what:
             message = message.clone()
             message[-1] ^= 4
-        return super().gather(message, what=what)
+        return super().all_gather(message, what=what)
 
 
 def receive_damage(rank: int, size: int, compression: Any) -> list[str]:

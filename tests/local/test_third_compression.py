@@ -118,8 +118,8 @@ def summed(rank: int, size: int, flipped: bool) -> int:
     """The digest of two sums, one of which arrives with another bit on rank 1."""
 
     class Flipping(Group):
-        def sum_(self, buffer: Tensor, *, what: str):  # type: ignore[no-untyped-def]
-            pending = super().sum_(buffer, what=what)
+        def all_reduce_(self, buffer: Tensor, *, what: str):  # type: ignore[no-untyped-def]
+            pending = super().all_reduce_(buffer, what=what)
             if flipped and self.rank == 1 and "factors" in what:
                 pending.wait().view(torch.uint8)[0] ^= 1
             return pending

@@ -581,13 +581,13 @@ class Broken(Group):
 
     messages = 0
 
-    def gather(self, message: Tensor, *, what: str):  # type: ignore[no-untyped-def]
+    def all_gather(self, message: Tensor, *, what: str):  # type: ignore[no-untyped-def]
         if what.startswith("gathering messages"):
             self.messages += 1
             if self.messages == 3 and self.rank == 1:
                 message = message.clone()
                 message[-1] ^= 1
-        return super().gather(message, what=what)
+        return super().all_gather(message, what=what)
 
 
 def damaged_step(rank: int, size: int) -> tuple[str, bool, bool]:

@@ -222,7 +222,7 @@ def damaged_at_the_update(rank: int, size: int, name: str) -> tuple[str, list[st
     train(whole, fields, 0, 3 * updates + 6)
     last = 3 * updates + 2
     train(engine, fields, 0, last)
-    before, text, plain = flat_state(engine), "", Group.gather
+    before, text, plain = flat_state(engine), "", Group.all_gather
 
     def damaging(self: Group, message: Tensor, *, what: str) -> Any:
         pending = plain(self, message, what=what)
@@ -232,7 +232,7 @@ def damaged_at_the_update(rank: int, size: int, name: str) -> tuple[str, list[st
             return type(pending)(lambda: rows)
         return pending
 
-    with patch.object(Group, "gather", damaging):
+    with patch.object(Group, "all_gather", damaging):
         try:
             train(engine, fields, last, last + 1)
         except tw.errors.PayloadCorrupt as error:

@@ -401,7 +401,7 @@ def hurting(rank: int, where: str) -> Any:
         where: "sum", of an all-reduce; "arriving", of what rank 1 receives; "part", of what all get
             from rank 1.
     """
-    plain = Group.sum_ if where == "sum" else Group.gather
+    plain = Group.all_reduce_ if where == "sum" else Group.all_gather
 
     def damaged(self: Group, buffer: Tensor, *, what: str) -> Any:
         hit = rank == 1 and "averaging dense" in what and "step 3," in what
@@ -418,7 +418,7 @@ def hurting(rank: int, where: str) -> Any:
 
         return Pending(finish)
 
-    return patch.multiple(Group, **{"sum_" if where == "sum" else "gather": damaged})
+    return patch.multiple(Group, **{"all_reduce_" if where == "sum" else "all_gather": damaged})
 
 
 def flip_in_a_sum(rank: int, size: int, kind: str, where: str) -> None:

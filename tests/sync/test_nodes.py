@@ -417,11 +417,11 @@ class Broken(Group):
 
     broken_at = ""
 
-    def gather(self, message: Tensor, *, what: str):  # type: ignore[no-untyped-def]
-        return super().gather(self._damaged(message, what), what=what)
+    def all_gather(self, message: Tensor, *, what: str):  # type: ignore[no-untyped-def]
+        return super().all_gather(self._damaged(message, what), what=what)
 
-    def deal(self, parts: Tensor, lengths: Any, *, what: str):  # type: ignore[no-untyped-def]
-        return super().deal(self._damaged(parts, what), lengths, what=what)
+    def all_to_all(self, parts: Tensor, lengths: Any, *, what: str):  # type: ignore[no-untyped-def]
+        return super().all_to_all(self._damaged(parts, what), lengths, what=what)
 
     def _damaged(self, message: Tensor, what: str) -> Tensor:
         if self.rank == 1 and self.broken_at and what.startswith(self.broken_at):

@@ -91,11 +91,11 @@ class Liar(Group):
 
     position = -1
 
-    def gather(self, message: Tensor, *, what: str):  # type: ignore[no-untyped-def]
+    def all_gather(self, message: Tensor, *, what: str):  # type: ignore[no-untyped-def]
         if self.rank == 1 and self.position >= 0:
             message = message.clone()
             message[self.position] ^= 4
-        return super().gather(message, what=what)
+        return super().all_gather(message, what=what)
 
 
 def receive_damage(rank: int, size: int, position: int) -> None:

@@ -202,8 +202,8 @@ def test_training_falls_as_with_a_gather(ranks: Pool) -> None:
 def count(rank: int, size: int, exchange: str, width: int) -> list[tuple[int, ...]]:
     """Bytes by the counters of the groups, and as counted from the layout: between nodes, and
     inside this one."""
-    everybody = Group()
-    sources = sources_of(everybody, width)
+    group = Group()
+    sources = sources_of(group, width)
     one_round = Round(sources, 0)
     source = rank // width
     launch(
@@ -217,12 +217,12 @@ def count(rank: int, size: int, exchange: str, width: int) -> list[tuple[int, ..
     )
     if width == 1:
         return [
-            (everybody.bytes_sent, everybody.bytes_received),
+            (group.bytes_sent, group.bytes_received),
             (expected.bytes_sent, expected.bytes_received),
         ]
-    crossing, inner = sources.crossing, sources.inner  # type: ignore[union-attr]
-    between = (0, 0) if crossing is None else (crossing.bytes_sent, crossing.bytes_received)
-    own = (inner.bytes_sent, inner.bytes_received)
+    leaders, node = sources.leaders, sources.node  # type: ignore[union-attr]
+    between = (0, 0) if leaders is None else (leaders.bytes_sent, leaders.bytes_received)
+    own = (node.bytes_sent, node.bytes_received)
     counted = (expected.bytes_sent, expected.bytes_received) if rank % width == 0 else (0, 0)
     return [(*between, *own), (*counted, inside.bytes_sent, inside.bytes_received)]
 

@@ -2,13 +2,12 @@
 
 from thinwire.comm.busy import busy, by_rank, while_busy
 from thinwire.comm.ddp import BucketTap, tap_buckets
-from thinwire.comm.deadline import one_deadline, own_deadlines, seconds_of
+from thinwire.comm.deadline import long_waits_logged, one_deadline, own_deadlines, seconds_of
 from thinwire.comm.failures import state_told
 from thinwire.comm.group import Group, Pending, require_process_group, time_limit_s
 from thinwire.comm.handshake import elsewhere, mapping_of, require_agreement
 from thinwire.comm.identity import is_alone, next_identity, place_in
 from thinwire.comm.nodes import Nodes, Sources, node_size_of, sources_of
-from thinwire.comm.waits import long_waits_logged
 
 __all__ = [
     "BucketTap",

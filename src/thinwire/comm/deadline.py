@@ -1,16 +1,18 @@
-"""How long a rank waits for others: one time-out for a whole call, whatever number of exchanges it
-makes.
+"""The time that a rank waits for others: one time-out for a whole call, whatever number of
+exchanges it makes, and a line in the log where it was long.
 """
 
 import datetime
+import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from thinwire import _validate as check
 
 __all__ = [
     "left_s",
+    "long_waits_logged",
     "one_deadline",
     "own_deadlines",
     "progressed",
@@ -19,6 +21,9 @@ __all__ = [
     "waited",
     "whole_s",
 ]
+
+_LONG_S = 10.0
+_log = logging.getLogger("thinwire")
 
 
 class _Call(threading.local):
@@ -110,3 +115,20 @@ def seconds_given(name: str, value: float | datetime.timedelta) -> float:
     """
     seconds = value.total_seconds() if isinstance(value, datetime.timedelta) else value
     return check.real(f"{name}, in seconds or as a timedelta,", seconds, above=0)
+
+
+@contextmanager
+def long_waits_logged(what: str, wait_s: Callable[[], float]) -> Iterator[None]:
+    """Say how long this rank waited in the block, if that was more than `_LONG_S` seconds.
+
+    Args:
+        what: Such as "step 7".
+        wait_s: The seconds waited so far.
+    """
+    before = wait_s()
+    try:
+        yield
+    finally:
+        seconds = wait_s() - before
+        if seconds > _LONG_S:
+            _log.info("%s: waited %.1f s for other ranks", what, seconds)

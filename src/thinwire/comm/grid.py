@@ -32,7 +32,7 @@ class Grid:
         timeout: As for `Group`.
 
     Communication: making it is collective over all ranks; the groups are made once for each number
-    of stages and each time-out, and they are let go of at exit.
+    of stages and each time-out, and they are freed at exit.
 
     Raises:
         StrategyError: The number of ranks is no multiple of `stages`.

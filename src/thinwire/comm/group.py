@@ -20,7 +20,7 @@ from thinwire.comm.deadline import left_s, one_deadline, progressed, seconds_of,
 from thinwire.comm.failures import explain_failure, state_after_failure
 from thinwire.comm.identity import is_alone
 from thinwire.comm.pieces import piece_bytes, pieces_of, rows_of, shares_of
-from thinwire.comm.private import Private, fly, landed, private_group, timeout_s_of
+from thinwire.comm.private import Private, forget, hold, private_group, timeout_s_of
 from thinwire.errors import PayloadCorrupt, ThinwireError
 
 __all__ = ["Group", "Pending", "require_process_group", "time_limit_s"]
@@ -162,7 +162,7 @@ class Group:
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
-    def gather(self, message: Tensor, *, what: str) -> Pending[Tensor]:
+    def all_gather(self, message: Tensor, *, what: str) -> Pending[Tensor]:
         """Launch an all-gather of equally long byte strings.
 
         Args:
@@ -175,7 +175,7 @@ class Group:
         return self._gather(message, what, control=False)
 
     def _gather(self, message: Tensor, what: str, *, control: bool) -> Pending[Tensor]:
-        """As `gather`; `control` messages go beside the data and meet others of their kind only."""
+        """As `all_gather`; `control` messages go beside the data and meet their kind only."""
         self.bytes_sent += message.numel()
         self.bytes_received += (self.size - 1) * message.numel()
         if self.size == 1:
@@ -192,7 +192,7 @@ class Group:
             ]
         return self._launched(launches, lambda: rows, what, [out, message], control=control)
 
-    def deal(self, parts: Tensor, lengths: Sequence[int], *, what: str) -> Pending[Tensor]:
+    def all_to_all(self, parts: Tensor, lengths: Sequence[int], *, what: str) -> Pending[Tensor]:
         """Launch an exchange in which every rank gives every rank a byte string of its own.
 
         Args:
@@ -227,7 +227,7 @@ class Group:
 
         return self._launched(launches, rows, what, [*outs, *pieces])
 
-    def sum_(self, buffer: Tensor, *, what: str) -> Pending[Tensor]:
+    def all_reduce_(self, buffer: Tensor, *, what: str) -> Pending[Tensor]:
         """Launch an all-reduce that overwrites `buffer` with its sum over the ranks, bit-identical
         on all of them.
         """
@@ -316,7 +316,7 @@ class Group:
                 work = launch(group=group, async_op=True)
             except RuntimeError as error:
                 raise self._explained(error, what, self.timeout_s) from error
-            fly(group, work, held)
+            hold(group, work, held)
             works.append(work)
 
         def finish() -> Tensor:
@@ -359,7 +359,7 @@ class Group:
                     work.wait(datetime.timedelta(seconds=max(min(left, _SLICE_S), 0.001)))
                 else:
                     work.wait()
-                landed(work)
+                forget(work)
                 if longer:
                     progressed()
                 else:
@@ -367,7 +367,7 @@ class Group:
                 return
             except RuntimeError as error:
                 if work.is_completed():
-                    landed(work)
+                    forget(work)
                     if not ended:  # perhaps it did so just now, and well
                         ended = True
                         continue
@@ -436,7 +436,7 @@ def require_process_group(value: object) -> None:
     if value is None or (dist.is_available() and isinstance(value, dist.ProcessGroup)):
         return
     if dist.is_available() and value is dist.GroupMember.NON_GROUP_MEMBER:
-        return  # whoever joins the group says so
+        return  # the ranks of the group check it
     raise TypeError(
         "process_group must be a torch.distributed.ProcessGroup or None for all ranks, got "
         f"{value!r} of type {type(value).__name__}: pass what new_group returned"

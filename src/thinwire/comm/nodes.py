@@ -17,17 +17,17 @@ class Nodes:
     """A group whose members are nodes of `node_size` consecutive ranks; `rank` and `size` count
     nodes.
 
-    `gather`, `deal` and `sum_` have the meaning of `Group`'s: each node gives once, by its first
-    rank, the leader, and every rank of every node gets the result. What the ranks of a node give
-    must be the same bits on all of them.
+    `all_gather`, `all_to_all` and `all_reduce_` have the meaning of `Group`'s: each node gives
+    once, by its first rank, the leader, and every rank of every node gets the result. What the
+    ranks of a node give must be the same bits on all of them.
 
     Attributes:
-        everybody: All ranks.
-        inner: The ranks of this node.
+        all_ranks: All ranks.
+        node: The ranks of this node.
         node_size: Ranks to a node, at least 2.
         rank: Number of this node, from 0.
         size: Nodes.
-        crossing: The leaders, where this rank is one of them.
+        leaders: The leaders of all nodes, where this rank is one of them.
 
     Communication: making the first one over a group is collective over it. A result is launched
     between the leaders at once; `wait` broadcasts it inside the node, so all ranks of a node must
@@ -35,90 +35,92 @@ class Nodes:
     Failure: as for `Group`; a leader that fails leaves, and its node with it.
     """
 
-    def __init__(self, everybody: Group, node_size: int) -> None:
-        self.everybody = everybody
+    def __init__(self, all_ranks: Group, node_size: int) -> None:
+        self.all_ranks = all_ranks
         self.node_size = node_size
-        self.rank, place = divmod(everybody.rank, node_size)
-        self.size = everybody.size // node_size
-        inner, leaders = _groups_of(self)
-        self.inner = Group.over_private(inner, everybody.timeout_s)
-        self.crossing: Group | None = None
+        self.rank, place = divmod(all_ranks.rank, node_size)
+        self.size = all_ranks.size // node_size
+        node, leaders = _groups_of(self)
+        self.node = Group.over_private(node, all_ranks.timeout_s)
+        self.leaders: Group | None = None
         if place == 0:
-            self.crossing = _Alone(everybody)
+            self.leaders = _Alone(all_ranks)
             if leaders is not None:
-                self.crossing = Group.over_private(leaders, everybody.timeout_s)
+                self.leaders = Group.over_private(leaders, all_ranks.timeout_s)
 
     @property
     def bytes_sent(self) -> int:
         """What this rank gave to exchanges of all kinds, inside its node too."""
-        return self.everybody.bytes_sent + self.inner.bytes_sent + self.bytes_between_nodes
+        return self.all_ranks.bytes_sent + self.node.bytes_sent + self.bytes_between_nodes
 
     @property
     def bytes_received(self) -> int:
         """What came to this rank, from its node too."""
-        crossed = 0 if self.crossing is None else self.crossing.bytes_received
-        return self.everybody.bytes_received + self.inner.bytes_received + crossed
+        between = 0 if self.leaders is None else self.leaders.bytes_received
+        return self.all_ranks.bytes_received + self.node.bytes_received + between
 
     @property
     def wait_s(self) -> float:
         """Seconds for which this rank was blocked until an exchange was over, agreements
         included.
         """
-        crossed = 0.0 if self.crossing is None else self.crossing.wait_s
-        return self.everybody.wait_s + self.inner.wait_s + crossed
+        between = 0.0 if self.leaders is None else self.leaders.wait_s
+        return self.all_ranks.wait_s + self.node.wait_s + between
 
     @property
     def bytes_between_nodes(self) -> int:
         """What this rank gave to exchanges between the nodes, agreements aside; 0 where it is no
         leader.
         """
-        return 0 if self.crossing is None else self.crossing.bytes_sent
+        return 0 if self.leaders is None else self.leaders.bytes_sent
 
     def abandon(self, reason: str) -> None:
         """See `Group.abandon`."""
-        self.everybody.abandon(reason)
-        self.inner.abandon(reason)
-        if self.crossing is not None:
-            self.crossing.abandon(reason)
+        self.all_ranks.abandon(reason)
+        self.node.abandon(reason)
+        if self.leaders is not None:
+            self.leaders.abandon(reason)
 
-    def gather(self, message: Tensor, *, what: str) -> Pending[Tensor]:
-        """See `Group.gather`: shape (size, B), row n from node n."""
-        crossed = None if self.crossing is None else self.crossing.gather(message, what=what)
-        return self._shared(crossed, lambda: message.new_empty((self.size, message.numel())), what)
+    def all_gather(self, message: Tensor, *, what: str) -> Pending[Tensor]:
+        """See `Group.all_gather`: shape (size, B), row n from node n."""
+        pending = None if self.leaders is None else self.leaders.all_gather(message, what=what)
+        return self._shared(pending, lambda: message.new_empty((self.size, message.numel())), what)
 
-    def deal(self, parts: Tensor, lengths: Sequence[int], *, what: str) -> Pending[Tensor]:
-        """See `Group.deal`: shape (size, lengths[rank]), row n from node n."""
-        crossed = None if self.crossing is None else self.crossing.deal(parts, lengths, what=what)
-        return self._shared(crossed, lambda: parts.new_empty((self.size, lengths[self.rank])), what)
+    def all_to_all(self, parts: Tensor, lengths: Sequence[int], *, what: str) -> Pending[Tensor]:
+        """See `Group.all_to_all`: shape (size, lengths[rank]), row n from node n."""
+        pending = (
+            None if self.leaders is None else self.leaders.all_to_all(parts, lengths, what=what)
+        )
+        return self._shared(pending, lambda: parts.new_empty((self.size, lengths[self.rank])), what)
 
-    def sum_(self, buffer: Tensor, *, what: str) -> Pending[Tensor]:
-        """See `Group.sum_`: the sum over the nodes, whose ranks all give the same `buffer`."""
-        crossed = None if self.crossing is None else self.crossing.sum_(buffer, what=what)
-        return self._shared(crossed, lambda: buffer, what)
+    def all_reduce_(self, buffer: Tensor, *, what: str) -> Pending[Tensor]:
+        """See `Group.all_reduce_`: the sum over the nodes; all ranks of one give the same."""
+        pending = None if self.leaders is None else self.leaders.all_reduce_(buffer, what=what)
+        return self._shared(pending, lambda: buffer, what)
 
     def _shared(
-        self, crossed: Pending[Tensor] | None, place: Callable[[], Tensor], what: str
+        self, pending: Pending[Tensor] | None, place: Callable[[], Tensor], what: str
     ) -> Pending[Tensor]:
         """What the leader gets from other nodes, on all ranks of this node."""
 
         def finish() -> Tensor:
-            result = place() if crossed is None else crossed.wait()
-            return self.inner.broadcast_(result, what=f"{what}, inside the node").wait()
+            result = place() if pending is None else pending.wait()
+            return self.node.broadcast_(result, what=f"{what}, inside the node").wait()
 
         return Pending(finish)
 
 
 Sources = Group | Nodes
-"""Those who exchange: ranks, or nodes of ranks."""
+"""The sources of an exchange: ranks, or nodes of ranks."""
 
 
 class _Alone(Group):
     """The leader of the only node."""
 
-    def __init__(self, everybody: Group) -> None:
+    def __init__(self, all_ranks: Group) -> None:
         self.bytes_sent = self.bytes_received = 0
         self.wait_s = 0.0
-        self.timeout_s = everybody.timeout_s
+        self.timeout_s = all_ranks.timeout_s
         self.rank, self.size = 0, 1
         self._shared = None
 
@@ -206,11 +208,11 @@ def _groups_of(nodes: Nodes) -> _Made:
     """The process groups of this node and of the leaders, made once; the latter on leaders of
     several nodes.
     """
-    everybody, width = nodes.everybody, nodes.node_size
-    made = _shared.setdefault(everybody._private, {})
+    all_ranks, width = nodes.all_ranks, nodes.node_size
+    made = _shared.setdefault(all_ranks._private, {})
     if width not in made:
-        ranks, first = everybody.global_ranks, nodes.rank * width
-        inner = Private(ranks[first : first + width], everybody.timeout_s)
-        crossing = nodes.size > 1 and everybody.rank == first
-        made[width] = inner, Private(ranks[::width], everybody.timeout_s) if crossing else None
+        ranks, first = all_ranks.global_ranks, nodes.rank * width
+        node = Private(ranks[first : first + width], all_ranks.timeout_s)
+        leads = nodes.size > 1 and all_ranks.rank == first
+        made[width] = node, Private(ranks[::width], all_ranks.timeout_s) if leads else None
     return made[width]

@@ -1,4 +1,4 @@
-"""The process groups of the library's own: made within a limit, shared, and let go of at exit
+"""The process groups of the library's own: made within a limit, shared, and freed at exit
 without blocking.
 """
 
@@ -6,10 +6,13 @@ import atexit
 import contextlib
 import ctypes
 import datetime
+import os
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -19,16 +22,24 @@ from torch import Tensor
 from thinwire.comm.courier import Courier, stop_all
 from thinwire.comm.deadline import left_s, one_deadline, waited
 from thinwire.comm.failures import explain_failure
-from thinwire.comm.restarts import warn_of_restarts
 
-__all__ = ["Private", "fly", "landed", "private_group", "store_of", "timeout_s_of"]
+__all__ = [
+    "Private",
+    "forget",
+    "hold",
+    "private_group",
+    "store_of",
+    "timeout_s_of",
+    "warn_of_restarts",
+]
 
 _T = TypeVar("_T")
-_Flight = tuple[dist.ProcessGroup, dist.Work, Sequence[Tensor]]
+_Pending = tuple[dist.ProcessGroup, dist.Work, Sequence[Tensor]]
 _NEVER = datetime.timedelta(days=30)
 _EXIT_PATIENCE_S = 0.5
 _SLACK_S = 1.6
 """A wait at the store ends up to a second late."""
+_RESTART_VARIABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _LONGEST_UNKNOWN_S = 1800.0
 """The time-out of a backend that does not say its own; torch's default."""
 
@@ -46,9 +57,9 @@ class Private:
     Args:
         ranks: Global ranks, this one among them; making it is collective over them.
         timeout_s: For the making; and for every exchange, where `timed`.
-        timed: Whether the backend watches the time. Else whoever waits does: then an exchange may
-            be launched long before others get to it, and a large one may take as long as it makes
-            progress.
+        timed: Whether the backend watches the time. Else the caller that waits does: then an
+            exchange may be launched long before others get to it, and a large one may take as long
+            as it makes progress.
 
     Raises:
         PeerLost, PeerStalled: One of the ranks died, or did not come within the time-out.
@@ -96,7 +107,7 @@ class Private:
         groups = [] if self._group is None else list(dict.fromkeys([self._group, self.control]))
         self._group = None
         for group in groups:
-            stuck = any(flight[0] is group for flight in _flying.values())
+            stuck = any(pending[0] is group for pending in _pending.values())
             if not stuck and dist.is_initialized():
                 with contextlib.suppress(
                     ValueError, AssertionError
@@ -106,7 +117,7 @@ class Private:
 
 _made: list[weakref.ref[Private]] = []
 _shared: "weakref.WeakKeyDictionary[dist.ProcessGroup, Private]" = weakref.WeakKeyDictionary()
-_flying: dict[int, _Flight] = {}
+_pending: dict[int, _Pending] = {}
 
 
 def private_group(parent: dist.ProcessGroup, timeout_s: float) -> Private:
@@ -120,18 +131,38 @@ def private_group(parent: dist.ProcessGroup, timeout_s: float) -> Private:
     return _shared[parent]
 
 
-def fly(group: dist.ProcessGroup, work: dist.Work, tensors: Sequence[Tensor]) -> None:
+def hold(group: dist.ProcessGroup, work: dist.Work, tensors: Sequence[Tensor]) -> None:
     """Remember what is on its way: neither its group nor its tensors may go before it has ended."""
-    if len(_flying) > 1000:
-        for key, (_, other, _) in list(_flying.items()):
+    if len(_pending) > 1000:
+        for key, (_, other, _) in list(_pending.items()):
             if other.is_completed():
-                del _flying[key]
-    _flying[id(work)] = group, work, tensors
+                del _pending[key]
+    _pending[id(work)] = group, work, tensors
 
 
-def landed(work: dist.Work) -> None:
-    """Forget it: it has ended, well or not."""
-    _flying.pop(id(work), None)
+def forget(work: dist.Work) -> None:
+    """Forget what `hold` remembers: it has ended, well or not."""
+    _pending.pop(id(work), None)
+
+
+@cache
+def warn_of_restarts() -> None:
+    """Warn once, on rank 0, where torchrun may restart this job and the restart is likely to fail.
+
+    Source: pytorch issue 135712: workers that start again meet keys of the last start in the store
+    of the launcher.
+    """
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "")
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE")
+    first = os.environ.get("RANK") == "0"
+    if first and restarts.isdigit() and int(restarts) > 0 and shared == "True":
+        warnings.warn(
+            f"torchrun --max-restarts={restarts} fails in init_process_group on most restarts with "
+            f"torch 2.13 (pytorch issue 135712): set {_RESTART_VARIABLE}=1 in the environment of "
+            "torchrun, on every machine",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 def store_of(group: dist.ProcessGroup) -> Any:
@@ -198,21 +229,21 @@ def _within(limit_s: float, make: Callable[[], _T]) -> _T:
 
 @atexit.register
 def _release_all() -> None:
-    """Let go of all groups, the latest first, which joins their threads.
+    """Free all groups, the latest first, which joins their threads.
 
-    A thread of the backend that lets go of a tensor once the interpreter is finalizing aborts the
+    A thread of the backend that frees a tensor once the interpreter is finalizing aborts the
     process; one that is blocked in an exchange would hold it up. What is still on its way is
     therefore kept for ever.
     """
     stop_all()
     until = time.monotonic() + _EXIT_PATIENCE_S
-    for key, flight in list(_flying.items()):
-        while not flight[1].is_completed() and time.monotonic() < until:
+    for key, pending in list(_pending.items()):
+        while not pending[1].is_completed() and time.monotonic() < until:
             time.sleep(0.01)
-        if flight[1].is_completed():
-            del _flying[key]
+        if pending[1].is_completed():
+            del _pending[key]
         else:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(flight))
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(pending))
     for private in [made() for made in reversed(_made)]:
         if private is not None:
             private.release()

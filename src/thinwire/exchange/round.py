@@ -149,10 +149,10 @@ class Round:
     def _launched(self, collective: Collective) -> Pending[Tensor]:
         sources, what = self._sources, collective.purpose
         if isinstance(collective, AllToAll):
-            return sources.deal(collective.messages, collective.lengths, what=what)
+            return sources.all_to_all(collective.messages, collective.lengths, what=what)
         if collective.within_node:
             assert isinstance(sources, Nodes)
-            sources = sources.inner
+            sources = sources.node
         if isinstance(collective, AllGather):
-            return sources.gather(collective.message, what=what)
-        return sources.sum_(collective.buffer, what=what)
+            return sources.all_gather(collective.message, what=what)
+        return sources.all_reduce_(collective.buffer, what=what)

@@ -251,7 +251,7 @@ class PipelineRunner:
         kind = _LOSS_TYPES.index(worker.losses[0].dtype) if worker.losses else 0
         mine = _CONCLUSION.pack(worker.error is not None, kind, loss.item())
         message = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(peers.device)
-        rows = peers.gather(message, what="concluding a step").wait().cpu()
+        rows = peers.all_gather(message, what="concluding a step").wait().cpu()
         conclusions = [_CONCLUSION.unpack(row.numpy().tobytes()) for row in rows]
         self._broken = False
         if any(failed for failed, _, _ in conclusions):
