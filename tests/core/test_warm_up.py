@@ -1,8 +1,10 @@
 """Loops are compiled ahead, once per machine, and nothing that lies in the cache, or in its place,
 ends a start."""
 
+import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -24,9 +26,9 @@ def warm(work, dtype=torch.float32, **settings):
 LARS = f"{WARM}\nwarm('lars')"
 
 
-def start(code, cache, *, strict=True, **environment):
+def start(code, cache, **environment):
     return subprocess.Popen(
-        [sys.executable, *(["-W", "error"] if strict else []), "-c", code],
+        [sys.executable, "-W", "error", "-c", code],
         env={**os.environ, "NUMBA_CACHE_DIR": str(cache), **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -44,15 +46,86 @@ def output_of(process):
     return output
 
 
-def run(code, cache, **settings):
-    return output_of(start(code, cache, **settings))
+FORKS = """
+import json, os, sys, traceback, warnings
+import numba, torch
+from thinwire.kernels.cpu import calls
+
+numba.njit(lambda: None)()  # which loads what every compilation needs
+
+def begin(code, cache, strict, output):
+    if child := os.fork():
+        return child
+    status = 1
+    try:
+        for stream in (1, 2):
+            os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+        warnings.simplefilter("error" if strict else "always")
+        numba.config.CACHE_DIR = cache
+        exec(code, {"__name__": "__main__"})
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
+
+for line in sys.stdin:
+    children = [begin(*job) for job in json.loads(line)]
+    print([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children], flush=True)
+"""
+
+
+class Starts:
+    """Starts of a program that cost no imports: forks of a process that has compiled and read
+    nothing yet, and looked for no folder."""
+
+    def __init__(self, folder):
+        self._folder = folder
+        self._server = subprocess.Popen(
+            [sys.executable, "-W", "error", "-c", FORKS],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, code, cache, *, strict=True):
+        """What it prints."""
+        return self.run_together([code], cache, strict=strict)[0]
+
+    def run_together(self, codes, cache, *, strict=True):
+        """What each of them prints; `cache` None: where a start without a setting has it."""
+        files = [self._folder / f"output {number}" for number in range(len(codes))]
+        for file in files:
+            file.write_text("")
+        jobs = [
+            (code, str(cache or ""), strict, str(file))
+            for code, file in zip(codes, files, strict=True)
+        ]
+        self._server.stdin.write(json.dumps(jobs) + "\n")
+        self._server.stdin.flush()
+        ends, outputs = json.loads(self._server.stdout.readline()), [f.read_text() for f in files]
+        assert ends == [0] * len(codes), outputs
+        return outputs
+
+    def close(self):
+        with self._server:
+            os.killpg(self._server.pid, signal.SIGKILL)  # and forks that have not ended
 
 
 @pytest.fixture(scope="module")
-def warm_cache(tmp_path_factory):
+def starts(tmp_path_factory):
+    made = Starts(tmp_path_factory.mktemp("starts"))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def warm_cache(starts, tmp_path_factory):
     """A cache with the loops of LARS."""
     folder = tmp_path_factory.mktemp("cache")
-    assert re.search(r"compiled \d+ loops", run(LARS, folder))
+    assert re.search(r"compiled \d+ loops", starts.run(LARS, folder))
     return folder
 
 
@@ -80,13 +153,10 @@ def the_loop(cache):
 
 
 NOTHING_IS_LEFT = f"""{WARM}
-import math
 from numba.core import event
 from thinwire import optim
-from thinwire import kernels
-from thinwire.core import feedback, message, outer
-from thinwire.kernels import cpu_select
-from thinwire.core.merge import sum_sparse
+from thinwire.core import outer
+from thinwire.kernels.cpu import jit_cache
 from thinwire.core.select import top_k
 
 def train(optimizer, params):
@@ -107,15 +177,20 @@ def dgc(dtype, state, bits, sizes=(3_000_000, 200_000, *[20_000] * 12, 100)):
 
 for need in NEEDS:
     warm(*need[0], **need[1])
+asked, load = [], jit_cache.LoopCache.load_overload
+def asking(self, signature, context):
+    asked.append((self._name, signature))
+    return load(self, signature, context)
+jit_cache.LoopCache.load_overload = asking
 with event.install_recorder("numba:compile") as compilations:
     for make in USES:
         make()
 made = [each.data for _, each in compilations.buffer]
 made = [(each["dispatcher"].py_func.__name__, each["args"]) for each in made]
 assert not made, made
+assert not asked, asked  # what is on disk here would be compiled on another machine
 """
-# each compiles for five seconds: every type of a state once, every type of a parameter, every code
-# of values
+# every type of a state once, every type of a parameter, every code of values
 DGC_USES = [
     ("float32", None, 1),
     ("float64", None, 8),
@@ -124,19 +199,18 @@ DGC_USES = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # where the loops have not been compiled yet
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("dtype", "state", "bits"), DGC_USES)
-def test_training_with_dgc_compiles_nothing_that_was_not_compiled_ahead(
-    tmp_path, dtype, state, bits
-):
+def test_training_with_dgc_compiles_nothing_that_was_not_compiled_ahead(starts, dtype, state, bits):
     settings = f"dict(value_bits={bits}, state_dtype={f'torch.{state}' if state else None})"
     needs = f"[(('sparse', torch.{dtype}), {settings})]"
     uses = f"[lambda: dgc(torch.{dtype}, {state!r}, {bits})]"
-    run(NOTHING_IS_LEFT.replace("NEEDS", needs).replace("USES", uses), tmp_path, strict=False)
+    code = NOTHING_IS_LEFT.replace("NEEDS", needs).replace("USES", uses)
+    starts.run(code, None, strict=False)
 
 
-def test_steps_and_changes_compile_nothing_that_was_not_compiled_ahead(tmp_path):
+def test_steps_and_changes_compile_nothing_that_was_not_compiled_ahead(starts):
     uses = """[
         lambda: train(optim.Lamb(ps := params_of(torch.float32, (5, 100_000))), ps),
         lambda: train(optim.Lars(ps := params_of(torch.float32, (5, 100_000)), 0.1), ps),
@@ -147,22 +221,24 @@ def test_steps_and_changes_compile_nothing_that_was_not_compiled_ahead(tmp_path)
         lambda: top_k(torch.randn(300_000), 200_000),
     ]"""
     needs = "[(('lamb',), {}), (('lars',), {}), (('outer',), {}), (('changes',), {})]"
-    run(NOTHING_IS_LEFT.replace("NEEDS", needs).replace("USES", uses), tmp_path, strict=False)
+    code = NOTHING_IS_LEFT.replace("NEEDS", needs).replace("USES", uses)
+    starts.run(code, None, strict=False)
 
 
-def test_one_line_says_that_loops_are_compiled_and_a_warm_start_is_silent(tmp_path):
-    first, second = run(LARS, tmp_path), run(LARS, tmp_path)
+def test_one_line_says_that_loops_are_compiled_and_a_warm_start_is_silent(starts, tmp_path):
+    first, second = starts.run(LARS, tmp_path), starts.run(LARS, tmp_path)
     assert "INFO compiling the loops of this training, once per machine" in first
     assert re.search(r"INFO compiled \d+ loops in \d", first)
     assert second == ""
 
 
-def test_nothing_is_warmed_where_nothing_is_compiled(tmp_path):
+def test_nothing_is_warmed_where_nothing_is_compiled(starts, tmp_path):
     code = f"{WARM}\nassert warm('sparse') == 0"
-    for environment in ({"NUMBA_DISABLE_JIT": "1"}, {"THINWIRE_KERNELS": "reference"}):
-        assert run(code, tmp_path, **environment) == ""
+    assert output_of(start(code, tmp_path, NUMBA_DISABLE_JIT="1")) == ""
+    reference = "import os\nos.environ['THINWIRE_KERNELS'] = 'reference'"
+    assert starts.run(f"{reference}\n{code}", tmp_path) == ""
     code = f"import sys\nsys.modules['numba'] = None\n{code}\nassert warm('lamb', torch.int64) == 0"
-    assert run(code, tmp_path) == ""
+    assert output_of(start(code, tmp_path)) == ""
     assert not loops_in(tmp_path)
 
 
@@ -176,64 +252,37 @@ DAMAGE = {
 }
 
 
-STARTS = f"""{WARM}
-import os, traceback
-import numba
-from thinwire.kernels import jit_steps
-for cache in CACHES:
-    for start in ("first", "second"):
-        print(f"{{start}} start with {{cache}}", flush=True)
-        if not os.fork():  # into a process that has not looked for a folder yet
-            try:
-                numba.config.CACHE_DIR = cache
-                warm("lars")
-            except BaseException:
-                traceback.print_exc()
-            sys.stdout.flush()
-            os._exit(0)
-        os.wait()
-"""
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_file_is_made_anew_once_with_a_warning(starts, warm_cache, tmp_path, kind):
+    cache = copied(warm_cache, tmp_path / "cache")
+    path = the_loop(cache)
+    path.write_bytes(DAMAGE[kind](path.read_bytes()))
+    first, second = starts.run(LARS, cache), starts.run(LARS, cache)
+    assert first.count("WARNING") == 1
+    assert f"{the_loop(cache)} is damaged" in first
+    assert "compiled 1 loops" in first
+    assert second == ""
 
 
-@pytest.mark.timeout(240)  # twelve starts
-def test_a_damaged_file_is_made_anew_once_with_a_warning(warm_cache, tmp_path):
-    caches = {kind: copied(warm_cache, tmp_path / kind) for kind in DAMAGE}
-    for kind, cache in caches.items():
-        path = the_loop(cache)
-        path.write_bytes(DAMAGE[kind](path.read_bytes()))
-    output = run(
-        STARTS.replace("CACHES", repr([str(cache) for cache in caches.values()])),
-        tmp_path / "no cache",
-    )
-    for cache in caches.values():
-        first = output.partition(f"first start with {cache}\n")[2].partition("second start")[0]
-        second = output.partition(f"second start with {cache}\n")[2].partition("first start")[0]
-        assert first.count("WARNING") == 1
-        assert f"{the_loop(cache)} is damaged" in first
-        assert "compiled 1 loops" in first
-        assert second == ""
-
-
-def test_damage_is_mended_by_processes_that_start_together(warm_cache, tmp_path):
+def test_damage_is_mended_by_processes_that_start_together(starts, warm_cache, tmp_path):
     cache = copied(warm_cache, tmp_path / "cache")
     the_loop(cache).write_bytes(b"")
-    for process in [start(LARS, cache) for _ in range(3)]:
-        output_of(process)
-    assert run(LARS, cache) == ""
+    starts.run_together([LARS] * 3, cache)
+    assert starts.run(LARS, cache) == ""
 
 
-def test_a_folder_in_the_place_of_a_file_does_not_end_a_start(warm_cache, tmp_path):
+def test_a_folder_in_the_place_of_a_file_does_not_end_a_start(starts, warm_cache, tmp_path):
     cache = copied(warm_cache, tmp_path / "cache")
     path = the_loop(cache)
     path.unlink()
     path.mkdir()
-    output = run(LARS, cache, strict=False)
+    output = starts.run(LARS, cache, strict=False)
     assert "compiled 1 loops" in output
     assert output.count("RuntimeWarning: compiled loops cannot be written to") == 1
 
 
 @pytest.mark.parametrize("obstacle", ["file", "read-only"])
-def test_a_cache_that_cannot_be_written_is_said_once_and_loops_work(tmp_path, obstacle):
+def test_a_cache_that_cannot_be_written_is_said_once_and_loops_work(starts, tmp_path, obstacle):
     cache = tmp_path / "cache"
     if obstacle == "file":
         cache.write_text("")
@@ -247,7 +296,7 @@ def test_a_cache_that_cannot_be_written_is_said_once_and_loops_work(tmp_path, ob
         if made.returncode:
             pytest.skip("needs the right to mount")
     try:
-        output = run(f"{WARM}\nwarm('lars')\nwarm('outer')", cache, strict=False)
+        output = starts.run(f"{WARM}\nwarm('lars')\nwarm('outer')", cache, strict=False)
     finally:
         if obstacle == "read-only":
             subprocess.run(["umount", str(cache)], check=True)
@@ -257,34 +306,34 @@ def test_a_cache_that_cannot_be_written_is_said_once_and_loops_work(tmp_path, ob
     assert len(re.findall(r"compiled \d+ loops", output)) == 2
 
 
-def test_what_was_compiled_is_read_where_nothing_can_be_written(warm_cache, tmp_path):
+def test_what_was_compiled_is_read_where_nothing_can_be_written(starts, warm_cache, tmp_path):
     cache = copied(warm_cache, tmp_path / "cache")
     mount_or_skip("--bind", str(cache), str(cache))
     try:
         subprocess.run(["mount", "-o", "remount,bind,ro", str(cache)], check=True)
-        assert run(LARS, cache) == ""
+        assert starts.run(LARS, cache) == ""
     finally:
         subprocess.run(["umount", str(cache)], check=True)
 
 
-def test_processes_that_start_together_share_the_work(tmp_path):
+def test_processes_that_start_together_share_the_work(starts, tmp_path):
     code = f"{WARM}\nfor work in ('lamb', 'lars', 'outer'): warm(work)"
-    outputs = [output_of(process) for process in [start(code, tmp_path) for _ in range(3)]]
+    outputs = starts.run_together([code] * 3, tmp_path)
     compiled = [
         int(line.split()[2])
         for output in outputs
         for line in output.splitlines()
         if "INFO compiled" in line
     ]
-    alone = run(code, tmp_path / "alone")
+    alone = starts.run(code, tmp_path / "alone")
     inner = [int(line.split()[2]) for line in alone.splitlines() if "INFO compiled" in line]
     assert sum(compiled) == sum(inner), "no loop was compiled twice"
 
 
-def test_a_process_that_was_stopped_while_it_compiled_holds_nobody_up_for_ever(tmp_path):
+def test_a_process_that_was_stopped_while_it_compiled_holds_nobody_up_for_ever(starts, tmp_path):
     hold = """
 import sys, time
-from thinwire.kernels import jit_cache, jit_steps
+from thinwire.kernels.cpu import jit_cache, jit_steps
 class Holding(jit_cache.LoopCache):
     def save_overload(self, sig, data):
         print("holding", flush=True)
@@ -299,22 +348,22 @@ jit_steps.lars._cache = Holding("jit_steps.lars")
                 or first.stdout.readline() == "holding\n"
             )
             begun = time.monotonic()
-            patience = "from thinwire.kernels import jit_cache\njit_cache._PATIENCE_S = 1.0\n"
-            assert re.search(r"compiled \d+ loops", run(patience + LARS, tmp_path))
+            patience = "from thinwire.kernels.cpu import jit_cache\njit_cache._PATIENCE_S = 1.0\n"
+            assert re.search(r"compiled \d+ loops", starts.run(patience + LARS, tmp_path))
             assert time.monotonic() - begun < 50
         finally:
             first.kill()
 
 
-def test_a_lock_ends_with_its_process(tmp_path):
+def test_a_lock_ends_with_its_process(starts, tmp_path):
     dying = """
 import os
-from thinwire.kernels import jit_cache, jit_steps
+from thinwire.kernels.cpu import jit_cache, jit_steps
 class Dying(jit_cache.LoopCache):
     def save_overload(self, sig, data):
         os._exit(0)
 jit_steps.lars._cache = Dying("jit_steps.lars")
 """
-    run(f"{dying}{LARS}", tmp_path)
+    starts.run(f"{dying}{LARS}", tmp_path)
     assert not [path for path in loops_in(tmp_path) if path.name.startswith("jit_steps.lars-")]
-    assert re.search(r"compiled \d+ loops", run(LARS, tmp_path))
+    assert re.search(r"compiled \d+ loops", starts.run(LARS, tmp_path))
