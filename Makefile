@@ -12,6 +12,9 @@ TRITON_VENV := .venv-triton
 AT_ONCE ?= 4
 PYTEST := -m pytest -n $(AT_ONCE) --dist worksteal
 
+# the tests start hundreds of processes: where nobody keeps byte code, each would compile all sources
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo test test-integrations test-triton check format bench docs clean
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
