@@ -90,6 +90,11 @@ CASES: dict[str, tuple[tw.LocalSGD, dict[str, Any]]] = {
     ),
     "fragments": (tw.LocalSGD(6, fragments=3), {"k": 6, "parts": [["a"], ["b"], ["c", "d"]]}),
     "delay": (tw.LocalSGD(5, delay=3), {"k": 5, "delay": 3}),
+    "mixing": (tw.LocalSGD(4, mixing=0.5), {"k": 4, "mixing": 0.5}),
+    "mixing and delay": (
+        tw.LocalSGD(5, delay=3, mixing=0.25, outer_momentum=0.5),
+        {"k": 5, "delay": 3, "mixing": 0.25, "outer": (1.0, 0.5, False)},
+    ),
     "fragments, delay and nesterov": (
         tw.LocalSGD(7, fragments=2, delay=2, outer_lr=0.8, outer_momentum=0.6, outer_nesterov=True),
         {"k": 7, "parts": [["a"], ["b", "c", "d"]], "delay": 2, "outer": (0.8, 0.6, True)},
@@ -104,12 +109,18 @@ CASES: dict[str, tuple[tw.LocalSGD, dict[str, Any]]] = {
     ),
     "all at once": (
         tw.LocalSGD(
-            6, fragments=2, delay=1, outer_momentum=0.5, compression=tw.Sparse(0.8, 32, 1.0, "all")
+            6,
+            fragments=2,
+            delay=1,
+            mixing=0.3,
+            outer_momentum=0.5,
+            compression=tw.Sparse(0.8, 32, 1.0, "all"),
         ),
         {
             "k": 6,
             "parts": [["a"], ["b", "c", "d"]],
             "delay": 1,
+            "mixing": 0.3,
             "outer": (1.0, 0.5, False),
             "sparsity": 0.8,
             "decay": 1.0,

@@ -124,6 +124,33 @@ def test_ranks_without_a_gradient_take_part(ranks: Pool, average_state: bool) ->
     assert (m["a"] == n["a"]) is average_state
 
 
+def rarely_averaged_state(rank: int, size: int, config: Any) -> list[list[float]]:
+    """The first moment of one parameter after every averaging."""
+    model = Bag(dtype=torch.float32)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    found = []
+    with tw.local_sgd(model, optimizer, config) as sync:
+        for step in range(1, 16):
+            set_gradients(model, step, rank)
+            optimizer.step()
+            if sync.synced:
+                found.append(optimizer.state[model.a]["exp_avg"].flatten().tolist())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("every", "when"), [(True, 1), (1, 1), (3, 3), (False, 99), (0, 99)], ids=str
+)
+def test_state_is_averaged_at_every_kth_averaging(
+    ranks: Pool, every: bool | int, when: int
+) -> None:
+    config = tw.LocalSGD(2, begin_step=1, average_state=every)
+    first, second = ranks.run(rarely_averaged_state, config, size=2)
+    assert len(first) == 8  # after steps 1, 3, 5, ...
+    for number, (one, other) in enumerate(zip(first, second, strict=True), start=1):
+        assert (one == other) is (number % when == 0), number
+
+
 def halves(rank: int, size: int) -> tuple[Any, list[str]]:
     model = Bag(dtype=torch.bfloat16)
     optimizer = sgd(model)
@@ -214,7 +241,11 @@ def test_a_dropped_step_counts_and_its_loss_does_not(ranks: Pool) -> None:
             ValueError,
             "delay must be below the 2 steps",
         ),
-        (lambda: tw.LocalSGD(4, average_state=1), TypeError, "average_state"),  # type: ignore[arg-type]
+        (lambda: tw.LocalSGD(4, average_state=1.5), TypeError, "average_state"),  # type: ignore[arg-type]
+        (lambda: tw.LocalSGD(4, average_state=-1), ValueError, "average_state must be"),
+        (lambda: tw.LocalSGD(4, mixing=1.0), ValueError, "mixing must be"),
+        (lambda: tw.LocalSGD(4, mixing=-0.1), ValueError, "mixing"),
+        (lambda: tw.LocalSGD(4, mixing="half"), TypeError, "mixing"),  # type: ignore[arg-type]
         (lambda: tw.AdaptiveLocalSGD(0), ValueError, "init_k_steps"),
         (
             lambda: tw.AdaptiveLocalSGD(17),

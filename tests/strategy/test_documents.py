@@ -59,7 +59,8 @@ def local_updates(draw: st.DrawFn, kind: Callable[..., Any]) -> Any:
         compression=draw(st.none() | compressions),
         fragments=fragments,
         delay=draw(st.integers(0, k_steps // fragments - 1)),
-        average_state=draw(st.booleans()),
+        mixing=draw(st.floats(0, 1, exclude_max=True)),
+        average_state=draw(st.booleans() | st.integers(0, 9)),
     )
 
 

@@ -102,6 +102,11 @@ class Averager:
                 lambda: {f"kept error of {name}": e for name, e in averaging.errors.items()}
             )
 
+    @property
+    def mixing(self) -> float:
+        """The part of its local value that a parameter keeps."""
+        return self._config.mixing
+
     def require_equal(self) -> None:
         """See `LocalUpdates.require_equal`."""
         if self.digest is not None:
@@ -156,7 +161,7 @@ class Averager:
 
     def _average_all(self, phase: str, *, with_loss: bool) -> None:
         at = self.counters
-        pending, reports = self._measure(phase, list(self.tensors.params), keep=False)
+        pending, reports = self._measure(phase, list(self.tensors.params))
         if with_loss:
             self.interval.read(reports, at.step)
         self._finish(pending)
@@ -169,14 +174,17 @@ class Averager:
         at = self.counters
         part = at.turn % len(self._parts)
         delayed = self._config.delay > 0
-        pending, reports = self._measure(f"averaging part {part}", self._parts[part], keep=delayed)
+        mixing = self._config.mixing
+        pending, reports = self._measure(
+            f"averaging part {part}", self._parts[part], mixing=mixing, keep=delayed
+        )
         k_steps = self.interval.read(reports, at.step, adapt=True)
         if delayed:
             self.averaging.launch(pending)
             self.pending = pending
         else:
             self._finish(pending)
-            if len(self._parts) == 1:
+            if len(self._parts) == 1 and not mixing:
                 at.whole = at.step
         self._share_scale(reports)
         self.interval.k_steps = k_steps
@@ -184,18 +192,25 @@ class Averager:
         at.turn += 1
         self.synced = True
 
+    @property
+    def _number(self) -> int:
+        """Of the next averaging, from 1; a part of the model counts its own."""
+        at = self.counters
+        return at.averagings - at.turn + at.turn // len(self._parts) + 1
+
     def _measure(
-        self, phase: str, names: list[str], *, keep: bool
+        self, phase: str, names: list[str], *, mixing: float = 0.0, keep: bool = False
     ) -> tuple[PendingAveraging, list[Report]]:
         """What this rank would send, once all ranks have agreed that it may be sent."""
         step = self.counters.step
         problem = self.tensors.difference()
-        state = self.tensors.state(names) if self._config.average_state and problem is None else {}
+        with_state = self._config.averages_state(self._number)
+        state = self.tensors.state(names) if with_state and problem is None else {}
         pending = None
         if problem is None:
             values = {name: self.tensors.params[name] for name in names}
             pending = self.averaging.measure(
-                step, values, {**self.tensors.buffers(), **state}, keep=keep
+                step, values, {**self.tensors.buffers(), **state}, mixing=mixing, keep=keep
             )
             if (culprit := pending.first_not_finite()) is not None:
                 problem = (

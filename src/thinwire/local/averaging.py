@@ -53,6 +53,8 @@ class PendingAveraging:
     sketch: Tensor | None = None
     """Of this rank's change, before anything that was kept; None where all of it is applied in
     time."""
+    mixing: float = 0.0
+    """The part of its local value that a parameter keeps."""
     measured: dict[str, Tensor] | None = None
     """The parameters as they were, where local steps go on before the result is applied."""
     round: Round | None = None
@@ -146,6 +148,7 @@ class Averaging:
         values: Mapping[str, Tensor],
         extras: Mapping[str, Tensor],
         *,
+        mixing: float = 0.0,
         keep: bool = False,
     ) -> PendingAveraging:
         """This rank's part of an averaging; `keep` copies what is measured, for a result that is
@@ -166,7 +169,7 @@ class Averaging:
         wide = {
             key: widened(value).clone() if keep else widened(value) for key, value in extras.items()
         }
-        return PendingAveraging(step, moved, wide, taken, own, measured)
+        return PendingAveraging(step, moved, wide, taken, own, mixing, measured)
 
     def _taken(self, step: int, moved: Mapping[str, Tensor]) -> frozenset[str]:
         """The parameters whose change is compressed at this step."""
@@ -220,7 +223,7 @@ class Averaging:
         `extras` change.
 
         p <- S - step, S <- p. Where local steps went on after the measurement: p <- p + (S_new -
-        p_measured).
+        p_measured). Of a mixing m: p <- p + (1 - m) (S_new - p_measured).
         """
         assert pending.round is not None, "launched"
         before = (
@@ -235,12 +238,7 @@ class Averaging:
                 continue
             for name, change in zip(names, changes, strict=True):
                 step = outer_step_(change, self.momentum.get(name), self._outer)
-                self._move(
-                    name,
-                    pending.moved[name],
-                    step,
-                    None if pending.measured is None else pending.measured[name],
-                )
+                self._move(name, pending, step)
         for key, value in pending.extras.items():
             real_view(extras[key]).copy_(pending.mean_of(_extra(key), value))
         if before is not None:
@@ -275,7 +273,8 @@ class Averaging:
         step.
         """
         same_type = real_view(self._params[name]).dtype == self.anchors[name].dtype
-        return self._group.size > 1 and pending.measured is None and same_type
+        alone = self._group.size == 1
+        return not alone and pending.measured is None and not pending.mixing and same_type
 
     def _move_together(self, names: list[str], changes: list[Tensor]) -> None:
         anchors = [self.anchors[name] for name in names]
@@ -283,18 +282,21 @@ class Averaging:
         outer_list_(anchors, changes, buffers, self._outer)
         torch._foreach_copy_([real_view(self._params[name]) for name in names], anchors)
 
-    def _move(self, name: str, moved: Tensor, step: Tensor, measured: Tensor | None) -> None:
+    def _move(self, name: str, pending: PendingAveraging, step: Tensor) -> None:
         param, anchor = self._params[name], self.anchors[name]
-        before = widened(param if measured is None else measured)
+        before = widened(param if pending.measured is None else pending.measured[name])
         target = anchor - step
         if (
             self._group.size == 1
         ):  # S - (S - p) is p but for rounding; alone, averaging must not change a bit
-            target = torch.where(step == moved, before, target)
+            target = torch.where(step == pending.moved[name], before, target)
         place = real_view(param)
         target = target.to(place.dtype)
         anchor.copy_(target)
-        place.copy_(target if measured is None else widened(param) + (anchor - before))
+        if pending.measured is None and not pending.mixing:
+            place.copy_(target)
+        else:
+            place.copy_(widened(param) + (anchor - before) * (1 - pending.mixing))
 
 
 def _extra(key: str) -> str:

@@ -19,7 +19,8 @@ class _Common:
     compression: Compression | None = None
     fragments: int = 1
     delay: int = 0
-    average_state: bool = False
+    mixing: float = 0.0
+    average_state: bool | int = False
 
     def _check(self, interval: str, k_steps: int) -> None:
         set_ = object.__setattr__
@@ -49,7 +50,16 @@ class _Common:
                 f"delay must be below the {distance} steps between two averagings "
                 f"({interval}={k_steps}, fragments={self.fragments}), got {self.delay}"
             )
-        check.boolean("average_state", self.average_state)
+        set_(self, "mixing", check.real("mixing", self.mixing, at_least=0, below=1))
+        if not isinstance(self.average_state, bool):
+            advice = "True is every averaging, k every k-th one"
+            check.instance("average_state", self.average_state, int, advice=advice)
+            check.integer("average_state", self.average_state, at_least=0)
+
+    def averages_state(self, number: int) -> bool:
+        """Whether the averaging of this number, from 1, is one of the optimizer's state too."""
+        every = int(self.average_state)
+        return every > 0 and number % every == 0
 
 
 @dataclass(frozen=True)
@@ -69,8 +79,11 @@ class LocalSGD(_Common):
             averaged every k_steps // fragments steps.
         delay: Local steps that go on while an averaging is on its way, 0 to k_steps // fragments -
             1.
+        mixing: m in [0, 1), the part of its local value that a parameter keeps when a result
+            arrives: p becomes (1 - m) times what it would be at m = 0, and m times p. The first
+            steps, until `begin_step`, and `flush` leave ranks equal at any m.
         average_state: Whether the optimizer's floating-point tensors of a parameter's shape are
-            averaged too.
+            averaged too: True at every averaging, a number k at every k-th one.
 
     Raises:
         TypeError, ValueError: A wrong value.
@@ -106,6 +119,7 @@ class AdaptiveLocalSGD(_Common):
         fragments: 1 to init_k_steps, else as in `LocalSGD`.
         delay: 0 to init_k_steps // fragments - 1. Where the interval falls below it, a result is
             applied early.
+        mixing: See `LocalSGD`.
         average_state: See `LocalSGD`.
 
     Raises:

@@ -90,7 +90,9 @@ def load(state: Mapping[str, Any], averager: Averager) -> None:
         extras = {
             key: value.to(next(iter(devices.values()))) for key, value in pending["extras"].items()
         }
-        averager.pending = averaging.measure(pending["step"], measured, extras, keep=True)
+        averager.pending = averaging.measure(
+            pending["step"], measured, extras, mixing=averager.mixing, keep=True
+        )
 
 
 def _local(tensors: LocalModel) -> dict[str, Tensor]:

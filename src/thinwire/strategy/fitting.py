@@ -39,6 +39,7 @@ _FREE = (
             "begin_step",
             "outer_lr",
             "outer_nesterov",
+            "mixing",
         )
     ),
     *(

@@ -156,7 +156,10 @@ def _averaging(strategy: Fields) -> Iterator[str]:
         if k_steps == 1 and not adaptive
         else f"{begin}after every {_ordinal(k_steps)} step"
     )
-    what = " and optimizer state" if config.average_state else ""
+    every = int(config.average_state)
+    what = " and optimizer state" if every else ""
+    if every > 1:
+        what = f" (and optimizer state at every {_ordinal(every)} one)"
     yield f"Averaging of parameters{what} over {peers}, {often}{_change(strategy, config)}"
     if isinstance(config, AdaptiveLocalSGD):
         yield (
@@ -183,6 +186,8 @@ def _change(strategy: Fields, config: LocalConfig) -> str:
         said += f"; {config.fragments} parts of the model take turns"
     if config.delay:
         said += f"; the result takes effect {config.delay} {plural('step', config.delay)} later"
+    if config.mixing:
+        said += f"; of its local value a parameter keeps {100 * config.mixing:g} %"
     return said
 
 
