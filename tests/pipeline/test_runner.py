@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from tests.ranks import Lost, Pool, Raised
 from thinwire import Pipeline
 from thinwire.comm.grid import Grid
-from thinwire.pipeline.cut import cut
 from thinwire.pipeline.runner import PipelineRunner
+from thinwire.pipeline.split import split_model
 
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}
 """float64; the sums over micro-batches are taken in another order."""
@@ -51,7 +51,7 @@ def prepared(
     model: nn.Module, config: Pipeline, **options: Any
 ) -> tuple[nn.Module, PipelineRunner]:
     grid = Grid(config.stages)
-    stage = cut(model, config)[grid.stage]
+    stage = split_model(model, config)[grid.stage]
     loss_fn = options.pop("loss_fn", nn.functional.cross_entropy)
     return stage, PipelineRunner(stage, config, grid, loss_fn, **options)
 

@@ -47,9 +47,9 @@ class PerRankState:
 
     Accelerate and Lightning save the optimizer of rank 0 and load it everywhere. The residuals and
     the momentum of `DGCMomentum`, and everything under local updates, differ from rank to rank:
-    that checkpoint alone would put the pending update of one rank in the place of all others. With
-    Accelerate `PerRankState(dgc).register(accelerator)` is all; Lightning's callbacks do it by
-    themselves; in a loop of your own set `folder` to that of the checkpoint.
+    that checkpoint alone would give the pending update of one rank to all others. With Accelerate
+    `PerRankState(dgc).register(accelerator)` is all; Lightning's callbacks do it by themselves; in
+    a loop of your own set `folder` to that of the checkpoint.
 
     Args:
         stateful: A `DGCMomentum`, what `local_sgd` returned, or any optimizer under local updates.
@@ -175,7 +175,7 @@ class PerRankState:
         if self.folder is None:
             raise ValueError(
                 "PerRankState does not know where each rank's file belongs: call "
-                "PerRankState(...).register(accelerator) in the place of "
+                "PerRankState(...).register(accelerator) instead of "
                 "accelerator.register_for_checkpointing, or set folder= to the folder of the "
                 "checkpoint"
             )

@@ -7,11 +7,11 @@ from itertools import groupby
 
 from torch import nn
 
-__all__ = ["Link", "assemble", "chain", "obstacle"]
+__all__ = ["ChainModule", "assemble", "chain", "obstacle"]
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class ChainModule:
     """A module of the chain, called once, on what the one before it returned."""
 
     path: tuple[str, ...]
@@ -43,22 +43,20 @@ def obstacle(module: nn.Module) -> str | None:
     return None if len(module) else "it is empty"
 
 
-def chain(model: nn.Module, path: tuple[str, ...] = ()) -> Iterator[Link]:
+def chain(model: nn.Module, path: tuple[str, ...] = ()) -> Iterator[ChainModule]:
     """The modules that the model calls, in order; a module that cannot be taken apart is
     one link.
     """
     if obstacle(model) is None:
-        for (
-            name,
-            child,
-        ) in model._modules.items():  # named_children() skips a module that comes a second time
+        # named_children() skips a module that comes a second time
+        for name, child in model._modules.items():
             assert child is not None
             yield from chain(child, (*path, name))
     else:
-        yield Link(path, model)
+        yield ChainModule(path, model)
 
 
-def assemble(container: nn.Module, links: Sequence[Link], depth: int = 0) -> nn.Sequential:
+def assemble(container: nn.Module, links: Sequence[ChainModule], depth: int = 0) -> nn.Sequential:
     """A container with some consecutive links of it, under the same names; what is whole is taken
     as it is.
     """

@@ -52,7 +52,7 @@ class PipelineRunner:
     group; after it the pipeline is of no more use.
 
     Args:
-        stage: This rank's, one of those that `cut` returns; its device is that of its first
+        stage: This rank's, one of those that `split_model` returns; its device is that of its first
             parameter.
         config: Of the pipeline.
         grid: The ranks; as many stages as `config` has.
@@ -137,7 +137,7 @@ class PipelineRunner:
         self._passed_bytes += count * (plan.result.bytes_forth if plan.result else 0)
         self._passed_bytes += count * (plan.source.bytes_back if plan.source and backward else 0)
         loss = self._concluded()
-        worker.begin([], None, None, 1.0)  # lets go of the mini-batch
+        worker.begin([], None, None, 1.0)  # frees the mini-batch
         return loss
 
     def _agreed(

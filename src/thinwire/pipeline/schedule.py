@@ -72,7 +72,7 @@ class _Stage(PipelineStage):
 
     @property
     def group(self) -> ProcessGroup | None:
-        """Of the grid: one that is held here would not be let go of at exit."""
+        """Of the grid: one that is held here would not be freed at exit."""
         return self._grid.stage_group
 
     @group.setter

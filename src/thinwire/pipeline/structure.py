@@ -143,13 +143,13 @@ def micro_batches(inputs: Any, targets: Any, count: int) -> list[tuple[Any, Any]
 
 
 def _part(value: Any, index: int, count: int) -> Any:
-    def cut(tensor: Tensor) -> Tensor:
+    def part(tensor: Tensor) -> Tensor:
         if not tensor.ndim:
             return tensor
         size = tensor.shape[0] // count
         return tensor[index * size : (index + 1) * size]
 
-    return _mapped(cut, value)
+    return _mapped(part, value)
 
 
 def _mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:

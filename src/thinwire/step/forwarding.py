@@ -1,6 +1,4 @@
-"""What stands in the place of a module's forward: an object that can be copied with it and taken
-off again.
-"""
+"""A replacement of a module's forward: an object that can be copied with it and taken off again."""
 
 from typing import Any
 
@@ -11,8 +9,8 @@ __all__ = ["ForwardLayer"]
 
 
 class ForwardLayer:
-    """Stands as `module.forward` and calls what stood there before; layers may be put on and taken
-    off in any order.
+    """A layer that is `module.forward` and calls what was there before; layers may be put on and
+    taken off in any order.
 
     It is an object that holds its module, not a closure: a copied or unpickled module has a layer
     of its own, which calls that module. Names, types and state_dict of the module stay as they are.

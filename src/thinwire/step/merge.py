@@ -33,8 +33,8 @@ class GradientSum:
         self.microsteps = 0
         """Backward passes in the sum."""
         self.overflowed = False
-        """Whether a gradient in the sum is known not to be finite; whoever looks for that notes it
-        here."""
+        """Whether a gradient in the sum is known not to be finite; the caller that looks for that
+        notes it here."""
         self._sums: dict[str, Tensor] = {}
 
     @torch.no_grad()
@@ -77,7 +77,7 @@ class GradientSum:
             avg: As in `take`.
 
         Returns:
-            A new tensor, or the very one of the sum where nothing is added; None for a parameter
+            A new tensor, or that of the sum itself where nothing is added; None for a parameter
             without any gradient.
         """
         total = self._sums.get(name)
@@ -97,8 +97,8 @@ class GradientSum:
             avg: Whether to divide by the number of microsteps.
 
         Returns:
-            Mean: new tensors. Sum: the very tensors of the sum, which are not added to any more
-                after `clear`.
+            Mean: new tensors. Sum: the tensors of the sum themselves, which are not added to any
+            more after `clear`.
         """
         if not avg or self.microsteps == 1:
             return dict(self._sums)
@@ -118,8 +118,8 @@ class GradientSum:
             avg: As in `take`.
 
         Returns:
-            By name; where this microstep has no gradient and the sum is asked for, the very tensor
-            of the sum.
+            By name; where this microstep has no gradient and the sum is asked for, the tensor of
+            the sum itself.
 
         Raises:
             ValueError: As in `add`; nothing has changed.

@@ -1,4 +1,4 @@
-"""What a forward pass depends on beside its inputs, kept so that it can be repeated."""
+"""Mode and buffers of a forward pass, kept so that it can be repeated."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,7 +26,7 @@ class Remembered:
     """Mode and buffers of a module as they are now; inside the context its forward finds them
     again.
 
-    There the module has copies in the place of its buffers. The real ones, which the first pass has
+    There the module has copies instead of its buffers. The real ones, which the first pass has
     advanced, are not written to: a backward pass may need their memory, and they must not advance
     twice.
 
@@ -44,7 +44,7 @@ class Remembered:
 
     @contextmanager
     def first_pass(self) -> Iterator[None]:
-        """Stands around the pass that may be repeated."""
+        """Enclose the pass that may be repeated."""
         yield
         params = self._module.named_parameters()
         self._versions = [(name, p, p._version) for name, p in params if not p.is_inference()]

@@ -43,8 +43,8 @@ from thinwire.local.model import bare_optimizer
 from thinwire.local.updates import LocalUpdates
 from thinwire.optim.dgc_momentum import DGCMomentum
 from thinwire.optim.layerwise import LayerwiseOptimizer
-from thinwire.pipeline.cut import cut
 from thinwire.pipeline.runner import PipelineRunner
+from thinwire.pipeline.split import split_model
 from thinwire.step.autocast import autocast_forward
 from thinwire.step.merge import GradientSum
 from thinwire.step.recompute import matches, recompute
@@ -267,7 +267,9 @@ def _planned(
         matches(model, strategy.recompute.checkpoints)
     if strategy.compression is not None and strategy.local is None:
         require_divisor(strategy.compression.node_size, place.replicas)
-    stage = model if strategy.pipeline is None else cut(model, strategy.pipeline)[place.stage]
+    stage = (
+        model if strategy.pipeline is None else split_model(model, strategy.pipeline)[place.stage]
+    )
     mine = set(stage.parameters())
     adopted = adopt(
         optimizer,

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from thinwire.compress.protocol import Compression
 from thinwire.core.clip import Clip
-from thinwire.pipeline.cut import cut
+from thinwire.pipeline.split import split_model
 from thinwire.step.recompute import matches
 from thinwire.strategy.clipping import require_one_clip
 from thinwire.strategy.fields import Fields
@@ -83,7 +83,7 @@ def _names_in(optimizer: Optimizer) -> dict[Parameter, str]:
 def _stages(strategy: Fields, model: nn.Module) -> Iterator[str]:
     if strategy.pipeline is None:
         return
-    for number, stage in enumerate(cut(model, strategy.pipeline), start=1):
+    for number, stage in enumerate(split_model(model, strategy.pipeline), start=1):
         yield f"stage {number}: {_sized(dict(stage.named_parameters()))}"
 
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from thinwire import Pipeline, StrategyError
-from thinwire.pipeline.balance import balanced_cut
-from thinwire.pipeline.cut import cut
+from thinwire.pipeline.split import partition, split_model
 
 
 def tree() -> nn.Sequential:
@@ -51,7 +50,7 @@ def names(stage: nn.Module) -> list[str]:
 def test_stages_are_the_model(points: tuple[str, ...]) -> None:
     torch.manual_seed(0)
     model = tree()
-    stages = cut(model, Pipeline(len(points) + 1 if points else 3, 2, split_points=points))
+    stages = split_model(model, Pipeline(len(points) + 1 if points else 3, 2, split_points=points))
     x = torch.randn(5, 4)
     value = x
     for stage in stages:
@@ -77,7 +76,7 @@ def named(module: nn.Module) -> list[tuple[str, int]]:
 )
 def test_a_stage_begins_at_its_split_point(point: str, first: str) -> None:
     model = tree()
-    before, after = cut(model, Pipeline(2, 2, split_points=(point,)))
+    before, after = split_model(model, Pipeline(2, 2, split_points=(point,)))
     assert names(before) + names(after) == names(model)
     assert names(after)[0] == first
     assert dict(after.named_modules())[point] is model.get_submodule(point)
@@ -85,19 +84,19 @@ def test_a_stage_begins_at_its_split_point(point: str, first: str) -> None:
 
 def test_one_stage_is_the_model_whatever_it_is() -> None:
     block = Block()
-    assert cut(block, Pipeline(1, 2)) == [block]
+    assert split_model(block, Pipeline(1, 2)) == [block]
 
 
 def test_stages_keep_the_mode() -> None:
     assert not any(
         module.training
-        for stage in cut(tree().eval(), Pipeline(4, 4))
+        for stage in split_model(tree().eval(), Pipeline(4, 4))
         for module in stage.modules()
     )
 
 
 def test_activations_stay_with_what_they_follow() -> None:
-    first, second = cut(
+    first, second = split_model(
         nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Dropout(), nn.Linear(2, 2)), Pipeline(2, 2)
     )
     assert [len(first), len(second)] == [3, 1]
@@ -115,7 +114,7 @@ def best_by_trying(sizes: list[int], parts: int) -> tuple[int, int]:
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=9), st.data())
 def test_the_cut_is_the_best_there_is(sizes: list[int], data: st.DataObject) -> None:
     parts = data.draw(st.integers(1, len(sizes)))
-    begins = balanced_cut(sizes, parts)
+    begins = partition(sizes, parts)
     assert begins[0] == 0 and len(begins) == parts and begins == sorted(set(begins))
     sums = [sum(sizes[a:b]) for a, b in pairwise([*begins, len(sizes)])]
     assert (max(sums), sum(s * s for s in sums)) == best_by_trying(sizes, parts)
@@ -232,14 +231,14 @@ def test_what_cannot_be_cut_is_refused(
     model: nn.Module, stages: int, points: tuple[str, ...], kind: type[Exception], text: str
 ) -> None:
     with pytest.raises(ValueError, match=text) as caught:
-        cut(model, Pipeline(stages, 2, split_points=points))
+        split_model(model, Pipeline(stages, 2, split_points=points))
     assert type(caught.value) is kind
 
 
 def test_tied_modules_may_share_a_stage() -> None:
     linear = nn.Linear(4, 4)
     model = nn.Sequential(linear, nn.ReLU(), linear, nn.ReLU(), nn.Linear(4, 4))
-    first, _ = cut(model, Pipeline(2, 2, split_points=("4",)))
+    first, _ = split_model(model, Pipeline(2, 2, split_points=("4",)))
     assert [name for name, _ in first.named_children()] == ["0", "1", "3"]
     x = torch.ones(1, 4)
     assert torch.equal(first(x), model[:4](x))

@@ -1,20 +1,19 @@
-"""Cutting a sequential model into stages."""
+"""Splitting a sequential model into stages."""
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from torch import nn
 
 from thinwire import _validate as check
 from thinwire.errors import StrategyError
-from thinwire.pipeline.balance import balanced_cut
-from thinwire.pipeline.chain import Link, assemble, chain, obstacle
+from thinwire.pipeline.chain import ChainModule, assemble, chain, obstacle
 from thinwire.pipeline.config import Pipeline
 
-__all__ = ["cut"]
+__all__ = ["partition", "split_model"]
 
 
-def cut(model: nn.Module, config: Pipeline) -> list[nn.Module]:
+def split_model(model: nn.Module, config: Pipeline) -> list[nn.Module]:
     """The stages of a model, which share its modules and parameters; nothing is copied, moved or
     changed.
 
@@ -62,7 +61,7 @@ def _article(module: nn.Module) -> str:
     return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
 
 
-def _balanced(links: Sequence[Link], stages: int) -> list[int]:
+def _balanced(links: Sequence[ChainModule], stages: int) -> list[int]:
     """Where stages begin; only at modules with parameters, so that an activation stays with what it
     follows.
     """
@@ -74,7 +73,7 @@ def _balanced(links: Sequence[Link], stages: int) -> list[int]:
         )
     seen: set[nn.Parameter] = set()
     sizes = [sum(p.numel() for p in _new(links[head].module, seen)) for head in heads]
-    return [0, *(heads[i] for i in balanced_cut(sizes, stages)[1:])]
+    return [0, *(heads[i] for i in partition(sizes, stages)[1:])]
 
 
 def _new(module: nn.Module, seen: set[nn.Parameter]) -> Iterator[nn.Parameter]:
@@ -85,7 +84,7 @@ def _new(module: nn.Module, seen: set[nn.Parameter]) -> Iterator[nn.Parameter]:
             yield p
 
 
-def _places(model: nn.Module, links: Sequence[Link], points: Sequence[str]) -> list[int]:
+def _places(model: nn.Module, links: Sequence[ChainModule], points: Sequence[str]) -> list[int]:
     """Where stages begin, from the names of the modules at which the second and later ones do."""
     begins = [0]
     names = ["the first module", *points]
@@ -105,7 +104,7 @@ def _places(model: nn.Module, links: Sequence[Link], points: Sequence[str]) -> l
     return begins
 
 
-def _place(model: nn.Module, links: Sequence[Link], point: str) -> int:
+def _place(model: nn.Module, links: Sequence[ChainModule], point: str) -> int:
     path = tuple(point.split("."))
     for i, link in enumerate(links):
         if link.path[: len(path)] == path:
@@ -125,7 +124,7 @@ def _place(model: nn.Module, links: Sequence[Link], point: str) -> int:
     )
 
 
-def _require_parameters(pieces: Sequence[Sequence[Link]]) -> None:
+def _require_parameters(pieces: Sequence[Sequence[ChainModule]]) -> None:
     for i, piece in enumerate(pieces, start=1):
         if not any(True for link in piece for _ in link.module.parameters()):
             raise StrategyError(
@@ -135,7 +134,7 @@ def _require_parameters(pieces: Sequence[Sequence[Link]]) -> None:
             )
 
 
-def _require_one_owner(pieces: Sequence[Sequence[Link]]) -> None:
+def _require_one_owner(pieces: Sequence[Sequence[ChainModule]]) -> None:
     owners: dict[int, tuple[int, str]] = {}
     for i, piece in enumerate(pieces, start=1):
         for link in piece:
@@ -151,3 +150,55 @@ def _require_one_owner(pieces: Sequence[Sequence[Link]]) -> None:
                         "which two ranks cannot both own: do not tie them, or put both modules on "
                         "one stage with split_points"
                     )
+
+
+def partition(sizes: Sequence[int], parts: int) -> list[int]:
+    """Divide a row of sizes into contiguous parts, the largest as small as it can be; among such
+    divisions, one with the most even parts.
+
+    Exact, by dynamic programming over prefixes, O(parts · n²). Even means the least sum of squares.
+
+    Args:
+        sizes: n sizes, >= 0, in order.
+        parts: 1 to n.
+
+    Returns:
+        The index at which each part begins, the first of them 0; no part is empty.
+    """
+    ends = [0, *accumulate(sizes)]
+    n = len(sizes)
+    limit = _prefixes(ends, parts, limit=ends[n], even=False)[-1][n][0]
+    rows = _prefixes(ends, parts, limit=limit, even=True)
+    begins, end = [], n
+    for row in reversed(rows):
+        end = row[end][1]
+        begins.append(end)
+    return begins[::-1]
+
+
+def _prefixes(
+    ends: list[int], parts: int, *, limit: float, even: bool
+) -> list[dict[int, tuple[float, int]]]:
+    """Per number of parts and length of a prefix: the least cost, and where the last part
+    begins.
+    """
+    rows: list[dict[int, tuple[float, int]]] = []
+    before: dict[int, tuple[float, int]] = {0: (0, 0)}
+    for _ in range(parts):
+        row = {}
+        for end in range(1, len(ends)):
+            options = [
+                (
+                    cost + (ends[end] - ends[begin]) ** 2
+                    if even
+                    else max(cost, ends[end] - ends[begin]),
+                    begin,
+                )
+                for begin, (cost, _) in before.items()
+                if begin < end and ends[end] - ends[begin] <= limit
+            ]
+            if options:
+                row[end] = min(options)
+        rows.append(row)
+        before = row
+    return rows
