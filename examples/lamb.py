@@ -1,4 +1,4 @@
-"""LAMB in the place of an Adam, for large batches, with a warm-up: torchrun --nproc-per-node 2
+"""LAMB instead of an Adam, for large batches, with a warm-up: torchrun --nproc-per-node 2
 examples/lamb.py.
 """
 

@@ -1,4 +1,4 @@
-"""LARS in the place of an SGD, for large batches: torchrun --nproc-per-node 2 examples/lars.py."""
+"""LARS instead of an SGD, for large batches: torchrun --nproc-per-node 2 examples/lars.py."""
 
 import os
 

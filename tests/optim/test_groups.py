@@ -1,5 +1,7 @@
 """Groups: keys, decay exclusion, centralization, order of the parameters."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -27,6 +29,12 @@ def test_an_unknown_key_is_an_error_with_the_closest_one(
 ) -> None:
     with pytest.raises(ValueError, match=rf"'{key}' with value 3.*'{closest}'"):
         case([{"params": model().named_parameters(), key: 3}])
+
+
+def test_a_warning_names_the_line_that_made_the_optimizer(case: Case) -> None:
+    with pytest.warns(UserWarning, match="weight_decay is usually below 1, got 2") as found:
+        case(model().named_parameters(), weight_decay=2.0)
+    assert {Path(warning.filename).name for warning in found} == {"cases.py"}
 
 
 def test_keys_that_torch_uses_are_accepted(case: Case) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import (
-    _disable_dynamo,
-)  # torch.compiler.disable imports the compiler at once, for a second
+
+# torch.compiler.disable imports the compiler at once, for a second
+from torch._compile import _disable_dynamo
 
 from thinwire import _validate as check
 from thinwire.core.centralize import centralized
@@ -29,7 +29,8 @@ class CommonOptimizer(TwoPhase):
     """Base of every optimizer here, beside torch's own class or `torch.optim.Optimizer` itself.
 
     A constructor makes three calls: `groups, rate = self._open(params, lr, ...)`, then torch's
-    constructor with `groups` and the number `rate`, then `self._close()`.
+    constructor with `groups` and the number `rate`, then `self._close()`; that of `OwnOptimizer`,
+    the base of methods that are not torch's, makes all three.
 
     One update runs in `step`: rates of this update (errors come before anything changes),
     collection of the (param, grad) pairs in order, negated under `maximize`, `_update`, and only if
@@ -47,7 +48,7 @@ class CommonOptimizer(TwoPhase):
         `_ordered_params()`: all parameters, in the order of `order_params` or of the groups.
         `_facts(param)`: name, group, effective weight decay, regularizer, centralization, as
         `ParamFacts`. `_with_decay(param, grad)`: weight decay (where it is coupled), regularizer
-        and centralization, on a copy; the very `grad` if there is nothing to do.
+        and centralization, on a copy; `grad` itself if there is nothing to do.
         `_processed(pairs)`: clip, then `_with_decay`, for all pairs at once: the order of the other
         optimizers. `grad_clip`: the config; `position`: completed updates, from 0, the step of
         every schedule. `_wide_state`: whether floating-point state keeps float32 for narrower

@@ -10,7 +10,7 @@ __all__ = ["LAMB", "LARS"]
 
 @dataclass(frozen=True)
 class LARS:
-    """`thinwire.optim.Lars` in the place of an SGD, whose rate, momentum, clipping and groups are
+    """`thinwire.optim.Lars` instead of an SGD, whose rate, momentum, clipping and groups are
     taken over.
 
     Attributes:
@@ -42,7 +42,7 @@ class LARS:
 
 @dataclass(frozen=True)
 class LAMB:
-    """`thinwire.optim.Lamb` in the place of an Adam, whose rate, betas, clipping and groups are
+    """`thinwire.optim.Lamb` instead of an Adam, whose rate, betas, clipping and groups are
     taken over.
 
     Attributes:

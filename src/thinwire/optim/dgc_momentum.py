@@ -400,7 +400,7 @@ class DGCMomentum(CommonOptimizer):
         return state_dict
 
     def plain_state_dict(self) -> dict[str, Any]:
-        """`state_dict` without the origin, for whoever keeps ranks apart by other means."""
+        """`state_dict` without the origin, for callers that keep ranks apart by other means."""
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

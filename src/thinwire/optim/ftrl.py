@@ -104,25 +104,22 @@ class Ftrl(RowwiseOptimizer):
         maximize: bool = False,
         foreach: bool | None = None,
     ) -> None:
-        groups, rate = self._open(
+        super().__init__(
             params,
             lr,
+            {
+                "lr_power": lr_power,
+                "l1": l1,
+                "l2": l2,
+                "initial_accumulator": initial_accumulator,
+                "weight_decay": weight_decay,
+                "maximize": maximize,
+                "foreach": foreach,
+            },
             grad_clip=grad_clip,
             regularizer=regularizer,
             exclude_from_weight_decay=exclude_from_weight_decay,
         )
-        defaults = {
-            "lr": rate,
-            "lr_power": lr_power,
-            "l1": l1,
-            "l2": l2,
-            "initial_accumulator": initial_accumulator,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-            "foreach": foreach,
-        }
-        super().__init__(groups, defaults)
-        self._close()
 
     def _check_hyperparameters(self, values: Mapping[str, Any]) -> None:
         check.real("lr_power", values["lr_power"], at_most=0)

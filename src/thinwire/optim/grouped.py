@@ -4,10 +4,12 @@ they stand.
 
 import dataclasses
 import re
+import sys
 import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -17,11 +19,11 @@ from thinwire import _validate as check
 from thinwire.core.clip import Clip, ClipByGlobalNorm, ClipByNorm, ClipByValue
 from thinwire.core.decay import L1Decay, L2Decay, Regularizer
 from thinwire.optim import groups as grouping
-from thinwire.optim.groups import Exclusion, ParamPlace, TakenOver
+from thinwire.optim.groups import Exclusion, OptimizerSettings, ParamPlace
 from thinwire.optim.rates import parse_rate
 from thinwire.schedules import Schedule, rate_at
 
-__all__ = ["GroupedOptimizer", "ParamFacts", "restrict_", "taken_over"]
+__all__ = ["GroupedOptimizer", "ParamFacts", "restrict_", "settings_of"]
 
 
 @dataclass(slots=True)
@@ -226,7 +228,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
             place.name, place.index, place.group_index, group, decay, regularizer, centralization
         )
 
-    def taken_over(self) -> TakenOver:
+    def _settings(self) -> OptimizerSettings:
         """What this optimizer was told, for the constructor of another one; nothing is shared that
         changes.
         """
@@ -242,7 +244,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
             else parse_rate("lr", followed[0])
         )
         own_lr = [own or rate != lr for rate, own in zip(rates, common.own_lr, strict=True)]
-        return TakenOver(
+        return OptimizerSettings(
             lr=lr,
             groups=_spelled_out(self.param_groups, rates, own_lr),
             order=None if common.order is None else list(common.order),
@@ -278,18 +280,18 @@ class GroupedOptimizer(torch.optim.Optimizer):
         return {**super().__getstate__(), "_common": self._common}
 
 
-def taken_over(optimizer: torch.optim.Optimizer) -> TakenOver:
+def settings_of(optimizer: torch.optim.Optimizer) -> OptimizerSettings:
     """What `optimizer`, one of ours or of torch, was told, for the constructor of another one.
 
     Raises:
         TypeError, ValueError: A learning rate that ours do not take.
     """
     if isinstance(optimizer, GroupedOptimizer):
-        return optimizer.taken_over()
+        return optimizer._settings()
     rates = [parse_rate("lr of a parameter group", group["lr"]) for group in optimizer.param_groups]
     default = parse_rate("lr", optimizer.defaults["lr"])
     lr = default if default in rates else rates[0]
-    return TakenOver(
+    return OptimizerSettings(
         lr=lr,
         groups=_spelled_out(optimizer.param_groups, rates, [rate != lr for rate in rates]),
         order=None,
@@ -304,10 +306,9 @@ def taken_over(optimizer: torch.optim.Optimizer) -> TakenOver:
 def restrict_(
     optimizer: torch.optim.Optimizer, keep: Callable[[Tensor], bool]
 ) -> Callable[[], None]:
-    """Changes `optimizer`: it lets go of all parameters but those that `keep` says, and of their
-    state.
+    """Changes `optimizer`: it drops all parameters but those that `keep` says, and their state.
 
-    Groups stay where they are, empty ones too, so that whoever drives their rates finds them.
+    Groups stay where they are, empty ones too, so that a scheduler of their rates finds them.
 
     Returns:
         What undoes it, as long as the optimizer has not been used.
@@ -386,5 +387,16 @@ def _check_common_values(values: dict[str, Any]) -> None:
         )
         if decay >= 1:
             warnings.warn(
-                f"weight_decay is usually below 1, got {decay}", UserWarning, stacklevel=4
+                f"weight_decay is usually below 1, got {decay}",
+                UserWarning,
+                stacklevel=_users_level(),
             )
+
+
+def _users_level() -> int:
+    """The `stacklevel` with which a warning of the caller names the line of the user's code."""
+    frame: FrameType | None = sys._getframe(1)
+    level = 1
+    while frame is not None and frame.f_globals["__name__"].startswith(("thinwire.", "torch.")):
+        frame, level = frame.f_back, level + 1
+    return level

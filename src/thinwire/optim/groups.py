@@ -17,8 +17,8 @@ from thinwire.schedules import Schedule
 
 __all__ = [
     "Exclusion",
+    "OptimizerSettings",
     "ParamPlace",
-    "TakenOver",
     "check_keys",
     "excluded_flags",
     "named_params",
@@ -51,7 +51,7 @@ class ParamPlace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TakenOver:
+class OptimizerSettings:
     """What an optimizer was told about its parameters, in the terms in which another one can be
     told the same.
     """

@@ -74,25 +74,22 @@ class Lars(LayerwiseOptimizer):
         maximize: bool = False,
         foreach: bool | None = None,
     ) -> None:
-        groups, rate = self._open(
+        super().__init__(
             params,
             lr,
+            {
+                "momentum": momentum,
+                "trust_coefficient": trust_coefficient,
+                "weight_decay": weight_decay,
+                "eps": eps,
+                "nesterov": nesterov,
+                "maximize": maximize,
+                "foreach": foreach,
+            },
             grad_clip=grad_clip,
             regularizer=regularizer,
             exclude_from_weight_decay=exclude_from_weight_decay,
         )
-        defaults = {
-            "lr": rate,
-            "momentum": momentum,
-            "trust_coefficient": trust_coefficient,
-            "weight_decay": weight_decay,
-            "eps": eps,
-            "nesterov": nesterov,
-            "maximize": maximize,
-            "foreach": foreach,
-        }
-        super().__init__(groups, defaults)
-        self._close()
 
     def _check_hyperparameters(self, values: Mapping[str, Any]) -> None:
         momentum = check.real("momentum", values["momentum"], at_least=0)

@@ -1,4 +1,4 @@
-"""What LARS and LAMB share beside the trust ratio: lists of tensors in runs, and the ratios to be
+"""The base of LARS and LAMB beside the trust ratio: lists of tensors in runs, and the ratios to be
 read.
 """
 

@@ -99,23 +99,20 @@ class LazyAdam(RowwiseOptimizer):
         maximize: bool = False,
         foreach: bool | None = None,
     ) -> None:
-        groups, rate = self._open(
+        super().__init__(
             params,
             lr,
+            {
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "maximize": maximize,
+                "foreach": foreach,
+            },
             grad_clip=grad_clip,
             regularizer=regularizer,
             exclude_from_weight_decay=exclude_from_weight_decay,
         )
-        defaults = {
-            "lr": rate,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-            "foreach": foreach,
-        }
-        super().__init__(groups, defaults)
-        self._close()
 
     def _check_hyperparameters(self, values: Mapping[str, Any]) -> None:
         check_betas(values)

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from thinwire import _validate as check
+from thinwire.core.clip import Clip
+from thinwire.core.decay import Regularizer
 from thinwire.optim.base import CommonOptimizer
+from thinwire.optim.groups import Exclusion
 from thinwire.optim.saving import state_dtype
 from thinwire.optim.two_phase import ParamGrad
 
@@ -18,7 +21,7 @@ __all__ = ["OwnOptimizer", "check_betas", "widened"]
 
 
 class OwnOptimizer(CommonOptimizer):
-    """Sorts the processed gradients by group and hands each group's to `_update_group`.
+    """Base that sorts the processed gradients by group and hands each group's to `_update_group`.
 
     Gradients arrive in the working type: float32, float64 for float64 parameters. State is kept in
     it too.
@@ -26,6 +29,37 @@ class OwnOptimizer(CommonOptimizer):
 
     _takes_rows = False
     """Whether row-sparse gradients are allowed."""
+
+    def __init__(
+        self,
+        params: object,
+        lr: object,
+        hyperparameters: Mapping[str, Any],
+        *,
+        grad_clip: Clip | None,
+        regularizer: Regularizer | None,
+        exclude_from_weight_decay: Exclusion,
+    ) -> None:
+        """Check the common arguments and make the groups.
+
+        Args:
+            params: See `Lamb`, as the other arguments that are not described here.
+            lr: See `Lamb`.
+            hyperparameters: Those of the method, `weight_decay`, `maximize` and `foreach`; a
+                group may have values of its own.
+            grad_clip: See `Lamb`.
+            regularizer: See `Lamb`.
+            exclude_from_weight_decay: See `Lamb`.
+        """
+        groups, rate = self._open(
+            params,
+            lr,
+            grad_clip=grad_clip,
+            regularizer=regularizer,
+            exclude_from_weight_decay=exclude_from_weight_decay,
+        )
+        super().__init__(groups, {"lr": rate, **hyperparameters})
+        self._close()
 
     def _check_param(self, name: str, param: Tensor) -> None:
         if not param.is_floating_point():
@@ -84,9 +118,8 @@ class OwnOptimizer(CommonOptimizer):
 
     def _counter(self, param: Tensor) -> Tensor:
         state = self.state[param]
-        if (
-            "step" not in state
-        ):  # on the CPU, where reading it is free; a tensor because torch's tools expect one
+        if "step" not in state:
+            # on the CPU, where reading it is free; a tensor because torch's tools expect one
             state["step"] = torch.zeros((), dtype=torch.float32)
         counter: Tensor = state["step"]
         return counter

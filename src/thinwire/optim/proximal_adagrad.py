@@ -89,24 +89,21 @@ class ProximalAdagrad(RowwiseOptimizer):
         maximize: bool = False,
         foreach: bool | None = None,
     ) -> None:
-        groups, rate = self._open(
+        super().__init__(
             params,
             lr,
+            {
+                "l1": l1,
+                "l2": l2,
+                "initial_accumulator": initial_accumulator,
+                "weight_decay": weight_decay,
+                "maximize": maximize,
+                "foreach": foreach,
+            },
             grad_clip=grad_clip,
             regularizer=regularizer,
             exclude_from_weight_decay=exclude_from_weight_decay,
         )
-        defaults = {
-            "lr": rate,
-            "l1": l1,
-            "l2": l2,
-            "initial_accumulator": initial_accumulator,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-            "foreach": foreach,
-        }
-        super().__init__(groups, defaults)
-        self._close()
 
     def _check_hyperparameters(self, values: Mapping[str, Any]) -> None:
         for key in ("l1", "l2", "initial_accumulator"):

@@ -15,8 +15,8 @@ __all__ = ["RowwiseOptimizer"]
 
 
 class RowwiseOptimizer(OwnOptimizer):
-    """Runs `_apply` on whole tensors, or on copies of the rows present, which are then written
-    back.
+    """Base that runs `_apply` on whole tensors, or on copies of the rows present, which are then
+    written back.
 
     A subclass defines `_buffers` and `_apply`.
     """

@@ -17,7 +17,7 @@ __all__ = ["TorchOptimizer"]
 
 
 class TorchOptimizer(CommonOptimizer):
-    """Runs the step of a class of torch on gradients that went through the common stages.
+    """Base that runs the step of a class of torch on gradients that went through the common stages.
 
     torch's step reads `p.grad` and `param_groups`; for its duration both hold what the stages made,
     and both are as before when it returns or raises.
@@ -43,9 +43,8 @@ class TorchOptimizer(CommonOptimizer):
         )
 
     def _run_update(self, rates: list[float]) -> bool:
-        found_inf: Tensor | None = getattr(
-            self, "found_inf", None
-        )  # a GradScaler sets it for fused kernels only
+        # a GradScaler sets it for fused kernels only
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
         if found_inf is not None and bool(found_inf):
             return False
         if self._is_plain():
@@ -69,7 +68,7 @@ class TorchOptimizer(CommonOptimizer):
     def _update(self, pairs: list[ParamGrad], rates: list[float]) -> bool:
         with (
             self._unscaled(pairs) as unscaled,
-            self._in_torchs_hands(self._processed(unscaled), rates),
+            self._as_torch_reads_them(self._processed(unscaled), rates),
         ):
             _unhooked_step(self._torch_class)(self)
         return True
@@ -90,7 +89,7 @@ class TorchOptimizer(CommonOptimizer):
             self.grad_scale = scale
 
     @contextmanager
-    def _in_torchs_hands(
+    def _as_torch_reads_them(
         self, pairs: Sequence[ParamGrad], rates: Sequence[float]
     ) -> Iterator[None]:
         groups = self.param_groups

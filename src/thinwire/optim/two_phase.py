@@ -72,7 +72,7 @@ class TwoPhase(GroupedOptimizer):
     def apply_gradients(self, params_grads: Iterable[tuple[Tensor, Tensor | None]]) -> list[Any]:
         """Make one whole update from the given pairs; the second half of `minimize`.
 
-        `step()` runs with these pairs in the place of `p.grad`, hooks included. Neither they nor
+        `step()` runs with these pairs instead of `p.grad`, hooks included. Neither they nor
         `p.grad` are changed.
 
         Args:

@@ -16,8 +16,8 @@ from thinwire.compress.protocol import Compression
 from thinwire.errors import StrategyError
 from thinwire.optim import DGCMomentum
 from thinwire.optim.config import LAMB, LARS
-from thinwire.optim.grouped import restrict_, taken_over
-from thinwire.optim.groups import TakenOver
+from thinwire.optim.grouped import restrict_, settings_of
+from thinwire.optim.groups import OptimizerSettings
 from thinwire.strategy.dependents import dependents
 from thinwire.strategy.in_place import became
 from thinwire.strategy.replacements import (
@@ -110,7 +110,7 @@ def adopt(
         raise StrategyError(said + "; ".join(problems))
     if lars is None and lamb is None and (dgc is None or local or type(optimizer) not in SGDS):
         return _kept(optimizer, compression, keep, local=local)
-    told = taken_over(optimizer)
+    told = settings_of(optimizer)
     if lars is not None:
         recipe = as_lars(optimizer, told, lars)
     elif lamb is not None:
@@ -205,7 +205,9 @@ def _strangers(optimizer: torch.optim.Optimizer, names: Mapping[Parameter, str])
         )
 
 
-def _misnamed(told: TakenOver, recipe: Recipe, names: Mapping[Tensor, str]) -> Iterator[str]:
+def _misnamed(
+    told: OptimizerSettings, recipe: Recipe, names: Mapping[Tensor, str]
+) -> Iterator[str]:
     if recipe.patterns and any(
         name is None for group in told.groups for name, _ in group["params"]
     ):
@@ -257,7 +259,9 @@ def _lost_state(optimizer: torch.optim.Optimizer, recipe: Recipe) -> Iterator[st
         )
 
 
-def _notes(optimizer: torch.optim.Optimizer, recipe: Recipe, told: TakenOver) -> Iterator[str]:
+def _notes(
+    optimizer: torch.optim.Optimizer, recipe: Recipe, told: OptimizerSettings
+) -> Iterator[str]:
     kind, before = recipe.kind.__name__, type(optimizer).__name__
     yield f"{before} becomes {kind}"
     rates = [group.get("lr", told.lr) for group in told.groups]

@@ -17,7 +17,7 @@ from thinwire.core.precision import state_dtype
 from thinwire.optim import SGD, Adam, AdamW, DGCMomentum, Lamb, Lars, LazyAdam
 from thinwire.optim.base import CommonOptimizer
 from thinwire.optim.config import LAMB, LARS
-from thinwire.optim.groups import Exclusion, TakenOver, excluded_flags, require_matches
+from thinwire.optim.groups import Exclusion, OptimizerSettings, excluded_flags, require_matches
 
 __all__ = [
     "ADAMS",
@@ -82,7 +82,7 @@ class _Decided:
 
 
 def decided_exclusion(
-    told: TakenOver, patterns: tuple[str, ...], names: Mapping[Tensor, str]
+    told: OptimizerSettings, patterns: tuple[str, ...], names: Mapping[Tensor, str]
 ) -> Exclusion:
     """Who has no decay: whom the optimizer excludes, and whose name matches; decided for all stages
     of a pipeline.
@@ -101,7 +101,7 @@ def decided_exclusion(
 
 def rebuilt(
     recipe: Recipe,
-    told: TakenOver,
+    told: OptimizerSettings,
     state: Mapping[Tensor, Mapping[str, Any]],
     names: Mapping[Tensor, str],
     keep: Callable[[Tensor], bool],
@@ -155,7 +155,7 @@ def rebuilt(
     return new
 
 
-def _keep_labels_(new: CommonOptimizer, told: TakenOver, recipe: Recipe) -> None:
+def _keep_labels_(new: CommonOptimizer, told: OptimizerSettings, recipe: Recipe) -> None:
     """Changes the groups of `new`: keys of the user's own, which no optimizer reads, stay beside
     the others.
     """
@@ -200,7 +200,7 @@ _ADAM_UNUSED = {
 
 def as_dgc(
     optimizer: torch.optim.Optimizer,
-    told: TakenOver,
+    told: OptimizerSettings,
     dgc: DGC,
     process_group: dist.ProcessGroup | None,
     num_trainers: int | None,
@@ -249,7 +249,7 @@ def as_dgc(
     return recipe
 
 
-def as_lars(optimizer: torch.optim.Optimizer, told: TakenOver, lars: LARS) -> Recipe:
+def as_lars(optimizer: torch.optim.Optimizer, told: OptimizerSettings, lars: LARS) -> Recipe:
     """An SGD as `Lars`."""
     arguments = {
         "momentum": float(optimizer.defaults["momentum"]),
@@ -266,7 +266,7 @@ def as_lars(optimizer: torch.optim.Optimizer, told: TakenOver, lars: LARS) -> Re
     return recipe
 
 
-def as_lamb(optimizer: torch.optim.Optimizer, told: TakenOver, lamb: LAMB) -> Recipe:
+def as_lamb(optimizer: torch.optim.Optimizer, told: OptimizerSettings, lamb: LAMB) -> Recipe:
     """An Adam as `Lamb`."""
     arguments = {
         "betas": _floats(optimizer.defaults["betas"]),
@@ -289,7 +289,7 @@ def as_lamb(optimizer: torch.optim.Optimizer, told: TakenOver, lamb: LAMB) -> Re
     return recipe
 
 
-def _sgd_problems(field: str, told: TakenOver) -> Iterator[str]:
+def _sgd_problems(field: str, told: OptimizerSettings) -> Iterator[str]:
     dampening = [group["dampening"] for group in told.groups if group.get("dampening")]
     if dampening:
         yield (
@@ -298,7 +298,7 @@ def _sgd_problems(field: str, told: TakenOver) -> Iterator[str]:
     yield from _differentiable(field, told)
 
 
-def _differentiable(field: str, told: TakenOver) -> Iterator[str]:
+def _differentiable(field: str, told: OptimizerSettings) -> Iterator[str]:
     if any(group.get("differentiable") for group in told.groups):
         yield (
             f"{field} cannot be differentiated through, which the optimizer asks for: set "
@@ -307,7 +307,11 @@ def _differentiable(field: str, told: TakenOver) -> Iterator[str]:
 
 
 def _settle_decay_(
-    recipe: Recipe, optimizer: torch.optim.Optimizer, told: TakenOver, field: str, decay: float
+    recipe: Recipe,
+    optimizer: torch.optim.Optimizer,
+    told: OptimizerSettings,
+    field: str,
+    decay: float,
 ) -> None:
     """Changes `recipe`: nothing may decay twice, and nobody's choice of decay may get lost."""
     own = float(optimizer.defaults["weight_decay"])
