@@ -56,13 +56,13 @@ def compare(settings: Settings, display: Display, keep: Keep | None = None) -> d
     corpus = read_folder(settings.text) if settings.text else read_standard_library()
     reason = why_unavailable() if settings.link.emulated else None
     started_s = time.time()
-    with _work_folder(settings.out) as work, _place(settings, reason) as place:
+    with _work_folder(settings.out) as work, _network(settings, reason) as emulated:
         files = _write_corpus(corpus, work, tune=settings.tune)
-        configs = [_config(recipe, settings, place, files) for recipe in settings.strategies]
+        configs = [_config(recipe, settings, emulated, files) for recipe in settings.strategies]
         ledger = Ledger(
             settings=settings,
             corpus=corpus,
-            emulated=place is not None,
+            emulated=emulated is not None,
             reason=reason,
             started_s=started_s,
             common=_in_common(configs[0], settings),
@@ -72,7 +72,7 @@ def compare(settings: Settings, display: Display, keep: Keep | None = None) -> d
             for config in configs:
                 ledger.begin(config.recipe.name)
                 try:
-                    ledger.finish(_run(config, settings, place, work, display, ledger))
+                    ledger.finish(_run(config, settings, emulated, work, display, ledger))
                 except WorkerError as error:
                     ledger.fail(str(error))
                 if keep is not None and ledger.runs and ledger.missing:
@@ -90,7 +90,7 @@ def compare(settings: Settings, display: Display, keep: Keep | None = None) -> d
 
 
 def _config(
-    recipe: Recipe, settings: Settings, place: Network | None, files: Mapping[str, str]
+    recipe: Recipe, settings: Settings, emulated: Network | None, files: Mapping[str, str]
 ) -> RunConfig:
     steps = settings.steps
     return RunConfig(
@@ -107,13 +107,13 @@ def _config(
         **files,
         held_out_sequences=_HELD_OUT_SEQUENCES,
         batch=settings.batch,
-        interface=place.interface if place else None,
+        interface=emulated.interface if emulated else None,
         launched_unix_s=time.time(),
     )
 
 
 def _in_common(config: RunConfig, settings: Settings) -> dict[str, Any]:
-    """What all strategies share, for the report."""
+    """The settings that all strategies share, for the report."""
     return {
         "momentum": config.momentum,
         "ramp_steps": config.ramp_steps,
@@ -124,7 +124,7 @@ def _in_common(config: RunConfig, settings: Settings) -> dict[str, Any]:
 
 
 def _timeout_s(settings: Settings) -> float:
-    """How long gloo waits for each message: a dense exchange over a slow link is no hang."""
+    """The time-out of gloo for each message: a dense exchange over a slow link is no hang."""
     dense_bytes = 4 * 12 * settings.model.layers * settings.model.width**2
     return (
         _SHORTEST_TIMEOUT_S
@@ -170,7 +170,7 @@ def _check(configs: Sequence[RunConfig], settings: Settings, work: Path, display
 def _run(
     config: RunConfig,
     settings: Settings,
-    place: Network | None,
+    emulated: Network | None,
     work: Path,
     display: Display,
     ledger: Ledger,
@@ -180,20 +180,20 @@ def _run(
     """
     name = config.recipe.name
     result: dict[str, Any] = {}
-    if place:
-        place.lift()
+    if emulated:
+        emulated.lift()
     config = replace(config, launched_unix_s=time.time())
     job = Job(task=_TRAINING, config=config.to_dict(), timeout_s=_timeout_s(settings))
     with (
         display.strategy(name) as bar,
-        contextlib.closing(run_workers(job, settings.workers, place, work / name)) as news,
+        contextlib.closing(run_workers(job, settings.workers, emulated, work / name)) as news,
     ):
         bar.note("preparing: processes, imports, kernels")
         for event in news:
             match event["event"]:
                 case "prepared":
-                    if place:
-                        place.limit()
+                    if emulated:
+                        emulated.limit()
                     release(work / name)
                 case "result":
                     result = {
@@ -207,12 +207,12 @@ def _run(
 
 
 @contextlib.contextmanager
-def _place(settings: Settings, reason: str | None) -> Iterator[Network | None]:
+def _network(settings: Settings, reason: str | None) -> Iterator[Network | None]:
     if not settings.link.emulated or reason is not None:
         yield None
     else:
-        with network(settings.workers, settings.link) as place:
-            yield place
+        with network(settings.workers, settings.link) as emulated:
+            yield emulated
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What is compared: the checked arguments of the command."""
+"""The checked arguments of the command."""
 
 import shlex
 from collections.abc import Sequence

@@ -19,7 +19,7 @@ _EXAMPLES = "write a number and a unit, such as 500kbit, 100mbit or 1gbit"
 
 @dataclass(frozen=True)
 class Link:
-    """What one worker may send, and receive, over the emulated network.
+    """Limits of what one worker sends and receives over the emulated network.
 
     Attributes:
         rate_bit_s: Bits per second in each direction; None leaves the link unshaped.

@@ -1,4 +1,4 @@
-"""What the tables of a comparison show: a row per strategy, a column per measure.
+"""The content of the tables of a comparison: a row per strategy, a column per measure.
 
 All numbers of a column have one unit and one precision.
 """

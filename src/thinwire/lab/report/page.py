@@ -166,8 +166,8 @@ def _plot(results: Mapping[str, Any], title: str, axis: str, label: str, caption
         f"<li>{sample(number)}{escape(run['strategy'])}</li>"
         for number, run in enumerate(results["strategies"])
     )
-    told = f"<figcaption>{caption}</figcaption>" if caption else ""
-    return f'<h2>{title}</h2>\n<figure><ul class="legend">{names}</ul>\n{drawings}\n{told}</figure>'
+    note = f"<figcaption>{caption}</figcaption>" if caption else ""
+    return f'<h2>{title}</h2>\n<figure><ul class="legend">{names}</ul>\n{drawings}\n{note}</figure>'
 
 
 def _to_use(results: Mapping[str, Any], winner: str | None) -> list[str]:

@@ -1,5 +1,5 @@
-"""What was measured, as plain data: the content of `results.json`, and the figures that follow from
-it.
+"""Measurements as plain data: the content of `results.json`, and the figures that follow from
+them.
 """
 
 import json
@@ -181,17 +181,17 @@ def summarise(
 
 
 def interruption(results: Mapping[str, Any]) -> str | None:
-    """What is missing and why, in a sentence; None where the comparison has come to its end."""
-    told = results["interrupted"]
-    if told is None:
+    """Say what is missing and why, in a sentence; None where the comparison has come to its end."""
+    stop = results["interrupted"]
+    if stop is None:
         return None
     by = (
-        f"was interrupted by {told['by']}"
-        if told["by"]
+        f"was interrupted by {stop['by']}"
+        if stop["by"]
         else "had not come to its end when this was written"
     )
-    during = f" during {told['during']} (at {told['progress']:.0%})" if told["during"] else ""
-    later = f"; {', '.join(told['not_begun'])} had not begun" if told["not_begun"] else ""
+    during = f" during {stop['during']} (at {stop['progress']:.0%})" if stop["during"] else ""
+    later = f"; {', '.join(stop['not_begun'])} had not begun" if stop["not_begun"] else ""
     return f"The comparison {by}{during}{later}."
 
 

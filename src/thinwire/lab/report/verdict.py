@@ -1,4 +1,4 @@
-"""What a comparison has shown, in sentences that a person would repeat; nothing in them that was
+"""The outcome of a comparison, in sentences that a person would repeat; nothing in them that was
 not measured.
 """
 
@@ -166,7 +166,7 @@ def _among(results: Mapping[str, Any], clock: _Clock, place: str) -> Verdict:
 
 
 def _lowest(runs: Sequence[Run], main: Verdict) -> list[str]:
-    """Who had the lowest loss at the end, where that is neither the winner nor the only one."""
+    """The strategy of the lowest loss at the end, where that is not the winner or the only one."""
     best = min(runs, key=lambda run: float(run["final_loss"]))
     winner = next((run for run in runs if run["strategy"] == main.winner), None)
     if winner is None or f"{best['final_loss']:.3f}" == f"{winner['final_loss']:.3f}":
@@ -179,14 +179,14 @@ def _lowest(runs: Sequence[Run], main: Verdict) -> list[str]:
 
 def _missing(results: Mapping[str, Any]) -> list[str]:
     failed = [failure["strategy"] for failure in results["failures"]]
-    told = results["interrupted"]
+    stop = results["interrupted"]
     sentences = (
         [f"{_listed(failed)} failed and {'is' if len(failed) == 1 else 'are'} left out."]
         if failed
         else []
     )
-    if told is not None:
-        absent = [*([told["during"]] if told["during"] else []), *told["not_begun"]]
+    if stop is not None:
+        absent = [*([stop["during"]] if stop["during"] else []), *stop["not_begun"]]
         sentences.append(
             f"The comparison is not complete: {_listed(absent)} "
             f"{'is' if len(absent) == 1 else 'are'} missing."

@@ -1,4 +1,4 @@
-"""How to train one's own model by the strategy that a comparison recommends."""
+"""Instructions to train one's own model by the strategy that a comparison recommends."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _FIRST_LINE = "# Written by thinwire compare: "
 
 @dataclass(frozen=True)
 class ToUse:
-    """What to copy.
+    """The text to copy, and its use.
 
     Attributes:
         strategy: Whose it is.
@@ -46,7 +46,7 @@ def document_of(recipe: Recipe, ramp_steps: int) -> dict[str, Any] | None:
 
 
 def to_use(results: Mapping[str, Any], winner: str | None) -> ToUse | None:
-    """What to copy for the strategy `winner`; None where there is none, or nothing is known
+    """The text to copy for the strategy `winner`; None where there is none, or nothing is known
     of it.
     """
     run = next((run for run in results["strategies"] if run["strategy"] == winner), None)

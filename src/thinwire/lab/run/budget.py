@@ -1,5 +1,5 @@
-"""When to stop and when to evaluate: after a number of steps, or when a budget of seconds is used
-up.
+"""The end of a run and its evaluations: after a number of steps, or when a budget of seconds is
+used up.
 """
 
 import math

@@ -67,7 +67,7 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """What every rank has to know to train one strategy.
+    """Configuration of one training, the same on every rank.
 
     Attributes:
         recipe: The strategy; its `lr` is the peak learning rate of this run.
@@ -124,7 +124,7 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What the workers of one launch do.
+    """Task of the workers of one launch.
 
     Attributes:
         task: "module:Class", called with `config` and the rank's `Events`; its `train()` returns

@@ -96,9 +96,9 @@ def _commands(job: Path, workers: int, network: Network | None) -> list[list[str
     if network is None:
         local = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={workers}"]
         return [[*torchrun, *local, *script]]
-    place = [f"--nnodes={workers}", "--nproc-per-node=1", f"--master-addr={network.addresses[0]}"]
+    node = [f"--nnodes={workers}", "--nproc-per-node=1", f"--master-addr={network.addresses[0]}"]
     return [
-        [*torchrun, *place, f"--master-port={_PORT}", f"--node-rank={rank}", *script]
+        [*torchrun, *node, f"--master-port={_PORT}", f"--node-rank={rank}", *script]
         for rank in range(workers)
     ]
 

@@ -1,4 +1,4 @@
-"""What is measured beside the training: a step without any exchange, and the kernel's counters."""
+"""Measurements beside the training: a step without any exchange, and the kernel's counters."""
 
 import copy
 import time

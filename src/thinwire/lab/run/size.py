@@ -1,4 +1,4 @@
-"""How large the model of the comparison is; light, so that a bad size is refused before torch is
+"""The size of the model of the comparison; light, so that a bad size is refused before torch is
 imported.
 """
 
@@ -15,7 +15,7 @@ _SMALLEST, _LARGEST = 20_000, 200_000_000
 
 @dataclass(frozen=True)
 class ModelSize:
-    """How large the transformer is.
+    """Size of the transformer.
 
     Attributes:
         width: Features per position, a multiple of 32.

@@ -33,7 +33,7 @@ _ONE_BUCKET_MB = 10_000
 
 @dataclass(frozen=True)
 class Setup:
-    """What all strategies share.
+    """Settings that all strategies share.
 
     Attributes:
         momentum: Of the momentum SGD that every strategy uses.
