@@ -11,6 +11,8 @@ TRITON_VENV := .venv-triton
 # many tests wait for a time-out or for another rank, so two cores are busy with four of them
 AT_ONCE ?= 4
 PYTEST := -m pytest -n $(AT_ONCE) --dist worksteal
+# threads of torch that wait for each other would spin, on cores that other processes have work for
+test test-integrations test-triton: export OMP_WAIT_POLICY := passive
 
 # the tests start hundreds of processes: where nobody keeps byte code, each would compile all sources
 unexport PYTHONDONTWRITEBYTECODE

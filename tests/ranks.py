@@ -100,12 +100,15 @@ class Pool:
 
     def _collect(self, count: int, timeout_s: float) -> list[Any]:
         """Per rank a 1-tuple with the result, `Raised`, `Lost`, or None where nothing came
-        in time."""
+        in time, or can come from a process that is stopped."""
         deadline = time.monotonic() + timeout_s
         results: list[Any] = [None] * count
         for rank in range(count):
             process, pipe = self._workers[rank]
-            if pipe.poll(max(0.0, deadline - time.monotonic())):
+            while not (came := pipe.poll(min(1.0, max(0.0, deadline - time.monotonic())))):
+                if time.monotonic() > deadline or _is_stopped(process):
+                    break
+            if came:
                 try:
                     results[rank] = pipe.recv()
                 except EOFError:
@@ -121,6 +124,13 @@ class Pool:
         for process, _ in self._workers:
             process.join(10)
         self._workers.clear()
+
+
+def _is_stopped(process: mp.process.BaseProcess) -> bool:
+    """By SIGSTOP; False where the system does not tell."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
 
 
 def _serve(pipe: Connection) -> None:

@@ -9,6 +9,7 @@ from tests.ranks import Pool
 from thinwire.lab.run import worker
 from thinwire.lab.run.config import Job
 from thinwire.lab.run.events import EventReader, release
+from thinwire.lab.run.launch import WorkerError, explain
 
 __all__ = ["run_workers_in"]
 
@@ -22,8 +23,21 @@ def run_workers_in(ranks: Pool) -> Callable[..., Iterator[dict[str, Any]]]:
         path = work / "job.json"
         job.write(path)
         release(work)  # nobody limits a link first
-        ranks.run(_work, str(path), free_port(), size=workers, timeout_s=100)
-        yield from EventReader(work, 0).read()
+        readers = [EventReader(work, rank) for rank in range(workers)]
+        answers = ranks.run(
+            _work, str(path), free_port(), size=workers, timeout_s=100, expect_errors=True
+        )
+        first, *others = [reader.read() for reader in readers]
+        errors = [
+            {"rank": rank, **event}
+            for rank, events in enumerate([first, *others])
+            for event in events
+            if event["event"] == "error"
+        ]
+        if errors:
+            raise WorkerError(explain(errors, work))
+        assert answers == [None] * workers, answers
+        yield from first
 
     return run_workers
 

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from typing import Any
 import pytest
 
 from tests.lab.namespaces import (
-    NETNS,
     alive,
     descendants,
     namespace_of,
@@ -28,7 +28,7 @@ from thinwire.lab import compare as comparison
 from thinwire.lab.compare import compare
 from thinwire.lab.network import netns
 from thinwire.lab.report.progress import Silent
-from thinwire.lab.run.config import Recipe, RunConfig
+from thinwire.lab.run.config import Job, Recipe, RunConfig
 from thinwire.lab.run.launch import WorkerError
 from thinwire.lab.run.text import Corpus
 from thinwire.lab.settings import Settings
@@ -120,6 +120,7 @@ def test_without_permission_the_first_line_says_so(
     assert run["kernel_sent_bytes_per_step"] is None
 
 
+@pytest.mark.usefixtures("pooled")
 def test_a_budget_of_seconds_is_kept(tmp_path: Path) -> None:
     results = compare(settings(tmp_path, link="loopback", steps=None, seconds=2.0), Silent())
     run = results["strategies"][0]
@@ -213,9 +214,17 @@ def test_what_was_measured_before_a_failure_is_kept(
 
 
 @pytest.mark.fault
-@pytest.mark.slow  # four trainings, three of which fail
 @pytest.mark.timeout(400)
-def test_a_strategy_that_raises_diverges_or_dies_does_not_stop_the_others(tmp_path: Path) -> None:
+def test_a_strategy_that_raises_diverges_or_dies_does_not_stop_the_others(
+    tmp_path: Path, ranks: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, in_pool = comparison.run_workers, run_workers_in(ranks)
+
+    def run_workers(job: Job, *rest: Any) -> Iterator[dict[str, Any]]:
+        dies = job.config["recipe"]["name"] == "Dies"  # which torchrun tells
+        return (real if dies else in_pool)(job, *rest)
+
+    monkeypatch.setattr(comparison, "run_workers", run_workers)
     (good,) = choose(["dense"])
     bad = [
         Recipe(name, "of the tests", f"tests.lab.bad_trainers:{name}", 0.1, "nobody")
@@ -273,17 +282,13 @@ def test_no_strategy_compiles_on_its_clock(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("number", "status", "by", "link"),
-    [
-        (signal.SIGINT, 130, "Ctrl-C", "loopback"),
-        pytest.param(signal.SIGTERM, 143, "SIGTERM", "100mbit", marks=NETNS),
-    ],
+    ("number", "status", "by"), [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 143, "SIGTERM")]
 )
 def test_what_has_finished_survives_an_interruption(
-    number: int, status: int, by: str, link: str, tmp_path: Path
+    number: int, status: int, by: str, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    more = ["--link", link, "--strategies", "dense", "localsgd", "fp16", "--seconds", "1"]
+    more = ["--link", "loopback", "--seconds", "1", "--strategies", "dense", "localsgd", "fp16"]
     process = started(command(out, *more))
     until(lambda: (out / ".work" / "localsgd" / "job.json").exists() or process.poll() is not None)
     before = json.loads((out / "results.json").read_text())
@@ -371,22 +376,23 @@ class Running:
         return self.process.returncode, errors
 
 
+@pytest.mark.usefixtures("pooled")
 def test_two_comparisons_do_not_share_a_folder(tmp_path: Path) -> None:
-    again = command(tmp_path, "--link", "loopback", "--strategies", "dense", "--steps", "4")
+    second = command(tmp_path, "--link", "loopback", "--strategies", "dense", "--steps", "4")
     with comparison._work_folder(tmp_path) as work:
         (work / "mine").touch()
-        refused = subprocess.run(again, capture_output=True, text=True, check=False)
+        refused = subprocess.run(second, capture_output=True, text=True, check=False)
         assert refused.returncode == 2
         assert refused.stderr.count("\n") == 1
         assert "is in use by another comparison: wait for it, or name another" in refused.stderr
         assert (work / "mine").exists()
-    assert subprocess.run(again, capture_output=True, check=False).returncode == 0
+    assert compare(settings(tmp_path, link="loopback", steps=4), Silent())["strategies"]
 
 
 @needs_netns
-@pytest.mark.parametrize("latency", ["0ms", "1ms"])
-def test_nothing_survives_a_killed_command(latency: str, tmp_path: Path) -> None:
-    running = Running(tmp_path / "out", "--latency", latency)
+def test_nothing_survives_a_killed_command(tmp_path: Path) -> None:
+    # a latency adds a process that carries the packets to all that there is without one
+    running = Running(tmp_path / "out", "--latency", "1ms")
     running.process.kill()
     assert running.end()[0] == -signal.SIGKILL
     running.all_gone()

@@ -174,7 +174,7 @@ def learn(rank: int, size: int, exchange: str) -> list[float]:
         model.named_parameters(), lr=0.05, min_numel=100, sparsity=(0.98,), exchange=exchange
     )
     losses = []
-    for step in range(300):
+    for step in range(200):
         x = torch.randn(16, 20, generator=torch.Generator().manual_seed(10 * step + rank))
         loss = (model(x) - x.roll(1, dims=1).tanh()).square().mean()
         optimizer.zero_grad()
