@@ -8,19 +8,20 @@ rank's own gradient G, its error E and the factor Q, shape (m, r), that the last
     Q = mean over the sources of (G + E)^T P      one all-reduce of m r numbers
     mean = P Q^T,  E <- G + E - P Q^T
 
-P and Q are the same bits on all ranks, and so must be what follows from them. Library routines for
-matrices choose their order of additions by processor and number of threads; therefore the columns
-are made orthonormal by sums of a fixed order, and the product of thin factors is taken entry by
-entry. G Q and the like may differ: they are added up over the ranks anyway.
+P and Q are held as P^T and Q^T. They are the same bits on all ranks, and so must be what follows
+from them. Library routines for matrices choose their order of additions by processor and number of
+threads; therefore the columns are made orthonormal by sums of a fixed order, and the product of
+thin factors is taken entry by entry. G Q and the like may differ: they are added up over the ranks
+anyway.
 
 Source: Vogels et al., 2019, arXiv 1905.13727, algorithms 1 and 2. Differs: any number of tensors
 travel together and any number of buckets at once; columns that are no more than rounding are
 replaced instead of made longer by an epsilon; for any optimizer, which gets the mean.
 """
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from thinwire import _validate as check
 from thinwire.compress.change_protocol import ERRORS, Kept, MeanChange, Rule
-from thinwire.compress.dense import by_dtype, joined, parted
+from thinwire.compress.dense import by_dtype
 from thinwire.compress.protocol import (
     AllReduce,
     Arrived,
@@ -36,20 +37,17 @@ from thinwire.compress.protocol import (
     OtherRanks,
     Sending,
     Watch,
-    zeros_for,
+    place_for,
 )
 from thinwire.compress.words import plural
 from thinwire.core.merge import checked_mean_
+from thinwire.core.orthonormal import orthonormal
 from thinwire.core.precision import state_dtype
 from thinwire.kernels.needs import Need
 
-__all__ = ["LowRank", "LowRankCompressor", "LowRankMeans", "orthonormal"]
+__all__ = ["LowRank", "LowRankCompressor", "LowRankMeans"]
 
 _TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_CHUNK = 1024
-"""Numbers that one thread adds up; sums of a fixed order are made of these."""
-_LOST = 1e-12
-"""A column whose square is this much smaller, once the others are taken out, is rounding."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +134,7 @@ class LowRank:
 
     def begin(self, anchor: Tensor) -> dict[str, Tensor]:
         """See `ChangeCompression`."""
-        factor = _drawn(_sides(anchor)[1], self.rank, anchor.numel())
+        factor = _drawn(self.rank, _sides(anchor)[1], anchor.numel())
         return {ERRORS: torch.zeros_like(anchor), "factors": factor.to(anchor)}
 
     def takes(self, step: int, numel: int) -> bool:
@@ -145,12 +143,8 @@ class LowRank:
 
     def send(self, context: Context, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
         """See `ChangeCompression`: two all-reduces per dtype."""
-
-        def product(name: str, factor: Tensor, turned: bool) -> Tensor:
-            matrix = folded[name].view(_sides(folded[name]))
-            return (matrix.t() if turned else matrix).mm(factor)
-
-        return _send_factors(context, {name: kept["factors"][name] for name in folded}, product)
+        parts = {name: [change.view(_sides(change))] for name, change in folded.items()}
+        return _send_factors(context, {name: kept["factors"][name] for name in folded}, parts)
 
     def sent_bytes(self, step: int, shapes: Sequence[torch.Size]) -> int:
         """See `ChangeCompression`."""
@@ -183,7 +177,7 @@ class LowRankCompressor:
     """PowerSGD of the tensors that `LowRank.compresses`, from `begin_step` on.
 
     **State**: per tensor `residual` E in the shape of the parameter, of this rank or its node, and
-    `factor` Q, shape (m, r), the same on all ranks; float32 (float64 for float64 parameters).
+    `factor` Q^T, shape (r, m), the same on all ranks; float32 (float64 for float64 parameters).
     """
 
     bucket_bytes = 25 * 2**20
@@ -197,9 +191,10 @@ class LowRankCompressor:
             name: torch.zeros(param.shape, dtype=state_dtype(param), device=param.device)
             for name, param in mine.items()
         }
+        self._errors = {name: each.view(_sides(each)) for name, each in self._residuals.items()}
         self._factors = {
-            name: _drawn(_sides(param)[1], config.rank, self._keys[name]).to(self._residuals[name])
-            for name, param in mine.items()
+            name: _drawn(config.rank, error.shape[1], self._keys[name]).to(error)
+            for name, error in self._errors.items()
         }
 
     def takes(self, step: int, name: str, grad: Tensor) -> bool:
@@ -211,16 +206,9 @@ class LowRankCompressor:
 
         Communication: two all-reduces per dtype, r n and r m numbers per matrix.
         """
-
-        def product(name: str, factor: Tensor, turned: bool) -> Tensor:
-            # (G + E) Q, or (G + E)^T P, without a tensor for the sum
-            error = self._residuals[name].view(_sides(grads[name]))
-            matrix = grads[name].detach().reshape(error.shape).to(error.dtype)
-            if turned:
-                matrix, error = matrix.t(), error.t()
-            return matrix.mm(factor).addmm_(error, factor)
-
-        return _send_factors(context, {name: self._factors[name] for name in grads}, product)
+        # (G + E) Q, or (G + E)^T P, without a tensor for the sum
+        parts = {name: (self._matrix(name, g), self._errors[name]) for name, g in grads.items()}
+        return _send_factors(context, {name: self._factors[name] for name in grads}, parts)
 
     def commit_(
         self, grads: Mapping[str, Tensor], arrived: Arrived, watch: Watch | None = None
@@ -229,17 +217,16 @@ class LowRankCompressor:
         assert isinstance(arrived, LowRankMeans)
         for name in arrived.names:
             left, right = arrived.factors[name]
-            residual = self._residuals[name]
-            error = residual.view(left.shape[0], -1)
-            error.add_(arrived.node_means.get(name, grads[name]).reshape(error.shape))
-            for p, q in zip(_columns(left), _columns(right), strict=True):
-                error.addr_(p, q, alpha=-1)
+            error = self._errors[name]
+            error.add_(self._matrix(name, arrived.node_means.get(name, grads[name])))
+            error.addmm_(left.t(), right, alpha=-1)
             factor = self._factors[name].copy_(right)
-            for column in arrived.lost[name]:  # it would stay zero for ever
-                seed = (arrived.context.step + 1 << 24) + self._keys[name]
-                factor[:, column] = _drawn(len(factor), self._config.rank, seed)[:, column].to(
-                    factor
-                )
+            if columns := arrived.lost.get(name):
+                _draw_anew_(factor, columns, (arrived.context.step + 1 << 24) + self._keys[name])
+
+    def _matrix(self, name: str, grad: Tensor) -> Tensor:
+        error = self._errors[name]
+        return grad.detach().reshape(error.shape).to(error.dtype)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """See `Compressor`."""
@@ -255,9 +242,20 @@ class LowRankMeans(MeanChange):
     def __init__(self, context: Context, names: list[str]) -> None:
         super().__init__(context, names)
         self.factors: dict[str, tuple[Tensor, Tensor]] = {}
-        """P, shape (n, r), orthonormal, and Q, shape (m, r)."""
-        self.lost: dict[str, list[int]] = {}
-        """Columns of P that were no more than rounding, and are zero."""
+        """P^T, shape (r, n), its rows orthonormal, and Q^T, shape (r, m)."""
+        self.found_lost: list[tuple[list[str], Tensor]] = []
+        """Names of several matrices, b, and which columns of their P were no more than rounding,
+        and are zero: bool, shape (r, b)."""
+
+    @cached_property
+    def lost(self) -> dict[str, list[int]]:
+        """These columns by name, without matrices that have none; one host read per dtype."""
+        return {
+            name: [column for column, gone in enumerate(each) if gone]
+            for names, lost in self.found_lost
+            for name, each in zip(names, lost.t().tolist(), strict=True)
+            if any(each)
+        }
 
     def first_bad_sum(self) -> str | None:
         """See `Arrived`."""
@@ -269,11 +267,12 @@ class LowRankMeans(MeanChange):
     def mean(self, name: str, param: Tensor, into: Tensor | None = None) -> Tensor:
         """P Q^T: the same bits on all ranks."""
         left, right = self.factors[name]
-        mean = zeros_for(param, left.dtype, into)
-        matrix = mean.view(left.shape[0], -1)
+        mean = place_for(param, left.dtype, into)
+        matrix = mean.view(left.shape[1], -1)
         # entry by entry: the order of additions in a product of matrices depends on the processor
-        for p, q in zip(_columns(left), _columns(right), strict=True):
-            matrix.addr_(p, q)
+        torch.mul(left[0].unsqueeze(1), right[0], out=matrix)
+        for p, q in zip(left[1:], right[1:], strict=True):
+            matrix += p.unsqueeze(1) * q
         return mean
 
     def settle_(self, name: str, folded: Tensor, kept: Kept) -> Tensor:
@@ -281,157 +280,81 @@ class LowRankMeans(MeanChange):
         mean = self.mean(name, folded)
         torch.sub(folded, mean, out=kept[ERRORS][name])
         factor = kept["factors"][name].copy_(self.factors[name][1])
-        for column in self.lost[name]:  # it would stay zero for ever
-            seed = (self.context.step << 24) + folded.numel()
-            factor[:, column] = _drawn(len(factor), factor.shape[1], seed)[:, column].to(factor)
+        if columns := self.lost.get(name):
+            _draw_anew_(factor, columns, (self.context.step << 24) + folded.numel())
         return mean
 
 
 def _send_factors(
-    context: Context, factors: Mapping[str, Tensor], product: Callable[[str, Tensor, bool], Tensor]
+    context: Context, factors: Mapping[str, Tensor], parts: Mapping[str, Sequence[Tensor]]
 ) -> Sending:
     """The two rounds of several matrices.
 
     Args:
         context: Of the sending.
-        factors: Q by name, shape (m, r), the same on all ranks.
-        product: Of this rank's matrix with Q; of its transpose with P, where the third argument is
-            true.
+        factors: Q^T by name, shape (r, m), the same on all ranks.
+        parts: What this rank's matrix is the sum of, shape (n, m) each.
 
     Returns:
         `LowRankMeans`.
     """
     purpose = f"step {context.step}, bucket {context.bucket}"
-    groups = by_dtype(factors)
-    lefts = {name: product(name, factor, False) for name, factor in factors.items()}
+    groups = [list(group) for group in by_dtype(factors)]
+    lefts = [_products(names, [factors[name] for name in names], parts) for names in groups]
     answers = yield [
-        AllReduce(joined(lefts[name] for name in group), f"averaging left factors of {purpose}")
-        for group in groups
+        AllReduce(left.view(-1), f"averaging left factors of {purpose}") for left in lefts
     ]
-    sums = []
-    for total, group in zip(answers, groups, strict=True):
+    arrived, sums, bases, rights = LowRankMeans(context, list(factors)), [], [], []
+    for names, left, total in zip(groups, lefts, answers, strict=True):
         sums.append(checked_mean_(total, context.sources, bits=context.read_sums))
-        lefts |= parted(total, {name: lefts[name] for name in group})
-    bases = dict(zip(factors, orthonormal([lefts[name] for name in factors]), strict=True))
-    rights = {name: product(name, basis, True) for name, (basis, _) in bases.items()}
+        rows = [parts[name][0].shape[0] for name in names]
+        basis, lost = orthonormal(total.view(left.shape), rows)
+        arrived.found_lost.append((names, lost))
+        bases.append(torch.split(basis, rows, 1))
+        rights.append(_products(names, bases[-1], parts, turned=True))
     answers = yield [
-        AllReduce(joined(rights[name] for name in group), f"averaging right factors of {purpose}")
-        for group in groups
+        AllReduce(right.view(-1), f"averaging right factors of {purpose}") for right in rights
     ]
-    arrived = LowRankMeans(context, list(factors))
-    for total, group in zip(answers, groups, strict=True):
+    for names, ours, right, total in zip(groups, bases, rights, answers, strict=True):
         sums.append(checked_mean_(total, context.sources, bits=context.read_sums))
-        mine = parted(total, {name: rights[name] for name in group})
-        for name, right in mine.items():
-            arrived.factors[name] = (bases[name][0], right)
-    arrived.lost = {name: lost for name, (_, lost) in bases.items()}
+        columns = [parts[name][0].shape[1] for name in names]
+        means = torch.split(total.view(right.shape), columns, 1)
+        arrived.factors |= dict(zip(names, zip(ours, means, strict=True), strict=True))
     arrived.sums = sums
     return arrived
 
 
-def _columns(factor: Tensor) -> tuple[Tensor, ...]:
-    """The columns, contiguous, with which products are five times as fast."""
-    return factor.t().contiguous().unbind(0)
+def _products(
+    names: Sequence[str],
+    factors: Sequence[Tensor],
+    parts: Mapping[str, Sequence[Tensor]],
+    *,
+    turned: bool = False,
+) -> Tensor:
+    """(G Q)^T, shape (r, n), of several matrices beside each other; `turned`: P^T G, shape (r, m).
 
-
-def _drawn(rows: int, columns: int, seed: int) -> Tensor:
-    """A factor to begin with, shape (rows, columns), the same on all ranks and processors."""
-    return torch.rand(rows, columns, generator=torch.Generator().manual_seed(seed)) - 0.5
-
-
-def orthonormal(matrices: Iterable[Tensor]) -> list[tuple[Tensor, list[int]]]:
-    """The columns of tall matrices made orthonormal from left to right, twice by the Cholesky
-    factor of P^T P.
-
-    The same bits from the same bits on every processor with the same vector instructions, whatever
-    its number of threads: sums of a fixed order in float64, small matrices in plain numbers.
-
-    Args:
-        matrices: Shape (n, r) each, all on one device, r < n.
-
-    Returns:
-        Per matrix, of its shape and type, and the columns that depend on those before them: they
-        are zero. Two copies to the host for all matrices together.
+    With columns as contiguous rows, products of few columns are four times as fast.
     """
-    given = list(matrices)
-    by_shape: dict[torch.Size, list[int]] = {}
-    for place, matrix in enumerate(given):
-        by_shape.setdefault(matrix.shape, []).append(place)
-    stacks = [
-        torch.stack([given[place].double() for place in places]) for places in by_shape.values()
-    ]
-    # once leaves an error that grows with the square of how nearly dependent columns are
-    stacks, first = _orthonormalized(stacks)
-    stacks, second = _orthonormalized(stacks)
-    found: dict[int, tuple[Tensor, list[int]]] = {}
-    for places, stack, before, after in zip(by_shape.values(), stacks, first, second, strict=True):
-        for at, place in enumerate(places):
-            found[place] = stack[at].to(given[place].dtype), sorted({*before[at], *after[at]})
-    return [found[place] for place in range(len(given))]
+    lengths = [parts[name][0].shape[1 if turned else 0] for name in names]
+    found = factors[0].new_empty(len(factors[0]), sum(lengths))
+    for name, factor, product in zip(names, factors, torch.split(found, lengths, 1), strict=True):
+        matrices = [part if turned else part.t() for part in parts[name]]
+        torch.mm(factor, matrices[0], out=product)
+        for matrix in matrices[1:]:
+            product.addmm_(factor, matrix)
+    return found
 
 
-def _orthonormalized(stacks: list[Tensor]) -> tuple[list[Tensor], list[list[list[int]]]]:
-    """One pass over stacks of matrices, shape (b, n, r), float64; and the columns of each that are
-    lost.
-    """
-    if not stacks:
-        return [], []
-    numbers = torch.cat([_grams(stack).reshape(-1) for stack in stacks]).tolist()
-    found, all_lost = [], []
-    for stack in stacks:
-        count, _, r = stack.shape
-        inverses, lost = [], []
-        for _ in range(count):
-            inverse, its_lost = _inverse_of_factor([numbers[r * i : r * (i + 1)] for i in range(r)])
-            numbers = numbers[r * r :]
-            inverses.append(inverse)
-            lost.append(its_lost)
-        factors = torch.tensor(inverses, dtype=stack.dtype, device=stack.device).unsqueeze(2)
-        columns = []
-        for j in range(r):
-            column = stack[:, :, 0] * factors[:, 0, :, j]
-            for i in range(1, j + 1):
-                column = column + stack[:, :, i] * factors[:, i, :, j]
-            columns.append(column)
-        found.append(torch.stack(columns, dim=2))
-        all_lost.append(lost)
-    return found, all_lost
+def _draw_anew_(factor: Tensor, columns: Sequence[int], seed: int) -> None:
+    """Replaces columns of a factor that would stay zero for ever."""
+    drawn = _drawn(factor.shape[0], factor.shape[1], seed)
+    for column in columns:
+        factor[column] = drawn[column].to(factor)
 
 
-def _grams(stack: Tensor) -> Tensor:
-    """P^T P of each matrix in float64, its upper half; chunks are added up each by one thread."""
-    count, n, r = stack.shape
-    rows = stack.new_zeros(count, -(-n // _CHUNK) * _CHUNK, r)
-    rows[:, :n] = stack
-    grams = stack.new_zeros(count, r, r)
-    for j in range(r):
-        products = (rows[:, :, : j + 1] * rows[:, :, j : j + 1]).transpose(1, 2)
-        grams[:, : j + 1, j] = products.reshape(count, j + 1, -1, _CHUNK).sum(3).sum(2)
-    return grams
-
-
-def _inverse_of_factor(gram: list[list[float]]) -> tuple[list[list[float]], list[int]]:
-    """The inverse of R, where R^T R is the matrix whose upper half is given; and columns that are
-    lost.
-    """
-    r = len(gram)
-    upper = [[0.0] * r for _ in range(r)]
-    inverse = [[0.0] * r for _ in range(r)]
-    lost = []
-    for j in range(r):
-        for i in range(j):
-            rest = math.fsum([gram[i][j], *(-upper[k][i] * upper[k][j] for k in range(i))])
-            upper[i][j] = rest / upper[i][i] if upper[i][i] else 0.0
-        square = math.fsum([gram[j][j], *(-upper[k][j] * upper[k][j] for k in range(j))])
-        if not square > _LOST * gram[j][j]:  # nor where it is not a number
-            lost.append(j)
-            continue
-        upper[j][j] = math.sqrt(square)
-        inverse[j][j] = 1.0 / upper[j][j]
-        for i in range(j):
-            total = math.fsum(inverse[i][k] * upper[k][j] for k in range(i, j))
-            inverse[i][j] = -inverse[j][j] * total
-    return inverse, lost
+def _drawn(columns: int, rows: int, seed: int) -> Tensor:
+    """A factor to begin with, shape (columns, rows), the same on all ranks and processors."""
+    return torch.rand(columns, rows, generator=torch.Generator().manual_seed(seed)) - 0.5
 
 
 def _sides(tensor: Tensor) -> tuple[int, int]:

@@ -31,6 +31,7 @@ __all__ = [
     "OtherRanks",
     "Sending",
     "Watch",
+    "place_for",
     "together",
     "zeros_for",
 ]
@@ -146,11 +147,18 @@ class Arrived:
         raise NotImplementedError(f"{type(self).__name__} must define mean")
 
 
-def zeros_for(param: Tensor, dtype: torch.dtype, into: Tensor | None) -> Tensor:
-    """Zeros in the shape of `param`: `into`, where that is contiguous and of this type."""
+def place_for(param: Tensor, dtype: torch.dtype, into: Tensor | None) -> Tensor:
+    """A tensor in the shape of `param`, of any content: `into`, where that is contiguous and of
+    this type.
+    """
     if into is not None and into.is_contiguous() and into.dtype == dtype:
-        return into.detach().zero_()
-    return torch.zeros(param.shape, dtype=dtype, device=param.device)
+        return into.detach()
+    return torch.empty(param.shape, dtype=dtype, device=param.device)
+
+
+def zeros_for(param: Tensor, dtype: torch.dtype, into: Tensor | None) -> Tensor:
+    """As `place_for`, with zeros."""
+    return place_for(param, dtype, into).zero_()
 
 
 OtherRanks = Literal["first", "mean_zero"]

@@ -12,7 +12,7 @@ __all__ = ["bit_sums", "checksum", "word_sums"]
 _WORDS = 512
 """64-bit words of a block, whose sum has one weight."""
 _BLOCK = 8 * _WORDS
-_SMALL = 1 << 18
+_SMALL = 1 << 15
 """Bytes; smaller tensors are joined first, since a call for each would cost more than the copy."""
 _ODD = -7046029254386353131  # 0x9E3779B97F4A7C15, the golden ratio in 64 bits, as a signed number
 
@@ -33,17 +33,17 @@ def checksum(tensors: Sequence[Tensor]) -> int:
         are elsewhere.
     """
     sums: list[Tensor] = []
-    small: list[Tensor] = []
+    small: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         flat = flat_bytes(tensor)
         whole = flat.numel() - flat.numel() % _BLOCK if flat.numel() >= _SMALL else 0
         if whole:
             sums.append(_sums(flat[:whole]))
-        small.append(flat[whole:])
-    for device in dict.fromkeys(piece.device for piece in small):
-        joined = torch.cat([piece for piece in small if piece.device == device])
-        padded = torch.nn.functional.pad(joined, (0, -joined.numel() % _BLOCK))
-        sums.append(_sums(padded))
+        if whole < flat.numel():
+            small.setdefault(tensor.device, []).append(flat[whole:])
+    for pieces in small.values():
+        rest = -sum(piece.numel() for piece in pieces) % _BLOCK
+        sums.append(_sums(torch.cat([*pieces, pieces[0].new_zeros(rest)])))
     if not sums:
         return 0
     place = sums[0].device if len({each.device for each in sums}) == 1 else torch.device("cpu")
@@ -67,24 +67,26 @@ def word_sums(tensors: Sequence[Tensor]) -> list[int]:
 
 def bit_sums(tensors: Sequence[Tensor]) -> list[Tensor]:
     """`word_sums` as int64 tensors of shape () where the tensors are; no host synchronization."""
-    return [_word_sum(flat_bytes(tensor)) for tensor in tensors]
+    return [_word_sum(tensor) for tensor in tensors]
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
     """What the tensor holds, uint8, one dimension, where it can be read as 64-bit words; a copy
     only if it must be.
     """
-    local = tensor.detach().resolve_conj().resolve_neg()
-    real = torch.view_as_real(local) if local.is_complex() else local
-    flat = real.contiguous().reshape(-1).view(torch.uint8)
+    local = tensor.detach().resolve_neg()
+    if local.is_complex():
+        local = torch.view_as_real(local.resolve_conj())
+    flat = local.reshape(-1).view(torch.uint8)
     return flat if flat.storage_offset() % 8 == 0 else flat.clone()
 
 
-def _word_sum(flat: Tensor) -> Tensor:
+def _word_sum(tensor: Tensor) -> Tensor:
+    flat = flat_bytes(tensor)
     rest = flat.numel() % 8
-    words = flat[: flat.numel() - rest].view(torch.int64).sum()
     if not rest:
-        return words
+        return flat.view(torch.int64).sum()
+    words = flat[: flat.numel() - rest].view(torch.int64).sum()
     return words + torch.nn.functional.pad(flat[-rest:], (0, 8 - rest)).view(torch.int64)[0]
 
 

@@ -95,16 +95,15 @@ def checked_mean_(total: Tensor, count: int, *, bits: bool) -> Tensor:
         _CACHED // total.element_size() if total.device.type == "cpu" else max(1, total.numel())
     )
     sums, words = [], []
-    for piece in torch.split(total, length):
+    for piece in torch.split(total, length) if total.numel() > length else [total]:
         sums.append((piece if count == 1 else piece.div_(count)).sum())
         words += bit_sums([piece]) if bits else []
-    finite = torch.stack(sums).sum().isfinite().long()
-    weights = (
-        torch.arange(len(words), device=total.device).mul_(2).add_(1)
-    )  # odd ones: none loses a bit of a change
-    return torch.stack(
-        [finite, (torch.stack(words) * weights).sum() if bits else torch.zeros_like(finite)]
-    )
+    finite = (sums[0] if len(sums) == 1 else torch.stack(sums).sum()).isfinite().long()
+    if len(words) > 1:
+        # odd weights: none loses a bit of a change
+        weights = torch.arange(len(words), device=total.device).mul_(2).add_(1)
+        words = [(torch.stack(words) * weights).sum()]
+    return torch.stack([finite, *(words or [torch.zeros_like(finite)])])
 
 
 def _have_addresses(parts: Sequence[tuple[Tensor, Tensor]]) -> bool:

@@ -2,6 +2,8 @@
 add them up alike.
 """
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -66,12 +68,14 @@ def _seals(contents: Tensor, place: int) -> Tensor:
     `mix` can be undone, so that a change of any single word changes the sum, and is not linear, so
     that changes of several cannot cancel by their places alone.
     """
-    words = (
-        torch.nn.functional.pad(contents, (0, -contents.shape[1] % 8))
-        .contiguous()
-        .view(torch.int64)
-    )
-    weights = torch.arange(words.shape[1], device=words.device).mul_(2).add_(1).mul_(_ODD)
-    product = words * weights
+    rest = -contents.shape[1] % 8
+    whole = torch.nn.functional.pad(contents, (0, rest)) if rest else contents.contiguous()
+    words = whole.view(torch.int64)
+    product = words * _weights(words.shape[1], words.device)
     product = (product ^ (product >> 32 & 0xFFFFFFFF)) * _ODD
     return product.sum(1) + (2 * place + 1) * 0x632BE59BD9B4E019 % (1 << 62)
+
+
+@lru_cache(maxsize=64)
+def _weights(count: int, device: torch.device) -> Tensor:
+    return torch.arange(count, device=device).mul_(2).add_(1).mul_(_ODD)
