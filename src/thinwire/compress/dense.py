@@ -46,6 +46,7 @@ class Dense:
     """
 
     bucket_bytes = 5 * 2**20
+    first_bytes = 2**20
     other_ranks: Mapping[str, OtherRanks] = {}
 
     def __init__(self, *, check_finite: bool = True) -> None:

@@ -320,6 +320,7 @@ class DGCCompressor:
     """
 
     bucket_bytes = 25 * 2**20
+    first_bytes = 2**20
     other_ranks: Mapping[str, OtherRanks] = {
         "residual": "mean_zero",
         "momentum_buffer": "mean_zero",

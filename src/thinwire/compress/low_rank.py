@@ -180,7 +180,7 @@ class LowRankCompressor:
     `factor` Q^T, shape (r, m), the same on all ranks; float32 (float64 for float64 parameters).
     """
 
-    bucket_bytes = 25 * 2**20
+    bucket_bytes = first_bytes = 25 * 2**20
     other_ranks: Mapping[str, OtherRanks] = {"residual": "mean_zero", "factor": "first"}
 
     def __init__(self, config: LowRank, params: Mapping[str, Tensor]) -> None:

@@ -194,11 +194,15 @@ class Compressor(Protocol):
 
     Attributes:
         bucket_bytes: How much gradient should travel together, at least, where it leaves early.
+        first_bytes: The same for the bucket that is ready first: small, so that the link does not
+            idle while the backward pass begins, unless messages are so short that each costs more
+            than it hides.
         other_ranks: What its state becomes on another number of ranks, by kind, in the words of
             `thinwire.checkpoint.combine`.
     """
 
     bucket_bytes: int
+    first_bytes: int
     other_ranks: Mapping[str, OtherRanks]
 
     def takes(self, step: int, name: str, grad: Tensor) -> bool:

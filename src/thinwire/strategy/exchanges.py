@@ -149,6 +149,11 @@ class MeanThenStep(_EveryStep):
         return max((method.bucket_bytes for method in methods), default=Dense.bucket_bytes)
 
     @property
+    def first_bytes(self) -> int:
+        methods = self.gradients.compressors
+        return max((method.first_bytes for method in methods), default=Dense.first_bytes)
+
+    @property
     def bytes_sent(self) -> int:
         return self.gradients.bytes_sent
 
@@ -202,7 +207,7 @@ class DGCStep(_EveryStep):
     compression.
     """
 
-    bucket_bytes = DGCCompressor.bucket_bytes
+    bucket_bytes, first_bytes = DGCCompressor.bucket_bytes, DGCCompressor.first_bytes
 
     def __init__(self, optimizer: DGCMomentum, params: Mapping[str, Parameter]) -> None:
         self._optimizer, self._params = optimizer, params

@@ -376,7 +376,12 @@ def _assembled(
         peers = plan.optimizer.process_group
     alone = runner is not None or place.replicas == 1 or partly or told.find_unused_parameters
     if not alone and isinstance(exchange, DGCStep | MeanThenStep):
-        overlap = Overlap(plan.params, exchange, bucket_bytes=exchange.bucket_bytes)
+        overlap = Overlap(
+            plan.params,
+            exchange,
+            bucket_bytes=exchange.bucket_bytes,
+            first_bytes=exchange.first_bytes,
+        )
         handles.append(overlap)
     parts = Parts(
         model=plan.stage,

@@ -82,11 +82,13 @@ def _about_exchange(strategy: Fields) -> Iterator[str]:
             if strategy.compression is None
             else compressed
         )
+        if strategy.low_rank is None:
+            size += f" (the first of {_mib(FIRST_BUCKET_BYTES)})"
         yield (
-            f"overlap: gradients leave while the backward pass runs, in buckets of {size} (the "
-            f"first of {_mib(FIRST_BUCKET_BYTES)}), once all ranks had the same parameters in two "
-            "updates in a row. With one rank, with row-sparse gradients, or where parameters come "
-            "and go, the exchange follows the backward pass"
+            f"overlap: gradients leave while the backward pass runs, in buckets of {size}, once "
+            "all ranks had the same parameters in two updates in a row. With one rank, with "
+            "row-sparse gradients, or where parameters come and go, the exchange follows the "
+            "backward pass"
         )
     if local is not None:
         yield (
