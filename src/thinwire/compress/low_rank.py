@@ -270,9 +270,10 @@ class LowRankMeans(MeanChange):
         mean = place_for(param, left.dtype, into)
         matrix = mean.view(left.shape[1], -1)
         # entry by entry: the order of additions in a product of matrices depends on the processor
-        torch.mul(left[0].unsqueeze(1), right[0], out=matrix)
-        for p, q in zip(left[1:], right[1:], strict=True):
-            matrix += p.unsqueeze(1) * q
+        first, *others = zip(left.unsqueeze(2).unbind(0), right.unbind(0), strict=True)
+        torch.mul(*first, out=matrix)
+        for column, row in others:
+            matrix += column * row
         return mean
 
     def settle_(self, name: str, folded: Tensor, kept: Kept) -> Tensor:

@@ -82,6 +82,14 @@ def flat_bytes(tensor: Tensor) -> Tensor:
 
 
 def _word_sum(tensor: Tensor) -> Tensor:
+    size = tensor.element_size()
+    if (
+        tensor.dim()
+        and tensor.is_contiguous()
+        and tensor.shape[-1] * size % 8 == tensor.storage_offset() * size % 8 == 0
+        and not (tensor.is_complex() or tensor.is_neg())
+    ):
+        return tensor.detach().view(torch.int64).sum()  # most are so: in as few calls as it takes
     flat = flat_bytes(tensor)
     rest = flat.numel() % 8
     if not rest:

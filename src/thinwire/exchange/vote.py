@@ -7,7 +7,7 @@ import logging
 import re
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,6 +90,9 @@ class Report:
     """Optimizer state that this rank can give to an averaging of parameters."""
 
 
+_FIELDS = tuple(each.name for each in fields(Report))
+
+
 def agree_on_step(
     group: Group, report: Report, names: Sequence[str], digest: "RollingDigest | None" = None
 ) -> list[Report]:
@@ -115,7 +118,8 @@ def agree_on_step(
     Communication: `Group.gather_bytes`, 24 bytes a rank when all say the same.
     """
     what = f"agreeing on step {report.step}"
-    mine = json.dumps(asdict(report), separators=(",", ":")).encode()
+    told = {name: getattr(report, name) for name in _FIELDS}
+    mine = json.dumps(told, separators=(",", ":")).encode()
     answers = group.gather_bytes(mine, what=what)
     if all(answer == mine for answer in answers):
         reports = [report] * group.size
