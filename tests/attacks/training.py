@@ -78,9 +78,9 @@ class Trainer:
                     found[f"{key} {names[param]}"] = value
         for name, residual in _residuals(self.engine).items():
             found[f"residual {name}"] = residual
-        turns = getattr(self.sync, "_turns", None)
-        if turns is not None:
-            averaging = turns.averaging
+        if self.sync is not None:
+            assert self.sync._averager is not None, "inside its block"
+            averaging = self.sync._averager.averaging
             for kind, tensors in (
                 ("anchor", averaging.anchors),
                 ("outer", averaging.momentum),

@@ -1,12 +1,15 @@
 """Many tensors in one call give the bits that one call for each of them gives."""
 
+import inspect
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from thinwire.core.feedback import Fold, FoldRule, commit_, commit_list_, propose, propose_list
 from thinwire.core.merge import sum_sparse
 from thinwire.errors import PayloadCorrupt
-from thinwire.kernels import for_lists
+from thinwire.kernels import Kernels, reference
 from thinwire.kernels.cpu import numba_body, select, threads
 from thinwire.kernels.memory import has_address, share_memory
 from thinwire.wire import message as message_module
@@ -163,11 +166,18 @@ def test_steps_along_the_mean_are_those_of_the_sparse_sum(dtype, sources):
         assert same_bits(param, other)
 
 
-def test_the_readable_path_has_no_lists(monkeypatch):
-    assert for_lists(CPU) is numba_body
-    monkeypatch.setenv("THINWIRE_KERNELS", "reference")
-    assert for_lists(CPU) is None
-    assert for_lists(torch.device("meta")) is None
+@pytest.mark.parametrize("name", [name for name in vars(Kernels) if not name.startswith("_")])
+def test_bodies_have_one_signature(name):
+    wanted = list(inspect.signature(getattr(Kernels, name)).parameters)[1:]
+    for body in (numba_body, reference):
+        assert list(inspect.signature(getattr(body, name)).parameters) == wanted
+        assert name in body.__all__
+
+
+def slot_by_slot(device):
+    """The compiled body, whose messages are coded one tensor after the other."""
+    one_by_one = {"encode_slots": reference.encode_slots, "decode_slots": reference.decode_slots}
+    return SimpleNamespace(**{**vars(numba_body), **one_by_one})
 
 
 def parts_of(layout, generator, *, zeros):
@@ -196,7 +206,7 @@ def test_a_message_is_the_same_however_it_is_coded(bits, part, monkeypatch):
         parts = parts_of(layout, torch.Generator().manual_seed(bits), zeros=zeros)
         message, sent = pack(layout, 3, 1, parts)
         with monkeypatch.context() as patch:
-            patch.setattr(message_module, "for_lists", lambda device: None)
+            patch.setattr(message_module, "for_device", slot_by_slot)
             slow_message, slow_sent = pack(layout, 3, 1, parts)
             slow_parts = unpack(layout, message, step=3, bucket=1, source=0).parts
         assert torch.equal(slow_message, message)
