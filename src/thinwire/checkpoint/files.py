@@ -34,7 +34,7 @@ def note_progress() -> None:
 
 
 def last_progress() -> float:
-    """When it last did, on the clock of `time.monotonic`."""
+    """The time of the last progress, on the clock of `time.monotonic`."""
     return _moved[0]
 
 

@@ -67,7 +67,7 @@ def found(directory: Path) -> list[Found]:
 
 
 def leftovers(directory: Path) -> list[Path]:
-    """What saves that were interrupted have left behind."""
+    """Leftovers of saves that were interrupted."""
     return [path for path in directory.iterdir() if _LEFTOVER.fullmatch(path.name)]
 
 

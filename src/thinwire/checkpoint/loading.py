@@ -28,9 +28,9 @@ class Loaded:
     state: Any
     """This rank's tree, tensors on the CPU in memory of their own."""
     facts: dict[str, Any]
-    """What was common to all ranks."""
+    """The values common to all ranks."""
     step: int
-    """What `save` was given."""
+    """The step that `save` was given."""
     path: Path
     """Its folder."""
     ranks: int
@@ -96,7 +96,7 @@ def load(
 
 
 def _look(root: Path, part: int, whole: dict[str, Found]) -> dict[str, Any]:
-    """What this rank sees, for the others; fills `whole` by the key of the manifest."""
+    """List what this rank sees, for the others; fill `whole` by the key of the manifest."""
     entries = found(root)
     whole.update({entry.key: entry for entry in entries if entry.manifest})
     newest = max((entry.step for entry in whole.values()), default=-1)

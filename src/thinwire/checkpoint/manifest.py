@@ -1,4 +1,4 @@
-"""What a checkpoint consists of: the file that makes it whole, and that covers every byte of the
+"""The manifest of a checkpoint: the file that makes it whole, and that covers every byte of the
 others.
 """
 
@@ -51,7 +51,7 @@ class Manifest:
     places: list[list[int]]
     """Ranks that shared a directory, one list for each directory."""
     facts: Any
-    """What the caller wants to know at load time, encoded as the trees are."""
+    """The values that the caller wants at load time, encoded as the trees are."""
     files: dict[str, list[Any]]
     """Size in bytes and SHA-256 in hex of every file of every rank."""
 

@@ -1,4 +1,4 @@
-"""How the ranks write one checkpoint together: who shares a directory with whom, and what its
+"""The plan by which ranks write one checkpoint: who shares a directory with whom, and what its
 leader does there.
 """
 

@@ -1,4 +1,4 @@
-"""Which older checkpoints a new one has made superfluous; the last good one is not among them."""
+"""Deletion of older checkpoints that a new one has made superfluous; the last good one stays."""
 
 import logging
 from collections.abc import Iterator
@@ -71,7 +71,7 @@ def _superfluous(plan: Plan, keep: int | None) -> Iterator[Found]:
 
 
 def _missing(entry: Found) -> str | None:
-    """What is wrong if the files of no place are all there in the right sizes."""
+    """Say what is wrong if the files of no place are all there in the right sizes."""
     assert entry.manifest is not None, "only those are looked at"
     problems = [
         missing_file(entry.path, entry.manifest, names) for names in _places(entry.manifest)
@@ -80,7 +80,7 @@ def _missing(entry: Found) -> str | None:
 
 
 def _damage(entry: Found) -> str | None:
-    """What is wrong with the content of the files that are here."""
+    """Say what is wrong with the content of the files that are here."""
     assert entry.manifest is not None, "only those are looked at"
     manifest = entry.manifest
     here = [

@@ -104,7 +104,7 @@ def _planned(
     part: int,
     keep: int | None,
 ) -> Plan:
-    """What all ranks will do, from what each of them has; nothing is left in the directory."""
+    """Plan of all ranks, from what each of them has; nothing is left in the directory."""
     try:
         surveys = on_all_ranks(
             group, "preparing a checkpoint", lambda: writer.survey(state, facts, part)

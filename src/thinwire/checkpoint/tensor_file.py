@@ -37,8 +37,8 @@ _CODES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""What every version of safetensors knows; other dtypes are written as bytes and named in the
-rank's JSON file."""
+"""The dtypes that every version of safetensors knows; other dtypes are written as bytes and named
+in the rank's JSON file."""
 
 
 def write_tensors(
@@ -99,7 +99,7 @@ class TensorReader:
 
 
 def restored(stored: Tensor, ref: TensorRef, where: str) -> Tensor:
-    """What was written, from what safetensors made of it, in memory of its own.
+    """The tensor that was written, from the one that safetensors made of it, in memory of its own.
 
     Raises:
         CheckpointCorrupt: It is another tensor; begins with `where`.

@@ -138,7 +138,7 @@ class _Work:
         threading.Thread(target=self.outcome, name="thinwire-work", daemon=True).start()
 
     def answer(self, patience_s: float) -> _Answer | None:
-        """What became of it, None where it is not done within `patience_s` seconds."""
+        """The outcome, None where it is not done within `patience_s` seconds."""
         self._done.wait(patience_s)
         return self._answer if self._done.is_set() else None
 
@@ -161,7 +161,7 @@ class _Work:
 def _answers(
     group: Group, what: str, work: _Work, limit_s: float | None, moved: Callable[[], float] | None
 ) -> list[_Answer]:
-    """What every rank says about its work once all have ended it, or one has taken too long."""
+    """Answers of every rank about its work once all have ended it, or one has taken too long."""
     begun = told = time.monotonic()
     work.start()
     while True:

@@ -45,13 +45,13 @@ def say_busy_until(moment: float | None) -> None:
 
 
 def busy_until() -> float | None:
-    """What was said last, on the clock of `time.monotonic`."""
+    """The moment until which this rank has said to be busy, on the clock of `time.monotonic`."""
     return _busy_until[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """What is known of a rank that has said something.
+    """Facts about a rank that has said something.
 
     Attributes:
         age_s: Since it last did, by the clocks of both, which began when the group was made.
@@ -124,8 +124,8 @@ class Courier:
         return question.answer
 
     def more_s(self, timeout_s: float) -> float:
-        """How long this rank may still wait for ranks that are busy: until `timeout_s` after the
-        last of them was known to be. Takes milliseconds, and a second where the store is away.
+        """Seconds that this rank may still wait for ranks that are busy: until `timeout_s` after
+        the last of them was known to be. Takes milliseconds, and a second where the store is away.
 
         Returns:
             Seconds from now; 0 or less where another rank than those is missing, or none is.

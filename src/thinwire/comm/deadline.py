@@ -27,7 +27,7 @@ _log = logging.getLogger("thinwire")
 
 
 class _Call(threading.local):
-    """What is left of the time-out of the outermost call that this thread is in; None outside of
+    """The rest of the time-out of the outermost call that this thread is in; None outside of
     any.
     """
 
@@ -70,8 +70,8 @@ def own_deadlines() -> Iterator[None]:
 
 
 def left_s(timeout_s: float) -> float:
-    """How long one wait may take: what is left of the call that it is in, or `timeout_s` outside of
-    any.
+    """Seconds that one wait may take: what is left of the call that it is in, or `timeout_s`
+    outside of any.
     """
     return timeout_s if _call.left_s is None else max(_call.left_s, 0.0)
 

@@ -36,7 +36,7 @@ _told = _Told()
 
 @contextmanager
 def state_told(state: str) -> Iterator[None]:
-    """What errors of the exchanges in here say of this rank's state, where it has moved before
+    """Let errors of the exchanges in here say this of the rank's state, where it has moved before
     them.
 
     Args:
@@ -50,7 +50,7 @@ def state_told(state: str) -> Iterator[None]:
 
 
 def state_after_failure() -> str:
-    """What an exchange that fails now leaves behind, as a sentence without its full stop."""
+    """The state after an exchange that fails now, as a sentence without its full stop."""
     return _told.state
 
 

@@ -379,12 +379,12 @@ class Group:
                 raise self._explained(error, what, limit_s) from error
 
     def _more_s(self) -> float:
-        """How long ranks that have said that they are busy may still take."""
+        """Seconds that ranks which have said that they are busy may still take."""
         courier = None if self._shared is None else self._shared.courier
         return 0.0 if courier is None else courier.more_s(whole_s(self.timeout_s))
 
     def _explained(self, error: RuntimeError, what: str, limit_s: float) -> ThinwireError:
-        """What to raise; from here on nothing else goes over these ranks."""
+        """The error to raise; from here on nothing else goes over these ranks."""
         if isinstance(error, ThinwireError):
             return error
         assert self._shared is not None, "something was launched"

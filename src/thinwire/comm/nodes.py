@@ -50,12 +50,12 @@ class Nodes:
 
     @property
     def bytes_sent(self) -> int:
-        """What this rank gave to exchanges of all kinds, inside its node too."""
+        """Bytes that this rank gave to exchanges of all kinds, inside its node too."""
         return self.all_ranks.bytes_sent + self.node.bytes_sent + self.bytes_between_nodes
 
     @property
     def bytes_received(self) -> int:
-        """What came to this rank, from its node too."""
+        """Bytes that came to this rank, from its node too."""
         between = 0 if self.leaders is None else self.leaders.bytes_received
         return self.all_ranks.bytes_received + self.node.bytes_received + between
 
@@ -69,8 +69,8 @@ class Nodes:
 
     @property
     def bytes_between_nodes(self) -> int:
-        """What this rank gave to exchanges between the nodes, agreements aside; 0 where it is no
-        leader.
+        """Bytes that this rank gave to exchanges between the nodes, agreements aside; 0 where it is
+        no leader.
         """
         return 0 if self.leaders is None else self.leaders.bytes_sent
 
@@ -101,7 +101,7 @@ class Nodes:
     def _shared(
         self, pending: Pending[Tensor] | None, place: Callable[[], Tensor], what: str
     ) -> Pending[Tensor]:
-        """What the leader gets from other nodes, on all ranks of this node."""
+        """Pass what the leader gets from other nodes on to all ranks of this node."""
 
         def finish() -> Tensor:
             result = place() if pending is None else pending.wait()
@@ -132,7 +132,7 @@ def job_ranks() -> list[int]:
 
 
 def node_size_of(ranks: Sequence[int], node_size: int | None) -> tuple[int, str]:
-    """How many consecutive ranks of a group share a node, and why, in words.
+    """Number of consecutive ranks of a group that share a node, and why, in words.
 
     Args:
         ranks: Those that exchange, as the whole job counts them, in the order of the group.

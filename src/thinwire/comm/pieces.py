@@ -12,7 +12,7 @@ _BYTES_PER_S = 32 << 10
 
 
 def piece_bytes(timeout_s: float) -> int:
-    """How large a piece is at most: one that a line of 0.5 Mbit/s carries within the time-out, two
+    """The largest piece, in bytes: one that a line of 0.5 Mbit/s carries within the time-out, two
     being on their way.
 
     The time-out must be the same on all ranks. Larger pieces than 4 MiB gain nothing on a fast

@@ -1,4 +1,4 @@
-"""What training frameworks need beside the parts themselves; imports none of them."""
+"""Adapters for training frameworks; imports none of them."""
 
 from thinwire.integrations.per_rank import PerRankState, Stateful
 

@@ -33,7 +33,7 @@ class _Part(Callback):
         self._strategy: Any = None
 
     def state_dict(self) -> dict[str, Any]:
-        """What `save_checkpoint` fills in; Lightning calls it on all ranks."""
+        """The dictionary that `save_checkpoint` fills; Lightning calls it on all ranks."""
         return {"states": []}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -29,7 +29,7 @@ class Stateful(Protocol):
 
 
 class Accelerates(Protocol):
-    """What `PerRankState.register` needs of Accelerate's `Accelerator`."""
+    """The part that `PerRankState.register` needs of Accelerate's `Accelerator`."""
 
     def register_for_checkpointing(self, *objects: Any) -> Any:
         """Save and load the states of objects."""

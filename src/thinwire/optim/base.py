@@ -180,7 +180,7 @@ class CommonOptimizer(TwoPhase):
         return {"position": self._common.position}
 
     def _read_extra_state(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """What `_extra_state` gave, checked; nothing changes yet."""
+        """The values that `_extra_state` gave, checked; nothing changes yet."""
         if "position" not in saved and self.has_schedule:
             raise ValueError(
                 "the state_dict has no 'position', and a schedule drives the rate; set "

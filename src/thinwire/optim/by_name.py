@@ -7,7 +7,8 @@ __all__ = ["in_order", "names_of"]
 
 Groups = Sequence[Mapping[str, Any]]
 _WRAPPERS = ("module", "_orig_mod")
-"""What DistributedDataParallel and torch.compile put into the names of a model inside them."""
+"""The prefixes that DistributedDataParallel and torch.compile put into the names of a model inside
+them."""
 
 
 def names_of(groups: Groups) -> list[list[str]] | None:

@@ -28,7 +28,7 @@ __all__ = ["GroupedOptimizer", "ParamFacts", "restrict_", "settings_of"]
 
 @dataclass(slots=True)
 class ParamFacts:
-    """What holds for one parameter in the update at hand."""
+    """The settings of one parameter in the update at hand."""
 
     name: str | None
     """Its name, where named parameters were given."""
@@ -48,7 +48,7 @@ class ParamFacts:
 
 @dataclass(slots=True)
 class _Common:
-    """What the common part keeps beside torch's attributes; copied and pickled as a whole."""
+    """The state of the common part beside torch's attributes; copied and pickled as a whole."""
 
     lr: float | Schedule
     grad_clip: Clip | None
@@ -198,7 +198,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         return any(schedule is not None for schedule in self._common.schedules)
 
     def shared_settings(self) -> dict[str, Any]:
-        """What ranks that train together must have in common beside `param_groups`."""
+        """The values that ranks which train together must have in common beside `param_groups`."""
         places, schedules = self._common.places.values(), self._common.schedules
         return {
             "grad_clip": repr(self.grad_clip),
@@ -229,8 +229,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
         )
 
     def _settings(self) -> OptimizerSettings:
-        """What this optimizer was told, for the constructor of another one; nothing is shared that
-        changes.
+        """The settings of this optimizer, for the constructor of another one; nothing is shared
+        that changes.
         """
         common = self._common
         rates = [
@@ -281,7 +281,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> OptimizerSettings:
-    """What `optimizer`, one of ours or of torch, was told, for the constructor of another one.
+    """The settings of `optimizer`, one of ours or of torch, for the constructor of another one.
 
     Raises:
         TypeError, ValueError: A learning rate that ours do not take.
@@ -357,7 +357,7 @@ def _spelled_out(
 
 
 def _without_addresses(text: str) -> str:
-    """What two processes print alike: a schedule of the user's may have no text of its own."""
+    """The text without what differs between processes, for schedules without text of their own."""
     return re.sub(" at 0x[0-9a-f]+", "", text)
 
 

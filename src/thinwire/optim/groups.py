@@ -38,7 +38,7 @@ ALSO_ACCEPTED = ("param_names", "initial_lr", "name")
 
 @dataclass(frozen=True, slots=True)
 class ParamPlace:
-    """What stays the same about a parameter while it is in an optimizer."""
+    """The facts that stay the same about a parameter while it is in an optimizer."""
 
     index: int
     """Position in the order of the groups, from 0."""
@@ -52,8 +52,8 @@ class ParamPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSettings:
-    """What an optimizer was told about its parameters, in the terms in which another one can be
-    told the same.
+    """The settings of an optimizer and its parameters, in the terms in which another one can
+    be given the same.
     """
 
     lr: float | Schedule

@@ -9,8 +9,8 @@ __all__ = ["parse_rate", "rate_ahead"]
 
 
 def parse_rate(name: str, lr: object) -> float | Schedule:
-    """What the argument `lr` means: a number, or the schedule that drives the rate (a `Table` for a
-    list).
+    """The meaning of the argument `lr`: a number, or the schedule that drives the rate (a `Table`
+    for a list).
 
     Args:
         name: What the message calls it.
@@ -40,7 +40,8 @@ def parse_rate(name: str, lr: object) -> float | Schedule:
 
 
 def rate_ahead(schedule: Schedule, step: int, before: float) -> float:
-    """What a group shows ahead of update `step`; `before` where the schedule has no rate for it.
+    """The rate that a group shows ahead of update `step`; `before` where the schedule has no rate
+    for it.
 
     A schedule that ends, or has no finite value, is an error of the update that needs the value,
     not of the one before.

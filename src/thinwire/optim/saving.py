@@ -1,5 +1,5 @@
-"""What a state_dict holds: plain values and tensors only, in the types that the methods computed
-with.
+"""The content of a state_dict: plain values and tensors only, in the types that the methods
+computed with.
 """
 
 from collections.abc import Callable, Iterator, Mapping

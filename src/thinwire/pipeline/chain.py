@@ -25,7 +25,7 @@ class ChainModule:
 
 
 def obstacle(module: nn.Module) -> str | None:
-    """Why a module cannot be taken apart into the modules that it calls, or None if it can."""
+    """The reason why a module cannot be taken apart into those that it calls; None if it can."""
     if not isinstance(module, nn.Sequential):
         return "only an nn.Sequential says in which order its modules run"
     if type(module).forward is not nn.Sequential.forward or "forward" in vars(module):

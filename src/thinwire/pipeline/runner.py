@@ -30,7 +30,7 @@ _TRANSFER = "passing activations and gradients between stages"
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """How mini-batches of one look are run."""
+    """Schedule of the mini-batches of one look."""
 
     source: Parcel | None
     result: Parcel | None
@@ -38,7 +38,8 @@ class _Plan:
 
 
 class PipelineRunner:
-    """Runs mini-batches through the stages of one replica; every rank of it makes the same calls.
+    """The pipeline of one replica, which runs mini-batches through its stages; every rank of it
+    makes the same calls.
 
     Communication: per call 24 bytes a rank to agree on the mini-batch and 10 to conclude; per
     micro-batch what a stage returns goes to the next one, and where that needs a gradient, this
@@ -86,7 +87,7 @@ class PipelineRunner:
 
     @property
     def bytes_sent(self) -> int:
-        """What this rank gave to the other stages so far, agreements included."""
+        """Bytes that this rank gave to the other stages so far, agreements included."""
         return self._passed_bytes + self._grid.peers.bytes_sent
 
     def step(self, inputs: Any, targets: Any) -> Tensor:
@@ -187,7 +188,7 @@ class PipelineRunner:
         return parts, key, all(answer["known"] for answer in answers)
 
     def _looks(self) -> list[str]:
-        """What may change in a stage and changes what it sends."""
+        """Properties of a stage that may change, and with them what it sends."""
         return [f"{p.dtype} {p.requires_grad}" for p in self._stage.parameters()]
 
     def _new_plan(self, inputs: Any, *, backward: bool) -> _Plan:

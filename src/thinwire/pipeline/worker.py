@@ -1,4 +1,4 @@
-"""What a stage does with one micro-batch, as a module that torch's schedules can run."""
+"""The work of a stage on one micro-batch, as a module that torch's schedules can run."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,7 +15,7 @@ __all__ = ["Parcel", "StageWorker"]
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """What travels between two stages for one micro-batch, without its values."""
+    """Layout of what travels between two stages for one micro-batch, without its values."""
 
     layout: Any
     """Of `pack`."""
@@ -55,7 +55,7 @@ class Parcel:
 
 
 class StageWorker(nn.Module):
-    """Runs the stage on the micro-batches in their order; on the last stage the result is the
+    """A stage that runs the micro-batches in their order; on the last stage the result is the
     scaled loss.
 
     An error does not stop the schedule, on which the other ranks count: it is kept in `error`, and
@@ -135,7 +135,7 @@ class StageWorker(nn.Module):
         return tuple(tensor.contiguous() for tensor in tensors)
 
     def output(self, inputs: Any, received: Sequence[Tensor]) -> Any:
-        """What the stage returns, for inputs of the model on the first stage, else for what was
+        """Output of the stage, for inputs of the model on the first stage, else for what was
         received.
         """
         with self._precision():

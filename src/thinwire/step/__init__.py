@@ -1,1 +1,1 @@
-"""What wraps one training step: gradient merge, recompute, autocast."""
+"""Wrappers of one training step: gradient merge, recompute, autocast."""

@@ -32,15 +32,15 @@ class ForwardLayer:
         self.active = True
         """False: only calls what stood there before."""
         self.inner: Any = vars(module).get("forward")
-        """What stood there before; None for the method of the class."""
+        """The forward that was there before; None for the method of the class."""
         module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What `module.forward` is called with, and returns."""
+        """Run the layer, or the forward below it where the layer is not active."""
         return self._around(*args, **kwargs) if self.active else self._inside(*args, **kwargs)
 
     def _around(self, *args: Any, **kwargs: Any) -> Any:
-        """What the layer does; ends in `_inside`."""
+        """Run the layer; ends in `_inside`."""
         raise NotImplementedError(f"{type(self).__name__} must define _around(*args, **kwargs)")
 
     def _inside(self, *args: Any, **kwargs: Any) -> Any:

@@ -67,7 +67,7 @@ class GradientSum:
     def preview(
         self, name: str, grad: Tensor | None, factor: float = 1.0, avg: bool = True
     ) -> Tensor | None:
-        """What `take` will give for one parameter if `grad` is added and no microstep follows;
+        """The result of `take` for one parameter if `grad` is added and no microstep follows;
         nothing changes.
 
         Args:
@@ -108,7 +108,7 @@ class GradientSum:
     def completed_(
         self, grads: Mapping[str, Tensor], factor: float = 1.0, avg: bool = True
     ) -> dict[str, Tensor]:
-        """What `take` would give after `add` of these; the sum stays as it is until `clear`.
+        """The result of `take` after `add` of these; the sum stays as it is until `clear`.
 
         Args:
             grads: Of the last microstep, as in `add`. Changed: dense ones that share their storage
