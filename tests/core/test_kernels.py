@@ -260,13 +260,13 @@ assert kernels.for_device(torch.device("cpu")).__name__.endswith("reference")
 
 def test_a_package_in_an_archive_compiles_into_the_cache_of_the_user(tmp_path):
     archive = shutil.make_archive(
-        str(tmp_path / "thinwire"), "zip", Path(kernels.__file__).parents[3], "thinwire"
+        str(tmp_path / "thinwire"), "zip", Path(kernels.__file__).parents[2], "thinwire"
     )
     code = f"""
 import sys
 sys.path.insert(0, {archive!r})
 {TOP_K}
-from thinwire.kernels import jit_select
+from thinwire.kernels.cpu import jit_select
 assert {archive!r} in jit_select.__file__
 """
     environment = {
@@ -341,7 +341,7 @@ COMPILES_NOTHING = f"""
 from numba.core import event
 with event.install_recorder("numba:compile") as compilations:
 {textwrap.indent(STEP, "    ")}
-from thinwire.kernels import jit_steps
+from thinwire.kernels.cpu import jit_steps
 assert not compilations.buffer, [made.data["dispatcher"] for _, made in compilations.buffer]
 assert jit_steps.lars.stats.cache_hits and not jit_steps.lars.stats.cache_misses
 """
@@ -360,10 +360,10 @@ def test_a_second_process_compiles_nothing(stepped):
 
 
 SOURCES_HAVE_CHANGED = f"""
-from thinwire.kernels import jit_cache
+from thinwire.kernels.cpu import jit_cache
 jit_cache.sources_digest = lambda: "another one"
 {STEP}
-from thinwire.kernels import jit_steps
+from thinwire.kernels.cpu import jit_steps
 assert jit_steps.lars.stats.cache_misses and not jit_steps.lars.stats.cache_hits
 """
 
@@ -415,8 +415,9 @@ for numel, k in [(1, 1), (7, 3), (100, 3), (100, 100), (1000, 9), (513, 256)] * 
 def test_a_selection_stays_in_its_memory_whatever_it_is_from(tmp_path):
     code = """
 import torch
-from thinwire.kernels import cpu, cpu_select, reference, threads
-threads.SMALLEST_PART, cpu_select._SMALLEST_ROOM, cpu_select._FEW = 64, 1, 10
+from thinwire.kernels import reference
+from thinwire.kernels.cpu import numba_body, select, threads
+threads.SMALLEST_PART, select._SMALLEST_ROOM, select._FEW = 64, 1, 10
 torch.get_num_threads = lambda: 3
 generator = torch.Generator().manual_seed(0)
 nan, inf = float("nan"), float("inf")
@@ -431,7 +432,7 @@ for dtype in (torch.float32, torch.float64):
                     given = (torch.zeros(numel), v.to(dtype), None, k)
                     own, other = (
                         body.propose(*given, momentum=0.0, nesterov=False)
-                        for body in (cpu, reference)
+                        for body in (numba_body, reference)
                     )
                     assert own[2] == other[2], (dtype, numel, fill, share, k)
                     assert torch.equal(own[0], other[0]) and torch.equal(own[1], other[1])

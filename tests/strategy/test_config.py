@@ -1,12 +1,11 @@
 """The strategy as an object: its fields, what it refuses, and that it stays as it was made."""
 
 import dataclasses
-import sys
-from types import ModuleType
 
 import pytest
 
 import thinwire as tw
+from thinwire.strategy import distributed_strategy
 
 CONFIGS = {
     "amp": tw.AMP(),
@@ -91,9 +90,11 @@ def test_lists_are_stored_as_tuples_and_not_shared() -> None:
 
 
 def test_prepare_passes_everything_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in = ModuleType("thinwire.strategy.prepare")
-    stand_in.prepare = lambda *arguments, **options: (*arguments, options["grad_clip"])  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "thinwire.strategy.prepare", stand_in)
+    monkeypatch.setattr(
+        distributed_strategy,
+        "prepare",
+        lambda *arguments, **options: (*arguments, options["grad_clip"]),
+    )
     strategy = tw.DistributedStrategy()
     assert strategy.prepare(1, 2) == (strategy, 1, 2, None, None)  # type: ignore[arg-type, comparison-overlap]
     assert strategy.prepare(1, 2, 3, grad_clip=4) == (strategy, 1, 2, 3, 4)  # type: ignore[arg-type, comparison-overlap]
