@@ -367,6 +367,7 @@ class DGCCompressor:
             folds = []
             for name in names:
                 self._state[name] = self.state_of(name)
+                # the second fold: `send` kept no copy, so gradients and state must be as then
                 grad = arrived.node_means.get(name, grads[name])
                 folds.append(self._fold(arrived.context, name, grad))
             given = [arrived.given[name] for name in names]

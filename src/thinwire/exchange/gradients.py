@@ -304,6 +304,7 @@ class GradientExchange:
         self._require_intact()
         launched, self._launched = self._launched or self._round(step), None
         report = Report(step, "early", overflow=overflow or None, misuse=misuse, unusable=unusable)
+        # the vote: from here on all ranks hold the same reports, and must decide from them alone
         reports = self._vote(launched, report, grads)
         if any(each.unusable for each in reports):
             self._pattern.reset()
@@ -354,6 +355,7 @@ class GradientExchange:
         report = Report(
             step, "proposed", kinds=self._kinds(grads), overflow=overflow, misuse=misuse
         )
+        # the first vote: lengths of messages follow from it, so nothing may be sent before it
         reports = self._agree_and_compare(report, grads)
         self._pattern.observe([each.kinds for each in reports])
         if self._dropped(reports, last=False):
@@ -366,6 +368,7 @@ class GradientExchange:
         fresh.rows_only = {name for name, ranks in sparse.items() if all(ranks)}
         for number, names in self._buckets_of(grads):
             self._send(fresh, number, {name: grads[name] for name in names})
+        # the second vote: a message that one rank refuses is applied by none
         reports = self._vote(fresh, Report(step, "exchanged"), grads)
         return None if self._dropped(reports) else fresh
 
@@ -487,6 +490,7 @@ class GradientExchange:
             report = replace(report, digest=digest.at(report.step))
         if self.own is not None:
             report = replace(report, damaged=self.own.damage(report.step))
+        # whatever is wrong here is said in the vote and not raised: the others wait for it
         try:
             found = one_round.finish(unchanged, self._places)
             misuse = report.misuse or _changed_since_launch(found.changed)

@@ -268,6 +268,7 @@ class Overlap:
     @torch.no_grad()
     def _launch(self, pending: "_PendingStep", place: int) -> None:
         number, names = pending.buckets[place]
+        # an error between here and the end leaves others in a collective that this rank never joins
         pending.launching = True
         grads = {name: pending.gradient(name, self._params[name]) for name in names}
         with self._exchange.launching():

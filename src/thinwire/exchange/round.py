@@ -155,4 +155,5 @@ class Round:
             sources = sources.node
         if isinstance(collective, AllGather):
             return sources.all_gather(collective.message, what=what)
+        # the buffer is the sum's from here on: gloo writes into it while others work
         return sources.all_reduce_(collective.buffer, what=what)

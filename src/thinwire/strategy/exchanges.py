@@ -182,6 +182,8 @@ class MeanThenStep(_EveryStep):
     def finish(self, step: int, grads: Grads, done: Round) -> None:
         self.gradients.commit_(done, grads)
         self.gradients.seal(step + 1)
+        # buffers of gradients that nobody else sees become those of the means: only after the
+        # commit, which reads the gradients a last time
         mine = with_own_storage(grads)
         means = {
             name: done.arrived[name].mean(name, self._params[name], grad if name in mine else None)
