@@ -35,17 +35,20 @@ test: $(INSTALLED)  ## everything that must hold
 
 $(EXTRA_VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(EXTRA_VENV)
-	$(EXTRA_VENV)/bin/python -m pip install --quiet -c constraints.txt torch numpy
-	$(EXTRA_VENV)/bin/python -m pip install --quiet -c constraints.txt -e '.[integrations]'
+	$(EXTRA_VENV)/bin/python -m pip install --quiet --no-compile -c constraints.txt torch numpy
+	$(EXTRA_VENV)/bin/python -m pip install --quiet --no-compile -c constraints.txt -e '.[integrations]'
 	touch $@
 
 test-integrations: $(EXTRA_VENV)/.installed  ## the loops of Accelerate and Lightning, with the real packages
 	THINWIRE_INTEGRATIONS=required $(EXTRA_VENV)/bin/python $(PYTEST) -m integrations tests/integrations tests/test_examples.py
 
-$(TRITON_VENV)/.installed: pyproject.toml constraints.txt
+PACKAGES := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
+
+# it sees the packages of the other one, and adds to them
+$(TRITON_VENV)/.installed: $(INSTALLED)
 	$(PYTHON) -m venv $(TRITON_VENV)
-	$(TRITON_VENV)/bin/python -m pip install --quiet -c constraints.txt torch numpy
-	$(TRITON_VENV)/bin/python -m pip install --quiet -c constraints.txt -e '.[test,cuda]'
+	$(BIN)/python $(PACKAGES) > $$($(TRITON_VENV)/bin/python $(PACKAGES))/shared.pth
+	$(TRITON_VENV)/bin/python -m pip install --quiet --no-compile -c constraints.txt -e '.[test,cuda]'
 	touch $@
 
 test-triton: $(TRITON_VENV)/.installed  ## the CUDA kernels, on a GPU or else in the interpreter (triton unpacks to 1 GB)
