@@ -71,11 +71,7 @@ class Pool:
             job = (function, args, size, str(Path(folder, "store")), group_timeout_s)
             for rank in range(count):
                 self._workers[rank][1].send((rank, *job))
-            try:
-                results = self._collect(count, timeout_s)
-            except BaseException:  # such as pytest's time-out: the next call would get the answers
-                self.close()
-                raise
+            results = self._collect(count, timeout_s)
         broken = {r: a for r, a in enumerate(results) if isinstance(a, Lost | Raised | None)}
         if any(not isinstance(answer, Raised) for answer in broken.values()):
             self.close()  # dead or hung: the next test starts from fresh processes

@@ -19,6 +19,7 @@ MAY_IMPORT = {
     "_version": set(),
     "_validate": set(),
     "schedules": BASE,
+    "task": BASE,
     # loops, in three bodies behind one signature
     "kernels": BASE,
     "core": BASE | {"kernels"},
@@ -40,7 +41,7 @@ MAY_IMPORT = {
     # the only one that knows two methods at once
     "strategy": METHODS
     | {"comm", "exchange", "local", "optim", "amp", "step", "pipeline", "checkpoint"},
-    "lab": BASE | {"schedules", "optim", "amp", "strategy", "local"},
+    "lab": BASE | {"schedules", "optim", "amp", "strategy", "local", "task"},
     "cli": BASE | {"lab", "strategy"},
     "__main__": {"cli"},
 }

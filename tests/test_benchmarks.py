@@ -7,13 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from benchmarks import report, startup
+from benchmarks import report
 from benchmarks.__main__ import SUITE
 from benchmarks.limits import LIMITS
-from thinwire import optim
-from thinwire.kernels.needs import needs_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -39,16 +36,6 @@ def test_a_benchmark_runs_and_its_figures_can_be_read(name: str, tmp_path: Path)
     assert report.machine(result)
     table = report.limits_table({name: result})
     assert all(limit.figure in table for limit in LIMITS if limit.benchmark == name)
-
-
-def test_what_a_quick_start_leaves_out_can_be_made() -> None:
-    needs, places = {"needs_of": needs_of, "torch": torch}, {"optim": optim}
-    params = [torch.nn.Parameter(torch.ones(3))]
-    for arguments in startup.WORKS.values():
-        work, _, options = arguments.partition(",")
-        assert eval(f"needs_of({work}, [torch.zeros(1)], {options})", needs)
-    for make in startup.OPTIMIZERS.values():
-        assert isinstance(eval(make, {"params": params}, places), torch.optim.Optimizer)
 
 
 def test_every_benchmark_has_its_section_and_every_limit_its_benchmark() -> None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from thinwire.step.config import AMP, GradientMerge, Recompute
     from thinwire.strategy.distributed_strategy import DistributedStrategy
     from thinwire.strategy.engine import Engine
+    from thinwire.task import Task
 
 logging.getLogger("thinwire").addHandler(logging.NullHandler())
 
@@ -54,6 +55,7 @@ __all__ = [
     "Recompute",
     "Sparse",
     "StrategyError",
+    "Task",
     "__version__",
     "amp",
     "busy",
@@ -90,6 +92,7 @@ _HOMES = {
     "Recompute": "thinwire.step.config",
     "Sparse": "thinwire.compress.sparse_change",
     "StrategyError": "thinwire.errors",
+    "Task": "thinwire.task",
     "busy": "thinwire.comm.busy",
     "local_sgd": "thinwire.local.updates",
 }

@@ -62,17 +62,18 @@ def follow(rank: int, size: int, width: int, steps: int) -> dict[str, Any]:
     return {"factors": factors, "means": means, "errors": dict(mean.residuals), "sent": sent}
 
 
-@pytest.mark.parametrize(("size", "width"), [(2, 1), (3, 2), (2, 3)])
-def test_the_oracle_agrees_over_30_steps(ranks: Pool, size: int, width: int) -> None:
-    """1e-9 in float64: the sums are the same in another order, and errors are fed back 30 times."""
-    answers = ranks.run(follow, width, 30, size=size)
+@pytest.mark.parametrize("width", [1, 2, 3])
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_oracle_agrees_over_50_steps(ranks: Pool, size: int, width: int) -> None:
+    """1e-9 in float64: the sums are the same in another order, and errors are fed back 50 times."""
+    answers = ranks.run(follow, width, 50, size=size)
     compressed = set(answers[0]["factors"])
     assert compressed == {"wide", "cube", "tall"} | ({"square"} if width < 3 else set())
     for name, shape in SHAPES.items():
         rows = shape[0]
         factor = answers[0]["factors"].get(name)
         oracle = None if factor is None else LowRankOracle(factor.t().tolist(), rows, size)
-        for step in range(30):
+        for step in range(50):
             grads = [gradient(step, rank, name) for rank in range(size)]
             if oracle is None or step < 2:
                 expected = torch.stack(grads).mean(0)
@@ -154,12 +155,11 @@ def long_training(rank: int, size: int, steps: int) -> tuple[float, float, str]:
     in_ten_buckets(engine)
     losses = [float(engine.train_step(*batch(rank, step))) for step in range(steps)]
     engine.close()
-    torch.set_num_threads(1)
     return sum(losses[:10]) / 10, sum(losses[-10:]) / 10, digest(engine.model)
 
 
-def test_four_ranks_hold_the_same_bits_after_120_steps_in_ten_buckets(ranks: Pool) -> None:
-    answers = ranks.run(long_training, 120, size=4, timeout_s=110)
+def test_four_ranks_hold_the_same_bits_after_500_steps_in_ten_buckets(ranks: Pool) -> None:
+    answers = ranks.run(long_training, 500, size=4, timeout_s=300)
     assert len({answer[2] for answer in answers}) == 1
     assert all(last < 0.5 * first for first, last, _ in answers)
 

@@ -9,7 +9,7 @@ from tests.ranks import Pool
 from thinwire.lab.run import worker
 from thinwire.lab.run.config import Job
 from thinwire.lab.run.events import EventReader, release
-from thinwire.lab.run.launch import WorkerError, explain
+from thinwire.lab.run.launch import failure_of
 
 __all__ = ["run_workers_in"]
 
@@ -35,7 +35,7 @@ def run_workers_in(ranks: Pool) -> Callable[..., Iterator[dict[str, Any]]]:
             if event["event"] == "error"
         ]
         if errors:
-            raise WorkerError(explain(errors, work))
+            raise failure_of(errors, work)
         assert answers == [None] * workers, answers
         yield from first
 

@@ -227,7 +227,7 @@ def test_a_strategy_that_raises_diverges_or_dies_does_not_stop_the_others(
     monkeypatch.setattr(comparison, "run_workers", run_workers)
     (good,) = choose(["dense"])
     bad = [
-        Recipe(name, "of the tests", f"tests.lab.bad_trainers:{name}", 0.1, "nobody")
+        Recipe(name, "of the tests", f"tests.lab.bad_trainers:{name}", {"adamw": 0.01}, "nobody")
         for name in BAD
     ]
     asked = replace(settings(tmp_path, link="loopback", steps=12), strategies=(*bad, good))
@@ -379,7 +379,7 @@ class Running:
 @pytest.mark.usefixtures("pooled")
 def test_two_comparisons_do_not_share_a_folder(tmp_path: Path) -> None:
     second = command(tmp_path, "--link", "loopback", "--strategies", "dense", "--steps", "4")
-    with comparison._work_folder(tmp_path) as work:
+    with comparison._work_folder(settings(tmp_path)) as work:
         (work / "mine").touch()
         refused = subprocess.run(second, capture_output=True, text=True, check=False)
         assert refused.returncode == 2

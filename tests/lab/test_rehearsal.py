@@ -10,7 +10,7 @@ from tests.ranks import Pool
 from thinwire.lab.run.config import RunConfig
 from thinwire.lab.run.rehearsal import rehearse, shortened
 from thinwire.lab.run.size import ModelSize
-from thinwire.lab.run.task import initial_model
+from thinwire.lab.run.task import work_of
 from thinwire.lab.run.trainers import Setup, build_trainer
 from thinwire.lab.strategies import STRATEGIES, choose
 
@@ -57,18 +57,19 @@ def losses(
 ) -> tuple[list[float], list[float], float]:
     """Of a few steps on each rank, the parameters after them, and the bytes counted."""
     run = config_of(word)
-    model = initial_model(run)
+    work = work_of(run)
     random = torch.get_rng_state()
     if rehearsed:
-        rehearse(run, model)
+        rehearse(run, work)
         assert torch.equal(torch.get_rng_state(), random)
-        assert all(p.grad is None for p in model.parameters())
-    trainer = build_trainer(run.recipe.trainer, run.recipe.options, model, Setup(0.9, 10))
+        assert all(p.grad is None for p in work.model.parameters())
+    setup = Setup(run.optimizer, 10)
+    trainer = build_trainer(run.recipe.trainer, run.recipe.options, work.model, setup)
     text = torch.Generator().manual_seed(rank)
     found = []
     for _ in range(STEPS):
         for group in trainer.optimizer.param_groups:
-            group["lr"] = run.recipe.lr
+            group["lr"] = run.recipe.rates[run.optimizer]
         batch = torch.randint(256, (2, 17), generator=text)
         found.append(float(trainer.train_step(batch[:, :-1], batch[:, 1:])))
     trainer.finish()

@@ -41,6 +41,8 @@ def run(strategy: str, losses: list[float], step_s: float, sent: float) -> dict[
         "seconds": points[-1]["seconds"],
         "parameters": 1000,
         "evaluations": points,
+        "seed": 0,
+        "seeds": [{"seed": 0, "evaluations": points}],
         "steady_from_step": 2,
         "step_ms": [1e3 * step_s] * 3,
         "bare_step_ms": [250.0] * 3,
@@ -132,6 +134,7 @@ def test_every_key_is_described_and_every_description_has_its_key() -> None:
             "parameters",
             "steady_from_step",
             "summary",
+            "seed",
             "bare_step_ms",
             "bytes_to_common_loss",
         }
@@ -324,8 +327,8 @@ def test_the_report_suits_light_and_dark_and_escapes_what_it_shows() -> None:
 def test_the_report_says_how_to_make_it_again_and_how_to_use_what_won(tmp_path: Path) -> None:
     measured = results()
     assert measured["command"] == (
-        "thinwire compare --workers 2 --link 100mbit --strategies dense dgc --steps 20 --size tiny "
-        "--batch 2 --seed 0"
+        "thinwire compare --workers 2 --link 100mbit --strategies dense dgc --steps 20 --optimizer "
+        "adamw --size tiny --batch 2 --seed 0"
     )
     measured["winner"] = "dgc"
     page = render(measured)

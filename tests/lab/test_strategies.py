@@ -6,6 +6,8 @@ from thinwire.lab import strategies
 from thinwire.lab.run.config import Recipe
 from thinwire.lab.strategies import STRATEGIES, choose, register
 
+DENSE = "thinwire.lab.run.trainers:Dense"
+
 
 def names(*words: str) -> list[str]:
     return [recipe.name for recipe in choose(words)]
@@ -25,10 +27,10 @@ def test_all_are_there() -> None:
 
 def test_later_strategies_register_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strategies, "STRATEGIES", dict(STRATEGIES))
-    register(Recipe("other", "another one", "thinwire.lab.run.trainers:Dense", 0.1, "nobody"))
+    register(Recipe("other", "another one", DENSE, {"sgd": 0.1}, "nobody"))
     assert names("other") == ["other"]
     with pytest.raises(ValueError, match="registered already"):
-        register(Recipe("other", "again", "thinwire.lab.run.trainers:Dense", 0.1, "nobody"))
+        register(Recipe("other", "again", DENSE, {"sgd": 0.1}, "nobody"))
 
 
 def test_the_nearest_name_is_suggested() -> None:
@@ -46,8 +48,9 @@ def test_a_file_is_called_by_its_stem_and_carries_the_whole_strategy(tmp_path: P
     assert (dense.name, plan.name) == ("dense", "plan")
     assert plan.summary == "strategy file plan.yaml: gradient_merge, dgc"
     assert plan.options["document"]["dgc"]["sparsity"] == [0.99]
-    lamb, lars = (choose([file(tmp_path, f"{field}: {{}}\n")])[0].lr for field in ("lamb", "lars"))
-    assert lamb < plan.lr < lars
+    fields = [choose([file(tmp_path, f"{field}: {{}}\n")])[0] for field in ("lamb", "lars")]
+    lamb, lars = (recipe.rates["sgd"] for recipe in fields)
+    assert lamb < plan.rates["sgd"] < lars
 
 
 @pytest.mark.parametrize(

@@ -253,8 +253,9 @@ def run_net(
     }
 
 
-def test_replicas_stay_bit_identical_for_150_steps_on_4_ranks(ranks: Pool) -> None:
-    answers = ranks.run(run_net, False, 150, {"value_bits": 1}, {}, size=4, timeout_s=110)
+@pytest.mark.slow
+def test_replicas_stay_bit_identical_for_500_steps_on_4_ranks(ranks: Pool) -> None:
+    answers = ranks.run(run_net, False, 500, {"value_bits": 1}, {}, size=4, timeout_s=110)
     for answer in answers[1:]:
         for name, value in answer["params"].items():
             assert torch.equal(value, answers[0]["params"][name])

@@ -177,7 +177,7 @@ def add_up(rank: int, size: int, bits: int) -> float:
     with tw.local_sgd(
         model, optimizer, tw.LocalSGD(2, begin_step=0, compression=tw.Quantized(bits))
     ) as sync:
-        for step in range(1, 201):
+        for step in range(1, 401):
             set_gradients(model, step, rank)
             for name, p in model.named_parameters():
                 changed[name] += 0.1 * p.grad  # type: ignore[operator]
@@ -196,8 +196,8 @@ def add_up(rank: int, size: int, bits: int) -> float:
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_nothing_is_lost_over_ranks_and_100_rounds(ranks: Pool, bits: int) -> None:
-    """float64 sums of 200 terms of size 1."""
+def test_nothing_is_lost_over_ranks_and_200_rounds(ranks: Pool, bits: int) -> None:
+    """float64 sums of a few hundred terms of size 1."""
     assert max(ranks.run(add_up, bits, size=2)) < 1e-10
 
 

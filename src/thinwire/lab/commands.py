@@ -45,14 +45,19 @@ thinwire compare --workers 2 --link 100mbit --strategies dense fp16 dgc --steps 
 thinwire compare --workers 2 --link 20mbit --strategies dense sparse-local mine.yaml --seconds 300
 
 thinwire compare --workers 4 --link 20mbit --latency 10ms --seconds 300 --text ~/notes
+
+thinwire compare --workers 2 --link 20mbit --task my_task.py:task --seconds 300
+
+torchrun --nnodes 2 --nproc-per-node 1 --rdzv-endpoint host:29400 --rdzv-backend c10d
+    -m thinwire compare --strategies dense sparse-local --seconds 300
 """
 
 
 @app.command(help_epilogue=_EXAMPLES)
 def compare(
     *,
-    workers: _Count = 2,
-    link: str = "100mbit",
+    workers: _Count | None = None,
+    link: str | None = None,
     latency: str = "0ms",
     strategies: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="")] = (
         "dense",
@@ -65,7 +70,11 @@ def compare(
     out: Path | None = None,
     batch: _Count = 8,
     seed: _Count = 0,
+    seeds: _Count = 1,
     lr: float | None = None,
+    optimizer: str = "adamw",
+    task: str | None = None,
+    device: str = "auto",
     tune: Annotated[bool, Parameter(negative="")] = False,
     quiet: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
@@ -78,9 +87,10 @@ def compare(
 
     Args:
         workers: Processes that train together, each in a network of its own where the system allows
-            it.
+            it; 2 unless it is given. Under torchrun those that it has started.
         link: Rate of each worker's link in both directions, such as 20mbit or 1gbit; "none" is
-            unshaped, "loopback" uses no network namespaces.
+            unshaped, "loopback" uses no network namespaces; 100mbit unless it is given. Under
+            torchrun the real network is used.
         latency: One-way delay of every packet, such as 10ms.
         strategies: What to compare.
         steps: Updates per strategy; 200 unless --seconds is given.
@@ -92,7 +102,13 @@ def compare(
         out: Folder for the report; otherwise runs/compare-DATE-TIME.
         batch: Sequences of 128 bytes per worker and step.
         seed: Of the parameters and of the order of the data.
+        seeds: Runs of every strategy, each with the next seed; the report gives mean and range.
         lr: Peak learning rate for all strategies, instead of each one's own.
+        optimizer: adamw, or sgd with momentum; the same for all strategies. A task that makes its
+            own is trained by that.
+        task: A model, data and loss of your own instead of the language model: FILE.py:NAME, where
+            the function NAME gets the seed and gives a thinwire.Task.
+        device: cpu, cuda, or auto, which is cuda where there is one.
         tune: Take the loss on the part of the text that is kept for choosing settings, not on the
             held-out part.
         quiet: Show no progress.
@@ -110,7 +126,11 @@ def compare(
         out=folder,
         batch=batch,
         seed=seed,
+        seeds=seeds,
         lr=lr,
+        optimizer=optimizer,
+        task=task,
+        device=device,
         tune=tune,
     )
     _run(settings, quiet)
@@ -123,16 +143,21 @@ def _run(settings: Settings, quiet: bool) -> None:
 
     kept: list[dict[str, Any]] = []
 
+    speaks = settings.joined_rank in (None, 0)
+
     def keep(results: dict[str, Any]) -> None:
-        _write(results, settings.out)
-        kept.append(results)
+        if speaks:
+            _write(results, settings.out)
+            kept.append(results)
 
     try:
-        keep(measure(settings, display_for(quiet=quiet), keep))
+        keep(measure(settings, display_for(quiet=quiet or not speaks), keep))
     except (KeyboardInterrupt, SystemExit):
         if kept:
             _print(kept[-1], settings.out)
         raise
+    if not kept:  # rank 0 has written the report
+        return
     _print(kept[-1], settings.out)
     if failures := kept[-1]["failures"]:
         raise WorkerError(

@@ -4,8 +4,9 @@ import contextlib
 import fcntl
 import os
 import shutil
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,16 @@ from typing import Any
 from thinwire.lab.ledger import Ledger
 from thinwire.lab.network.netns import Network, network, why_unavailable
 from thinwire.lab.report.progress import Display
+from thinwire.lab.report.seeds import mean_of
 from thinwire.lab.run.config import Job, Recipe, RunConfig
 from thinwire.lab.run.events import release
+from thinwire.lab.run.joined import joined, run_here
 from thinwire.lab.run.launch import WorkerError, run_workers
 from thinwire.lab.run.text import Corpus, read_folder, read_standard_library
 from thinwire.lab.settings import Settings
 
 __all__ = ["compare"]
 
-_MOMENTUM = 0.9
 _FEWEST_EVALUATIONS, _HELD_OUT_SEQUENCES = 8, 64
 _LONGEST_RAMP_STEPS, _RAMP_STEPS_BY_CLOCK = 100, 60
 _SHORTEST_TIMEOUT_S = 60.0
@@ -51,13 +53,20 @@ def compare(settings: Settings, display: Display, keep: Keep | None = None) -> d
     Raises:
         ValueError: The text or the size cannot be used, or a strategy does not go with the model;
             nothing has trained.
+        TaskRefused: A task of the user's cannot be trained.
         WorkerError: No strategy could be trained. Nothing is left running in any case.
     """
-    corpus = read_folder(settings.text) if settings.text else read_standard_library()
+    corpus = None
+    if settings.task is None:
+        corpus = read_folder(settings.text) if settings.text else read_standard_library()
     reason = why_unavailable() if settings.link.emulated else None
     started_s = time.time()
-    with _work_folder(settings.out) as work, _network(settings, reason) as emulated:
-        files = _write_corpus(corpus, work, tune=settings.tune)
+    with (
+        _work_folder(settings) as work,
+        _joined(settings, corpus),
+        _network(settings, reason) as emulated,
+    ):
+        files = {} if corpus is None else _write_corpus(corpus, work, tune=settings.tune)
         configs = [_config(recipe, settings, emulated, files) for recipe in settings.strategies]
         ledger = Ledger(
             settings=settings,
@@ -72,9 +81,11 @@ def compare(settings: Settings, display: Display, keep: Keep | None = None) -> d
             for config in configs:
                 ledger.begin(config.recipe.name)
                 try:
-                    ledger.finish(_run(config, settings, emulated, work, display, ledger))
+                    ledger.finish(_runs(config, settings, emulated, work, display, ledger))
                 except WorkerError as error:
                     ledger.fail(str(error))
+                    if settings.joined_rank is not None:  # the ranks may not be in step any more
+                        break
                 if keep is not None and ledger.runs and ledger.missing:
                     keep(ledger.results(by=None))
         except (KeyboardInterrupt, SystemExit) as stop:
@@ -94,17 +105,21 @@ def _config(
 ) -> RunConfig:
     steps = settings.steps
     return RunConfig(
-        recipe=replace(recipe, lr=settings.lr or recipe.lr),
+        recipe=recipe,
+        optimizer=settings.optimizer,
+        lr=settings.lr,
+        task=settings.task,
+        device=settings.device,
         model=settings.model,
         seed=settings.seed,
-        momentum=_MOMENTUM,
         steps=steps,
         seconds=settings.seconds,
         evaluations=_evaluations(settings),
         ramp_steps=_RAMP_STEPS_BY_CLOCK
         if steps is None
         else max(1, min(_LONGEST_RAMP_STEPS, steps // 4)),
-        **files,
+        train_file=files.get("train_file", ""),
+        held_out_file=files.get("held_out_file", ""),
         held_out_sequences=_HELD_OUT_SEQUENCES,
         batch=settings.batch,
         interface=emulated.interface if emulated else None,
@@ -113,9 +128,8 @@ def _config(
 
 
 def _in_common(config: RunConfig, settings: Settings) -> dict[str, Any]:
-    """The settings that all strategies share, for the report."""
+    """What all strategies share, for the report."""
     return {
-        "momentum": config.momentum,
         "ramp_steps": config.ramp_steps,
         "timeout_s": _timeout_s(settings),
         "context": config.model.context,
@@ -124,7 +138,7 @@ def _in_common(config: RunConfig, settings: Settings) -> dict[str, Any]:
 
 
 def _timeout_s(settings: Settings) -> float:
-    """The time-out of gloo for each message: a dense exchange over a slow link is no hang."""
+    """How long gloo waits for each message: a dense exchange over a slow link is no hang."""
     dense_bytes = 4 * 12 * settings.model.layers * settings.model.width**2
     return (
         _SHORTEST_TIMEOUT_S
@@ -147,7 +161,7 @@ def _check(configs: Sequence[RunConfig], settings: Settings, work: Path, display
     try:
         with (
             display.strategy("checking") as bar,
-            contextlib.closing(run_workers(job, settings.workers, None, work)) as news,
+            contextlib.closing(_started(job, settings, None, work)) as news,
         ):
             for event in news:
                 if event["event"] == "checking":
@@ -167,6 +181,26 @@ def _check(configs: Sequence[RunConfig], settings: Settings, work: Path, display
         )
 
 
+def _runs(
+    config: RunConfig,
+    settings: Settings,
+    emulated: Network | None,
+    work: Path,
+    display: Display,
+    ledger: Ledger,
+) -> dict[str, Any]:
+    """Train one strategy once for every seed."""
+    runs = []
+    for number in range(settings.seeds):
+        seeded = replace(config, seed=config.seed + number)
+        folder = work / config.recipe.name
+        if settings.seeds > 1:
+            folder = folder.with_name(f"{folder.name}-{seeded.seed}")
+        run = _run(seeded, settings, emulated, folder, display, ledger)
+        runs.append({**run, "seed": seeded.seed})
+    return mean_of(runs)
+
+
 def _run(
     config: RunConfig,
     settings: Settings,
@@ -179,6 +213,8 @@ def _run(
     ones.
     """
     name = config.recipe.name
+    if settings.seeds > 1:
+        name += f", seed {config.seed}"
     result: dict[str, Any] = {}
     if emulated:
         emulated.lift()
@@ -186,7 +222,7 @@ def _run(
     job = Job(task=_TRAINING, config=config.to_dict(), timeout_s=_timeout_s(settings))
     with (
         display.strategy(name) as bar,
-        contextlib.closing(run_workers(job, settings.workers, emulated, work / name)) as news,
+        contextlib.closing(_started(job, settings, emulated, work)) as news,
     ):
         bar.note("preparing: processes, imports, kernels")
         for event in news:
@@ -194,7 +230,8 @@ def _run(
                 case "prepared":
                     if emulated:
                         emulated.limit()
-                    release(work / name)
+                    if settings.joined_rank is None:
+                        release(work)
                 case "result":
                     result = {
                         key: value for key, value in event.items() if key not in ("event", "unix_s")
@@ -204,6 +241,25 @@ def _run(
                     bar.update(event["progress"], event["step"], event["loss"])
         bar.done()
     return result
+
+
+def _started(
+    job: Job, settings: Settings, emulated: Network | None, work: Path
+) -> Generator[dict[str, Any], None, None]:
+    """The job on workers of our own, or on the ranks that torchrun has started."""
+    if settings.joined_rank is not None:
+        return run_here(job)
+    return run_workers(job, settings.workers, emulated, work)
+
+
+@contextlib.contextmanager
+def _joined(settings: Settings, corpus: Corpus | None) -> Iterator[None]:
+    if settings.joined_rank is None:
+        yield
+        return
+    said = {"the command": settings.command, "text": None if corpus is None else corpus.digest}
+    with joined(said, _timeout_s(settings)):
+        yield
 
 
 @contextlib.contextmanager
@@ -216,8 +272,13 @@ def _network(settings: Settings, reason: str | None) -> Iterator[Network | None]
 
 
 @contextlib.contextmanager
-def _work_folder(out: Path) -> Iterator[Path]:
+def _work_folder(settings: Settings) -> Iterator[Path]:
     """A folder for the workers inside `out`, which belongs to this comparison until it ends."""
+    if settings.joined_rank:  # rank 0 alone has a report to write
+        with tempfile.TemporaryDirectory() as folder:
+            yield Path(folder)
+        return
+    out = settings.out
     work = out / ".work"
     with _claimed(out):
         shutil.rmtree(work, ignore_errors=True)  # of an earlier run that was killed

@@ -18,7 +18,7 @@ class Ledger:
 
     Attributes:
         settings: What is compared.
-        corpus: What is trained on.
+        corpus: What is trained on; None for a task of the user's.
         emulated: Whether the link is emulated.
         reason: Why not.
         started_s: Unix time of the start.
@@ -30,7 +30,7 @@ class Ledger:
     """
 
     settings: Settings
-    corpus: Corpus
+    corpus: Corpus | None
     emulated: bool
     reason: str | None
     started_s: float

@@ -9,12 +9,14 @@ from typing import Self
 
 from thinwire.lab.network.link import Link
 from thinwire.lab.run.config import Recipe
+from thinwire.lab.run.joined import place_in_torchrun
 from thinwire.lab.run.size import ModelSize, parse_size
 from thinwire.lab.strategies import choose
 
 __all__ = ["Settings"]
 
 _MOST_WORKERS = 64
+OPTIMIZERS, DEVICES = ("adamw", "sgd"), ("auto", "cpu", "cuda")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +34,15 @@ class Settings:
         text: Folder with text; None is Python's own standard library.
         out: Folder for the report.
         batch: Sequences per worker and step.
-        seed: Of parameters and data order.
+        seed: Of parameters and data order; the first one of several.
+        seeds: Runs of every strategy, each with the next seed.
         lr: Peak learning rate for all strategies instead of each one's own.
+        optimizer: "adamw" or "sgd".
+        task: "FILE.py:NAME" of a task of the user's; None for the one that comes with the command.
+        device: "auto", "cpu" or "cuda".
         tune: Whether the loss is that of the validation part instead of the held-out one.
+        joined_rank: This process's rank among those that torchrun has started, which train over
+            the network between them; None where the command starts its workers.
         evaluations: How often the loss is taken, at most.
     """
 
@@ -49,16 +57,21 @@ class Settings:
     out: Path
     batch: int
     seed: int
+    seeds: int
     lr: float | None
+    optimizer: str
+    task: str | None
+    device: str
     tune: bool
+    joined_rank: int | None = None
     evaluations: int = 16
 
     @classmethod
     def check(
         cls,
         *,
-        workers: int,
-        link: str,
+        workers: int | None,
+        link: str | None,
         latency: str,
         strategies: Sequence[str],
         steps: int | None,
@@ -68,7 +81,11 @@ class Settings:
         out: Path,
         batch: int,
         seed: int,
+        seeds: int = 1,
         lr: float | None,
+        optimizer: str = "adamw",
+        task: str | None = None,
+        device: str = "auto",
         tune: bool,
     ) -> Self:
         """Settings from what was typed.
@@ -76,9 +93,17 @@ class Settings:
         Raises:
             ValueError: The first argument that cannot be used, with what came and what is allowed.
         """
-        _within("workers", workers, 1, _MOST_WORKERS)
+        place = place_in_torchrun()
+        if place is not None:
+            workers = _workers_of_torchrun(workers, place[1], link, latency)
+            link = "loopback"
+        workers = 2 if workers is None else workers
+        link = "100mbit" if link is None else link
+        if place is None:
+            _within("workers", workers, 1, _MOST_WORKERS)
         _within("batch", batch, 1, 4096)
         _within("seed", seed, 0, 2**31)
+        _within("seeds", seeds, 1, 100)
         if steps is not None and seconds is not None:
             raise ValueError(
                 "steps and seconds exclude each other: give the number of updates, or the time for "
@@ -94,6 +119,10 @@ class Settings:
             )
         if lr is not None and not (isfinite(lr) and lr > 0):
             raise ValueError(f"lr={lr:g} is not allowed: a positive number")
+        _one_of("optimizer", optimizer, OPTIMIZERS)
+        _one_of("device", device, DEVICES)
+        if task is not None:
+            _require_task(task, text, tune=tune)
         blocked = next(
             (path for path in (out, *out.parents) if path.exists() and not path.is_dir()), None
         )
@@ -115,15 +144,23 @@ class Settings:
             out=out,
             batch=batch,
             seed=seed,
+            seeds=seeds,
             lr=lr,
+            optimizer=optimizer,
+            task=task,
+            device=device,
             tune=tune,
+            joined_rank=None if place is None else place[0],
         )
 
     @property
     def command(self) -> str:
         """The command line that makes the same comparison, but for the folder of the report."""
-        words = ["thinwire", "compare", "--workers", str(self.workers)]
-        words += ["--link", "loopback" if not self.link.emulated else self.link.rate_text]
+        if self.joined_rank is None:
+            words = ["thinwire", "compare", "--workers", str(self.workers)]
+            words += ["--link", "loopback" if not self.link.emulated else self.link.rate_text]
+        else:
+            words = ["torchrun", "...", "-m", "thinwire", "compare"]
         words += ["--latency", f"{self.link.latency_s * 1e3:g}ms"] if self.link.latency_s else []
         words += ["--strategies", *(recipe.file or recipe.name for recipe in self.strategies)]
         words += (
@@ -131,11 +168,52 @@ class Settings:
             if self.seconds is None
             else ["--seconds", f"{self.seconds:g}"]
         )
-        words += ["--size", self.size, "--batch", str(self.batch), "--seed", str(self.seed)]
+        words += ["--optimizer", self.optimizer]
+        if self.task is None:
+            words += ["--size", self.size, "--batch", str(self.batch)]
+        else:
+            words += ["--task", self.task]
+        words += ["--seed", str(self.seed)]
+        words += ["--seeds", str(self.seeds)] if self.seeds > 1 else []
+        words += ["--device", self.device] if self.device != "auto" else []
         words += ["--text", str(self.text)] if self.text is not None else []
         words += ["--lr", f"{self.lr:g}"] if self.lr is not None else []
         words += ["--tune"] if self.tune else []
         return shlex.join(words)
+
+
+def _workers_of_torchrun(workers: int | None, ranks: int, link: str | None, latency: str) -> int:
+    if workers not in (None, ranks):
+        raise ValueError(
+            f"workers={workers}, and torchrun has started {ranks}: leave --workers out"
+        )
+    if link is not None or latency not in ("0ms", "0"):
+        raise ValueError(
+            "under torchrun the ranks train over the network between them, which is not emulated: "
+            "leave --link and --latency out"
+        )
+    return ranks
+
+
+def _one_of(name: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is unknown; choose from {', '.join(allowed)}")
+
+
+def _require_task(task: str, text: Path | None, *, tune: bool) -> None:
+    file, _, name = task.rpartition(":")
+    if not file.endswith(".py") or not name.isidentifier():
+        raise ValueError(
+            f"task={task!r} is not FILE.py:NAME; name the file and the function that makes the task"
+        )
+    if not Path(file).is_file():
+        raise ValueError(f"task={task!r}: there is no file {file}")
+    if text is not None or tune:
+        option = "--text" if text is not None else "--tune"
+        raise ValueError(
+            f"{option} is for the task that comes with the command, and task={task!r} has data of "
+            "its own: leave one of them out"
+        )
 
 
 def _within(name: str, value: int, least: int, most: int) -> None:

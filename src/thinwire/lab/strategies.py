@@ -12,10 +12,11 @@ if TYPE_CHECKING:
 
 __all__ = ["STRATEGIES", "choose", "register"]
 
-# That of dense and of the local strategies. LAMB and LARS scale their updates by the parameters;
+# Those of dense and of the local strategies. LAMB and LARS scale their updates by the parameters;
 # theirs are the best of 0.01, 0.03 and 0.1, and of 1, 2 and 4, in 60 steps of the tiny model: a
 # place to start from.
-_LR, _LARS_LR, _LAMB_LR = 0.1, 4.0, 0.03
+_RATES = {"adamw": 0.006, "sgd": 0.1}
+_LARS_RATES, _LAMB_RATES = dict.fromkeys(_RATES, 4.0), dict.fromkeys(_RATES, 0.03)
 
 STRATEGIES: dict[str, Recipe] = {}
 
@@ -105,19 +106,19 @@ def _recipe_of_file(word: str) -> Recipe:
         Path(word).stem,
         f"strategy file {Path(word).name}: {', '.join(strategy.on) or 'no field set'}",
         _PREPARED,
-        _rate(strategy),
+        _rates(strategy),
         "engine.stats()",
         {"document": strategy.to_dict()},
         file=word,
     )
 
 
-def _rate(strategy: "DistributedStrategy") -> float:
+def _rates(strategy: "DistributedStrategy") -> dict[str, float]:
     if strategy.lamb is not None:
-        return _LAMB_LR
+        return _LAMB_RATES
     if strategy.lars is not None:
-        return _LARS_LR
-    return _LR
+        return _LARS_RATES
+    return _RATES
 
 
 _RING = "formula of the ring all-reduce, 2(W-1)/W times the message"
@@ -126,9 +127,9 @@ _TRAINERS = "thinwire.lab.run.trainers"
 _OWN_TRAINERS = "thinwire.lab.run.own_trainers"
 _SYNC = "sync.stats(), each message once, however many ranks it goes to"
 _LOCAL, _PREPARED = f"{_OWN_TRAINERS}:Local", f"{_OWN_TRAINERS}:Prepared"
-# The rates of fp16, powersgd and dgc are the better of 0.07 and 0.15, at as many steps as 90 s over
-# 100 Mbit/s allow. Those of dense and of the local ones were chosen at what 20 Mbit/s allows: the
-# grid is in benchmarks/README.md.
+# Of SGD the rates of fp16, powersgd and dgc are the better of 0.07 and 0.15, at as many steps as 90
+# s over 100 Mbit/s allow. Those of dense and of the local ones were chosen at what 20 Mbit/s
+# allows: the grid is in benchmarks/README.md.
 _FP16_CODE = """\
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -143,14 +144,14 @@ state = powersgd.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD
 ddp.register_comm_hook(state, powersgd.powerSGD_hook)
 """
 register(
-    Recipe("dense", "DDP, every gradient in float32", f"{_TRAINERS}:Dense", 0.1, _RING, field="")
+    Recipe("dense", "DDP, every gradient in float32", f"{_TRAINERS}:Dense", _RATES, _RING, field="")
 )
 register(
     Recipe(
         "fp16",
         "DDP with torch's hook, gradients in float16",
         f"{_TRAINERS}:HalfPrecision",
-        0.07,
+        {"adamw": 0.006, "sgd": 0.07},
         _RING,
         code=_FP16_CODE,
     )
@@ -160,7 +161,7 @@ register(
         "powersgd",
         "DDP with torch's PowerSGD hook, rank 2",
         f"{_TRAINERS}:PowerSGD",
-        0.15,
+        {"adamw": 0.006, "sgd": 0.15},
         _RING,
         code=_POWERSGD_CODE,
     )
@@ -170,7 +171,7 @@ register(
         "dgc",
         "deep gradient compression, 0.1 % of the entries at one bit",
         f"{_OWN_TRAINERS}:DGC",
-        0.15,
+        {"adamw": 0.006, "sgd": 0.15},
         _OWN,
         {"sparsity": [0.75, 0.9375, 0.984375, 0.996, 0.999], "value_bits": 1},
         field="dgc",
@@ -181,7 +182,7 @@ register(
         "low-rank",
         "gradients as two factors of 2 columns (PowerSGD), in buckets that leave early",
         _PREPARED,
-        0.15,
+        {"adamw": 0.006, "sgd": 0.15},
         "engine.stats(), each message once, however many ranks it goes to",
         {"document": {"low_rank": {"rank": 2, "begin_step": 5}}},
     )
@@ -191,7 +192,7 @@ register(
         "localsgd",
         "local SGD: 32 local steps, then the mean of all parameters",
         _LOCAL,
-        0.1,
+        _RATES,
         _SYNC,
         {"k_steps": 32},
         field="localsgd",
@@ -202,7 +203,7 @@ register(
         "adaptive-localsgd",
         "local SGD whose interval follows loss and learning rate",
         _LOCAL,
-        0.1,
+        _RATES,
         _SYNC,
         {"init_k_steps": 64, "max_k_steps": 64},
         field="adaptive_localsgd",
@@ -213,7 +214,7 @@ register(
         "diloco",
         "32 local steps, then an outer step with Nesterov momentum on the mean change",
         _LOCAL,
-        0.1,
+        _RATES,
         _SYNC,
         {
             "k_steps": 32,
@@ -230,9 +231,20 @@ register(
         "sparse-local",
         "16 local steps, then the largest tenth of the change, at two bits",
         _LOCAL,
-        0.1,
+        _RATES,
         _SYNC,
         {"k_steps": 16, "compression": {"sparsity": 0.9, "value_bits": 2}},
+        field="localsgd",
+    )
+)
+register(
+    Recipe(
+        "quantized-local",
+        "16 local steps, then the whole change, at four bits",
+        _LOCAL,
+        _RATES,
+        _SYNC,
+        {"k_steps": 16, "compression": {"quantized": {"value_bits": 4}}},
         field="localsgd",
     )
 )

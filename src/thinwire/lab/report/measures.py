@@ -49,6 +49,14 @@ class Table:
     columns: tuple[Column, ...]
 
 
+def _loss_unit(results: Mapping[str, Any]) -> str:
+    return "nats per byte" if results["settings"].get("task") is None else ""
+
+
+def _seeds(results: Mapping[str, Any]) -> int:
+    return int(results["settings"].get("seeds", 1))
+
+
 def tables(results: Mapping[str, Any]) -> tuple[Table, ...]:
     """The measures of all strategies that have finished; a measure that nobody has is left out."""
     runs = results["strategies"]
@@ -73,7 +81,8 @@ def tables(results: Mapping[str, Any]) -> tuple[Table, ...]:
             "seconds_on_asked_link",
             min if by_steps else None,
         ),
-        _fixed(f"{loss} at the end", "nats per byte", runs, "final_loss", 3, min),
+        _fixed(f"{loss} at the end", _loss_unit(results), runs, "final_loss", 3, min),
+        _fixed(f"its range over {_seeds(results)} seeds", "", runs, "final_loss_range", 3, None),
         *(_until("dense", f"dense's loss ({dense:.3f})", runs) if dense is not None else ()),
         *(
             ()

@@ -56,8 +56,7 @@ def render(results: Mapping[str, Any]) -> str:
             f"<style>{_series_colours(len(runs))}{_resource('report.css')}</style>\n</head>\n<body>\n<main>",
             f"<h1>{escape(first if not rest else first + '.')}</h1>",
             f'<p class="lead">{escape(rest)}</p>' if rest else "",
-            f'<p class="headline{warn}">{escape(results["headline"])} One run of each strategy, '
-            f"seed {results['settings']['seed']}.</p>",
+            f'<p class="headline{warn}">{escape(results["headline"])} {_runs_text(results)}</p>',
             f'<p class="headline warn">{escape(missing)}</p>' if missing else "",
             _table(result, results),
             *(_plot(results, *plot) for plot in _PLOTS),
@@ -76,6 +75,16 @@ def render(results: Mapping[str, Any]) -> str:
             "beside this file.</p>\n</main>",
             f"<script>{_resource('report.js')}</script>\n</body>\n</html>\n",
         ]
+    )
+
+
+def _runs_text(results: Mapping[str, Any]) -> str:
+    first, count = results["settings"]["seed"], results["settings"].get("seeds", 1)
+    if count == 1:
+        return f"One run of each strategy, seed {first}."
+    return (
+        f"Means over {count} runs of each strategy, seeds {first} to {first + count - 1}; thin "
+        "lines are single runs."
     )
 
 

@@ -75,7 +75,18 @@ def loss_plots(results: Mapping[str, Any], axis: str, label: str) -> str:
     if not any(lines):
         return ""
     names = [run["strategy"] for run in results["strategies"]]
-    return "\n".join(_drawing(frame, names, lines, axis, label, logarithmic) for frame in _FRAMES)
+    single = [
+        [
+            [point for point in seed["evaluations"] if point[axis] > 0 or not logarithmic]
+            for seed in (run.get("seeds", ()) if len(run.get("seeds", ())) > 1 else ())
+        ]
+        for run in results["strategies"]
+    ]
+    own = results["settings"].get("task") is not None
+    loss = "held-out loss" if own else "held-out loss, nats per byte"
+    return "\n".join(
+        _drawing(frame, names, lines, single, axis, label, loss, logarithmic) for frame in _FRAMES
+    )
 
 
 def sample(number: int) -> str:
@@ -105,11 +116,13 @@ def _drawing(
     frame: _Frame,
     names: Sequence[str],
     lines: Sequence[Sequence[Mapping[str, Any]]],
+    single: Sequence[Sequence[Sequence[Mapping[str, Any]]]],
     axis: str,
     label: str,
+    loss: str,
     logarithmic: bool,
 ) -> str:
-    points = [point for line in lines for point in line]
+    points = [point for line in (*lines, *(x for runs in single for x in runs)) for point in line]
     x = Axis.around(
         [float(point[axis]) for point in points],
         frame.left,
@@ -123,11 +136,12 @@ def _drawing(
     form: Callable[[float], str] = bytes_text if logarithmic else "{:,g}".format
     parts = [
         *_grid(frame, x, y, form),
+        *(_thin(number, line, axis, x, y) for number, runs in enumerate(single) for line in runs),
         *(
             _series(number, name, line, axis, x, y)
             for number, (name, line) in enumerate(zip(names, lines, strict=True))
         ),
-        _text(frame.left - 6, 14, "held-out loss, nats per byte", "start", "name"),
+        _text(frame.left - 6, 14, loss, "start", "name"),
         _text(
             (frame.left + frame.width - frame.right) / 2, frame.height - 6, label, "middle", "name"
         ),
@@ -189,6 +203,19 @@ def _series(
     return (
         f'<path d="{path}"{_stroke(number)}/><g fill="var(--series-{number})">{marks}</g>'
         if path
+        else ""
+    )
+
+
+def _thin(number: int, line: Sequence[Mapping[str, Any]], axis: str, x: Axis, y: Axis) -> str:
+    """The curve of one seed."""
+    places = [(x.place(point[axis]), y.place(point["loss"]), point) for point in line]
+    inside = [(px, py) for px, py in _below(places, y.end) if py >= y.end]
+    path = "M" + "L".join(f"{px:.1f} {py:.1f}" for px, py in inside)
+    return (
+        f'<path d="{path}" fill="none" stroke="var(--series-{number})" stroke-width="0.8" '
+        'stroke-opacity="0.45"/>'
+        if inside
         else ""
     )
 

@@ -27,6 +27,11 @@ __all__ = [
 ]
 
 FORMAT = 1
+_OPTIMIZERS = {
+    "adamw": "AdamW (betas 0.9 and 0.95, weight decay 0.1)",
+    "sgd": "SGD with momentum 0.9",
+}
+_SCHEDULE = "rate: linear warm-up over a tenth, cosine to a tenth"
 
 KEYS = {
     "format": "version of this file's layout",
@@ -37,7 +42,7 @@ KEYS = {
     "link": "the link asked for, whether it was emulated, and why not",
     "settings": "what the command was told, and what all strategies share",
     "model": "shape and number of parameters",
-    "text": "source, size and SHA-256 of the text",
+    "text": "source, size and SHA-256 of the text that comes with the command",
     "machine": "processor, cores, memory, versions",
     "failed": "the first strategy that failed and its error, or null",
     "failures": "every strategy that failed, and its error",
@@ -49,6 +54,8 @@ KEYS = {
     "strategies[]": "one entry per strategy, in the order of the command line, with the keys below",
     "strategies[].final_loss": "held-out loss at the end, nats per byte; the same sequences for "
     "every strategy",
+    "strategies[].final_loss_range": "highest less lowest of these over the seeds; null with one",
+    "strategies[].seeds[]": "seed and evaluations of every run; the other keys are means over them",
     "strategies[].best_loss": "lowest held-out loss of all evaluations",
     "strategies[].seconds": "training time; evaluation and preparation are not part of it",
     "strategies[].preparation_seconds": "from the start of the processes until the clock of the "
@@ -110,7 +117,7 @@ def summarise(
     *,
     settings: Settings,
     model: ModelSize,
-    corpus: Corpus,
+    corpus: Corpus | None,
     machine: Mapping[str, Any],
     emulated: bool,
     reason: str | None,
@@ -147,24 +154,20 @@ def summarise(
             "seconds": settings.seconds,
             "batch_per_worker": settings.batch,
             "seed": settings.seed,
+            "seeds": settings.seeds,
             "loss_of": "the validation part" if settings.tune else "the held-out part",
-            "optimizer": "SGD with momentum; rate: linear warm-up over a tenth, cosine to a tenth",
+            "optimizer": f"{_OPTIMIZERS[settings.optimizer]}; {_SCHEDULE}"
+            if settings.task is None
+            else f"the task's own, else {_OPTIMIZERS[settings.optimizer]}; {_SCHEDULE}",
+            "task": settings.task,
+            "device": settings.device,
             **common,
         },
         "model": {
-            "width": model.width,
-            "layers": model.layers,
-            "context": model.context,
+            **(_shape(model) if settings.task is None else {"task": settings.task}),
             "parameters": runs[0]["parameters"],
         },
-        "text": {
-            "source": corpus.source,
-            "files": corpus.files,
-            "train_bytes": len(corpus.train),
-            "validation_bytes": len(corpus.validation),
-            "held_out_bytes": len(corpus.held_out),
-            "sha256": corpus.digest,
-        },
+        "text": {"source": "the task's own data"} if corpus is None else _about(corpus),
         "machine": dict(machine),
         "failed": dict(failures[0]) if failures else None,
         "failures": [dict(failure) for failure in failures],
@@ -178,6 +181,21 @@ def summarise(
     }
     outcome = verdict(results)
     return {**results, "verdict": outcome.text, "winner": outcome.winner}
+
+
+def _shape(model: ModelSize) -> dict[str, Any]:
+    return {"width": model.width, "layers": model.layers, "context": model.context}
+
+
+def _about(corpus: Corpus) -> dict[str, Any]:
+    return {
+        "source": corpus.source,
+        "files": corpus.files,
+        "train_bytes": len(corpus.train),
+        "validation_bytes": len(corpus.validation),
+        "held_out_bytes": len(corpus.held_out),
+        "sha256": corpus.digest,
+    }
 
 
 def interruption(results: Mapping[str, Any]) -> str | None:
@@ -219,6 +237,7 @@ def _derive(
         "document": document_of(recipe, common["ramp_steps"]),
         "code": recipe.code,
         "final_loss": points[-1]["loss"],
+        "final_loss_range": _range([run["evaluations"][-1]["loss"] for run in run["seeds"]]),
         "best_loss": min(point["loss"] for point in points),
         "seconds_to_common_loss": seconds_to_loss(points, target),
         "bytes_to_common_loss": seconds_to_loss(points, target, "library_bytes"),
@@ -240,6 +259,10 @@ def _derive(
     return {**run, **derived}
 
 
+def _range(losses: Sequence[float]) -> float | None:
+    return max(losses) - min(losses) if len(losses) > 1 else None
+
+
 def _headline(settings: Settings, emulated: bool, reason: str | None) -> str:
     workers = f"{settings.workers} worker{'s' if settings.workers > 1 else ''}"
     tuning = (
@@ -252,6 +275,8 @@ def _headline(settings: Settings, emulated: bool, reason: str | None) -> str:
             f"{workers}, each in a network namespace of its own, over an emulated link of "
             f"{settings.link} in each direction.{tuning}"
         )
+    if settings.joined_rank is not None:
+        return f"{workers}, started by torchrun, over the network between them.{tuning}"
     if reason is None:
         return f"{workers} over this machine's loopback, as asked: no link was emulated.{tuning}"
     return (

@@ -52,7 +52,7 @@ def to_use(results: Mapping[str, Any], winner: str | None) -> ToUse | None:
     run = next((run for run in results["strategies"] if run["strategy"] == winner), None)
     if run is None:
         return None
-    optimizer = run["settings"].get("optimizer", "SGD with momentum")
+    optimizer = run["settings"].get("optimizer", results["settings"]["optimizer"].split(";")[0])
     name, rate = (
         run["strategy"],
         f"{optimizer} and a peak learning rate of {run['settings']['lr']:g}",

@@ -43,7 +43,7 @@ class Recipe:
         name: What the command line calls it.
         summary: One line for the help and the report.
         trainer: Where its class is, as "module:Class"; imported in the workers only.
-        lr: Peak learning rate, the best of the same grid for every strategy.
+        rates: By optimizer its peak learning rate, the best of the same grid for every strategy.
         counted_by: How the bytes of the library's column come about.
         options: Keyword arguments of that class, as JSON knows them.
         field: Which field of a strategy the options are; "" where it has none, None where they are
@@ -57,7 +57,7 @@ class Recipe:
     name: str
     summary: str
     trainer: str
-    lr: float
+    rates: Mapping[str, float]
     counted_by: str
     options: Mapping[str, Any] = with_default(default_factory=dict)
     field: str | None = None
@@ -70,10 +70,13 @@ class RunConfig:
     """Configuration of one training, the same on every rank.
 
     Attributes:
-        recipe: The strategy; its `lr` is the peak learning rate of this run.
-        model: Size of the model.
+        recipe: The strategy.
+        optimizer: "adamw" or "sgd".
+        lr: Peak learning rate; None for that of the strategy, or those of the task's own optimizer.
+        task: "FILE.py:NAME" of the user's own task; None for the one that comes with the command.
+        device: "auto", "cpu" or "cuda".
+        model: Size of the model that comes with the command.
         seed: Of parameters and data order.
-        momentum: Of the momentum SGD that every strategy uses.
         steps: Updates; None where `seconds` is given.
         seconds: Budget of training time; None where `steps` is given.
         evaluations: How often the loss is taken, at most.
@@ -87,9 +90,12 @@ class RunConfig:
     """
 
     recipe: Recipe
+    optimizer: str
+    lr: float | None
+    task: str | None
+    device: str
     model: ModelSize
     seed: int
-    momentum: float
     steps: int | None
     seconds: float | None
     evaluations: int

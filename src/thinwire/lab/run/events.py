@@ -6,9 +6,9 @@ import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Protocol, final
 
-__all__ = ["EventReader", "Events", "release"]
+__all__ = ["EventLog", "EventReader", "Events", "release"]
 
 _GO = "go"
 _SECONDS_BETWEEN_EVENTS = 0.2
@@ -20,13 +20,29 @@ def _file_of(folder: Path, rank: int) -> Path:
 
 
 def release(folder: Path) -> None:
-    """Let the ranks whose logs are in `folder` go on from `Events.wait_for_release`."""
+    """Let the ranks whose logs are in `folder` go on from `EventLog.wait_for_release`."""
     (folder / _GO).touch()
 
 
+class Events(Protocol):
+    """Where a rank tells what happens."""
+
+    def write(self, event: str, **fields: Any) -> None:
+        """Tell of one event at once."""
+        ...
+
+    def write_sometimes(self, event: str, **fields: Any) -> None:
+        """Tell of one of many events, or leave it out."""
+        ...
+
+    def wait_for_release(self) -> None:
+        """Return when training may begin."""
+        ...
+
+
 @final
-class Events:
-    """The writing end, in a worker.
+class EventLog:
+    """The writing end, in a worker that the command has started.
 
     Args:
         folder: Where the logs of all ranks are.

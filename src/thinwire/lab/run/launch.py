@@ -18,7 +18,7 @@ from thinwire.lab.network.netns import Network
 from thinwire.lab.run.config import Job
 from thinwire.lab.run.events import EventReader
 
-__all__ = ["WorkerError", "explain", "run_workers"]
+__all__ = ["TaskRefused", "WorkerError", "explain", "failure_of", "run_workers"]
 
 _PORT = 29500
 _POLL_S, _GRACE_S = 0.1, 3.0
@@ -30,6 +30,10 @@ _DEATH = re.compile(r"rank\s*:\s*(\d+)[^\n]*\n\s*exitcode\s*:\s*-\d+[^\n]*\((SIG
 
 class WorkerError(ThinwireError):
     """A worker of the comparison failed, died or went silent; every worker has been ended."""
+
+
+class TaskRefused(ValueError):
+    """A task of the user's cannot be trained; every worker has been ended."""
 
 
 def run_workers(
@@ -47,6 +51,7 @@ def run_workers(
         work: An empty folder for the job, event logs and output.
 
     Raises:
+        TaskRefused: The job's task is the user's, and a worker refuses it.
         WorkerError: With the first failing worker's error.
     """
     work.mkdir(parents=True, exist_ok=True)
@@ -81,7 +86,7 @@ def _watch(
         # The worker that fails first is not always the one whose line is read first: its peers fail
         # a moment later.
         if failed_s is not None and time.monotonic() - failed_s > _GRACE_S:
-            raise WorkerError(explain(errors, work))
+            raise failure_of(errors, work)
         if time.monotonic() - last_news_s > timeout_s + 30:
             raise WorkerError(
                 f"the workers have been silent for {timeout_s + 30:.0f} "
@@ -159,6 +164,12 @@ def _environment(network: Network | None, workers: int) -> dict[str, str]:
 
 def _loopback_name() -> str:
     return "lo" if sys.platform == "linux" else "lo0"
+
+
+def failure_of(errors: Sequence[Mapping[str, Any]], work: Path) -> WorkerError | TaskRefused:
+    """The error to raise for what the workers have told before they ended; see `explain`."""
+    refusals = [error["message"] for error in errors if error["kind"] == "TaskError"]
+    return TaskRefused(refusals[0]) if refusals else WorkerError(explain(errors, work))
 
 
 def explain(errors: Sequence[Mapping[str, Any]], work: Path) -> str:

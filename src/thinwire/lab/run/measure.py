@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import final
 
 import torch.distributed as dist
-from torch import nn
 
-from thinwire.lab.run.config import RunConfig
-from thinwire.lab.run.task import random_batch
+from thinwire.lab.run.task import Work
 from thinwire.lab.run.trainers import Setup, bare_step
 
 __all__ = ["BareStep", "kernel_bytes"]
@@ -36,15 +34,14 @@ class BareStep:
     """Times of the same step without any exchange, on a copy of the model that is thrown away.
 
     Args:
-        config: Of the run.
-        model: Not wrapped; copied.
+        setup: Of the run.
+        work: Whose model is copied.
     """
 
-    def __init__(self, config: RunConfig, model: nn.Module) -> None:
-        self.model = copy.deepcopy(model)
-        setup = Setup(config.momentum, config.ramp_steps)
-        self.optimizer = setup.optimizer(self.model, lr=_LR)
-        self.batch = random_batch(config, seed=0)
+    def __init__(self, setup: Setup, work: Work) -> None:
+        self.setup, self.model = setup, copy.deepcopy(work.model)
+        self.optimizer = setup.optimizer_of(self.model, lr=_LR)
+        self.batch = work.some_batch(seed=0)
         self.seconds: list[float] = []
 
     def measure(self, steps: int) -> None:
@@ -54,5 +51,5 @@ class BareStep:
         dist.barrier()
         for _ in range(steps):
             begin_s = time.perf_counter()
-            bare_step(self.model, self.optimizer, *self.batch)
+            bare_step(self.setup, self.model, self.optimizer, *self.batch)
             self.seconds.append(time.perf_counter() - begin_s)

@@ -4,52 +4,21 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
 import thinwire as tw
-from thinwire.lab.run.task import loss_of
-from thinwire.lab.run.trainers import DDPTrainer, Setup
+from thinwire.lab.run.trainers import BETAS, Setup
 
 __all__ = ["DGC", "Local", "Prepared"]
 
 
 @final
-class DGC(DDPTrainer):
-    """Only the largest thousandth of every tensor is sent, the rest waits in the residual."""
-
-    def __init__(
-        self, model: nn.Module, setup: Setup, *, sparsity: Sequence[float], value_bits: int
-    ) -> None:
-        super().__init__(model, setup)
-        own: dict[str, Any] = {
-            "sparsity": tuple(sparsity),
-            "rampup_step": setup.ramp_steps,
-            "value_bits": value_bits,
-        }
-        self.compressor = tw.optim.DGCMomentum(
-            model.named_parameters(), lr=0.0, momentum=setup.momentum, **own
-        )
-        self.optimizer = self.compressor
-        self.handle = self.compressor.attach(self.ddp)
-        levels = len(sparsity)
-        self.steady_from_step = 1 + -(-setup.ramp_steps * (levels - 1) // levels)
-        self.settings = {**self.settings, **own}
-
-    def sent_bytes(self) -> float:
-        """See `Trainer`."""
-        return float(self.compressor.stats()["bytes_sent"])
-
-    def close(self) -> None:
-        """See `Trainer`."""
-        self.handle.remove()
-
-
-@final
 class Local:
-    """Momentum SGD on every rank, with its momentum kept there, inside `thinwire.local_sgd`.
+    """The optimizer on every rank, with its state kept there, inside `thinwire.local_sgd`.
 
     Between two averagings no rank's parameters are the model: it is `agreed` right after one, when
     all are equal.
@@ -57,7 +26,8 @@ class Local:
 
     def __init__(self, model: nn.Module, setup: Setup, **settings: Any) -> None:
         self.module = model
-        self.optimizer = setup.optimizer(model)
+        self.setup = setup
+        self.optimizer = setup.optimizer_of(model)
         config = _local_config(settings)
         self.round_steps = (
             config.max_k_steps if isinstance(config, tw.AdaptiveLocalSGD) else config.k_steps
@@ -73,9 +43,9 @@ class Local:
         """See `Trainer`."""
         return self.sync.synced
 
-    def train_step(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def train_step(self, inputs: Any, targets: Any) -> Tensor:
         """See `Trainer`."""
-        loss = loss_of(self.module(inputs), targets)
+        loss = self.setup.forward(self.module, inputs, targets)
         loss.backward()  # type: ignore[no-untyped-call]
         self.sync.observe(loss)
         begin_s = time.perf_counter()
@@ -98,13 +68,14 @@ class Local:
         self.sync.close()
 
 
-@final
 class Prepared:
-    """Momentum SGD, or Adam for LAMB to take over, under any strategy without a pipeline."""
+    """The optimizer, or the one that LARS or LAMB takes over, under any strategy without a
+    pipeline.
+    """
 
     def __init__(self, model: nn.Module, setup: Setup, *, document: Mapping[str, Any]) -> None:
         strategy = tw.DistributedStrategy.from_dict(document)
-        self.engine = strategy.prepare(model, _optimizer(model, strategy, setup), loss_of)
+        self.engine = strategy.prepare(model, _optimizer(model, strategy, setup), setup.loss_fn)
         self.module = self.engine.model
         self.optimizer = self.engine.optimizer
         local = strategy.localsgd or strategy.adaptive_localsgd
@@ -121,7 +92,7 @@ class Prepared:
         self.local_step_s = 0.0
         self.finish_s = 0.0
 
-    def train_step(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def train_step(self, inputs: Any, targets: Any) -> Tensor:
         """See `Trainer`; under a gradient merge only every k-th one updates."""
         begin_s = time.perf_counter()
         loss = self.engine.train_step(inputs, targets)
@@ -147,12 +118,31 @@ class Prepared:
         self.engine.close()
 
 
+@final
+class DGC(Prepared):
+    """Only the largest thousandth of every tensor is sent, the rest waits in the residual."""
+
+    def __init__(
+        self, model: nn.Module, setup: Setup, *, sparsity: Sequence[float], value_bits: int
+    ) -> None:
+        own = {
+            "sparsity": list(sparsity),
+            "rampup_step": setup.ramp_steps,
+            "value_bits": value_bits,
+        }
+        super().__init__(model, setup, document={"dgc": own})
+        self.settings = {"optimizer": type(self.optimizer).__name__, **own}
+
+
 def _optimizer(
     model: nn.Module, strategy: tw.DistributedStrategy, setup: Setup
 ) -> torch.optim.Optimizer:
-    if strategy.lamb is not None:
-        return torch.optim.AdamW(model.named_parameters(), lr=0.0)
-    return setup.optimizer(model)
+    """LAMB takes over an Adam and LARS an SGD, whatever the others train with."""
+    if setup.make_optimizer is None and strategy.lamb is not None:
+        return torch.optim.Adam(model.named_parameters(), lr=0.0, betas=BETAS)
+    if setup.make_optimizer is None and strategy.lars is not None:
+        return replace(setup, optimizer="sgd").optimizer_of(model)
+    return setup.optimizer_of(model)
 
 
 def _longest_interval(local: tw.LocalSGD | tw.AdaptiveLocalSGD | None) -> int:

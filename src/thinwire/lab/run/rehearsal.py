@@ -14,17 +14,16 @@ from typing import Any, final
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from thinwire.errors import Mismatch, NonFinite
 from thinwire.lab.run.config import RunConfig
 from thinwire.lab.run.events import Events
-from thinwire.lab.run.task import initial_model, random_batch
+from thinwire.lab.run.task import Work, work_of
 from thinwire.lab.run.trainers import Setup, build_trainer
 
 __all__ = ["Check", "rehearse", "shortened"]
 
-_RATE_SHARE = 0.01
+_RATE = 1e-4
 _RAMP_STEPS = 5
 # settings that only say when something happens, not what; every one of them is kept where it is
 # smaller
@@ -51,27 +50,27 @@ def _short(key: str, value: Any) -> Any:
     return value
 
 
-def rehearse(config: RunConfig, model: nn.Module) -> None:
-    """Train a copy of `model` until every part of the strategy has been used; on every rank at the
-    same time.
+def rehearse(config: RunConfig, work: Work) -> None:
+    """Train a copy of the task's model until every part of the strategy has been used; on every
+    rank at the same time.
 
-    `model` and torch's random numbers are afterwards as they were.
+    The model and torch's random numbers are afterwards as they were.
 
     Args:
         config: Of the run.
-        model: Not wrapped.
+        work: Of this rank.
     """
     recipe = config.recipe
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        setup = Setup(config.momentum, _RAMP_STEPS)
+        setup = Setup(config.optimizer, _RAMP_STEPS, work.loss_fn, work.make_optimizer)
         options = shortened(recipe.options)
-        trainer = build_trainer(recipe.trainer, options, copy.deepcopy(model), setup)
+        trainer = build_trainer(recipe.trainer, options, copy.deepcopy(work.model), setup)
         # ranks that bring the same would be told so
-        inputs, targets = random_batch(config, seed=os.getpid())
+        inputs, targets = work.some_batch(seed=os.getpid())
         for _ in range(trainer.steady_from_step + trainer.round_steps + 1):
             for group in trainer.optimizer.param_groups:
-                group["lr"] = _RATE_SHARE * recipe.lr
+                group["lr"] = _RATE
             trainer.train_step(inputs, targets)
         trainer.finish()
         trainer.close()
@@ -95,13 +94,13 @@ class Check:
 
     def train(self) -> dict[str, Any]:
         """Name and error of every strategy that does not go with the model."""
-        model = initial_model(self.runs[0])
+        work = work_of(replace(self.runs[0], batch=1))
         refused: dict[str, str] = {}
         for run in self.runs:
             name = run.recipe.name
             self.events.write("checking", strategy=name)
             try:
-                rehearse(replace(run, batch=1), model)
+                rehearse(run, work)
             except (TypeError, ValueError, Mismatch) as error:
                 # of `prepare`, which raises on all ranks or on none
                 refused[name] = f"{type(error).__name__}: {error}"

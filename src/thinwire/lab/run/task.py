@@ -1,24 +1,90 @@
-"""The task of the comparison: predict the next byte of a text."""
+"""What a rank trains: the task that comes with the command, predicting the next byte of a text, or
+one of the user's own.
+"""
 
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from math import isfinite
 from pathlib import Path
-from typing import final
+from typing import Any, Protocol, TypeVar, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import Parameter
 
+from thinwire.errors import ThinwireError
 from thinwire.lab.run.config import RunConfig
 from thinwire.lab.run.model import ByteTransformer
+from thinwire.task import Task
 
-__all__ = ["Batches", "evaluate", "initial_model", "loss_of", "random_batch"]
+__all__ = ["TaskError", "Work", "called", "loss_of", "work_of"]
 
-Pair = tuple[Tensor, Tensor]
+Pair = tuple[Any, Any]
+R = TypeVar("R")
 
 
-def initial_model(config: RunConfig) -> ByteTransformer:
-    """Make the model that every strategy starts from, equal on all ranks."""
-    torch.manual_seed(config.seed)
-    return ByteTransformer(config.model)
+class TaskError(ThinwireError):
+    """A task of the user's cannot be trained; says what to change, in one line."""
+
+
+class Work(Protocol):
+    """One task on one rank.
+
+    Attributes:
+        model: Equal on all ranks; on the device of the run.
+        loss_fn: `loss_fn(model(inputs), targets)` is the mean loss.
+        make_optimizer: From parameters to the task's own optimizer; None for that of the command.
+    """
+
+    model: nn.Module
+    loss_fn: Callable[[Any, Any], Tensor]
+    make_optimizer: Callable[[list[Parameter]], torch.optim.Optimizer] | None
+
+    def next_batch(self) -> Pair:
+        """Inputs and targets of this rank's next training step."""
+        ...
+
+    def some_batch(self, seed: int) -> Pair:
+        """Inputs and targets of a step that means nothing: it is warmed up or timed with."""
+        ...
+
+    def evaluate(self, model: nn.Module) -> float:
+        """Held-out loss, the same on all ranks; on all of them at the same time."""
+        ...
+
+
+def work_of(config: RunConfig) -> Work:
+    """The task of a run on this rank; on all ranks at the same time.
+
+    Raises:
+        TaskError: It is the user's own and cannot be trained.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    device = _device_of(config.device, rank)
+    if config.task is None:
+        return NextByte(config, rank, world, device)
+    return OwnTask(config.task, config.seed, rank, world, device)
+
+
+def _device_of(choice: str, rank: int) -> torch.device:
+    if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise TaskError("device='cuda', but torch sees no GPU here: use --device cpu, or auto")
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def called(model: nn.Module, inputs: Any) -> Any:
+    """What the model makes of a batch: a tuple is its arguments, a mapping its keyword
+    arguments.
+    """
+    if isinstance(inputs, tuple):
+        return model(*inputs)
+    return model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
 
 
 def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -31,65 +97,257 @@ def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(outputs.float().flatten(0, 1), targets.flatten())
 
 
-def evaluate(model: nn.Module, batches: list[Pair]) -> float:
-    """Mean held-out loss per byte over all ranks, in nats; every rank brings its own batches."""
-    total = torch.zeros(2, dtype=torch.float64)
-    model.eval()
-    with torch.no_grad():
-        for inputs, targets in batches:
-            loss = loss_of(model(inputs), targets)
-            total += torch.tensor([loss.item() * targets.numel(), targets.numel()])
-    model.train()
-    dist.all_reduce(total)
-    return float(total[0] / total[1])
-
-
-def random_batch(config: RunConfig, seed: int) -> Pair:
-    """Inputs and targets of one training step that mean nothing."""
-    size = (2, config.batch, config.model.context)
-    inputs, targets = torch.randint(256, size, generator=torch.Generator().manual_seed(seed))
-    return inputs, targets
-
-
 @final
-class Batches:
-    """Batches of bytes: the same for every strategy, different on every rank.
+class NextByte:
+    """The task that comes with the command; batches are the same for every strategy, different on
+    every rank.
 
     Args:
         config: Of the run.
         rank: Of this process.
+        world: Ranks.
+        device: Where model and batches are.
     """
 
-    def __init__(self, config: RunConfig, rank: int) -> None:
+    make_optimizer: Callable[[list[Parameter]], torch.optim.Optimizer] | None = None
+
+    def __init__(self, config: RunConfig, rank: int, world: int, device: torch.device) -> None:
+        torch.manual_seed(config.seed)
+        self.model: nn.Module = ByteTransformer(config.model).to(device)
+        self.loss_fn: Callable[[Any, Any], Tensor] = loss_of
+        self.device = device
         self.train, self.held_out = _bytes_of(config.train_file), _bytes_of(config.held_out_file)
         self.context, self.batch = config.model.context, config.batch
         self.random = torch.Generator().manual_seed(config.seed * 1_000_003 + rank)
         fixed = torch.Generator().manual_seed(config.seed)
-        self.held_out_starts = self._starts(self.held_out, config.held_out_sequences, fixed)
+        starts = self._starts(self.held_out, config.held_out_sequences, fixed)[rank::world]
+        self.held_out_batches = (
+            [self._take(self.held_out, part) for part in torch.split(starts, self.batch)]
+            if len(starts)
+            else []
+        )
 
     def _starts(self, text: Tensor, count: int, random: torch.Generator) -> Tensor:
         return torch.randint(len(text) - self.context, (count,), generator=random)
 
-    def _take(self, text: Tensor, starts: Tensor) -> Pair:
+    def _take(self, text: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
         pieces = torch.stack(
             [text[start : start + self.context + 1] for start in starts.tolist()]
         ).long()
+        pieces = pieces.to(self.device)
         return pieces[:, :-1], pieces[:, 1:]
 
     def next_batch(self) -> Pair:
-        """Inputs and targets, each of shape (batch, context), for the next training step of this
-        rank.
-        """
+        """See `Work`; each of shape (batch, context)."""
         return self._take(self.train, self._starts(self.train, self.batch, self.random))
 
-    def held_out_batches(self, rank: int, world: int) -> list[Pair]:
-        """This rank's share of the held-out sequences."""
-        mine = self.held_out_starts[rank::world]
-        return (
-            [self._take(self.held_out, part) for part in torch.split(mine, self.batch)]
-            if len(mine)
-            else []
+    def some_batch(self, seed: int) -> Pair:
+        """See `Work`."""
+        size = (2, self.batch, self.context)
+        made = torch.randint(256, size, generator=torch.Generator().manual_seed(seed))
+        inputs, targets = made.to(self.device)
+        return inputs, targets
+
+    def evaluate(self, model: nn.Module) -> float:
+        """See `Work`: mean loss per byte over all ranks, in nats; every rank has its share."""
+        total = torch.zeros(2, dtype=torch.float64)
+        model.eval()
+        with torch.no_grad():
+            for inputs, targets in self.held_out_batches:
+                loss = loss_of(model(inputs), targets)
+                total += torch.tensor([loss.item() * targets.numel(), targets.numel()])
+        model.train()
+        dist.all_reduce(total)
+        return float(total[0] / total[1])
+
+
+@final
+class OwnTask:
+    """A task of the user's.
+
+    Args:
+        word: "FILE.py:NAME".
+        seed: Given to the function of this name.
+        rank: Of this process.
+        world: Ranks.
+        device: Where model and batches are put.
+
+    Raises:
+        TaskError: On all ranks, if it fails on any of them, or if they have made different models.
+    """
+
+    def __init__(self, word: str, seed: int, rank: int, world: int, device: torch.device) -> None:
+        self.word, self.rank, self.world, self.device = word, rank, world, device
+        self.taken, self.evaluated = 0, False
+        self.task = self._together(lambda: _made(word, seed))
+        self._together(self._compared)
+        self.model = self.task.model.to(device)
+        self.loss_fn = self.task.loss_fn
+        self.make_optimizer = self.task.optimizer
+        self.iterator = self._together(lambda: iter(self.task.batches(rank, world)))
+        self.first = self._together(self._drawn)
+        self.left: list[Pair] = [self.first]
+        self._together(self._tried)
+
+    def next_batch(self) -> Pair:
+        """See `Work`."""
+        return self.left.pop() if self.left else self._drawn()
+
+    def some_batch(self, seed: int) -> Pair:
+        """See `Work`: the first one of this rank."""
+        return self.first
+
+    def evaluate(self, model: nn.Module) -> float:
+        """See `Work`."""
+        model.eval()
+        with torch.no_grad():
+            loss = self._own(
+                f"evaluate(model) after {self.taken} batches",
+                lambda: float(self.task.evaluate(model)),
+            )
+        model.train()
+        total = torch.tensor(loss, dtype=torch.float64)
+        dist.all_reduce(total)
+        mean = float(total) / self.world
+        first, self.evaluated = not self.evaluated, True
+        if first and not isfinite(mean):
+            raise self._error(f"evaluate(model) gives {mean} before the first update")
+        return mean
+
+    def _drawn(self) -> Pair:
+        what = f"batches({self.rank}, {self.world})"
+        try:
+            inputs, targets = self._own(what, lambda: next(self.iterator))
+        except StopIteration:
+            raise self._error(
+                f"{what} ended after {self.taken} batches; it must go on for as long as it is "
+                "asked, for example by beginning anew"
+            ) from None
+        except (TypeError, ValueError) as error:
+            raise self._error(
+                f"{what} must give pairs (inputs, targets): {type(error).__name__}: {error}"
+            ) from error
+        self.taken += 1
+        return _moved(inputs, self.device), _moved(targets, self.device)
+
+    def _tried(self) -> None:
+        """The model, the loss and the optimizer, on the first batch."""
+        inputs, targets = self.first
+        loss = self._own(
+            "loss_fn(model(inputs), targets)",
+            lambda: self.loss_fn(called(self.model, inputs), targets),
         )
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise self._error(
+                "loss_fn(model(inputs), targets) must be a tensor of one number with a gradient, "
+                f"got {loss!r}"
+            )
+        if not isfinite(found := float(loss.detach())):
+            raise self._error(f"the loss of the first batch is {found}")
+        if self.make_optimizer is not None:
+            made = self._own("optimizer(params)", lambda: self._optimizer_of(self.model))
+            if not isinstance(made, torch.optim.Optimizer):
+                raise self._error(f"optimizer(params) must be a torch optimizer, got {made!r}")
+
+    def _optimizer_of(self, model: nn.Module) -> object:
+        assert self.make_optimizer is not None, "asked only where there is one"
+        return self.make_optimizer(list(model.parameters()))
+
+    def _compared(self) -> None:
+        looks = [
+            (name, tuple(p.shape), str(p.dtype)) for name, p in self.task.model.named_parameters()
+        ]
+        all_looks: list[Any] = [None] * self.world
+        dist.all_gather_object(all_looks, looks)
+        for rank, other in enumerate(all_looks):
+            if other == all_looks[0]:
+                continue
+            here, there = next(
+                (a, b)
+                for a, b in zip([*all_looks[0], None], [*other, None], strict=False)
+                if a != b
+            )
+            raise self._error(
+                f"ranks have made different models: rank 0 has {_look(here)}, rank {rank} "
+                f"{_look(there)}; make the same on all ranks, from the seed alone"
+            )
+
+    def _own(self, what: str, work: Callable[[], R]) -> R:
+        """Code of the user's, whose errors say that they come from there."""
+        try:
+            return work()
+        except (StopIteration, TaskError):
+            raise
+        except Exception as error:
+            raise self._error(f"{what} raised {type(error).__name__}: {error}") from error
+
+    def _together(self, work: Callable[[], R]) -> R:
+        """A piece of work that ends on all ranks alike: with an error on all if it fails on one."""
+        result: list[R] = []
+        told: list[str | None] = [None] * self.world
+        problem = None
+        try:
+            result.append(work())
+        except TaskError as error:
+            problem = str(error)
+        except Exception as error:
+            problem = str(self._error(f"{type(error).__name__}: {error}"))
+        dist.all_gather_object(told, problem)
+        found = next(((rank, text) for rank, text in enumerate(told) if text), None)
+        if found is not None:
+            where = "" if all(told) else f" (on rank {found[0]})"
+            raise TaskError(f"{found[1]}{where}")
+        return result[0]
+
+    def _error(self, problem: str) -> TaskError:
+        return TaskError(f"task={self.word!r}: {problem}")
+
+
+def _made(word: str, seed: int) -> Task:
+    path, _, name = word.rpartition(":")
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    if spec is None or spec.loader is None:
+        raise TaskError(f"task={word!r}: {path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise TaskError(
+            f"task={word!r}: {path} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+    make = getattr(module, name, None)
+    if not callable(make):
+        raise TaskError(f"task={word!r}: {path} has no function {name}")
+    try:
+        task = make(seed)
+    except Exception as error:
+        raise TaskError(
+            f"task={word!r}: {name}({seed}) raised {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(task, Task):
+        raise TaskError(
+            f"task={word!r}: {name}({seed}) must give a thinwire.Task, got {type(task).__name__}"
+        )
+    return task
+
+
+def _look(entry: tuple[str, tuple[int, ...], str] | None) -> str:
+    if entry is None:
+        return "no further parameter"
+    name, shape, dtype = entry
+    return f"{name} of shape {list(shape)} in {dtype.removeprefix('torch.')}"
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {key: _moved(each, device) for key, each in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_moved(each, device) for each in value)
+    return value
 
 
 def _bytes_of(path: str) -> Tensor:

@@ -3,7 +3,7 @@ that DDP and its hooks make. Those of thinwire are in `own_trainers`.
 """
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.lab.run.task import loss_of
+from thinwire.lab.run.task import called, loss_of
 
 __all__ = [
     "DDPTrainer",
@@ -29,6 +29,9 @@ __all__ = [
 # buckets leave while backward goes on; one bucket of everything would wait for its end
 _BUCKET_CAP_MB = 4
 _ONE_BUCKET_MB = 10_000
+MOMENTUM, BETAS, WEIGHT_DECAY = 0.9, (0.9, 0.95), 0.1
+"""Of SGD and of AdamW, the same for every strategy."""
+LossFunction = Callable[[Any, Any], Tensor]
 
 
 @dataclass(frozen=True)
@@ -36,16 +39,30 @@ class Setup:
     """Settings that all strategies share.
 
     Attributes:
-        momentum: Of the momentum SGD that every strategy uses.
+        optimizer: "adamw" or "sgd".
         ramp_steps: Updates during which methods that start gently may do so.
+        loss_fn: `loss_fn(model(inputs), targets)` is the mean loss.
+        make_optimizer: From parameters to the task's own optimizer; None for that of the command.
     """
 
-    momentum: float
+    optimizer: str
     ramp_steps: int
+    loss_fn: LossFunction = loss_of
+    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None
 
-    def optimizer(self, model: nn.Module, lr: float = 0.0) -> torch.optim.Optimizer:
+    def optimizer_of(self, model: nn.Module, lr: float = 0.0) -> torch.optim.Optimizer:
         """Make the optimizer of all strategies; its learning rate is set before each step."""
-        return torch.optim.SGD(model.named_parameters(), lr=lr, momentum=self.momentum)
+        if self.make_optimizer is not None:
+            return self.make_optimizer(list(model.parameters()))
+        if self.optimizer == "sgd":
+            return torch.optim.SGD(model.named_parameters(), lr=lr, momentum=MOMENTUM)
+        return torch.optim.AdamW(
+            model.named_parameters(), lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY
+        )
+
+    def forward(self, model: nn.Module, inputs: Any, targets: Any) -> Tensor:
+        """This rank's mean loss."""
+        return self.loss_fn(called(model, inputs), targets)
 
 
 class Trainer(Protocol):
@@ -69,7 +86,7 @@ class Trainer(Protocol):
     agreed: bool
     settings: Mapping[str, Any]
 
-    def train_step(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def train_step(self, inputs: Any, targets: Any) -> Tensor:
         """Forward, backward, exchange and update; return this rank's mean loss, detached."""
         ...
 
@@ -100,10 +117,10 @@ def build_trainer(
 
 
 def bare_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor
+    setup: Setup, model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any
 ) -> Tensor:
     """Forward, backward and update, without any exchange."""
-    loss = loss_of(model(inputs), targets)
+    loss = setup.forward(model, inputs, targets)
     loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     optimizer.zero_grad()
@@ -117,7 +134,7 @@ def ring_bytes(message_bytes: float) -> float:
 
 
 class DDPTrainer:
-    """Momentum SGD on what DDP exchanges."""
+    """The optimizer on what DDP exchanges."""
 
     round_steps, finish_s, agreed = 1, 0.0, True
 
@@ -126,15 +143,16 @@ class DDPTrainer:
         self.ddp = DistributedDataParallel(
             model, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=True
         )
-        self.optimizer = setup.optimizer(model)
+        self.setup = setup
+        self.optimizer = setup.optimizer_of(model)
         self.steady_from_step = 2  # DDP rebuilds its buckets after the first
         self.settings: Mapping[str, Any] = {"bucket_cap_mb": bucket_cap_mb}
         self.steps = 0
 
-    def train_step(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def train_step(self, inputs: Any, targets: Any) -> Tensor:
         """See `Trainer`."""
         self.steps += 1
-        return bare_step(self.ddp, self.optimizer, inputs, targets)
+        return bare_step(self.setup, self.ddp, self.optimizer, inputs, targets)
 
     def dense_bytes(self) -> float:
         """Bytes of all gradients in float32."""

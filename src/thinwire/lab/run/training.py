@@ -15,7 +15,7 @@ from thinwire.lab.run.config import RunConfig
 from thinwire.lab.run.events import Events
 from thinwire.lab.run.measure import BareStep, kernel_bytes
 from thinwire.lab.run.rehearsal import rehearse
-from thinwire.lab.run.task import Batches, evaluate, initial_model
+from thinwire.lab.run.task import work_of
 from thinwire.lab.run.trainers import Setup, build_trainer
 
 __all__ = ["TrainingRun"]
@@ -36,16 +36,21 @@ class TrainingRun:
 
     def __init__(self, config: Mapping[str, Any], events: Events) -> None:
         self.config, self.events = RunConfig.from_dict(config), events
-        model, recipe = initial_model(self.config), self.config.recipe
-        self.batches = Batches(self.config, dist.get_rank())
-        self.held_out = self.batches.held_out_batches(dist.get_rank(), dist.get_world_size())
-        self.bare = BareStep(self.config, model)
+        recipe = self.config.recipe
+        self.work = work_of(self.config)
+        setup = Setup(
+            self.config.optimizer,
+            self.config.ramp_steps,
+            self.work.loss_fn,
+            self.work.make_optimizer,
+        )
+        self.bare = BareStep(setup, self.work)
         self.bare.measure(_BARE_STEPS_UNTIMED)
         self.bare.seconds.clear()  # those paid for memory and caches
         self.bare.measure(_BARE_STEPS_AT_START)
-        rehearse(self.config, model)
-        setup = Setup(self.config.momentum, self.config.ramp_steps)
-        self.trainer = build_trainer(recipe.trainer, recipe.options, model, setup)
+        rehearse(self.config, self.work)
+        self.trainer = build_trainer(recipe.trainer, recipe.options, self.work.model, setup)
+        self.peaks = self._peaks()
         self.step_s: list[float] = []
         self.library_bytes = [0.0]
         self.kernel_sent, self.kernel_received = [0], [0]
@@ -63,10 +68,10 @@ class TrainingRun:
         self._evaluate()
         due = stop = False
         while not stop:
-            rate = self.config.recipe.lr * rate_factor(budget.progress(self.step))
-            for group in self.trainer.optimizer.param_groups:
-                group["lr"] = rate
-            loss = self.trainer.train_step(*self.batches.next_batch())
+            factor = rate_factor(budget.progress(self.step))
+            for group, peak in zip(self.trainer.optimizer.param_groups, self.peaks, strict=True):
+                group["lr"] = peak * factor
+            loss = self.trainer.train_step(*self.work.next_batch())
             self._count()
             self.events.write_sometimes(
                 "step", step=self.step, progress=budget.progress(self.step), loss=float(loss)
@@ -92,6 +97,14 @@ class TrainingRun:
                 )
         self.trainer.close()
         return self._result()
+
+    def _peaks(self) -> list[float]:
+        """Of each group the peak learning rate."""
+        groups, given = self.trainer.optimizer.param_groups, self.config.lr
+        if given is None and self.work.make_optimizer is not None:
+            return [float(group["lr"]) for group in groups]
+        rate = self.config.recipe.rates[self.config.optimizer] if given is None else given
+        return [rate] * len(groups)
 
     def _wait_for_the_link(self) -> None:
         """Preparation is over on all ranks; the command puts the limits of the link in force and
@@ -144,11 +157,11 @@ class TrainingRun:
     def _evaluate(self) -> None:
         if self.step:
             self._stop_clock()
-        loss = evaluate(self.trainer.module, self.held_out)
+        loss = self.work.evaluate(self.trainer.module)
         if not isfinite(loss):
             raise ThinwireError(
                 f"the training diverged: held-out loss {loss} after {self.step} steps at a peak "
-                f"learning rate of {self.config.recipe.lr:g}; give a smaller one with --lr"
+                f"learning rate of {max(self.peaks):g}; give a smaller one with --lr"
             )
         point = {
             "step": self.step,
@@ -182,8 +195,7 @@ class TrainingRun:
             "kernel_sent_bytes_per_step": kernel_sent if measured else None,
             "kernel_received_bytes_per_step": kernel_received if measured else None,
             "settings": {
-                "lr": self.config.recipe.lr,
-                "momentum": self.config.momentum,
+                "lr": max(self.peaks),
                 **self.trainer.settings,
             },
         }

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from thinwire.lab.network.enter import die_with_parent
 from thinwire.lab.run.config import Job
-from thinwire.lab.run.events import Events
+from thinwire.lab.run.events import EventLog
 
 __all__ = ["main"]
 
@@ -18,7 +18,7 @@ __all__ = ["main"]
 def main(job_path: str) -> None:
     """Join the group, do the job, and write its result, or the error, into this rank's log."""
     path = Path(job_path)
-    events = Events(path.parent, int(os.environ["RANK"]))
+    events = EventLog(path.parent, int(os.environ["RANK"]))
     try:
         import torch.distributed as dist
 

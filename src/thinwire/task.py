@@ -1,0 +1,55 @@
+"""A training task of a user's own, for the commands that train: `thinwire compare --task`."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from thinwire import _validate as check
+
+__all__ = ["Task"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What to train, instead of the model that comes with the command.
+
+    A function in a file of yours makes it, once per rank and strategy; it is given the seed, and
+    `thinwire compare --task FILE.py:NAME` calls it. All ranks must make the same model.
+
+    Attributes:
+        model: A module; rank 0's parameters are those that all ranks start from.
+        loss_fn: `loss_fn(model(inputs), targets)` is the mean loss of a batch, a tensor of shape
+            ().
+        batches: `batches(rank, world)` is an iterator without end over this rank's (inputs,
+            targets). Inputs are what the model takes: a tensor, a tuple for several arguments, or a
+            mapping for keyword arguments.
+        evaluate: `evaluate(model)` is the held-out loss, a number; called on every rank, in
+            evaluation mode and without gradients, and averaged over them.
+        optimizer: `optimizer(params)` makes the optimizer, whose learning rates are the peaks of
+            the schedule; None for that of the command.
+
+    Raises:
+        TypeError: One of them is something else.
+    """
+
+    model: nn.Module
+    loss_fn: Callable[[Any, Any], Tensor]
+    batches: Callable[[int, int], Iterator[tuple[Any, Any]] | Iterable[tuple[Any, Any]]]
+    evaluate: Callable[[nn.Module], float | Tensor]
+    optimizer: Callable[[list[Parameter]], Optimizer] | None = None
+
+    def __post_init__(self) -> None:
+        check.instance("model", self.model, nn.Module)
+        for name in ("loss_fn", "batches", "evaluate"):
+            _require_callable(name, getattr(self, name))
+        if self.optimizer is not None:
+            _require_callable("optimizer", self.optimizer)
+
+
+def _require_callable(name: str, value: object) -> None:
+    if not callable(value):
+        raise TypeError(f"{name} must be a function, got {value!r} of type {type(value).__name__}")

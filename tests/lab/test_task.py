@@ -1,0 +1,228 @@
+"""A task of the user's own: it trains as the one that comes with the command, and says what is
+wrong with it in one line, before anything has trained."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.lab.configs import config
+from tests.lab.pooled import run_workers_in
+from tests.lab.test_compare import settings
+from tests.ranks import Pool
+from thinwire.lab import compare as comparison
+from thinwire.lab.compare import compare
+from thinwire.lab.report.progress import Silent
+from thinwire.lab.run.launch import TaskRefused
+from thinwire.lab.run.task import TaskError, called, work_of
+
+TASK = """
+import os, torch, thinwire as tw
+
+def endless(rank, world):
+    random = torch.Generator().manual_seed(rank)
+    while True:
+        x = torch.randn(8, 6, generator=random)
+        yield x, x.sum(1, keepdim=True)
+
+def task(seed):
+    if (log := os.environ.get("TASK_LOG")) is not None:
+        with open(log, "a") as file:
+            file.write(f"{seed}\\n")
+    torch.manual_seed(seed)
+    rank = torch.distributed.get_rank()
+    held_out = torch.randn(64, 6)
+    return tw.Task(
+        model=torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)),
+        loss_fn=torch.nn.functional.mse_loss,
+        batches=endless,
+        evaluate=lambda m: torch.nn.functional.mse_loss(m(held_out), held_out.sum(1, keepdim=True)),
+        optimizer=lambda params: torch.optim.AdamW(params, lr=0.02),
+    )
+"""
+
+
+def file(folder: Path, *changes: tuple[str, str]) -> str:
+    text = TASK
+    for before, after in changes:
+        assert before in text
+        text = text.replace(before, after)
+    path = folder / "my_task.py"
+    path.write_text(text)
+    return f"{path}:task"
+
+
+@pytest.fixture
+def pooled(ranks: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparison, "run_workers", run_workers_in(ranks))
+
+
+@pytest.mark.usefixtures("pooled")
+def test_it_trains_under_several_strategies_with_its_own_optimizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "log"
+    monkeypatch.setenv("TASK_LOG", str(log))
+    names = ["dense", "low-rank", "sparse-local", "dgc"]
+    task = file(tmp_path, ('os.environ.get("TASK_LOG")', f'"{log}"'))
+    results = compare(
+        settings(tmp_path / "out", link="loopback", strategies=names, task=task, steps=40, seed=3),
+        Silent(),
+    )
+    for run in results["strategies"]:
+        assert run["parameters"] == 6 * 16 + 16 + 16 + 1
+        assert run["settings"]["lr"] == 0.02
+        assert run["final_loss"] < 0.7 * run["evaluations"][0]["loss"], run["strategy"]
+    assert results["model"]["task"] == task
+    assert results["settings"]["optimizer"].startswith("the task's own")
+    # once per rank and strategy, with the seed
+    assert log.read_text().split() == ["3"] * 2 * len(names)
+
+
+@pytest.mark.usefixtures("pooled")
+def test_seeds_are_means_with_a_range(tmp_path: Path) -> None:
+    task = file(tmp_path)
+    results = compare(
+        settings(tmp_path / "out", link="loopback", task=task, steps=6, seeds=2), Silent()
+    )
+    (run,) = results["strategies"]
+    ends = [seed["evaluations"][-1]["loss"] for seed in run["seeds"]]
+    assert [seed["seed"] for seed in run["seeds"]] == [0, 1]
+    assert run["final_loss"] == pytest.approx(sum(ends) / 2)
+    assert run["final_loss_range"] == pytest.approx(max(ends) - min(ends))
+    assert ends[0] != ends[1]
+
+
+WRONG: dict[str, tuple[tuple[tuple[str, str], ...], str]] = {
+    "import": ((("import os,", "import nothing_of_this_name, os,"),), "cannot be imported"),
+    "no function": ((("def task(", "def other("),), "has no function task"),
+    "raises": ((("    torch.manual_seed(seed)", "    raise KeyError('x')"),), "KeyError"),
+    "no Task": ((("return tw.Task(", "return dict("),), "must give a thinwire.Task, got dict"),
+    "no evaluate": ((("        evaluate=", "        optimizer=None) or dict("),), "evaluate"),
+    "ends": ((("    while True:", "    for _ in range(3):"),), "ended after 3 batches"),
+    "NaN": (
+        (("evaluate=lambda m:", 'evaluate=lambda m: float("nan") *'),),
+        "gives nan before the first update",
+    ),
+    "NaN loss": (
+        (("loss_fn=torch.nn.functional.mse_loss,", "loss_fn=lambda a, b: (a - b).mean() / 0,"),),
+        "the loss of the first batch is",
+    ),
+    "models differ": (
+        (("torch.nn.Linear(6, 16)", "torch.nn.Linear(6, 16, bias=rank == 0)"),),
+        "ranks have made different models: rank 0 has 0.bias of shape [16]",
+    ),
+    "one rank fails": (
+        (
+            (
+                "    torch.manual_seed(seed)",
+                "    assert not torch.distributed.get_rank(), 'no data'",
+            ),
+        ),
+        "AssertionError: no data (on rank 1)",
+    ),
+    "no pairs": ((("yield x, x.sum(1, keepdim=True)", "yield x"),), "pairs (inputs, targets)"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.usefixtures("pooled")
+def test_what_is_wrong_with_it_is_one_line_and_nothing_trains(case: str, tmp_path: Path) -> None:
+    changes, told = WRONG[case]
+    task = file(tmp_path, *changes)
+    out = settings(
+        tmp_path / "out", link="loopback", strategies=["dense", "dgc"], task=task, steps=6
+    )
+    with pytest.raises(TaskRefused) as refusal:
+        compare(out, Silent())
+    text = str(refusal.value)
+    assert told in text
+    assert text.startswith(f"task={task!r}: ")
+    assert not (tmp_path / "out" / "results.json").exists()
+
+
+def test_the_command_ends_with_status_2(tmp_path: Path) -> None:
+    def ran(*more: str) -> tuple[int, str]:
+        line = [
+            sys.executable,
+            "-m",
+            "thinwire",
+            "compare",
+            "--quiet",
+            "--out",
+            str(tmp_path / "o"),
+        ]
+        done = subprocess.run([*line, *more], capture_output=True, text=True, check=False)
+        return done.returncode, done.stderr
+
+    bad = file(tmp_path, ("import os,", "import nothing_of_this_name, os,"))
+    status, text = ran("--link", "loopback", "--task", bad)
+    assert (status, text.count("\n")) == (2, 1)
+    assert "nothing_of_this_name" in text
+    for words, told in (
+        (("--task", "nothing.py:task"), "there is no file nothing.py"),
+        (("--task", "my_task"), "is not FILE.py:NAME"),
+        (("--task", bad, "--tune"), "--tune is for the task that comes with the command"),
+        (("--optimizer", "adam"), "optimizer='adam' is unknown; choose from adamw, sgd"),
+        (("--device", "tpu"), "device='tpu' is unknown; choose from auto, cpu, cuda"),
+        (("--seeds", "0"), "seeds=0 is out of range"),
+    ):
+        status, text = ran(*words)
+        assert (status, text.count("\n")) == (2, 1), text
+        assert told in text
+
+
+def shapes(rank: int, size: int, word: str) -> list[Any]:
+    work = work_of(config(task=word))
+    inputs, _ = work.next_batch()
+    return [list(called(work.model, inputs).shape), work.evaluate(work.model)]
+
+
+def test_inputs_may_be_a_tuple_or_a_mapping(ranks: Pool, tmp_path: Path) -> None:
+    plain = ranks.run(shapes, file(tmp_path), size=2)
+    (tmp_path / "more").mkdir()
+    mapped = file(tmp_path / "more", ("yield x, x", "yield {'input': x}, x"))
+    assert ranks.run(shapes, mapped, size=2) == plain
+    assert plain[0][1] == plain[1][1]
+
+
+def refused(rank: int, size: int, device: str) -> str:
+    try:
+        work_of(config(device=device))
+    except TaskError as error:
+        return str(error)
+    return ""
+
+
+def test_a_gpu_that_is_not_there(ranks: Pool) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    assert all("torch sees no GPU" in text for text in ranks.run(refused, "cuda", size=2))
+    assert ranks.run(refused, "auto", size=2) == ["", ""]
+
+
+@pytest.mark.timeout(300)
+def test_under_torchrun_the_ranks_train_over_their_network(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    compared = ["-m", "thinwire", "compare", "--task", file(tmp_path), "--steps", "8"]
+    more = ["--strategies", "dense", "sparse-local", "--out", str(out), "--quiet"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*torchrun, *compared, *more], capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("report: ") == 1
+    assert "2 workers, started by torchrun, over the network between them" in (
+        out / "results.json"
+    ).read_text(encoding="utf-8")
+    wrong = subprocess.run(
+        [*torchrun, *compared, "--link", "20mbit"], capture_output=True, text=True, check=False
+    )
+    assert wrong.returncode != 0
+    assert "leave --link and --latency out" in wrong.stderr
