@@ -101,7 +101,7 @@ class Ranks:
                     sending.send([rows])
                 except StopIteration as end:
                     means = {
-                        name: end.value.settle_(name, folded, kept)
+                        name: end.value.take_mean_(name, folded, kept)
                         for name, folded in change.items()
                     }
         for name, anchor in self.anchor.items():

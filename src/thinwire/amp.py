@@ -31,9 +31,9 @@ class LossScaler:
     divided by it.
 
     A step is `loss = scaler.scaled(loss)`, the backward pass, then `if scaler.unscale_(parameters):
-    optimizer.step()`, which adapts the scale too. Whoever merges several backward passes into an
-    update takes the parts of `unscale_` instead: `overflowed` after each of them, `inverse_scale`
-    on what is added, `agree` and `update` once per update.
+    optimizer.step()`, which adapts the scale too. A loop that merges several backward passes into
+    an update takes the parts of `unscale_` instead: `overflowed` after each of them,
+    `inverse_scale` on what is added, `agree` and `update` once per update.
 
     An overflow on one rank drops the step on all, so scales and optimizers never part. Under local
     updates it concerns its own rank only (`local=True`), and `LocalUpdates(..., scaler=scaler)`

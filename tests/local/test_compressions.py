@@ -505,7 +505,7 @@ def test_a_damaged_message_changes_nothing_on_any_rank(ranks: Pool, compression:
 
 @pytest.mark.parametrize("tag", COMPRESSIONS)
 def test_every_compression_is_pure(tag: str) -> None:
-    """`send` changes neither what it is given nor what is kept; `settle_` only the error."""
+    """`send` changes neither what it is given nor what is kept; `take_mean_` only the error."""
     given: dict[str, Any] = {"sparse": {"sparsity": 0.5}, "low_rank": {"rank": 2}}
     compression: Any = COMPRESSIONS[tag](**given.get(tag, {}))
     folded = {"a": torch.randn(4, 5), "b": torch.randn(3, 3)}
@@ -534,7 +534,7 @@ def test_every_compression_is_pure(tag: str) -> None:
     for each, copy in zip((folded, kept[ERRORS]), copies, strict=True):
         assert all(torch.equal(each[name], copy[name]) for name in copy)
     for name, value in folded.items():
-        mean = end.value.value.settle_(name, value, kept)
+        mean = end.value.value.take_mean_(name, value, kept)
         assert torch.equal(value, copies[0][name])
         # two ranks that send the same: the mean is what was sent
         torch.testing.assert_close(mean + kept[ERRORS][name], value, rtol=0, atol=1e-6)

@@ -64,7 +64,7 @@ class OneFactor(ErrorsOnly):
 class Factors(MeanChange):
     factors: dict[str, tuple[Tensor, Tensor]]
 
-    def settle_(self, name: str, folded: Tensor, kept: Kept) -> Tensor:
+    def take_mean_(self, name: str, folded: Tensor, kept: Kept) -> Tensor:
         column, row = self.factors[name]
         mean = torch.outer(column, row)
         torch.sub(folded, mean, out=kept[ERRORS][name])

@@ -77,7 +77,7 @@ def test_the_parts_come_in_the_order_of_a_step(capsys: pytest.CaptureFixture[str
         "8 bits an entry",
         "below 1024 numbers are dense",
         "limited to 2.5 / sqrt(sources)",
-        "LAMB in the place of the given Adam: weight decay 0.03, without decay: *.bias",
+        "LAMB instead of the given Adam: weight decay 0.03, without decay: *.bias",
         "New loss scale: divided by 4 after an overflow, but not below 1, times 4 after 77 good "
         "updates",
     ]

@@ -34,7 +34,7 @@ ERRORS = "errors"
 class MeanChange(Arrived):
     """What has arrived of the changes and is in order, before anything is applied."""
 
-    def settle_(self, name: str, folded: Tensor, kept: Kept) -> Tensor:
+    def take_mean_(self, name: str, folded: Tensor, kept: Kept) -> Tensor:
         """The mean change of one parameter; changes `kept`: what this rank did not send is its
         error.
 
@@ -47,7 +47,7 @@ class MeanChange(Arrived):
         Returns:
             A new tensor like `folded`; the same bits on all ranks.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define settle_")
+        raise NotImplementedError(f"{type(self).__name__} must define take_mean_")
 
 
 class ChangeCompression(Protocol):

@@ -276,7 +276,7 @@ class LowRankMeans(MeanChange):
             matrix += column * row
         return mean
 
-    def settle_(self, name: str, folded: Tensor, kept: Kept) -> Tensor:
+    def take_mean_(self, name: str, folded: Tensor, kept: Kept) -> Tensor:
         """See `MeanChange`."""
         mean = self.mean(name, folded)
         torch.sub(folded, mean, out=kept[ERRORS][name])

@@ -2,7 +2,7 @@
 voted.
 
 A method speaks to nobody and changes nothing before the vote. `send` yields the collectives that
-it needs and is given their results; whoever drives it launches what several methods yielded
+it needs and is given their results; the driver launches what several methods yielded
 together, waits for all of it, and goes on. `commit_` follows the vote.
 """
 

@@ -114,7 +114,7 @@ class _Whole(MeanChange):
     own: Mapping[str, Tensor]
     came: Mapping[str, Sequence[Tensor]]
 
-    def settle_(self, name: str, folded: Tensor, kept: Kept) -> Tensor:
+    def take_mean_(self, name: str, folded: Tensor, kept: Kept) -> Tensor:
         """See `MeanChange`."""
         torch.sub(folded, self._decoded(self.own[name], folded), out=kept[ERRORS][name])
         mean = torch.zeros_like(folded)

@@ -245,7 +245,7 @@ class _Largest(MeanChange):
     totals: Mapping[str, _Total]
     over_senders: bool
 
-    def settle_(self, name: str, folded: Tensor, kept: Kept) -> Tensor:
+    def take_mean_(self, name: str, folded: Tensor, kept: Kept) -> Tensor:
         """See `MeanChange`."""
         indices, values = self.sent[name]
         error = kept[ERRORS][name].copy_(folded)

@@ -97,7 +97,7 @@ def split_plan(layout: Layout, sources: int) -> SplitPlan:
     """The plan for messages of this layout.
 
     Args:
-        layout: What every source would send to everybody.
+        layout: What every source would send to all others.
         sources: W, at least 1.
 
     Returns:

@@ -12,7 +12,7 @@ for a residual, the upper 16 for a momentum buffer. Position i and i + 2^32 of o
 same.
 
 Source: stochastic rounding as in Gupta et al., 2015, arXiv 1502.02551, section 3. Differs: a
-counter-based hash in the place of a generator, so there is no generator to save, and the order of
+counter-based hash instead of a generator, so there is no generator to save, and the order of
 the work changes no bit.
 """
 

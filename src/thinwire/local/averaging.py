@@ -254,7 +254,7 @@ class Averaging:
         assert pending.round is not None, "launched"
         arrived = pending.round.arrived[name]
         assert isinstance(arrived, MeanChange), "compressed"
-        return arrived.settle_(name, pending.moved[name], self.kept)
+        return arrived.take_mean_(name, pending.moved[name], self.kept)
 
     def _batches(self, pending: PendingAveraging) -> list[list[str]]:
         """All means that are there already in one, each of the others on its own, since it needs a

@@ -424,7 +424,7 @@ class LocalUpdates:
         }
 
     def plain_state_dict(self) -> dict[str, Any]:
-        """`state_dict` without the origin, for whoever keeps ranks apart by other means."""
+        """`state_dict` without the origin, for callers that keep ranks apart by other means."""
         return saving.saved(self._open_averager(), int(self.stats()["bytes_sent"]))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

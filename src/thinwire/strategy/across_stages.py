@@ -24,8 +24,8 @@ class DropTogether:
 
     local = False
 
-    def __init__(self, inner: Exchange, everybody: Group, names: Sequence[str]) -> None:
-        self._inner, self._everybody, self._names = inner, everybody, list(names)
+    def __init__(self, inner: Exchange, all_ranks: Group, names: Sequence[str]) -> None:
+        self._inner, self._all_ranks, self._names = inner, all_ranks, list(names)
         self._drops = Drops()
 
     @property
@@ -34,11 +34,11 @@ class DropTogether:
 
     @property
     def bytes_sent(self) -> int:
-        return self._inner.bytes_sent + self._everybody.bytes_sent
+        return self._inner.bytes_sent + self._all_ranks.bytes_sent
 
     def counts(self, step: int) -> dict[str, float]:
         """As of the exchange inside, and what the agreement of all stages adds."""
-        counts, votes = self._inner.counts(step), self._everybody
+        counts, votes = self._inner.counts(step), self._all_ranks
         besides: dict[str, float] = {
             "bytes_received": votes.bytes_received,
             "bytes_between_nodes": votes.bytes_sent,
@@ -63,7 +63,7 @@ class DropTogether:
         report = Report(
             step, "all stages", non_finite=None if bad is None else self._names.index(bad)
         )
-        reports = agree_on_step(self._everybody, report, [])
+        reports = agree_on_step(self._all_ranks, report, [])
         return not self._drops.needed(reports, self._names) and self._inner.update(step, grads)
 
     def observe(self, loss: Tensor) -> None:

@@ -169,7 +169,7 @@ def _unknown_keys(
         if key not in known:
             hint = check.closest(key, known) or f"; known are {', '.join(known)}"
             yield below, f"{below}={value!r} is unknown{hint}"
-        elif known[key]:  # a mapping in the place of a plain value is the config's to refuse
+        elif known[key]:  # a mapping instead of a plain value is the config's to refuse
             yield from _unknown_keys(below, value, known[key])
 
 

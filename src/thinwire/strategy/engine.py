@@ -398,7 +398,7 @@ class Engine:
 
         Returns:
             The folder that was loaded. `engine.extra` is then what `save` was given, `state_dict()`
-            in the place of
+            instead of
             objects: `sampler.load_state_dict(engine.extra["sampler"])`.
 
         Warns:
@@ -694,7 +694,7 @@ class Engine:
         if self._parts.exchange.local:
             return
         with state_told(_UPDATE_MADE):
-            self._parts.buffers.settle()
+            self._parts.buffers.synchronize()
 
 
 _UPDATE_MADE = (

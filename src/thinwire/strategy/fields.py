@@ -42,8 +42,8 @@ class Fields:
         pipeline: The model in stages on several ranks.
         gradient_merge: One update, and one exchange, for several backward passes.
         dgc: Only the largest entries of every gradient travel; the rest is kept until it matters.
-        lars: LARS, for large batches, in the place of the given SGD.
-        lamb: LAMB, for large batches, in the place of the given Adam.
+        lars: LARS, for large batches, instead of the given SGD.
+        lamb: LAMB, for large batches, instead of the given Adam.
         localsgd: Ranks train on their own and average their parameters at an interval.
         adaptive_localsgd: The same as localsgd, at an interval that follows the loss.
         low_rank: Each matrix of gradients travels as two factors of few columns; the rest is kept.

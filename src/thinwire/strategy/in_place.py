@@ -1,5 +1,5 @@
-"""An optimizer that becomes one of another method and stays the same object, for whoever
-holds it.
+"""An optimizer that becomes one of another method and stays the same object, for all that
+hold it.
 """
 
 import functools

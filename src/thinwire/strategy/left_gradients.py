@@ -27,7 +27,7 @@ class LeftGradients:
         """What is there now is what was left."""
         if self._warned:
             return
-        # an identity and no reference: what the user lets go of must be freed
+        # an identity and no reference: what the user drops must be freed
         present = ((name, p.grad) for name, p in self._params.items() if p.grad is not None)
         self._seen = {name: (id(grad), grad._version) for name, grad in present}
 

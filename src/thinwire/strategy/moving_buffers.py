@@ -58,7 +58,7 @@ class MovingBuffers:
             }
 
     @torch.no_grad()
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Make them equal; all ranks must call it.
 
         Raises:

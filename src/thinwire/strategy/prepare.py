@@ -85,7 +85,7 @@ class _Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Told:
+class _Options:
     """What `prepare` was given beside strategy, model and optimizer."""
 
     loss_fn: Callable[..., Any] | None
@@ -127,7 +127,7 @@ def prepare(
     find_unused_parameters: bool = False,
 ) -> Engine:
     """See `DistributedStrategy.prepare`."""
-    told = _Told(
+    options = _Options(
         loss_fn=loss_fn,
         grad_clip=grad_clip,
         find_unused_parameters=check.boolean("find_unused_parameters", find_unused_parameters),
@@ -138,14 +138,14 @@ def prepare(
     _check_kinds(model, optimizer, loss_fn, grad_clip)
     digest_every = check.integer("digest_every", digest_every, at_least=0)
     with one_deadline(time_limit_s(None, timeout)):
-        return _prepared(strategy, model, optimizer, told, digest_every, timeout)
+        return _prepared(strategy, model, optimizer, options, digest_every, timeout)
 
 
 def _prepared(
     strategy: Fields,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    told: _Told,
+    options: _Options,
     digest_every: int,
     timeout: float | datetime.timedelta | None,
 ) -> Engine:
@@ -166,7 +166,7 @@ def _prepared(
             f"{group.size} ranks, which make {place.replicas} replicas: start as many ranks as it "
             "says, or leave dp_degree out to use all"
         )
-    plan = _agreed_plan(strategy, model, optimizer, told, group, place)
+    plan = _agreed_plan(strategy, model, optimizer, options, group, place)
     plan.digest_every = digest_every
     if plan.sync is not None:
         plan.sync.digest_every, plan.sync.timeout_s = digest_every, seconds_of(timeout)
@@ -178,7 +178,7 @@ def _prepared(
         }
         replicas |= {f"buffer {name}": b for name, b in model.named_buffers()}
         make_equal_(replicas, group, what="copying the model of rank 0")
-        engine = _assembled(strategy, model, told, plan, group, place, handles)
+        engine = _assembled(strategy, model, options, plan, group, place, handles)
         kind, fields = type(optimizer).__name__, ", ".join(strategy.on) or "no field"
         took_s = time.perf_counter() - begin_s
         _log.info(
@@ -220,7 +220,7 @@ def _agreed_plan(
     strategy: Fields,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    told: _Told,
+    options: _Options,
     group: Group,
     place: _Place,
 ) -> _Plan:
@@ -229,13 +229,13 @@ def _agreed_plan(
     """
     facts = model_facts(model, optimizer, digest=strategy.local is None)
     facts |= {
-        "grad_clip of prepare": repr(told.grad_clip),
-        "find_unused_parameters of prepare": told.find_unused_parameters,
+        "grad_clip of prepare": repr(options.grad_clip),
+        "find_unused_parameters of prepare": options.find_unused_parameters,
     }
     problem: Exception | None = None
     plan = None
     try:
-        plan = _planned(strategy, model, optimizer, told.grad_clip, place)
+        plan = _planned(strategy, model, optimizer, options.grad_clip, place)
     except (TypeError, ValueError, RuntimeError) as error:
         problem = error
     reason = None if problem is None else f"{type(problem).__name__}: {problem}"
@@ -338,7 +338,7 @@ def _require_own_params(names: Mapping[Parameter, str], optimizer: torch.optim.O
 def _assembled(
     strategy: Fields,
     model: nn.Module,
-    told: _Told,
+    options: _Options,
     plan: _Plan,
     group: Group,
     place: _Place,
@@ -360,12 +360,12 @@ def _assembled(
         assert place.grid is not None, "made for the pipeline"
         scale = (lambda: 1.0) if scaler is None else (lambda: scaler.scale)
         runner = PipelineRunner(
-            plan.stage, strategy.pipeline, place.grid, told.loss_fn, dtype=dtype, scale=scale
+            plan.stage, strategy.pipeline, place.grid, options.loss_fn, dtype=dtype, scale=scale
         )
     merge = strategy.gradient_merge
     if plan.sync is not None:
         handles.append(_Undo(plan.sync.__enter__().close))
-    clip = take_clip_(plan.optimizer, told.grad_clip, place.grid)
+    clip = take_clip_(plan.optimizer, options.grad_clip, place.grid)
     handles.append(clip)
     exchange, overlap = _exchange(strategy, model, plan, place, clip.clip), None
     # the vote on early messages is one of all ranks; an optimizer that was given a group of its own
@@ -374,7 +374,7 @@ def _assembled(
     partly = isinstance(plan.optimizer, DGCMomentum) and plan.optimizer.process_group is not None
     if isinstance(plan.optimizer, DGCMomentum):
         peers = plan.optimizer.process_group
-    alone = runner is not None or place.replicas == 1 or partly or told.find_unused_parameters
+    alone = runner is not None or place.replicas == 1 or partly or options.find_unused_parameters
     if not alone and isinstance(exchange, DGCStep | MeanThenStep):
         overlap = Overlap(
             plan.params,
@@ -386,13 +386,13 @@ def _assembled(
     parts = Parts(
         model=plan.stage,
         optimizer=plan.optimizer,
-        loss_fn=told.loss_fn,
+        loss_fn=options.loss_fn,
         params=plan.params,
         group=group,
         exchange=exchange,
         overlap=overlap,
         absent=AbsentAsZero(plan.params, Group(peers)),
-        find_unused=told.find_unused_parameters and plan.sync is None,
+        find_unused=options.find_unused_parameters and plan.sync is None,
         buffers=MovingBuffers(plan.stage, Group(place.replica_group)),
         scaler=scaler,
         merge=None if merge is None or merge.k_steps == 1 else GradientSum(),

@@ -23,7 +23,7 @@ from thinwire.strategy.in_place import became
 from thinwire.strategy.replacements import (
     ADAMS,
     SGDS,
-    Recipe,
+    Replacement,
     as_dgc,
     as_lamb,
     as_lars,
@@ -99,7 +99,7 @@ def adopt(
             compression = dgc = None
     problems = [
         *_misfits(optimizer, dgc, lars, lamb, local=local, keep=keep),
-        *_strangers(optimizer, names),
+        *_foreign(optimizer, names),
     ]
     if dgc is None and compression is not None and isinstance(optimizer, DGCMomentum):
         problems.append(
@@ -110,25 +110,29 @@ def adopt(
         raise StrategyError(said + "; ".join(problems))
     if lars is None and lamb is None and (dgc is None or local or type(optimizer) not in SGDS):
         return _kept(optimizer, compression, keep, local=local)
-    told = settings_of(optimizer)
+    settings = settings_of(optimizer)
     if lars is not None:
-        recipe = as_lars(optimizer, told, lars)
+        replacement = as_lars(optimizer, settings, lars)
     elif lamb is not None:
-        recipe = as_lamb(optimizer, told, lamb)
+        replacement = as_lamb(optimizer, settings, lamb)
     else:
         assert dgc is not None
-        recipe = as_dgc(optimizer, told, dgc, process_group, num_trainers)
-    known = {p: name or names[p] for group in told.groups for name, p in group["params"]}
-    problems = [*recipe.problems, *_misnamed(told, recipe, known), *_lost_state(optimizer, recipe)]
+        replacement = as_dgc(optimizer, settings, dgc, process_group, num_trainers)
+    known = {p: name or names[p] for group in settings.groups for name, p in group["params"]}
+    problems = [
+        *replacement.problems,
+        *_misnamed(settings, replacement, known),
+        *_lost_state(optimizer, replacement),
+    ]
     problems += dependents(optimizer)
     if problems:
         raise StrategyError(said + "; ".join(problems))
     try:
-        new = rebuilt(recipe, told, optimizer.state, known, keep or _everything)
+        new = rebuilt(replacement, settings, optimizer.state, known, keep or _everything)
     except (TypeError, ValueError) as error:
         raise StrategyError(f"{said}{error}") from error
     compressor = None if isinstance(new, DGCMomentum) else compression
-    notes = [*_notes(optimizer, recipe, told), *_compression(new, compressor, local=local)]
+    notes = [*_notes(optimizer, replacement, settings), *_compression(new, compressor, local=local)]
     return Adopted(optimizer=new, compressor=compressor, notes=tuple(notes), restore=_nothing)
 
 
@@ -196,29 +200,29 @@ def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     return False
 
 
-def _strangers(optimizer: torch.optim.Optimizer, names: Mapping[Parameter, str]) -> Iterator[str]:
-    strangers = [p for group in optimizer.param_groups for p in group["params"] if p not in names]
-    if strangers:
+def _foreign(optimizer: torch.optim.Optimizer, names: Mapping[Parameter, str]) -> Iterator[str]:
+    foreign = [p for group in optimizer.param_groups for p in group["params"] if p not in names]
+    if foreign:
         yield (
-            f"it holds {len(strangers)} parameters that are not the model's, the first of shape "
-            f"{tuple(strangers[0].shape)}: give it parameters of the model only"
+            f"it holds {len(foreign)} parameters that are not the model's, the first of shape "
+            f"{tuple(foreign[0].shape)}: give it parameters of the model only"
         )
 
 
 def _misnamed(
-    told: OptimizerSettings, recipe: Recipe, names: Mapping[Tensor, str]
+    settings: OptimizerSettings, replacement: Replacement, names: Mapping[Tensor, str]
 ) -> Iterator[str]:
-    if recipe.patterns and any(
-        name is None for group in told.groups for name, _ in group["params"]
+    if replacement.patterns and any(
+        name is None for group in settings.groups for name, _ in group["params"]
     ):
         yield (
-            f"exclude_from_weight_decay={recipe.patterns} are patterns over names, but its "
+            f"exclude_from_weight_decay={replacement.patterns} are patterns over names, but its "
             "parameters have no names: make it from model.named_parameters() instead of "
             "model.parameters()"
         )
         return
     try:
-        decided_exclusion(told, recipe.patterns, names)
+        decided_exclusion(settings, replacement.patterns, names)
     except ValueError as error:
         yield str(error)
 
@@ -243,42 +247,50 @@ def _kept(
     return Adopted(optimizer=optimizer, compressor=compressor, notes=tuple(notes), restore=restore)
 
 
-def _lost_state(optimizer: torch.optim.Optimizer, recipe: Recipe) -> Iterator[str]:
+def _lost_state(optimizer: torch.optim.Optimizer, replacement: Replacement) -> Iterator[str]:
     keys = {
         key
         for entries in optimizer.state.values()
         for key, value in entries.items()
         if value is not None
     }
-    lost = sorted(keys - set(recipe.state))
+    lost = sorted(keys - set(replacement.state))
     if lost:
         yield (
             f"it has made updates, and its state {', '.join(lost)} means something else to "
-            f"{recipe.kind.__name__}: give a fresh optimizer, or begin anew with "
+            f"{replacement.kind.__name__}: give a fresh optimizer, or begin anew with "
             "optimizer.state.clear()"
         )
 
 
 def _notes(
-    optimizer: torch.optim.Optimizer, recipe: Recipe, told: OptimizerSettings
+    optimizer: torch.optim.Optimizer, replacement: Replacement, settings: OptimizerSettings
 ) -> Iterator[str]:
-    kind, before = recipe.kind.__name__, type(optimizer).__name__
+    kind, before = replacement.kind.__name__, type(optimizer).__name__
     yield f"{before} becomes {kind}"
-    rates = [group.get("lr", told.lr) for group in told.groups]
+    rates = [group.get("lr", settings.lr) for group in settings.groups]
     yield "learning rate " + ", ".join(dict.fromkeys(map(str, rates)))
     yield from (
-        f"{key} {recipe.arguments[key]}"
+        f"{key} {replacement.arguments[key]}"
         for key in ("momentum", "nesterov", "betas")
-        if key in recipe.arguments
+        if key in replacement.arguments
     )
-    yield from recipe.notes
-    yield f"clipping {told.grad_clip}, regularizer {told.regularizer}, {len(told.groups)} groups"
-    if told.position:
-        yield f"schedules go on at update {told.position}"
+    yield from replacement.notes
+    yield (
+        f"clipping {settings.grad_clip}, regularizer {settings.regularizer}, "
+        f"{len(settings.groups)} groups"
+    )
+    if settings.position:
+        yield f"schedules go on at update {settings.position}"
     if optimizer.state:
         yield f"the state of {len(optimizer.state)} parameters goes on in {kind}"
     speed = sorted(
-        {key for group in told.groups for key in recipe.unused if key in _SPEED and group.get(key)}
+        {
+            key
+            for group in settings.groups
+            for key in replacement.unused
+            if key in _SPEED and group.get(key)
+        }
     )
     if speed:
         yield f"{kind} has no {' and '.join(speed)}, which change speed only"

@@ -22,7 +22,7 @@ from thinwire.optim.groups import Exclusion, OptimizerSettings, excluded_flags, 
 __all__ = [
     "ADAMS",
     "SGDS",
-    "Recipe",
+    "Replacement",
     "as_dgc",
     "as_lamb",
     "as_lars",
@@ -42,7 +42,7 @@ _COMMON_KEYS = (
 
 
 @dataclass(slots=True, kw_only=True)
-class Recipe:
+class Replacement:
     """How an optimizer becomes one of another method."""
 
     kind: type[Any]
@@ -82,7 +82,7 @@ class _Decided:
 
 
 def decided_exclusion(
-    told: OptimizerSettings, patterns: tuple[str, ...], names: Mapping[Tensor, str]
+    settings: OptimizerSettings, patterns: tuple[str, ...], names: Mapping[Tensor, str]
 ) -> Exclusion:
     """Who has no decay: whom the optimizer excludes, and whose name matches; decided for all stages
     of a pipeline.
@@ -91,17 +91,17 @@ def decided_exclusion(
         ValueError: A pattern matches no name.
     """
     require_matches(patterns, names.values())
-    if not patterns and not told.exclude:
+    if not patterns and not settings.exclude:
         return None
-    pairs = [(names[param], param) for param in told.excluded]
+    pairs = [(names[param], param) for param in settings.excluded]
     flags = zip(pairs, excluded_flags(patterns, pairs), strict=True)
-    answers = {param: told.excluded[param] or flag for (_, param), flag in flags}
-    return _Decided(answers, tuple(rule for rule in (told.exclude, patterns) if rule))
+    answers = {param: settings.excluded[param] or flag for (_, param), flag in flags}
+    return _Decided(answers, tuple(rule for rule in (settings.exclude, patterns) if rule))
 
 
 def rebuilt(
-    recipe: Recipe,
-    told: OptimizerSettings,
+    replacement: Replacement,
+    settings: OptimizerSettings,
     state: Mapping[Tensor, Mapping[str, Any]],
     names: Mapping[Tensor, str],
     keep: Callable[[Tensor], bool],
@@ -110,8 +110,8 @@ def rebuilt(
     there.
 
     Args:
-        recipe: What to make.
-        told: What the given optimizer was told; read only.
+        replacement: What to make.
+        settings: What the given optimizer was settings; read only.
         state: Of the given optimizer; tensors of the right type are shared, not copied.
         names: Of all its parameters.
         keep: Which parameters this process trains. Groups stay where they are, empty ones too.
@@ -120,10 +120,15 @@ def rebuilt(
         TypeError, ValueError: What the constructor refuses.
     """
     groups: list[dict[str, Any]] = []
-    for group in told.groups:
+    for group in settings.groups:
         kept = [param for _, param in group["params"] if keep(param)]
-        values = {key: recipe.keys[key](group[key]) for key in recipe.keys if key in group}
-        if recipe.own_decay is not None and values.get("weight_decay") == recipe.own_decay:
+        values = {
+            key: replacement.keys[key](group[key]) for key in replacement.keys if key in group
+        }
+        if (
+            replacement.own_decay is not None
+            and values.get("weight_decay") == replacement.own_decay
+        ):
             del values["weight_decay"]
         common = {key: group[key] for key in _COMMON_KEYS if key in group}
         groups.append(
@@ -131,45 +136,47 @@ def rebuilt(
         )
     order = (
         []
-        if told.order is None
-        else [{"order_params": [param for param in told.order if keep(param)]}]
+        if settings.order is None
+        else [{"order_params": [param for param in settings.order if keep(param)]}]
     )
-    new: CommonOptimizer = recipe.kind(
+    new: CommonOptimizer = replacement.kind(
         [*groups, *order],
-        lr=told.lr,
-        grad_clip=told.grad_clip,
-        regularizer=told.regularizer,
-        exclude_from_weight_decay=decided_exclusion(told, recipe.patterns, names),
-        **recipe.arguments,
+        lr=settings.lr,
+        grad_clip=settings.grad_clip,
+        regularizer=settings.regularizer,
+        exclude_from_weight_decay=decided_exclusion(settings, replacement.patterns, names),
+        **replacement.arguments,
     )
-    _keep_labels_(new, told, recipe)
+    _keep_labels_(new, settings, replacement)
     saved = new.state_dict()
     everything = [param for group in new.param_groups for param in group["params"]]
-    saved["position"] = told.position
+    saved["position"] = settings.position
     saved["state"] = {
         i: entries
         for i, param in enumerate(everything)
-        if (entries := _entries(param, state.get(param, {}), recipe))
+        if (entries := _entries(param, state.get(param, {}), replacement))
     }
     new.load_state_dict(saved)
     return new
 
 
-def _keep_labels_(new: CommonOptimizer, told: OptimizerSettings, recipe: Recipe) -> None:
+def _keep_labels_(
+    new: CommonOptimizer, settings: OptimizerSettings, replacement: Replacement
+) -> None:
     """Changes the groups of `new`: keys of the user's own, which no optimizer reads, stay beside
     the others.
     """
-    known = {*_COMMON_KEYS, "params", *recipe.keys, *recipe.unused}
-    for group, before in zip(new.param_groups, told.groups, strict=True):
+    known = {*_COMMON_KEYS, "params", *replacement.keys, *replacement.unused}
+    for group, before in zip(new.param_groups, settings.groups, strict=True):
         group.update(
             {key: value for key, value in before.items() if key not in known and key not in group}
         )
 
 
-def _entries(param: Tensor, entries: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
+def _entries(param: Tensor, entries: Mapping[str, Any], replacement: Replacement) -> dict[str, Any]:
     """The state of one parameter in the types that ours have."""
     new: dict[str, Any] = {}
-    for key in recipe.state:
+    for key in replacement.state:
         value = entries.get(key)
         if key == "step" and value is not None:
             new[key] = torch.tensor(float(value), dtype=torch.float32)
@@ -200,11 +207,11 @@ _ADAM_UNUSED = {
 
 def as_dgc(
     optimizer: torch.optim.Optimizer,
-    told: OptimizerSettings,
+    settings: OptimizerSettings,
     dgc: DGC,
     process_group: dist.ProcessGroup | None,
     num_trainers: int | None,
-) -> Recipe:
+) -> Replacement:
     """An SGD as `DGCMomentum`."""
     arguments = {
         "momentum": float(optimizer.defaults["momentum"]),
@@ -223,33 +230,35 @@ def as_dgc(
         "process_group": process_group,
         "num_trainers": num_trainers,
     }
-    recipe = Recipe(
+    replacement = Replacement(
         kind=DGCMomentum,
         arguments=arguments,
         keys=_SGD_KEYS,
         unused=_SGD_UNUSED,
         state=("momentum_buffer",),
     )
-    clip = told.grad_clip
+    clip = settings.grad_clip
     if clip is not None and not isinstance(clip, ClipByNorm):
-        recipe.problems.append(
+        replacement.problems.append(
             f"dgc takes over ClipByNorm only, and the optimizer clips by {clip}: other norms do "
             "not commute with local accumulation. Use ClipByNorm, or dgc's local_grad_clip_norm"
         )
     elif clip is not None and dgc.local_grad_clip_norm is not None:
-        recipe.problems.append(
+        replacement.problems.append(
             f"the optimizer's grad_clip={clip} and dgc's "
             f"local_grad_clip_norm={dgc.local_grad_clip_norm} limit the same gradient: give one of "
             "them"
         )
-    recipe.problems += _sgd_problems("dgc", told)
-    recipe.notes += [
+    replacement.problems += _sgd_problems("dgc", settings)
+    replacement.notes += [
         "momentum, Nesterov and weight decay act inside DGCMomentum, which exchanges by itself"
     ]
-    return recipe
+    return replacement
 
 
-def as_lars(optimizer: torch.optim.Optimizer, told: OptimizerSettings, lars: LARS) -> Recipe:
+def as_lars(
+    optimizer: torch.optim.Optimizer, settings: OptimizerSettings, lars: LARS
+) -> Replacement:
     """An SGD as `Lars`."""
     arguments = {
         "momentum": float(optimizer.defaults["momentum"]),
@@ -259,14 +268,18 @@ def as_lars(optimizer: torch.optim.Optimizer, told: OptimizerSettings, lars: LAR
         "weight_decay": lars.lars_weight_decay,
         "eps": lars.epsilon,
     }
-    recipe = Recipe(kind=Lars, arguments=arguments, keys=_SGD_KEYS, unused=_SGD_UNUSED, state=())
-    recipe.patterns = lars.exclude_from_weight_decay
-    recipe.problems += _sgd_problems("lars", told)
-    _settle_decay_(recipe, optimizer, told, "lars", lars.lars_weight_decay)
-    return recipe
+    replacement = Replacement(
+        kind=Lars, arguments=arguments, keys=_SGD_KEYS, unused=_SGD_UNUSED, state=()
+    )
+    replacement.patterns = lars.exclude_from_weight_decay
+    replacement.problems += _sgd_problems("lars", settings)
+    _decide_decay_(replacement, optimizer, settings, "lars", lars.lars_weight_decay)
+    return replacement
 
 
-def as_lamb(optimizer: torch.optim.Optimizer, told: OptimizerSettings, lamb: LAMB) -> Recipe:
+def as_lamb(
+    optimizer: torch.optim.Optimizer, settings: OptimizerSettings, lamb: LAMB
+) -> Replacement:
     """An Adam as `Lamb`."""
     arguments = {
         "betas": _floats(optimizer.defaults["betas"]),
@@ -275,55 +288,57 @@ def as_lamb(optimizer: torch.optim.Optimizer, told: OptimizerSettings, lamb: LAM
     }
     keys: Mapping[str, Callable[[Any], Any]] = {"betas": _floats, "weight_decay": float}
     state = ("step", "exp_avg", "exp_avg_sq")
-    recipe = Recipe(kind=Lamb, arguments=arguments, keys=keys, unused=_ADAM_UNUSED, state=state)
-    recipe.patterns = lamb.exclude_from_weight_decay
-    if any(group.get("amsgrad") for group in told.groups):
-        recipe.problems.append(
+    replacement = Replacement(
+        kind=Lamb, arguments=arguments, keys=keys, unused=_ADAM_UNUSED, state=state
+    )
+    replacement.patterns = lamb.exclude_from_weight_decay
+    if any(group.get("amsgrad") for group in settings.groups):
+        replacement.problems.append(
             "lamb has no amsgrad, which the optimizer asks for: set amsgrad=False"
         )
-    recipe.problems += _differentiable("lamb", told)
-    _settle_decay_(recipe, optimizer, told, "lamb", lamb.lamb_weight_decay)
-    recipe.notes.append(
+    replacement.problems += _differentiable("lamb", settings)
+    _decide_decay_(replacement, optimizer, settings, "lamb", lamb.lamb_weight_decay)
+    replacement.notes.append(
         f"eps is LAMB's own 1e-06, not the optimizer's {optimizer.defaults['eps']:g}"
     )
-    return recipe
+    return replacement
 
 
-def _sgd_problems(field: str, told: OptimizerSettings) -> Iterator[str]:
-    dampening = [group["dampening"] for group in told.groups if group.get("dampening")]
+def _sgd_problems(field: str, settings: OptimizerSettings) -> Iterator[str]:
+    dampening = [group["dampening"] for group in settings.groups if group.get("dampening")]
     if dampening:
         yield (
             f"{field} has no dampening, and the optimizer asks for {dampening[0]}: set dampening=0"
         )
-    yield from _differentiable(field, told)
+    yield from _differentiable(field, settings)
 
 
-def _differentiable(field: str, told: OptimizerSettings) -> Iterator[str]:
-    if any(group.get("differentiable") for group in told.groups):
+def _differentiable(field: str, settings: OptimizerSettings) -> Iterator[str]:
+    if any(group.get("differentiable") for group in settings.groups):
         yield (
             f"{field} cannot be differentiated through, which the optimizer asks for: set "
             "differentiable=False"
         )
 
 
-def _settle_decay_(
-    recipe: Recipe,
+def _decide_decay_(
+    replacement: Replacement,
     optimizer: torch.optim.Optimizer,
-    told: OptimizerSettings,
+    settings: OptimizerSettings,
     field: str,
     decay: float,
 ) -> None:
-    """Changes `recipe`: nothing may decay twice, and nobody's choice of decay may get lost."""
+    """Changes `replacement`: nothing may decay twice, and nobody's choice of decay may get lost."""
     own = float(optimizer.defaults["weight_decay"])
     usual = float(inspect.signature(type(optimizer)).parameters["weight_decay"].default)
     if own not in (0.0, usual, decay):
-        recipe.problems.append(
+        replacement.problems.append(
             f"the optimizer's weight_decay={own} and {field}_weight_decay={decay} are two decays "
             f"for the same parameters: set {field}_weight_decay={own} and leave the optimizer's out"
         )
-    recipe.own_decay = own
-    kept = [i for i, group in enumerate(told.groups) if float(group["weight_decay"]) != own]
-    recipe.notes.append(
+    replacement.own_decay = own
+    kept = [i for i, group in enumerate(settings.groups) if float(group["weight_decay"]) != own]
+    replacement.notes.append(
         f"weight_decay is {field}'s {decay}"
         + (f", but for groups {kept}, which keep their own" * bool(kept))
     )

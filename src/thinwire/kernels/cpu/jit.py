@@ -1,7 +1,7 @@
 """How the loops for the CPU are compiled.
 
-Compiling is dear, and every first user of a machine waits for it. What keeps it cheap: no array
-functions of numba's inside a loop (`np.empty` and a view cost 0.1 s each, a minimum 0.5 s,
+Compiling is expensive, and every first user of a machine waits for it. What keeps it cheap: no
+array functions of numba's inside a loop (`np.empty` and a view cost 0.1 s each, a minimum 0.5 s,
 assigning to a slice 2 s, once for each type), so scratch comes as an argument; one type for one
 argument, so counts that a loop passes on are `i64`; and nothing in a loop that is needed rarely,
 such as the codes of several bits in the loop for one.

@@ -80,7 +80,8 @@ class LoopCache(_Cache):
         name = self._file_name(sig, target_context.codegen())
         found = self._found(name, target_context)
         if found is None and _locks.hold(name):
-            found = self._found(name, target_context)  # whoever had the lock may have written it
+            # the process that had the lock may have written it
+            found = self._found(name, target_context)
             if found is not None:
                 _locks.release(name)
         if found is None:
@@ -231,7 +232,7 @@ class _Locks:
     """Locks on loops that are being compiled, among the processes of a machine: byte ranges of one
     file.
 
-    A process that ends lets go of its locks. Loops that a loop calls are locked while it is: calls
+    A process that ends frees its locks. Loops that a loop calls are locked while it is: calls
     have no cycles, so nobody waits for ever.
     """
 

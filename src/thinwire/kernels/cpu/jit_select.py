@@ -160,7 +160,8 @@ def keep_above(
     kept_values: Array,
     room: Int,
 ) -> None:
-    """Of the first `count` those of larger keys, and the first `ties` of the very key, in order; at
+    """Of the first `count` those of larger keys, and the first `ties` of just this key, in order;
+    at
     most `room`.
 
     What is kept may lie in the memory of the candidates, from their beginning on.

@@ -128,8 +128,8 @@ def store_(target: Tensor, values: Tensor, seed: int) -> None:
 
 def count_nonzero(values: Tensor) -> int:
     """See `thinwire.kernels.reference.count_nonzero`."""
-    # NumPy, since torch would wake all its threads for a count: dear where several ranks share the
-    # cores.
+    # NumPy, since torch would wake all its threads for a count: expensive where several ranks share
+    # the cores.
     return int(np.count_nonzero(_floats(values)))
 
 

@@ -131,13 +131,13 @@ def _update(strategy: Fields, grad_clip: Clip | None) -> str:
     )
     if (lars := strategy.lars) is not None:
         added = f", epsilon {lars.epsilon:g}" if lars.epsilon else ""
-        said += f"LARS in the place of the given SGD: trust coefficient {lars.lars_coeff:g}, "
+        said += f"LARS instead of the given SGD: trust coefficient {lars.lars_coeff:g}, "
         said += f"weight decay {lars.lars_weight_decay:g}{added}"
         return said + _excluded(lars.exclude_from_weight_decay)
     if (lamb := strategy.lamb) is not None:
         return (
             said
-            + f"LAMB in the place of the given Adam: weight decay {lamb.lamb_weight_decay:g}"
+            + f"LAMB instead of the given Adam: weight decay {lamb.lamb_weight_decay:g}"
             + _excluded(lamb.exclude_from_weight_decay)
         )
     return said + "the optimizer's own formula"
