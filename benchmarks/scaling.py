@@ -101,14 +101,14 @@ def row(ranks: int, way: tuple[str, int], layout: Layout, found: list[Any]) -> d
     exchange, node_size = way
     sources = ranks // node_size
     counted = [between_sources(layout, sources, exchange, source) for source in range(sources)]
-    counted = found[::node_size]
-    for source, (sent, received) in enumerate(counted):
+    leaders = found[::node_size]
+    for source, (sent, received) in enumerate(leaders):
         assert (sent, received) == (counted[source].bytes_sent, counted[source].bytes_received), (
             way,
             source,
         )
     assert all(answer is None for rank, answer in enumerate(found) if rank % node_size)
-    most = max(sent + received for sent, received in counted)
+    most = max(sent + received for sent, received in leaders)
     return {
         "ranks": ranks,
         "node_size": node_size,

@@ -463,7 +463,7 @@ def damaged(rank: int, size: int) -> tuple[str, bool]:
     mean = GradientMean(group, parameters(), DGC(sparsity=(0.9,), min_numel=84))
     mean.reduce(0, gradients(0, rank))
     kept = {n: v.clone() for n, v in mean.residuals.items()}
-    gather = group.gather
+    gather = group.all_gather
 
     def lie(message: Tensor, *, what: str) -> Any:
         pending = gather(message, what=what)
@@ -478,7 +478,7 @@ def damaged(rank: int, size: int) -> tuple[str, bool]:
         pending._finish = damage
         return pending
 
-    group.gather = lie  # type: ignore[method-assign]
+    group.all_gather = lie  # type: ignore[method-assign]
     text = ""
     try:
         mean.reduce(1, gradients(1, rank))
