@@ -226,3 +226,20 @@ def test_under_torchrun_the_ranks_train_over_their_network(tmp_path: Path) -> No
     )
     assert wrong.returncode != 0
     assert "leave --link and --latency out" in wrong.stderr
+
+
+@pytest.mark.usefixtures("pooled")
+def test_the_example_learns_its_digits(tmp_path: Path) -> None:
+    example = Path(__file__).parents[2] / "examples" / "tasks" / "digits.py"
+    results = compare(
+        settings(
+            tmp_path,
+            link="loopback",
+            strategies=["dense", "quantized-local"],
+            task=f"{example}:task",
+            steps=60,
+        ),
+        Silent(),
+    )
+    for run in results["strategies"]:
+        assert run["final_loss"] < 0.5 * run["evaluations"][0]["loss"]

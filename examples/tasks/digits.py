@@ -1,4 +1,4 @@
-"""A task for `thinwire compare --task examples/digits_task.py:task`: a small convolutional net on
+"""A task for `thinwire compare --task examples/tasks/digits.py:task`: a small convolutional net on
 scanned digits.
 """
 
