@@ -147,7 +147,7 @@ def rank_0_alone(rank: int, size: int, way: str, seconds: float, how: str) -> tu
 @pytest.mark.parametrize(("way", "how"), [*((way, "busy") for way in WAYS), ("engine", "evaluate")])
 def test_a_rank_that_says_that_it_is_busy_is_waited_for(ranks: Pool, way: str, how: str) -> None:
     (seconds, first), (waited, second) = ranks.run(rank_0_alone, way, 8.0, how)
-    assert min(seconds, waited) > 7
+    assert min(seconds, waited) > 5  # the time-out is 3 s
     assert first == second
     assert first.startswith("[[")
 
