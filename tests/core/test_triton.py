@@ -232,7 +232,7 @@ COMPILE_ALL = """
 import re, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from thinwire.kernels import cuda, device_codes, device_crc, device_select, device_steps
+from thinwire.kernels.cuda import codes, crc, device_steps, select
 from thinwire.core.lamb import LambRule
 from thinwire.core.lars import LarsRule
 from thinwire.core.outer import OuterRule
@@ -253,28 +253,28 @@ def compile_only(kernel, grid, like, *arguments, **constants):
                          options={"enable_fp_fusion": False}).asm["ptx"]
     found = re.findall(r"fma[.]|[.]full|[.]approx|[.]ftz", ptx)
     assert not found, (kernel.fn.__name__, found)
-for module in (device_codes, device_crc, device_select, device_steps):
+for module in (codes, crc, select, device_steps):
     module.launch = compile_only
 zeros = lambda dtype: torch.zeros(3000, dtype=dtype)
 for dtype in (torch.float32, torch.float64):
     x, at = zeros(dtype), torch.arange(5)
     for buffer, nesterov in ((x, False), (x, True), (None, False)):
         rule = {"momentum": 0.9, "nesterov": nesterov}
-        cuda.commit_(x, x, buffer, at, torch.zeros(5), seed=7, **rule)
-        cuda.propose(x, x, buffer, 5, **rule)
-    cuda.top_k(x, 5)
-    cuda.propose(x.bfloat16(), x, x, 5, momentum=0.9, nesterov=False)
-    device_codes.sum_rows(at.view(1, 5), torch.zeros(1, 5), torch.tensor([5]), 10, dtype)
+        select.commit_(x, x, buffer, at, torch.zeros(5), seed=7, **rule)
+        select.propose(x, x, buffer, 5, **rule)
+    select.top_k(x, 5)
+    select.propose(x.bfloat16(), x, x, 5, momentum=0.9, nesterov=False)
+    codes.sum_rows(at.view(1, 5), torch.zeros(1, 5), torch.tensor([5]), 10, dtype)
 narrow = zeros(torch.bfloat16)
-cuda.commit_(x, narrow, narrow, at, torch.zeros(5), seed=7, **rule)
-cuda.propose(x, narrow, narrow, 5, **rule)
-cuda.store_(narrow, zeros(torch.float32), 7)
+select.commit_(x, narrow, narrow, at, torch.zeros(5), seed=7, **rule)
+select.propose(x, narrow, narrow, 5, **rule)
+select.store_(narrow, zeros(torch.float32), 7)
 for bits in (1, 4, 16):
-    code, _ = device_codes.encode_values(zeros(torch.float32), torch.tensor(5), bits)
-    device_codes.decode_values(code.unsqueeze(0), torch.tensor([5]), bits, 3000)
-code = device_codes.encode_positions(torch.arange(5), torch.tensor(5), 7, 5, 3)
-device_codes.decode_positions(code.unsqueeze(0), 5, 7, 5)
-device_crc.crc32(torch.zeros(1, 99, dtype=torch.uint8))
+    code, _ = codes.encode_values(zeros(torch.float32), torch.tensor(5), bits)
+    codes.decode_values(code.unsqueeze(0), torch.tensor([5]), bits, 3000)
+code = codes.encode_positions(torch.arange(5), torch.tensor(5), 7, 5, 3)
+codes.decode_positions(code.unsqueeze(0), 5, 7, 5)
+crc.crc32(torch.zeros(1, 99, dtype=torch.uint8))
 for dtype in (torch.float32, torch.float64):
     lists = [[zeros(dtype)] for _ in range(4)]
     device_steps.lamb_(*lists, LambRule(0.1, 0.9, 0.99, 1e-6, 0.01, 3, TrustRule()))

@@ -128,7 +128,10 @@ def step_along_list_(
     """P <- p - rate * (sum of the parts / sources), of contiguous tensors."""
     for param, own, rate in zip(params, parts, rates, strict=True):
         indices, values = map(list, zip(*own, strict=True))
-        touched, total = sum_sparse(indices, values, param.dtype)
+        if len(own) == 1:  # on a device an index may be there several times, with the same value
+            touched, total = indices[0], values[0].to(param.dtype) + 0.0
+        else:
+            touched, total = sum_sparse(indices, values, param.dtype)
         flat = param.view(-1)
         flat[touched] = flat[touched] - total.div_(sources).mul_(rate)
 
