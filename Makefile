@@ -17,7 +17,7 @@ test test-integrations test-triton: export OMP_WAIT_POLICY := passive
 # the tests start hundreds of processes: where nobody keeps byte code, each would compile all sources
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-integrations test-triton check format bench docs clean
+.PHONY: help demo test test-again test-integrations test-triton check format bench docs clean
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
@@ -32,6 +32,9 @@ demo: $(INSTALLED)  ## train dense and compressed over the same slow link, side 
 
 test: $(INSTALLED)  ## everything that must hold
 	$(BIN)/python $(PYTEST)
+
+test-again: $(INSTALLED)  ## those that failed last, one after another: some wait for a time-out, and other work on the machine can make them late
+	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none
 
 $(EXTRA_VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(EXTRA_VENV)
