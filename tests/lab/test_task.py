@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.lab.configs import config
 from tests.lab.pooled import run_workers_in
@@ -198,8 +199,6 @@ def refused(rank: int, size: int, device: str) -> str:
 
 
 def test_a_gpu_that_is_not_there(ranks: Pool) -> None:
-    import torch
-
     if torch.cuda.is_available():
         pytest.skip("there is one")
     assert all("torch sees no GPU" in text for text in ranks.run(refused, "cuda", size=2))
@@ -243,3 +242,23 @@ def test_the_example_learns_its_digits(tmp_path: Path) -> None:
     )
     for run in results["strategies"]:
         assert run["final_loss"] < 0.5 * run["evaluations"][0]["loss"]
+
+
+def buffers_of(rank: int, size: int, word: str) -> tuple[list[float], int]:
+    """The running mean, and the state of torch's random numbers, where a task has been made."""
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    work = work_of(config(task=word))
+    assert torch.equal(torch.get_rng_state(), before)
+    return work.model[1].running_mean.tolist(), int(work.model[1].num_batches_tracked)
+
+
+def test_trying_it_out_leaves_no_trace_in_the_model(ranks: Pool, tmp_path: Path) -> None:
+    seeded = ("    torch.manual_seed(seed)\n", "")
+    drawn = ("held_out = torch.randn(64, 6)", "held_out = torch.ones(64, 6)")
+    normed = ("torch.nn.Tanh()", "torch.nn.BatchNorm1d(16), torch.nn.Dropout()")
+    model = ("return tw.Task(", "with torch.random.fork_rng(): return tw.Task(")
+    assert (
+        ranks.run(buffers_of, file(tmp_path, seeded, drawn, normed, model), size=2)
+        == [([0.0] * 16, 0)] * 2
+    )

@@ -28,7 +28,15 @@ from torch import Tensor
 
 from thinwire import _validate as check
 from thinwire.compress.entries import ArrivedEntries, Proposed, send_entries
-from thinwire.compress.protocol import Arrived, Context, OtherRanks, Sending, Watch
+from thinwire.compress.protocol import (
+    BUCKET_BYTES,
+    FIRST_BUCKET_BYTES,
+    Arrived,
+    Context,
+    OtherRanks,
+    Sending,
+    Watch,
+)
 from thinwire.compress.traffic import EXCHANGES, first_split
 from thinwire.compress.words import bits_text, plural, share_text
 from thinwire.core.clip import ClipByNorm, clipped
@@ -92,6 +100,8 @@ class DGC:
     node_size: int | None = None
     exchange: str = "auto"
 
+    bucket_bytes: ClassVar[int] = BUCKET_BYTES
+    first_bytes: ClassVar[int] = FIRST_BUCKET_BYTES
     field: ClassVar[str] = "dgc"
     """Of a strategy."""
     may_change: ClassVar[tuple[str, ...]] = (
@@ -319,8 +329,7 @@ class DGCCompressor:
     **State**: v and u, of this rank, or common to the ranks of a node.
     """
 
-    bucket_bytes = 25 * 2**20
-    first_bytes = 2**20
+    bucket_bytes, first_bytes = DGC.bucket_bytes, DGC.first_bytes
     other_ranks: Mapping[str, OtherRanks] = {
         "residual": "mean_zero",
         "momentum_buffer": "mean_zero",

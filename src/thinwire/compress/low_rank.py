@@ -31,6 +31,7 @@ from thinwire import _validate as check
 from thinwire.compress.change_protocol import ERRORS, Kept, MeanChange, Rule
 from thinwire.compress.dense import by_dtype
 from thinwire.compress.protocol import (
+    BUCKET_BYTES,
     AllReduce,
     Arrived,
     Context,
@@ -72,6 +73,9 @@ class LowRank:
     begin_step: int = 10
     min_numel: int = 16384
 
+    bucket_bytes: ClassVar[int] = BUCKET_BYTES
+    first_bytes: ClassVar[int] = BUCKET_BYTES
+    """One bucket costs less than what a small first one hides: two rounds each."""
     field: ClassVar[str] = "low_rank"
     """Of a strategy."""
     may_change: ClassVar[tuple[str, ...]] = ("begin_step",)
@@ -180,7 +184,7 @@ class LowRankCompressor:
     `factor` Q^T, shape (r, m), the same on all ranks; float32 (float64 for float64 parameters).
     """
 
-    bucket_bytes = first_bytes = 25 * 2**20
+    bucket_bytes, first_bytes = LowRank.bucket_bytes, LowRank.first_bytes
     other_ranks: Mapping[str, OtherRanks] = {"residual": "mean_zero", "factor": "first"}
 
     def __init__(self, config: LowRank, params: Mapping[str, Tensor]) -> None:

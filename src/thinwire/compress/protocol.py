@@ -17,6 +17,8 @@ from thinwire.errors import PayloadCorrupt
 from thinwire.kernels.needs import Need
 
 __all__ = [
+    "BUCKET_BYTES",
+    "FIRST_BUCKET_BYTES",
     "AllGather",
     "AllReduce",
     "AllToAll",
@@ -36,6 +38,12 @@ __all__ = [
     "zeros_for",
 ]
 
+BUCKET_BYTES = 25 * 2**20
+"""Gradient bytes of a bucket whose message is compressed: the fewer messages, the less each costs
+in latency."""
+FIRST_BUCKET_BYTES = 2**20
+"""Of the bucket that is ready first: small, so that the link does not idle while the backward pass
+begins."""
 Entries = tuple[Tensor, Tensor]
 """Indices (j,), int64, ascending, and values (j,)."""
 Flags = Mapping[str, bool | Tensor]
@@ -236,10 +244,14 @@ class Compression(Protocol):
         field: Of a strategy, which says it.
         may_change: Settings that another run may go on with, from a checkpoint of this one.
         node_size: Consecutive ranks that count as one source; None for as many as a machine has.
+        bucket_bytes: See `Compressor`, and so is the next one.
+        first_bytes: See there.
     """
 
     field: ClassVar[str]
     may_change: ClassVar[tuple[str, ...]]
+    bucket_bytes: ClassVar[int]
+    first_bytes: ClassVar[int]
 
     @property
     def node_size(self) -> int | None:

@@ -8,6 +8,7 @@ from torch import Tensor
 from thinwire.core.checksum import bit_sums
 from thinwire.kernels import for_device
 from thinwire.kernels.memory import has_address
+from thinwire.kernels.reference import divided_, step_along_, summed
 
 __all__ = ["checked_mean_", "divided_", "step_along_list_", "sum_sparse"]
 
@@ -32,10 +33,7 @@ def sum_sparse(parts: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype) -> tu
     """
     if not parts:
         raise ValueError("parts is empty; at least one (indices, values) is needed")
-    if len(parts) == 1:
-        return parts[0][0], parts[0][1].to(dtype) + 0.0  # from zero: no minus zero, as with several
-    indices, values = map(list, zip(*parts, strict=True))
-    return for_device(indices[0].device).sum_sparse(indices, values, dtype)
+    return summed(parts, dtype, for_device(parts[0][0].device).sum_sparse)
 
 
 def step_along_list_(
@@ -63,19 +61,10 @@ def step_along_list_(
         if param.dtype == dtype and own and has_address(param, dtype) and _have_addresses(own):
             alike.setdefault((dtype, len(own)), []).append(place)
         else:
-            _step_along_(param, own, rates[place], sources, dtype)
+            step_along_(param, *sum_sparse(own, dtype), rates[place], sources)
     for places in alike.values():
         chosen = [params[i] for i in places], [parts[i] for i in places], [rates[i] for i in places]
         for_device(params[0].device).step_along_list_(*chosen, sources)
-
-
-def divided_(total: Tensor, count: int) -> Tensor:
-    """`total` divided by `count`, in place; the same bits on every device.
-
-    By a tensor: where a GPU divides by a plain number, torch multiplies by the reciprocal, which
-    rounds otherwise.
-    """
-    return total.div_(torch.full((), count, dtype=total.dtype, device=total.device))
 
 
 def checked_mean_(total: Tensor, count: int, *, bits: bool) -> Tensor:
@@ -108,17 +97,3 @@ def checked_mean_(total: Tensor, count: int, *, bits: bool) -> Tensor:
 
 def _have_addresses(parts: Sequence[tuple[Tensor, Tensor]]) -> bool:
     return all(has_address(i, torch.int64) and has_address(x, torch.float32) for i, x in parts)
-
-
-def _step_along_(
-    param: Tensor,
-    parts: Sequence[tuple[Tensor, Tensor]],
-    rate: float,
-    sources: int,
-    dtype: torch.dtype,
-) -> None:
-    touched, total = sum_sparse(parts, dtype)
-    flat = param.view(-1) if param.is_contiguous() else param.reshape(-1)
-    flat[touched] = (flat[touched].to(dtype) - divided_(total, sources).mul_(rate)).to(param.dtype)
-    if not param.is_contiguous():
-        param.copy_(flat.view(param.shape))

@@ -12,29 +12,17 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from thinwire.compress.protocol import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from thinwire.errors import ThinwireError
 from thinwire.exchange.gradients import GradientExchange, Verdict
 from thinwire.exchange.round import Round
 
 __all__ = [
-    "BUCKET_BYTES",
-    "DENSE_BUCKET_BYTES",
-    "FIRST_BUCKET_BYTES",
     "Early",
     "Overlap",
     "Readiness",
     "cut_into_buckets",
 ]
-
-BUCKET_BYTES = 25 * 2**20
-"""Gradient bytes of a bucket whose message is compressed: the fewer messages, the less each costs
-in latency."""
-DENSE_BUCKET_BYTES = 5 * 2**20
-"""The same without compression: what the backward pass cannot hide is the last bucket; measured at
-1 Gbit/s."""
-FIRST_BUCKET_BYTES = 2**20
-"""Of the bucket that is ready first: small, so that the link does not idle while the backward pass
-begins."""
 
 
 def cut_into_buckets(

@@ -2,7 +2,7 @@
 fallback.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,21 +13,26 @@ from thinwire.kernels.rules import Fold
 __all__ = [
     "SCALE_COUNT",
     "commit_",
+    "commit_each_",
     "commit_list_",
     "count_nonzero",
     "decode_positions",
     "decode_slots",
     "decode_values",
+    "divided_",
     "encode_positions",
     "encode_slots",
     "encode_values",
     "is_ascending",
     "mixed",
     "propose",
+    "propose_each",
     "propose_list",
+    "step_along_",
     "step_along_list_",
     "store_",
     "sum_sparse",
+    "summed",
     "top_k",
 ]
 
@@ -103,19 +108,38 @@ def propose_list(
     folds: Sequence[Fold], ks: Sequence[int]
 ) -> list[tuple[Tensor, Tensor, bool | Tensor]]:
     """`propose` of each tensor."""
-    return [
-        propose(*fold[:3], k, momentum=fold.momentum, nesterov=fold.nesterov)
-        for fold, k in zip(folds, ks, strict=True)
-    ]
+    return propose_each(propose, folds, ks)
 
 
 def commit_list_(
     folds: Sequence[Fold], sent: Sequence[tuple[Tensor, Tensor]], seeds: Sequence[int]
 ) -> list[None]:
     """`commit_` of each tensor; no sums of what was found and left."""
+    return commit_each_(commit_, folds, sent, seeds)
+
+
+def propose_each(
+    propose_one: Callable[..., tuple[Tensor, Tensor, bool | Tensor]],
+    folds: Sequence[Fold],
+    ks: Sequence[int],
+) -> list[tuple[Tensor, Tensor, bool | Tensor]]:
+    """A body's `propose` of one tensor after the other."""
+    return [
+        propose_one(*fold[:3], k, momentum=fold.momentum, nesterov=fold.nesterov)
+        for fold, k in zip(folds, ks, strict=True)
+    ]
+
+
+def commit_each_(
+    commit_one_: Callable[..., object],
+    folds: Sequence[Fold],
+    sent: Sequence[tuple[Tensor, Tensor]],
+    seeds: Sequence[int],
+) -> list[None]:
+    """A body's `commit_` of one tensor after the other."""
     for fold, part, seed in zip(folds, sent, seeds, strict=True):
         rule = {"momentum": fold.momentum, "nesterov": fold.nesterov, "seed": seed}
-        commit_(*fold[:3], *part, **rule)  # type: ignore[arg-type]
+        commit_one_(*fold[:3], *part, **rule)
     return [None] * len(folds)
 
 
@@ -127,13 +151,41 @@ def step_along_list_(
 ) -> None:
     """P <- p - rate * (sum of the parts / sources), of contiguous tensors."""
     for param, own, rate in zip(params, parts, rates, strict=True):
-        indices, values = map(list, zip(*own, strict=True))
-        if len(own) == 1:  # on a device an index may be there several times, with the same value
-            touched, total = indices[0], values[0].to(param.dtype) + 0.0
-        else:
-            touched, total = sum_sparse(indices, values, param.dtype)
-        flat = param.view(-1)
-        flat[touched] = flat[touched] - total.div_(sources).mul_(rate)
+        step_along_(param, *summed(own, param.dtype, sum_sparse), rate, sources)
+
+
+def summed(
+    parts: Sequence[tuple[Tensor, Tensor]],
+    dtype: torch.dtype,
+    sum_several: Callable[..., tuple[Tensor, Tensor]],
+) -> tuple[Tensor, Tensor]:
+    """The sum of one part or, by a body's `sum_sparse`, of several.
+
+    A part alone stays in the order that it came in: on a device an index may be there several
+    times, with the same value.
+    """
+    if len(parts) == 1:
+        return parts[0][0], parts[0][1].to(dtype) + 0.0  # from zero: no minus zero, as with several
+    indices, values = map(list, zip(*parts, strict=True))
+    return sum_several(indices, values, dtype)
+
+
+def step_along_(param: Tensor, touched: Tensor, total: Tensor, rate: float, sources: int) -> None:
+    """P <- p - rate * total / sources at the entries `touched`, of any layout and type."""
+    flat = param.view(-1) if param.is_contiguous() else param.reshape(-1)
+    step = divided_(total, sources).mul_(rate)
+    flat[touched] = (flat[touched].to(total.dtype) - step).to(param.dtype)
+    if not param.is_contiguous():
+        param.copy_(flat.view(param.shape))
+
+
+def divided_(total: Tensor, count: int) -> Tensor:
+    """`total` divided by `count`, in place; the same bits on every device.
+
+    By a tensor: where a GPU divides by a plain number, torch multiplies by the reciprocal, which
+    rounds otherwise.
+    """
+    return total.div_(torch.full((), count, dtype=total.dtype, device=total.device))
 
 
 def encode_slots(slots: object, parts: object, bits: int, *, spare: bool, code: object) -> None:

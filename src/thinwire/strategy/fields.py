@@ -34,24 +34,7 @@ CONFIGS: dict[str, type] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Fields:
-    """What to combine in training; a field that is None is off.
-
-    Attributes:
-        amp: The forward pass in a narrow type, with or without a loss scale.
-        recompute: Less memory for activations, paid with a second forward pass.
-        pipeline: The model in stages on several ranks.
-        gradient_merge: One update, and one exchange, for several backward passes.
-        dgc: Only the largest entries of every gradient travel; the rest is kept until it matters.
-        lars: LARS, for large batches, instead of the given SGD.
-        lamb: LAMB, for large batches, instead of the given Adam.
-        localsgd: Ranks train on their own and average their parameters at an interval.
-        adaptive_localsgd: The same as localsgd, at an interval that follows the loss.
-        low_rank: Each matrix of gradients travels as two factors of few columns; the rest is kept.
-
-    Raises:
-        TypeError: A field is neither None nor its config.
-        StrategyError: Fields that do not go together; lists all of them, with what to change.
-    """
+    """The fields of `DistributedStrategy`, which documents them, and what follows from them."""
 
     amp: AMP | None = None
     recompute: Recompute | None = None

@@ -302,7 +302,7 @@ def _planned_for(
     stage: nn.Module,
     place: _Place,
 ) -> _Plan:
-    local = strategy.localsgd or strategy.adaptive_localsgd
+    local = strategy.local
     trained = {p for group in optimizer.param_groups for p in group["params"]}
     params = {name: p for name, p in stage.named_parameters() if p.requires_grad and p in trained}
     if not params and strategy.pipeline is None:

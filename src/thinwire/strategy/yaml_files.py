@@ -101,7 +101,7 @@ def save(strategy: Fields, path: Path) -> None:
 def text_of(strategy: Fields) -> str:
     """The file: every key with the line of its docstring above it; what is off, as a comment."""
     document = to_dict(strategy)
-    about = attribute_lines(Fields)
+    about = attribute_lines(type(strategy))
     lines = [
         "# A training strategy of thinwire. `thinwire explain FILE` says what a step will do.",
         "",

@@ -13,7 +13,13 @@ from torch import Tensor
 from thinwire.kernels.cuda import codes
 from thinwire.kernels.cuda.launching import count_of
 from thinwire.kernels.cuda.select import commit_, propose, store_, top_k
-from thinwire.kernels.reference import decode_slots, encode_slots, step_along_list_
+from thinwire.kernels.reference import (
+    commit_each_,
+    decode_slots,
+    encode_slots,
+    propose_each,
+    step_along_list_,
+)
 from thinwire.kernels.rules import Fold
 
 __all__ = [
@@ -38,20 +44,14 @@ def propose_list(
     folds: Sequence[Fold], ks: Sequence[int]
 ) -> list[tuple[Tensor, Tensor, bool | Tensor]]:
     """`propose` of each tensor."""
-    return [
-        propose(*fold[:3], k, momentum=fold.momentum, nesterov=fold.nesterov)
-        for fold, k in zip(folds, ks, strict=True)
-    ]
+    return propose_each(propose, folds, ks)
 
 
 def commit_list_(
     folds: Sequence[Fold], sent: Sequence[tuple[Tensor, Tensor]], seeds: Sequence[int]
 ) -> list[None]:
     """`commit_` of each tensor; no sums of what was found and left."""
-    for fold, part, seed in zip(folds, sent, seeds, strict=True):
-        rule = {"momentum": fold.momentum, "nesterov": fold.nesterov, "seed": seed}
-        commit_(*fold[:3], *part, **rule)  # type: ignore[arg-type]
-    return [None] * len(folds)
+    return commit_each_(commit_, folds, sent, seeds)
 
 
 def count_nonzero(values: Tensor) -> int:

@@ -3,6 +3,7 @@
 Made of the standard library alone: a bad name is refused before torch is imported.
 """
 
+import importlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -12,7 +13,7 @@ from typing import Any, Self, TypeVar
 
 from thinwire.lab.run.size import ModelSize
 
-__all__ = ["Job", "Recipe", "RunConfig"]
+__all__ = ["Job", "Recipe", "RunConfig", "imported"]
 
 
 T = TypeVar("T")
@@ -33,6 +34,12 @@ def _read(cls: type[T], values: Mapping[str, Any]) -> T:
             "the command and its workers must be of one version of thinwire"
         )
     return cls(**values)
+
+
+def imported(name: str) -> Any:
+    """What "module:name" names; the module is imported."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@ them.
 """
 
 import contextlib
-import importlib
 import os
 import queue
 import threading
@@ -12,7 +11,7 @@ from collections.abc import Generator, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, final
 
-from thinwire.lab.run.config import Job
+from thinwire.lab.run.config import Job, imported
 from thinwire.lab.run.launch import TaskRefused, WorkerError
 
 __all__ = ["joined", "place_in_torchrun", "run_here"]
@@ -83,8 +82,7 @@ def run_here(job: Job) -> Generator[dict[str, Any], None, None]:
 
     def work() -> None:
         try:
-            module, _, name = job.task.partition(":")
-            result = getattr(importlib.import_module(module), name)(job.config, told).train()
+            result = imported(job.task)(job.config, told).train()
             told.write("result", **result)
         except BaseException as error:
             told.write("error", kind=type(error).__name__, message=str(error))

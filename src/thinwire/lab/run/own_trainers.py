@@ -78,7 +78,7 @@ class Prepared:
         self.engine = strategy.prepare(model, _optimizer(model, strategy, setup), setup.loss_fn)
         self.module = self.engine.model
         self.optimizer = self.engine.optimizer
-        local = strategy.localsgd or strategy.adaptive_localsgd
+        local = strategy.local
         merged = 1 if strategy.gradient_merge is None else strategy.gradient_merge.k_steps
         self.round_steps = merged * _longest_interval(local)
         self.steady_from_step = merged * max(

@@ -2,6 +2,7 @@
 one of the user's own.
 """
 
+import copy
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping
@@ -231,12 +232,17 @@ class OwnTask:
         return _moved(inputs, self.device), _moved(targets, self.device)
 
     def _tried(self) -> None:
-        """The model, the loss and the optimizer, on the first batch."""
+        """The model, the loss and the optimizer, on the first batch.
+
+        On a copy, with random numbers put back: a forward pass changes buffers and draws.
+        """
         inputs, targets = self.first
-        loss = self._own(
-            "loss_fn(model(inputs), targets)",
-            lambda: self.loss_fn(called(self.model, inputs), targets),
-        )
+        model = copy.deepcopy(self.model)
+        with torch.random.fork_rng(devices=[]):
+            loss = self._own(
+                "loss_fn(model(inputs), targets)",
+                lambda: self.loss_fn(called(model, inputs), targets),
+            )
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise self._error(
                 "loss_fn(model(inputs), targets) must be a tensor of one number with a gradient, "
@@ -245,7 +251,7 @@ class OwnTask:
         if not isfinite(found := float(loss.detach())):
             raise self._error(f"the loss of the first batch is {found}")
         if self.make_optimizer is not None:
-            made = self._own("optimizer(params)", lambda: self._optimizer_of(self.model))
+            made = self._own("optimizer(params)", lambda: self._optimizer_of(model))
             if not isinstance(made, torch.optim.Optimizer):
                 raise self._error(f"optimizer(params) must be a torch optimizer, got {made!r}")
 

@@ -2,7 +2,6 @@
 that DDP and its hooks make. Those of thinwire are in `own_trainers`.
 """
 
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, final
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.lab.run.config import imported
 from thinwire.lab.run.task import called, loss_of
 
 __all__ = [
@@ -111,8 +111,7 @@ def build_trainer(
     """Import a trainer, given as "module:Class", and wrap the model; on every rank at the same
     time.
     """
-    module, _, attribute = trainer.partition(":")
-    built: Trainer = getattr(importlib.import_module(module), attribute)(model, setup, **options)
+    built: Trainer = imported(trainer)(model, setup, **options)
     return built
 
 

@@ -2,14 +2,13 @@
 `-m thinwire.lab.run.worker JOB.json`. The event logs are in the folder of that file.
 """
 
-import importlib
 import os
 import sys
 from datetime import timedelta
 from pathlib import Path
 
 from thinwire.lab.network.enter import die_with_parent
-from thinwire.lab.run.config import Job
+from thinwire.lab.run.config import Job, imported
 from thinwire.lab.run.events import EventLog
 
 __all__ = ["main"]
@@ -23,8 +22,7 @@ def main(job_path: str) -> None:
         import torch.distributed as dist
 
         job = Job.read(path)
-        module, _, name = job.task.partition(":")
-        task = getattr(importlib.import_module(module), name)
+        task = imported(job.task)
         dist.init_process_group("gloo", timeout=timedelta(seconds=job.timeout_s))
         result = task(job.config, events).train()
         dist.barrier()

@@ -5,9 +5,9 @@ the loop.
 from collections.abc import Iterator, Sequence
 
 from thinwire.comm.nodes import job_ranks, node_size_of
+from thinwire.compress.dense import Dense
 from thinwire.compress.dgc import DGC
 from thinwire.core.loss_scale import FixedLossScale
-from thinwire.exchange.overlap import BUCKET_BYTES, DENSE_BUCKET_BYTES, FIRST_BUCKET_BYTES
 from thinwire.strategy.fields import Fields
 
 __all__ = ["advice"]
@@ -49,7 +49,7 @@ def _about_structure(strategy: Fields) -> Iterator[str]:
             f"{pipeline.micro_batches}. The tensors between stages are the traffic: keep them "
             "small. Use train_step, not minimize"
         )
-        if strategy.localsgd is None and strategy.adaptive_localsgd is None:
+        if strategy.local is None:
             yield (
                 "pipeline: gradients are exchanged after the last micro-batch, not during the "
                 "backward passes"
@@ -61,7 +61,7 @@ def _about_structure(strategy: Fields) -> Iterator[str]:
 
 
 def _about_exchange(strategy: Fields) -> Iterator[str]:
-    local = strategy.localsgd or strategy.adaptive_localsgd
+    local = strategy.local
     if (
         strategy.dgc is not None
         and local is None
@@ -76,14 +76,12 @@ def _about_exchange(strategy: Fields) -> Iterator[str]:
         yield from _about_sources(strategy, strategy.dgc)
     if local is None and strategy.pipeline is None:
         # the optimizer is not known here: a DGCMomentum without the field compresses too
-        dense, compressed = _mib(DENSE_BUCKET_BYTES), _mib(BUCKET_BYTES)
-        size = (
-            f"{dense}, or {compressed} under a DGCMomentum"
-            if strategy.compression is None
-            else compressed
-        )
-        if strategy.low_rank is None:
-            size += f" (the first of {_mib(FIRST_BUCKET_BYTES)})"
+        buckets = strategy.compression or Dense
+        size = _mib(buckets.bucket_bytes)
+        if strategy.compression is None:
+            size += f", or {_mib(DGC.bucket_bytes)} under a DGCMomentum"
+        if buckets.first_bytes < buckets.bucket_bytes:
+            size += f" (the first of {_mib(buckets.first_bytes)})"
         yield (
             f"overlap: gradients leave while the backward pass runs, in buckets of {size}, once "
             "all ranks had the same parameters in two updates in a row. With one rank, with "
@@ -101,7 +99,7 @@ def _about_exchange(strategy: Fields) -> Iterator[str]:
 
 def _about_sources(strategy: Fields, dgc: DGC) -> Iterator[str]:
     """Who counts as one, and how their messages travel."""
-    if strategy.localsgd is not None or strategy.adaptive_localsgd is not None:
+    if strategy.local is not None:
         if dgc.node_size not in (None, 1) or dgc.exchange == "split":
             yield (
                 f"dgc: node_size={dgc.node_size} and exchange={dgc.exchange!r} are for gradients; "
@@ -158,7 +156,7 @@ def _about_the_end(strategy: Fields) -> Iterator[str]:
     pending = []
     if strategy.gradient_merge is not None and strategy.gradient_merge.k_steps > 1:
         pending.append("the leftovers of a merge")
-    if strategy.localsgd is not None or strategy.adaptive_localsgd is not None:
+    if strategy.local is not None:
         pending.append("the last averaging")
     if pending:
         yield f"at the end call engine.flush(): it applies {' and '.join(pending)}"

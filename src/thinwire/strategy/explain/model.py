@@ -54,7 +54,7 @@ def about_optimizer(
     Raises:
         StrategyError: The strategy does not go with it.
     """
-    local = strategy.localsgd is not None or strategy.adaptive_localsgd is not None
+    local = strategy.local is not None
     names = (
         _names_in(optimizer) if model is None else {p: name for name, p in model.named_parameters()}
     )
@@ -99,7 +99,7 @@ def _recomputed(strategy: Fields, model: nn.Module) -> Iterator[str]:
 def _exchanged(
     strategy: Fields, model: nn.Module, params: Mapping[str, Parameter]
 ) -> Iterator[str]:
-    local = strategy.localsgd or strategy.adaptive_localsgd
+    local = strategy.local
     what = "the change of" if local is not None else "the gradient of"
     if local is not None and local.compression is not None:
         mine = {
