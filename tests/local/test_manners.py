@@ -235,6 +235,11 @@ def test_a_dropped_step_counts_and_its_loss_does_not(ranks: Pool) -> None:
             "fragments must be at most k_steps=4, got 5",
         ),
         (lambda: tw.LocalSGD(4, fragments=0), ValueError, "fragments"),
+        (
+            lambda: tw.LocalSGD(4, fragments=2, fragment_order="stride"),  # type: ignore[arg-type]
+            ValueError,
+            "fragment_order must be one of.*'stride'; did you mean 'strided'",
+        ),
         (lambda: tw.LocalSGD(4, delay=4), ValueError, "delay must be below the 4 steps"),
         (
             lambda: tw.LocalSGD(4, fragments=2, delay=2),

@@ -58,6 +58,7 @@ def local_updates(draw: st.DrawFn, kind: Callable[..., Any]) -> Any:
         outer_nesterov=momentum > 0 and draw(st.booleans()),
         compression=draw(st.none() | compressions),
         fragments=fragments,
+        fragment_order=draw(st.sampled_from(["contiguous", "strided"])),
         delay=draw(st.integers(0, k_steps // fragments - 1)),
         mixing=draw(st.floats(0, 1, exclude_max=True)),
         average_state=draw(st.booleans() | st.integers(0, 9)),

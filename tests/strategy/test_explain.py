@@ -94,6 +94,7 @@ def test_local_updates_exchange_no_gradient(capsys: pytest.CaptureFixture[str]) 
         outer_momentum=0.9,
         outer_nesterov=True,
         fragments=2,
+        fragment_order="strided",
         delay=1,
     )
     text = text_of(capsys, adaptive_localsgd=config, dgc=tw.DGC(10, min_numel=100))
@@ -103,7 +104,7 @@ def test_local_updates_exchange_no_gradient(capsys: pytest.CaptureFixture[str]) 
         "outer SGD, rate 0.7, momentum 0.9, Nesterov",
         "the first 10 updates dense, then of each tensor's change the largest 0.1 % are sent, 1 "
         "bit an entry",
-        "2 parts of the model take turns",
+        "2 parts of the model take turns, layer l in part l mod 2; the result",
         "takes effect 1 step later",
         "New interval, 1 to 32 steps: 8 at the start",
         "engine.flush(): it applies the last averaging",

@@ -4,7 +4,6 @@ verify, apply.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
 from typing import Protocol
 
 from torch import Tensor
@@ -16,6 +15,7 @@ from thinwire.exchange.likeness import Likeness
 from thinwire.exchange.vote import COMPARING, Report, agree_on_step
 from thinwire.local.averaging import Averaging, PendingAveraging
 from thinwire.local.config import LocalConfig
+from thinwire.local.fragments import fragments_of
 from thinwire.local.interval import Interval
 from thinwire.local.model import LocalModel
 
@@ -23,8 +23,6 @@ __all__ = [
     "Averager",
     "Counters",
     "OwnScale",
-    "partition",
-    "parts_of",
 ]
 
 
@@ -87,7 +85,7 @@ class Averager:
         """An averaging that is on its way."""
         self._group = group
         self._config = config
-        self._parts = parts_of(tensors, config.fragments)
+        self._parts = fragments_of(tensors.params, config)
         self._scaler = scaler
         self._identity = identity
         self.digest: RollingDigest | None = None
@@ -281,40 +279,3 @@ class Averager:
         if self.pending is not None:
             pending, self.pending = self.pending, None
             self._finish(pending)
-
-
-def parts_of(tensors: LocalModel, fragments: int) -> list[list[str]]:
-    """The names of the parameters that are averaged in one turn, by turn."""
-    names = list(tensors.params)
-    return [
-        [names[i] for i in part]
-        for part in partition([p.numel() for p in tensors.params.values()], fragments)
-    ]
-
-
-def partition(sizes: Sequence[int], parts: int) -> list[range]:
-    """Contiguous ranges of positions that cover `sizes`, each ended where it comes closest to its
-    share.
-
-    Args:
-        sizes: Elements of each tensor, in order.
-        parts: How many ranges, between 1 and len(sizes); none of them is empty.
-
-    Returns:
-        `parts` ranges in order; a function of the two arguments only.
-
-    Raises:
-        ValueError: There are fewer tensors than parts.
-    """
-    if not 1 <= parts <= len(sizes):
-        raise ValueError(
-            f"fragments is {parts}; it must be between 1 and the {len(sizes)} tensors there are"
-        )
-    ends = list(accumulate(sizes))  # ends[i]: elements in the tensors up to i
-    cuts = [0]
-    for part in range(1, parts):
-        share = ends[-1] * part / parts
-        allowed = range(cuts[-1] + 1, len(sizes) - (parts - part) + 1)
-        cuts.append(min(allowed, key=lambda at: abs(ends[at - 1] - share)))
-    cuts.append(len(sizes))
-    return [range(first, last) for first, last in pairwise(cuts)]

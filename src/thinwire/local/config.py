@@ -1,6 +1,7 @@
 """The configs of local updates: how often ranks average, and what they send."""
 
 from dataclasses import KW_ONLY, dataclass
+from typing import Literal
 
 from thinwire import _validate as check
 from thinwire.compress.changes import COMPRESSIONS, Compression
@@ -18,6 +19,7 @@ class _Common:
     outer_nesterov: bool = False
     compression: Compression | None = None
     fragments: int = 1
+    fragment_order: Literal["contiguous", "strided"] = "contiguous"
     delay: int = 0
     mixing: float = 0.0
     average_state: bool | int = False
@@ -43,6 +45,7 @@ class _Common:
                 f"fragments must be at most {interval}={k_steps}, got {self.fragments}: one part a "
                 "step"
             )
+        check.one_of("fragment_order", self.fragment_order, ("contiguous", "strided"))
         set_(self, "delay", check.integer("delay", self.delay, at_least=0))
         distance = k_steps // self.fragments
         if self.delay >= distance:
@@ -77,6 +80,9 @@ class LocalSGD(_Common):
             all of them in a few bits; None sends all of it.
         fragments: Parts of the model that take turns, 1 to k_steps; after `begin_step` one part is
             averaged every k_steps // fragments steps.
+        fragment_order: "contiguous": neighbours in the model make a part, parts of nearly equal
+            size; "strided": layer l belongs to part l mod fragments, counted by the first integer
+            in the names, and tensors in no layer follow.
         delay: Local steps that go on while an averaging is on its way, 0 to k_steps // fragments -
             1.
         mixing: m in [0, 1), the part of its local value that a parameter keeps when a result
@@ -117,6 +123,7 @@ class AdaptiveLocalSGD(_Common):
         outer_nesterov: See `LocalSGD`.
         compression: See `LocalSGD`.
         fragments: 1 to init_k_steps, else as in `LocalSGD`.
+        fragment_order: See `LocalSGD`.
         delay: 0 to init_k_steps // fragments - 1. Where the interval falls below it, a result is
             applied early.
         mixing: See `LocalSGD`.

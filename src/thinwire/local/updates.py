@@ -35,9 +35,10 @@ from thinwire.exchange.digest import DIGEST_EVERY
 from thinwire.kernels.needs import Need, needs_of
 from thinwire.kernels.warm import warm_up
 from thinwire.local import saving
-from thinwire.local.averager import Averager, Counters, OwnScale, parts_of
+from thinwire.local.averager import Averager, Counters, OwnScale
 from thinwire.local.averaging import Averaging, PendingAveraging
 from thinwire.local.config import AdaptiveLocalSGD, LocalConfig, LocalSGD
+from thinwire.local.fragments import fragments_of
 from thinwire.local.interval import Interval
 from thinwire.local.model import LocalModel, bare_optimizer
 from thinwire.wire.message import WIRE_VERSION
@@ -153,7 +154,7 @@ class LocalUpdates:
             "torch.optim.Optimizer", bare_optimizer(optimizer)
         )  # of a wrong kind, it is refused below
         self._tensors = LocalModel(model, optimizer)
-        parts_of(self._tensors, config.fragments)  # refuses more fragments than parameters
+        fragments_of(self._tensors.params, config)  # refuses more fragments than parameters
         self._config = config
         self._dgc = dgc
         self._scaler = scaler

@@ -184,6 +184,8 @@ def _change(strategy: Fields, config: LocalConfig) -> str:
         )
     if config.fragments > 1:
         said += f"; {config.fragments} parts of the model take turns"
+        if config.fragment_order == "strided":
+            said += f", layer l in part l mod {config.fragments}"
     if config.delay:
         said += f"; the result takes effect {config.delay} {plural('step', config.delay)} later"
     if config.mixing:

@@ -1,0 +1,287 @@
+"""Parts of the model that take turns: how they are cut, that all have their turn, and that nothing
+is lost with compression and a delay."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import thinwire as tw
+from tests.local.test_laws import digest
+from tests.ranks import Pool
+from thinwire.local.fragments import strided
+
+
+class Stack(nn.Module):
+    """The names of a small transformer."""
+
+    def __init__(self, layers: int = 5) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed = nn.Embedding(7, 6)
+        self.blocks = nn.ModuleList(nn.Linear(6, 8) for _ in range(layers))
+        self.norm = nn.LayerNorm(6)
+        self.head = nn.Linear(6, 7, bias=False)
+        self.double()
+
+
+NAMES = [name for name, _ in Stack().named_parameters()]
+
+
+def block(*numbers: int) -> list[str]:
+    return [f"blocks.{i}.{kind}" for i in numbers for kind in ("weight", "bias")]
+
+
+def test_layers_are_dealt_out_and_the_rest_goes_on_with_the_count() -> None:
+    assert strided(NAMES, 1) == [NAMES]
+    assert strided(NAMES, 2) == [
+        [*block(0, 2, 4), "norm.weight", "head.weight"],
+        ["embed.weight", *block(1, 3), "norm.bias"],
+    ]
+    # layers 0 to 4, then embed 5, norm.weight 6, norm.bias 7, head 8
+    assert strided(NAMES, 4) == [
+        [*block(0, 4), "head.weight"],
+        ["embed.weight", *block(1)],
+        [*block(2), "norm.weight"],
+        [*block(3), "norm.bias"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("names", "parts", "cut"),
+    [
+        (["a", "b", "c"], 2, [["a", "c"], ["b"]]),  # no layers
+        (["0.w", "0.b", "2.w", "2.b"], 2, [["0.w", "0.b"], ["2.w", "2.b"]]),  # 1 has no parameter
+        (["a.1.x.0.w", "a.1.x.5.w", "b.1.w"], 2, [["a.1.x.0.w", "a.1.x.5.w"], ["b.1.w"]]),
+        (["w.0", "w.1", "w.10"], 3, [["w.0"], ["w.1"], ["w.10"]]),
+        (["h.0.w", "h.0.b", "h.1.w", "h.1.b"], 3, [["h.0.w", "h.1.b"], ["h.0.b"], ["h.1.w"]]),
+        (["x2.w", "block1.b"], 2, [["x2.w"], ["block1.b"]]),  # no part of a name is an integer
+    ],
+)
+def test_layers_are_told_by_names(names: list[str], parts: int, cut: list[list[str]]) -> None:
+    assert strided(names, parts) == cut
+
+
+@pytest.mark.parametrize("layers", [0, 1, 3, 8])
+def test_every_tensor_has_one_part_and_no_part_is_empty(layers: int) -> None:
+    names = [name for name, _ in Stack(layers).named_parameters()]
+    for parts in range(1, len(names) + 1):
+        cut = strided(names, parts)
+        assert len(cut) == parts and all(cut)
+        assert sorted(name for part in cut for name in part) == sorted(names)
+        assert all(part == [name for name in names if name in part] for part in cut)
+    for parts in (0, len(names) + 1):
+        with pytest.raises(ValueError, match=f"fragments is {parts}.*the {len(names)} tensors"):
+            strided(names, parts)
+
+
+def test_more_parts_than_tensors_are_refused_before_anything_is_sent() -> None:
+    model = Stack()
+    config = tw.LocalSGD(20, fragments=20, fragment_order="strided")
+    with pytest.raises(ValueError, match="fragments is 20; it must be between 1 and the 14"):
+        tw.local_sgd(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
+
+
+# ---- over ranks
+
+
+def set_gradients(model: nn.Module, step: int, rank: int) -> None:
+    """Of a bowl that is not quite the same for every rank and step."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    for p in model.parameters():
+        noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+        p.grad = (0.3 * p.detach() + noise).to(p.dtype)
+
+
+def turns(rank: int, size: int, config: Any, steps: int) -> list[tuple[list[str], dict[str, Any]]]:
+    """Per averaging whose anchors moved, and their values."""
+    model = Stack()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    with tw.local_sgd(model, optimizer, config) as sync:
+        for step in range(1, steps + 1):
+            before = sync.state_dict()["anchors"]
+            set_gradients(model, step, rank)
+            optimizer.step()
+            if sync.synced:
+                moved = [
+                    n
+                    for n, p in model.named_parameters()
+                    if not torch.equal(before[n], p.detach())
+                    and torch.equal(sync.state_dict()["anchors"][n], p.detach())
+                ]
+                values = {n: p.detach().numpy().copy() for n, p in model.named_parameters()}
+                found.append((moved, {n: values[n] for n in moved}))
+    return found
+
+
+def test_in_a_period_every_parameter_is_averaged_once(ranks: Pool) -> None:
+    config = tw.LocalSGD(6, begin_step=0, fragments=3, fragment_order="strided")
+    answers = ranks.run(turns, config, 18, size=2)
+    expected = strided(NAMES, 3)
+    assert [moved for moved, _ in answers[0]] == expected * 3
+    for (moved, mine), (_, theirs) in zip(*answers, strict=True):
+        assert all(mine[name].tobytes() == theirs[name].tobytes() for name in moved)
+
+
+def differing(rank: int, size: int, make: Any) -> str:
+    model = Stack()
+    order: Any = ("contiguous", "strided")[rank]
+    config = make(4, fragments=2, fragment_order=order)
+    try:
+        with tw.local_sgd(model, torch.optim.SGD(model.parameters(), lr=0.1), config):
+            pass
+    except tw.errors.Mismatch as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("make", [tw.LocalSGD, tw.AdaptiveLocalSGD])
+def test_ranks_compare_the_order(ranks: Pool, make: Any) -> None:
+    for answer in ranks.run(differing, make, size=2):
+        assert "fragment_order differs: rank 0 has 'contiguous', rank 1 has 'strided'" in answer
+
+
+ALL_IN_TIME = {
+    "dense": None,
+    "sparse": tw.Sparse(0.8, decay=1.0, mean_over="all"),
+    "quantized, 1 bit": tw.Quantized(1),
+    "quantized, 4 bits": tw.Quantized(4),
+    "low rank": tw.LowRank(2, begin_step=5, min_numel=40),
+}
+ORDERS = ("contiguous", "strided")
+
+
+def overlapped(compression: Any, order: Any, **options: Any) -> tw.LocalSGD:
+    return tw.LocalSGD(
+        9, fragments=3, fragment_order=order, delay=2, compression=compression, **options
+    )
+
+
+def keep_books(rank: int, size: int, config: Any, steps: int) -> tuple[float, str, bool]:
+    """Largest error of: the anchors moved by the mean of all changes less the mean of what is
+    kept."""
+    model = Stack()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    changed = {name: torch.zeros_like(p) for name, p in start.items()}
+    with tw.local_sgd(model, optimizer, config) as sync:
+        on_its_way = False
+        for step in range(1, steps + 1):
+            set_gradients(model, step, rank)
+            for name, p in model.named_parameters():
+                changed[name] += 0.1 * p.grad  # type: ignore[operator]
+            optimizer.step()
+            on_its_way |= sync.pending is not None
+        sync.flush()
+        errors = sync.state_dict()["errors"]
+    worst = 0.0
+    for name, p in model.named_parameters():
+        sums = torch.stack([changed[name], errors.get(name, torch.zeros_like(p))]).detach()
+        torch.distributed.all_reduce(sums)
+        moved = (start[name] - p.detach()) * size
+        worst = max(worst, float((moved + sums[1] - sums[0]).abs().max()))
+    return worst, digest(model), on_its_way
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", ALL_IN_TIME)
+def test_nothing_is_lost_and_flush_leaves_ranks_equal(ranks: Pool, name: str, order: str) -> None:
+    """1e-10: float64 sums of a few hundred terms of size 1. The end is in the middle of a period,
+    with a result on its way."""
+    answers = ranks.run(keep_books, overlapped(ALL_IN_TIME[name], order), 101, size=2)
+    assert all(lost < 1e-10 and on_its_way for lost, _, on_its_way in answers)
+    assert len({bits for _, bits, _ in answers}) == 1
+
+
+# ---- saved and loaded
+
+
+def train_on(model: nn.Module, optimizer: Any, sync: Any, rank: int, last: int) -> list[str]:
+    found = []
+    for step in range(sync.step + 1, last + 1):
+        set_gradients(model, step, rank)
+        optimizer.step()
+        found.append(digest(model))
+    sync.flush()
+    return [*found, digest(model)]
+
+
+def resume(rank: int, size: int, config: Any, other: Any) -> tuple[list[str], list[str]]:
+    """Straight on, and from the state that was saved while a result was on its way."""
+    found = []
+    state: Any = None
+    for each in (config, other):
+        model = Stack()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        with tw.local_sgd(model, optimizer, each) as sync:
+            if state is None:
+                train_on_until_pending(model, optimizer, sync, rank)
+                kept = {n: p.detach().clone() for n, p in model.named_parameters()}
+                state = sync.state_dict(), optimizer.state_dict(), kept
+                assert state[0]["pending"] is not None
+                state = torch.utils._pytree.tree_map(
+                    lambda v: v.clone() if isinstance(v, Tensor) else v, state
+                )
+            else:
+                sync.load_state_dict(state[0])
+                optimizer.load_state_dict(state[1])
+                assert all(torch.equal(p, state[2][n]) for n, p in model.named_parameters())
+            found.append(train_on(model, optimizer, sync, rank, 60))
+    return found[0], found[1]
+
+
+def train_on_until_pending(model: nn.Module, optimizer: Any, sync: Any, rank: int) -> None:
+    while sync.step < 20 or sync.pending is None:
+        set_gradients(model, sync.step + 1, rank)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", ALL_IN_TIME)
+def test_a_run_goes_on_bit_for_bit_with_a_result_on_its_way(
+    ranks: Pool, name: str, order: str
+) -> None:
+    config = overlapped(ALL_IN_TIME[name], order, outer_lr=0.9, outer_momentum=0.5)
+    answers = ranks.run(resume, config, config, size=2)
+    assert all(straight == resumed for straight, resumed in answers)
+    assert len({straight[-1] for straight, _ in answers}) == 1
+    assert len({straight[-2] for straight, _ in answers}) == 2
+
+
+def test_a_state_of_another_order_goes_on_with_what_is_on_its_way(ranks: Pool) -> None:
+    """Like one of another number of fragments: what is on its way is applied to those that it was
+    measured of."""
+    first, second = (overlapped(tw.Quantized(4), order) for order in ORDERS)
+    answers = ranks.run(resume, first, second, size=2)
+    for straight, resumed in answers:
+        assert straight[0] == resumed[0]  # until the next part is due
+        assert straight[-1] != resumed[-1]
+    assert len({resumed[-1] for _, resumed in answers}) == 1
+
+
+def saved_and_loaded(rank: int, size: int, folder: str) -> str:
+    for order in ORDERS:
+        model = Stack()
+        strategy = tw.DistributedStrategy(localsgd=overlapped(tw.Quantized(4), order))
+        engine = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        try:
+            if order == "contiguous":
+                engine.save(folder)
+            else:
+                engine.load(folder)
+        except tw.errors.CheckpointMismatch as error:
+            return str(error)
+        finally:
+            engine.close()
+    return ""
+
+
+def test_a_checkpoint_of_another_order_is_refused(ranks: Pool, tmp_path: Path) -> None:
+    for text in ranks.run(saved_and_loaded, str(tmp_path), size=2):
+        assert (
+            "strategy.localsgd.fragment_order was contiguous when it was written and is strided"
+            in text
+        )
