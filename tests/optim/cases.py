@@ -15,6 +15,8 @@ from thinwire import optim
 class Case:
     make: Callable[..., Any]
     kwargs: dict[str, Any]
+    rounding: float = 0.0
+    """What another order of the same arithmetic may change in a few steps, beyond float32's."""
 
     def __call__(self, params: Any, **kwargs: Any) -> Any:
         return self.make(params, **{**self.kwargs, **kwargs})
@@ -34,7 +36,8 @@ OURS = {
     "Ftrl": Case(optim.Ftrl, {"lr": 0.1, "l1": 0.01}),
     "ProximalAdagrad": Case(optim.ProximalAdagrad, {"lr": 0.1, "l1": 0.01}),
 }
-ALL = {**TORCHS, **OURS}
+# Muon iterates in bfloat16
+ALL = {**TORCHS, "Muon": Case(optim.Muon, {"lr": 0.01}, rounding=1e-3), **OURS}
 # one worker: the compression is at work, the exchange is not
 EVERY = {
     **ALL,

@@ -57,4 +57,4 @@ def test_sharding_changes_no_number(ranks: Pool, name: str, foreach: bool | None
         expected.append(torch.tensor(list(optimizer.trust_ratios().values()), dtype=torch.float64))
     for got in ranks.run(train_sharded, name, 0.7, foreach, size=2):
         for a, b in zip(got, expected, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=max(1e-12, ALL[name].rounding))

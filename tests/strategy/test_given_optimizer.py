@@ -31,6 +31,8 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "no field": (lambda p: torch.optim.AdamW(p, lr=0.01), {}),
     "merge": (lambda p: torch.optim.AdamW(p, lr=0.01), {"gradient_merge": tw.GradientMerge(2)}),
     "local": (lambda p: torch.optim.AdamW(p, lr=0.01), {"localsgd": tw.LocalSGD(2)}),
+    "dgc with Muon": (lambda p: tw.optim.Muon(p, lr=0.01), DGC),
+    "local with Muon": (lambda p: tw.optim.Muon(p, lr=0.01), {"localsgd": tw.LocalSGD(2)}),
     "local with dgc": (
         lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
         {"localsgd": tw.LocalSGD(2), **DGC},

@@ -104,8 +104,8 @@ def compare(
         seed: Of the parameters and of the order of the data.
         seeds: Runs of every strategy, each with the next seed; the report gives mean and range.
         lr: Peak learning rate for all strategies, instead of each one's own.
-        optimizer: adamw, or sgd with momentum; the same for all strategies. A task that makes its
-            own is trained by that.
+        optimizer: adamw, muon (AdamW for what is no hidden matrix), or sgd with momentum; the same
+            for all strategies. A task that makes its own is trained by that.
         task: A model, data and loss of your own instead of the language model: FILE.py:NAME, where
             the function NAME gets the seed and gives a thinwire.Task.
         device: cpu, cuda, or auto, which is cuda where there is one.

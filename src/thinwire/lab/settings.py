@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Self
 
 from thinwire.lab.network.link import Link
-from thinwire.lab.run.config import Recipe
+from thinwire.lab.run.config import OPTIMIZERS, Recipe
 from thinwire.lab.run.joined import place_in_torchrun
 from thinwire.lab.run.size import ModelSize, parse_size
 from thinwire.lab.strategies import choose
@@ -16,7 +16,7 @@ from thinwire.lab.strategies import choose
 __all__ = ["Settings"]
 
 _MOST_WORKERS = 64
-OPTIMIZERS, DEVICES = ("adamw", "sgd"), ("auto", "cpu", "cuda")
+DEVICES = ("auto", "cpu", "cuda")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +119,7 @@ class Settings:
             )
         if lr is not None and not (isfinite(lr) and lr > 0):
             raise ValueError(f"lr={lr:g} is not allowed: a positive number")
-        _one_of("optimizer", optimizer, OPTIMIZERS)
+        _one_of("optimizer", optimizer, tuple(OPTIMIZERS))
         _one_of("device", device, DEVICES)
         if task is not None:
             _require_task(task, text, tune=tune)

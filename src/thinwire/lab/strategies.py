@@ -15,7 +15,7 @@ __all__ = ["STRATEGIES", "choose", "register"]
 # Those of dense and of the local strategies. LAMB and LARS scale their updates by the parameters;
 # theirs are the best of 0.01, 0.03 and 0.1, and of 1, 2 and 4, in 60 steps of the tiny model: a
 # place to start from.
-_RATES = {"adamw": 0.006, "sgd": 0.1}
+_RATES = {"adamw": 0.006, "muon": 0.006, "sgd": 0.1}
 _LARS_RATES, _LAMB_RATES = dict.fromkeys(_RATES, 4.0), dict.fromkeys(_RATES, 0.03)
 
 STRATEGIES: dict[str, Recipe] = {}
@@ -150,10 +150,21 @@ register(
 )
 register(
     Recipe(
+        "dense-muon",
+        "DDP, every gradient in float32, with Muon for the hidden matrices",
+        f"{_TRAINERS}:Dense",
+        _RATES,
+        _RING,
+        field="",
+        optimizer="muon",
+    )
+)
+register(
+    Recipe(
         "fp16",
         "DDP with torch's hook, gradients in float16",
         f"{_TRAINERS}:HalfPrecision",
-        {"adamw": 0.006, "sgd": 0.07},
+        {**_RATES, "sgd": 0.07},
         _RING,
         code=_FP16_CODE,
     )
@@ -163,7 +174,7 @@ register(
         "powersgd",
         "DDP with torch's PowerSGD hook, rank 2",
         f"{_TRAINERS}:PowerSGD",
-        {"adamw": 0.006, "sgd": 0.15},
+        {**_RATES, "sgd": 0.15},
         _RING,
         code=_POWERSGD_CODE,
     )
@@ -173,7 +184,7 @@ register(
         "dgc",
         "deep gradient compression, 0.1 % of the entries at one bit",
         f"{_OWN_TRAINERS}:DGC",
-        {"adamw": 0.006, "sgd": 0.15},
+        {**_RATES, "sgd": 0.15},
         _OWN,
         {"sparsity": [0.75, 0.9375, 0.984375, 0.996, 0.999], "value_bits": 1},
         field="dgc",
@@ -184,7 +195,7 @@ register(
         "low-rank",
         "gradients as two factors of 2 columns (PowerSGD), in buckets that leave early",
         _PREPARED,
-        {"adamw": 0.006, "sgd": 0.15},
+        {**_RATES, "sgd": 0.15},
         "engine.stats(), each message once, however many ranks it goes to",
         {"document": {"low_rank": {"rank": 2, "begin_step": 5}}},
     )
@@ -233,10 +244,22 @@ register(
         "sparse-local",
         "16 local steps, then the largest tenth of the change, at two bits",
         _LOCAL,
-        {"adamw": 0.003, "sgd": 0.1},
+        {**_RATES, "adamw": 0.003},
         _SYNC,
         {"k_steps": 16, "compression": {"sparsity": 0.9, "value_bits": 2}},
         field="localsgd",
+    )
+)
+register(
+    Recipe(
+        "muon-local",
+        "4 local steps with Muon, then the largest twentieth of the change, at two bits",
+        _LOCAL,
+        _RATES,
+        _SYNC,
+        {"k_steps": 4, "compression": {"sparsity": 0.95, "value_bits": 2}},
+        field="localsgd",
+        optimizer="muon",
     )
 )
 register(

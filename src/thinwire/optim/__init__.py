@@ -9,6 +9,7 @@ from thinwire.optim.ftrl import Ftrl
 from thinwire.optim.lamb import Lamb
 from thinwire.optim.lars import Lars
 from thinwire.optim.lazy_adam import LazyAdam
+from thinwire.optim.muon import Muon, muon_groups
 from thinwire.optim.proximal_adagrad import ProximalAdagrad
 from thinwire.optim.torch_classes import SGD, Adagrad, Adam, AdamW, RMSprop
 
@@ -27,6 +28,8 @@ __all__ = [
     "Lamb",
     "Lars",
     "LazyAdam",
+    "Muon",
     "ProximalAdagrad",
     "RMSprop",
+    "muon_groups",
 ]

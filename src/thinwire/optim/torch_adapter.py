@@ -13,7 +13,7 @@ from thinwire import _validate as check
 from thinwire.optim.base import CommonOptimizer, ParamFacts
 from thinwire.optim.two_phase import ParamGrad
 
-__all__ = ["TorchOptimizer"]
+__all__ = ["TorchOptimizer", "unhooked_step"]
 
 
 class TorchOptimizer(CommonOptimizer):
@@ -48,7 +48,7 @@ class TorchOptimizer(CommonOptimizer):
         if found_inf is not None and bool(found_inf):
             return False
         if self._is_plain():
-            _unhooked_step(self._torch_class)(self)
+            unhooked_step(self._torch_class)(self)
             return True
         return bool(super()._run_update(rates))
 
@@ -70,7 +70,7 @@ class TorchOptimizer(CommonOptimizer):
             self._unscaled(pairs) as unscaled,
             self._as_torch_reads_them(self._processed(unscaled), rates),
         ):
-            _unhooked_step(self._torch_class)(self)
+            unhooked_step(self._torch_class)(self)
         return True
 
     @contextmanager
@@ -127,7 +127,8 @@ class TorchOptimizer(CommonOptimizer):
         ]
 
 
-def _unhooked_step(torch_class: type[torch.optim.Optimizer]) -> Any:
+def unhooked_step(torch_class: type[torch.optim.Optimizer]) -> Any:
+    """The step of a class of torch, without the hooks of the instance that it is called with."""
     # torch wraps the step of a class at its first construction; the hooks are run by our own step
     # already
     step: Any = torch_class.step

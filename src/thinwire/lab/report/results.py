@@ -12,6 +12,7 @@ from typing import Any
 from thinwire._version import __version__
 from thinwire.lab.report.verdict import verdict
 from thinwire.lab.report.winner import document_of
+from thinwire.lab.run.config import OPTIMIZERS
 from thinwire.lab.run.size import ModelSize
 from thinwire.lab.run.text import Corpus
 from thinwire.lab.settings import Settings
@@ -27,10 +28,6 @@ __all__ = [
 ]
 
 FORMAT = 1
-_OPTIMIZERS = {
-    "adamw": "AdamW (betas 0.9 and 0.95, weight decay 0.1)",
-    "sgd": "SGD with momentum 0.9",
-}
 _SCHEDULE = "rate: linear warm-up over a tenth, cosine to a tenth"
 
 KEYS = {
@@ -156,9 +153,9 @@ def summarise(
             "seed": settings.seed,
             "seeds": settings.seeds,
             "loss_of": "the validation part" if settings.tune else "the held-out part",
-            "optimizer": f"{_OPTIMIZERS[settings.optimizer]}; {_SCHEDULE}"
+            "optimizer": f"{OPTIMIZERS[settings.optimizer]}; {_SCHEDULE}"
             if settings.task is None
-            else f"the task's own, else {_OPTIMIZERS[settings.optimizer]}; {_SCHEDULE}",
+            else f"the task's own, else {OPTIMIZERS[settings.optimizer]}; {_SCHEDULE}",
             "task": settings.task,
             "device": settings.device,
             **common,

@@ -13,10 +13,18 @@ from typing import Any, Self, TypeVar
 
 from thinwire.lab.run.size import ModelSize
 
-__all__ = ["Job", "Recipe", "RunConfig", "imported"]
+__all__ = ["OPTIMIZERS", "Job", "Recipe", "RunConfig", "imported"]
 
 
 T = TypeVar("T")
+
+OPTIMIZERS = {
+    "adamw": "AdamW (betas 0.9 and 0.95, weight decay 0.1)",
+    "muon": "Muon for hidden matrices, AdamW for the rest (momentum 0.95, betas 0.9 and 0.95, "
+    "weight decay 0.1)",
+    "sgd": "SGD with momentum 0.9",
+}
+"""What a strategy trains with, by name."""
 
 
 def _read(cls: type[T], values: Mapping[str, Any]) -> T:
@@ -59,6 +67,8 @@ class Recipe:
             ours.
         file: The strategy file, as the command line names it; None for those that come with the
             command.
+        optimizer: The optimizer that belongs to the strategy, whatever the others train with; None
+            for that of the command or of the task.
     """
 
     name: str
@@ -70,6 +80,7 @@ class Recipe:
     field: str | None = None
     code: str | None = None
     file: str | None = None
+    optimizer: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +89,7 @@ class RunConfig:
 
     Attributes:
         recipe: The strategy.
-        optimizer: "adamw" or "sgd".
+        optimizer: "adamw", "muon" or "sgd"; a strategy may have one of its own.
         lr: Peak learning rate; None for that of the strategy, or those of the task's own optimizer.
         task: "FILE.py:NAME" of the user's own task; None for the one that comes with the command.
         device: "auto", "cpu" or "cuda".

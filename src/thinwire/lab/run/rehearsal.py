@@ -63,7 +63,7 @@ def rehearse(config: RunConfig, work: Work) -> None:
     recipe = config.recipe
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        setup = Setup(config.optimizer, _RAMP_STEPS, work.loss_fn, work.make_optimizer)
+        setup = Setup.of(config, work, _RAMP_STEPS)
         options = shortened(recipe.options)
         trainer = build_trainer(recipe.trainer, options, copy.deepcopy(work.model), setup)
         # ranks that bring the same would be told so

@@ -4,7 +4,7 @@ that DDP and its hooks make. Those of thinwire are in `own_trainers`.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, final
+from typing import Any, Protocol, Self, final
 
 import torch
 import torch.distributed as dist
@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.lab.run.config import imported
-from thinwire.lab.run.task import called, loss_of
+import thinwire as tw
+from thinwire.lab.run.config import RunConfig, imported
+from thinwire.lab.run.task import Work, called, loss_of
 
 __all__ = [
     "DDPTrainer",
@@ -30,7 +31,7 @@ __all__ = [
 _BUCKET_CAP_MB = 4
 _ONE_BUCKET_MB = 10_000
 MOMENTUM, BETAS, WEIGHT_DECAY = 0.9, (0.9, 0.95), 0.1
-"""Of SGD and of AdamW, the same for every strategy."""
+"""Of SGD, AdamW and Muon, the same for every strategy."""
 LossFunction = Callable[[Any, Any], Tensor]
 
 
@@ -39,7 +40,7 @@ class Setup:
     """Settings that all strategies share.
 
     Attributes:
-        optimizer: "adamw" or "sgd".
+        optimizer: "adamw", "muon" or "sgd".
         ramp_steps: Updates during which methods that start gently may do so.
         loss_fn: `loss_fn(model(inputs), targets)` is the mean loss.
         make_optimizer: From parameters to the task's own optimizer; None for that of the command.
@@ -50,12 +51,24 @@ class Setup:
     loss_fn: LossFunction = loss_of
     make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None
 
+    @classmethod
+    def of(cls, config: RunConfig, work: Work, ramp_steps: int) -> Self:
+        """The settings of a run; the optimizer of the strategy goes before that of the task."""
+        own = config.recipe.optimizer
+        if own is not None:
+            return cls(own, ramp_steps, work.loss_fn)
+        return cls(config.optimizer, ramp_steps, work.loss_fn, work.make_optimizer)
+
     def optimizer_of(self, model: nn.Module, lr: float = 0.0) -> torch.optim.Optimizer:
         """Make the optimizer of all strategies; its learning rate is set before each step."""
         if self.make_optimizer is not None:
             return self.make_optimizer(list(model.parameters()))
         if self.optimizer == "sgd":
             return torch.optim.SGD(model.named_parameters(), lr=lr, momentum=MOMENTUM)
+        if self.optimizer == "muon":
+            return tw.optim.Muon(
+                tw.optim.muon_groups(model), lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY
+            )
         return torch.optim.AdamW(
             model.named_parameters(), lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY
         )

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from thinwire.errors import ThinwireError
 from thinwire.lab.run.budget import Budget, ByClock, BySteps, rate_factor
-from thinwire.lab.run.config import RunConfig
+from thinwire.lab.run.config import OPTIMIZERS, RunConfig
 from thinwire.lab.run.events import Events
 from thinwire.lab.run.measure import BareStep, kernel_bytes
 from thinwire.lab.run.rehearsal import rehearse
@@ -38,12 +38,7 @@ class TrainingRun:
         self.config, self.events = RunConfig.from_dict(config), events
         recipe = self.config.recipe
         self.work = work_of(self.config)
-        setup = Setup(
-            self.config.optimizer,
-            self.config.ramp_steps,
-            self.work.loss_fn,
-            self.work.make_optimizer,
-        )
+        self.setup = setup = Setup.of(self.config, self.work, self.config.ramp_steps)
         self.bare = BareStep(setup, self.work)
         self.bare.measure(_BARE_STEPS_UNTIMED)
         self.bare.seconds.clear()  # those paid for memory and caches
@@ -101,9 +96,9 @@ class TrainingRun:
     def _peaks(self) -> list[float]:
         """Of each group the peak learning rate."""
         groups, given = self.trainer.optimizer.param_groups, self.config.lr
-        if given is None and self.work.make_optimizer is not None:
+        if given is None and self.setup.make_optimizer is not None:
             return [float(group["lr"]) for group in groups]
-        rate = self.config.recipe.rates[self.config.optimizer] if given is None else given
+        rate = self.config.recipe.rates[self.setup.optimizer] if given is None else given
         return [rate] * len(groups)
 
     def _wait_for_the_link(self) -> None:
@@ -196,9 +191,14 @@ class TrainingRun:
             "kernel_received_bytes_per_step": kernel_received if measured else None,
             "settings": {
                 "lr": max(self.peaks),
+                **self._own_optimizer(),
                 **self.trainer.settings,
             },
         }
+
+    def _own_optimizer(self) -> dict[str, str]:
+        own = self.config.recipe.optimizer
+        return {} if own is None else {"optimizer": OPTIMIZERS[own]}
 
     def _mean_bytes_per_step(self, steady: int) -> list[float]:
         counts = (self.library_bytes, self.kernel_sent, self.kernel_received)

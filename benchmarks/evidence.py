@@ -1,0 +1,263 @@
+"""Loss against steps of every strategy, seconds and bytes of a step on every link, and the tables
+that both give together.
+
+python -m benchmarks.evidence tune train links --workers 2 4
+python -m benchmarks.evidence tables
+
+Loss per step does not depend on the link, nor the time of a step on the seed: so the loss is
+measured on real ranks without a limit on the link, once per seed, and the time in few steps on
+every link. Each measurement is one line of a file beside the results; what is there already is not
+made again, so the command goes on where it was interrupted.
+
+Rates come from the validation part, by one rule for all: 0.003, 0.006 and 0.012 with the same
+number of steps, and one further to the side as long as the best is at the edge. Tuning takes seed
+1, the training others.
+"""
+
+import argparse
+import contextlib
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from thinwire.lab.network.link import Link
+from thinwire.lab.network.netns import network
+from thinwire.lab.run.config import Job, Recipe, RunConfig
+from thinwire.lab.run.events import release
+from thinwire.lab.run.launch import WorkerError, run_workers
+from thinwire.lab.run.size import parse_size
+from thinwire.lab.run.text import read_standard_library
+from thinwire.lab.strategies import STRATEGIES
+
+RESULTS = Path(__file__).parent / "results" / "evidence.jsonl"
+NAMES = (
+    "dense",
+    "dense-muon",
+    "muon-local",
+    "sparse-local",
+    "quantized-local",
+    "powersgd",
+    "low-rank",
+    "localsgd",
+    "diloco",
+    "fp16",
+    "dgc",
+)
+LINKS = ("5mbit", "20mbit", "100mbit", "1gbit")
+STEPS, BATCH, EVALUATIONS, HELD_OUT_SEQUENCES = 1500, 8, 15, 256
+RATES, TUNING_SEED, SEEDS = (0.003, 0.006, 0.012), 1, (5, 6, 7)
+TIMED_ROUNDS, MOST_TIMED_S = 6, 60.0
+TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One measurement; a line of the results begins with these.
+
+    Attributes:
+        kind: "tuning" (loss on the validation part), "training" (on the held-out part) or "link".
+        strategy: Name of the strategy.
+        workers: Ranks.
+        size: Of the model.
+        steps: Updates.
+        lr: Peak learning rate.
+        seed: Of parameters and batches.
+        link: "loopback" where the loss is measured.
+        options: Of the strategy, where they are not its own.
+        optimizer: Where it is not the strategy's or AdamW.
+    """
+
+    kind: str
+    strategy: str
+    workers: int
+    size: str
+    steps: int
+    lr: float
+    seed: int
+    link: str = "loopback"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: str = ""
+
+    def recipe(self) -> Recipe:
+        """The strategy with the options of the cell."""
+        recipe = STRATEGIES[self.strategy]
+        return replace(
+            recipe,
+            options=self.options or recipe.options,
+            optimizer=self.optimizer or recipe.optimizer,
+        )
+
+
+class Results:
+    """The lines of a file, by cell."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lines: dict[str, dict[str, Any]] = {}
+        if path.exists():
+            for text in path.read_text().splitlines():
+                line = json.loads(text)
+                self.lines[_key(line["cell"])] = line
+
+    def of(self, cell: Cell) -> dict[str, Any]:
+        """What was measured; measured now if it is not there."""
+        key = _key(asdict(cell))
+        if key not in self.lines:
+            begin_s = time.monotonic()
+            line = {"cell": asdict(cell), **measured(cell)}
+            self.lines[key] = line
+            with self.path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            taken_s = time.monotonic() - begin_s
+            about = f"{cell.kind} {cell.strategy} x{cell.workers} {cell.size} lr {cell.lr:g}"
+            about += f" seed {cell.seed} {cell.link} {dict(cell.options) or ''}"
+            print(
+                f"{about}: {line.get('loss') or line.get('step_ms')} ({taken_s:.0f} s)", flush=True
+            )
+        return self.lines[key]
+
+
+def _key(cell: Mapping[str, Any]) -> str:
+    return json.dumps(cell, sort_keys=True)
+
+
+def measured(cell: Cell) -> dict[str, Any]:
+    """Train one cell on real ranks."""
+    try:
+        result = _trained(cell)
+    except WorkerError as error:
+        if "diverged" not in str(error):
+            raise
+        return {"loss": None, "error": str(error).splitlines()[0]}
+    if cell.kind == "link":
+        return {
+            "step_ms": round(result["median_step_ms"], 3),
+            "bare_step_ms": round(result["median_bare_step_ms"], 3),
+            "kernel_bytes_per_step": result["kernel_sent_bytes_per_step"],
+        }
+    return {
+        "loss": round(result["evaluations"][-1]["loss"], 5),
+        "losses": [[point["step"], round(point["loss"], 5)] for point in result["evaluations"]],
+        "parameters": result["parameters"],
+        "bytes_per_step": round(result["library_bytes_per_step"], 1),
+        "bytes": round(result["evaluations"][-1]["library_bytes"]),
+    }
+
+
+def _trained(cell: Cell) -> dict[str, Any]:
+    corpus = read_standard_library()
+    with tempfile.TemporaryDirectory() as folder, _link(cell) as emulated:
+        work = Path(folder)
+        held_out = corpus.validation if cell.kind == "tuning" else corpus.held_out
+        (work / "train.bin").write_bytes(corpus.train)
+        (work / "held_out.bin").write_bytes(held_out)
+        config = RunConfig(
+            recipe=cell.recipe(),
+            optimizer="adamw",
+            lr=cell.lr,
+            task=None,
+            device="cpu",
+            model=parse_size(cell.size),
+            seed=cell.seed,
+            steps=cell.steps,
+            seconds=None,
+            evaluations=1 if cell.kind == "link" else EVALUATIONS,
+            ramp_steps=max(1, min(100, cell.steps // 4)),
+            train_file=str(work / "train.bin"),
+            held_out_file=str(work / "held_out.bin"),
+            held_out_sequences=HELD_OUT_SEQUENCES,
+            batch=BATCH,
+            interface=None if emulated is None else emulated.interface,
+            launched_unix_s=time.time(),
+        )
+        job = Job(
+            task="thinwire.lab.run.training:TrainingRun",
+            config=config.to_dict(),
+            timeout_s=TIMEOUT_S,
+        )
+        result: dict[str, Any] = {}
+        with contextlib.closing(run_workers(job, cell.workers, emulated, work / "run")) as news:
+            for event in news:
+                if event["event"] == "prepared":
+                    if emulated is not None:
+                        emulated.limit()
+                    release(work / "run")
+                elif event["event"] == "result":
+                    result = event
+        return result
+
+
+@contextlib.contextmanager
+def _link(cell: Cell) -> Iterator[Any]:
+    if cell.link == "loopback":
+        yield None
+        return
+    with network(cell.workers, Link.parse(cell.link, "0ms")) as emulated:
+        yield emulated
+
+
+def tuned(results: Results, make: Callable[[float], Cell]) -> float:
+    """The best rate of the grid; the grid goes on by factors of two while the best is at its
+    edge.
+    """
+    losses: dict[float, float] = {}
+
+    def loss(rate: float) -> float:
+        found = results.of(make(rate))["loss"]
+        return float("inf") if found is None else found
+
+    for rate in RATES:
+        losses[rate] = loss(rate)
+    while True:
+        best = min(losses, key=losses.__getitem__)
+        if best == min(losses):
+            losses[best / 2] = loss(best / 2)
+        elif best == max(losses):
+            losses[best * 2] = loss(best * 2)
+        else:
+            return best
+        if min(losses, key=losses.__getitem__) == best:
+            return best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="+", choices=("tune", "train", "links", "tables"))
+    parser.add_argument("--workers", type=int, nargs="+", default=[2])
+    parser.add_argument("--size", default="small")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--strategies", nargs="+", default=NAMES)
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument(
+        "--settings",
+        type=Path,
+        help="JSON list of {strategy, options, optimizer}: settings to try, instead of the own",
+    )
+    arguments = parser.parse_args()
+    results = Results(arguments.results)
+    tried = (
+        json.loads(arguments.settings.read_text())
+        if arguments.settings
+        else [{"strategy": name} for name in arguments.strategies]
+    )
+    shared = {"size": arguments.size, "steps": arguments.steps}
+    for workers in arguments.workers:
+        for one in tried:
+            base = Cell(kind="tuning", workers=workers, lr=0, seed=TUNING_SEED, **shared, **one)
+
+            def at(rate: float, base: Cell = base) -> Cell:
+                return replace(base, lr=rate)
+
+            rate = tuned(results, at)
+            if "train" in arguments.parts:
+                for seed in arguments.seeds:
+                    results.of(replace(base, kind="training", lr=rate, seed=seed))
+
+
+if __name__ == "__main__":
+    main()

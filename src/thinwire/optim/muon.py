@@ -1,0 +1,172 @@
+"""Muon for matrices and AdamW for the rest, as one optimizer with one learning rate."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire import _validate as check
+from thinwire.core.clip import Clip
+from thinwire.core.decay import Regularizer
+from thinwire.optim.groups import Exclusion
+from thinwire.optim.torch_adapter import TorchOptimizer, unhooked_step
+
+__all__ = ["Muon", "muon_groups"]
+
+_ADAMW_ONLY = {
+    "decoupled_weight_decay": True,
+    "amsgrad": False,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+}
+
+
+class _MuonAndAdamW(torch.optim.Optimizer):
+    """torch's Muon on the matrices of the groups that say so and torch's AdamW on the rest, over
+    one state.
+    """
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make one update of each."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for kind in (torch.optim.Muon, torch.optim.AdamW):
+            of_muon = kind is torch.optim.Muon
+            groups = [
+                {**g, "params": [p for p in g["params"] if _is_of_muon(p, g) is of_muon]}
+                for g in self.param_groups
+            ]
+            params = [p for g in groups for p in g["params"]]
+            if params:
+                optimizer = kind(params[:1])
+                optimizer.param_groups, optimizer.state = groups, self.state
+                unhooked_step(kind)(optimizer)
+        return loss
+
+
+class Muon(TorchOptimizer, _MuonAndAdamW):
+    """`torch.optim.Muon` for matrices and `torch.optim.AdamW` for the rest; same bits as the two
+    side by side.
+
+    Of a group whose key `muon` is true, as it is without the key, the real parameters of two
+    dimensions go to Muon; all else is AdamW's. Embeddings and the output layer are matrices too and
+    train better with AdamW: give `muon_groups(model)`, or groups of your own.
+
+    With `adjust_lr_fn="match_rms_adamw"` an update of a matrix has the size that AdamW's has, so
+    that a rate, a schedule and a weight decay that suit AdamW suit both.
+
+    Args:
+        params: Parameters, named parameters or groups, with an `order_params` entry if wanted.
+        lr: A number >= 0, a schedule, or a list with one number for each update.
+        weight_decay: Decoupled, p shrinks by lr * weight_decay * p, >= 0.
+        momentum: Of Muon, >= 0.
+        nesterov: Of Muon.
+        betas: Of AdamW, in [0, 1).
+        eps: Of AdamW, and the least norm that Muon divides by.
+        ns_coefficients: Three, of the Newton-Schulz iteration, as in torch.
+        ns_steps: Iterations of it, as in torch.
+        adjust_lr_fn: "match_rms_adamw" or "original", as in torch.
+        maximize: Go up instead of down.
+        foreach: Of AdamW, as in torch; changes speed only.
+        grad_clip: See `SGD`.
+        regularizer: See `SGD`; it goes through the gradient.
+        exclude_from_weight_decay: See `SGD`.
+
+    Raises:
+        TypeError: An argument of the wrong kind.
+        ValueError: An argument out of range; a pattern that matches nothing; names needed and not
+            given.
+
+    Source: Jordan et al., 2024, kellerjordan.github.io/posts/muon; the rate that matches AdamW's:
+    Liu et al., 2025, arXiv 2502.16982; torch.optim.Muon, torch.optim.AdamW.
+    """
+
+    _torch_class = _MuonAndAdamW
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Any = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        *,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        ns_steps: int = 5,
+        adjust_lr_fn: str = "match_rms_adamw",
+        maximize: bool = False,
+        foreach: bool | None = None,
+        grad_clip: Clip | None = None,
+        regularizer: Regularizer | None = None,
+        exclude_from_weight_decay: Exclusion = None,
+    ) -> None:
+        groups, rate = self._open(
+            params,
+            lr,
+            grad_clip=grad_clip,
+            regularizer=regularizer,
+            exclude_from_weight_decay=exclude_from_weight_decay,
+        )
+        defaults = {
+            "lr": rate,
+            "muon": True,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "betas": betas,
+            "eps": eps,
+            "ns_coefficients": ns_coefficients,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "maximize": maximize,
+            "foreach": foreach,
+            **_ADAMW_ONLY,
+        }
+        super().__init__(groups, defaults)
+        self._close()
+
+    def _check_hyperparameters(self, values: Mapping[str, Any]) -> None:
+        super()._check_hyperparameters(values)
+        if "muon" in values:
+            check.boolean("muon", values["muon"])
+        if "betas" in values:
+            for i, beta in enumerate(values["betas"]):
+                check.real(f"betas[{i}]", beta, at_least=0, below=1)
+        if "ns_steps" in values:
+            check.integer("ns_steps", values["ns_steps"], at_least=1)
+        if "adjust_lr_fn" in values:
+            check.one_of("adjust_lr_fn", values["adjust_lr_fn"], ("match_rms_adamw", "original"))
+
+    def _is_plain(self) -> bool:
+        # torch's Muon does not know maximize
+        return super()._is_plain() and not any(g["maximize"] for g in self.param_groups)
+
+
+def muon_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """A model's named parameters in two groups for `Muon`: the hidden layers, and what AdamW trains
+    whatever its shape.
+
+    The second are embeddings and what is tied to them, and the last `nn.Linear` of
+    `model.modules()`, which is the output layer of most models. Where it is not, make groups of
+    your own.
+    """
+    apart = {id(p) for m in model.modules() if isinstance(m, _EMBEDDINGS) for p in m.parameters()}
+    linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    apart |= {id(p) for m in linear[-1:] for p in m.parameters()}
+    groups: dict[bool, list[tuple[str, nn.Parameter]]] = {True: [], False: []}
+    for name, p in model.named_parameters():
+        groups[id(p) not in apart].append((name, p))
+    return [{"params": pairs, "muon": muon} for muon, pairs in groups.items() if pairs]
+
+
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+
+
+def _is_of_muon(param: Tensor, group: Mapping[str, Any]) -> bool:
+    return bool(group["muon"]) and param.ndim == 2 and not param.is_complex()

@@ -1,0 +1,132 @@
+"""Muon and AdamW as one optimizer: the bits of the two side by side, and who gets which."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import thinwire as tw
+from tests.ranks import Pool
+from thinwire.optim import Muon, muon_groups
+
+
+class Language(nn.Module):
+    """Embedding, two hidden layers, a norm and an output layer."""
+
+    def __init__(self, *, tied: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(11, 8)
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 11, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.layers(self.embedding(tokens))))
+
+
+HIDDEN = {"layers.0.weight", "layers.0.bias", "layers.2.weight", "layers.2.bias"}
+
+
+def give_gradients(model: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=generator)
+
+
+@pytest.mark.parametrize("adjust_lr_fn", ["match_rms_adamw", "original"])
+def test_the_bits_are_those_of_torchs_two_side_by_side(adjust_lr_fn: str) -> None:
+    ours, theirs = Language(), Language()
+    shared = {"lr": 0.02, "weight_decay": 0.2}
+    optimizer = Muon(muon_groups(ours), **shared, adjust_lr_fn=adjust_lr_fn)
+    matrices = [theirs.layers[0].weight, theirs.layers[2].weight]
+    rest = [p for p in theirs.parameters() if all(p is not m for m in matrices)]
+    muon = torch.optim.Muon(matrices, **shared, momentum=0.95, eps=1e-8, adjust_lr_fn=adjust_lr_fn)
+    adamw = torch.optim.AdamW(rest, **shared, betas=(0.9, 0.95))
+    before = copy.deepcopy(ours.state_dict())
+    for seed in range(4):
+        give_gradients(ours, seed)
+        give_gradients(theirs, seed)
+        optimizer.step()
+        muon.step()
+        adamw.step()
+    for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(p, q), name
+        assert not torch.equal(p, before[name]), name
+
+
+def test_embeddings_and_the_output_layer_are_adamws() -> None:
+    hidden, rest = muon_groups(Language())
+    assert (hidden["muon"], rest["muon"]) == (True, False)
+    assert {name for name, _ in hidden["params"]} == HIDDEN | {"norm.weight", "norm.bias"}
+    assert {name for name, _ in rest["params"]} == {"embedding.weight", "head.weight"}
+    tied = muon_groups(Language(tied=True))
+    assert [name for name, _ in tied[1]["params"]] == ["embedding.weight"]
+
+
+def test_what_is_no_matrix_is_adamws_in_every_group() -> None:
+    model = Language()
+    optimizer = Muon(muon_groups(model), lr=0.01)
+    give_gradients(model, 0)
+    optimizer.step()
+    for name, p in model.named_parameters():
+        of_muon = name in HIDDEN and name.endswith("weight")
+        assert ("momentum_buffer" in optimizer.state[p]) is of_muon, name
+        assert ("exp_avg" in optimizer.state[p]) is not of_muon, name
+
+
+def test_it_goes_on_from_a_state_dict_with_the_same_bits() -> None:
+    straight, halted = Language(), Language()
+    one, other = (Muon(muon_groups(m), lr=0.02) for m in (straight, halted))
+    for seed in range(6):
+        if seed == 3:
+            saved = copy.deepcopy(other.state_dict())
+            other = Muon(muon_groups(halted), lr=0.5)
+            other.load_state_dict(saved)
+        for model, optimizer in ((straight, one), (halted, other)):
+            give_gradients(model, seed)
+            optimizer.step()
+    assert all(map(torch.equal, straight.parameters(), halted.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "says"),
+    [
+        ({"ns_steps": 0}, ValueError, "ns_steps"),
+        ({"adjust_lr_fn": "mean"}, ValueError, "adjust_lr_fn.*match_rms_adamw"),
+        ({"betas": (0.9, 1.0)}, ValueError, r"betas\[1\]"),
+        ({"momentum": -1}, ValueError, "momentum"),
+        ({"lr": -1}, ValueError, "lr"),
+    ],
+)
+def test_bad_arguments_say_what_is_allowed(wrong: dict, error: type, says: str) -> None:
+    with pytest.raises(error, match=says):
+        Muon(Language().parameters(), **wrong)
+
+
+def test_a_groups_word_must_be_true_or_false() -> None:
+    with pytest.raises(TypeError, match="muon"):
+        Muon([{"params": list(Language().parameters()), "muon": "yes"}])
+
+
+def train_locally(rank: int, size: int) -> list[Tensor]:
+    model = Language()
+    optimizer = Muon(muon_groups(model), lr=0.02)
+    config = tw.LocalSGD(k_steps=2, compression=tw.Sparse(0.5))
+    generator = torch.Generator().manual_seed(rank)
+    with tw.local_sgd(model, optimizer, config):
+        for _ in range(6):
+            tokens = torch.randint(11, (4,), generator=generator)
+            nn.functional.cross_entropy(model(tokens), (tokens + 1) % 11).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_ranks_are_equal_after_local_updates(ranks: Pool) -> None:
+    first, second = ranks.run(train_locally, size=2)
+    assert all(map(torch.equal, first, second))
+    assert not torch.equal(first[1], next(iter(Language().layers.parameters())))
