@@ -24,6 +24,13 @@ CONFIGS = {
     "quantized, fragments and delay": tw.LocalSGD(
         8, fragments=2, delay=3, compression=tw.Quantized(decay=0.9)
     ),
+    "low rank, strided fragments and delay": tw.LocalSGD(
+        8,
+        fragments=2,
+        fragment_order="strided",
+        delay=3,
+        compression=tw.LowRank(2, begin_step=0, min_numel=20),
+    ),
     "delay and state": tw.LocalSGD(6, delay=4, average_state=True),
     "delay, mixing and state": tw.LocalSGD(4, delay=2, mixing=0.5, average_state=3),
     "mixing": tw.LocalSGD(4, mixing=0.5),

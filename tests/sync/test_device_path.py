@@ -103,7 +103,13 @@ def average(rank: int, size: int, static: bool, compression: Any) -> Any:
 
 @pytest.mark.parametrize(
     "compression",
-    [tw.Sparse(0.8), tw.Sparse(0.8, mean_over="all"), tw.Quantized(4), tw.Quantized(1)],
+    [
+        tw.Sparse(0.8),
+        tw.Sparse(0.8, mean_over="all"),
+        tw.Sparse(0.8, clip_sources=1.0),
+        tw.Quantized(4),
+        tw.Quantized(1),
+    ],
     ids=str,
 )
 def test_averaged_changes_have_the_bits_of_the_host_path(ranks: Pool, compression: Any) -> None:

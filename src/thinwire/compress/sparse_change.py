@@ -3,7 +3,7 @@ kept.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import ClassVar, Literal, TypeAlias
 
@@ -17,6 +17,7 @@ from thinwire.compress.protocol import AllGather, Context, Sending
 from thinwire.core.feedback import Proposal
 from thinwire.core.merge import divided_, sum_sparse
 from thinwire.core.select import count_sent, top_k
+from thinwire.core.sources import source_factors, squared_norms
 from thinwire.kernels import is_static
 from thinwire.kernels.needs import Need, needs_of
 from thinwire.wire.message import Layout, Slot, pack, unpack
@@ -36,18 +37,27 @@ class Sparse(ErrorsOnly):
             keeps nothing.
         mean_over: "senders": an entry's mean is over the ranks that sent it; "all": over all ranks.
             An entry that nobody sent stays as it is.
+        clip_sources: Largest norm of all that one rank sends at an averaging, as a multiple of the
+            median of all ranks' norms, >= 1: what is above is scaled down to it before the mean.
+            What this takes off is dropped and not kept: kept, all of it would be applied later.
+            Ranks that sent only zeros do not count; of two the smaller norm is the median. None
+            limits nothing.
 
     Raises:
         TypeError, ValueError: A wrong value.
 
     Source: SparseLoCo, 2025, arXiv 2508.15706, whose formula has the mean over all ranks and whose
-    code, CCLoco's too, that over the senders. Differs: selection per tensor instead of per chunk.
+    code (templar), CCLoco's too, that over the senders; templar limits the norm of what each rank
+    sends of a tensor to the median. Differs: selection per tensor instead of per chunk; one norm
+    for all tensors.
     """
 
     sparsity: float
     value_bits: int = 2
     decay: float = 0.95
     mean_over: Literal["senders", "all"] = "senders"
+    _: KW_ONLY
+    clip_sources: float | None = None
 
     def __post_init__(self) -> None:
         named = "sparsity, the fraction that is not sent,"
@@ -58,20 +68,29 @@ class Sparse(ErrorsOnly):
         check.one_of("mean_over", self.mean_over, ("senders", "all"))
         for name, value in (("sparsity", sparsity), ("value_bits", value_bits), ("decay", decay)):
             object.__setattr__(self, name, value)
+        if self.clip_sources is not None:
+            times = check.real("clip_sources", self.clip_sources, at_least=1)
+            object.__setattr__(self, "clip_sources", times)
 
     @property
     def conserves(self) -> bool:
         """See `ChangeCompression`."""
-        return self.decay == 1 and self.mean_over == "all"
+        return self.decay == 1 and self.mean_over == "all" and self.clip_sources is None
 
     def explained(self) -> str:
         """What happens to each tensor's change, in words."""
         bits = "1 bit" if self.value_bits == 1 else f"{self.value_bits} bits"
         over = "the ranks that sent it" if self.mean_over == "senders" else "all ranks"
-        return (
+        said = (
             f"the largest {100 * (1 - self.sparsity):.6g} % are sent, {bits} an entry, whose mean "
             f"is over {over}; the rest is kept and counts {self.decay:g} times the next time"
         )
+        if self.clip_sources is not None:
+            said += (
+                f"; what a rank sends in all is scaled down to {self.clip_sources:g} times the "
+                "median norm of the ranks where it is larger, and the difference dropped"
+            )
+        return said
 
     def compresses(self, param: Tensor) -> bool:
         """All parameters, whatever their size."""
@@ -84,7 +103,12 @@ class Sparse(ErrorsOnly):
     def send(self, context: Context, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
         """See `ChangeCompression`: one all-gather."""
         return _sent(
-            context, folded, self._count, self.value_bits, over_senders=self.mean_over == "senders"
+            context,
+            folded,
+            self._count,
+            self.value_bits,
+            over_senders=self.mean_over == "senders",
+            clip_sources=self.clip_sources,
         )
 
     def sent_bytes(self, step: int, shapes: Sequence[torch.Size]) -> int:
@@ -165,6 +189,7 @@ def _sent(
     value_bits: int,
     *,
     over_senders: bool,
+    clip_sources: float | None = None,
 ) -> Sending:
     """One message of the largest entries of each tensor."""
     layout = _layout([tensor.numel() for tensor in folded.values()], count, value_bits)
@@ -177,7 +202,7 @@ def _sent(
     message, values = (_on_device if static else _on_host)(layout, step, proposals)
     [rows] = yield [AllGather(message, f"gathering changes of step {step}")]
     sent = {name: (p.indices, v) for name, p, v in zip(folded, proposals, values, strict=True)}
-    arrived = (_rows_on_device if static else _rows_on_host)(layout, rows, step)
+    arrived = (_rows_on_device if static else _rows_on_host)(layout, rows, step, clip_sources)
     made = _Largest(context, list(folded))
     made.sent, made.over_senders = sent, over_senders
     made.totals = dict(zip(folded, arrived, strict=True))
@@ -209,10 +234,15 @@ was sent there, or
 of ones, which counts the senders."""
 
 
-def _rows_on_host(layout: Layout, rows: Tensor, step: int) -> list[_Total]:
+def _rows_on_host(
+    layout: Layout, rows: Tensor, step: int, clip_sources: float | None
+) -> list[_Total]:
     parts = [
         unpack(layout, row, step=step, bucket=0, source=rank).parts for rank, row in enumerate(rows)
     ]
+    if clip_sources is not None:
+        factors = source_factors(_squares(layout, parts), clip_sources)
+        parts = [[(i, v * f) for i, v in part] for part, f in zip(parts, factors, strict=True)]
 
     def total(
         came: Sequence[tuple[Tensor, Tensor]], like: Tensor, ones: bool
@@ -222,19 +252,35 @@ def _rows_on_host(layout: Layout, rows: Tensor, step: int) -> list[_Total]:
     return [partial(total, came) for came in zip(*parts, strict=True)]
 
 
-def _rows_on_device(layout: Layout, rows: Tensor, step: int) -> list[_Total]:
+def _squares(layout: Layout, parts: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> Tensor:
+    """Squared norms of all that the ranks sent, of the bits that `_rows_on_device` finds."""
+    found = []
+    for slot, came in zip(layout.slots, zip(*parts, strict=True), strict=True):
+        padded = [torch.nn.functional.pad(v, (0, slot.k - v.numel())) for _, v in came]
+        found.append(squared_norms(torch.stack(padded)))
+    return sum(found[1:], found[0])
+
+
+def _rows_on_device(
+    layout: Layout, rows: Tensor, step: int, clip_sources: float | None
+) -> list[_Total]:
     from thinwire.wire import device_message  # needs Triton
 
     arrived = device_message.read(layout, rows, step=step, bucket=0)
     for rank, verdict in enumerate(arrived.verdicts.tolist()):
         if verdict:
             device_message.explain(layout, rows[rank], verdict, step=step, bucket=0, source=rank)
+    parts = arrived.parts
+    if clip_sources is not None:
+        found = [squared_norms(came.values) for came in parts]
+        factors = source_factors(sum(found[1:], found[0]), clip_sources).unsqueeze(1)
+        parts = [came._replace(values=came.values * factors) for came in parts]
 
     def total(came: device_message.Rows, like: Tensor, ones: bool) -> tuple[Tensor, Tensor]:
         came = came._replace(values=torch.ones_like(came.values)) if ones else came
         return device_message.sum_rows(came, like.numel(), like.dtype)
 
-    return [partial(total, came) for came in arrived.parts]
+    return [partial(total, came) for came in parts]
 
 
 class _Largest(MeanChange):
