@@ -1,8 +1,8 @@
 """Loss against steps of every strategy, seconds and bytes of a step on every link, and the tables
 that both give together.
 
-python -m benchmarks.evidence tune train links --workers 2 4
-python -m benchmarks.evidence tables
+python -m benchmarks.evidence tune train links
+python -m benchmarks.choosing
 
 Loss per step does not depend on the link, nor the time of a step on the seed: so the loss is
 measured on real ranks without a limit on the link, once per seed, and the time in few steps on
@@ -19,7 +19,7 @@ import contextlib
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -50,8 +50,8 @@ NAMES = (
 LINKS = ("5mbit", "20mbit", "100mbit", "1gbit")
 STEPS, BATCH, EVALUATIONS, HELD_OUT_SEQUENCES = 1500, 8, 15, 256
 RATES, TUNING_SEED, SEEDS = (0.003, 0.006, 0.012), 1, (5, 6, 7)
-TIMED_ROUNDS, MOST_TIMED_S = 6, 60.0
-TIMEOUT_S = 600.0
+_TIMED_ROUNDS, _FEWEST_TIMED_STEPS = 4, 16
+_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +177,7 @@ def _trained(cell: Cell) -> dict[str, Any]:
         job = Job(
             task="thinwire.lab.run.training:TrainingRun",
             config=config.to_dict(),
-            timeout_s=TIMEOUT_S,
+            timeout_s=_TIMEOUT_S,
         )
         result: dict[str, Any] = {}
         with contextlib.closing(run_workers(job, cell.workers, emulated, work / "run")) as news:
@@ -200,14 +200,12 @@ def _link(cell: Cell) -> Iterator[Any]:
         yield emulated
 
 
-def tuned(results: Results, make: Callable[[float], Cell]) -> float:
-    """The best rate of the grid; the grid goes on by factors of two while the best is at its
-    edge.
-    """
+def tuned(results: Results, base: Cell) -> float:
+    """The best rate of the grid, which goes on by factors of two while the best is at its edge."""
     losses: dict[float, float] = {}
 
     def loss(rate: float) -> float:
-        found = results.of(make(rate))["loss"]
+        found = results.of(replace(base, lr=rate))["loss"]
         return float("inf") if found is None else found
 
     for rate in RATES:
@@ -224,39 +222,53 @@ def tuned(results: Results, make: Callable[[float], Cell]) -> float:
             return best
 
 
+def timed(cell: Cell) -> Cell:
+    """The few steps whose time and bytes stand for all of a strategy on a link."""
+    options = cell.recipe().options
+    round_steps = options.get("max_k_steps", options.get("k_steps", 1))
+    return replace(cell, kind="link", steps=max(_FEWEST_TIMED_STEPS, _TIMED_ROUNDS * round_steps))
+
+
 def main() -> None:
+    """Make what is missing."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="+", choices=("tune", "train", "links", "tables"))
-    parser.add_argument("--workers", type=int, nargs="+", default=[2])
+    parser.add_argument("parts", nargs="+", choices=("tune", "train", "links"))
+    parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--size", default="small")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--strategies", nargs="+", default=NAMES)
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+    parser.add_argument("--links", nargs="+", default=LINKS)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument(
         "--settings",
         type=Path,
-        help="JSON list of {strategy, options, optimizer}: settings to try, instead of the own",
+        help="JSON list of {strategy, options, optimizer} to try, instead of --strategies",
     )
     arguments = parser.parse_args()
     results = Results(arguments.results)
-    tried = (
-        json.loads(arguments.settings.read_text())
-        if arguments.settings
-        else [{"strategy": name} for name in arguments.strategies]
-    )
-    shared = {"size": arguments.size, "steps": arguments.steps}
+    tried = [{"strategy": name} for name in arguments.strategies]
+    if arguments.settings is not None:
+        tried = json.loads(arguments.settings.read_text())
     for workers in arguments.workers:
         for one in tried:
-            base = Cell(kind="tuning", workers=workers, lr=0, seed=TUNING_SEED, **shared, **one)
-
-            def at(rate: float, base: Cell = base) -> Cell:
-                return replace(base, lr=rate)
-
-            rate = tuned(results, at)
+            base = Cell(
+                kind="tuning",
+                workers=workers,
+                lr=0.0,
+                seed=TUNING_SEED,
+                size=arguments.size,
+                steps=arguments.steps,
+                **one,
+            )
+            if {"tune", "train"} & set(arguments.parts):
+                rate = tuned(results, base)
             if "train" in arguments.parts:
                 for seed in arguments.seeds:
                     results.of(replace(base, kind="training", lr=rate, seed=seed))
+            if "links" in arguments.parts:
+                for link in arguments.links:
+                    results.of(replace(timed(base), lr=RATES[0], link=link))
 
 
 if __name__ == "__main__":

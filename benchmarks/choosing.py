@@ -1,0 +1,174 @@
+"""Tables of what to use on which link, from the lines that `benchmarks.evidence` has written.
+
+python -m benchmarks.choosing            # prints them
+python -m benchmarks.choosing --write    # into README.md and docs/choosing.md, between their marks
+"""
+
+import argparse
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from benchmarks.evidence import LINKS, NAMES, RESULTS, STEPS
+from thinwire.lab.report.measures import bytes_text
+from thinwire.lab.report.results import seconds_to_loss
+from thinwire.lab.strategies import STRATEGIES
+
+ROOT = Path(__file__).parent.parent
+PAGES = (ROOT / "README.md", ROOT / "docs" / "choosing.md")
+MARK = re.compile(r"(<!-- evidence: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One strategy with a number of workers and a size of the model.
+
+    Attributes:
+        name: Of the strategy.
+        lr: The rate that its tuning chose.
+        losses: At the end, one of each seed.
+        curves: (step, loss) of each seed.
+        bytes_per_step: What a rank sends.
+        step_s: Seconds of a step, by link.
+    """
+
+    name: str
+    lr: float
+    losses: Sequence[float]
+    curves: Sequence[Sequence[tuple[int, float]]]
+    bytes_per_step: float
+    step_s: Mapping[str, float]
+
+    @property
+    def loss(self) -> float:
+        """Mean over the seeds."""
+        return fmean(self.losses)
+
+    def steps_to(self, loss: float) -> float | None:
+        """Mean over the seeds; None where one of them never has this loss."""
+        found = [
+            seconds_to_loss([{"step": step, "loss": at} for step, at in curve], loss, "step")
+            for curve in self.curves
+        ]
+        return None if None in found else fmean(step for step in found if step is not None)
+
+
+def rows(lines: Iterable[Mapping[str, Any]], workers: int, size: str) -> list[Row]:
+    """Of every strategy whose loss was measured, in the order of the evidence."""
+    mine = [
+        line
+        for line in lines
+        if line["cell"]["workers"] == workers
+        and line["cell"]["size"] == size
+        and not line["cell"]["options"]
+        and not line["cell"]["optimizer"]
+    ]
+    found = []
+    for name in NAMES:
+        of_name = [line for line in mine if line["cell"]["strategy"] == name]
+        trained = [
+            line
+            for line in of_name
+            if line["cell"]["kind"] == "training" and line["cell"]["steps"] == STEPS
+        ]
+        if trained:
+            found.append(
+                Row(
+                    name,
+                    trained[0]["cell"]["lr"],
+                    [line["loss"] for line in trained],
+                    [line["losses"] for line in trained],
+                    fmean(line["bytes"] / line["cell"]["steps"] for line in trained),
+                    {
+                        line["cell"]["link"]: line["step_ms"] / 1e3
+                        for line in of_name
+                        if line["cell"]["kind"] == "link"
+                    },
+                )
+            )
+    return found
+
+
+def table(lines: Iterable[Mapping[str, Any]], workers: int, size: str) -> list[str]:
+    """Markdown: loss and bytes at equal steps, and on every link the time to dense's last loss."""
+    found = rows(lines, workers, size)
+    dense = next(row for row in found if row.name == "dense")
+    links = [link for link in LINKS if link in dense.step_s]
+    titles = ["", f"loss after {STEPS:,} steps", "over dense", "bytes a step", "fewer by"]
+    titles += [f"time at {link}" for link in links]
+    text = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
+    for row in found:
+        low, high = min(row.losses), max(row.losses)
+        cells = [
+            f"`{row.name}`",
+            f"{row.loss:.3f} ({low:.3f} to {high:.3f})",
+            f"{100 * (row.loss / dense.loss - 1):+.1f} %",
+            bytes_text(row.bytes_per_step),
+            f"{dense.bytes_per_step / row.bytes_per_step:,.0f}",
+        ]
+        cells += [_time(row, dense, link) for link in links]
+        text.append("| " + " | ".join(cells) + " |")
+    return text
+
+
+def _time(row: Row, dense: Row, link: str) -> str:
+    """Seconds until a strategy has dense's last loss, and which part of dense's time that is."""
+    steps = row.steps_to(dense.loss)
+    if steps is None or link not in row.step_s:
+        return "-"
+    seconds = steps * row.step_s[link]
+    whole = STEPS * dense.step_s[link]
+    return f"{seconds:,.0f} s" if row is dense else f"{seconds:,.0f} s, {whole / seconds:.2g} x"
+
+
+def settings(lines: Iterable[Mapping[str, Any]], workers: int, size: str) -> list[str]:
+    """Markdown: what each strategy is, and its rate."""
+    text = ["| | what it is | peak rate |", "|---|---|---|"]
+    for row in rows(lines, workers, size):
+        text.append(f"| `{row.name}` | {STRATEGIES[row.name].summary} | {row.lr:g} |")
+    return text
+
+
+def filled(page: str, lines: Sequence[Mapping[str, Any]]) -> str:
+    """A page with the tables of today between its marks."""
+
+    def made(match: re.Match[str]) -> str:
+        kind, size, workers = match[2].split()
+        make = {"table": table, "settings": settings}[kind]
+        return match[1] + "\n" + "\n".join(make(lines, int(workers), size)) + "\n\n" + match[3]
+
+    return MARK.sub(made, page)
+
+
+def evidence(path: Path = RESULTS) -> list[dict[str, Any]]:
+    """All that was measured."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def main() -> None:
+    """Print the tables, or write them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    lines = evidence(arguments.results)
+    if arguments.write:
+        for page in PAGES:
+            page.write_text(filled(page.read_text(), lines))
+        return
+    shown = {
+        (line["cell"]["workers"], line["cell"]["size"])
+        for line in lines
+        if line["cell"]["kind"] == "training"
+    }
+    for workers, size in sorted(shown):
+        print(f"{size}, {workers} workers")
+        print("\n".join([*settings(lines, workers, size), *table(lines, workers, size)]))
+
+
+if __name__ == "__main__":
+    main()

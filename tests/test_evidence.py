@@ -1,0 +1,84 @@
+"""The evidence behind the tables: what is measured once, how rates are chosen, what tables say."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import choosing, evidence
+from benchmarks.evidence import Cell, Results, timed, tuned
+
+CELL = Cell(kind="tuning", strategy="muon-local", workers=2, size="tiny", steps=8, lr=0.003, seed=1)
+
+
+def test_a_cell_is_trained_on_real_ranks_and_not_twice(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    first = Results(path).of(CELL)
+    assert 2 < first["loss"] < 8
+    assert first["losses"][0][0] == 0
+    assert first["losses"][-1] == [8, first["loss"]]
+    # two rounds of two averagings, and one more at the first step
+    assert 0 < first["bytes"] < 4 * first["parameters"] * 2
+    again = Results(path).of(CELL)
+    assert again == first
+    assert len(path.read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("best", "tried"),
+    [
+        (0.006, {0.003, 0.006, 0.012}),
+        (0.024, {0.003, 0.006, 0.012, 0.024, 0.048}),
+        (0.0015, {0.003, 0.006, 0.012, 0.0015, 0.00075}),
+    ],
+)
+def test_the_grid_goes_on_until_the_best_has_neighbours(
+    best: float, tried: set[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = set()
+
+    def measured(cell: Cell) -> dict[str, Any]:
+        seen.add(cell.lr)
+        return {"loss": abs(cell.lr / best - 1) if cell.lr < 0.04 else None}
+
+    monkeypatch.setattr(evidence, "measured", measured)
+    assert tuned(Results(tmp_path / "lines.jsonl"), CELL) == best
+    assert seen == tried
+
+
+def test_the_steps_of_a_timed_cell_hold_whole_rounds() -> None:
+    assert timed(CELL).steps == 16
+    assert timed(replace(CELL, strategy="diloco")).steps == 4 * 32
+    assert timed(replace(CELL, strategy="dense")).steps == 16
+
+
+def lines() -> list[dict[str, Any]]:
+    """Dense falls from 5 to 2 in a straight line; the other is there in half of the steps."""
+    made = []
+    for name, share in (("dense", 1.0), ("muon-local", 0.5)):
+        base = replace(CELL, strategy=name, kind="training", steps=evidence.STEPS, seed=5)
+        curve = [[0, 5.0], [round(share * evidence.STEPS), 2.0], [evidence.STEPS, 2.0 * share]]
+        made.append(
+            {"cell": asdict(base), "loss": 2.0 * share, "losses": curve, "bytes": 3e6 * share**9}
+        )
+        made.append({"cell": asdict(replace(base, kind="link", link="20mbit")), "step_ms": 100.0})
+    return made
+
+
+def test_tables_put_loss_and_time_of_a_step_together() -> None:
+    dense, other = choosing.table(lines(), 2, "tiny")[2:]
+    assert "2.000 (2.000 to 2.000)" in dense
+    assert "150 s" in dense
+    assert "-50.0 %" in other
+    assert "| 512 |" in other
+    assert "75 s, 2 x" in other
+
+
+def test_pages_are_filled_between_their_marks() -> None:
+    page = "before\n<!-- evidence: table tiny 2 -->\nold\n<!-- end -->\nafter\n"
+    filled = choosing.filled(page, lines())
+    assert "old" not in filled
+    assert filled.startswith("before\n<!-- evidence: table tiny 2 -->\n")
+    assert filled.endswith("<!-- end -->\nafter\n")
+    assert choosing.filled(filled, lines()) == filled
