@@ -34,6 +34,10 @@ BAD = {
     "--size huge": "size='huge'",
     "--size 1": "size='1'",
     "--text /no/such/folder": "/no/such/folder",
+    "--model cnn": "model='cnn' is unknown; choose from transformer, convolution",
+    "--model convolution --text .": "--text brings other data: leave one of them out",
+    "--model convolution --task mine.py:task": "--task brings other data: leave one of them out",
+    "--model convolution --size huge": "size='huge'",
     "--out /dev/null/report": "/dev/null is a file",
     "--seed -1": "seed=-1",
     "--batch 0": "batch=0",
@@ -115,6 +119,28 @@ def test_missing_packages_are_named_with_the_way_to_get_them(
         capsys.readouterr().err
         == "thinwire: the command line needs no_such_package: pip install 'thinwire[cli]'\n"
     )
+
+
+def test_digits_need_a_package_that_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn", None)  # as where it is not installed
+    line = fails(capsys, "compare", "--model", "convolution")
+    assert line.endswith("scikit-learn, which is not installed: pip install scikit-learn\n")
+
+
+def test_arguments_are_checked_before_torch_and_digits_are_loaded() -> None:
+    code = """
+import sys
+from thinwire import cli
+try:
+    cli.main(["compare", "--model", "convolution", "--link", "fast"])
+except SystemExit as stop:
+    sys.exit(99 if {"torch", "sklearn"} & sys.modules.keys() else stop.code)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "link='fast'" in done.stderr
 
 
 WITHOUT = """

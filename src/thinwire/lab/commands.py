@@ -65,6 +65,7 @@ def compare(
     ),
     steps: _Count | None = None,
     seconds: float | None = None,
+    model: str = "transformer",
     size: str = "medium",
     text: Path | None = None,
     out: Path | None = None,
@@ -78,8 +79,8 @@ def compare(
     tune: Annotated[bool, Parameter(negative="")] = False,
     quiet: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
-    """Train a small language model under several strategies over the same link; report loss against
-    time and bytes.
+    """Train a small model under several strategies over the same link; report loss against time and
+    bytes.
 
     Prints a verdict and tables, and writes report.html, results.json and the winner's strategy file
     into the folder --out. What has finished is kept when Ctrl-C or SIGTERM ends the comparison, or
@@ -95,21 +96,23 @@ def compare(
         strategies: What to compare.
         steps: Updates per strategy; 200 unless --seconds is given.
         seconds: The same training time for every strategy, instead of --steps.
+        model: transformer, which predicts the next byte of a text, or convolution, which tells the
+            1,797 scanned digits of scikit-learn apart, by a net with batch normalisation.
         size: Of the model: tiny (0.1M parameters), small (0.9M), medium (3.3M), large (19M), or a
             number such as 2M.
         text: Folder with text to train on; otherwise the source files of Python's own standard
             library.
         out: Folder for the report; otherwise runs/compare-DATE-TIME.
-        batch: Sequences of 128 bytes per worker and step.
+        batch: Sequences of 128 bytes, or digits, per worker and step.
         seed: Of the parameters and of the order of the data.
         seeds: Runs of every strategy, each with the next seed; the report gives mean and range.
         lr: Peak learning rate for all strategies, instead of each one's own.
         optimizer: adamw, muon (AdamW for what is no hidden matrix), or sgd with momentum; the same
             for all strategies. A task that makes its own is trained by that.
-        task: A model, data and loss of your own instead of the language model: FILE.py:NAME, where
-            the function NAME gets the seed and gives a thinwire.Task.
+        task: A model, data and loss of your own instead of --model: FILE.py:NAME, where the
+            function NAME gets the seed and gives a thinwire.Task.
         device: cpu, cuda, or auto, which is cuda where there is one.
-        tune: Take the loss on the part of the text that is kept for choosing settings, not on the
+        tune: Take the loss on the part of the data that is kept for choosing settings, not on the
             held-out part.
         quiet: Show no progress.
     """
@@ -132,6 +135,7 @@ def compare(
         task=task,
         device=device,
         tune=tune,
+        model=model,
     )
     _run(settings, quiet)
 

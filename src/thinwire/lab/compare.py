@@ -16,9 +16,11 @@ from thinwire.lab.network.netns import Network, network, why_unavailable
 from thinwire.lab.report.progress import Display
 from thinwire.lab.report.seeds import mean_of
 from thinwire.lab.run.config import Job, Recipe, RunConfig
+from thinwire.lab.run.digits import read_digits
 from thinwire.lab.run.events import release
 from thinwire.lab.run.joined import joined, run_here
 from thinwire.lab.run.launch import WorkerError, run_workers
+from thinwire.lab.run.size import ModelSize
 from thinwire.lab.run.text import Corpus, read_folder, read_standard_library
 from thinwire.lab.settings import Settings
 
@@ -56,9 +58,7 @@ def compare(settings: Settings, display: Display, keep: Keep | None = None) -> d
         TaskRefused: A task of the user's cannot be trained.
         WorkerError: No strategy could be trained. Nothing is left running in any case.
     """
-    corpus = None
-    if settings.task is None:
-        corpus = read_folder(settings.text) if settings.text else read_standard_library()
+    corpus = _read_corpus(settings)
     reason = why_unavailable() if settings.link.emulated else None
     started_s = time.time()
     with (
@@ -100,6 +100,15 @@ def compare(settings: Settings, display: Display, keep: Keep | None = None) -> d
     return ledger.results()
 
 
+def _read_corpus(settings: Settings) -> Corpus | None:
+    """What the models that come with the command train on; None for a task of the user's."""
+    if settings.task is not None:
+        return None
+    if not isinstance(settings.model, ModelSize):
+        return read_digits()
+    return read_folder(settings.text) if settings.text else read_standard_library()
+
+
 def _config(
     recipe: Recipe, settings: Settings, emulated: Network | None, files: Mapping[str, str]
 ) -> RunConfig:
@@ -129,17 +138,18 @@ def _config(
 
 def _in_common(config: RunConfig, settings: Settings) -> dict[str, Any]:
     """What all strategies share, for the report."""
-    return {
-        "ramp_steps": config.ramp_steps,
-        "timeout_s": _timeout_s(settings),
-        "context": config.model.context,
-        "held_out_sequences": config.held_out_sequences,
-    }
+    common = {"ramp_steps": config.ramp_steps, "timeout_s": _timeout_s(settings)}
+    if isinstance(config.model, ModelSize) and config.task is None:
+        common |= {
+            "context": config.model.context,
+            "held_out_sequences": config.held_out_sequences,
+        }
+    return common
 
 
 def _timeout_s(settings: Settings) -> float:
     """How long gloo waits for each message: a dense exchange over a slow link is no hang."""
-    dense_bytes = 4 * 12 * settings.model.layers * settings.model.width**2
+    dense_bytes = 4 * settings.model.about_parameters
     return (
         _SHORTEST_TIMEOUT_S
         + 10 * settings.link.seconds(2 * dense_bytes)

@@ -9,8 +9,9 @@ from typing import Self
 
 from thinwire.lab.network.link import Link
 from thinwire.lab.run.config import OPTIMIZERS, Recipe
+from thinwire.lab.run.digits import require_digits
 from thinwire.lab.run.joined import place_in_torchrun
-from thinwire.lab.run.size import ModelSize, parse_size
+from thinwire.lab.run.size import MODELS, ConvolutionSize, ModelSize, size_of
 from thinwire.lab.strategies import choose
 
 __all__ = ["Settings"]
@@ -30,10 +31,10 @@ class Settings:
         steps: Updates per strategy; None where `seconds` is given.
         seconds: Budget of training time per strategy; None where `steps` is given.
         size: Of the model, as it was typed.
-        model: Its size in numbers.
+        model: Which one it is, and its size in numbers.
         text: Folder with text; None is Python's own standard library.
         out: Folder for the report.
-        batch: Sequences per worker and step.
+        batch: Sequences, or digits, per worker and step.
         seed: Of parameters and data order; the first one of several.
         seeds: Runs of every strategy, each with the next seed.
         lr: Peak learning rate for all strategies instead of each one's own.
@@ -52,7 +53,7 @@ class Settings:
     steps: int | None
     seconds: float | None
     size: str
-    model: ModelSize
+    model: ModelSize | ConvolutionSize
     text: Path | None
     out: Path
     batch: int
@@ -87,6 +88,7 @@ class Settings:
         task: str | None = None,
         device: str = "auto",
         tune: bool,
+        model: str = "transformer",
     ) -> Self:
         """Settings from what was typed.
 
@@ -121,6 +123,10 @@ class Settings:
             raise ValueError(f"lr={lr:g} is not allowed: a positive number")
         _one_of("optimizer", optimizer, tuple(OPTIMIZERS))
         _one_of("device", device, DEVICES)
+        _one_of("model", model, tuple(MODELS))
+        if model == "convolution":
+            _require_no_data(task, text)
+            require_digits()
         if task is not None:
             _require_task(task, text, tune=tune)
         blocked = next(
@@ -139,7 +145,7 @@ class Settings:
             steps=steps,
             seconds=seconds,
             size=size,
-            model=parse_size(size),
+            model=size_of(model, size),
             text=text,
             out=out,
             batch=batch,
@@ -170,6 +176,7 @@ class Settings:
         )
         words += ["--optimizer", self.optimizer]
         if self.task is None:
+            words += ["--model", self.model.kind] if self.model.kind != "transformer" else []
             words += ["--size", self.size, "--batch", str(self.batch)]
         else:
             words += ["--task", self.task]
@@ -198,6 +205,16 @@ def _workers_of_torchrun(workers: int | None, ranks: int, link: str | None, late
 def _one_of(name: str, value: str, allowed: Sequence[str]) -> None:
     if value not in allowed:
         raise ValueError(f"{name}={value!r} is unknown; choose from {', '.join(allowed)}")
+
+
+def _require_no_data(task: str | None, text: Path | None) -> None:
+    if task is None and text is None:
+        return
+    option = "--text" if task is None else "--task"
+    raise ValueError(
+        f"model='convolution' trains on scanned digits, and {option} brings other data: leave one "
+        "of them out"
+    )
 
 
 def _require_task(task: str, text: Path | None, *, tune: bool) -> None:

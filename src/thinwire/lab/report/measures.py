@@ -50,7 +50,7 @@ class Table:
 
 
 def _loss_unit(results: Mapping[str, Any]) -> str:
-    return "nats per byte" if results["settings"].get("task") is None else ""
+    return results["settings"].get("loss_unit") or ""
 
 
 def _seeds(results: Mapping[str, Any]) -> int:

@@ -82,8 +82,8 @@ def loss_plots(results: Mapping[str, Any], axis: str, label: str) -> str:
         ]
         for run in results["strategies"]
     ]
-    own = results["settings"].get("task") is not None
-    loss = "held-out loss" if own else "held-out loss, nats per byte"
+    unit = results["settings"].get("loss_unit")
+    loss = f"held-out loss, {unit}" if unit else "held-out loss"
     return "\n".join(
         _drawing(frame, names, lines, single, axis, label, loss, logarithmic) for frame in _FRAMES
     )

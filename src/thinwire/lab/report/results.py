@@ -5,6 +5,7 @@ them.
 import json
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from thinwire._version import __version__
 from thinwire.lab.report.verdict import verdict
 from thinwire.lab.report.winner import document_of
 from thinwire.lab.run.config import OPTIMIZERS
-from thinwire.lab.run.size import ModelSize
+from thinwire.lab.run.size import ConvolutionSize, ModelSize
 from thinwire.lab.run.text import Corpus
 from thinwire.lab.settings import Settings
 
@@ -28,6 +29,7 @@ __all__ = [
 ]
 
 FORMAT = 1
+_LOSS_UNITS = {"transformer": "nats per byte", "convolution": "nats"}
 _SCHEDULE = "rate: linear warm-up over a tenth, cosine to a tenth"
 
 KEYS = {
@@ -38,19 +40,17 @@ KEYS = {
     "command": "the command line that makes the comparison again",
     "link": "the link asked for, whether it was emulated, and why not",
     "settings": "what the command was told, and what all strategies share",
-    "model": "shape and number of parameters",
-    "text": "source, size and SHA-256 of the text that comes with the command",
+    "model": "which one, its shape and number of parameters",
+    "text": "source, size and SHA-256 of the data that come with the command",
     "machine": "processor, cores, memory, versions",
     "failed": "the first strategy that failed and its error, or null",
     "failures": "every strategy that failed, and its error",
     "interrupted": "null, or what interrupted the comparison ('by'; null while it runs, or where "
     "it was killed), the strategy that was at work and its progress, and those that had not begun",
-    "common_loss": "the lowest held-out loss that every strategy reached, nats per byte",
-    "dense_loss": "the held-out loss that dense ended with, nats per byte; null where dense was "
-    "not compared",
+    "common_loss": "the lowest held-out loss that every strategy reached, in settings.loss_unit",
+    "dense_loss": "the held-out loss that dense ended with; null where dense was not compared",
     "strategies[]": "one entry per strategy, in the order of the command line, with the keys below",
-    "strategies[].final_loss": "held-out loss at the end, nats per byte; the same sequences for "
-    "every strategy",
+    "strategies[].final_loss": "held-out loss at the end, of the same data for every strategy",
     "strategies[].final_loss_range": "highest less lowest of these over the seeds; null with one",
     "strategies[].seeds[]": "seed and evaluations of every run; the other keys are means over them",
     "strategies[].best_loss": "lowest held-out loss of all evaluations",
@@ -113,7 +113,7 @@ def summarise(
     runs: Sequence[dict[str, Any]],
     *,
     settings: Settings,
-    model: ModelSize,
+    model: ModelSize | ConvolutionSize,
     corpus: Corpus | None,
     machine: Mapping[str, Any],
     emulated: bool,
@@ -157,11 +157,12 @@ def summarise(
             if settings.task is None
             else f"the task's own, else {OPTIMIZERS[settings.optimizer]}; {_SCHEDULE}",
             "task": settings.task,
+            "loss_unit": _LOSS_UNITS[model.kind] if settings.task is None else None,
             "device": settings.device,
             **common,
         },
         "model": {
-            **(_shape(model) if settings.task is None else {"task": settings.task}),
+            **(asdict(model) if settings.task is None else {"task": settings.task}),
             "parameters": runs[0]["parameters"],
         },
         "text": {"source": "the task's own data"} if corpus is None else _about(corpus),
@@ -178,10 +179,6 @@ def summarise(
     }
     outcome = verdict(results)
     return {**results, "verdict": outcome.text, "winner": outcome.winner}
-
-
-def _shape(model: ModelSize) -> dict[str, Any]:
-    return {"width": model.width, "layers": model.layers, "context": model.context}
 
 
 def _about(corpus: Corpus) -> dict[str, Any]:
@@ -263,7 +260,7 @@ def _range(losses: Sequence[float]) -> float | None:
 def _headline(settings: Settings, emulated: bool, reason: str | None) -> str:
     workers = f"{settings.workers} worker{'s' if settings.workers > 1 else ''}"
     tuning = (
-        " Losses are of the part of the text that is kept for choosing settings."
+        " Losses are of the part of the data that is kept for choosing settings."
         if settings.tune
         else ""
     )

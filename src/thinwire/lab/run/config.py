@@ -5,13 +5,13 @@ Made of the standard library alone: a bad name is refused before torch is import
 
 import importlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from dataclasses import field as with_default
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from thinwire.lab.run.size import ModelSize
+from thinwire.lab.run.size import MODELS, ConvolutionSize, ModelSize
 
 __all__ = ["OPTIMIZERS", "Job", "Recipe", "RunConfig", "imported"]
 
@@ -93,7 +93,7 @@ class RunConfig:
         lr: Peak learning rate; None for that of the strategy, or those of the task's own optimizer.
         task: "FILE.py:NAME" of the user's own task; None for the one that comes with the command.
         device: "auto", "cpu" or "cuda".
-        model: Size of the model that comes with the command.
+        model: Which model that comes with the command, and its size.
         seed: Of parameters and data order.
         steps: Updates; None where `seconds` is given.
         seconds: Budget of training time; None where `steps` is given.
@@ -101,8 +101,8 @@ class RunConfig:
         ramp_steps: Updates during which methods that start gently may do so.
         train_file: Bytes to train on.
         held_out_file: Bytes to evaluate on.
-        held_out_sequences: How many sequences of those.
-        batch: Sequences per rank and step.
+        held_out_sequences: How many sequences of those; of digits it is all.
+        batch: Sequences, or digits, per rank and step.
         interface: The network interface whose bytes the kernel counts; None counts none.
         launched_unix_s: When the command started the workers.
     """
@@ -112,7 +112,7 @@ class RunConfig:
     lr: float | None
     task: str | None
     device: str
-    model: ModelSize
+    model: ModelSize | ConvolutionSize
     seed: int
     steps: int | None
     seconds: float | None
@@ -132,13 +132,13 @@ class RunConfig:
         Raises:
             ValueError: A key is unknown or missing; all of them are named.
         """
-        nested = {"recipe": Recipe, "model": ModelSize}
+        read: dict[str, Callable[[Any], Any]] = {
+            "recipe": lambda value: _read(Recipe, value),
+            "model": lambda value: _read(MODELS[value["kind"]], value),
+        }
         return _read(
             cls,
-            {
-                key: _read(nested[key], value) if key in nested else value
-                for key, value in values.items()
-            },
+            {key: read[key](value) if key in read else value for key, value in values.items()},
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A small byte-level transformer in plain torch."""
+"""The models that come with the command: a byte-level transformer and a convolutional net."""
 
 import math
 
@@ -6,9 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from thinwire.lab.run.size import HEAD_WIDTH, ModelSize
+from thinwire.lab.run.digits import CLASSES
+from thinwire.lab.run.size import HEAD_WIDTH, ConvolutionSize, ModelSize
 
-__all__ = ["ByteTransformer"]
+__all__ = ["ByteTransformer", "ConvolutionalNet"]
 
 VOCABULARY = 256
 
@@ -73,6 +74,39 @@ class ByteTransformer(nn.Module):
             x = block(x)
         logits: Tensor = self.out(self.norm(x))
         return logits
+
+
+class ConvolutionalNet(nn.Module):
+    """Tells ten classes of images apart: four convolutions, each with batch normalisation, the mean
+    over all places, and a linear layer; no residual branches.
+
+    Args:
+        size: Width.
+    """
+
+    def __init__(self, size: ConvolutionSize) -> None:
+        super().__init__()
+        width = size.width
+        self.features = nn.Sequential(
+            *_convolution(1, width, stride=1),
+            *_convolution(width, 2 * width, stride=2),
+            *_convolution(2 * width, 2 * width, stride=1),
+            *_convolution(2 * width, 4 * width, stride=2),
+        )
+        self.out = nn.Linear(4 * width, CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits of shape (batch, 10) for images of shape (batch, 1, height, width)."""
+        logits: Tensor = self.out(self.features(images).mean(dim=(2, 3)))
+        return logits
+
+
+def _convolution(inputs: int, outputs: int, *, stride: int) -> list[nn.Module]:
+    return [
+        nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False),
+        nn.BatchNorm2d(outputs),
+        nn.ReLU(),
+    ]
 
 
 def _spread(name: str, inputs: int, layers: int) -> float:

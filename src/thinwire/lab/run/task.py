@@ -1,6 +1,4 @@
-"""What a rank trains: the task that comes with the command, predicting the next byte of a text, or
-one of the user's own.
-"""
+"""What a rank trains: one of the tasks that come with the command, or one of the user's own."""
 
 import copy
 import importlib.util
@@ -16,13 +14,13 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from thinwire.errors import ThinwireError
+from thinwire.lab.run.built_in import Digits, NextByte, Pair
 from thinwire.lab.run.config import RunConfig
-from thinwire.lab.run.model import ByteTransformer
+from thinwire.lab.run.size import ConvolutionSize
 from thinwire.task import Task
 
-__all__ = ["TaskError", "Work", "called", "loss_of", "work_of"]
+__all__ = ["TaskError", "Work", "called", "work_of"]
 
-Pair = tuple[Any, Any]
 R = TypeVar("R")
 
 
@@ -64,9 +62,11 @@ def work_of(config: RunConfig) -> Work:
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     device = _device_of(config.device, rank)
-    if config.task is None:
-        return NextByte(config, rank, world, device)
-    return OwnTask(config.task, config.seed, rank, world, device)
+    if config.task is not None:
+        return OwnTask(config.task, config.seed, rank, world, device)
+    if isinstance(config.model, ConvolutionSize):
+        return Digits(config, config.model, rank, world, device)
+    return NextByte(config, config.model, rank, world, device)
 
 
 def _device_of(choice: str, rank: int) -> torch.device:
@@ -86,80 +86,6 @@ def called(model: nn.Module, inputs: Any) -> Any:
     if isinstance(inputs, tuple):
         return model(*inputs)
     return model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
-
-
-def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy per byte, in nats.
-
-    Args:
-        outputs: Logits of shape (batch, context, 256), of any floating type.
-        targets: Bytes of shape (batch, context).
-    """
-    return nn.functional.cross_entropy(outputs.float().flatten(0, 1), targets.flatten())
-
-
-@final
-class NextByte:
-    """The task that comes with the command; batches are the same for every strategy, different on
-    every rank.
-
-    Args:
-        config: Of the run.
-        rank: Of this process.
-        world: Ranks.
-        device: Where model and batches are.
-    """
-
-    make_optimizer: Callable[[list[Parameter]], torch.optim.Optimizer] | None = None
-
-    def __init__(self, config: RunConfig, rank: int, world: int, device: torch.device) -> None:
-        torch.manual_seed(config.seed)
-        self.model: nn.Module = ByteTransformer(config.model).to(device)
-        self.loss_fn: Callable[[Any, Any], Tensor] = loss_of
-        self.device = device
-        self.train, self.held_out = _bytes_of(config.train_file), _bytes_of(config.held_out_file)
-        self.context, self.batch = config.model.context, config.batch
-        self.random = torch.Generator().manual_seed(config.seed * 1_000_003 + rank)
-        fixed = torch.Generator().manual_seed(config.seed)
-        starts = self._starts(self.held_out, config.held_out_sequences, fixed)[rank::world]
-        self.held_out_batches = (
-            [self._take(self.held_out, part) for part in torch.split(starts, self.batch)]
-            if len(starts)
-            else []
-        )
-
-    def _starts(self, text: Tensor, count: int, random: torch.Generator) -> Tensor:
-        return torch.randint(len(text) - self.context, (count,), generator=random)
-
-    def _take(self, text: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-        pieces = torch.stack(
-            [text[start : start + self.context + 1] for start in starts.tolist()]
-        ).long()
-        pieces = pieces.to(self.device)
-        return pieces[:, :-1], pieces[:, 1:]
-
-    def next_batch(self) -> Pair:
-        """See `Work`; each of shape (batch, context)."""
-        return self._take(self.train, self._starts(self.train, self.batch, self.random))
-
-    def some_batch(self, seed: int) -> Pair:
-        """See `Work`."""
-        size = (2, self.batch, self.context)
-        made = torch.randint(256, size, generator=torch.Generator().manual_seed(seed))
-        inputs, targets = made.to(self.device)
-        return inputs, targets
-
-    def evaluate(self, model: nn.Module) -> float:
-        """See `Work`: mean loss per byte over all ranks, in nats; every rank has its share."""
-        total = torch.zeros(2, dtype=torch.float64)
-        model.eval()
-        with torch.no_grad():
-            for inputs, targets in self.held_out_batches:
-                loss = loss_of(model(inputs), targets)
-                total += torch.tensor([loss.item() * targets.numel(), targets.numel()])
-        model.train()
-        dist.all_reduce(total)
-        return float(total[0] / total[1])
 
 
 @final
@@ -354,7 +280,3 @@ def _moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)(_moved(each, device) for each in value)
     return value
-
-
-def _bytes_of(path: str) -> Tensor:
-    return torch.from_file(path, size=Path(path).stat().st_size, dtype=torch.uint8)

@@ -26,14 +26,14 @@ class Corpus:
         validation: Bytes to choose settings by: the last but one twentieth of the whole, file order
             below.
         held_out: Bytes to report on, by which nothing has been chosen: the last twentieth.
-        files: How many files went in.
+        files: How many files went in; None where it is no text.
         source: Where they came from, for the report.
     """
 
     train: bytes
     validation: bytes
     held_out: bytes
-    files: int
+    files: int | None
     source: str
 
     @property

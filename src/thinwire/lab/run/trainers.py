@@ -13,8 +13,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
+from thinwire.lab.run.built_in import loss_of
 from thinwire.lab.run.config import RunConfig, imported
-from thinwire.lab.run.task import Work, called, loss_of
+from thinwire.lab.run.task import Work, called
 
 __all__ = [
     "DDPTrainer",

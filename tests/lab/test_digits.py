@@ -1,0 +1,175 @@
+"""The convolutional net on digits: its data, what each rank draws and evaluates, batch statistics
+under local updates, and whole comparisons."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sklearn.datasets import load_digits
+
+from tests.lab.configs import config
+from tests.lab.pooled import run_workers_in
+from tests.lab.test_compare import settings
+from tests.ranks import Pool
+from thinwire.lab import compare as comparison
+from thinwire.lab.compare import compare
+from thinwire.lab.report.page import render
+from thinwire.lab.report.progress import Silent
+from thinwire.lab.run.config import RunConfig
+from thinwire.lab.run.digits import read_digits
+from thinwire.lab.run.model import ConvolutionalNet
+from thinwire.lab.run.rehearsal import rehearse
+from thinwire.lab.run.size import ConvolutionSize, size_of
+from thinwire.lab.run.task import work_of
+from thinwire.lab.run.trainers import Setup, build_trainer
+from thinwire.lab.strategies import choose
+
+RECORD = 65
+
+
+def records(part: bytes) -> list[bytes]:
+    assert len(part) % RECORD == 0
+    return [part[i : i + RECORD] for i in range(0, len(part), RECORD)]
+
+
+def run_config(folder: Path, **fields: Any) -> RunConfig:
+    files = comparison._write_corpus(read_digits(), folder, tune=False)
+    return config(model=ConvolutionSize(4), batch=6, **files, **fields)
+
+
+def test_the_parts_are_fixed_and_hold_every_digit_once() -> None:
+    found = read_digits()
+    assert found == read_digits()
+    parts = [records(part) for part in (found.train, found.validation, found.held_out)]
+    assert [len(part) for part in parts] == [1285, 256, 256]
+    digits = load_digits()
+    whole = [
+        bytes([*image.astype("uint8").ravel().tolist(), int(digit)])
+        for image, digit in zip(digits.images, digits.target, strict=True)
+    ]
+    assert Counter(record for part in parts for record in part) == Counter(whole)
+    assert parts[2] == whole[6::7]
+    for part in parts:  # every class has its share
+        counts = Counter(record[-1] for record in part)
+        assert len(counts) == 10
+        assert min(counts.values()) > len(part) / 10 * 0.6
+
+
+@pytest.mark.parametrize(
+    ("size", "wanted"), [("tiny", 1e5), ("small", 9e5), ("medium", 3.3e6), ("60k", 6e4)]
+)
+def test_sizes_mean_as_many_parameters_as_for_the_transformer(size: str, wanted: float) -> None:
+    shape = size_of("convolution", size)
+    assert isinstance(shape, ConvolutionSize)
+    parameters = sum(p.numel() for p in ConvolutionalNet(shape).parameters())
+    assert 0.85 * wanted < parameters < 1.15 * wanted
+    assert 0.85 * parameters < shape.about_parameters < parameters
+
+
+def test_a_run_is_read_as_it_was_written() -> None:
+    run = config(model=ConvolutionSize(12))
+    assert RunConfig.from_dict(json.loads(json.dumps(run.to_dict()))) == run
+    wrong = {**run.to_dict(), "model": {"width": 12, "layers": 2, "kind": "convolution"}}
+    with pytest.raises(ValueError, match="ConvolutionSize: 'layers' is unknown"):
+        RunConfig.from_dict(wrong)
+
+
+def drawn(rank: int, size: int, run: RunConfig) -> tuple[list[list[int]], float, list[Any]]:
+    """Classes of two batches, the loss of evaluation, and the first image with its class."""
+    work = work_of(run)
+    batches = [work.next_batch() for _ in range(2)]
+    images, classes = batches[0]
+    assert images.shape == (run.batch, 1, 8, 8)
+    assert 0 <= images.min() <= images.max() <= 1
+    first = [*(16 * images[0]).int().flatten().tolist(), int(classes[0])]
+    return [targets.tolist() for _, targets in batches], work.evaluate(work.model), first
+
+
+def test_ranks_draw_their_own_digits_and_evaluate_together(ranks: Pool, tmp_path: Path) -> None:
+    run = run_config(tmp_path)
+    one, other = ranks.run(drawn, run, size=2)
+    assert [one, other] == ranks.run(drawn, run, size=2)
+    assert one[0] != other[0] != ranks.run(drawn, config_of_seed(run, 1), size=2)[1][0]
+    assert bytes(one[2]) in records(read_digits().train)
+    # the whole held-out part, once, in one batch
+    held_out = torch.frombuffer(bytearray(read_digits().held_out), dtype=torch.uint8)
+    held_out = held_out.view(-1, RECORD)
+    torch.manual_seed(run.seed)
+    model = ConvolutionalNet(ConvolutionSize(4)).eval()
+    logits = model(held_out[:, :64].float().view(-1, 1, 8, 8) / 16)
+    expected = torch.nn.functional.cross_entropy(logits, held_out[:, 64].long())
+    assert one[1] == other[1] == pytest.approx(expected.item(), rel=1e-5)
+
+
+def config_of_seed(run: RunConfig, seed: int) -> RunConfig:
+    return RunConfig.from_dict({**run.to_dict(), "seed": seed})
+
+
+def statistics(rank: int, size: int, run: RunConfig) -> list[tuple[bool, list[float]]]:
+    """After each step, whether ranks agree, and this rank's running means and variances."""
+    work = work_of(run)
+    before = {name: value.clone() for name, value in work.model.state_dict().items()}
+    rehearse(run, work)
+    assert all(torch.equal(before[name], v) for name, v in work.model.state_dict().items())
+    setup = Setup(run.optimizer, 1, work.loss_fn)
+    trainer = build_trainer(run.recipe.trainer, run.recipe.options, work.model, setup)
+    found = []
+    for _ in range(34):  # one more than diloco's interval, after the first averaging
+        for group in trainer.optimizer.param_groups:
+            group["lr"] = 0.01
+        trainer.train_step(*work.next_batch())
+        means = [b.sum().item() for b in trainer.module.buffers() if b.is_floating_point()]
+        found.append((trainer.agreed, means))
+    trainer.finish()
+    trainer.close()
+    return found
+
+
+@pytest.mark.parametrize("name", ["quantized-local", "sparse-local", "diloco"])
+def test_batch_statistics_are_equal_wherever_the_loss_is_taken(
+    name: str, ranks: Pool, tmp_path: Path
+) -> None:
+    one, other = ranks.run(statistics, run_config(tmp_path, recipe=choose([name])[0]), size=2)
+    assert [agreed for agreed, _ in one] == [agreed for agreed, _ in other]
+    assert {agreed for agreed, _ in one} == {True, False}
+    for (agreed, mine), (_, others) in zip(one, other, strict=True):
+        assert (mine == others) == agreed
+
+
+@pytest.fixture
+def pooled(ranks: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparison, "run_workers", run_workers_in(ranks))
+
+
+@pytest.mark.usefixtures("pooled")
+def test_it_learns_its_digits_under_every_kind_of_strategy(tmp_path: Path) -> None:
+    names = ["dense", "dgc", "low-rank", "quantized-local"]
+    asked = settings(
+        tmp_path, link="loopback", strategies=names, model="convolution", steps=48, batch=8
+    )
+    results = compare(asked, Silent())
+    starts = {run["evaluations"][0]["loss"] for run in results["strategies"]}
+    assert len(starts) == 1
+    for run in results["strategies"]:
+        assert run["final_loss"] < 0.7 * run["evaluations"][0]["loss"], run["strategy"]
+    parameters = results["strategies"][0]["parameters"]
+    assert results["model"] == {"kind": "convolution", "width": 28, "parameters": parameters}
+    assert results["text"]["source"] == "the 1,797 scanned digits of scikit-learn"
+    assert "--model convolution --size tiny" in results["command"]
+    page = render(results)
+    assert "held-out loss, nats<" in page
+    assert "nats per byte" not in page
+
+
+@pytest.mark.usefixtures("pooled")
+def test_settings_are_chosen_on_other_digits_than_are_reported_on(tmp_path: Path) -> None:
+    starts = [
+        compare(
+            settings(tmp_path, link="loopback", model="convolution", steps=2, tune=tune), Silent()
+        )["strategies"][0]["evaluations"][0]["loss"]
+        for tune in (False, True)
+    ]
+    assert starts[0] != starts[1]
