@@ -283,10 +283,10 @@ def test_a_delay_does_not_change_when_ranks_average(ranks: Pool, name: str) -> N
     assert found == [intervals(losses, rates, init=5, most=12, begin=1)] * 2
 
 
-def keep_books(rank: int, size: int, bits: int) -> float:
+def keep_books(rank: int, size: int, bits: int, dtype: torch.dtype) -> float:
     """Largest error of: what the ranks sent in all, plus what they keep, is what they changed in
     all."""
-    model = Bag()
+    model = Bag(dtype=dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     config = tw.LocalSGD(2, begin_step=0, compression=tw.Sparse(0.9, bits, 1.0, "all"))
     changed = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
@@ -309,11 +309,15 @@ def keep_books(rank: int, size: int, bits: int) -> float:
     return worst
 
 
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float64, 1e-10), (torch.float32, 1e-4)])
 @pytest.mark.parametrize("bits", [1, 2, 32])
 @pytest.mark.parametrize("size", [1, 2])
-def test_nothing_is_lost_over_200_rounds(ranks: Pool, bits: int, size: int) -> None:
-    """float64 sums of a few hundred terms of size 1."""
-    assert max(ranks.run(keep_books, bits, size=size)) < 1e-10
+def test_nothing_is_lost_over_200_rounds(
+    ranks: Pool, bits: int, size: int, dtype: torch.dtype, most: float
+) -> None:
+    """Sums of a few hundred terms of size 1. In float32 what is sent may be what was folded, to the
+    last bit."""
+    assert max(ranks.run(keep_books, bits, dtype, size=size)) < most
 
 
 def sum_of_parts(rank: int, size: int) -> list[Tensor]:

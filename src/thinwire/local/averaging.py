@@ -286,10 +286,10 @@ class Averaging:
         param, anchor = self._params[name], self.anchors[name]
         before = widened(param if pending.measured is None else pending.measured[name])
         target = anchor - step
-        if (
-            self._group.size == 1
-        ):  # S - (S - p) is p but for rounding; alone, averaging must not change a bit
-            target = torch.where(step == pending.moved[name], before, target)
+        if self._group.size == 1:
+            # S - (S - p) is p but for rounding; alone, averaging must not change a bit of p where
+            # all of its change, and nothing that was kept, is applied
+            target = torch.where(step == anchor - before, before, target)
         place = real_view(param)
         target = target.to(place.dtype)
         anchor.copy_(target)
