@@ -19,9 +19,10 @@ from benchmarks.common import parser_for, save, summary, surroundings, turns_ms
 from thinwire.core.feedback import Fold, FoldRule, commit_, commit_list_, propose, propose_list
 from thinwire.core.merge import sum_sparse
 from thinwire.core.rounding import rounding_seed
-from thinwire.core.select import count_sent, top_k
+from thinwire.core.select import top_k
 from thinwire.kernels import for_device
-from thinwire.wire.message import Layout, Slot, pack, unpack
+from thinwire.layout.message import Layout, Slot, count_sent
+from thinwire.wire.message import pack, unpack
 
 RULE = FoldRule(momentum=0.9)
 SOURCES = 2

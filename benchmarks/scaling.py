@@ -19,7 +19,10 @@ from benchmarks.common import parser_for, save, surroundings
 from thinwire.comm import Group, Nodes, sources_of
 from thinwire.compress.entries import Proposed, send_entries
 from thinwire.compress.protocol import together
-from thinwire.compress.traffic import (
+from thinwire.core.feedback import Proposal
+from thinwire.exchange.round import Round
+from thinwire.layout.message import Layout, Slot, count_sent
+from thinwire.layout.traffic import (
     GATHER,
     SPLIT,
     Traffic,
@@ -27,10 +30,6 @@ from thinwire.compress.traffic import (
     busiest,
     chosen_exchange,
 )
-from thinwire.core.feedback import Proposal
-from thinwire.core.select import count_sent
-from thinwire.exchange.round import Round
-from thinwire.wire.message import Layout, Slot
 
 TENSORS = 160
 NODE_SIZE = 8

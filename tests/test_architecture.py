@@ -12,7 +12,7 @@ from benchmarks.structure import circles
 
 ROOT = Path(thinwire.__file__).parent
 BASE = {"errors", "_version", "_validate"}
-MATHS = BASE | {"schedules", "kernels", "core"}
+MATHS = BASE | {"layout", "schedules", "kernels", "core"}
 METHODS = MATHS | {"wire", "compress"}
 MAY_IMPORT = {
     "errors": set(),
@@ -20,11 +20,13 @@ MAY_IMPORT = {
     "_validate": set(),
     "schedules": BASE,
     "task": BASE,
+    # arithmetic of messages, without torch
+    "layout": BASE,
     # loops, in three bodies behind one signature
-    "kernels": BASE,
-    "core": BASE | {"kernels"},
+    "kernels": BASE | {"layout"},
+    "core": BASE | {"layout", "kernels"},
     # bytes: neither methods nor ranks
-    "wire": BASE | {"kernels", "core"},
+    "wire": BASE | {"layout", "kernels", "core"},
     # methods of compression, which speak to nobody
     "compress": MATHS | {"wire"},
     "comm": BASE,

@@ -14,9 +14,8 @@ require_triton()
 from thinwire.core.feedback import Proposal  # noqa: E402
 from thinwire.core.merge import sum_sparse  # noqa: E402
 from thinwire.errors import PayloadCorrupt  # noqa: E402
+from thinwire.layout.message import HEADER_BYTES, VALUE_BITS, Layout, Slot  # noqa: E402
 from thinwire.wire import device_message, message  # noqa: E402
-from thinwire.wire.message import HEADER_BYTES, Layout, Slot  # noqa: E402
-from thinwire.wire.values import VALUE_BITS  # noqa: E402
 
 pytestmark = [pytest.mark.triton, pytest.mark.timeout(300)]
 WHERE = {"step": (1 << 63) + 12, "bucket": 3}

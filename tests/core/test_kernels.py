@@ -13,8 +13,8 @@ from thinwire import kernels
 from thinwire.errors import PayloadCorrupt
 from thinwire.kernels import reference
 from thinwire.kernels.cpu import numba_body, select, threads
-from thinwire.wire.positions import decode_positions, position_bytes
-from thinwire.wire.values import VALUE_BITS
+from thinwire.layout.message import VALUE_BITS, position_bytes
+from thinwire.wire.positions import decode_positions
 
 CPU = torch.device("cpu")
 SIZES = [1, 2, 63, 64, 65, 129, 1000, 8193, 29_000]
@@ -389,8 +389,9 @@ def test_a_forked_child_has_threads_of_its_own():
 def test_no_byte_is_read_or_written_out_of_bounds_whatever_came(tmp_path):
     code = """
 import torch
-from thinwire.wire.positions import decode_positions, position_bytes
-from thinwire.wire.values import decode_values, value_bytes
+from thinwire.layout.message import position_bytes, value_bytes
+from thinwire.wire.positions import decode_positions
+from thinwire.wire.values import decode_values
 from thinwire.errors import PayloadCorrupt
 generator = torch.Generator().manual_seed(0)
 for numel, k in [(1, 1), (7, 3), (100, 3), (100, 100), (1000, 9), (513, 256)] * 60:

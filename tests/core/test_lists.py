@@ -12,9 +12,9 @@ from thinwire.errors import PayloadCorrupt
 from thinwire.kernels import Kernels, reference
 from thinwire.kernels.cpu import numba_body, select, threads
 from thinwire.kernels.memory import has_address, share_memory
+from thinwire.layout.message import HEADER_BYTES, VALUE_BITS, Layout, Slot
 from thinwire.wire import message as message_module
-from thinwire.wire.message import HEADER_BYTES, Layout, Slot, pack, unpack
-from thinwire.wire.values import VALUE_BITS
+from thinwire.wire.message import pack, unpack
 
 CPU = torch.device("cpu")
 SIZES = [1, 2, 63, 64, 65, 129, 1000, 8193, 29_000, 70_000]

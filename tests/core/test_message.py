@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire.errors import PayloadCorrupt
-from thinwire.wire.message import HEADER_BYTES, Layout, Slot, pack, pack_nonfinite, unpack
-from thinwire.wire.values import VALUE_BITS
+from thinwire.layout.message import HEADER_BYTES, VALUE_BITS, Layout, Slot
+from thinwire.wire.message import pack, pack_nonfinite, unpack
 
 WHERE = {"step": 12, "bucket": 3, "source": 5}
 

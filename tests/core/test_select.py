@@ -4,7 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.reference import dgc_fold
-from thinwire.core.select import count_sent, top_k
+from thinwire.core.select import top_k
+from thinwire.layout.message import count_sent
 
 
 @pytest.mark.parametrize(

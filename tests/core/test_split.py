@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from thinwire.compress.split import add_up, joined, shares, split_plan
-from thinwire.wire.message import Layout, Slot, pack, unpack
+from thinwire.compress.split import add_up, joined, shares
+from thinwire.layout.message import Layout, Slot
+from thinwire.layout.shares import split_plan
+from thinwire.wire.message import pack, unpack
 
 SLOTS = st.lists(
     st.integers(1, 400).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n))),

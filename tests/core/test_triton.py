@@ -20,8 +20,7 @@ from thinwire.kernels import reference  # noqa: E402
 from thinwire.kernels.cuda import triton_body  # noqa: E402
 from thinwire.kernels.cuda.crc import crc32  # noqa: E402
 from thinwire.kernels.cuda.launching import launch  # noqa: E402
-from thinwire.wire.positions import position_parts  # noqa: E402
-from thinwire.wire.values import VALUE_BITS  # noqa: E402
+from thinwire.layout.message import VALUE_BITS, position_parts  # noqa: E402
 
 pytestmark = pytest.mark.triton
 KINDS = ["random", "tied", "denormal", "huge", "zero", "equal", "ascending", "rare"]

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tests.reference import whole_codes
 from thinwire.errors import PayloadCorrupt
-from thinwire.wire.message import HEADER_BYTES
-from thinwire.wire.whole_message import WHOLE_BITS, WholeLayout, decode, pack, unpack
+from thinwire.layout.message import HEADER_BYTES, WHOLE_BITS, WholeLayout
+from thinwire.wire.whole_message import decode, pack, unpack
 
 WHERE = {"step": 12, "bucket": 0, "source": 5}
 NUMELS = (1000, 1, 33)

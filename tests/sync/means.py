@@ -9,10 +9,10 @@ from thinwire.comm import Group
 from thinwire.compress.dense import send_dense
 from thinwire.compress.entries import Proposed, send_entries
 from thinwire.compress.protocol import Compression, together
-from thinwire.compress.traffic import GATHER
 from thinwire.core.storage import with_own_storage
 from thinwire.exchange.gradients import GradientExchange, gradients_of
 from thinwire.exchange.round import Round
+from thinwire.layout.traffic import GATHER
 
 
 def launch(

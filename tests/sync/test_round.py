@@ -10,7 +10,7 @@ from thinwire.comm import Group
 from thinwire.compress.entries import ArrivedEntries, Proposed
 from thinwire.core.feedback import FoldRule, propose
 from thinwire.exchange.round import Round
-from thinwire.wire.message import HEADER_BYTES
+from thinwire.layout.message import HEADER_BYTES
 
 NUMEL, K = 1000, 10
 

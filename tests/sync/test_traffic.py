@@ -4,14 +4,14 @@ import math
 
 import pytest
 
-from thinwire.compress.traffic import (
+from thinwire.layout.message import Layout, Slot
+from thinwire.layout.traffic import (
     between_sources,
     busiest,
     chosen_exchange,
     first_split,
     inside_node,
 )
-from thinwire.wire.message import Layout, Slot
 
 MILLION = 1_000_000
 

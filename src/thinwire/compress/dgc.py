@@ -37,17 +37,15 @@ from thinwire.compress.protocol import (
     Sending,
     Watch,
 )
-from thinwire.compress.traffic import EXCHANGES, first_split
 from thinwire.compress.words import bits_text, plural, share_text
 from thinwire.core.clip import ClipByNorm, clipped
 from thinwire.core.feedback import Fold, commit_list_, in_chunks, propose_list
 from thinwire.core.precision import named_state_dtype, state_dtype, stored_dtype
 from thinwire.core.rounding import rounding_seed
-from thinwire.core.select import count_sent
 from thinwire.kernels.needs import Need, needs_of
+from thinwire.layout.message import VALUE_BITS, Layout, Slot, count_sent
+from thinwire.layout.traffic import EXCHANGES, first_split
 from thinwire.schedules import sparsity_at
-from thinwire.wire.message import Layout, Slot
-from thinwire.wire.values import VALUE_BITS
 
 __all__ = ["DGC", "DGCCompressor", "Rule", "compressible", "limited", "locally_clipped"]
 

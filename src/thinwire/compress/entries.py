@@ -21,15 +21,17 @@ from thinwire.compress.protocol import (
     Sending,
     zeros_for,
 )
-from thinwire.compress.split import Sums, add_up, joined, shares, split_plan
-from thinwire.compress.traffic import GATHER, SPLIT, chosen_exchange
+from thinwire.compress.split import Sums, add_up, joined, shares
 from thinwire.core.feedback import Proposal
 from thinwire.core.merge import divided_, sum_sparse
 from thinwire.core.precision import state_dtype
 from thinwire.core.rounding import rounding_seed, store_
 from thinwire.errors import PayloadCorrupt
 from thinwire.kernels import is_static
-from thinwire.wire.message import Layout, Slot, pack, pack_nonfinite, unpack
+from thinwire.layout.message import Layout, Slot
+from thinwire.layout.shares import split_plan
+from thinwire.layout.traffic import GATHER, SPLIT, chosen_exchange
+from thinwire.wire.message import pack, pack_nonfinite, unpack
 
 if TYPE_CHECKING:
     from thinwire.wire.device_message import Rows

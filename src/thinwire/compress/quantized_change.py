@@ -13,7 +13,8 @@ from thinwire.compress.change_protocol import ERRORS, ErrorsOnly, Kept, MeanChan
 from thinwire.compress.protocol import AllGather, Context, Sending
 from thinwire.core.merge import divided_
 from thinwire.kernels.needs import Need, needs_of
-from thinwire.wire.whole_message import WHOLE_BITS, WholeLayout, decode, pack, unpack
+from thinwire.layout.message import WHOLE_BITS, WholeLayout
+from thinwire.wire.whole_message import decode, pack, unpack
 
 __all__ = ["Quantized"]
 

@@ -16,12 +16,12 @@ from thinwire.compress.dgc import DGC
 from thinwire.compress.protocol import AllGather, Context, Sending
 from thinwire.core.feedback import Proposal
 from thinwire.core.merge import divided_, sum_sparse
-from thinwire.core.select import count_sent, top_k
+from thinwire.core.select import top_k
 from thinwire.core.sources import source_factors, squared_norms
 from thinwire.kernels import is_static
 from thinwire.kernels.needs import Need, needs_of
-from thinwire.wire.message import Layout, Slot, pack, unpack
-from thinwire.wire.values import VALUE_BITS
+from thinwire.layout.message import VALUE_BITS, Layout, Slot, count_sent
+from thinwire.wire.message import pack, unpack
 
 __all__ = ["RampedChange", "Sparse"]
 

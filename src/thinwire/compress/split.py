@@ -12,8 +12,6 @@ is kept, by the owner.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -21,51 +19,13 @@ from torch import Tensor
 
 from thinwire.core.merge import sum_sparse
 from thinwire.core.select import top_k
-from thinwire.wire.message import Layout, Slot
+from thinwire.layout.message import Layout
+from thinwire.layout.shares import SplitPlan
 
-__all__ = ["Piece", "SplitPlan", "Sums", "add_up", "joined", "shares", "split_plan"]
+__all__ = ["Sums", "add_up", "joined", "shares"]
 
 Entries = tuple[Tensor, Tensor]
 """Indices (j,), int64, ascending, and values (j,)."""
-_FIRST_ROOM = 2
-"""Room of a piece in round one, in multiples of the entries that fall into it on average."""
-
-
-class Piece(NamedTuple):
-    """A contiguous range of one tensor."""
-
-    slot: int
-    """Which tensor of the message."""
-    start: int
-    """Its first position."""
-    numel: int
-    """How many there are."""
-
-
-@dataclass(frozen=True)
-class SplitPlan:
-    """Who owns what, and how long every message is; the same on all sources."""
-
-    pieces: tuple[tuple[Piece, ...], ...]
-    """By owner, in the order of the tensors."""
-    first: tuple[Layout, ...]
-    """By owner: what every source sends it in round one."""
-    second: tuple[Layout, ...]
-    """By owner: what it sends to all in round two."""
-
-    @cached_property
-    def ends(self) -> list[list[int]]:
-        """By tensor, where its pieces end."""
-        found: list[list[int]] = []
-        for piece in (piece for mine in self.pieces for piece in mine):
-            found += [[] for _ in range(piece.slot + 1 - len(found))]
-            found[piece.slot].append(piece.start + piece.numel)
-        return found
-
-    @property
-    def row_bytes(self) -> int:
-        """Length to which all messages of round two are filled up."""
-        return max(layout.nbytes for layout in self.second)
 
 
 class Sums(NamedTuple):
@@ -90,40 +50,6 @@ class Sums(NamedTuple):
         rest = self.totals.clone()
         rest[self.chosen] -= sent.to(rest.dtype)
         return rest
-
-
-@lru_cache(maxsize=64)
-def split_plan(layout: Layout, sources: int) -> SplitPlan:
-    """The plan for messages of this layout.
-
-    Args:
-        layout: What every source would send to all others.
-        sources: W, at least 1.
-
-    Returns:
-        At most tensors + W - 1 pieces. Of a tensor with room for k of n entries, a piece of m
-        positions has room for ceil(2 k m / n) entries in round one, and the pieces together for
-        about k in round two; each for at least 1.
-
-    Raises:
-        ValueError: Fewer than one source.
-    """
-    if sources < 1:
-        raise ValueError(f"sources is {sources}; it must be at least 1")
-    pieces = _partition([slot.numel for slot in layout.slots], sources)
-    first = [[_first_room(layout.slots[p.slot], p) for p in mine] for mine in pieces]
-    second = [[_second_room(layout.slots[p.slot], p) for p in mine] for mine in pieces]
-    return SplitPlan(
-        tuple(tuple(mine) for mine in pieces),
-        tuple(
-            Layout(tuple(slots), layout.value_bits, f";to {owner}")
-            for owner, slots in enumerate(first)
-        ),
-        tuple(
-            Layout(tuple(slots), layout.value_bits, f";from {owner}")
-            for owner, slots in enumerate(second)
-        ),
-    )
 
 
 def shares(plan: SplitPlan, parts: Sequence[Entries]) -> list[list[Entries]]:
@@ -197,33 +123,6 @@ def joined(plan: SplitPlan, slots: int, parts: Sequence[Sequence[Entries]]) -> l
         else None
         for entries in by_slot
     ]
-
-
-def _partition(numels: Sequence[int], sources: int) -> list[list[Piece]]:
-    total, owner, at = sum(numels), 0, 0
-    pieces: list[list[Piece]] = [[] for _ in range(sources)]
-    for slot, numel in enumerate(numels):
-        start = 0
-        while start < numel:
-            while (owner + 1) * total // sources <= at:
-                owner += 1
-            length = min(numel - start, (owner + 1) * total // sources - at)
-            pieces[owner].append(Piece(slot, start, length))
-            start, at = start + length, at + length
-    return pieces
-
-
-def _first_room(slot: Slot, piece: Piece) -> Slot:
-    return Slot(piece.numel, min(piece.numel, -(-_FIRST_ROOM * slot.k * piece.numel // slot.numel)))
-
-
-def _second_room(slot: Slot, piece: Piece) -> Slot:
-    """Shares of k that are whole numbers and add up to k, but for the 1 that a tiny piece has."""
-    before, after = (
-        (2 * slot.k * at + slot.numel) // (2 * slot.numel)
-        for at in (piece.start, piece.start + piece.numel)
-    )
-    return Slot(piece.numel, min(piece.numel, max(1, after - before)))
 
 
 def _largest(indices: Tensor, values: Tensor, room: int) -> Entries:

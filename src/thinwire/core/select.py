@@ -4,31 +4,7 @@ from torch import Tensor
 
 from thinwire.kernels import for_device
 
-__all__ = ["count_sent", "top_k"]
-
-
-def count_sent(numel: int, sparsity: float) -> int:
-    """Number of entries that are sent: max(1, round(numel * (1 - sparsity))).
-
-    Args:
-        numel: Entries of the tensor, at least 1.
-        sparsity: Fraction that is not sent, in [0, 1).
-
-    Returns:
-        Between 1 and `numel`; float64 arithmetic and Python's `round` (halves to even).
-
-    Raises:
-        ValueError: An argument is out of its range.
-
-    Source: arXiv 1712.01887. Differs: rounded instead of truncated, at least one.
-    """
-    if numel < 1:
-        raise ValueError(f"numel is {numel}; it must be at least 1")
-    if not 0 <= sparsity < 1:
-        raise ValueError(
-            f"sparsity is {sparsity}; it must be in [0, 1), the fraction that is not sent"
-        )
-    return max(1, round(numel * (1 - sparsity)))
+__all__ = ["top_k"]
 
 
 def top_k(values: Tensor, k: int) -> Tensor:

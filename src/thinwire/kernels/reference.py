@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels.rules import Fold
+from thinwire.layout.message import SCALE_COUNT
 
 __all__ = [
-    "SCALE_COUNT",
     "commit_",
     "commit_each_",
     "commit_list_",
@@ -35,9 +35,6 @@ __all__ = [
     "summed",
     "top_k",
 ]
-
-SCALE_COUNT = {1: 1, 2: 2, 4: 8, 8: 2, 16: 2, 32: 0}
-"""Per cost of a value in bits: how many float32 scales travel with the values."""
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _LOW_32 = (1 << 32) - 1

@@ -38,7 +38,6 @@ from thinwire.comm import (
 )
 from thinwire.compress.dgc import DGC, DGCCompressor, Rule, compressible
 from thinwire.compress.entries import ArrivedEntries
-from thinwire.compress.traffic import EXCHANGES
 from thinwire.core.arithmetic import CURES, arithmetic
 from thinwire.core.checksum import bit_sums
 from thinwire.core.clip import ClipByNorm, clipped
@@ -54,11 +53,12 @@ from thinwire.exchange.gradients import GradientExchange
 from thinwire.exchange.round import Round
 from thinwire.kernels.needs import Need, needs_of
 from thinwire.kernels.warm import warm_up, warm_up_beside
+from thinwire.layout.message import VALUE_BITS
+from thinwire.layout.traffic import EXCHANGES
 from thinwire.optim.base import CommonOptimizer
 from thinwire.optim.two_phase import ParamGrad
 from thinwire.schedules import Schedule
 from thinwire.wire.message import WIRE_VERSION
-from thinwire.wire.values import VALUE_BITS
 
 __all__ = ["Attached", "DGCMomentum"]
 

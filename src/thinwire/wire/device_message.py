@@ -18,9 +18,14 @@ from thinwire.core.feedback import Proposal
 from thinwire.errors import PayloadCorrupt
 from thinwire.kernels.cuda import codes
 from thinwire.kernels.cuda.crc import crc32
-from thinwire.wire.message import CHECKSUM, HEADER_BYTES, Layout, header_words, unpack
-from thinwire.wire.positions import position_bytes, position_parts
-from thinwire.wire.values import value_bytes
+from thinwire.layout.message import (
+    HEADER_BYTES,
+    Layout,
+    position_bytes,
+    position_parts,
+    value_bytes,
+)
+from thinwire.wire.message import CHECKSUM, header_words, unpack
 
 __all__ = ["FAULTS", "Arrived", "Rows", "explain", "pack", "read", "sum_rows"]
 

@@ -8,12 +8,9 @@ value is 0 are not carried. The length follows from the layout, so the messages 
 equally long and one all-gather moves them.
 """
 
-import hashlib
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -24,21 +21,22 @@ from torch.nn.functional import pad
 
 from thinwire.errors import PayloadCorrupt
 from thinwire.kernels import for_device
-from thinwire.wire.positions import (
-    decode_positions,
-    encode_positions,
+from thinwire.layout.message import (
+    CULPRIT,
+    HEADER,
+    HEADER_BYTES,
+    Layout,
+    Slot,
     position_bytes,
-    position_parts,
+    value_bytes,
 )
-from thinwire.wire.values import decode_values, encode_values, value_bytes
+from thinwire.wire.positions import decode_positions, encode_positions
+from thinwire.wire.values import decode_values, encode_values
 
 __all__ = [
     "CHECKSUM",
-    "HEADER_BYTES",
     "WIRE_VERSION",
     "Form",
-    "Layout",
-    "Slot",
     "Unpacked",
     "header_words",
     "opened",
@@ -51,12 +49,9 @@ __all__ = [
 
 WIRE_VERSION = 1
 _MAGIC = b"thwr"
-_HEADER = struct.Struct("<4sBBHQQII")
-HEADER_BYTES = _HEADER.size
 _CRC_BYTES = 4
 CHECKSUM = (HEADER_BYTES - _CRC_BYTES, HEADER_BYTES)
 """First byte of the checksum and the one after the last."""
-_CULPRIT = struct.Struct("<I")
 _FLAG_NONFINITE = 1
 
 
@@ -70,68 +65,6 @@ class Form(Protocol):
     @property
     def digest(self) -> int:
         """64 bits that stand for the form in the header."""
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """The place of one tensor in a message."""
-
-    numel: int
-    """Entries of the tensor."""
-    k: int
-    """Entries for which there is room, between 1 and `numel`."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """What a message consists of; equal on all ranks."""
-
-    slots: tuple[Slot, ...]
-    """One per tensor, in order."""
-    value_bits: int
-    """Cost of one value: 1, 2, 4, 8, 16 or 32."""
-    part: str = ""
-    """Which part of a split exchange this is; empty for a whole message. Parts have room to spare,
-    so that at 1 bit
-    their scale is the mean of the values that came."""
-
-    @cached_property
-    def nbytes(self) -> int:
-        """Length of a message, header included; a function of the layout only."""
-        payload = sum(
-            position_bytes(s.numel, s.k) + value_bytes(s.k, self.value_bits) for s in self.slots
-        )
-        return HEADER_BYTES + max(payload, _CULPRIT.size)
-
-    @cached_property
-    def places(self) -> NDArray[np.int64]:
-        """Shape (slots, 7): of every slot the sizes of its codes and where they begin, for compiled
-        loops.
-
-        The columns are numel, k, low bits of a position, and the bytes of the low bits, the high
-        parts and the values, and the first byte.
-        """
-        rows, at = [], HEADER_BYTES
-        for slot in self.slots:
-            row = (
-                slot.numel,
-                slot.k,
-                *position_parts(slot.numel, slot.k),
-                value_bytes(slot.k, self.value_bits),
-            )
-            rows.append((*row, at))
-            at += sum(row[3:])
-        return np.array(rows, np.int64).reshape(-1, 7)
-
-    @cached_property
-    def digest(self) -> int:
-        """64 bits that stand for the layout in the header."""
-        text = (
-            f"elias-fano;{self.value_bits};"
-            + ",".join(f"{s.k}/{s.numel}" for s in self.slots)
-            + self.part
-        )
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 
 class Unpacked(NamedTuple):
@@ -181,7 +114,7 @@ def pack(
         codes += slot_codes
         all_sent.append(sent)
         carried += count
-    payload = codes or [torch.zeros(_CULPRIT.size, dtype=torch.uint8)]
+    payload = codes or [torch.zeros(CULPRIT.size, dtype=torch.uint8)]
     return sealed(layout, step, bucket, payload, carried=carried), all_sent
 
 
@@ -203,7 +136,7 @@ def pack_nonfinite(layout: Layout, step: int, bucket: int, culprit: int) -> Tens
     if not 0 <= culprit < 1 << 32:
         raise ValueError(f"culprit is {culprit}; it must be in [0, 2^32)")
     payload = bytearray(layout.nbytes - HEADER_BYTES)
-    _CULPRIT.pack_into(payload, 0, culprit)
+    CULPRIT.pack_into(payload, 0, culprit)
     as_tensor = torch.frombuffer(payload, dtype=torch.uint8)
     return sealed(layout, step, bucket, [as_tensor], flags=_FLAG_NONFINITE)
 
@@ -268,7 +201,7 @@ def opened(form: Form, message: Tensor, step: int, bucket: int) -> tuple[memoryv
     """
     _expect("length in bytes", message.numel(), form.nbytes)
     raw = message.cpu().contiguous().numpy().data
-    header = _HEADER.unpack(raw[:HEADER_BYTES])
+    header = HEADER.unpack(raw[:HEADER_BYTES])
     magic, version, flags, its_bucket, its_step, digest, carried, checksum = header
     _expect("magic", magic, _MAGIC)
     _expect("wire version", version, WIRE_VERSION)
@@ -287,7 +220,7 @@ def header_words(layout: Layout, step: int, bucket: int) -> tuple[int, int, int]
         ValueError: A number does not fit its field.
     """
     _check_place(step, bucket)
-    header = _HEADER.pack(_MAGIC, WIRE_VERSION, 0, bucket, step, layout.digest, 0, 0)
+    header = HEADER.pack(_MAGIC, WIRE_VERSION, 0, bucket, step, layout.digest, 0, 0)
     words: tuple[int, int, int] = struct.unpack_from("<3q", header)
     return words
 
@@ -316,7 +249,7 @@ def _encoded(
 def _unpack(layout: Layout, message: Tensor, step: int, bucket: int) -> Unpacked:
     raw, flags, carried = opened(layout, message, step, bucket)
     if flags == _FLAG_NONFINITE:
-        return Unpacked(_CULPRIT.unpack(raw[HEADER_BYTES : HEADER_BYTES + _CULPRIT.size])[0], [])
+        return Unpacked(CULPRIT.unpack(raw[HEADER_BYTES : HEADER_BYTES + CULPRIT.size])[0], [])
     _expect("flags", flags, 0)
     parts = for_device(message.device).decode_slots(
         layout.places, np.frombuffer(raw, np.uint8), layout.value_bits
@@ -351,8 +284,8 @@ def _stamped(
     """`raw` with the header in the place that is left for it at its beginning."""
     _check_place(step, bucket)
     fields = (_MAGIC, WIRE_VERSION, flags, bucket, step, form.digest, carried)
-    checksum = _checksum(_HEADER.pack(*fields, 0)[:-_CRC_BYTES], raw[HEADER_BYTES:].data)
-    _HEADER.pack_into(raw.data, 0, *fields, checksum)
+    checksum = _checksum(HEADER.pack(*fields, 0)[:-_CRC_BYTES], raw[HEADER_BYTES:].data)
+    HEADER.pack_into(raw.data, 0, *fields, checksum)
     return raw
 
 

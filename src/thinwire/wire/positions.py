@@ -11,49 +11,17 @@ Source: Elias, JACM 1974; Fano, MIT memorandum 61, 1971. Differs: the length is 
 however many came.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from thinwire.errors import PayloadCorrupt
 from thinwire.kernels import for_device
+from thinwire.layout.message import position_parts
 
 __all__ = [
-    "PositionParts",
     "decode_positions",
     "encode_positions",
-    "position_bytes",
-    "position_parts",
 ]
-
-
-class PositionParts(NamedTuple):
-    """How a code is divided."""
-
-    low_bits: int
-    """Of each position, l."""
-    low_bytes: int
-    """Length of the low bits of all positions."""
-    high_bytes: int
-    """Length of the bitmap."""
-
-
-def position_bytes(numel: int, k: int) -> int:
-    """Length of the code of up to `k` positions out of `numel`, in bytes.
-
-    Args:
-        numel: Entries of the tensor, n.
-        k: Positions that fit, between 1 and n.
-
-    Returns:
-        A function of the two numbers only, so every rank knows it without asking.
-
-    Raises:
-        ValueError: `k` is out of its range.
-    """
-    parts = position_parts(numel, k)
-    return parts.low_bytes + parts.high_bytes
 
 
 def encode_positions(indices: Tensor, numel: int, k: int) -> Tensor:
@@ -111,17 +79,6 @@ def decode_positions(code: Tensor, numel: int, k: int) -> Tensor:
     if _has_bits_after(code[: parts.low_bytes], count * parts.low_bits):
         raise PayloadCorrupt(f"low bits came for more than the {count} positions of the bitmap")
     return indices
-
-
-def position_parts(numel: int, k: int) -> PositionParts:
-    """How the code of up to `k` positions out of `numel` is divided; arguments and errors as in
-    `position_bytes`.
-    """
-    if not 1 <= k <= numel:
-        raise ValueError(f"k is {k}; it must be between 1 and numel = {numel}")
-    low_bits = (numel // k).bit_length() - 1
-    high_bits = k + ((numel - 1) >> low_bits) + 1
-    return PositionParts(low_bits, (k * low_bits + 7) // 8, (high_bits + 7) // 8)
 
 
 def _has_bits_after(code: Tensor, used_bits: int) -> bool:

@@ -18,29 +18,9 @@ from torch import Tensor
 
 from thinwire.errors import PayloadCorrupt
 from thinwire.kernels import for_device
-from thinwire.kernels.reference import SCALE_COUNT
+from thinwire.layout.message import SCALE_COUNT, value_bytes
 
-__all__ = ["VALUE_BITS", "decode_values", "encode_values", "value_bytes"]
-
-VALUE_BITS = (1, 2, 4, 8, 16, 32)
-
-
-def value_bytes(k: int, bits: int) -> int:
-    """Length of the code of up to `k` values, scales included, in bytes.
-
-    Args:
-        k: Values for which there is room.
-        bits: Cost of one value, one of 1, 2, 4, 8, 16, 32.
-
-    Returns:
-        A function of the two numbers only.
-
-    Raises:
-        ValueError: Another number of bits.
-    """
-    if bits not in VALUE_BITS:
-        raise ValueError(f"bits is {bits}; it must be one of 1, 2, 4, 8, 16, 32")
-    return 4 * SCALE_COUNT[bits] + (k * bits + 7) // 8
+__all__ = ["decode_values", "encode_values"]
 
 
 def encode_values(values: Tensor, bits: int, k: int) -> tuple[Tensor, Tensor]:

@@ -9,43 +9,17 @@ bit first: each half stands at its own mean, so that what is lost never has a la
 was to be sent, however lopsided the entries are.
 """
 
-import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from thinwire.errors import PayloadCorrupt
-from thinwire.wire.message import HEADER_BYTES, opened, refused, sealed
-from thinwire.wire.values import decode_values, encode_values, value_bytes
+from thinwire.layout.message import HEADER_BYTES, SCALE_BYTES, WholeLayout, value_bytes, whole_bytes
+from thinwire.wire.message import opened, refused, sealed
+from thinwire.wire.values import decode_values, encode_values
 
-__all__ = ["WHOLE_BITS", "WholeLayout", "decode", "pack", "unpack"]
-
-WHOLE_BITS = (1, 2, 4, 8, 16)
-_SCALE_BYTES = 4
-
-
-@dataclass(frozen=True)
-class WholeLayout:
-    """What a message consists of; equal on all ranks."""
-
-    numels: tuple[int, ...]
-    """Entries of each tensor, in order; at least one tensor, none of them empty."""
-    value_bits: int
-    """Cost of one entry: 1, 2, 4, 8 or 16."""
-
-    @cached_property
-    def nbytes(self) -> int:
-        """Length of a message, header included; a function of the layout only."""
-        return HEADER_BYTES + sum(_code_bytes(numel, self.value_bits) for numel in self.numels)
-
-    @cached_property
-    def digest(self) -> int:
-        """64 bits that stand for the layout in the header."""
-        text = f"whole;{self.value_bits};" + ",".join(map(str, self.numels))
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+__all__ = ["decode", "pack", "unpack"]
 
 
 def pack(layout: WholeLayout, step: int, bucket: int, tensors: Sequence[Tensor]) -> Tensor:
@@ -95,7 +69,7 @@ def unpack(
         _, flags, carried = opened(layout, message, step, bucket)
         if (flags, carried) != (0, 0):
             raise PayloadCorrupt(f"flags {flags} and {carried} entries came, expected 0 and 0")
-        lengths = [_code_bytes(numel, layout.value_bits) for numel in layout.numels]
+        lengths = [whole_bytes(numel, layout.value_bits) for numel in layout.numels]
         codes = list(torch.split(message[HEADER_BYTES:], lengths))
         scales = torch.cat([code[: _scale_bytes(layout.value_bits)] for code in codes]).view(
             torch.float32
@@ -120,20 +94,16 @@ def decode(code: Tensor, numel: int, value_bits: int) -> Tensor:
     """
     if value_bits != 1:
         return decode_values(code, numel, value_bits, numel)
-    bitmap = code[2 * _SCALE_BYTES :]
+    bitmap = code[2 * SCALE_BYTES :]
     upper, lower = (
         decode_values(torch.cat([scale, bitmap]), numel, 1, numel)
-        for scale in torch.split(code[: 2 * _SCALE_BYTES], _SCALE_BYTES)
+        for scale in torch.split(code[: 2 * SCALE_BYTES], SCALE_BYTES)
     )
     return torch.where(torch.signbit(upper), lower, upper)
 
 
 def _scale_bytes(bits: int) -> int:
-    return value_bytes(0, bits) + (_SCALE_BYTES if bits == 1 else 0)
-
-
-def _code_bytes(numel: int, bits: int) -> int:
-    return value_bytes(numel, bits) + (_SCALE_BYTES if bits == 1 else 0)
+    return value_bytes(0, bits) + (SCALE_BYTES if bits == 1 else 0)
 
 
 def _encoded(values: Tensor, bits: int) -> Tensor:
@@ -146,11 +116,11 @@ def _encoded(values: Tensor, bits: int) -> Tensor:
         _mean(lower, lower.numel()),
     ]
     signs = torch.where(negative, -1.0, 1.0).to(values.dtype)
-    return torch.cat([*scales, encode_values(signs, 1, values.numel())[0][_SCALE_BYTES:]])
+    return torch.cat([*scales, encode_values(signs, 1, values.numel())[0][SCALE_BYTES:]])
 
 
 def _mean(values: Tensor, count: int) -> Tensor:
     """The float32 mean magnitude of `count` entries, of which those that are not given are 0, as 4
     bytes.
     """
-    return encode_values(values, 1, max(1, count))[0][:_SCALE_BYTES]
+    return encode_values(values, 1, max(1, count))[0][:SCALE_BYTES]

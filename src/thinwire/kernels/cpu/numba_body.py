@@ -25,8 +25,8 @@ from thinwire.kernels.cpu.select import (
 from thinwire.kernels.cpu.slots import decode_slots, encode_slots
 from thinwire.kernels.cpu.threads import SMALLEST_PART, in_parts, in_spans
 from thinwire.kernels.memory import bump_versions, has_address, share_memory
-from thinwire.kernels.reference import SCALE_COUNT
 from thinwire.kernels.rules import Fold
+from thinwire.layout.message import SCALE_COUNT
 
 __all__ = [
     "commit_list_",

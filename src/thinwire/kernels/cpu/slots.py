@@ -13,7 +13,7 @@ from torch import Tensor
 from thinwire.kernels.cpu import jit_slots
 from thinwire.kernels.cpu.threads import SMALLEST_PART, in_spans
 from thinwire.kernels.memory import has_address
-from thinwire.kernels.reference import SCALE_COUNT
+from thinwire.layout.message import SCALE_COUNT
 
 __all__ = ["decode_slots", "encode_slots"]
 

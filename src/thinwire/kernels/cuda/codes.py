@@ -13,7 +13,7 @@ from torch import Tensor
 
 from thinwire.kernels.cuda import launching, triton_codes
 from thinwire.kernels.cuda.launching import blocks_of, launch
-from thinwire.kernels.reference import SCALE_COUNT
+from thinwire.layout.message import SCALE_COUNT
 
 __all__ = [
     "PositionRows",

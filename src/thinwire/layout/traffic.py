@@ -5,8 +5,8 @@ sent.
 from functools import lru_cache
 from typing import NamedTuple
 
-from thinwire.compress.split import split_plan
-from thinwire.wire.message import Layout
+from thinwire.layout.message import Layout
+from thinwire.layout.shares import split_plan
 
 __all__ = [
     "EXCHANGES",

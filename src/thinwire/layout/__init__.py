@@ -1,0 +1,1 @@
+"""How long messages are and who sends what to whom: plain arithmetic, without torch."""

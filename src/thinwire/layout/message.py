@@ -1,0 +1,207 @@
+"""What messages consist of, and how long they are."""
+
+import hashlib
+import struct
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = [
+    "CULPRIT",
+    "HEADER",
+    "HEADER_BYTES",
+    "SCALE_BYTES",
+    "SCALE_COUNT",
+    "VALUE_BITS",
+    "WHOLE_BITS",
+    "Layout",
+    "PositionParts",
+    "Slot",
+    "WholeLayout",
+    "count_sent",
+    "position_bytes",
+    "position_parts",
+    "value_bytes",
+    "whole_bytes",
+]
+
+HEADER = struct.Struct("<4sBBHQQII")
+HEADER_BYTES = HEADER.size
+CULPRIT = struct.Struct("<I")
+VALUE_BITS = (1, 2, 4, 8, 16, 32)
+WHOLE_BITS = (1, 2, 4, 8, 16)
+SCALE_COUNT = {1: 1, 2: 2, 4: 8, 8: 2, 16: 2, 32: 0}
+"""Numbers in float32 that come with the values of a tensor, by the bits of a value."""
+SCALE_BYTES = 4
+
+
+def count_sent(numel: int, sparsity: float) -> int:
+    """Number of entries that are sent: max(1, round(numel * (1 - sparsity))).
+
+    Args:
+        numel: Entries of the tensor, at least 1.
+        sparsity: Fraction that is not sent, in [0, 1).
+
+    Returns:
+        Between 1 and `numel`; float64 arithmetic and Python's `round` (halves to even).
+
+    Raises:
+        ValueError: An argument is out of its range.
+
+    Source: arXiv 1712.01887. Differs: rounded instead of truncated, at least one.
+    """
+    if numel < 1:
+        raise ValueError(f"numel is {numel}; it must be at least 1")
+    if not 0 <= sparsity < 1:
+        raise ValueError(
+            f"sparsity is {sparsity}; it must be in [0, 1), the fraction that is not sent"
+        )
+    return max(1, round(numel * (1 - sparsity)))
+
+
+class PositionParts(NamedTuple):
+    """How a code is divided."""
+
+    low_bits: int
+    """Of each position, l."""
+    low_bytes: int
+    """Length of the low bits of all positions."""
+    high_bytes: int
+    """Length of the bitmap."""
+
+
+def position_bytes(numel: int, k: int) -> int:
+    """Length of the code of up to `k` positions out of `numel`, in bytes.
+
+    Args:
+        numel: Entries of the tensor, n.
+        k: Positions that fit, between 1 and n.
+
+    Returns:
+        A function of the two numbers only, so every rank knows it without asking.
+
+    Raises:
+        ValueError: `k` is out of its range.
+    """
+    parts = position_parts(numel, k)
+    return parts.low_bytes + parts.high_bytes
+
+
+def position_parts(numel: int, k: int) -> PositionParts:
+    """How the code of up to `k` positions out of `numel` is divided; arguments and errors as in
+    `position_bytes`.
+    """
+    if not 1 <= k <= numel:
+        raise ValueError(f"k is {k}; it must be between 1 and numel = {numel}")
+    low_bits = (numel // k).bit_length() - 1
+    high_bits = k + ((numel - 1) >> low_bits) + 1
+    return PositionParts(low_bits, (k * low_bits + 7) // 8, (high_bits + 7) // 8)
+
+
+def value_bytes(k: int, bits: int) -> int:
+    """Length of the code of up to `k` values, scales included, in bytes.
+
+    Args:
+        k: Values for which there is room.
+        bits: Cost of one value, one of 1, 2, 4, 8, 16, 32.
+
+    Returns:
+        A function of the two numbers only.
+
+    Raises:
+        ValueError: Another number of bits.
+    """
+    if bits not in VALUE_BITS:
+        raise ValueError(f"bits is {bits}; it must be one of 1, 2, 4, 8, 16, 32")
+    return 4 * SCALE_COUNT[bits] + (k * bits + 7) // 8
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """The place of one tensor in a message."""
+
+    numel: int
+    """Entries of the tensor."""
+    k: int
+    """Entries for which there is room, between 1 and `numel`."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a message consists of; equal on all ranks."""
+
+    slots: tuple[Slot, ...]
+    """One per tensor, in order."""
+    value_bits: int
+    """Cost of one value: 1, 2, 4, 8, 16 or 32."""
+    part: str = ""
+    """Which part of a split exchange this is; empty for a whole message. Parts have room to spare,
+    so that at 1 bit
+    their scale is the mean of the values that came."""
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Length of a message, header included; a function of the layout only."""
+        payload = sum(
+            position_bytes(s.numel, s.k) + value_bytes(s.k, self.value_bits) for s in self.slots
+        )
+        return HEADER_BYTES + max(payload, CULPRIT.size)
+
+    @cached_property
+    def places(self) -> NDArray[np.int64]:
+        """Shape (slots, 7): of every slot the sizes of its codes and where they begin, for compiled
+        loops.
+
+        The columns are numel, k, low bits of a position, and the bytes of the low bits, the high
+        parts and the values, and the first byte.
+        """
+        rows, at = [], HEADER_BYTES
+        for slot in self.slots:
+            row = (
+                slot.numel,
+                slot.k,
+                *position_parts(slot.numel, slot.k),
+                value_bytes(slot.k, self.value_bits),
+            )
+            rows.append((*row, at))
+            at += sum(row[3:])
+        return np.array(rows, np.int64).reshape(-1, 7)
+
+    @cached_property
+    def digest(self) -> int:
+        """64 bits that stand for the layout in the header."""
+        text = (
+            f"elias-fano;{self.value_bits};"
+            + ",".join(f"{s.k}/{s.numel}" for s in self.slots)
+            + self.part
+        )
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+
+
+@dataclass(frozen=True)
+class WholeLayout:
+    """What a message consists of; equal on all ranks."""
+
+    numels: tuple[int, ...]
+    """Entries of each tensor, in order; at least one tensor, none of them empty."""
+    value_bits: int
+    """Cost of one entry: 1, 2, 4, 8 or 16."""
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Length of a message, header included; a function of the layout only."""
+        return HEADER_BYTES + sum(whole_bytes(numel, self.value_bits) for numel in self.numels)
+
+    @cached_property
+    def digest(self) -> int:
+        """64 bits that stand for the layout in the header."""
+        text = f"whole;{self.value_bits};" + ",".join(map(str, self.numels))
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+
+
+def whole_bytes(numel: int, bits: int) -> int:
+    """Length of the code of a whole tensor, in bytes; at 1 bit each sign has a scale."""
+    return value_bytes(numel, bits) + (SCALE_BYTES if bits == 1 else 0)
