@@ -500,6 +500,32 @@ def test_the_applied_share_is_near_what_it_estimates(
         assert abs(share - truth) < 0.15
 
 
+@pytest.mark.parametrize(("sparsity", "decay"), [(0.9, 0.95), (0.97, 0.95), (0.9, 0.5)])
+def test_of_a_repeated_change_a_little_more_is_applied_than_is_told(
+    sparsity: float, decay: float
+) -> None:
+    """Entries of one size take turns, which is better than chance, and is the sum of a geometric
+    series: what waits T = 1 / p averagings is (1 - decay^T) / (1 - decay) of T changes."""
+    compression = tw.Sparse(sparsity, value_bits=32, decay=decay, mean_over="all")
+    model = Bag({"w": (64, 64)}, dtype=torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    [p] = model.parameters()
+    slope = torch.randn(p.shape, generator=torch.Generator().manual_seed(0)).sign()
+    start = p.detach().clone()
+    with tw.local_sgd(model, optimizer, tw.LocalSGD(1, 0, compression=compression)) as sync:
+        for _ in range(300):
+            p.grad = slope.clone()
+            optimizer.step()
+        applied = float((start - p.detach()).flatten() @ slope.flatten()) / (300 * slope.numel())
+        estimate = sync.stats()["applied_share"]
+    waits = 1 / (1 - sparsity)
+    told = compression.steady_share
+    assert told is not None
+    assert told < applied < told + 0.12
+    assert applied == pytest.approx((1 - decay**waits) / (1 - decay) / waits, abs=0.03)
+    assert estimate == pytest.approx(applied, abs=0.02)
+
+
 def test_the_share_follows_the_outer_rate() -> None:
     half, whole = (
         steady(0, 1, tw.LocalSGD(1, 0, outer_lr=rate, compression=tw.Sparse(0.9)), 40)[0]

@@ -25,7 +25,7 @@ class OneFactor(ErrorsOnly):
     """Rank 1 of PowerSGD (arXiv 1905.13727, algorithm 1) for matrices; everything else travels
     whole."""
 
-    decay, conserves = 1.0, True
+    decay, conserves, steady_share = 1.0, True, 1.0
     kept = {ERRORS: "mean_zero", "factors": "first"}  # noqa: RUF012 (as the protocol has it)
 
     def begin(self, anchor: Tensor) -> dict[str, Tensor]:

@@ -130,6 +130,50 @@ def test_local_updates_exchange_no_gradient(capsys: pytest.CaptureFixture[str]) 
     assert "every entry is sent in 1 bit; the rounding error is kept and counts 0.9 times" in text
 
 
+@pytest.mark.parametrize(
+    ("compression", "options", "part"),
+    [
+        (
+            tw.Sparse(0.97, mean_over="all"),
+            {},
+            "about 38 % or more is applied, since what waits decays. At most outer_lr=2.62 makes",
+        ),
+        (tw.Sparse(0.9, mean_over="all"), {}, "about 69 % or more is applied"),
+        (tw.Sparse(0.9, mean_over="all"), {"outer_lr": 1.2}, "At most outer_lr=1.45 makes up"),
+        (tw.Sparse(0.9, mean_over="all"), {"outer_lr": 1.5}, None),
+        (
+            tw.Sparse(0.97, mean_over="all"),
+            {"outer_lr": 0.7, "outer_momentum": 0.9},
+            "At most 2.62 times the outer_lr of dense changes makes up for it; at decay=1",
+        ),
+        (tw.Sparse(0.5, mean_over="all"), {}, None),
+        (tw.Sparse(0.97, decay=1.0, mean_over="all"), {}, None),
+        (tw.Sparse(0.999, decay=0.0, mean_over="all"), {}, "about 0.1 % or more is applied"),
+        (tw.Sparse(0.999, decay=0.0, mean_over="all"), {}, "At most outer_lr=1000 makes"),
+        (tw.Sparse(0.97), {}, "depends on what the ranks send"),
+        (tw.Sparse(0.97, mean_over="all", clip_sources=2.0), {}, "depends on what the ranks send"),
+        (tw.Quantized(4), {}, None),
+        (tw.Quantized(1, decay=0.5), {}, "depends on what the ranks send"),
+        (tw.LowRank(), {}, None),
+        (None, {}, None),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("field", ["localsgd", "adaptive_localsgd"])
+def test_the_share_that_is_applied_and_its_outer_rate_are_told(
+    capsys: pytest.CaptureFixture[str],
+    field: str,
+    compression: Any,
+    options: dict[str, Any],
+    part: str | None,
+) -> None:
+    kind = tw.LocalSGD if field == "localsgd" else tw.AdaptiveLocalSGD
+    text = text_of(capsys, **{field: kind(8, compression=compression, **options)})
+    assert part is None or part in text
+    told_by_a_run = part is not None and "outer_momentum" not in options
+    assert ("applied_share" in text) == told_by_a_run
+
+
 def test_a_pipeline_says_how_ranks_and_batches_must_divide(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

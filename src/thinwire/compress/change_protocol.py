@@ -72,6 +72,12 @@ class ChangeCompression(Protocol):
         none counted twice.
         """
 
+    @property
+    def steady_share(self) -> float | None:
+        """About which part of a change that repeats itself at every averaging is applied at least,
+        with an outer rate of 1 and no outer momentum; None where that depends on what is sent.
+        """
+
     def compresses(self, param: Tensor) -> bool:
         """Whether a parameter's change is ever compressed, so that it has an error."""
 

@@ -132,6 +132,7 @@ class LowRank:
 
     decay: ClassVar[float] = 1.0
     conserves: ClassVar[bool] = True
+    steady_share: ClassVar[float] = 1.0
     kept: ClassVar[Mapping[str, Rule]] = {ERRORS: "mean_zero", "factors": "first"}
     """See `ChangeCompression`, which it is for the changes of local updates, with local steps for
     updates."""

@@ -60,6 +60,11 @@ class Quantized(ErrorsOnly):
         """See `ChangeCompression`."""
         return self.decay == 1
 
+    @property
+    def steady_share(self) -> float | None:
+        """1 at decay 1; below it what is rounded away and decays depends on the values."""
+        return 1.0 if self.decay == 1 else None
+
     def explained(self) -> str:
         """What happens to each tensor's change, in words."""
         bits = "1 bit" if self.value_bits == 1 else f"{self.value_bits} bits"

@@ -77,6 +77,19 @@ class Sparse(ErrorsOnly):
         """See `ChangeCompression`."""
         return self.decay == 1 and self.mean_over == "all" and self.clip_sources is None
 
+    @property
+    def steady_share(self) -> float | None:
+        """P / (p + (1 - decay) (1 - p)), with p = 1 - sparsity, of a mean over all ranks.
+
+        That is the share of an entry that is sent at random, with probability p at each averaging.
+        Of entries of one size a little more is applied, and more still of the norm where a few
+        are much larger than the others.
+        """
+        if self.mean_over == "senders" or self.clip_sources is not None:
+            return None
+        sent = 1 - self.sparsity
+        return sent / (sent + (1 - self.decay) * self.sparsity)
+
     def explained(self) -> str:
         """What happens to each tensor's change, in words."""
         bits = "1 bit" if self.value_bits == 1 else f"{self.value_bits} bits"
@@ -140,6 +153,7 @@ class RampedChange(ErrorsOnly):
 
     decay: ClassVar[float] = 1.0
     conserves: ClassVar[bool] = True
+    steady_share: ClassVar[float] = 1.0
 
     def compresses(self, param: Tensor) -> bool:
         """See `DGC.compresses`."""

@@ -8,9 +8,13 @@ from thinwire.comm.nodes import job_ranks, node_size_of
 from thinwire.compress.dense import Dense
 from thinwire.compress.dgc import DGC
 from thinwire.core.loss_scale import FixedLossScale
+from thinwire.local.config import LocalConfig
 from thinwire.strategy.fields import Fields
 
 __all__ = ["advice"]
+
+_NEARLY_ALL = 0.8
+"""Of a change: a smaller share is worth a line."""
 
 
 def advice(strategy: Fields) -> list[str]:
@@ -93,8 +97,32 @@ def _about_exchange(strategy: Fields) -> Iterator[str]:
             "local updates: between two averagings every rank has parameters of its own; evaluate "
             "after flush()"
         )
+        yield from _about_share(local)
     if strategy.localsgd is not None and strategy.localsgd.k_steps == 1:
         yield "localsgd: k_steps=1 averages after every step, which saves no communication"
+
+
+def _about_share(config: LocalConfig) -> Iterator[str]:
+    """How much of a change its compression lets through, and the outer rate that goes with it."""
+    share = 1.0 if config.compression is None else config.compression.steady_share
+    if share is None:
+        yield (
+            "local updates: how much of a change is applied depends on what the ranks send: look "
+            "at stats()['applied_share'], and change outer_lr where it is far from 1"
+        )
+        return
+    if share >= _NEARLY_ALL or (not config.outer_momentum and share * config.outer_lr >= 1):
+        return
+    more = _rounded(1 / share, 3)
+    mends = f"outer_lr={more} makes up for it: divide outer_lr by the stats()['applied_share'] of "
+    mends += "a run"
+    if config.outer_momentum:  # makes steps longer on purpose, so that a run's share does not tell
+        mends = f"{more} times the outer_lr of dense changes makes up for it"
+    yield (
+        f"local updates: of a change that repeats itself about {_rounded(100 * share, 2)} % or "
+        f"more is applied, since what waits decays. At most {mends}; at decay=1 all is applied in "
+        "time"
+    )
 
 
 def _about_sources(strategy: Fields, dgc: DGC) -> Iterator[str]:
@@ -160,6 +188,10 @@ def _about_the_end(strategy: Fields) -> Iterator[str]:
         pending.append("the last averaging")
     if pending:
         yield f"at the end call engine.flush(): it applies {' and '.join(pending)}"
+
+
+def _rounded(value: float, digits: int) -> str:
+    return f"{float(f'{value:.{digits}g}'):g}"
 
 
 def _mib(nbytes: int) -> str:
