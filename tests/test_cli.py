@@ -38,6 +38,8 @@ BAD = {
     "--model convolution --text .": "--text brings other data: leave one of them out",
     "--model convolution --task mine.py:task": "--task brings other data: leave one of them out",
     "--model convolution --size huge": "size='huge'",
+    "--model convolution --strategies dense muon-local": "strategies='muon-local' with model=",
+    "--model convolution --optimizer muon": "optimizer='muon' with model='convolution'",
     "--out /dev/null/report": "/dev/null is a file",
     "--seed -1": "seed=-1",
     "--batch 0": "batch=0",

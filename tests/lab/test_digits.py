@@ -146,7 +146,7 @@ def pooled(ranks: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("pooled")
 def test_it_learns_its_digits_under_every_kind_of_strategy(tmp_path: Path) -> None:
-    names = ["dense", "dense-muon", "dgc", "low-rank", "quantized-local"]
+    names = ["dense", "dgc", "low-rank", "quantized-local"]
     asked = settings(
         tmp_path, link="loopback", strategies=names, model="convolution", steps=48, batch=8
     )

@@ -12,7 +12,7 @@ import pytest
 from thinwire.compress.dgc import DGC
 from thinwire.lab.network.link import Link
 from thinwire.lab.report.axes import Axis
-from thinwire.lab.report.measures import Column, bytes_text, tables
+from thinwire.lab.report.measures import Column, bytes_text, loss_text, tables
 from thinwire.lab.report.page import render, write_report
 from thinwire.lab.report.plots import PALETTE, sample
 from thinwire.lab.report.results import KEYS, seconds_to_loss, summarise, write_json
@@ -180,6 +180,25 @@ def test_a_column_has_one_unit_and_one_precision_and_marks_its_best() -> None:
     assert found["compute-only step, ms"].best == frozenset()  # the same work for all
     assert found["steps"].best == frozenset()  # as many for all, as asked
     assert found["preparation, s"].texts == ("5.1", "5.1")
+    assert render(results()).count('data-label="preparation, s"') == 2
+
+
+def test_small_losses_are_told_apart() -> None:
+    measured = results()
+    for entry, loss in zip(measured["strategies"], (0.00212, 0.00231), strict=True):
+        entry["final_loss"] = loss
+    found = columns({**measured, "dense_loss": 0.00212})
+    assert found["held-out loss at the end, nats per byte"].texts == ("0.00212", "0.00231")
+    assert found["held-out loss at the end, nats per byte"].best == {0}
+    assert "time to dense's loss (0.00212), s" in found
+    assert [loss_text(loss) for loss in (12.5, 0.125, 0.044512, 4.2e-5, 0.0, -0.0213)] == [
+        "12.500",
+        "0.125",
+        "0.0445",
+        "0.0000420",
+        "0.000",
+        "-0.0213",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -339,6 +358,8 @@ def test_the_report_says_how_to_make_it_again_and_how_to_use_what_won(tmp_path: 
     assert strategy.dgc == DGC(
         rampup_step=20, sparsity=(0.75, 0.9375, 0.984375, 0.996, 0.999), value_bits=1
     )
+    text = (tmp_path / BEST).read_text()
+    assert "# It trained with AdamW (betas 0.9 and 0.95, weight decay 0.1) and a peak " in text
     assert write_best(measured, None, tmp_path) is None  # a file of an earlier winner would mislead
     assert list(tmp_path.iterdir()) == []
     (tmp_path / BEST).write_text("dgc: {}\n")  # not ours

@@ -3,8 +3,10 @@ from pathlib import Path
 import pytest
 
 from thinwire.lab import strategies
+from thinwire.lab.report.winner import document_of
 from thinwire.lab.run.config import Recipe
 from thinwire.lab.strategies import STRATEGIES, choose, register
+from thinwire.strategy.distributed_strategy import DistributedStrategy
 
 DENSE = "thinwire.lab.run.trainers:Dense"
 
@@ -51,6 +53,17 @@ def test_a_file_is_called_by_its_stem_and_carries_the_whole_strategy(tmp_path: P
     fields = [choose([file(tmp_path, f"{field}: {{}}\n")])[0] for field in ("lamb", "lars")]
     lamb, lars = (recipe.rates["sgd"] for recipe in fields)
     assert lamb < plan.rates["sgd"] < lars
+
+
+@pytest.mark.parametrize("name", ["dense", "dgc", "low-rank", "sparse-local", "quantized-local"])
+def test_a_file_trains_at_the_rates_of_the_strategy_that_it_holds(
+    name: str, tmp_path: Path
+) -> None:
+    document = document_of(STRATEGIES[name], 20)
+    assert document is not None
+    DistributedStrategy.from_dict(document).save(tmp_path / "winner.yaml")
+    (again,) = choose([str(tmp_path / "winner.yaml")])
+    assert again.rates == STRATEGIES[name].rates
 
 
 @pytest.mark.parametrize(

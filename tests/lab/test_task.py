@@ -17,6 +17,7 @@ from tests.ranks import Pool
 from thinwire.lab import compare as comparison
 from thinwire.lab.compare import compare
 from thinwire.lab.report.progress import Silent
+from thinwire.lab.report.winner import to_use
 from thinwire.lab.run.launch import TaskRefused
 from thinwire.lab.run.task import TaskError, called, work_of
 
@@ -79,6 +80,10 @@ def test_it_trains_under_several_strategies_with_its_own_optimizer(
         assert run["final_loss"] < 0.7 * run["evaluations"][0]["loss"], run["strategy"]
     assert results["model"]["task"] == task
     assert results["settings"]["optimizer"].startswith("the task's own")
+    for name in names:
+        use = to_use(results, name)
+        assert use is not None
+        assert use.how.endswith("trained with the task's AdamW and a peak learning rate of 0.02.")
     # once per rank and strategy, with the seed
     assert log.read_text().split() == ["3"] * 2 * len(names)
 
@@ -167,7 +172,7 @@ def test_the_command_ends_with_status_2(tmp_path: Path) -> None:
         (("--task", "nothing.py:task"), "there is no file nothing.py"),
         (("--task", "my_task"), "is not FILE.py:NAME"),
         (("--task", bad, "--tune"), "--tune is for the task that comes with the command"),
-        (("--optimizer", "adam"), "optimizer='adam' is unknown; choose from adamw, sgd"),
+        (("--optimizer", "adam"), "optimizer='adam' is unknown; choose from adamw, muon, sgd"),
         (("--device", "tpu"), "device='tpu' is unknown; choose from auto, cpu, cuda"),
         (("--seeds", "0"), "seeds=0 is out of range"),
     ):

@@ -138,10 +138,13 @@ class Settings:
             )
         if text is not None and not text.is_dir():
             raise ValueError(f"text={str(text)!r} is not a folder; name a folder with text files")
+        recipes = choose(strategies)
+        if model == "convolution":
+            _require_no_muon(optimizer, recipes)
         return cls(
             workers=workers,
             link=Link.parse(link, latency),
-            strategies=choose(strategies),
+            strategies=recipes,
             steps=steps,
             seconds=seconds,
             size=size,
@@ -215,6 +218,17 @@ def _require_no_data(task: str | None, text: Path | None) -> None:
         f"model='convolution' trains on scanned digits, and {option} brings other data: leave one "
         "of them out"
     )
+
+
+def _require_no_muon(optimizer: str, recipes: Sequence[Recipe]) -> None:
+    with_muon = [
+        f"strategies={recipe.name!r}" for recipe in recipes if recipe.optimizer == "muon"
+    ] + (["optimizer='muon'"] if optimizer == "muon" else [])
+    if with_muon:
+        raise ValueError(
+            f"{with_muon[0]} with model='convolution': Muon trains hidden matrices, and that net "
+            "has none, so that AdamW alone would train: leave one of them out"
+        )
 
 
 def _require_task(task: str, text: Path | None, *, tune: bool) -> None:

@@ -1,7 +1,7 @@
 """The strategies by name. Light on purpose: bad names must be refused before torch is imported."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -113,12 +113,24 @@ def _recipe_of_file(word: str) -> Recipe:
     )
 
 
-def _rates(strategy: "DistributedStrategy") -> dict[str, float]:
+def _rates(strategy: "DistributedStrategy") -> Mapping[str, float]:
     if strategy.lamb is not None:
         return _LAMB_RATES
     if strategy.lars is not None:
         return _LARS_RATES
-    return _RATES
+    return STRATEGIES[_nearest(strategy)].rates
+
+
+def _nearest(strategy: "DistributedStrategy") -> str:
+    """The strategy that comes with the command and sends what this one sends."""
+    import thinwire as tw
+
+    if strategy.dgc is not None:
+        return "dgc"
+    if strategy.low_rank is not None:
+        return "low-rank"
+    sparse = strategy.local is not None and isinstance(strategy.local.compression, tw.Sparse)
+    return "sparse-local" if sparse else "dense"
 
 
 _RING = "formula of the ring all-reduce, 2(W-1)/W times the message"

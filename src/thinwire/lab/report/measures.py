@@ -3,11 +3,12 @@
 All numbers of a column have one unit and one precision.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Column", "Table", "bytes_text", "number", "tables"]
+__all__ = ["Column", "Table", "bytes_text", "loss_text", "number", "tables"]
 
 Value = float | None
 _BYTE_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
@@ -72,6 +73,7 @@ def tables(results: Mapping[str, Any]) -> tuple[Table, ...]:
         if results["settings"]["loss_of"] == "the held-out part"
         else "loss on the validation part"
     )
+    digits = _loss_digits([run["final_loss"] for run in runs])
     result = [
         _counts("steps", runs, "steps", None if by_steps else max),
         _seconds("training time", runs, "seconds", min if by_steps else None),
@@ -81,13 +83,15 @@ def tables(results: Mapping[str, Any]) -> tuple[Table, ...]:
             "seconds_on_asked_link",
             min if by_steps else None,
         ),
-        _fixed(f"{loss} at the end", _loss_unit(results), runs, "final_loss", 3, min),
-        _fixed(f"its range over {_seeds(results)} seeds", "", runs, "final_loss_range", 3, None),
-        *(_until("dense", f"dense's loss ({dense:.3f})", runs) if dense is not None else ()),
+        _fixed(f"{loss} at the end", _loss_unit(results), runs, "final_loss", digits, min),
+        _fixed(
+            f"its range over {_seeds(results)} seeds", "", runs, "final_loss_range", digits, None
+        ),
+        *(_until("dense", f"dense's loss ({loss_text(dense)})", runs) if dense is not None else ()),
         *(
             ()
             if all_reached or len(runs) == 1
-            else _until("common", f"the loss that all reached ({common:.3f})", runs)
+            else _until("common", f"the loss that all reached ({loss_text(common)})", runs)
         ),
         _seconds("preparation", runs, "preparation_seconds", None),
     ]
@@ -112,6 +116,18 @@ def bytes_text(count: float) -> str:
             return f"{size:.3g} {unit}"
         size /= 1000
     return f"{size:.3g} GB"
+
+
+def loss_text(loss: float) -> str:
+    """With three digits behind the point, and more where these were not three that say
+    something.
+    """
+    return f"{loss:.{_loss_digits([loss])}f}"
+
+
+def _loss_digits(losses: Sequence[float]) -> int:
+    smallest = min((abs(loss) for loss in losses if loss), default=1.0)
+    return min(9, max(3, 2 - math.floor(math.log10(smallest))))
 
 
 def number(value: float, digits: int) -> str:

@@ -11,7 +11,7 @@ from html import escape
 from typing import Any
 
 from thinwire.lab.report.axes import Axis
-from thinwire.lab.report.measures import bytes_text
+from thinwire.lab.report.measures import bytes_text, loss_text
 
 __all__ = ["PALETTE", "loss_plots", "sample"]
 
@@ -233,6 +233,6 @@ def _below(
 
 def _values(name: str, point: Mapping[str, Any]) -> str:
     return (
-        f"{name}: loss {point['loss']:.3f} at {point['seconds']:,.1f} s, step {point['step']:,}, "
-        f"{bytes_text(point['library_bytes'])} sent per worker"
+        f"{name}: loss {loss_text(point['loss'])} at {point['seconds']:,.1f} s, "
+        f"step {point['step']:,}, {bytes_text(point['library_bytes'])} sent per worker"
     )

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from thinwire.lab.report.measures import loss_text
+
 __all__ = ["Verdict", "verdict"]
 
 _ALIKE = 0.05
@@ -68,7 +70,8 @@ class _Clock:
 
 def _alone(run: Run, clock: _Clock) -> Verdict:
     text = (
-        f"{clock.place} {run['strategy']} came to a held-out loss of {run['final_loss']:.3f} after "
+        f"{clock.place} {run['strategy']} came to a held-out loss of "
+        f"{loss_text(run['final_loss'])} after "
         f"{run['steps']} steps in {_seconds(run['seconds'])}; there is no other strategy to "
         "compare it with."
     )
@@ -81,7 +84,8 @@ def _against_dense(results: Mapping[str, Any], dense: Run, clock: _Clock) -> Ver
     if target >= dense["evaluations"][0]["loss"] or not own_s:
         return Verdict(
             f"{clock.place} dense learned nothing in this run (held-out loss "
-            f"{dense['evaluations'][0]['loss']:.3f} at the start, {target:.3f} at the end), "
+            f"{loss_text(dense['evaluations'][0]['loss'])} at the start, {loss_text(target)} at "
+            "the end), "
             "so there is nothing to measure the others by: let it run longer.",
             None,
         )
@@ -96,19 +100,22 @@ def _against_dense(results: Mapping[str, Any], dense: Run, clock: _Clock) -> Ver
     name, with_bytes = first["strategy"], _bytes(dense, first, "dense")
     if seconds < (1 - _ALIKE) * own_s:
         return Verdict(
-            f"{clock.place} {name} reached dense's loss ({target:.3f}) in {_seconds(seconds)} "
+            f"{clock.place} {name} reached dense's loss ({loss_text(target)}) in "
+            f"{_seconds(seconds)} "
             f"instead of {_seconds(own_s)} ({_times(own_s / seconds)} times as fast){with_bytes}.",
             name,
         )
     if seconds <= (1 + _ALIKE) * own_s:
         fewer = first["bytes_to_dense_loss"] < (1 - _ALIKE) * dense["bytes_to_dense_loss"]
         return Verdict(
-            f"{clock.place} {name} reached dense's loss ({target:.3f}) about as soon as dense "
+            f"{clock.place} {name} reached dense's loss ({loss_text(target)}) about as soon as "
+            "dense "
             f"itself ({_seconds(seconds)} and {_seconds(own_s)}){with_bytes}.",
             name if fewer else "dense",
         )
     return Verdict(
-        f"{clock.place} dense was the fastest to its own loss ({target:.3f}): {_seconds(own_s)}; "
+        f"{clock.place} dense was the fastest to its own loss ({loss_text(target)}): "
+        f"{_seconds(own_s)}; "
         f"next came {name} with {_seconds(seconds)} ({_times(seconds / own_s)} times as "
         f"long){with_bytes}.",
         "dense",
@@ -122,8 +129,10 @@ def _nobody(
     budget = results["settings"]["seconds"]
     within = f"{dense['steps']} steps" if budget is None else f"{budget:g} s"
     text = (
-        f"{clock.place} no other strategy reached dense's loss ({results['dense_loss']:.3f}) "
-        f"within {within}; the nearest was {nearest['strategy']} with {nearest['best_loss']:.3f}."
+        f"{clock.place} no other strategy reached dense's loss "
+        f"({loss_text(results['dense_loss'])}) "
+        f"within {within}; the nearest was {nearest['strategy']} with "
+        f"{loss_text(nearest['best_loss'])}."
     )
     if budget is not None:
         return Verdict(text, "dense")
@@ -153,12 +162,12 @@ def _among(results: Mapping[str, Any], clock: _Clock, place: str) -> Verdict:
     if first_s >= (1 - _ALIKE) * next_s:
         return Verdict(
             f"{place} {name} and {later['strategy']} were about equally soon at the loss that all "
-            f"reached ({target:.3f}): {_seconds(first_s)} and "
+            f"reached ({loss_text(target)}): {_seconds(first_s)} and "
             f"{_seconds(next_s)}{with_bytes and f', {name}{with_bytes}'}.",
             name,
         )
     return Verdict(
-        f"{place} {name} was the first at the loss that all reached ({target:.3f}): "
+        f"{place} {name} was the first at the loss that all reached ({loss_text(target)}): "
         f"{_seconds(first_s)}, where {later['strategy']}, the next, took {_seconds(next_s)} "
         f"({_times(next_s / first_s)} times as long){with_bytes and f'; {name}{with_bytes}'}.",
         name,
@@ -169,11 +178,11 @@ def _lowest(runs: Sequence[Run], main: Verdict) -> list[str]:
     """The strategy of the lowest loss at the end, where that is not the winner or the only one."""
     best = min(runs, key=lambda run: float(run["final_loss"]))
     winner = next((run for run in runs if run["strategy"] == main.winner), None)
-    if winner is None or f"{best['final_loss']:.3f}" == f"{winner['final_loss']:.3f}":
+    if winner is None or loss_text(best["final_loss"]) == loss_text(winner["final_loss"]):
         return []
     return [
-        f"At the end {best['strategy']} had the lowest loss ({best['final_loss']:.3f}; "
-        f"{winner['strategy']} {winner['final_loss']:.3f})."
+        f"At the end {best['strategy']} had the lowest loss ({loss_text(best['final_loss'])}; "
+        f"{winner['strategy']} {loss_text(winner['final_loss'])})."
     ]
 
 

@@ -63,7 +63,7 @@ def to_use(results: Mapping[str, Any], winner: str | None) -> ToUse | None:
             "thinwire.DistributedStrategy.load(path) reads it, prepare(model, optimizer, loss_fn) "
             f"makes the engine. Here it trained with {rate}."
         )
-        return ToUse(name, how, _file_text(run["document"], results), True)
+        return ToUse(name, how, _file_text(run["document"], rate, results), True)
     if run["code"] is not None:
         how = (
             "It is a communication hook of torch for DistributedDataParallel. Here it trained "
@@ -92,8 +92,9 @@ def write_best(results: Mapping[str, Any], winner: str | None, folder: Path) -> 
     return None
 
 
-def _file_text(document: Mapping[str, Any], results: Mapping[str, Any]) -> str:
+def _file_text(document: Mapping[str, Any], rate: str, results: Mapping[str, Any]) -> str:
     from thinwire.strategy.distributed_strategy import DistributedStrategy
     from thinwire.strategy.yaml_files import text_of
 
-    return f"{_FIRST_LINE}{results['headline']}\n{text_of(DistributedStrategy.from_dict(document))}"
+    text = text_of(DistributedStrategy.from_dict(document))
+    return f"{_FIRST_LINE}{results['headline']}\n# It trained with {rate}.\n{text}"

@@ -87,7 +87,9 @@ class Prepared:
         # parts of the model in turn, or results that come later: ranks are never quite equal before
         # the end
         self.drifting = local is not None and (local.fragments > 1 or local.delay > 0)
-        self.settings: Mapping[str, Any] = {"optimizer": type(self.optimizer).__name__, **document}
+        taken_over = strategy.lars is not None or strategy.lamb is not None
+        optimizer = {"optimizer": type(self.optimizer).__name__} if taken_over else {}
+        self.settings: Mapping[str, Any] = {**optimizer, **document}
         self.agreed = True
         self.local_step_s = 0.0
         self.finish_s = 0.0
@@ -131,7 +133,7 @@ class DGC(Prepared):
             "value_bits": value_bits,
         }
         super().__init__(model, setup, document={"dgc": own})
-        self.settings = {"optimizer": type(self.optimizer).__name__, **own}
+        self.settings = own
 
 
 def _optimizer(

@@ -191,14 +191,16 @@ class TrainingRun:
             "kernel_received_bytes_per_step": kernel_received if measured else None,
             "settings": {
                 "lr": max(self.peaks),
-                **self._own_optimizer(),
+                "optimizer": self._optimizer_text(),
                 **self.trainer.settings,
             },
         }
 
-    def _own_optimizer(self) -> dict[str, str]:
-        own = self.config.recipe.optimizer
-        return {} if own is None else {"optimizer": OPTIMIZERS[own]}
+    def _optimizer_text(self) -> str:
+        """What the strategy was given to train with."""
+        if self.setup.make_optimizer is not None:
+            return f"the task's {type(self.trainer.optimizer).__name__}"
+        return OPTIMIZERS[self.setup.optimizer]
 
     def _mean_bytes_per_step(self, steady: int) -> list[float]:
         counts = (self.library_bytes, self.kernel_sent, self.kernel_received)
