@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from thinwire.optim.config import LAMB, LARS
     from thinwire.optim.dgc_momentum import Attached
     from thinwire.pipeline.config import Pipeline
+    from thinwire.planning.plan import Plan, plan
     from thinwire.step.config import AMP, GradientMerge, Recompute
     from thinwire.strategy.distributed_strategy import DistributedStrategy
     from thinwire.strategy.engine import Engine
@@ -51,6 +52,7 @@ __all__ = [
     "LocalUpdates",
     "LowRank",
     "Pipeline",
+    "Plan",
     "Quantized",
     "Recompute",
     "Sparse",
@@ -62,6 +64,7 @@ __all__ = [
     "errors",
     "local_sgd",
     "optim",
+    "plan",
     "schedules",
 ]
 
@@ -88,6 +91,7 @@ _HOMES = {
     "LocalUpdates": "thinwire.local.updates",
     "LowRank": "thinwire.compress.low_rank",
     "Pipeline": "thinwire.pipeline.config",
+    "Plan": "thinwire.planning.plan",
     "Quantized": "thinwire.compress.quantized_change",
     "Recompute": "thinwire.step.config",
     "Sparse": "thinwire.compress.sparse_change",
@@ -95,6 +99,7 @@ _HOMES = {
     "Task": "thinwire.task",
     "busy": "thinwire.comm.busy",
     "local_sgd": "thinwire.local.updates",
+    "plan": "thinwire.planning.plan",
 }
 
 

@@ -40,10 +40,12 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
     from thinwire.errors import ThinwireError
     from thinwire.lab.commands import app
+    from thinwire.planning import command as planning
     from thinwire.strategy.command import EXAMPLE, explain
 
     if "explain" not in app:
         app.command(explain, help_epilogue=EXAMPLE)
+        app.command(planning.plan, help_epilogue=planning.EXAMPLE)
     try:
         with _orderly_termination():
             app(typed, exit_on_error=False, print_error=False)

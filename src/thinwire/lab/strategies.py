@@ -123,13 +123,11 @@ def _rates(strategy: "DistributedStrategy") -> Mapping[str, float]:
 
 def _nearest(strategy: "DistributedStrategy") -> str:
     """The strategy that comes with the command and sends what this one sends."""
-    import thinwire as tw
-
     if strategy.dgc is not None:
         return "dgc"
     if strategy.low_rank is not None:
         return "low-rank"
-    sparse = strategy.local is not None and isinstance(strategy.local.compression, tw.Sparse)
+    sparse = strategy.local is not None and hasattr(strategy.local.compression, "sparsity")
     return "sparse-local" if sparse else "dense"
 
 

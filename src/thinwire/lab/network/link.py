@@ -32,12 +32,13 @@ class Link:
     emulated: bool = True
 
     @classmethod
-    def parse(cls, text: str, latency: str = "0ms") -> Self:
+    def parse(cls, text: str, latency: str = "0ms", *, at_most: float = FASTEST_BIT_S) -> Self:
         """Read a link as the command line writes it.
 
         Args:
             text: A rate ("100mbit"), "none" (emulated, but as fast as the machine) or "loopback".
             latency: One-way delay ("10ms").
+            at_most: The fastest rate that is allowed, in bits per second.
 
         Raises:
             ValueError: The text is not a rate or a delay, or is out of range.
@@ -51,7 +52,7 @@ class Link:
                     "rate"
                 )
             return cls(None, emulated=False)
-        return cls(None if word == "none" else parse_rate(text), latency_s)
+        return cls(None if word == "none" else parse_rate(text, at_most), latency_s)
 
     @property
     def shaped(self) -> bool:
@@ -75,18 +76,19 @@ class Link:
         return "none" if self.rate_bit_s is None else _rate_text(self.rate_bit_s)
 
 
-def parse_rate(text: str) -> float:
+def parse_rate(text: str, at_most: float = FASTEST_BIT_S) -> float:
     """Bits per second from text such as "100mbit".
 
     Raises:
-        ValueError: Not a number with a unit, zero, or outside 10kbit to 30gbit.
+        ValueError: Not a number with a unit, zero, or outside 10kbit to `at_most`.
     """
     rate = _number_with_unit(text, _UNITS_BIT_S)
     if rate is None:
         raise ValueError(f"link={text!r} is not a rate: {_EXAMPLES}, or none, or loopback")
-    if not _SLOWEST_BIT_S <= rate <= FASTEST_BIT_S:
+    if not _SLOWEST_BIT_S <= rate <= at_most:
         raise ValueError(
-            f"link={text!r} is out of range: a rate from 10kbit to 30gbit is allowed; {_EXAMPLES}"
+            f"link={text!r} is out of range: a rate from 10kbit to {_rate_text(at_most)} is "
+            f"allowed; {_EXAMPLES}"
         )
     return rate
 

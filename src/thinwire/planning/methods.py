@@ -1,0 +1,211 @@
+"""What each method computes, sends and keeps for a step, in numbers."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from thinwire.layout.message import Layout, Slot, WholeLayout, count_sent
+from thinwire.layout.traffic import SPLIT, busiest, chosen_exchange
+from thinwire.planning.network import Network
+from thinwire.planning.work import Shape, Work, numel_of
+
+__all__ = ["Cost", "cost_of"]
+
+_PASS_S = {False: 0.8e-9, True: 3e-12}
+"""Seconds to read and write a number once, on a core and on a GPU."""
+_VOTE_BYTES = 256
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a step costs, as the mean over a round of steps.
+
+    Attributes:
+        step_s: Seconds of a step.
+        bytes: What a rank sends in a step.
+        state_bytes: What a rank keeps for the method, beside parameters, gradients and the
+            optimizer's state.
+    """
+
+    step_s: float
+    bytes: float
+    state_bytes: int
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """What leaves together: when, after how much work, and what it costs the wire."""
+
+    ready_s: float
+    encode_s: float
+    wire_s: float
+    bytes: float
+
+
+def cost_of(document: Mapping[str, Any], hook: str, work: Work, network: Network) -> Cost:
+    """The cost of a strategy.
+
+    Args:
+        document: As in a strategy file; empty for DDP.
+        hook: Of DDP where the document is empty: "dense", "fp16" or "powersgd".
+        work: Of a rank.
+        network: Between the ranks.
+    """
+    if "localsgd" in document:
+        return _local(document["localsgd"], work, network)
+    if "dgc" in document:
+        return _dgc(document["dgc"], work, network)
+    if "low_rank" in document:
+        return _low_rank(document["low_rank"], work, network)
+    return {"dense": _dense, "fp16": _fp16, "powersgd": _powersgd}[hook](work, network)
+
+
+def _overlapped(
+    work: Work, buckets: Sequence[_Bucket], after_s: float, state_bytes: int, sent: float = 0.0
+) -> Cost:
+    """A step whose buckets share one wire with the backward pass before them.
+
+    f(j) = max(f(j - 1), ready(j) + encode(1..j)) + wire(j); what is encoded holds the backward pass
+    up.
+    """
+    finished = encoded = 0.0
+    for bucket in buckets:
+        encoded += bucket.encode_s
+        finished = max(finished, bucket.ready_s + encoded) + bucket.wire_s
+    step_s = max(finished, work.step_s + encoded) + after_s
+    return Cost(step_s, sum(bucket.bytes for bucket in buckets) + sent, state_bytes)
+
+
+def _ring_bytes(network: Network, nbytes: float) -> float:
+    return 2 * (network.ranks - 1) / network.ranks * nbytes
+
+
+def _passes(work: Work, numel: float, count: float) -> float:
+    return numel * count * _PASS_S[work.cuda]
+
+
+def _reduced(work: Work, network: Network, *, width: int, passes: float) -> Cost:
+    """DDP: every bucket is one all-reduce, `width` bytes a number."""
+    buckets = []
+    for ready_s, shapes in work.buckets(2**20, 4 * 2**20):
+        numel = sum(map(numel_of, shapes))
+        wire_s = network.all_reduce_s(width * numel)
+        buckets.append(_Bucket(ready_s, _passes(work, numel, passes), wire_s, 0.0))
+    return _overlapped(work, buckets, 0.0, 0, _ring_bytes(network, width * work.numel))
+
+
+def _dense(work: Work, network: Network) -> Cost:
+    return _reduced(work, network, width=4, passes=1)
+
+
+def _fp16(work: Work, network: Network) -> Cost:
+    return _reduced(work, network, width=2, passes=3)
+
+
+def _powersgd(work: Work, network: Network) -> Cost:
+    """Torch's hook, rank 2: in one bucket, so after the backward pass."""
+    rank, left, right, rest, kept = 2, 0, 0, 0, 0
+    for shape in work.shapes:
+        numel = numel_of(shape)
+        rows, columns = _sides(shape)
+        if len(shape) > 1 and (rows + columns) * rank * 2 < numel:
+            left, right, kept = left + rank * rows, right + rank * columns, kept + numel
+        else:
+            rest += numel
+    sent = 4 * (left + right + rest)
+    wire_s = sum(network.all_reduce_s(4 * numel) for numel in (left, right, rest) if numel)
+    bucket = _Bucket(work.step_s, _passes(work, kept, 9), wire_s, _ring_bytes(network, sent))
+    return _overlapped(work, [bucket], 0.0, 4 * (kept + right))
+
+
+def _low_rank(own: Mapping[str, Any], work: Work, network: Network) -> Cost:
+    rank, least = own.get("rank", 2), own.get("min_numel", 16384)
+    buckets, kept, rest = [], 0, 0
+    for ready_s, shapes in work.buckets(2**20, 25 * 2**20):
+        mine = [shape for shape in shapes if len(shape) > 1 and numel_of(shape) >= least]
+        numel = sum(map(numel_of, mine))
+        left = sum(4 * rank * _sides(shape)[0] for shape in mine)
+        right = sum(4 * rank * _sides(shape)[1] for shape in mine)
+        rest += sum(map(numel_of, shapes)) - numel
+        kept += numel
+        wire_s = sum(network.all_reduce_s(nbytes) for nbytes in (left, right) if nbytes)
+        buckets.append(
+            _Bucket(ready_s, _passes(work, numel, 12), wire_s, _ring_bytes(network, left + right))
+        )
+    after_s, sent = _end_of_step(4 * rest, network)
+    return _overlapped(work, buckets, after_s, 4 * kept, sent)
+
+
+def _dgc(own: Mapping[str, Any], work: Work, network: Network) -> Cost:
+    sparsity, bits = own.get("sparsity", 0.999), own.get("value_bits", 32)
+    if not isinstance(sparsity, float):
+        sparsity = sparsity[-1]
+    least = own.get("min_numel", 16384)
+    buckets, kept, rest = [], 0, 0
+    for ready_s, shapes in work.buckets(2**20, 25 * 2**20):
+        mine = [n for n in map(numel_of, shapes) if n >= least]
+        rest += sum(map(numel_of, shapes)) - sum(mine)
+        kept += sum(mine)
+        if not mine:
+            continue
+        layout = Layout(tuple(Slot(n, count_sent(n, sparsity)) for n in mine), bits)
+        wire_s, sent = _message(layout, own.get("exchange", "auto"), network)
+        buckets.append(_Bucket(ready_s, _passes(work, sum(mine), 10), wire_s, sent))
+    after_s, sent = _end_of_step(4 * rest, network)
+    return _overlapped(work, buckets, after_s, 8 * kept, sent)
+
+
+def _message(layout: Layout, exchange: str, network: Network) -> tuple[float, float]:
+    """Seconds and bytes that a rank sends of one message to all others, or by shares."""
+    if chosen_exchange(exchange, layout, network.ranks) == SPLIT:
+        sent = busiest(layout, network.ranks, SPLIT).bytes_sent
+        return network.all_to_all_s(sent / 2) + network.all_gather_s(sent / 2 / network.ranks), sent
+    return network.all_gather_s(layout.nbytes), (network.ranks - 1) * layout.nbytes
+
+
+def _end_of_step(dense_bytes: float, network: Network) -> tuple[float, float]:
+    """What travels densely at the end of the backward pass, and the vote that all were there."""
+    if network.ranks == 1:
+        return 0.0, 0.0
+    dense_s = network.all_reduce_s(dense_bytes) if dense_bytes else 0.0
+    sent = _ring_bytes(network, dense_bytes) + _VOTE_BYTES
+    return dense_s + network.all_reduce_s(_VOTE_BYTES), sent
+
+
+def _local(own: Mapping[str, Any], work: Work, network: Network) -> Cost:
+    """Local steps, then one averaging, whose wire `delay` steps hide."""
+    k, fragments, delay = own["k_steps"], own.get("fragments", 1), own.get("delay", 0)
+    nbytes, passes, kept, gathered = _change(own.get("compression") or {}, work)
+    idle_s = k / fragments * work.step_s
+    part = nbytes / fragments
+    wire_s = network.all_gather_s(part) if gathered else network.all_reduce_s(part)
+    wire_s += network.warm_up_s(part, idle_s) + network.all_reduce_s(_VOTE_BYTES)
+    own_s = _passes(work, work.numel / fragments, passes)
+    round_s = fragments * (max(0.0, wire_s - delay * work.step_s) + own_s)
+    copies = (network.ranks - 1) if gathered else 2 * (network.ranks - 1) / network.ranks
+    sent = copies * nbytes + fragments * _VOTE_BYTES
+    kept += 1 if own.get("outer_momentum") else 0
+    return Cost(work.step_s + round_s / k, sent / k, 4 * kept * work.numel)
+
+
+def _change(compression: Mapping[str, Any], work: Work) -> tuple[float, float, int, bool]:
+    """Bytes of a whole change, passes over it, words kept for a number, and whether messages are
+    gathered.
+    """
+    numels = [numel_of(shape) for shape in work.shapes]
+    if "sparse" in compression or "sparsity" in compression:
+        own = compression.get("sparse", compression)
+        slots = tuple(Slot(n, count_sent(n, own["sparsity"])) for n in numels)
+        return Layout(slots, own.get("value_bits", 2)).nbytes, 14, 2, True
+    if "quantized" in compression:
+        bits = compression["quantized"].get("value_bits", 4)
+        return WholeLayout(tuple(numels), bits).nbytes, 16, 2, True
+    if "low_rank" in compression:
+        rank = compression["low_rank"].get("rank", 2)
+        return sum(4 * rank * sum(_sides(shape)) for shape in work.shapes), 14, 2, False
+    return 4 * sum(numels), 6, 1, False
+
+
+def _sides(shape: Shape) -> tuple[int, int]:
+    rows = shape[0]
+    return rows, numel_of(shape) // rows

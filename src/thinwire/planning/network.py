@@ -1,0 +1,74 @@
+"""How long the collectives of gloo take between ranks of a network."""
+
+from dataclasses import dataclass
+from math import log, log2
+
+__all__ = ["Network"]
+
+_FIRST_WINDOW_BYTES = 14_600
+_FRAMES = 1448 / 1514
+_IDLE_S = 0.2
+_LN2 = log(2)
+
+
+@dataclass(frozen=True)
+class Network:
+    """Ranks that each have a line of their own into one network.
+
+    Attributes:
+        bit_s: Of each rank's line, in each direction, headers included.
+        latency_s: One way between any two.
+        ranks: W, at least 1.
+        call_s: What a collective costs a rank beside its bytes and latency.
+
+    Source: Thakur, Rabenseifner and Gropp, 2005 (rings); RFC 6928 (the first window), RFC 5681
+    (idle connections begin anew).
+    """
+
+    bit_s: float
+    latency_s: float
+    ranks: int
+    call_s: float = 3e-4
+
+    @property
+    def bytes_s(self) -> float:
+        """Payload in a second; the rest of each frame is headers."""
+        return self.bit_s / 8 * _FRAMES
+
+    def all_reduce_s(self, nbytes: float) -> float:
+        """A ring: each rank sends 2(W-1)/W of the buffer."""
+        return self._ring_s(2 * (self.ranks - 1), nbytes / self.ranks)
+
+    def all_gather_s(self, nbytes: float) -> float:
+        """A ring: each rank passes on W-1 messages of `nbytes`."""
+        return self._ring_s(self.ranks - 1, nbytes)
+
+    def all_to_all_s(self, nbytes: float) -> float:
+        """Each rank sends `nbytes` in all, to the others at once."""
+        if self.ranks == 1:
+            return 0.0
+        return self.call_s + self.latency_s + nbytes / self.bytes_s
+
+    def warm_up_s(self, nbytes: float, idle_s: float) -> float:
+        """What a transfer takes longer on connections that were idle: windows grow from ten
+        segments.
+
+        The rate doubles every round trip until it is that of the line.
+        """
+        rtt = 2 * self.latency_s
+        if idle_s < _IDLE_S or not rtt or self.ranks == 1:
+            return 0.0
+        first = _FIRST_WINDOW_BYTES * _LN2 / rtt
+        if first >= self.bytes_s:
+            return 0.0
+        grown = (self.bytes_s - first) * rtt / _LN2
+        if nbytes <= grown:
+            slow_s = rtt * log2(1 + nbytes / _FIRST_WINDOW_BYTES)
+        else:
+            slow_s = rtt * log2(self.bytes_s / first) + (nbytes - grown) / self.bytes_s
+        return slow_s - nbytes / self.bytes_s
+
+    def _ring_s(self, turns: int, nbytes: float) -> float:
+        if not turns:
+            return 0.0
+        return self.call_s + turns * (self.latency_s + nbytes / self.bytes_s)

@@ -1,0 +1,234 @@
+"""Which strategy is likely the fastest to dense's loss, and why."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+from thinwire.lab.network.link import Link
+from thinwire.lab.report.winner import document_of
+from thinwire.lab.run.config import OPTIMIZERS
+from thinwire.lab.strategies import STRATEGIES
+from thinwire.planning.methods import Cost, cost_of
+from thinwire.planning.network import Network
+from thinwire.planning.progress import progress_of
+from thinwire.planning.work import Work, matrices
+
+__all__ = ["Plan", "Row", "plan"]
+
+_FASTEST_BIT_S, _UNLIMITED_BIT_S = 4e11, 2e10
+"""The fastest line that can be named, and what none and loopback are taken for."""
+_MOST_WORKERS = 100_000
+_DOUBT = 0.1
+_DOUBT_OF_WIRE = 0.1
+_WORTH = 1.05
+"""How many times sooner than dense a strategy must be to be recommended."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is expected of one strategy.
+
+    Attributes:
+        name: Of the strategy; a variant of one of `thinwire compare` says what differs.
+        step_seconds: Of a step: low, mid and high.
+        bytes_per_step: What a rank sends.
+        memory_bytes: What a rank keeps: parameters, gradients, the state of AdamW, and that of the
+            method; without activations.
+        waiting_share: The part of a step that is not spent on the step itself.
+        progress: Steps of dense that a step is worth; a prior.
+        progress_source: Where that is from.
+        time_to_dense_loss: Time until dense's last loss over dense's own; smaller is sooner.
+        document: Content of a strategy file; None for a hook of torch.
+        optimizer: The optimizer that belongs to the strategy; None for any.
+    """
+
+    name: str
+    step_seconds: tuple[float, float, float]
+    bytes_per_step: float
+    memory_bytes: int
+    waiting_share: float
+    progress: float
+    progress_source: str
+    time_to_dense_loss: float
+    document: Mapping[str, Any] | None
+    optimizer: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The row as JSON knows it, without the document."""
+        return {
+            "name": self.name,
+            "step_seconds": list(self.step_seconds),
+            "bytes_per_step": self.bytes_per_step,
+            "memory_bytes": self.memory_bytes,
+            "waiting_share": self.waiting_share,
+            "progress": self.progress,
+            "progress_source": self.progress_source,
+            "time_to_dense_loss": self.time_to_dense_loss,
+        }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer of `plan`.
+
+    Attributes:
+        recommended: Name of the strategy to take.
+        reason: Why, in a sentence.
+        strategies: All rows, the soonest at dense's loss first.
+        link: What was assumed of the network.
+    """
+
+    recommended: str
+    reason: str
+    strategies: tuple[Row, ...]
+    link: Mapping[str, Any]
+
+    def __getitem__(self, name: str) -> Row:
+        """The row of a strategy."""
+        return next(row for row in self.strategies if row.name == name)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as JSON knows it."""
+        return {
+            "recommended": self.recommended,
+            "reason": self.reason,
+            "strategies": [row.to_dict() for row in self.strategies],
+            "link": dict(self.link),
+        }
+
+
+def plan(
+    *,
+    params: int | str,
+    step_seconds: float,
+    workers: int = 2,
+    link: str = "100mbit",
+    latency: str = "0ms",
+    device: str = "cpu",
+) -> Plan:
+    """Predict a step of every strategy on a network, and say which one to take.
+
+    Args:
+        params: Trainable numbers of the model, such as 124_000_000 or "124M".
+        step_seconds: A step of one rank with nothing exchanged.
+        workers: Ranks.
+        link: Each rank's rate in each direction, such as "100mbit", up to 400gbit; "none" and
+            "loopback" are taken for 20gbit.
+        latency: One way, such as "20ms".
+        device: "cpu" or "cuda": what computes.
+
+    Returns:
+        The strategies, the soonest at dense's loss first.
+
+    Raises:
+        ValueError: An argument that cannot be; says what came and what is allowed.
+    """
+    numel = _parsed_params(params)
+    if not (isinstance(step_seconds, int | float) and isfinite(step_seconds) and step_seconds > 0):
+        raise ValueError(f"step_seconds={step_seconds!r} is not allowed: a positive number")
+    if isinstance(workers, bool) or not isinstance(workers, int):
+        raise TypeError(f"workers must be a whole number, got {workers!r}")
+    if not 2 <= workers <= _MOST_WORKERS:
+        raise ValueError(f"workers={workers} is out of range: 2 to {_MOST_WORKERS} is allowed")
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device={device!r} is unknown; choose from cpu, cuda")
+    line = Link.parse(link, latency, at_most=_FASTEST_BIT_S)
+    network = Network(line.rate_bit_s or _UNLIMITED_BIT_S, line.latency_s, workers)
+    work = Work(numel, matrices(numel), float(step_seconds), device == "cuda")
+    dense_s = cost_of({}, "dense", work, network).step_s
+    rows = sorted(
+        (_row(*one, work, network, dense_s) for one in _candidates()),
+        key=lambda row: row.time_to_dense_loss,
+    )
+    recommended, reason = _recommended(rows)
+    about = {
+        "rate_bit_s": network.bit_s,
+        "latency_s": network.latency_s,
+        "workers": workers,
+        "measured": False,
+    }
+    return Plan(recommended, reason, tuple(rows), about)
+
+
+def _parsed_params(params: int | str) -> int:
+    if isinstance(params, str):
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmb]?)", params.strip().lower())
+        if match is None:
+            raise ValueError(
+                f"params={params!r} is not a number of parameters: write one such as 124M"
+            )
+        params = round(float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9}[match[2]])
+    if isinstance(params, bool) or not isinstance(params, int):
+        raise TypeError(f"params must be a whole number or text such as 124M, got {params!r}")
+    if not 1 <= params <= 10**13:
+        raise ValueError(f"params={params} is out of range: 1 to 10,000,000,000,000 is allowed")
+    return params
+
+
+def _candidates() -> Iterator[tuple[str, str, Mapping[str, Any] | None]]:
+    """Name, hook of DDP, and document of every strategy and of variants of ours."""
+    for name, recipe in STRATEGIES.items():
+        document = document_of(recipe, ramp_steps=1)
+        if name in ("adaptive-localsgd", "dense-muon"):
+            continue
+        hook = name if document is None or not document else ""
+        yield name, hook, document
+        local = (document or {}).get("localsgd")
+        if local is None:
+            continue
+        for k_steps in (4, 8, 16, 32, 64, 128):
+            for delay in (0, k_steps // 4):
+                own = {**local, "k_steps": k_steps, **({"delay": delay} if delay else {})}
+                if own != local:
+                    words = f" k{k_steps}" + (f" delay{delay}" if delay else "")
+                    yield name + words, "", {"localsgd": own}
+
+
+def _row(
+    name: str,
+    hook: str,
+    document: Mapping[str, Any] | None,
+    work: Work,
+    network: Network,
+    dense_s: float,
+) -> Row:
+    cost = cost_of(document or {}, hook, work, network)
+    progress = progress_of(name, document or {}, network.ranks)
+    return Row(
+        name,
+        _interval(cost, work),
+        cost.bytes,
+        16 * work.numel + cost.state_bytes,
+        max(0.0, 1 - work.step_s / cost.step_s),
+        progress.share,
+        progress.source,
+        1.0 if name == "dense" else cost.step_s / progress.share / dense_s,
+        document,
+        OPTIMIZERS.get(STRATEGIES[name.partition(" ")[0]].optimizer or ""),
+    )
+
+
+def _interval(cost: Cost, work: Work) -> tuple[float, float, float]:
+    """Compute is known to a tenth, and what comes on top of it to two tenths."""
+    on_top = cost.step_s - work.step_s
+    doubt = _DOUBT * work.step_s + (_DOUBT + _DOUBT_OF_WIRE) * on_top
+    return cost.step_s - doubt, cost.step_s, cost.step_s + doubt
+
+
+def _recommended(rows: Sequence[Row]) -> tuple[str, str]:
+    best = rows[0]
+    dense = next(row for row in rows if row.name == "dense")
+    if best.time_to_dense_loss * _WORTH > 1:
+        return "dense", (
+            f"use dense: its step of {dense.step_seconds[1]:.3g} s waits for the wire "
+            f"{100 * dense.waiting_share:.0f} % of the time, and nothing is sooner at its loss by "
+            "more than 5 %"
+        )
+    return best.name, (
+        f"{best.name} is expected at dense's loss {1 / best.time_to_dense_loss:.1f} times as soon: "
+        f"a step of {best.step_seconds[1]:.3g} s instead of {dense.step_seconds[1]:.3g} s, "
+        f"worth {best.progress:.2f} of "
+        "dense's" + (f"; with {best.optimizer}" if best.optimizer else "")
+    )

@@ -1,0 +1,69 @@
+"""The model and its step, as far as an exchange sees them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import isqrt
+
+__all__ = ["Work", "matrices", "numel_of"]
+
+Shape = tuple[int, ...]
+_MOST_MATRICES, _LEAST_NUMEL = 48, 2**18
+_FORWARD_SHARE = 1 / 3
+"""Of a step; the backward pass computes two products for each one of the forward pass."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one rank computes between two exchanges.
+
+    Attributes:
+        numel: Trainable numbers.
+        shapes: Of the parameters, in the order of the forward pass.
+        step_s: Seconds of forward pass, backward pass and update, with nothing exchanged.
+        cuda: Whether a GPU computes.
+    """
+
+    numel: int
+    shapes: tuple[Shape, ...]
+    step_s: float
+    cuda: bool = False
+
+    @property
+    def forward_s(self) -> float:
+        """Until the backward pass begins."""
+        return self.step_s * _FORWARD_SHARE
+
+    def buckets(self, first_bytes: int, bucket_bytes: int) -> Iterator[tuple[float, list[Shape]]]:
+        """The tensors that leave together, and the second of the step at which they are ready.
+
+        Gradients come from the last parameter to the first, in time as in numbers.
+        """
+        limit, mine, done, begin = first_bytes, list[Shape](), 0, self.forward_s
+        whole = sum(map(numel_of, self.shapes))
+        for shape in reversed(self.shapes):
+            mine.append(shape)
+            done += numel_of(shape)
+            if 4 * sum(map(numel_of, mine)) >= limit:
+                yield begin + (self.step_s - begin) * done / whole, mine
+                limit, mine = bucket_bytes, []
+        if mine:
+            yield self.step_s, mine
+
+
+def numel_of(shape: Shape) -> int:
+    """Entries of a tensor."""
+    product = 1
+    for side in shape:
+        product *= side
+    return product
+
+
+def matrices(params: int) -> tuple[Shape, ...]:
+    """Shapes of a model of which only the number of parameters is known: up to 48 equal matrices.
+
+    More parameters never make fewer or smaller ones, so that a prediction grows with them.
+    """
+    count = min(_MOST_MATRICES, max(1, params // _LEAST_NUMEL))
+    columns = max(1, isqrt(params // count))
+    rows, over = divmod(params // columns, count)
+    return tuple((rows + (i < over), columns) for i in range(count) if rows + (i < over))

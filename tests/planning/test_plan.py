@@ -1,0 +1,176 @@
+"""What a plan promises: exact bytes, predictions that grow with what is asked, and one line for
+what cannot be."""
+
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import thinwire as tw
+from thinwire.planning.methods import cost_of
+from thinwire.planning.network import Network
+from thinwire.planning.work import Work, matrices, numel_of
+
+NUMBERS: dict[str, Any] = {"params": "124M", "step_seconds": 0.35, "workers": 8}
+KEYS = {
+    "name",
+    "step_seconds",
+    "bytes_per_step",
+    "memory_bytes",
+    "waiting_share",
+    "progress",
+    "progress_source",
+    "time_to_dense_loss",
+}
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "thinwire", "plan", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_row_says_all_that_is_promised() -> None:
+    plan = tw.plan(**NUMBERS, link="100mbit", latency="20ms")
+    made = plan.to_dict()
+    assert {"recommended", "strategies", "link"} <= made.keys()
+    assert made["recommended"] == made["strategies"][0]["name"]
+    for row in made["strategies"]:
+        assert row.keys() == KEYS
+        low, mid, high = row["step_seconds"]
+        assert 0 < low <= mid <= high
+        assert 0 <= row["waiting_share"] < 1
+        assert row["time_to_dense_loss"] > 0
+        assert row["progress_source"]
+    dense = plan["dense"]
+    assert (dense.progress, dense.time_to_dense_loss) == (1.0, 1.0)
+    assert dense.bytes_per_step == 2 * 7 / 8 * 4 * 124_000_000
+
+
+@pytest.mark.parametrize("workers", [2, 16])
+@pytest.mark.parametrize(
+    ("easier", "harder"),
+    [
+        ({"link": "1gbit"}, {"link": "900mbit"}),
+        ({"link": "400gbit"}, {"link": "10gbit"}),
+        ({"latency": "0ms"}, {"latency": "1ms"}),
+        ({"latency": "20ms"}, {"latency": "200ms"}),
+        ({"params": "124M"}, {"params": "125M"}),
+        ({"params": "3M"}, {"params": "350M"}),
+        ({"step_seconds": 0.1}, {"step_seconds": 0.11}),
+    ],
+)
+def test_less_to_do_is_never_predicted_to_take_longer(
+    easier: dict, harder: dict, workers: int
+) -> None:
+    shared = {**NUMBERS, "link": "50mbit", "latency": "5ms", "workers": workers}
+    fast, slow = (tw.plan(**{**shared, **change}) for change in (easier, harder))
+    for row in fast.strategies:
+        for less, more in zip(row.step_seconds, slow[row.name].step_seconds, strict=True):
+            assert less <= more, row.name
+
+
+def test_connections_that_were_idle_begin_slowly_and_never_slower_on_a_faster_line() -> None:
+    for latency_s, nbytes in itertools.product((0.001, 0.05, 0.1), (1e4, 1e6, 1e8)):
+        took = [
+            nbytes / line.bytes_s + line.warm_up_s(nbytes, idle_s=1.0)
+            for line in (Network(rate, latency_s, 2) for rate in (1e6, 1e7, 1e8, 1e9, 1e10))
+        ]
+        assert took == sorted(took, reverse=True)
+    assert Network(1e8, 0.025, 2).warm_up_s(1.4e6, idle_s=10.0) == pytest.approx(0.223, abs=0.001)
+    assert Network(1e8, 0.025, 2).warm_up_s(1.4e6, idle_s=0.1) == 0
+
+
+@pytest.mark.parametrize(
+    "compression",
+    [
+        {"sparsity": 0.9, "value_bits": 2},
+        {"quantized": {"value_bits": 4}},
+        {"low_rank": {"rank": 2, "min_numel": 1}},
+    ],
+)
+def test_bytes_of_local_updates_are_those_of_the_real_messages(
+    compression: Mapping[str, Any],
+) -> None:
+    config = tw.DistributedStrategy.from_dict(
+        {"localsgd": {"k_steps": 1, "compression": dict(compression)}}
+    ).localsgd
+    assert config is not None
+    assert config.compression is not None
+    work = Work(1_000_000, matrices(1_000_000), 0.1)
+    shapes = [torch.Size(shape) for shape in work.shapes]
+    message = config.compression.sent_bytes(100, shapes)
+    cost = cost_of(
+        {"localsgd": {"k_steps": 1, "compression": compression}}, "", work, Network(1e8, 0.0, 2)
+    )
+    assert cost.bytes - 256 == message
+
+
+def test_shapes_make_up_the_number_of_parameters() -> None:
+    for params in (1, 7, 16_384, 868_000, 124_000_000):
+        made = sum(map(numel_of, matrices(params)))
+        assert params - params**0.5 <= made <= params
+
+
+def test_nothing_is_compressed_where_the_link_is_fast_enough() -> None:
+    plan = tw.plan(params="1M", step_seconds=0.5, link="400gbit")
+    assert plan.recommended == "dense"
+    assert "dense" in plan.reason
+    assert "%" in plan.reason
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        ({"link": "fast"}, ValueError, "link='fast'.*100mbit"),
+        ({"link": "500gbit"}, ValueError, "400gbit"),
+        ({"latency": "-3ms"}, ValueError, "latency='-3ms'"),
+        ({"params": 0}, ValueError, "params=0"),
+        ({"params": "many"}, ValueError, "params='many'.*124M"),
+        ({"params": 1.5}, TypeError, "params.*1.5"),
+        ({"step_seconds": 0}, ValueError, "step_seconds=0"),
+        ({"workers": 1}, ValueError, "workers=1"),
+        ({"workers": 2.0}, TypeError, "workers"),
+        ({"device": "tpu"}, ValueError, "device='tpu'.*cpu, cuda"),
+    ],
+)
+def test_what_cannot_be_is_one_clear_line(change: dict, error: type, says: str) -> None:
+    with pytest.raises(error, match=says):
+        tw.plan(**{**NUMBERS, **change})
+
+
+def test_the_command_prints_json_and_writes_a_strategy_file(tmp_path: Path) -> None:
+    words = ["--params", "124M", "--step-seconds", "0.35", "--link", "20mbit"]
+    said = command(*words, "--json", "--out", str(tmp_path / "best.yaml"))
+    assert said.returncode == 0, said.stderr
+    made = json.loads(said.stdout)
+    text = (tmp_path / "best.yaml").read_text()
+    assert made["recommended"] in text.splitlines()[0]
+    strategy = tw.DistributedStrategy.load(tmp_path / "best.yaml")
+    assert strategy.localsgd is not None
+    table = command(*words)
+    assert made["recommended"] in table.stdout
+    for words in (["--link", "fast"], ["--latency", "-3ms"], ["--params", "0"]):
+        bad = command(
+            "--step-seconds", "1", *(words if "--params" in words else ["--params", "1M", *words])
+        )
+        assert bad.returncode == 2
+        assert len(bad.stderr.splitlines()) == 1
+        assert words[1] in bad.stderr
+
+
+def test_numbers_alone_need_no_torch() -> None:
+    code = (
+        "import sys, thinwire as tw; tw.plan(params='1M', step_seconds=1.0); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
