@@ -69,9 +69,13 @@ class Pool:
         self._grow(count)
         with tempfile.TemporaryDirectory() as folder:
             job = (function, args, size, str(Path(folder, "store")), group_timeout_s)
-            for rank in range(count):
-                self._workers[rank][1].send((rank, *job))
-            results = self._collect(count, timeout_s)
+            try:
+                for rank in range(count):
+                    self._workers[rank][1].send((rank, *job))
+                results = self._collect(count, timeout_s)
+            except BaseException:  # such as a test's time-out: answers to come are nobody's
+                self.close()
+                raise
         broken = {r: a for r, a in enumerate(results) if isinstance(a, Lost | Raised | None)}
         if any(not isinstance(answer, Raised) for answer in broken.values()):
             self.close()  # dead or hung: the next test starts from fresh processes
