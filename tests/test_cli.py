@@ -159,6 +159,7 @@ cli.main({arguments!r})
         (["--version"], ("matplotlib", "rich", "cyclopts", "torch")),
         (["--help"], ("matplotlib", "torch", "numba")),
         (["compare", "--help"], ("matplotlib", "torch", "numba")),
+        (["doctor", "--help"], ("matplotlib", "torch", "numba", "pyroute2")),
         (["explain", "examples/strategies/slow_network.yaml"], ("matplotlib", "numba", "pyroute2")),
     ],
 )

@@ -1,5 +1,5 @@
 """The command `thinwire`: an exit status and one line for whatever goes wrong; commands are in
-`lab` and `strategy`.
+`lab`, `strategy` and `doctor`.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         )
     from cyclopts import CycloptsError
 
+    from thinwire.doctor import command as examining
     from thinwire.errors import ThinwireError
     from thinwire.lab.commands import app
     from thinwire.planning import command as planning
@@ -46,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     if "explain" not in app:
         app.command(explain, help_epilogue=EXAMPLE)
         app.command(planning.plan, help_epilogue=planning.EXAMPLE)
+        app.command(examining.doctor, help_epilogue=examining.EXAMPLES)
     try:
         with _orderly_termination():
             app(typed, exit_on_error=False, print_error=False)

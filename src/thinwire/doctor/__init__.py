@@ -1,0 +1,1 @@
+"""What goes wrong between machines, found before training, each with what to do."""

@@ -1,0 +1,112 @@
+"""`thinwire doctor`: the arguments are checked before torch is loaded."""
+
+import contextlib
+import json as json_format
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from math import isfinite
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from thinwire.doctor.findings import Finding, as_text, document, status_of
+from thinwire.doctor.meeting import meeting_point
+
+__all__ = ["EXAMPLES", "doctor"]
+
+EXAMPLES = """Examples:
+
+thinwire doctor
+
+torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint 10.0.0.1:29400
+    -m thinwire doctor
+"""
+_SHORTEST_S, _LONGEST_S = 15.0, 600.0
+_RANK_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_ONE_WAIT = 0.1
+_Flag = Annotated[bool, Parameter(negative="")]
+
+
+def doctor(*, timeout: float = 30.0, json: _Flag = False, quiet: _Flag = False) -> None:
+    """Check what goes wrong between machines, and say what to do: addresses and interfaces, who
+    listens where, connections of all pairs, MTU, clocks, versions.
+
+    Alone it looks at this machine. Started by torchrun, all ranks examine the network between them
+    and rank 0 prints. The exit status is 1 where something is wrong. docs/machines.md has recipes.
+
+    Args:
+        timeout: Seconds for everything, from 15 to 600.
+        json: Print the findings as JSON.
+        quiet: Print what is wrong only, and show no progress.
+    """
+    begun = time.monotonic()
+    if not (isfinite(timeout) and _SHORTEST_S <= timeout <= _LONGEST_S):
+        raise ValueError(f"timeout={timeout:g} is out of range: 15 to 600 seconds are allowed")
+    place = _place()
+
+    def report(title: str, findings: tuple[Finding, ...]) -> None:
+        out = sys.stdout if place is None or place[0] == 0 else sys.stderr
+        if json and out is sys.stdout:
+            told = document(title, findings, time.monotonic() - begun)
+            print(json_format.dumps(told, indent=1), flush=True)
+            return
+        text = as_text(findings, quiet=quiet)
+        print("\n".join(part for part in ("" if quiet else title, text) if part), file=out)
+        out.flush()
+
+    with _progress(shown=not quiet and (place is None or place[0] == 0)) as show:
+        show("loading torch")
+        if place is None:
+            sys.exit(_alone(timeout, report))
+        from thinwire.doctor.ranks import Examination
+
+        ended = Examination(*place, begun, timeout, show, report).run()
+    if ended.stuck:
+        # a thread that torch does not let go of would keep the interpreter from ending
+        sys.stdout.flush()
+        os._exit(ended.status)
+    sys.exit(ended.status)
+
+
+def _alone(timeout: float, report: Callable[[str, tuple[Finding, ...]], None]) -> int:
+    from thinwire.doctor.alone import elsewhere, machine_findings
+    from thinwire.doctor.machine import Machine
+
+    machine = Machine.look()
+    own = tuple(address for one in machine.interfaces for address in one.addresses)
+    findings = (
+        *machine_findings(machine, others=elsewhere(os.environ.get("MASTER_ADDR", ""), own)),
+        meeting_point(os.environ, own, _ONE_WAIT * timeout, started=False),
+    )
+    report("this machine alone; started by torchrun, all ranks look at what is between", findings)
+    return status_of(findings)
+
+
+def _place() -> tuple[int, int] | None:
+    """Rank and number of ranks, where something has started this process as one of several.
+
+    Raises:
+        ValueError: They are no numbers.
+    """
+    texts = [os.environ.get(name, "") for name in _RANK_NAMES]
+    if not all(texts):
+        return None
+    rank, size = texts[:2]
+    if not (rank.isdigit() and size.isdigit() and int(rank) < int(size)):
+        raise ValueError(f"RANK={rank!r} and WORLD_SIZE={size!r} are no rank of a world")
+    return int(rank), int(size)
+
+
+@contextlib.contextmanager
+def _progress(*, shown: bool) -> Iterator[Callable[[str], None]]:
+    """A line on a terminal that says what comes next."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not (shown and console.is_terminal):
+        yield lambda _: None
+        return
+    with console.status("") as line:
+        yield line.update

@@ -1,0 +1,121 @@
+"""What ranks tell each other through the store that torchrun has made, every wait bounded."""
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar, final
+
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import DistError
+from torch.distributed.rendezvous import rendezvous
+
+__all__ = ["Board", "Late", "within"]
+
+_T = TypeVar("_T")
+_CLOCK_ROUNDS = 4
+_SHORTEST_S = 0.01
+
+
+class Late(Exception):
+    """Something did not end in its time."""
+
+
+def within(limit_s: float, work: Callable[[], _T]) -> _T:
+    """The result of `work`, which is left behind on a thread of its own where it takes longer.
+
+    Raises:
+        Late: It takes longer.
+    """
+    results: list[_T] = []
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as failure:
+            failures.append(failure)
+
+    thread = threading.Thread(target=run, name="thinwire-doctor", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if failures:
+        raise failures[0]
+    if not results:
+        raise Late
+    return results[0]
+
+
+@final
+class Board:
+    """Rows of JSON that ranks leave for each other in the store.
+
+    Args:
+        rank: This one.
+        size: Number of ranks.
+        patience_s: For finding the store.
+
+    Raises:
+        Late, RuntimeError: It is not found.
+    """
+
+    def __init__(self, rank: int, size: int, patience_s: float) -> None:
+        self.rank, self.size = rank, size
+        limit = timedelta(seconds=patience_s)
+
+        def find() -> Store:
+            found: Store = next(iter(rendezvous("env://", rank, size, timeout=limit)))[0]
+            return found
+
+        self._found = within(patience_s, find)
+        self.store = PrefixStore("thinwire/doctor", self._found)
+
+    def another(self) -> Store:
+        """Another connection to the store, for work that may get stuck in it."""
+        # torch has it, its stub not
+        found: Store = self._found.clone()  # type: ignore[attr-defined]
+        return found
+
+    def tell(self, what: str, row: Any) -> None:
+        """Leave a row for all."""
+        self.store.set(f"{what}/{self.rank}", json.dumps(row))
+
+    def hear(self, what: str, rank: int, until: float) -> Any:
+        """The row of a rank; None where it has not come until then, by `time.monotonic`."""
+        key = f"{what}/{rank}"
+        left = timedelta(seconds=max(until - time.monotonic(), _SHORTEST_S))
+        try:
+            self.store.wait([key], left)
+            return json.loads(self.store.get(key))
+        except DistError:
+            return None
+
+    def hear_all(self, what: str, until: float) -> dict[int, Any]:
+        """The rows of all ranks that have left one until then."""
+        rows = {rank: self.hear(what, rank, until) for rank in range(self.size)}
+        return {rank: row for rank, row in rows.items() if row is not None}
+
+    def clock_skew(self, ranks: list[int], until: float) -> tuple[float, float] | None:
+        """By how much this rank's clock is ahead of rank 0's, and how far off that may be, both in
+        seconds; None where rank 0 did not answer. Collective over `ranks`.
+
+        The middle of a round trip through the store is taken for the moment of rank 0's answer; the
+        shortest of several trips counts.
+        """
+        best: tuple[float, float] | None = None
+        for turn in range(_CLOCK_ROUNDS):
+            if self.rank == 0:
+                for other in ranks:
+                    if other and self.hear(f"asked/{turn}", other, until) is not None:
+                        self.store.set(f"time/{turn}/{other}/0", json.dumps(time.time()))
+                continue
+            begun = time.time()
+            self.tell(f"asked/{turn}", True)
+            theirs = self.hear(f"time/{turn}/{self.rank}", 0, until)
+            ended = time.time()
+            if theirs is None:
+                return best
+            if best is None or (ended - begun) / 2 < best[1]:
+                best = (begun + ended) / 2 - theirs, (ended - begun) / 2
+        return best or ((0.0, 0.0) if self.rank == 0 else None)

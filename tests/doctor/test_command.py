@@ -1,0 +1,89 @@
+"""`thinwire doctor` on one machine, and under torchrun on one."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from thinwire import cli
+
+CLEARED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME")
+
+
+def doctor(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    kept = {key: value for key, value in os.environ.items() if key not in CLEARED}
+    return subprocess.run(
+        [sys.executable, "-m", "thinwire", "doctor", *options],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**kept, **environment},
+        timeout=100,
+    )
+
+
+def test_one_machine_is_looked_at() -> None:
+    done = doctor("--json", GLOO_SOCKET_IFNAME="lo")
+    assert (done.returncode, done.stderr) == (0, "")
+    told = json.loads(done.stdout)
+    assert told["status"] == 0
+    assert {one["check"] for one in told["findings"]} >= {
+        "host",
+        "interfaces",
+        "gloo",
+        "listeners",
+        "ports",
+        "open files",
+        "threads",
+        "time-outs",
+        "clock",
+        "versions",
+        "store",
+    }
+
+
+def test_what_is_wrong_is_status_1_and_quiet_prints_nothing_else() -> None:
+    done = doctor("--quiet", GLOO_SOCKET_IFNAME="no-such", MASTER_ADDR="127.0.0.1")
+    assert (done.returncode, done.stderr) == (1, "")
+    first = [line.split()[:2] for line in done.stdout.splitlines() if not line.startswith(" ")]
+    assert first == [["wrong", "gloo"], ["wrong", "store"]]
+
+
+@pytest.mark.slow
+def test_two_ranks_of_one_machine_have_nothing_wrong() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", "-m", "thinwire", "doctor", "--json", "--timeout", "60"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
+    told = json.loads(done.stdout)
+    assert (told["title"], told["status"], done.returncode) == ("2 ranks on 1 machine", 0, 0)
+    levels = {one["check"]: one["level"] for one in told["findings"]}
+    for check in ("addresses", "connections", "MTU", "clocks", "versions", "gloo group"):
+        assert levels[check] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "told"),
+    [
+        (["--timeout", "3"], {}, "timeout=3 is out of range: 15 to 600"),
+        (["--timeout", "nan"], {}, "timeout=nan"),
+        (["--timeout", "long"], {}, "--timeout"),
+        (["--loud"], {}, "--loud"),
+        ([], {"RANK": "2", "WORLD_SIZE": "2"}, "RANK='2' and WORLD_SIZE='2' are no rank"),
+    ],
+)
+def test_bad_input_is_one_line(
+    options: list[str],
+    environment: dict[str, str],
+    told: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in CLEARED:
+        monkeypatch.setenv(name, environment.get(name, "1"))
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["doctor", *options])
+    printed = capsys.readouterr()
+    assert (stop.value.code, printed.out, printed.err.count("\n")) == (2, "", 1)
+    assert told in printed.err

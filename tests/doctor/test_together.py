@@ -1,0 +1,155 @@
+"""What is found between ranks, from what made-up ranks tell."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.doctor.machines import LOOPBACK, made_up
+from thinwire.doctor.findings import Finding
+from thinwire.doctor.pairs import Reach
+from thinwire.doctor.together import Seen, Together, findings_together
+
+
+def rank_of(rank: int, *, size: int = 2, **changes: Any) -> Seen:
+    """A rank on a machine of its own that reaches all others."""
+    reaches = tuple(Reach(to, latency_s=0.01) for to in range(size) if to != rank)
+    machine = made_up(f"10.0.0.{rank + 1}", **changes)
+    return Seen(machine, skew=(0.0, 0.001), reaches=reaches, gloo="")
+
+
+def together(*ranks: Seen, size: int | None = None, tried: bool = True) -> Together:
+    return Together(size or len(ranks), dict(enumerate(ranks)), {}, tried)
+
+
+def bad(all_of: Together) -> list[Finding]:
+    return [one for one in findings_together(all_of) if one.level != "ok"]
+
+
+def test_nothing_is_found_where_nothing_is_wrong() -> None:
+    found = list(findings_together(together(rank_of(0), rank_of(1))))
+    assert {one.level for one in found} == {"ok"}
+    assert [one.check for one in found] == [
+        "addresses",
+        "connections",
+        "MTU",
+        "clocks",
+        "versions",
+        "gloo group",
+    ]
+    assert "round trips 10 ms to 10 ms" in found[1].found
+
+
+@pytest.mark.parametrize(
+    ("error", "to_do"),
+    [
+        ("time-out", "let host-1 (10.0.0.1) accept TCP on ports 32768 to 60999 from 10.0.0.2"),
+        ("refused", "another machine has this address"),
+        ("no route", "ip route get 10.0.0.1"),
+        ("forbidden by this machine", "let it send to 10.0.0.1"),
+        ("rank 1 answers", "two machines have the address 10.0.0.1"),
+    ],
+)
+def test_who_cannot_reach_whom_is_named(error: str, to_do: str) -> None:
+    cut = replace(rank_of(1), reaches=(Reach(0, error),))
+    (finding,) = bad(together(rank_of(0), cut))
+    assert (finding.level, finding.check) == ("wrong", "connections")
+    assert finding.found == (
+        f"rank 1 cannot reach rank 0 at 10.0.0.1: {error} (the other way works)"
+    )
+    assert to_do in finding.advice
+
+
+def test_ranks_of_one_machine_share_a_finding() -> None:
+    ranks = [rank_of(rank, size=4) for rank in range(4)]
+    for rank in (1, 3):  # the second machine
+        machine = replace(ranks[rank].machine, place="b", host="b", gloo=("10.0.0.2",))
+        ranks[rank] = replace(ranks[rank], machine=machine)
+    for rank in (0, 2):
+        machine = replace(ranks[rank].machine, place="a", host="a", gloo=("10.0.0.1",))
+        cut = tuple(Reach(to, "time-out") if to in (1, 3) else Reach(to) for to in (1, 3, 2 - rank))
+        ranks[rank] = replace(ranks[rank], machine=machine, reaches=cut)
+    (finding,) = bad(together(*ranks))
+    assert finding.found.startswith("ranks 0, 2 cannot reach ranks 1, 3 at 10.0.0.2: time-out")
+
+
+def test_a_path_that_loses_large_packets() -> None:
+    stuck = replace(rank_of(0), reaches=(Reach(1, latency_s=0.01, large=False, fitting_mtu=1280),))
+    (finding,) = bad(together(stuck, rank_of(1)))
+    assert (finding.level, finding.check) == ("wrong", "MTU")
+    assert "from rank 0 to rank 1" in finding.found
+    assert "packets of 1500 bytes are lost" in finding.found
+    assert "ip link set dev eth0 mtu 1280" in finding.advice
+    none = replace(rank_of(0), reaches=(Reach(1, latency_s=0.01, large=False),))
+    assert "nor in those of 1000" in bad(together(none, rank_of(1)))[0].found
+
+
+@pytest.mark.parametrize(("ahead_s", "way"), [(2.5, "ahead of"), (-70.0, "behind")])
+def test_clocks_that_differ_are_a_note(ahead_s: float, way: str) -> None:
+    (finding,) = bad(together(rank_of(0), replace(rank_of(1), skew=(ahead_s, 0.02))))
+    assert (finding.level, finding.check) == ("note", "clocks")
+    assert f"the clock of rank 1 is {abs(ahead_s):.1f} s {way} rank 0's" in finding.found
+
+
+def test_a_skew_within_what_the_measurement_can_tell_is_none() -> None:
+    assert bad(together(rank_of(0), replace(rank_of(1), skew=(1.5, 0.7)))) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "level"),
+    [
+        ("torch", "2.13.0+cu128", "note"),
+        ("torch", "2.12.0+cpu", "wrong"),
+        ("thinwire", "0.9", "note"),
+        ("wire", "2", "wrong"),
+        ("python", "3.12.1", "note"),
+    ],
+)
+def test_versions_that_differ(name: str, value: str, level: str) -> None:
+    versions = {**made_up().versions, name: value}
+    (finding,) = bad(together(rank_of(0), rank_of(1, versions=versions)))
+    assert (finding.level, finding.check) == (level, "versions")
+    assert f"and {value} on rank 1" in finding.found
+
+
+@pytest.mark.parametrize(
+    ("name", "level"), [("GLOO_SOCKET_IFNAME", "note"), ("GLOO_DEVICE_TRANSPORT", "wrong")]
+)
+def test_environments_that_differ(name: str, level: str) -> None:
+    (finding,) = bad(together(rank_of(0), rank_of(1, environment={name: "x"})))
+    assert (finding.level, finding.check) == (level, "environment")
+    assert finding.found == f"{name} is not set on rank 0 and x on rank 1"
+
+
+def test_machines_with_the_same_address() -> None:
+    twin = replace(rank_of(1), machine=made_up("10.0.0.1", place="another"))
+    (finding,) = bad(together(rank_of(0), twin))
+    assert (finding.level, finding.check) == ("wrong", "addresses")
+    assert "rank 0 and rank 1 are on different machines" in finding.found
+
+
+def test_loopback_is_wrong_on_two_machines_and_right_on_one() -> None:
+    changes = {"gloo": ("127.0.0.1",), "interfaces": (LOOPBACK, made_up().interfaces[1])}
+    two = together(rank_of(0, **changes), rank_of(1, **changes))
+    assert {(one.level, one.check) for one in bad(two)} == {("wrong", "gloo")}
+    one_place = {**changes, "place": "here"}
+    assert bad(together(rank_of(0, **one_place), rank_of(1, **one_place))) == []
+
+
+def test_ranks_that_did_not_come_or_tell() -> None:
+    missing = bad(together(rank_of(0), size=3, tried=False))
+    assert missing[0].found.startswith("ranks 1, 2 of 3 did not come")
+    assert missing[-1].check == "gloo group"
+    silent = bad(together(rank_of(0), replace(rank_of(1), reaches=None, gloo=None)))
+    assert [one.found for one in silent] == [
+        "rank 1 has not told in time whom it reaches",
+        "rank 1: it has not told in time",
+    ]
+    stranger = Together(2, {0: rank_of(0)}, {1: "0.9"}, False)
+    assert bad(stranger)[0].found == "rank 1 has thinwire 0.9, whose doctor tells other things"
+
+
+def test_a_group_that_does_not_come_about() -> None:
+    failed = replace(rank_of(1), gloo="Connection refused")
+    (finding,) = bad(together(rank_of(0), failed))
+    assert (finding.level, finding.found) == ("wrong", "rank 1: Connection refused")
