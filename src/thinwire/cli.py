@@ -1,5 +1,5 @@
 """The command `thinwire`: an exit status and one line for whatever goes wrong; commands are in
-`lab`, `strategy` and `doctor`.
+`lab`, `planning`, `strategy` and `doctor`.
 """
 
 from __future__ import annotations

@@ -4,9 +4,11 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
+from tests.launched import free_port
 from thinwire import cli
 
 CLEARED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME")
@@ -61,6 +63,21 @@ def test_two_ranks_of_one_machine_have_nothing_wrong() -> None:
     levels = {one["check"]: one["level"] for one in told["findings"]}
     for check in ("addresses", "connections", "MTU", "clocks", "versions", "gloo group"):
         assert levels[check] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("rank", "told"),
+    [("0", "rank 0 waited in vain for all: "), ("1", "rank 1 does not come to the store: ")],
+)
+def test_a_rank_that_meets_nobody_says_so_in_time(rank: str, told: str) -> None:
+    place = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    begun = time.monotonic()
+    done = doctor("--timeout", "15", **place, MASTER_PORT=str(free_port()))
+    assert done.returncode == 1
+    assert told in (done.stdout if rank == "0" else done.stderr)
+    if rank == "1":
+        assert "cannot be reached from this machine: refused" in " ".join(done.stderr.split())
+    assert time.monotonic() - begun < 30
 
 
 @pytest.mark.parametrize(

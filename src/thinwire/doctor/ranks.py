@@ -79,7 +79,9 @@ class Examination:
         try:
             board = Board(self._rank, self._size, self._left_s(_MET))
         except (Late, RuntimeError, ValueError) as error:
-            return self._astray(f"does not come to the store: {error or 'time-out'}")
+            what = "waited in vain for all" if self._rank == 0 else "does not come to the store"
+            reason = str(error).partition("\n")[0] or "time-out"
+            return self._astray(f"{what}: {reason}")
         if self._rank == 0:
             board.tell("token", secrets.token_hex(TOKEN_BYTES))
         token = board.hear("token", 0, self._by(_MET))
@@ -142,7 +144,7 @@ class Examination:
             for rank in set(together.seen) - {0}:  # rank 0 may be the one that holds the store
                 board.hear("bye", rank, until)
             return Ended(status, stuck)
-        told = board.hear("status", 0, self._by(1.0) + _FAREWELL_S)
+        told = board.hear("status", 0, self._by(1.0))
         if told is None:
             return Ended(self._astray("has not heard what rank 0 has found").status, stuck)
         with contextlib.suppress(dist.DistError):  # rank 0 has gone, and its store
