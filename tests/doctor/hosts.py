@@ -50,10 +50,21 @@ def in_hosts(
 
 
 def doctors(
-    net: Network, environments: list[Mapping[str, str]], options: str = ""
+    net: Network,
+    environments: list[Mapping[str, str]],
+    options: str = "",
+    *,
+    etc_hosts: Path | None = None,
 ) -> tuple[dict[str, Any], list[subprocess.CompletedProcess[str]]]:
     """One rank in each host, as torchrun would start it; what rank 0 finds, and what became of
-    all."""
+    all.
+
+    Args:
+        net: The hosts.
+        environments: Of each rank, beside what torchrun sets.
+        options: Of the command.
+        etc_hosts: What /etc/hosts is in all of them.
+    """
     size = len(net.addresses)
     places = [
         {
@@ -66,7 +77,10 @@ def doctors(
         }
         for rank, own in enumerate(environments)
     ]
-    done = in_hosts(net, [f"python -m thinwire doctor --json {options}"] * size, places)
+    command = f"python -m thinwire doctor --json {options}"
+    if etc_hosts is not None:
+        command = f"unshare -m bash -c 'mount --bind {etc_hosts} /etc/hosts && exec {command}'"
+    done = in_hosts(net, [command] * size, places)
     assert done[0].stdout, done[0].stderr
     return json.loads(done[0].stdout), done
 

@@ -3,6 +3,7 @@ what the doctor says where something is wrong between them."""
 
 import re
 import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -122,14 +123,16 @@ def test_an_interface_that_is_not_there(net: Network) -> None:
     assert "set GLOO_SOCKET_IFNAME=eth0" in only
 
 
-def test_hosts_whose_name_is_loopback(net: Network) -> None:
-    found, _ = doctors(net, [{"GLOO_SOCKET_IFNAME": "lo"}] * 2, SLOW_MACHINE)
-    gloo = [line for line in worst(found) if line.startswith("gloo:")]
-    assert len(gloo) == 1
-    assert gloo[0].startswith("gloo: ranks 0, 1 ")
-    assert "gloo announces 127.0.0.1 of lo" in gloo[0]
-    assert "set GLOO_SOCKET_IFNAME=eth0" in gloo[0]
-    assert in_page("gloo announces 127.0.0.1 of lo, by the name of the host")
+def test_hosts_whose_name_is_loopback(net: Network, tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {socket.gethostname()}\n", "utf-8")
+    unset = {"GLOO_SOCKET_IFNAME": ""}
+    found, done = doctors(net, [unset, unset], SLOW_MACHINE, etc_hosts=hosts)
+    assert [one.returncode for one in done] == [1, 1]
+    (gloo,) = (line for line in worst(found) if line.startswith("gloo:"))
+    assert gloo.startswith("gloo: ranks 0, 1 ")
+    assert in_page("gloo announces 127.0.1.1, by the name of the host") in gloo
+    assert "set GLOO_SOCKET_IFNAME=eth0 in the environment of torchrun" in gloo
 
 
 def test_a_path_that_loses_large_packets(net: Network) -> None:
@@ -148,6 +151,18 @@ def test_a_path_that_loses_large_packets(net: Network) -> None:
         inside(fd, lambda: shell("ip link set dev eth0 mtu 1280"))
     found, _ = doctors(net, [{}, {}], SLOW_MACHINE)
     assert worst(found) == []
+
+
+def test_the_latency_of_a_line_is_measured() -> None:
+    with network(2, Link.parse("5mbit", "20ms")) as net:
+        found, _ = doctors(net, [{}, {}], SLOW_MACHINE)
+    assert worst(found) == []
+    (told,) = (one["found"] for one in found["findings"] if one["check"] == "connections")
+    shortest = re.search(r"round trips ([\d.]+) ms", told)
+    assert shortest is not None
+    assert 40 <= float(shortest[1]) < 120
+    (told,) = (one["found"] for one in found["findings"] if one["check"] == "clocks")
+    assert re.fullmatch(r"all within [\d.]+ ms of rank 0's", told)
 
 
 def test_another_version_on_one_side(net: Network, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from thinwire.doctor.together import Seen, Together, findings_together
 
 def rank_of(rank: int, *, size: int = 2, **changes: Any) -> Seen:
     """A rank on a machine of its own that reaches all others."""
-    reaches = tuple(Reach(to, latency_s=0.01) for to in range(size) if to != rank)
+    reaches = tuple(Reach(to, latency_s=0.01, large=True) for to in range(size) if to != rank)
     machine = made_up(f"10.0.0.{rank + 1}", **changes)
     return Seen(machine, skew=(0.0, 0.001), reaches=reaches, gloo="")
 

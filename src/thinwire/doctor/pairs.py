@@ -8,7 +8,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, Self, final
@@ -22,8 +22,8 @@ _RANK, _LENGTH = struct.Struct("!I"), struct.Struct("!I")
 _LARGE_BYTES = 32 * 1024
 _PINGS = 5
 _SMALLER_MTU = (1420, 1380, 1280, 1000)
-_HEADERS_BYTES = 40
-"""Of IPv4 and TCP, which the size of a segment leaves out."""
+_HEADERS_BYTES = {socket.AF_INET: 40, socket.AF_INET6: 60}
+"""Of IP and TCP, which the size of a segment leaves out."""
 _MOST_AT_ONCE = 32
 
 
@@ -35,14 +35,14 @@ class Reach:
         to: The other rank.
         error: Why no connection came about, in a word or two; empty where one did.
         latency_s: The shortest round trip of 4 bytes.
-        large: Whether 32 KiB arrive.
+        large: Whether 32 KiB arrive; None where that was not tried.
         fitting_mtu: Where they do not, the largest MTU tried with which they do; 0 for none.
     """
 
     to: int
     error: str = ""
     latency_s: float | None = None
-    large: bool = True
+    large: bool | None = None
     fitting_mtu: int = 0
 
     def as_row(self) -> dict[str, Any]:
@@ -105,12 +105,13 @@ class Answering:
 
 
 def reach_all(
-    places: Mapping[int, tuple[str, int]], token: bytes, patience_s: float
+    places: Mapping[int, tuple[str, int]], large: Set[int], token: bytes, patience_s: float
 ) -> list[Reach]:
     """All other ranks, several at once.
 
     Args:
         places: Address and port of each.
+        large: Those that get a large message.
         token: That of this run.
         patience_s: For a connection, for the large message, and for the search of a fitting MTU.
     """
@@ -118,21 +119,28 @@ def reach_all(
         return []
     with concurrent.futures.ThreadPoolExecutor(min(len(places), _MOST_AT_ONCE)) as pool:
         return list(
-            pool.map(lambda rank: reach(rank, *places[rank], token, patience_s), sorted(places))
+            pool.map(
+                lambda rank: reach(rank, *places[rank], rank in large, token, patience_s),
+                sorted(places),
+            )
         )
 
 
-def reach(rank: int, address: str, port: int, token: bytes, patience_s: float) -> Reach:
-    """One other rank; takes at most three times `patience_s`."""
+def reach(
+    rank: int, address: str, port: int, large: bool, token: bytes, patience_s: float
+) -> Reach:
+    """One other rank, with a large message or without; see `reach_all`."""
     try:
         with _greeted(rank, address, port, token, patience_s) as connection:
             latency_s = min(_seconds(connection, 0) for _ in range(_PINGS))
+            if not large:
+                return Reach(rank, latency_s=latency_s)
             try:
                 _seconds(connection, _LARGE_BYTES)
             except TimeoutError:
                 fitting = _fitting_mtu(rank, address, port, token, patience_s)
-                return Reach(rank, "", latency_s, large=False, fitting_mtu=fitting)
-            return Reach(rank, "", latency_s)
+                return Reach(rank, latency_s=latency_s, large=False, fitting_mtu=fitting)
+            return Reach(rank, latency_s=latency_s, large=True)
     except EOFError:
         return Reach(rank, "closed by whoever listens there")
     except _SomeoneElse as other:
@@ -177,11 +185,11 @@ def _seconds(connection: socket.socket, length: int) -> float:
 
 
 def _fitting_mtu(rank: int, address: str, port: int, token: bytes, patience_s: float) -> int:
+    headers = _HEADERS_BYTES[_family(address)]
+
     def fits(mtu: int) -> bool:
         try:
-            with _greeted(
-                rank, address, port, token, patience_s / 2, mtu - _HEADERS_BYTES
-            ) as connection:
+            with _greeted(rank, address, port, token, patience_s / 2, mtu - headers) as connection:
                 _seconds(connection, _LARGE_BYTES)
         except (OSError, EOFError, _SomeoneElse):  # the answer is no, whatever the reason
             return False

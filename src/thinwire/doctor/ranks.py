@@ -107,7 +107,10 @@ class Examination:
             for rank, row in seen.items()
             if rank != self._rank and rows[rank][1]
         }
-        reaches = reach_all(places, token, _ONE_WAIT * self._limit_s)
+        # one rank of each machine stands for it: a thin line would be full of messages otherwise
+        first = {min(ranks) for ranks in Together(self._size, seen, strangers).machines}
+        large = first if self._rank in first else set()
+        reaches = reach_all(places, large, token, _ONE_WAIT * self._limit_s)
         board.tell("pairs", [skew, [reach.as_row() for reach in reaches]])
         pairs = board.hear_all("pairs", self._by(_PAIRS))
         self._show("forming a gloo group")

@@ -50,7 +50,7 @@ class Together:
     size: int
     seen: Mapping[int, Seen]
     strangers: Mapping[int, str]
-    tried: bool
+    tried: bool = False
 
     @property
     def machines(self) -> list[list[int]]:
@@ -223,14 +223,14 @@ def _sizes(all_of: Together) -> Iterator[Finding]:
     reached = 0
     for rank, row in all_of.seen.items():
         for reach in row.reaches or ():
-            reached += not reach.error
-            if not reach.large:
+            reached += reach.large is True
+            if reach.large is False:
                 machines = frozenset((all_of.of(rank)[0], all_of.of(reach.to)[0]))
                 stuck.setdefault((machines, reach.fitting_mtu), []).append((rank, reach.to))
     for (_, fitting), pairs in stuck.items():
         yield _too_large(all_of.seen[pairs[0][0]].machine, fitting, pairs)
     if reached and not stuck:
-        yield ok("MTU", "messages of 32 KiB arrive between all pairs that connect")
+        yield ok("MTU", "messages of 32 KiB arrive between all machines that connect")
 
 
 def _too_large(machine: Machine, fitting: int, pairs: list[tuple[int, int]]) -> Finding:
