@@ -8,7 +8,7 @@ import pytest
 from tests.doctor.machines import LOOPBACK, made_up
 from thinwire.doctor.findings import Finding
 from thinwire.doctor.pairs import Reach
-from thinwire.doctor.together import Seen, Together, findings_together
+from thinwire.doctor.together import Seen, Together, findings_together, named
 
 
 def rank_of(rank: int, *, size: int = 2, **changes: Any) -> Seen:
@@ -58,6 +58,14 @@ def test_who_cannot_reach_whom_is_named(error: str, to_do: str) -> None:
         f"rank 1 cannot reach rank 0 at 10.0.0.1: {error} (the other way works)"
     )
     assert to_do in finding.advice
+
+
+def test_a_pair_that_is_cut_both_ways_has_no_way_that_works() -> None:
+    cut = [replace(rank_of(rank), reaches=(Reach(1 - rank, "time-out"),)) for rank in (0, 1)]
+    assert [one.found for one in bad(together(*cut))] == [
+        "rank 0 cannot reach rank 1 at 10.0.0.2: time-out",
+        "rank 1 cannot reach rank 0 at 10.0.0.1: time-out",
+    ]
 
 
 def test_ranks_of_one_machine_share_a_finding() -> None:
@@ -147,6 +155,14 @@ def test_ranks_that_did_not_come_or_tell() -> None:
     ]
     stranger = Together(2, {0: rank_of(0)}, {1: "0.9"}, False)
     assert bad(stranger)[0].found == "rank 1 has thinwire 0.9, whose doctor tells other things"
+
+
+def test_ranks_are_named_in_short() -> None:
+    assert [named([3]), named([1, 0]), named([0, 2, 4, 5, 6, 7])] == [
+        "rank 3",
+        "ranks 0, 1",
+        "ranks 0, 2, 4-7",
+    ]
 
 
 def test_a_group_that_does_not_come_about() -> None:

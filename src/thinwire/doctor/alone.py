@@ -155,7 +155,8 @@ def _threads(machine: Machine, ranks_here: int) -> Finding:
     told = f"{machine.cores} cores for {ranks_here} here, each with OMP_NUM_THREADS={named}"
     fair = max(machine.cores // ranks_here, 1)
     if int(named) * ranks_here > machine.cores:
-        return note("threads", f"{told}: more threads than cores", f"set OMP_NUM_THREADS={fair}")
+        fewer = f"set OMP_NUM_THREADS={fair}" if int(named) > fair else "start fewer ranks here"
+        return note("threads", f"{told}: more threads than cores", fewer)
     if 4 * int(named) <= fair:
         return note(
             "threads",

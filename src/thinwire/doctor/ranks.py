@@ -18,7 +18,7 @@ from thinwire.doctor.findings import Finding, status_of, wrong
 from thinwire.doctor.machine import Machine
 from thinwire.doctor.meeting import meeting_point
 from thinwire.doctor.pairs import TOKEN_BYTES, Answering, Reach, reach_all
-from thinwire.doctor.store import Board, Late, within
+from thinwire.doctor.store import Board, Late, find_store, within
 from thinwire.doctor.together import Seen, Together, findings_together
 
 __all__ = ["Ended", "Examination"]
@@ -77,11 +77,12 @@ class Examination:
         """Take part to the end."""
         self._show("meeting the other ranks")
         try:
-            board = Board(self._rank, self._size, self._left_s(_MET))
+            store = find_store(self._rank, self._size, self._left_s(_MET))
         except (Late, RuntimeError, ValueError) as error:
             what = "waited in vain for all" if self._rank == 0 else "does not come to the store"
             reason = str(error).partition("\n")[0] or "time-out"
             return self._astray(f"{what}: {reason}")
+        board = Board(store, self._rank, self._size)
         if self._rank == 0:
             board.tell("token", secrets.token_hex(TOKEN_BYTES))
         token = board.hear("token", 0, self._by(_MET))

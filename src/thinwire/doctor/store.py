@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistError
 from torch.distributed.rendezvous import rendezvous
 
-__all__ = ["Board", "Late", "within"]
+__all__ = ["Board", "Late", "find_store", "within"]
 
 _T = TypeVar("_T")
 _CLOCK_ROUNDS = 4
@@ -47,29 +47,36 @@ def within(limit_s: float, work: Callable[[], _T]) -> _T:
     return results[0]
 
 
-@final
-class Board:
-    """Rows of JSON that ranks leave for each other in the store.
-
-    Args:
-        rank: This one.
-        size: Number of ranks.
-        patience_s: For finding the store.
+def find_store(rank: int, size: int, patience_s: float) -> Store:
+    """The store that the environment names.
 
     Raises:
         Late, RuntimeError: It is not found.
+        ValueError: The environment names none that can be.
+    """
+    limit = timedelta(seconds=patience_s)
+
+    def find() -> Store:
+        found: Store = next(iter(rendezvous("env://", rank, size, timeout=limit)))[0]
+        return found
+
+    return within(patience_s, find)
+
+
+@final
+class Board:
+    """Rows of JSON that ranks leave for each other in a store.
+
+    Args:
+        store: Which all of them have.
+        rank: This one.
+        size: Number of ranks.
     """
 
-    def __init__(self, rank: int, size: int, patience_s: float) -> None:
+    def __init__(self, store: Store, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-        limit = timedelta(seconds=patience_s)
-
-        def find() -> Store:
-            found: Store = next(iter(rendezvous("env://", rank, size, timeout=limit)))[0]
-            return found
-
-        self._found = within(patience_s, find)
-        self.store = PrefixStore("thinwire/doctor", self._found)
+        self._found = store
+        self.store = PrefixStore("thinwire/doctor", store)
 
     def another(self) -> Store:
         """Another connection to the store, for work that may get stuck in it."""

@@ -9,7 +9,7 @@ from thinwire.doctor.interfaces import is_loopback
 from thinwire.doctor.machine import Machine
 from thinwire.doctor.pairs import Reach
 
-__all__ = ["Seen", "Together", "findings_together"]
+__all__ = ["Seen", "Together", "findings_together", "named"]
 
 _LARGEST_SKEW_S = 1.0
 _MAY_DIFFER = {"GLOO_SOCKET_IFNAME": "right where the interfaces have other names there"}
@@ -79,9 +79,16 @@ def findings_together(all_of: Together) -> Iterator[Finding]:
 
 
 def named(ranks: Iterable[int]) -> str:
-    """Such as "rank 0" or "ranks 0, 2"."""
+    """Such as "rank 0" or "ranks 0, 2, 4-7"."""
     several = sorted(ranks)
-    return f"rank{'s' * (len(several) != 1)} {', '.join(map(str, several))}"
+    runs: list[list[int]] = []
+    for rank in several:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    told = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return f"rank{'s' * (len(several) != 1)} {', '.join(told)}"
 
 
 def _present(all_of: Together) -> Iterator[Finding]:
