@@ -168,15 +168,16 @@ def test_what_is_sent_and_kept_is_what_changed_and_was_kept(
     assert max(ranks.run(keep_books, compression, size=size)) < 1e-6
 
 
-def add_up(rank: int, size: int, bits: int) -> float:
+def add_up(rank: int, size: int, bits: int, exchange: str) -> float:
     """Largest error of: the anchors moved by the mean of all changes less the mean of what
     is kept."""
     model = Bag()
     optimizer = sgd(model)
     changed = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    compression = tw.Quantized(bits, exchange=exchange)  # type: ignore[arg-type]
     with tw.local_sgd(
-        model, optimizer, tw.LocalSGD(2, begin_step=0, compression=tw.Quantized(bits))
+        model, optimizer, tw.LocalSGD(2, begin_step=0, compression=compression)
     ) as sync:
         for step in range(1, 401):
             set_gradients(model, step, rank)
@@ -196,10 +197,11 @@ def add_up(rank: int, size: int, bits: int) -> float:
     return worst
 
 
+@pytest.mark.parametrize("exchange", ["gather", "split"])
 @pytest.mark.parametrize("bits", BITS)
-def test_nothing_is_lost_over_ranks_and_200_rounds(ranks: Pool, bits: int) -> None:
+def test_nothing_is_lost_over_ranks_and_200_rounds(ranks: Pool, bits: int, exchange: str) -> None:
     """float64 sums of a few hundred terms of size 1."""
-    assert max(ranks.run(add_up, bits, size=2)) < 1e-10
+    assert max(ranks.run(add_up, bits, exchange, size=3)) < 1e-10
 
 
 # ---- sizes
@@ -207,6 +209,70 @@ def test_nothing_is_lost_over_ranks_and_200_rounds(ranks: Pool, bits: int) -> No
 SHAPES = {"a": (6, 5), "b": (7,), "c": (3, 4), "d": ()}
 NUMELS = (30, 7, 12, 1)
 SIZES = [torch.Size(shape) for shape in SHAPES.values()]
+
+
+def by_shares(rank: int, size: int, compression: tw.Sparse, own: bool) -> dict[str, Tensor]:
+    """What was applied, and what this rank changed and keeps, in 40 rounds; with `own` each rank
+    changes entries that no other one does."""
+    torch.manual_seed(rank)
+    model = Bag({"w": (40, 30), "v": (17,), "u": (3,)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    total = {name: torch.zeros_like(p) for name, p in start.items()}
+    with tw.local_sgd(model, optimizer, tw.LocalSGD(1, 0, compression=compression)) as sync:
+        for _ in range(40):
+            for name, p in model.named_parameters():
+                p.grad = torch.randn_like(p)
+                if own:
+                    p.grad *= torch.arange(p.numel()).view_as(p) % size == rank
+                total[name] += p.grad
+            optimizer.step()
+        errors = sync.state_dict()["errors"]
+    applied = {name: start[name] - p.detach() for name, p in model.named_parameters()}
+    found = {"applied": applied, "changed": total, "kept": errors}
+    return {key: torch.cat([t[n].flatten() for n in total]) for key, t in found.items()}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("own", [False, True])
+def test_nothing_is_lost_by_shares(ranks: Pool, size: int, own: bool) -> None:
+    """What owners do not pass on stays with them; values of 32 bits are rounded to float32."""
+    compression = tw.Sparse(0.9, 32, decay=1.0, mean_over="all", exchange="split")
+    found = ranks.run(by_shares, compression, own, size=size)
+    applied = found[0]["applied"]
+    assert all(torch.equal(each["applied"], applied) for each in found)
+    changed, kept = (sum(each[key] for each in found) for key in ("changed", "kept"))
+    torch.testing.assert_close(applied * size + kept, changed, rtol=0, atol=1e-4)
+    assert applied.count_nonzero() > applied.numel() / 2
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("mean_over", ["senders", "all"])
+def test_shares_with_room_for_everything_are_gathered_messages(
+    ranks: Pool, mean_over: str, own: bool
+) -> None:
+    gathered, shared = (
+        ranks.run(
+            by_shares,
+            tw.Sparse(0.0, 32, mean_over=mean_over, exchange=exchange),  # type: ignore[arg-type]
+            own,
+            size=3,
+        )
+        for exchange in ("gather", "split")
+    )
+    for ours, theirs in zip(gathered, shared, strict=True):  # the means of owners are float32
+        torch.testing.assert_close(ours["applied"], theirs["applied"], rtol=0, atol=1e-4)
+    changed = sum(each["changed"] for each in gathered)
+    share = 1 if own and mean_over == "senders" else 3
+    torch.testing.assert_close(gathered[0]["applied"] * share, changed, rtol=0, atol=1e-4)
+
+
+def test_what_a_rank_sends_does_not_grow_with_their_number() -> None:
+    sizes = [torch.Size((1024, 1024))] * 4
+    by_ranks = [tw.Sparse(0.9).sent_bytes(1, sizes, ranks) for ranks in (2, 16, 128, 1024)]
+    assert max(by_ranks) < 3 * by_ranks[0]
+    by_ranks = [tw.Quantized(4).sent_bytes(1, sizes, ranks) for ranks in (2, 16, 128, 1024)]
+    assert max(by_ranks) < 3 * by_ranks[0]
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -223,6 +289,10 @@ def sent_in_turns(rank: int, size: int, compression: Any, dgc: Any) -> list[tupl
         def all_gather(self, message: Tensor, *, what: str):  # type: ignore[no-untyped-def]
             gathered.append(message.numel() if "changes" in what else 0)
             return super().all_gather(message, what=what)
+
+        def all_to_all(self, parts: Tensor, lengths: Any, *, what: str):  # type: ignore[no-untyped-def]
+            gathered.append(parts.numel() - lengths[self.rank] if "changes" in what else 0)
+            return super().all_to_all(parts, lengths, what=what)
 
     from thinwire.local import updates
 
@@ -246,7 +316,8 @@ def sent_in_turns(rank: int, size: int, compression: Any, dgc: Any) -> list[tupl
                         for p in model.parameters()
                         if told.compresses(p) and told.takes(step, p.numel())
                     ]
-                    pairs.append((sum(gathered), told.sent_bytes(step, taken) if taken else 0))
+                    predicted = told.sent_bytes(step, taken, size, rank) if taken else 0
+                    pairs.append((sum(gathered), predicted))
     finally:
         updates.Group = Group  # type: ignore[misc]
     return pairs
@@ -256,7 +327,10 @@ def sent_in_turns(rank: int, size: int, compression: Any, dgc: Any) -> list[tupl
     ("compression", "dgc"),
     [
         *((tw.Quantized(bits), None) for bits in BITS),
+        (tw.Quantized(2, exchange="split"), None),
         (tw.Sparse(0.8), None),
+        (tw.Sparse(0.8, exchange="split"), None),
+        (None, tw.DGC(3, 4, (0.5, 0.9), min_numel=7, exchange="split")),
         (None, tw.DGC(3, 4, (0.5, 0.9), min_numel=7)),
     ],
     ids=str,
@@ -442,9 +516,11 @@ def many_steps(rank: int, size: int, compression: Any, steps: int) -> list[tuple
     "compression",
     [
         tw.Sparse(0.8),
+        tw.Sparse(0.8, exchange="split"),
         tw.Sparse(0.8, clip_sources=1.0),
         tw.Quantized(1),
         tw.Quantized(4, decay=0.9),
+        tw.Quantized(4, exchange="split"),
     ],
     ids=str,
 )
@@ -617,6 +693,12 @@ class Liar(Group):
             message[-1] ^= 4
         return super().all_gather(message, what=what)
 
+    def all_to_all(self, parts: Tensor, lengths: Any, *, what: str):  # type: ignore[no-untyped-def]
+        if self.rank == 1:  # what it deals to rank 0
+            parts = parts.clone()
+            parts[lengths[0] - 1] ^= 4
+        return super().all_to_all(parts, lengths, what=what)
+
 
 def receive_damage(rank: int, size: int, compression: Any) -> list[str]:
     from thinwire.local import updates
@@ -640,7 +722,16 @@ def receive_damage(rank: int, size: int, compression: Any) -> list[str]:
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("compression", [tw.Quantized(4), tw.Sparse(0.5)], ids=str)
+@pytest.mark.parametrize(
+    "compression",
+    [
+        tw.Quantized(4),
+        tw.Quantized(4, exchange="split"),
+        tw.Sparse(0.5),
+        tw.Sparse(0.5, exchange="split"),
+    ],
+    ids=str,
+)
 def test_a_damaged_message_changes_nothing_on_any_rank(ranks: Pool, compression: Any) -> None:
     for [text] in ranks.run(receive_damage, compression, size=2):
         assert "the message of rank 1" in text

@@ -158,9 +158,11 @@ def test_the_loss_scale_carries_its_kind() -> None:
 
 
 def test_a_compression_carries_its_kind_and_one_without_is_sparse() -> None:
+    auto = {"exchange": "auto"}
+    sparse = {"sparsity": 0.9, "value_bits": 2, "decay": 0.95, "mean_over": "senders", **auto}
     for compression, plain in (
-        (tw.Quantized(2), {"quantized": {"value_bits": 2, "decay": 1.0}}),
-        (tw.Sparse(0.9), {"sparsity": 0.9, "value_bits": 2, "decay": 0.95, "mean_over": "senders"}),
+        (tw.Quantized(2), {"quantized": {"value_bits": 2, "decay": 1.0, **auto}}),
+        (tw.Sparse(0.9), sparse),
     ):
         strategy = tw.DistributedStrategy(localsgd=tw.LocalSGD(2, compression=compression))
         assert strategy.to_dict()["localsgd"]["compression"] == plain

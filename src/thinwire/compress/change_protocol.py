@@ -100,9 +100,11 @@ class ChangeCompression(Protocol):
             kept: The state; read only.
         """
 
-    def sent_bytes(self, step: int, shapes: Sequence[torch.Size]) -> int:
-        """What one rank gives to the collectives of `send` for float32, exactly, headers
-        included.
+    def sent_bytes(
+        self, step: int, shapes: Sequence[torch.Size], sources: int = 2, source: int = 0
+    ) -> int:
+        """What rank `source` of `sources` gives to the collectives of `send` for float32, exactly,
+        headers included.
         """
 
     def sparsity_at(self, step: int) -> float:

@@ -6,8 +6,8 @@ what falls into it, and owners send all sources the largest sums; see `thinwire.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Generator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from thinwire.compress.protocol import (
     AllGather,
     AllToAll,
     Arrived,
+    Collective,
     Context,
     Entries,
     Sending,
@@ -53,6 +54,9 @@ class Proposed(NamedTuple):
 class ArrivedEntries(Arrived):
     """What all sources gave of each tensor, or the sums that its owners made of it."""
 
+    given_word, sums_word = "messages", "sums"
+    """What travels, in errors."""
+
     def __init__(self, context: Context, names: Sequence[str]) -> None:
         super().__init__(context, names)
         self.given: dict[str, Entries] = {}
@@ -61,6 +65,8 @@ class ArrivedEntries(Arrived):
         """Of each source, or of the sum over them all: float32."""
         self.rows: dict[str, tuple[Rows, int]] = {}
         """What lies on a device, and of how many entries its tensor is."""
+        self.owned = False
+        """Whether owners added up."""
         self.kept: dict[str, Entries] = {}
         """What stays at this rank's source of the sums that it owns."""
         self.bad_sum: str | None = None
@@ -125,7 +131,13 @@ class ArrivedEntries(Arrived):
 
 
 def send_entries(
-    context: Context, proposed: Mapping[str, Proposed], *, value_bits: int, exchange: str = GATHER
+    context: Context,
+    proposed: Mapping[str, Proposed],
+    *,
+    value_bits: int,
+    exchange: str = GATHER,
+    arrived: ArrivedEntries | None = None,
+    over_senders: bool = False,
 ) -> Sending:
     """Entries of several tensors in one message; read only.
 
@@ -136,6 +148,8 @@ def send_entries(
         proposed: By name, at least one, all on one device; the same sizes on all sources.
         value_bits: What one value costs.
         exchange: "gather", "split" or "auto".
+        arrived: An empty one, of these names, to fill in and return; None for a new one.
+        over_senders: Whether owners make means over those who sent an entry, instead of sums.
 
     Returns:
         `ArrivedEntries`.
@@ -144,11 +158,16 @@ def send_entries(
     an all-gather of sums. Of the ranks of a node, all must send the same bits.
     """
     layout = _layout(tuple(Slot(item.numel, item.k) for item in proposed.values()), value_bits)
-    if chosen_exchange(exchange, layout, context.sources) == SPLIT:
-        return (yield from _split(context, proposed, layout))
-    if is_static(_device(proposed)):
-        return (yield from _gathered_on_device(context, proposed, layout))
-    return (yield from _gathered(context, proposed, layout))
+    arrived = ArrivedEntries(context, list(proposed)) if arrived is None else arrived
+    arrived.finite = {name: item.proposal.finite for name, item in proposed.items()}
+    arrived.owned = chosen_exchange(exchange, layout, context.sources) == SPLIT
+    if arrived.owned:
+        yield from _split(context, proposed, layout, arrived, over_senders)
+    elif is_static(_device(proposed)):
+        yield from _gathered_on_device(context, proposed, layout, arrived)
+    else:
+        yield from _gathered(context, proposed, layout, arrived)
+    return arrived
 
 
 @functools.lru_cache(maxsize=256)
@@ -157,8 +176,12 @@ def _layout(slots: tuple[Slot, ...], value_bits: int) -> Layout:
     return Layout(slots, value_bits)
 
 
-def _gathered(context: Context, proposed: Mapping[str, Proposed], layout: Layout) -> Sending:
-    arrived = _expected(context, proposed)
+_Steps: TypeAlias = Generator[list[Collective], Sequence[Tensor], None]
+
+
+def _gathered(
+    context: Context, proposed: Mapping[str, Proposed], layout: Layout, arrived: ArrivedEntries
+) -> _Steps:
     bad = _first_bad(proposed)
     if bad is None:
         parts = [item.proposal[:2] for item in proposed.values()]
@@ -167,7 +190,7 @@ def _gathered(context: Context, proposed: Mapping[str, Proposed], layout: Layout
             arrived.given[name] = (item.proposal.indices, values)
     else:
         message = pack_nonfinite(layout, context.step, context.bucket, bad).to(_device(proposed))
-    [rows] = yield [AllGather(message, _purpose("gathering messages", context))]
+    [rows] = yield [AllGather(message, _purpose(f"gathering {arrived.given_word}", context))]
     largest = 0.0
     for source, row in enumerate(rows):
         parts = _unpacked(context, layout, row, source)
@@ -178,7 +201,6 @@ def _gathered(context: Context, proposed: Mapping[str, Proposed], layout: Layout
     if not largest < torch.finfo(torch.float32).max:
         arrived.bad_sum = _overflowed(arrived)
         arrived.sums_finite = arrived.bad_sum is None
-    return arrived
 
 
 def _overflowed(arrived: ArrivedEntries) -> str | None:
@@ -190,43 +212,47 @@ def _overflowed(arrived: ArrivedEntries) -> str | None:
 
 
 def _gathered_on_device(
-    context: Context, proposed: Mapping[str, Proposed], layout: Layout
-) -> Sending:
+    context: Context, proposed: Mapping[str, Proposed], layout: Layout, arrived: ArrivedEntries
+) -> _Steps:
     """As `_gathered`, without a word to the host, which reads the checks later."""
     from thinwire.wire import device_message
 
-    arrived = _expected(context, proposed)
     proposals = [item.proposal for item in proposed.values()]
     message, sent = device_message.pack(layout, context.step, context.bucket, proposals)
     for (name, item), values in zip(proposed.items(), sent, strict=True):
         arrived.given[name] = (item.proposal.indices, values)
-    [rows] = yield [AllGather(message, _purpose("gathering messages", context))]
+    [rows] = yield [AllGather(message, _purpose(f"gathering {arrived.given_word}", context))]
     read = device_message.read(layout, rows, step=context.step, bucket=context.bucket)
     for (name, item), part in zip(proposed.items(), read.parts, strict=True):
         arrived.rows[name] = (part, item.numel)
     arrived.checks, arrived.refused = read.verdicts, (layout, rows)
-    return arrived
 
 
-def _split(context: Context, proposed: Mapping[str, Proposed], layout: Layout) -> Sending:
+def _split(
+    context: Context,
+    proposed: Mapping[str, Proposed],
+    layout: Layout,
+    arrived: ArrivedEntries,
+    over_senders: bool,
+) -> _Steps:
     """To the owners, and what they make of it back to all.
 
     An owner that cannot use what came takes part in round two with a message that says so, and
     raises afterwards.
     """
-    arrived, names, me = _expected(context, proposed), list(proposed), context.source
+    names, me = list(proposed), context.source
     plan = split_plan(layout, context.sources)
     messages, given = _dealt(context, proposed, layout)
     for name, entries in zip(names, given, strict=False):
         arrived.given[name] = entries
     lengths = [message.numel() for message in messages]
-    purpose = _purpose("dealing messages", context)
+    purpose = _purpose(f"dealing {arrived.given_word}", context)
     [rows] = yield [AllToAll(torch.cat(messages), lengths, purpose)]
 
     refusal: PayloadCorrupt | None = None
     sums: list[Sums] | None = None
     try:
-        sums = _added(context, proposed, layout, rows)
+        sums = _added(context, proposed, layout, rows, over_senders)
     except PayloadCorrupt as found:
         refusal = found
     if sums is None:
@@ -239,7 +265,7 @@ def _split(context: Context, proposed: Mapping[str, Proposed], layout: Layout) -
         arrived.kept = {n: kept for n, kept in zip(names, stays, strict=True) if kept is not None}
     row = message.new_zeros(plan.row_bytes)
     row[: message.numel()] = message
-    [rows] = yield [AllGather(row, _purpose("gathering sums", context))]
+    [rows] = yield [AllGather(row, _purpose(f"gathering {arrived.sums_word}", context))]
 
     if refusal is not None:
         raise refusal
@@ -252,7 +278,6 @@ def _split(context: Context, proposed: Mapping[str, Proposed], layout: Layout) -
         if total is not None:
             arrived.parts[name] = [total]
     arrived.sums_finite = arrived.bad_sum is None
-    return arrived
 
 
 def _dealt(
@@ -278,7 +303,11 @@ def _dealt(
 
 
 def _added(
-    context: Context, proposed: Mapping[str, Proposed], layout: Layout, rows: Tensor
+    context: Context,
+    proposed: Mapping[str, Proposed],
+    layout: Layout,
+    rows: Tensor,
+    over_senders: bool,
 ) -> list[Sums] | None:
     """Of the pieces that this source owns; None where a source, or their sum, is not finite."""
     plan, me = split_plan(layout, context.sources), context.source
@@ -288,14 +317,8 @@ def _added(
         return None
     values = [item.proposal.values for item in proposed.values()]
     dtypes = [torch.promote_types(values[piece.slot].dtype, torch.float32) for piece in mine]
-    sums = add_up(plan.second[me], parts, dtypes)
+    sums = add_up(plan.second[me], parts, dtypes, over_senders=over_senders)
     return sums if all(bool(each.totals.isfinite().all()) for each in sums) else None
-
-
-def _expected(context: Context, proposed: Mapping[str, Proposed]) -> ArrivedEntries:
-    arrived = ArrivedEntries(context, list(proposed))
-    arrived.finite = {name: item.proposal.finite for name, item in proposed.items()}
-    return arrived
 
 
 def _unpacked(context: Context, layout: Layout, message: Tensor, source: int) -> list[Entries]:

@@ -151,7 +151,9 @@ class LowRank:
         parts = {name: [change.view(_sides(change))] for name, change in folded.items()}
         return _send_factors(context, {name: kept["factors"][name] for name in folded}, parts)
 
-    def sent_bytes(self, step: int, shapes: Sequence[torch.Size]) -> int:
+    def sent_bytes(
+        self, step: int, shapes: Sequence[torch.Size], sources: int = 2, source: int = 0
+    ) -> int:
         """See `ChangeCompression`."""
         return sum(4 * self.rank * (shape[0] + shape[1:].numel()) for shape in shapes)
 

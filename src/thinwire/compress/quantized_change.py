@@ -3,17 +3,21 @@ kept.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from thinwire import _validate as check
 from thinwire.compress.change_protocol import ERRORS, ErrorsOnly, Kept, MeanChange
-from thinwire.compress.protocol import AllGather, Context, Sending
+from thinwire.compress.protocol import AllGather, AllToAll, Context, Sending
 from thinwire.core.merge import divided_
+from thinwire.errors import PayloadCorrupt
 from thinwire.kernels.needs import Need, needs_of
 from thinwire.layout.message import WHOLE_BITS, WholeLayout
+from thinwire.layout.shares import Piece, WholeSplit
+from thinwire.layout.traffic import EXCHANGES, chosen_split
 from thinwire.wire.whole_message import decode, pack, unpack
 
 __all__ = ["Quantized"]
@@ -32,6 +36,10 @@ class Quantized(ErrorsOnly):
         value_bits: What one entry costs: 1, 2, 4, 8 or 16. The rounding error is kept.
         decay: What is kept counts this much at the next averaging, in [0, 1]; 1 loses nothing, 0
             keeps nothing.
+        exchange: "gather": all messages go to all ranks. "split": each rank averages a part of the
+            entries and sends all others the mean in as many bits, whose rounding error it keeps;
+            what a rank sends and receives stays the same however many there are. "auto": split
+            where a rank then moves at most half of the bytes.
 
     Raises:
         TypeError, ValueError: A wrong value.
@@ -43,6 +51,8 @@ class Quantized(ErrorsOnly):
 
     value_bits: int = 4
     decay: float = 1.0
+    _: KW_ONLY
+    exchange: Literal["auto", "gather", "split"] = "auto"
 
     def __post_init__(self) -> None:
         value_bits = check.integer("value_bits", self.value_bits)
@@ -52,6 +62,7 @@ class Quantized(ErrorsOnly):
                 f"an entry already: write compression=None, or one of {list(WHOLE_BITS)}"
             )
         check.one_of("value_bits", value_bits, WHOLE_BITS)
+        check.one_of("exchange", self.exchange, EXCHANGES)
         object.__setattr__(self, "value_bits", value_bits)
         object.__setattr__(self, "decay", check.real("decay", self.decay, at_least=0, at_most=1))
 
@@ -82,9 +93,12 @@ class Quantized(ErrorsOnly):
         return True
 
     def send(self, context: Context, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
-        """See `ChangeCompression`: one all-gather."""
+        """See `ChangeCompression`: one all-gather, or an exchange of parts and an all-gather."""
         layout = self._layout([tensor.numel() for tensor in folded.values()])
         step = context.step
+        plan = chosen_split(self.exchange, layout, context.sources)
+        if plan is not None:
+            return (yield from _by_shares(context, folded, plan))
         message = pack(layout, step, 0, [tensor.view(-1) for tensor in folded.values()])
         [rows] = yield [AllGather(message, f"gathering changes of step {step}")]
         codes = [
@@ -97,9 +111,13 @@ class Quantized(ErrorsOnly):
         made.came = dict(zip(folded, zip(*codes, strict=True), strict=True))
         return made
 
-    def sent_bytes(self, step: int, shapes: Sequence[torch.Size]) -> int:
+    def sent_bytes(
+        self, step: int, shapes: Sequence[torch.Size], sources: int = 2, source: int = 0
+    ) -> int:
         """See `ChangeCompression`."""
-        return self._layout([s.numel() for s in shapes]).nbytes
+        layout = self._layout([s.numel() for s in shapes])
+        plan = chosen_split(self.exchange, layout, sources)
+        return layout.nbytes if plan is None else plan.bytes_sent(source)
 
     def sparsity_at(self, step: int) -> float:
         """Nothing is left out."""
@@ -130,3 +148,70 @@ class _Whole(MeanChange):
 
     def _decoded(self, code: Tensor, like: Tensor) -> Tensor:
         return decode(code, like.numel(), self.value_bits).view_as(like)
+
+
+def _by_shares(context: Context, folded: Mapping[str, Tensor], plan: WholeSplit) -> Sending:
+    """To the owners, and the means that they make of it back to all.
+
+    An owner does not round its own part of what it averages. What rounding the mean takes off
+    stays with it, times the sources, so that it counts once in a later mean.
+    """
+    me, step, flats = context.source, context.step, [t.view(-1) for t in folded.values()]
+    cut = [[_cut(flats, piece) for piece in mine] for mine in plan.pieces]
+    messages = [pack(its, step, 0, parts) for its, parts in zip(plan.first, cut, strict=True)]
+    lengths = [message.numel() for message in messages]
+    purpose = f"dealing changes of step {step}"
+    [rows] = yield [AllToAll(torch.cat(messages), lengths, purpose)]
+
+    refusal: PayloadCorrupt | None = None
+    means = [torch.zeros_like(part) for part in cut[me]]
+    try:
+        for source, row in enumerate(rows):
+            codes = unpack(plan.first[me], row, step=step, bucket=0, source=source)
+            for total, code, own in zip(means, codes, cut[me], strict=True):
+                total.add_(own if source == me else _decoded(plan.first[me], code, own))
+    except PayloadCorrupt as found:  # the others wait in round two
+        refusal = found
+    message = pack(plan.second[me], step, 0, [divided_(mean, context.sources) for mean in means])
+    row = message.new_zeros(plan.row_bytes)
+    row[: message.numel()] = message
+    [rows] = yield [AllGather(row, f"gathering means of changes of step {step}")]
+    if refusal is not None:
+        raise refusal
+
+    made = _Means(context, list(folded))
+    made.means = {name: torch.empty_like(t) for name, t in folded.items()}
+    made.errors = {name: torch.empty_like(t) for name, t in folded.items()}
+    all_means, errors = ([t.view(-1) for t in each.values()] for each in (made.means, made.errors))
+    for owner, (its, row) in enumerate(zip(plan.second, rows, strict=True)):
+        told = unpack(its, row[: its.nbytes], step=step, bucket=0, source=owner)
+        sent = unpack(plan.first[owner], messages[owner], step=step, bucket=0, source=me)
+        for place, piece in enumerate(plan.pieces[owner]):
+            part = cut[owner][place]
+            mean = _cut(all_means, piece).copy_(_decoded(its, told[place], part))
+            if owner == me:
+                rest = (means[place] - mean) * context.sources
+            else:
+                rest = part - _decoded(plan.first[owner], sent[place], part)
+            _cut(errors, piece).copy_(rest)
+    return made
+
+
+def _cut(flats: Sequence[Tensor], piece: Piece) -> Tensor:
+    return flats[piece.slot][piece.start : piece.start + piece.numel]
+
+
+def _decoded(layout: WholeLayout, code: Tensor, like: Tensor) -> Tensor:
+    return decode(code, like.numel(), layout.value_bits).to(like.dtype)
+
+
+class _Means(MeanChange):
+    """The means of the owners, and what this rank keeps."""
+
+    means: Mapping[str, Tensor]
+    errors: Mapping[str, Tensor]
+
+    def take_mean_(self, name: str, folded: Tensor, kept: Kept) -> Tensor:
+        """See `MeanChange`."""
+        kept[ERRORS][name].copy_(self.errors[name])
+        return self.means[name]

@@ -4,24 +4,26 @@ kept.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from functools import partial
-from typing import ClassVar, Literal, TypeAlias
+from functools import cached_property
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from thinwire import _validate as check
 from thinwire.compress.change_protocol import ERRORS, ErrorsOnly, Kept, MeanChange
 from thinwire.compress.dgc import DGC
-from thinwire.compress.protocol import AllGather, Context, Sending
+from thinwire.compress.entries import ArrivedEntries, Proposed, send_entries
+from thinwire.compress.protocol import Context, Entries, Sending
+from thinwire.compress.split import senders
 from thinwire.core.feedback import Proposal
 from thinwire.core.merge import divided_, sum_sparse
 from thinwire.core.select import top_k
 from thinwire.core.sources import source_factors, squared_norms
-from thinwire.kernels import is_static
 from thinwire.kernels.needs import Need, needs_of
 from thinwire.layout.message import VALUE_BITS, Layout, Slot, count_sent
-from thinwire.wire.message import pack, unpack
+from thinwire.layout.traffic import EXCHANGES, GATHER, between_sources, chosen_exchange
 
 __all__ = ["RampedChange", "Sparse"]
 
@@ -42,6 +44,11 @@ class Sparse(ErrorsOnly):
             What this takes off is dropped and not kept: kept, all of it would be applied later.
             Ranks that sent only zeros do not count; of two the smaller norm is the median. None
             limits nothing.
+        exchange: "gather": all messages go to all ranks. "split": each rank adds up a part of the
+            index space and sends all others the largest means there; what a rank sends and
+            receives stays the same however many there are, and what is not passed on is kept.
+            "auto": split where a rank then moves at most half of the bytes. With `clip_sources`
+            messages are gathered, since it needs all of them.
 
     Raises:
         TypeError, ValueError: A wrong value.
@@ -58,6 +65,7 @@ class Sparse(ErrorsOnly):
     mean_over: Literal["senders", "all"] = "senders"
     _: KW_ONLY
     clip_sources: float | None = None
+    exchange: Literal["auto", "gather", "split"] = "auto"
 
     def __post_init__(self) -> None:
         named = "sparsity, the fraction that is not sent,"
@@ -68,6 +76,12 @@ class Sparse(ErrorsOnly):
         check.one_of("mean_over", self.mean_over, ("senders", "all"))
         for name, value in (("sparsity", sparsity), ("value_bits", value_bits), ("decay", decay)):
             object.__setattr__(self, name, value)
+        check.one_of("exchange", self.exchange, EXCHANGES)
+        if self.clip_sources is not None and self.exchange == "split":
+            raise ValueError(
+                "clip_sources compares what all ranks sent, which exchange='split' shows to none: "
+                "leave one of them out, or set exchange to 'gather'"
+            )
         if self.clip_sources is not None:
             times = check.real("clip_sources", self.clip_sources, at_least=1)
             object.__setattr__(self, "clip_sources", times)
@@ -114,19 +128,23 @@ class Sparse(ErrorsOnly):
         return True
 
     def send(self, context: Context, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
-        """See `ChangeCompression`: one all-gather."""
+        """See `ChangeCompression`: one all-gather, or an exchange of parts and an all-gather."""
         return _sent(
             context,
             folded,
             self._count,
             self.value_bits,
+            self._exchange,
             over_senders=self.mean_over == "senders",
             clip_sources=self.clip_sources,
         )
 
-    def sent_bytes(self, step: int, shapes: Sequence[torch.Size]) -> int:
+    def sent_bytes(
+        self, step: int, shapes: Sequence[torch.Size], sources: int = 2, source: int = 0
+    ) -> int:
         """See `ChangeCompression`."""
-        return _layout([s.numel() for s in shapes], self._count, self.value_bits).nbytes
+        layout = _layout([s.numel() for s in shapes], self._count, self.value_bits)
+        return _sent_bytes(layout, self._exchange, sources, source)
 
     def sparsity_at(self, step: int) -> float:
         """At every step the same."""
@@ -135,6 +153,10 @@ class Sparse(ErrorsOnly):
     def needs(self, params: Sequence[Tensor]) -> frozenset[Need]:
         """See `ChangeCompression`."""
         return needs_of("changes", params, value_bits=self.value_bits)
+
+    @property
+    def _exchange(self) -> str:
+        return self.exchange if self.clip_sources is None else GATHER
 
     def _count(self, numel: int) -> int:
         return count_sent(numel, self.sparsity)
@@ -164,16 +186,23 @@ class RampedChange(ErrorsOnly):
         return self.dgc.count_at(step - 1, numel) is not None
 
     def send(self, context: Context, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
-        """See `ChangeCompression`: one all-gather."""
+        """See `ChangeCompression`: as `Sparse`."""
         return _sent(
-            context, folded, self._counting(context.step), self.dgc.value_bits, over_senders=False
+            context,
+            folded,
+            self._counting(context.step),
+            self.dgc.value_bits,
+            self.dgc.exchange,
+            over_senders=False,
         )
 
-    def sent_bytes(self, step: int, shapes: Sequence[torch.Size]) -> int:
+    def sent_bytes(
+        self, step: int, shapes: Sequence[torch.Size], sources: int = 2, source: int = 0
+    ) -> int:
         """See `ChangeCompression`."""
-        return _layout(
-            [s.numel() for s in shapes], self._counting(step), self.dgc.value_bits
-        ).nbytes
+        numels = [s.numel() for s in shapes]
+        layout = _layout(numels, self._counting(step), self.dgc.value_bits)
+        return _sent_bytes(layout, self.dgc.exchange, sources, source)
 
     def sparsity_at(self, step: int) -> float:
         """That of the update that follows `step`."""
@@ -196,127 +225,100 @@ def _layout(numels: Sequence[int], count: Callable[[int], int], value_bits: int)
     return Layout(tuple(Slot(numel, count(numel)) for numel in numels), value_bits)
 
 
+def _sent_bytes(layout: Layout, exchange: str, sources: int, source: int) -> int:
+    way = chosen_exchange(exchange, layout, sources)
+    return between_sources(layout, sources, way, source).bytes_sent
+
+
 def _sent(
     context: Context,
     folded: Mapping[str, Tensor],
     count: Callable[[int], int],
     value_bits: int,
+    exchange: str,
     *,
     over_senders: bool,
     clip_sources: float | None = None,
 ) -> Sending:
-    """One message of the largest entries of each tensor."""
-    layout = _layout([tensor.numel() for tensor in folded.values()], count, value_bits)
-    proposals = [
-        _proposed(tensor.view(-1), slot.k)
-        for tensor, slot in zip(folded.values(), layout.slots, strict=True)
-    ]
-    static = is_static(proposals[0].values.device)
-    step = context.step
-    message, values = (_on_device if static else _on_host)(layout, step, proposals)
-    [rows] = yield [AllGather(message, f"gathering changes of step {step}")]
-    sent = {name: (p.indices, v) for name, p, v in zip(folded, proposals, values, strict=True)}
-    arrived = (_rows_on_device if static else _rows_on_host)(layout, rows, step, clip_sources)
+    """The largest entries of each tensor, gathered or by shares."""
+    proposed = {}
+    for name, tensor in folded.items():
+        flat, k = tensor.view(-1), count(tensor.numel())
+        indices = top_k(flat, k)
+        proposed[name] = Proposed(Proposal(indices, flat[indices], finite=True), flat.numel(), k)
     made = _Largest(context, list(folded))
-    made.sent, made.over_senders = sent, over_senders
-    made.totals = dict(zip(folded, arrived, strict=True))
-    return made
+    made.rooms = {name: item.k for name, item in proposed.items()}
+    made.over_senders, made.clip_sources = over_senders, clip_sources
+    return (
+        yield from send_entries(
+            context,
+            proposed,
+            value_bits=value_bits,
+            exchange=exchange,
+            arrived=made,
+            over_senders=over_senders,
+        )
+    )
 
 
-def _proposed(flat: Tensor, k: int) -> Proposal:
-    indices = top_k(flat, k)
-    return Proposal(indices, flat[indices], finite=True)
+class _Largest(ArrivedEntries, MeanChange):
+    """What all ranks sent of each tensor, or the means that owners made of it."""
 
-
-def _on_host(
-    layout: Layout, step: int, proposals: Sequence[Proposal]
-) -> tuple[Tensor, list[Tensor]]:
-    return pack(layout, step, 0, [(p.indices, p.values) for p in proposals])
-
-
-def _on_device(
-    layout: Layout, step: int, proposals: Sequence[Proposal]
-) -> tuple[Tensor, list[Tensor]]:
-    from thinwire.wire import device_message  # needs Triton
-
-    return device_message.pack(layout, step, 0, proposals)
-
-
-_Total: TypeAlias = Callable[[Tensor, bool], tuple[Tensor, Tensor]]
-"""For a tensor like the given one: positions, and the sums over the ranks in their order of what
-was sent there, or
-of ones, which counts the senders."""
-
-
-def _rows_on_host(
-    layout: Layout, rows: Tensor, step: int, clip_sources: float | None
-) -> list[_Total]:
-    parts = [
-        unpack(layout, row, step=step, bucket=0, source=rank).parts for rank, row in enumerate(rows)
-    ]
-    if clip_sources is not None:
-        factors = source_factors(_squares(layout, parts), clip_sources)
-        parts = [[(i, v * f) for i, v in part] for part, f in zip(parts, factors, strict=True)]
-
-    def total(
-        came: Sequence[tuple[Tensor, Tensor]], like: Tensor, ones: bool
-    ) -> tuple[Tensor, Tensor]:
-        return sum_sparse([(i, torch.ones_like(v)) for i, v in came] if ones else came, like.dtype)
-
-    return [partial(total, came) for came in zip(*parts, strict=True)]
-
-
-def _squares(layout: Layout, parts: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> Tensor:
-    """Squared norms of all that the ranks sent, of the bits that `_rows_on_device` finds."""
-    found = []
-    for slot, came in zip(layout.slots, zip(*parts, strict=True), strict=True):
-        padded = [torch.nn.functional.pad(v, (0, slot.k - v.numel())) for _, v in came]
-        found.append(squared_norms(torch.stack(padded)))
-    return sum(found[1:], found[0])
-
-
-def _rows_on_device(
-    layout: Layout, rows: Tensor, step: int, clip_sources: float | None
-) -> list[_Total]:
-    from thinwire.wire import device_message  # needs Triton
-
-    arrived = device_message.read(layout, rows, step=step, bucket=0)
-    for rank, verdict in enumerate(arrived.verdicts.tolist()):
-        if verdict:
-            device_message.explain(layout, rows[rank], verdict, step=step, bucket=0, source=rank)
-    parts = arrived.parts
-    if clip_sources is not None:
-        found = [squared_norms(came.values) for came in parts]
-        factors = source_factors(sum(found[1:], found[0]), clip_sources).unsqueeze(1)
-        parts = [came._replace(values=came.values * factors) for came in parts]
-
-    def total(came: device_message.Rows, like: Tensor, ones: bool) -> tuple[Tensor, Tensor]:
-        came = came._replace(values=torch.ones_like(came.values)) if ones else came
-        return device_message.sum_rows(came, like.numel(), like.dtype)
-
-    return [partial(total, came) for came in parts]
-
-
-class _Largest(MeanChange):
-    """What all ranks sent of each tensor."""
-
-    sent: Mapping[str, tuple[Tensor, Tensor]]
-    """This rank's own, as the others decode it."""
-    totals: Mapping[str, _Total]
+    given_word, sums_word = "changes", "means of changes"
+    rooms: Mapping[str, int]
+    """Entries of each tensor for which a message has room."""
     over_senders: bool
+    clip_sources: float | None
 
     def take_mean_(self, name: str, folded: Tensor, kept: Kept) -> Tensor:
         """See `MeanChange`."""
-        indices, values = self.sent[name]
+        indices, values = self.given[name]
         error = kept[ERRORS][name].copy_(folded)
         error.view(-1)[indices] -= values.to(error.dtype)
-        positions, mean = self.totals[name](folded, False)
-        if self.over_senders:
-            mean /= self.totals[name](folded, True)[1].clamp_(
-                min=1
-            )  # none where nothing was carried on a device
-        else:
-            divided_(mean, self.context.sources)
+        self.add_kept_(name, error.view(-1), key=0)
         change = torch.zeros_like(folded)
+        positions, mean = self._mean(name, folded.dtype)
         change.view(-1)[positions] = mean
         return change
+
+    def _mean(self, name: str, dtype: torch.dtype) -> Entries:
+        """Positions, and the mean there over the ranks or over those who sent it."""
+        if name in self.rows:
+            return self._mean_on_device(name, dtype)
+        parts = self.parts.get(name, [])
+        if not parts:  # owners have passed nothing on
+            return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=dtype)
+        if self._factors is not None:
+            parts = [(i, v * f) for (i, v), f in zip(parts, self._factors, strict=True)]
+        positions, total = sum_sparse(parts, dtype)
+        if self.over_senders:
+            return positions, total if self.owned else total.div_(senders(parts, dtype))
+        return positions, divided_(total, self.context.sources)
+
+    def _mean_on_device(self, name: str, dtype: torch.dtype) -> Entries:
+        from thinwire.wire import device_message  # needs Triton
+
+        came, numel = self.rows[name]
+        if self._factors is not None:
+            came = came._replace(values=came.values * self._factors.unsqueeze(1))
+        positions, total = device_message.sum_rows(came, numel, dtype)
+        if not self.over_senders:
+            return positions, divided_(total, self.context.sources)
+        ones = came._replace(values=torch.ones_like(came.values))
+        counts = device_message.sum_rows(ones, numel, dtype)[1]
+        return positions, total.div_(counts.clamp_(min=1))  # 0 where nothing was carried
+
+    @cached_property
+    def _factors(self) -> Tensor | None:
+        """By what each source is scaled down."""
+        if self.clip_sources is None:
+            return None
+        found = []
+        for name, room in self.rooms.items():
+            if name in self.rows:
+                values = self.rows[name][0].values
+            else:
+                padded = [pad(v, (0, room - v.numel())) for _, v in self.parts[name]]
+                values = torch.stack(padded)
+            found.append(squared_norms(values))
+        return source_factors(sum(found[1:], found[0]), self.clip_sources)

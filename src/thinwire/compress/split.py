@@ -22,7 +22,7 @@ from thinwire.core.select import top_k
 from thinwire.layout.message import Layout
 from thinwire.layout.shares import SplitPlan
 
-__all__ = ["Sums", "add_up", "joined", "shares"]
+__all__ = ["Sums", "add_up", "joined", "senders", "shares"]
 
 Entries = tuple[Tensor, Tensor]
 """Indices (j,), int64, ascending, and values (j,)."""
@@ -80,7 +80,11 @@ def shares(plan: SplitPlan, parts: Sequence[Entries]) -> list[list[Entries]]:
 
 
 def add_up(
-    layout: Layout, parts: Sequence[Sequence[Entries]], dtypes: Sequence[torch.dtype]
+    layout: Layout,
+    parts: Sequence[Sequence[Entries]],
+    dtypes: Sequence[torch.dtype],
+    *,
+    over_senders: bool = False,
 ) -> list[Sums]:
     """The sums of an owner's pieces, added in the order of the sources, and which of them go on.
 
@@ -88,17 +92,26 @@ def add_up(
         layout: Of the owner's message in round two.
         parts: By source and piece (indices, values) as decoded, at least one source.
         dtypes: float32 or float64 by piece, in which it is added.
+        over_senders: Divides each sum by the number of sources that sent something there.
 
     Returns:
         By piece.
     """
     found = []
     for place, (slot, dtype) in enumerate(zip(layout.slots, dtypes, strict=True)):
-        indices, totals = sum_sparse([source[place] for source in parts], dtype)
+        came = [source[place] for source in parts]
+        indices, totals = sum_sparse(came, dtype)
+        if over_senders:
+            totals /= senders(came, dtype)
         everything = torch.arange(indices.numel(), device=indices.device)
         chosen = everything if indices.numel() <= slot.k else top_k(totals, slot.k)
         found.append(Sums(indices, totals, chosen))
     return found
+
+
+def senders(parts: Sequence[Entries], dtype: torch.dtype) -> Tensor:
+    """How many of the parts have something at each position that `sum_sparse` finds."""
+    return sum_sparse([(indices, torch.ones_like(values)) for indices, values in parts], dtype)[1]
 
 
 def joined(plan: SplitPlan, slots: int, parts: Sequence[Sequence[Entries]]) -> list[Entries | None]:

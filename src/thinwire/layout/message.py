@@ -189,6 +189,8 @@ class WholeLayout:
     """Entries of each tensor, in order; at least one tensor, none of them empty."""
     value_bits: int
     """Cost of one entry: 1, 2, 4, 8 or 16."""
+    part: str = ""
+    """Which part of a split exchange this is; empty for whole tensors."""
 
     @cached_property
     def nbytes(self) -> int:
@@ -198,7 +200,7 @@ class WholeLayout:
     @cached_property
     def digest(self) -> int:
         """64 bits that stand for the layout in the header."""
-        text = f"whole;{self.value_bits};" + ",".join(map(str, self.numels))
+        text = f"whole;{self.value_bits};" + ",".join(map(str, self.numels)) + self.part
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 

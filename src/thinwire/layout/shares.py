@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from thinwire.layout.message import Layout, Slot
+from thinwire.layout.message import Layout, Slot, WholeLayout
 
-__all__ = ["Piece", "SplitPlan", "split_plan"]
+__all__ = ["Piece", "SplitPlan", "WholeSplit", "partition", "split_plan", "whole_split"]
 
 _FIRST_ROOM = 2
 """Room of a piece in round one, in multiples of the entries that fall into it on average."""
@@ -72,7 +72,7 @@ def split_plan(layout: Layout, sources: int) -> SplitPlan:
     """
     if sources < 1:
         raise ValueError(f"sources is {sources}; it must be at least 1")
-    pieces = _partition([slot.numel for slot in layout.slots], sources)
+    pieces = partition([slot.numel for slot in layout.slots], sources)
     first = [[_first_room(layout.slots[p.slot], p) for p in mine] for mine in pieces]
     second = [[_second_room(layout.slots[p.slot], p) for p in mine] for mine in pieces]
     return SplitPlan(
@@ -88,7 +88,10 @@ def split_plan(layout: Layout, sources: int) -> SplitPlan:
     )
 
 
-def _partition(numels: Sequence[int], sources: int) -> list[list[Piece]]:
+def partition(numels: Sequence[int], sources: int) -> list[list[Piece]]:
+    """By owner its part of tensors laid end to end: equal shares, in pieces that lie within one
+    tensor each.
+    """
     total, owner, at = sum(numels), 0, 0
     pieces: list[list[Piece]] = [[] for _ in range(sources)]
     for slot, numel in enumerate(numels):
@@ -113,3 +116,42 @@ def _second_room(slot: Slot, piece: Piece) -> Slot:
         for at in (piece.start, piece.start + piece.numel)
     )
     return Slot(piece.numel, min(piece.numel, max(1, after - before)))
+
+
+@dataclass(frozen=True)
+class WholeSplit:
+    """Who owns what of whole tensors; the same on all sources."""
+
+    pieces: tuple[tuple[Piece, ...], ...]
+    """By owner, in the order of the tensors."""
+    first: tuple[WholeLayout, ...]
+    """By owner: what every source sends it in round one."""
+    second: tuple[WholeLayout, ...]
+    """By owner: what it sends to all in round two."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Length to which all messages of round two are filled up."""
+        return max(layout.nbytes for layout in self.second)
+
+    def bytes_sent(self, source: int) -> int:
+        """What one source gives to the two rounds; the row of round two counts once."""
+        dealt = sum(layout.nbytes for layout in self.first) - self.first[source].nbytes
+        return dealt + self.row_bytes
+
+
+@lru_cache(maxsize=64)
+def whole_split(layout: WholeLayout, sources: int) -> WholeSplit | None:
+    """The plan for tensors of this layout; None where there are fewer entries than sources."""
+    if sum(layout.numels) < sources:
+        return None
+    pieces = tuple(tuple(mine) for mine in partition(layout.numels, sources))
+    numels = [tuple(piece.numel for piece in mine) for mine in pieces]
+    first, second = (
+        tuple(
+            WholeLayout(of_owner, layout.value_bits, f";{word} {owner}")
+            for owner, of_owner in enumerate(numels)
+        )
+        for word in ("to", "from")
+    )
+    return WholeSplit(pieces, first, second)

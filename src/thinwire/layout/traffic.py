@@ -5,8 +5,8 @@ sent.
 from functools import lru_cache
 from typing import NamedTuple
 
-from thinwire.layout.message import Layout
-from thinwire.layout.shares import split_plan
+from thinwire.layout.message import Layout, WholeLayout
+from thinwire.layout.shares import WholeSplit, split_plan, whole_split
 
 __all__ = [
     "EXCHANGES",
@@ -16,6 +16,7 @@ __all__ = [
     "between_sources",
     "busiest",
     "chosen_exchange",
+    "chosen_split",
     "first_split",
     "inside_node",
 ]
@@ -93,6 +94,21 @@ def chosen_exchange(exchange: str, layout: Layout, sources: int) -> str:
         return exchange
     ways = (busiest(layout, sources, way).bytes for way in (GATHER, SPLIT))
     return SPLIT if next(ways) >= _WORTH * next(ways) else GATHER
+
+
+def chosen_split(exchange: str, layout: WholeLayout, sources: int) -> WholeSplit | None:
+    """The plan by which messages of whole tensors are split; None where they are gathered.
+
+    As in `chosen_exchange`; fewer entries than sources are gathered too.
+    """
+    plan = None if sources == 1 or exchange == GATHER else whole_split(layout, sources)
+    if plan is None or exchange == SPLIT:
+        return plan
+    moved = max(
+        plan.bytes_sent(source) + (sources - 1) * (plan.first[source].nbytes + plan.row_bytes)
+        for source in range(sources)
+    )
+    return plan if sources * layout.nbytes >= _WORTH * moved else None
 
 
 def first_split(layout: Layout, *, up_to: int = 256) -> int | None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from thinwire.layout.message import Layout, Slot, WholeLayout, count_sent
-from thinwire.layout.traffic import SPLIT, busiest, chosen_exchange
+from thinwire.layout.traffic import SPLIT, busiest, chosen_exchange, chosen_split
 from thinwire.planning.network import Network
 from thinwire.planning.work import Shape, Work, numel_of
 
@@ -175,35 +175,55 @@ def _end_of_step(dense_bytes: float, network: Network) -> tuple[float, float]:
 def _local(own: Mapping[str, Any], work: Work, network: Network) -> Cost:
     """Local steps, then one averaging, whose wire `delay` steps hide."""
     k, fragments, delay = own["k_steps"], own.get("fragments", 1), own.get("delay", 0)
-    nbytes, passes, kept, gathered = _change(own.get("compression") or {}, work)
-    idle_s = k / fragments * work.step_s
-    part = nbytes / fragments
-    wire_s = network.all_gather_s(part) if gathered else network.all_reduce_s(part)
-    wire_s += network.warm_up_s(part, idle_s) + network.all_reduce_s(_VOTE_BYTES)
+    wire_s, nbytes, passes, kept = _change(own.get("compression") or {}, work, network, fragments)
+    wire_s += network.warm_up_s(nbytes / fragments, k / fragments * work.step_s)
+    wire_s += network.all_reduce_s(_VOTE_BYTES)
     own_s = _passes(work, work.numel / fragments, passes)
     round_s = fragments * (max(0.0, wire_s - delay * work.step_s) + own_s)
-    copies = (network.ranks - 1) if gathered else 2 * (network.ranks - 1) / network.ranks
-    sent = copies * nbytes + fragments * _VOTE_BYTES
+    sent = nbytes + fragments * _VOTE_BYTES
     kept += 1 if own.get("outer_momentum") else 0
     return Cost(work.step_s + round_s / k, sent / k, 4 * kept * work.numel)
 
 
-def _change(compression: Mapping[str, Any], work: Work) -> tuple[float, float, int, bool]:
-    """Bytes of a whole change, passes over it, words kept for a number, and whether messages are
-    gathered.
+def _change(
+    compression: Mapping[str, Any], work: Work, network: Network, fragments: int
+) -> tuple[float, float, int, int]:
+    """Seconds on the wire of one fragment, bytes that a rank sends of a whole change, passes over
+    it, and words kept for a number.
     """
     numels = [numel_of(shape) for shape in work.shapes]
     if "sparse" in compression or "sparsity" in compression:
         own = compression.get("sparse", compression)
         slots = tuple(Slot(n, count_sent(n, own["sparsity"])) for n in numels)
-        return Layout(slots, own.get("value_bits", 2)).nbytes, 14, 2, True
+        layout = Layout(slots, own.get("value_bits", 2))
+        _, sent = _message(layout, own.get("exchange", "auto"), network)
+        way = chosen_exchange(own.get("exchange", "auto"), layout, network.ranks)
+        return _dealt_s(network, sent / fragments, way == SPLIT), sent, 14, 2
     if "quantized" in compression:
-        bits = compression["quantized"].get("value_bits", 4)
-        return WholeLayout(tuple(numels), bits).nbytes, 16, 2, True
+        own = compression["quantized"]
+        whole = WholeLayout(tuple(numels), own.get("value_bits", 4))
+        plan = chosen_split(own.get("exchange", "auto"), whole, network.ranks)
+        sent = (network.ranks - 1) * (
+            whole.nbytes if plan is None else plan.first[0].nbytes + plan.row_bytes
+        )
+        return _dealt_s(network, sent / fragments, plan is not None), sent, 16, 2
     if "low_rank" in compression:
         rank = compression["low_rank"].get("rank", 2)
-        return sum(4 * rank * sum(_sides(shape)) for shape in work.shapes), 14, 2, False
-    return 4 * sum(numels), 6, 1, False
+        nbytes = sum(4 * rank * sum(_sides(shape)) for shape in work.shapes)
+        passes, kept = 14, 2
+    else:
+        nbytes, passes, kept = 4 * work.numel, 6, 1
+    wire_s = network.all_reduce_s(nbytes / fragments)
+    return wire_s, _ring_bytes(network, nbytes), passes, kept
+
+
+def _dealt_s(network: Network, sent: float, by_shares: bool) -> float:
+    """Seconds for what a rank sends in all: in a ring, or half of it to owners and half in a
+    ring.
+    """
+    if by_shares:
+        return network.all_to_all_s(sent / 2) + network.all_gather_s(sent / 2 / (network.ranks - 1))
+    return network.all_gather_s(sent / max(1, network.ranks - 1))
 
 
 def _sides(shape: Shape) -> tuple[int, int]:
