@@ -51,6 +51,8 @@ def test_what_is_wrong_is_status_1_and_quiet_prints_nothing_else() -> None:
     assert (done.returncode, done.stderr) == (1, "")
     first = [line.split()[:2] for line in done.stdout.splitlines() if not line.startswith(" ")]
     assert first == [["wrong", "gloo"], ["wrong", "store"]]
+    done = doctor("--quiet", GLOO_SOCKET_IFNAME="lo")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 @pytest.mark.slow

@@ -92,6 +92,14 @@ def test_a_path_that_loses_large_packets() -> None:
     assert "nor in those of 1000" in bad(together(none, rank_of(1)))[0].found
 
 
+def test_a_path_of_a_machine_whose_interfaces_are_not_seen() -> None:
+    reaches = (Reach(1, latency_s=0.01, large=False, fitting_mtu=1280),)
+    blind = replace(rank_of(0, interfaces=()), reaches=reaches)
+    (finding,) = bad(together(blind, rank_of(1)))
+    assert "packets of the usual size are lost" in finding.found
+    assert "ip link set dev INTERFACE mtu 1280" in finding.advice
+
+
 @pytest.mark.parametrize(("ahead_s", "way"), [(2.5, "ahead of"), (-70.0, "behind")])
 def test_clocks_that_differ_are_a_note(ahead_s: float, way: str) -> None:
     (finding,) = bad(together(rank_of(0), replace(rank_of(1), skew=(ahead_s, 0.02))))

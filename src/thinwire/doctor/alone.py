@@ -104,7 +104,9 @@ def _gloo(machine: Machine, others: bool | None) -> Iterator[Finding]:
 
 def _cure(machine: Machine) -> str:
     named = machine.environment.get("GLOO_SOCKET_IFNAME", "")
-    usable = [one.name for one in machine.interfaces if one.up and one.addresses]
+    usable = [one.name for one in machine.interfaces if one.up and one.addresses] or [
+        one.name for one in machine.interfaces
+    ]
     outward = machine.interface_of(machine.route)
     if outward is not None and not is_loopback(machine.route):
         return f"set GLOO_SOCKET_IFNAME={outward.name} {_BY_TORCHRUN}: it leads to the others"

@@ -1,13 +1,13 @@
 """`thinwire doctor`: the arguments are checked before torch is loaded."""
 
-import contextlib
 import json as json_format
 import os
+import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from math import isfinite
-from typing import Annotated
+from typing import Annotated, Self, final
 
 from cyclopts import Parameter
 
@@ -26,6 +26,7 @@ torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint 10.0.
 _SHORTEST_S, _LONGEST_S = 15.0, 600.0
 _RANK_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _ONE_WAIT = 0.1
+_WIDTH = 100
 _Flag = Annotated[bool, Parameter(negative="")]
 
 
@@ -47,22 +48,26 @@ def doctor(*, timeout: float = 30.0, json: _Flag = False, quiet: _Flag = False) 
     place = _place()
 
     def report(title: str, findings: tuple[Finding, ...]) -> None:
+        line.stop()
         out = sys.stdout if place is None or place[0] == 0 else sys.stderr
         if json and out is sys.stdout:
             told = document(title, findings, time.monotonic() - begun)
             print(json_format.dumps(told, indent=1), flush=True)
             return
-        text = as_text(findings, quiet=quiet)
-        print("\n".join(part for part in ("" if quiet else title, text) if part), file=out)
-        out.flush()
+        columns = shutil.get_terminal_size((_WIDTH, 0)).columns
+        text = as_text(findings, quiet=quiet, width=min(columns, _WIDTH))
+        for part in (text,) if quiet else (title, text):
+            if part:
+                print(part, file=out, flush=True)
 
-    with _progress(shown=not quiet and (place is None or place[0] == 0)) as show:
-        show("loading torch")
+    shown = not quiet and (place is None or place[0] == 0)
+    with _Progress(shown=shown) as line:
+        line.show("loading torch")
         if place is None:
             sys.exit(_alone(timeout, report))
         from thinwire.doctor.ranks import Examination
 
-        ended = Examination(*place, begun, timeout, show, report).run()
+        ended = Examination(*place, begun, timeout, line.show, report).run()
     if ended.stuck:
         # a thread that torch does not let go of would keep the interpreter from ending
         sys.stdout.flush()
@@ -99,14 +104,28 @@ def _place() -> tuple[int, int] | None:
     return int(rank), int(size)
 
 
-@contextlib.contextmanager
-def _progress(*, shown: bool) -> Iterator[Callable[[str], None]]:
-    """A line on a terminal that says what comes next."""
-    from rich.console import Console
+@final
+class _Progress:
+    """A line on a terminal that says what comes next, until findings are printed."""
 
-    console = Console(stderr=True)
-    if not (shown and console.is_terminal):
-        yield lambda _: None
-        return
-    with console.status("") as line:
-        yield line.update
+    def __init__(self, *, shown: bool) -> None:
+        from rich.console import Console
+
+        console = Console(stderr=True)
+        self._status = console.status("") if shown and console.is_terminal else None
+
+    def __enter__(self) -> Self:
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def show(self, text: str) -> None:
+        if self._status is not None:
+            self._status.update(text)
+
+    def stop(self) -> None:
+        if self._status is not None:
+            self._status.stop()

@@ -8,7 +8,7 @@ from typing import Any, Literal
 __all__ = ["Finding", "Level", "as_text", "document", "note", "ok", "status_of", "wrong"]
 
 Level = Literal["ok", "note", "wrong"]
-_WIDTH, _LEVEL_WIDTH, _CHECK_WIDTH = 100, 7, 13
+_LEVEL_WIDTH, _CHECK_WIDTH, _LEAST_WIDTH = 7, 13, 60
 
 
 @dataclass(frozen=True)
@@ -48,15 +48,16 @@ def status_of(findings: Iterable[Finding]) -> int:
     return int(any(finding.level == "wrong" for finding in findings))
 
 
-def as_text(findings: Iterable[Finding], *, quiet: bool) -> str:
+def as_text(findings: Iterable[Finding], *, quiet: bool, width: int = 100) -> str:
     """Lines for the terminal.
 
     Args:
         findings: In the order in which they are shown.
         quiet: Only what is wrong.
+        width: Of a line, in characters; at least 60.
     """
     shown = [finding for finding in findings if not quiet or finding.level == "wrong"]
-    return "\n".join(_lines(finding) for finding in shown)
+    return "\n".join(_lines(finding, max(width, _LEAST_WIDTH)) for finding in shown)
 
 
 def document(title: str, findings: Iterable[Finding], seconds: float) -> dict[str, Any]:
@@ -70,14 +71,14 @@ def document(title: str, findings: Iterable[Finding], seconds: float) -> dict[st
     }
 
 
-def _lines(finding: Finding) -> str:
+def _lines(finding: Finding, width: int) -> str:
     head = f"{finding.level:<{_LEVEL_WIDTH}}{finding.check:<{_CHECK_WIDTH}}"
     blank = " " * len(head)
-    parts = textwrap.wrap(finding.found, _WIDTH, initial_indent=head, subsequent_indent=blank)
+    parts = textwrap.wrap(finding.found, width, initial_indent=head, subsequent_indent=blank)
     if finding.advice:
         parts += textwrap.wrap(
             f"-> {finding.advice}",
-            _WIDTH,
+            width,
             initial_indent=blank,
             subsequent_indent=f"{blank}   ",
             break_long_words=False,

@@ -1,6 +1,7 @@
 """The network interfaces of this machine, their addresses, and which one leads to another."""
 
 import contextlib
+import importlib.util
 import ipaddress
 import re
 import socket
@@ -37,8 +38,10 @@ class Interface:
 
 
 def interfaces() -> tuple[Interface, ...]:
-    """The interfaces of this network namespace; without addresses where there is no Linux."""
-    if sys.platform != "linux":
+    """The interfaces of this network namespace; without addresses where there is no Linux, or no
+    pyroute2.
+    """
+    if sys.platform != "linux" or importlib.util.find_spec("pyroute2") is None:
         return tuple(Interface(name, 0, True, ()) for _, name in socket.if_nameindex())
     from pyroute2 import IPRoute
 

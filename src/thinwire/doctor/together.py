@@ -244,18 +244,18 @@ def _too_large(machine: Machine, fitting: int, pairs: list[tuple[int, int]]) -> 
     sources, targets = {pair[0] for pair in pairs}, {pair[1] for pair in pairs}
     both = {(there, here) for here, there in pairs} == set(pairs)
     one = machine.interface_of(machine.address)
-    name, mtu = (one.name, one.mtu) if one else ("the interface", 0)
+    name, size = (one.name, f"{one.mtu} bytes") if one else ("INTERFACE", "the usual size")
     where = f"between {named(sources)}" if both else f"from {named(sources)} to {named(targets)}"
     lost = f"small messages {where} arrive and 32 KiB do not: "
     if not fitting:
         return wrong(
             "MTU",
-            f"{lost}not in packets of {mtu} bytes, nor in those of 1000",
+            f"{lost}not in packets of {size}, nor in those of 1000",
             "the line is too slow or loses packets; `ping -M do -s SIZE` shows from which size on",
         )
     return wrong(
         "MTU",
-        f"{lost}packets of {mtu} bytes are lost on the way without a word, those of {fitting} pass",
+        f"{lost}packets of {size} are lost on the way without a word, those of {fitting} pass",
         f"on both machines `ip link set dev {name} mtu {fitting}`, or let ICMP 'fragmentation "
         "needed' through",
     )
