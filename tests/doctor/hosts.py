@@ -19,7 +19,7 @@ CLEARED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNA
 
 
 def in_hosts(
-    net: Network, commands: list[str], environments: list[Mapping[str, str]], limit_s: float = 90
+    net: Network, commands: list[str], environments: list[Mapping[str, str]], limit_s: float = 200
 ) -> list[subprocess.CompletedProcess[str]]:
     """Runs one bash command in each host at once."""
     base = {key: value for key, value in os.environ.items() if key not in CLEARED}

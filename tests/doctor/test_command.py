@@ -58,7 +58,7 @@ def test_what_is_wrong_is_status_1_and_quiet_prints_nothing_else() -> None:
 @pytest.mark.slow
 def test_two_ranks_of_one_machine_have_nothing_wrong() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", "-m", "thinwire", "doctor", "--json", "--timeout", "60"]
+    command += ["--nproc-per-node", "2", "-m", "thinwire", "doctor", "--json", "--timeout", "90"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
     told = json.loads(done.stdout)
     assert (told["title"], told["status"], done.returncode) == ("2 ranks on 1 machine", 0, 0)

@@ -12,7 +12,7 @@ from typing import Annotated, Self, final
 from cyclopts import Parameter
 
 from thinwire.doctor.findings import Finding, as_text, document, status_of
-from thinwire.doctor.meeting import meeting_point
+from thinwire.doctor.meeting import meeting_point, one_wait_s
 
 __all__ = ["EXAMPLES", "doctor"]
 
@@ -25,7 +25,6 @@ torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint 10.0.
 """
 _SHORTEST_S, _LONGEST_S = 15.0, 600.0
 _RANK_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_ONE_WAIT = 0.1
 _WIDTH = 100
 _Flag = Annotated[bool, Parameter(negative="")]
 
@@ -83,7 +82,7 @@ def _alone(timeout: float, report: Callable[[str, tuple[Finding, ...]], None]) -
     own = tuple(address for one in machine.interfaces for address in one.addresses)
     findings = (
         *machine_findings(machine, others=elsewhere(os.environ.get("MASTER_ADDR", ""), own)),
-        meeting_point(os.environ, own, _ONE_WAIT * timeout, started=False),
+        meeting_point(os.environ, own, one_wait_s(timeout), started=False),
     )
     report("this machine alone; started by torchrun, all ranks look at what is between", findings)
     return status_of(findings)

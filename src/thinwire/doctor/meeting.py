@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from thinwire.doctor.findings import Finding, note, ok, wrong
 from thinwire.doctor.interfaces import is_loopback
 
-__all__ = ["meeting_point", "why_not"]
+__all__ = ["meeting_point", "one_wait_s", "why_not"]
 
 _CHECK = "store"
 _REASONS = {
@@ -21,6 +21,11 @@ _REASONS = {
     errno.EACCES: "forbidden by this machine",
     errno.EPERM: "forbidden by this machine",
 }
+
+
+def one_wait_s(limit_s: float) -> float:
+    """Seconds for one connection, where everything together may take `limit_s`."""
+    return min(0.1 * limit_s, 5.0)
 
 
 def why_not(error: OSError) -> str:

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import PrefixStore
 from thinwire.doctor.alone import machine_findings
 from thinwire.doctor.findings import Finding, status_of, wrong
 from thinwire.doctor.machine import Machine
-from thinwire.doctor.meeting import meeting_point
+from thinwire.doctor.meeting import meeting_point, one_wait_s
 from thinwire.doctor.pairs import TOKEN_BYTES, Answering, Reach, reach_all
 from thinwire.doctor.store import Board, Late, find_store, within
 from thinwire.doctor.together import Seen, Together, findings_together
@@ -25,9 +25,8 @@ __all__ = ["Ended", "Examination"]
 
 _MET, _CLOCKS, _PAIRS, _GLOO = 0.5, 0.55, 0.8, 0.97
 """Parts of the whole time by which these have ended."""
-_ONE_WAIT, _GROUP, _SLACK = 0.1, 0.1, 0.05
-"""Parts of it that a connection and the making of a group may take, and gloo's delay in saying so.
-"""
+_SLACK = 0.5
+"""Part of the wait for a group by which gloo may be late in saying that it does not come about."""
 _FAREWELL_S = 1.0
 _NUMBERS = 16 * 1024
 Report = Callable[[str, tuple[Finding, ...]], None]
@@ -70,6 +69,7 @@ class Examination:
     ) -> None:
         self._rank, self._size = rank, size
         self._begun, self._limit_s = begun, limit_s
+        self._wait_s = one_wait_s(limit_s)
         self._show, self._report = show, report
         self._machine = Machine.look()
 
@@ -111,7 +111,7 @@ class Examination:
         # one rank of each machine stands for it: a thin line would be full of messages otherwise
         first = {min(ranks) for ranks in Together(self._size, seen, strangers).machines}
         large = first if self._rank in first else set()
-        reaches = reach_all(places, large, token, _ONE_WAIT * self._limit_s)
+        reaches = reach_all(places, large, token, self._wait_s)
         board.tell("pairs", [skew, [reach.as_row() for reach in reaches]])
         pairs = board.hear_all("pairs", self._by(_PAIRS))
         self._show("forming a gloo group")
@@ -165,8 +165,8 @@ class Examination:
             return None, error.strerror or str(error)
 
     def _group_error(self, board: Board) -> tuple[str, bool]:
-        slack_s = _SLACK * self._limit_s
-        limit_s = min(_GROUP * self._limit_s, self._left_s(_GLOO))
+        slack_s = _SLACK * self._wait_s
+        limit_s = min(self._wait_s, self._left_s(_GLOO))
         timeout = timedelta(seconds=limit_s)
 
         def form() -> str:
@@ -191,7 +191,7 @@ class Examination:
     def _astray(self, what: str) -> Ended:
         """Rank 0 hears nothing of this rank, so it prints by itself."""
         own = tuple(a for one in self._machine.interfaces for a in one.addresses)
-        store = meeting_point(os.environ, own, _ONE_WAIT * self._limit_s, started=True)
+        store = meeting_point(os.environ, own, self._wait_s, started=True)
         lost = wrong("ranks", f"rank {self._rank} {what}", "mend what is wrong below, if anything")
         rest = [f for f in machine_findings(self._machine) if f.level != "ok"]
         self._report(f"rank {self._rank}", (lost, store, *rest))
