@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.evidence import LINKS, NAMES, RESULTS, STEPS
+from benchmarks.evidence import LINKS, NAMES, RESULTS, STEPS, as_it_is
 from thinwire.lab.report.measures import bytes_text
 from thinwire.lab.report.results import seconds_to_loss
 from thinwire.lab.strategies import STRATEGIES
@@ -62,14 +62,12 @@ def rows(lines: Iterable[Mapping[str, Any]], workers: int, size: str) -> list[Ro
     mine = [
         line
         for line in lines
-        if line["cell"]["workers"] == workers
-        and line["cell"]["size"] == size
-        and not line["cell"]["options"]
-        and not line["cell"]["optimizer"]
+        if line["cell"]["workers"] == workers and line["cell"]["size"] == size
     ]
     found = []
     for name in NAMES:
-        of_name = [line for line in mine if line["cell"]["strategy"] == name]
+        today = as_it_is(name)
+        of_name = [line for line in mine if {key: line["cell"][key] for key in today} == today]
         trained = [
             line
             for line in of_name

@@ -20,7 +20,7 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +67,8 @@ class Cell:
         lr: Peak learning rate.
         seed: Of parameters and batches.
         link: "loopback" where the loss is measured.
-        options: Of the strategy, where they are not its own.
-        optimizer: Where it is not the strategy's or AdamW.
+        options: Of the strategy.
+        optimizer: "adamw", "muon" or "sgd".
     """
 
     kind: str
@@ -79,17 +79,23 @@ class Cell:
     lr: float
     seed: int
     link: str = "loopback"
-    options: Mapping[str, Any] = field(default_factory=dict)
-    optimizer: str = ""
+    options: Mapping[str, Any]
+    optimizer: str
 
     def recipe(self) -> Recipe:
-        """The strategy with the options of the cell."""
+        """The strategy with the options and the optimizer of the cell."""
         recipe = STRATEGIES[self.strategy]
-        return replace(
-            recipe,
-            options=self.options or recipe.options,
-            optimizer=self.optimizer or recipe.optimizer,
-        )
+        return replace(recipe, options=self.options, optimizer=self.optimizer)
+
+
+def as_it_is(name: str) -> dict[str, Any]:
+    """What a cell says of a strategy of `thinwire compare`."""
+    recipe = STRATEGIES[name]
+    return {
+        "strategy": name,
+        "options": dict(recipe.options),
+        "optimizer": recipe.optimizer or "adamw",
+    }
 
 
 class Results:
@@ -114,7 +120,7 @@ class Results:
                 file.write(json.dumps(line) + "\n")
             taken_s = time.monotonic() - begin_s
             about = f"{cell.kind} {cell.strategy} x{cell.workers} {cell.size} lr {cell.lr:g}"
-            about += f" seed {cell.seed} {cell.link} {dict(cell.options) or ''}"
+            about += f" seed {cell.seed} {cell.link} {cell.optimizer} {json.dumps(cell.options)}"
             print(
                 f"{about}: {line.get('loss') or line.get('step_ms')} ({taken_s:.0f} s)", flush=True
             )
@@ -247,9 +253,10 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     results = Results(arguments.results)
-    tried = [{"strategy": name} for name in arguments.strategies]
+    tried = [as_it_is(name) for name in arguments.strategies]
     if arguments.settings is not None:
-        tried = json.loads(arguments.settings.read_text())
+        settings = json.loads(arguments.settings.read_text())
+        tried = [{**as_it_is(one["strategy"]), **one} for one in settings]
     for workers in arguments.workers:
         for one in tried:
             base = Cell(

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from benchmarks import choosing, evidence
-from benchmarks.evidence import Cell, Results, timed, tuned
+from benchmarks.evidence import Cell, Results, as_it_is, timed, tuned
 
-CELL = Cell(kind="tuning", strategy="muon-local", workers=2, size="tiny", steps=8, lr=0.003, seed=1)
+CELL = Cell(
+    kind="tuning", workers=2, size="tiny", steps=8, lr=0.003, seed=1, **as_it_is("muon-local")
+)
 
 
 def test_a_cell_is_trained_on_real_ranks_and_not_twice(tmp_path: Path) -> None:
@@ -18,7 +20,7 @@ def test_a_cell_is_trained_on_real_ranks_and_not_twice(tmp_path: Path) -> None:
     assert 2 < first["loss"] < 8
     assert first["losses"][0][0] == 0
     assert first["losses"][-1] == [8, first["loss"]]
-    # two rounds of two averagings, and one more at the first step
+    # a dense averaging at the first step, and a last one
     assert 0 < first["bytes"] < 4 * first["parameters"] * 2
     again = Results(path).of(CELL)
     assert again == first
@@ -48,16 +50,16 @@ def test_the_grid_goes_on_until_the_best_has_neighbours(
 
 
 def test_the_steps_of_a_timed_cell_hold_whole_rounds() -> None:
-    assert timed(CELL).steps == 16
-    assert timed(replace(CELL, strategy="diloco")).steps == 4 * 32
-    assert timed(replace(CELL, strategy="dense")).steps == 16
+    assert timed(CELL).steps == 4 * 16
+    assert timed(replace(CELL, **as_it_is("diloco"))).steps == 4 * 32
+    assert timed(replace(CELL, **as_it_is("dense"))).steps == 16
 
 
 def lines() -> list[dict[str, Any]]:
     """Dense falls from 5 to 2 in a straight line; the other is there in half of the steps."""
     made = []
     for name, share in (("dense", 1.0), ("muon-local", 0.5)):
-        base = replace(CELL, strategy=name, kind="training", steps=evidence.STEPS, seed=5)
+        base = replace(CELL, **as_it_is(name), kind="training", steps=evidence.STEPS, seed=5)
         curve = [[0, 5.0], [round(share * evidence.STEPS), 2.0], [evidence.STEPS, 2.0 * share]]
         made.append(
             {"cell": asdict(base), "loss": 2.0 * share, "losses": curve, "bytes": 3e6 * share**9}

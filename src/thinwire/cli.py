@@ -47,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     if "explain" not in app:
         app.command(explain, help_epilogue=EXAMPLE)
         app.command(planning.plan, help_epilogue=planning.EXAMPLE)
+        app.command(planning.probe, help_epilogue=planning.PROBE_EXAMPLE)
         app.command(examining.doctor, help_epilogue=examining.EXAMPLES)
     try:
         with _orderly_termination():

@@ -14,7 +14,7 @@ from thinwire.lab.run.joined import place_in_torchrun
 from thinwire.lab.run.size import MODELS, ConvolutionSize, ModelSize, size_of
 from thinwire.lab.strategies import choose
 
-__all__ = ["Settings"]
+__all__ = ["Settings", "require_device", "require_task"]
 
 _MOST_WORKERS = 64
 DEVICES = ("auto", "cpu", "cuda")
@@ -122,13 +122,14 @@ class Settings:
         if lr is not None and not (isfinite(lr) and lr > 0):
             raise ValueError(f"lr={lr:g} is not allowed: a positive number")
         _one_of("optimizer", optimizer, tuple(OPTIMIZERS))
-        _one_of("device", device, DEVICES)
+        require_device(device)
         _one_of("model", model, tuple(MODELS))
         if model == "convolution":
             _require_no_data(task, text)
             require_digits()
         if task is not None:
-            _require_task(task, text, tune=tune)
+            require_task(task)
+            _require_nothing_beside(task, text, tune=tune)
         blocked = next(
             (path for path in (out, *out.parents) if path.exists() and not path.is_dir()), None
         )
@@ -231,7 +232,13 @@ def _require_no_muon(optimizer: str, recipes: Sequence[Recipe]) -> None:
         )
 
 
-def _require_task(task: str, text: Path | None, *, tune: bool) -> None:
+def require_device(device: str) -> None:
+    """Raise ValueError for a device that is none."""
+    _one_of("device", device, DEVICES)
+
+
+def require_task(task: str) -> None:
+    """Raise ValueError where no file can be meant by a task."""
     file, _, name = task.rpartition(":")
     if not file.endswith(".py") or not name.isidentifier():
         raise ValueError(
@@ -239,6 +246,9 @@ def _require_task(task: str, text: Path | None, *, tune: bool) -> None:
         )
     if not Path(file).is_file():
         raise ValueError(f"task={task!r}: there is no file {file}")
+
+
+def _require_nothing_beside(task: str, text: Path | None, *, tune: bool) -> None:
     if text is not None or tune:
         option = "--text" if text is not None else "--tune"
         raise ValueError(

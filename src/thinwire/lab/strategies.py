@@ -15,7 +15,7 @@ __all__ = ["STRATEGIES", "choose", "register"]
 # Those of dense and of the local strategies. LAMB and LARS scale their updates by the parameters;
 # theirs are the best of 0.01, 0.03 and 0.1, and of 1, 2 and 4, in 60 steps of the tiny model: a
 # place to start from.
-_RATES = {"adamw": 0.006, "muon": 0.006, "sgd": 0.1}
+_RATES = {"adamw": 0.006, "muon": 0.012, "sgd": 0.1}
 _LARS_RATES, _LAMB_RATES = dict.fromkeys(_RATES, 4.0), dict.fromkeys(_RATES, 0.03)
 
 STRATEGIES: dict[str, Recipe] = {}
@@ -263,11 +263,11 @@ register(
 register(
     Recipe(
         "muon-local",
-        "4 local steps with Muon, then the largest twentieth of the change, at two bits",
+        "16 local steps with Muon, then the whole change, at one bit",
         _LOCAL,
         _RATES,
         _SYNC,
-        {"k_steps": 4, "compression": {"sparsity": 0.95, "value_bits": 2}},
+        {"k_steps": 16, "compression": {"quantized": {"value_bits": 1}}},
         field="localsgd",
         optimizer="muon",
     )

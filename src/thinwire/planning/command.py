@@ -5,32 +5,45 @@ only.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from thinwire._version import __version__
 from thinwire.lab.report.measures import bytes_text
+from thinwire.lab.run.joined import joined, place_in_torchrun
+from thinwire.lab.run.size import parse_size
+from thinwire.lab.settings import require_device, require_task
 from thinwire.planning.plan import Plan, Row
 from thinwire.planning.plan import plan as predicted
+from thinwire.planning.probed import FORMAT
 
-__all__ = ["EXAMPLE", "plan"]
+__all__ = ["EXAMPLE", "PROBE_EXAMPLE", "plan", "probe"]
 
 EXAMPLE = (
     "Example: thinwire plan --params 124M --step-seconds 0.35 --workers 8 --link 100mbit "
     "--latency 20ms --out best.yaml"
 )
+PROBE_EXAMPLE = (
+    "Example: torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint "
+    "HOST:29400 "
+    "-m thinwire probe --out probe.json"
+)
 _SHOWN = 6
+_TIMEOUT_S = 60.0
 
 
 def plan(
     *,
-    params: str,
-    step_seconds: float,
-    workers: int = 2,
-    link: str = "100mbit",
-    latency: Annotated[str, Parameter(allow_leading_hyphen=True)] = "0ms",
-    device: str = "cpu",
+    params: str | None = None,
+    step_seconds: float | None = None,
+    workers: int | None = None,
+    link: str | None = None,
+    latency: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
+    device: str | None = None,
+    probe: Path | None = None,
     out: Path | None = None,
     as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> None:
@@ -42,10 +55,11 @@ def plan(
     Args:
         params: Trainable numbers of the model, such as 124M.
         step_seconds: A step of one rank with nothing exchanged.
-        workers: Ranks.
-        link: Each rank's rate in each direction, such as 100mbit, up to 400gbit.
-        latency: One way, such as 20ms.
-        device: cpu or cuda: what computes.
+        workers: Ranks; 2 by default.
+        link: Each rank's rate in each direction, such as 100mbit (the default), up to 400gbit.
+        latency: One way, such as 20ms; none by default.
+        device: cpu (the default) or cuda: what computes.
+        probe: The file of thinwire probe, instead of all of these.
         out: Writes the recommended strategy as a strategy file.
         as_json: Prints the plan as JSON.
     """
@@ -56,6 +70,7 @@ def plan(
         link=link,
         latency=latency,
         device=device,
+        probe=probe,
     )
     if as_json:
         print(json.dumps(made.to_dict(), indent=1))
@@ -81,7 +96,7 @@ def _print(made: Plan) -> None:
         low, _, high = row.step_seconds
         table.add_row(
             row.name,
-            f"{low:.3g} to {high:.3g}",
+            f"{low:.2g} to {high:.2g}",
             bytes_text(row.bytes_per_step),
             f"{100 * row.waiting_share:.0f} %",
             f"{row.memory_bytes / 2**20:,.0f}",
@@ -117,3 +132,76 @@ def _write(made: Plan, out: Path, as_json: bool) -> None:
     out.write_text(text + text_of(DistributedStrategy.from_dict(document)), encoding="utf-8")
     if not as_json:
         print(f"strategy file of {made.recommended}: {out}")
+
+
+def probe(
+    *,
+    out: Path,
+    task: str | None = None,
+    size: str = "medium",
+    batch: int = 8,
+    device: str = "auto",
+) -> None:
+    """Measure the network between the ranks that torchrun has started, and a step of the model.
+
+    Latency and rate of every pair, and with all ranks at once; all-reduce and all-gather; forward
+    pass, backward pass and when each gradient is ready. It takes at most 10 seconds and 32 MiB a
+    rank, and says what that left out.
+
+    Args:
+        out: The file to write, for thinwire plan --probe.
+        task: A model of your own instead of the one that comes with the command: FILE.py:NAME.
+        size: Of the model that comes with the command.
+        batch: Sequences of a step of that model.
+        device: auto, cpu or cuda.
+    """
+    place = place_in_torchrun()
+    if place is None:
+        raise ValueError(
+            "probe measures the network between ranks, and torchrun has started none here: "
+            "torchrun --nnodes 2 --nproc-per-node 1 --rdzv-endpoint HOST:29400 --rdzv-backend c10d "
+            "-m thinwire probe --out probe.json"
+        )
+    require_device(device)
+    if task is not None:
+        require_task(task)
+    shape = parse_size(size)
+    said = {"task": task, "size": size, "batch": batch, "device": device}
+    from thinwire.lab.run.probe import probe as measured
+    from thinwire.lab.run.task import TaskError
+
+    with joined(said, _TIMEOUT_S):
+        try:
+            found = measured(task, shape, batch, device)
+        except TaskError as error:
+            raise ValueError(str(error)) from error
+    if place[0] == 0:
+        kept = {"format": FORMAT, "thinwire": __version__, **found}
+        out.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        print(_summary(found))
+        print(f"probe: {out}")
+
+
+def _summary(found: Mapping[str, Any]) -> str:
+    lines = [
+        f"{found['ranks']} ranks, {found['seconds']:.1f} s, {bytes_text(found['bytes'])} a rank"
+    ]
+    if found["pairs"]:
+        slow = min(found["pairs"], key=lambda pair: pair["bytes_s"])
+        late = max(found["pairs"], key=lambda pair: pair["latency_s"])
+        busy = min(found["together"], key=lambda rank: rank["bytes_s"])
+        lines += [
+            f"slowest pair: ranks {slow['ranks']}, {_rate(slow['bytes_s'])}",
+            f"largest latency: ranks {late['ranks']}, {1e3 * late['latency_s']:.2f} ms one way",
+            f"slowest while all send: rank {busy['rank']}, {_rate(busy['bytes_s'])}",
+        ]
+    compute = found["compute"]
+    lines.append(
+        f"a step: {1e3 * compute['step_s']:.0f} ms on rank {compute['rank']}, "
+        f"{compute['parameters']:,} parameters, {compute['device']}"
+    )
+    return "\n".join([*lines, *(f"not measured: {what}" for what in found["not_measured"])])
+
+
+def _rate(bytes_s: float) -> str:
+    return f"{8 * bytes_s / 1e6:.3g} Mbit/s of payload"

@@ -175,8 +175,9 @@ def _end_of_step(dense_bytes: float, network: Network) -> tuple[float, float]:
 def _local(own: Mapping[str, Any], work: Work, network: Network) -> Cost:
     """Local steps, then one averaging, whose wire `delay` steps hide."""
     k, fragments, delay = own["k_steps"], own.get("fragments", 1), own.get("delay", 0)
-    wire_s, nbytes, passes, kept = _change(own.get("compression") or {}, work, network, fragments)
-    wire_s += network.warm_up_s(nbytes / fragments, k / fragments * work.step_s)
+    wire_s, nbytes, passes, kept = _change(
+        own.get("compression") or {}, work, network, fragments, k / fragments * work.step_s
+    )
     wire_s += network.all_reduce_s(_VOTE_BYTES)
     own_s = _passes(work, work.numel / fragments, passes)
     round_s = fragments * (max(0.0, wire_s - delay * work.step_s) + own_s)
@@ -186,7 +187,7 @@ def _local(own: Mapping[str, Any], work: Work, network: Network) -> Cost:
 
 
 def _change(
-    compression: Mapping[str, Any], work: Work, network: Network, fragments: int
+    compression: Mapping[str, Any], work: Work, network: Network, fragments: int, idle_s: float
 ) -> tuple[float, float, int, int]:
     """Seconds on the wire of one fragment, bytes that a rank sends of a whole change, passes over
     it, and words kept for a number.
@@ -198,7 +199,7 @@ def _change(
         layout = Layout(slots, own.get("value_bits", 2))
         _, sent = _message(layout, own.get("exchange", "auto"), network)
         way = chosen_exchange(own.get("exchange", "auto"), layout, network.ranks)
-        return _dealt_s(network, sent / fragments, way == SPLIT), sent, 14, 2
+        return _dealt_s(network, sent / fragments, way == SPLIT, idle_s), sent, 14, 2
     if "quantized" in compression:
         own = compression["quantized"]
         whole = WholeLayout(tuple(numels), own.get("value_bits", 4))
@@ -206,24 +207,26 @@ def _change(
         sent = (network.ranks - 1) * (
             whole.nbytes if plan is None else plan.first[0].nbytes + plan.row_bytes
         )
-        return _dealt_s(network, sent / fragments, plan is not None), sent, 16, 2
+        return _dealt_s(network, sent / fragments, plan is not None, idle_s), sent, 16, 2
     if "low_rank" in compression:
         rank = compression["low_rank"].get("rank", 2)
         nbytes = sum(4 * rank * sum(_sides(shape)) for shape in work.shapes)
         passes, kept = 14, 2
     else:
         nbytes, passes, kept = 4 * work.numel, 6, 1
-    wire_s = network.all_reduce_s(nbytes / fragments)
+    wire_s = network.all_reduce_s(nbytes / fragments, idle_s)
     return wire_s, _ring_bytes(network, nbytes), passes, kept
 
 
-def _dealt_s(network: Network, sent: float, by_shares: bool) -> float:
+def _dealt_s(network: Network, sent: float, by_shares: bool, idle_s: float) -> float:
     """Seconds for what a rank sends in all: in a ring, or half of it to owners and half in a
     ring.
     """
+    others = max(1, network.ranks - 1)
     if by_shares:
-        return network.all_to_all_s(sent / 2) + network.all_gather_s(sent / 2 / (network.ranks - 1))
-    return network.all_gather_s(sent / max(1, network.ranks - 1))
+        dealt_s = network.all_to_all_s(sent / 2, idle_s)
+        return dealt_s + network.all_gather_s(sent / 2 / others)
+    return network.all_gather_s(sent / others, idle_s)
 
 
 def _sides(shape: Shape) -> tuple[int, int]:

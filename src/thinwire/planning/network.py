@@ -1,12 +1,13 @@
 """How long the collectives of gloo take between ranks of a network."""
 
 from dataclasses import dataclass
-from math import log, log2
+from math import inf, log, log2
 
-__all__ = ["Network"]
+__all__ = ["FRAMES", "Network"]
 
 _FIRST_WINDOW_BYTES = 14_600
-_FRAMES = 1448 / 1514
+FRAMES = 1448 / 1514
+"""The part of what travels over Ethernet that is payload."""
 _IDLE_S = 0.2
 _LN2 = log(2)
 
@@ -33,42 +34,42 @@ class Network:
     @property
     def bytes_s(self) -> float:
         """Payload in a second; the rest of each frame is headers."""
-        return self.bit_s / 8 * _FRAMES
+        return self.bit_s / 8 * FRAMES
 
-    def all_reduce_s(self, nbytes: float) -> float:
-        """A ring: each rank sends 2(W-1)/W of the buffer."""
-        return self._ring_s(2 * (self.ranks - 1), nbytes / self.ranks)
+    def all_reduce_s(self, nbytes: float, idle_s: float = 0.0) -> float:
+        """A ring: each rank sends 2(W-1)/W of the buffer, after `idle_s` seconds of silence."""
+        return self._ring_s(2 * (self.ranks - 1), nbytes / self.ranks, idle_s)
 
-    def all_gather_s(self, nbytes: float) -> float:
-        """A ring: each rank passes on W-1 messages of `nbytes`."""
-        return self._ring_s(self.ranks - 1, nbytes)
+    def all_gather_s(self, nbytes: float, idle_s: float = 0.0) -> float:
+        """A ring: each rank passes on W-1 messages of `nbytes`, after `idle_s` seconds of
+        silence.
+        """
+        return self._ring_s(self.ranks - 1, nbytes, idle_s)
 
-    def all_to_all_s(self, nbytes: float) -> float:
-        """Each rank sends `nbytes` in all, to the others at once."""
-        if self.ranks == 1:
-            return 0.0
-        return self.call_s + self.latency_s + nbytes / self.bytes_s
+    def all_to_all_s(self, nbytes: float, idle_s: float = 0.0) -> float:
+        """Each rank sends `nbytes` in all, to the others at once, after `idle_s` seconds of
+        silence.
+        """
+        return self._ring_s(min(1, self.ranks - 1), nbytes, idle_s)
 
-    def warm_up_s(self, nbytes: float, idle_s: float) -> float:
-        """What a transfer takes longer on connections that were idle: windows grow from ten
-        segments.
+    def transfer_s(self, nbytes: float, idle_s: float = 0.0) -> float:
+        """One way, without latency; windows of connections that were idle grow from ten segments.
 
         The rate doubles every round trip until it is that of the line.
         """
         rtt = 2 * self.latency_s
-        if idle_s < _IDLE_S or not rtt or self.ranks == 1:
-            return 0.0
-        first = _FIRST_WINDOW_BYTES * _LN2 / rtt
-        if first >= self.bytes_s:
-            return 0.0
+        first = _FIRST_WINDOW_BYTES * _LN2 / rtt if rtt else inf
+        if idle_s < _IDLE_S or first >= self.bytes_s:
+            return nbytes / self.bytes_s
         grown = (self.bytes_s - first) * rtt / _LN2
         if nbytes <= grown:
-            slow_s = rtt * log2(1 + nbytes / _FIRST_WINDOW_BYTES)
-        else:
-            slow_s = rtt * log2(self.bytes_s / first) + (nbytes - grown) / self.bytes_s
-        return slow_s - nbytes / self.bytes_s
+            return rtt * log2(1 + nbytes / _FIRST_WINDOW_BYTES)
+        return rtt * log2(self.bytes_s / first) + (nbytes - grown) / self.bytes_s
 
-    def _ring_s(self, turns: int, nbytes: float) -> float:
+    def _ring_s(self, turns: int, nbytes: float, idle_s: float) -> float:
         if not turns:
             return 0.0
-        return self.call_s + turns * (self.latency_s + nbytes / self.bytes_s)
+        # gloo sends a piece when the receiver has said that it is ready, a latency later; of large
+        # buffers it says so ahead
+        flight_s = turns * self.latency_s
+        return self.call_s + flight_s + max(flight_s, self.transfer_s(turns * nbytes, idle_s))

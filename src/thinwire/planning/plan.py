@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
+from pathlib import Path
 from typing import Any
 
 from thinwire.lab.network.link import Link
@@ -12,6 +13,7 @@ from thinwire.lab.run.config import OPTIMIZERS
 from thinwire.lab.strategies import STRATEGIES
 from thinwire.planning.methods import Cost, cost_of
 from thinwire.planning.network import Network
+from thinwire.planning.probed import Probe
 from thinwire.planning.progress import progress_of
 from thinwire.planning.work import Work, matrices
 
@@ -101,23 +103,25 @@ class Plan:
 
 def plan(
     *,
-    params: int | str,
-    step_seconds: float,
-    workers: int = 2,
-    link: str = "100mbit",
-    latency: str = "0ms",
-    device: str = "cpu",
+    params: int | str | None = None,
+    step_seconds: float | None = None,
+    workers: int | None = None,
+    link: str | None = None,
+    latency: str | None = None,
+    device: str | None = None,
+    probe: str | Path | None = None,
 ) -> Plan:
     """Predict a step of every strategy on a network, and say which one to take.
 
     Args:
         params: Trainable numbers of the model, such as 124_000_000 or "124M".
         step_seconds: A step of one rank with nothing exchanged.
-        workers: Ranks.
+        workers: Ranks; 2 by default.
         link: Each rank's rate in each direction, such as "100mbit", up to 400gbit; "none" and
-            "loopback" are taken for 20gbit.
-        latency: One way, such as "20ms".
-        device: "cpu" or "cuda": what computes.
+            "loopback" are taken for 20gbit; "100mbit" by default.
+        latency: One way, such as "20ms"; none by default.
+        device: "cpu" or "cuda": what computes; "cpu" by default.
+        probe: The file of `thinwire probe`, which has measured all of these.
 
     Returns:
         The strategies, the soonest at dense's loss first.
@@ -125,6 +129,59 @@ def plan(
     Raises:
         ValueError: An argument that cannot be; says what came and what is allowed.
     """
+    if probe is not None:
+        given = {
+            "params": params,
+            "step_seconds": step_seconds,
+            "link": link,
+            "latency": latency,
+            "device": device,
+        }
+        network, work = _probed(Path(probe), workers, given)
+    else:
+        network, work = _assumed(
+            params, step_seconds, workers or 2, link or "100mbit", latency or "0ms", device or "cpu"
+        )
+    dense_s = cost_of({}, "dense", work, network).step_s
+    rows = sorted(
+        (_row(*one, work, network, dense_s) for one in _candidates()),
+        key=lambda row: row.time_to_dense_loss,
+    )
+    recommended, reason = _recommended(rows)
+    about = {
+        "rate_bit_s": network.bit_s,
+        "latency_s": network.latency_s,
+        "workers": network.ranks,
+        "measured": probe is not None,
+    }
+    return Plan(recommended, reason, tuple(rows), about)
+
+
+def _probed(path: Path, workers: int | None, given: Mapping[str, object]) -> tuple[Network, Work]:
+    twice = [name for name, value in given.items() if value is not None]
+    if twice:
+        raise ValueError(
+            f"{twice[0]} is given, and the probe has measured it: leave one of them out"
+        )
+    found = Probe.read(path)
+    if workers not in (None, found.network.ranks):
+        raise ValueError(
+            f"workers={workers}, and probe={str(path)!r} was measured with {found.network.ranks} "
+            "ranks: leave workers out, or probe with as many"
+        )
+    return found.network, found.work
+
+
+def _assumed(
+    params: int | str | None,
+    step_seconds: float | None,
+    workers: int,
+    link: str,
+    latency: str,
+    device: str,
+) -> tuple[Network, Work]:
+    if params is None or step_seconds is None:
+        raise ValueError("params and step_seconds are needed, or a probe, which has measured them")
     numel = _parsed_params(params)
     if not (isinstance(step_seconds, int | float) and isfinite(step_seconds) and step_seconds > 0):
         raise ValueError(f"step_seconds={step_seconds!r} is not allowed: a positive number")
@@ -137,19 +194,7 @@ def plan(
     line = Link.parse(link, latency, at_most=_FASTEST_BIT_S)
     network = Network(line.rate_bit_s or _UNLIMITED_BIT_S, line.latency_s, workers)
     work = Work(numel, matrices(numel), float(step_seconds), device == "cuda")
-    dense_s = cost_of({}, "dense", work, network).step_s
-    rows = sorted(
-        (_row(*one, work, network, dense_s) for one in _candidates()),
-        key=lambda row: row.time_to_dense_loss,
-    )
-    recommended, reason = _recommended(rows)
-    about = {
-        "rate_bit_s": network.bit_s,
-        "latency_s": network.latency_s,
-        "workers": workers,
-        "measured": False,
-    }
-    return Plan(recommended, reason, tuple(rows), about)
+    return network, work
 
 
 def _parsed_params(params: int | str) -> int:

@@ -21,33 +21,47 @@ class Work:
         shapes: Of the parameters, in the order of the forward pass.
         step_s: Seconds of forward pass, backward pass and update, with nothing exchanged.
         cuda: Whether a GPU computes.
+        forward: Seconds until the backward pass begins; None for a third of the step.
+        ready_s: Second of the step at which each gradient is ready, in the order of `shapes`; None
+            where the backward pass takes time as there are numbers.
     """
 
     numel: int
     shapes: tuple[Shape, ...]
     step_s: float
     cuda: bool = False
+    forward: float | None = None
+    ready_s: tuple[float, ...] | None = None
 
     @property
     def forward_s(self) -> float:
         """Until the backward pass begins."""
-        return self.step_s * _FORWARD_SHARE
+        return self.step_s * _FORWARD_SHARE if self.forward is None else self.forward
 
     def buckets(self, first_bytes: int, bucket_bytes: int) -> Iterator[tuple[float, list[Shape]]]:
         """The tensors that leave together, and the second of the step at which they are ready.
 
-        Gradients come from the last parameter to the first, in time as in numbers.
+        Gradients come from the last parameter to the first.
         """
-        limit, mine, done, begin = first_bytes, list[Shape](), 0, self.forward_s
-        whole = sum(map(numel_of, self.shapes))
-        for shape in reversed(self.shapes):
+        limit, mine, latest = first_bytes, list[Shape](), 0.0
+        for shape, ready_s in zip(reversed(self.shapes), reversed(self._ready()), strict=True):
             mine.append(shape)
-            done += numel_of(shape)
+            latest = max(latest, ready_s)
             if 4 * sum(map(numel_of, mine)) >= limit:
-                yield begin + (self.step_s - begin) * done / whole, mine
+                yield latest, mine
                 limit, mine = bucket_bytes, []
         if mine:
-            yield self.step_s, mine
+            yield latest, mine
+
+    def _ready(self) -> tuple[float, ...]:
+        if self.ready_s is not None:
+            return self.ready_s
+        begin, done, found = self.forward_s, 0, []
+        whole = sum(map(numel_of, self.shapes))
+        for shape in reversed(self.shapes):
+            done += numel_of(shape)
+            found.append(begin + (self.step_s - begin) * done / whole)
+        return tuple(reversed(found))
 
 
 def numel_of(shape: Shape) -> int:

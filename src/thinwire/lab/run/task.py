@@ -19,7 +19,7 @@ from thinwire.lab.run.config import RunConfig
 from thinwire.lab.run.size import ConvolutionSize
 from thinwire.task import Task
 
-__all__ = ["TaskError", "Work", "called", "work_of"]
+__all__ = ["OwnTask", "TaskError", "Work", "called", "device_of", "work_of"]
 
 R = TypeVar("R")
 
@@ -61,7 +61,7 @@ def work_of(config: RunConfig) -> Work:
         TaskError: It is the user's own and cannot be trained.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    device = _device_of(config.device, rank)
+    device = device_of(config.device, rank)
     if config.task is not None:
         return OwnTask(config.task, config.seed, rank, world, device)
     if isinstance(config.model, ConvolutionSize):
@@ -69,7 +69,12 @@ def work_of(config: RunConfig) -> Work:
     return NextByte(config, config.model, rank, world, device)
 
 
-def _device_of(choice: str, rank: int) -> torch.device:
+def device_of(choice: str, rank: int) -> torch.device:
+    """Where a rank computes: its GPU, or the CPU.
+
+    Raises:
+        TaskError: "cuda" was asked for, and torch sees none.
+    """
     if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():

@@ -1,0 +1,310 @@
+"""The network between real ranks and the step of a model, measured in a few seconds.
+
+Each rank spends at most `_MOST_BYTES` on the network. What is not measured for lack of time is
+named.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from math import inf
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from thinwire.lab.run.built_in import loss_of
+from thinwire.lab.run.model import ByteTransformer
+from thinwire.lab.run.size import ModelSize
+from thinwire.lab.run.task import OwnTask, device_of
+from thinwire.lab.run.trainers import Setup
+
+__all__ = ["probe"]
+
+_MOST_BYTES = 32 * 2**20
+_PAIRS_BYTES, _TOGETHER_BYTES, _COLLECTIVES_BYTES = 12 * 2**20, 8 * 2**20, 8 * 2**20
+_PAIRS_S, _TOGETHER_S, _COLLECTIVES_S, _STEPS_S = 3.5, 1.0, 2.0, 2.0
+_ROUND_TRIPS, _DROPPED = 20, 3
+_PIECE_BYTES = 2**16
+_FIRST_BYTES, _LONG_ENOUGH_S = 2**16, 0.4
+_UNTIMED_STEPS, _MOST_STEPS = 2, 5
+
+
+def probe(task: str | None, size: ModelSize, batch: int, device: str) -> dict[str, Any]:
+    """Measure; on all ranks at the same time.
+
+    Args:
+        task: "FILE.py:NAME" of a task of the user's; None for the model that comes with the
+            command.
+        size: Of that model.
+        batch: Sequences of a step of that model.
+        device: "auto", "cpu" or "cuda".
+
+    Returns:
+        What was measured, the same on all ranks: `ranks`, `pairs`, `together`, `collectives`,
+        `compute`, `not_measured`, `seconds` and `bytes`, the most that a rank has sent.
+    """
+    begin_s = time.perf_counter()
+    line = _Line()
+    pairs = line.pairs()
+    together = line.together(min((pair["bytes_s"] for pair in pairs), default=inf))
+    collectives = line.collectives(min(together, default=inf))
+    compute = _compute(task, size, batch, device)
+    seconds = time.perf_counter() - begin_s
+    parts = _everyones(
+        {"pairs": pairs, "compute": compute, "seconds": seconds, "bytes": line.sent_bytes}
+    )
+    return {
+        "ranks": line.size,
+        "pairs": [pair for part in parts for pair in part["pairs"]],
+        "together": [{"rank": rank, "bytes_s": rate} for rank, rate in enumerate(together)],
+        "collectives": collectives,
+        "compute": _slowest([part["compute"] for part in parts]),
+        "not_measured": line.not_measured,
+        "seconds": max(part["seconds"] for part in parts),
+        "bytes": max(part["bytes"] for part in parts),
+    }
+
+
+def _everyones(own: Any) -> list[Any]:
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, own)
+    return parts
+
+
+def _slowest(computes: list[dict[str, Any]]) -> dict[str, Any]:
+    """The step of the rank that takes longest, since the others wait for it."""
+    slowest = max(range(len(computes)), key=lambda rank: computes[rank]["step_s"])
+    return {**computes[slowest], "rank": slowest}
+
+
+class _Line:
+    """This rank's line into the network."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.sent_bytes = 0
+        self.not_measured: list[str] = []
+
+    def pairs(self) -> list[dict[str, Any]]:
+        """Latency and rate to every rank of a larger number, both directions at once; no rank is
+        in two pairs at a time.
+        """
+        found = []
+        rounds = list(_tournament(self.size))
+        share_s = _PAIRS_S / max(1, len(rounds))
+        share_bytes = _PAIRS_BYTES // max(1, len(rounds))
+        for other in (partners[self.rank] for partners in rounds):
+            dist.barrier()
+            if other is None:
+                continue
+            latency_s = self._latency(other)
+            rate, most = self._rate(other, share_bytes, share_s)
+            if other > self.rank:
+                found.append(
+                    {
+                        "ranks": [self.rank, other],
+                        "latency_s": latency_s,
+                        "bytes_s": rate,
+                        "largest_bytes": most,
+                    }
+                )
+        return found
+
+    def _latency(self, other: int) -> float:
+        """Half of the median round trip of eight bytes."""
+        word, taken = torch.zeros(8, dtype=torch.uint8), []
+        for _ in range(_ROUND_TRIPS):
+            begin_s = time.perf_counter()
+            for sends in (self.rank < other, self.rank > other):
+                dist.send(word, other) if sends else dist.recv(word, other)
+            taken.append(time.perf_counter() - begin_s)
+        self.sent_bytes += 8 * _ROUND_TRIPS
+        return median(taken[_DROPPED:]) / 2
+
+    def _rate(self, other: int, most_bytes: int, most_s: float) -> tuple[float, int]:
+        """Bytes in a second of the largest transfer, the better of two, and its size.
+
+        Smaller ones tell little: burst buckets hold them whole, and after a loss TCP waits 0.2 s.
+        """
+        nbytes, left_bytes, left_s = _FIRST_BYTES, most_bytes, most_s
+        while True:
+            taken_s = self._both_ways(other, other, nbytes)
+            left_bytes, left_s = left_bytes - nbytes, left_s - taken_s
+            enough = taken_s >= _LONG_ENOUGH_S
+            if self._agreed(other, enough or 5 * nbytes > left_bytes or 5 * taken_s > left_s):
+                break
+            nbytes *= 4
+        if self._agreed(other, nbytes <= left_bytes and taken_s <= left_s):
+            taken_s = min(taken_s, self._both_ways(other, other, nbytes))
+        return nbytes / taken_s, nbytes
+
+    def _agreed(self, other: int, word: bool) -> bool:
+        """The word of the one of the smaller number."""
+        told = torch.tensor(word)
+        dist.send(told, other) if self.rank < other else dist.recv(told, other)
+        return bool(told)
+
+    def _both_ways(self, to: int, source: int, nbytes: int) -> float:
+        """Seconds until `nbytes` are sent and received, in pieces as the collectives cut them."""
+        out, into = torch.zeros(nbytes, dtype=torch.uint8), torch.empty(nbytes, dtype=torch.uint8)
+        begin_s = time.perf_counter()
+        pieces = zip(torch.split(out, _PIECE_BYTES), torch.split(into, _PIECE_BYTES), strict=True)
+        for works in [(dist.isend(one, to), dist.irecv(other, source)) for one, other in pieces]:
+            for work in works:
+                assert work is not None, "this rank belongs to the group"
+                work.wait()
+        self.sent_bytes += nbytes
+        return time.perf_counter() - begin_s
+
+    def together(self, rate: float) -> list[float]:
+        """Of each rank bytes in a second, the better of two, while all send to the next one."""
+        if self.size == 1:
+            return []
+        rate = min(_everyones(rate))
+        nbytes = int(min(_TOGETHER_BYTES, max(_FIRST_BYTES, rate * _TOGETHER_S / 2)))
+        dist.barrier()
+        taken_s = self._both_ways((self.rank + 1) % self.size, (self.rank - 1) % self.size, nbytes)
+        return [nbytes / each for each in _everyones(taken_s)]
+
+    def collectives(self, rate: float) -> list[dict[str, Any]]:
+        """Seconds of all-reduce and all-gather, small and as large as the time allows."""
+        found: list[dict[str, Any]] = []
+        if self.size == 1:
+            return found
+        left_bytes, begin_s = _COLLECTIVES_BYTES, time.perf_counter()
+        for kind, copies in (("all_reduce", 2.0), ("all_gather", float(self.size))):
+            for nbytes, times in ((256, 10), (2**16, 3), (2**20, 2)):
+                cost = int(copies * nbytes) * times
+                late = time.perf_counter() - begin_s + cost / rate > _COLLECTIVES_S
+                if any(_everyones(late or cost > left_bytes)):
+                    self.not_measured.append(
+                        f"{kind} of {nbytes} bytes: it would take more than the time or the bytes "
+                        "that are left"
+                    )
+                    continue
+                left_bytes -= cost
+                self.sent_bytes += cost
+                seconds = _timed_collective(kind, nbytes, times)
+                found.append({"kind": kind, "bytes": nbytes, "seconds": seconds})
+        return found
+
+
+def _timed_collective(kind: str, nbytes: int, times: int) -> float:
+    """Seconds of one of several in a row, so that ranks that begin late count little."""
+    own = torch.zeros(nbytes // 4)
+    places = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.barrier()
+    begin_s = time.perf_counter()
+    for _ in range(times):
+        if kind == "all_reduce":
+            dist.all_reduce(own)
+        else:
+            dist.all_gather(places, own)
+    taken = torch.tensor((time.perf_counter() - begin_s) / times)
+    dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+    return float(taken)
+
+
+def _tournament(size: int) -> Iterator[list[int | None]]:
+    """Rounds in which every rank has one partner or none, until each has had every other one."""
+    places = [*range(size), *([None] if size % 2 else [])]
+    for _ in range(len(places) - 1):
+        partners: list[int | None] = [None] * size
+        for a, b in zip(places[: len(places) // 2], reversed(places), strict=False):
+            if a is not None and b is not None:
+                partners[a], partners[b] = b, a
+        yield partners
+        places = [places[0], places[-1], *places[1:-1]]
+
+
+def _compute(task: str | None, size: ModelSize, batch: int, device: str) -> dict[str, Any]:
+    """Forward pass, backward pass and update, and when each gradient is ready; all ranks compute at
+    once.
+    """
+    place = device_of(device, dist.get_rank())
+    if task is None:
+        model: nn.Module = ByteTransformer(size).to(place)
+        inputs, targets = torch.randint(256, (2, batch, size.context)).to(place)
+        setup = Setup("adamw", 1, loss_of)
+    else:
+        own = OwnTask(task, 0, dist.get_rank(), dist.get_world_size(), place)
+        model, (inputs, targets) = own.model, own.some_batch(0)
+        setup = Setup("adamw", 1, own.loss_fn, own.make_optimizer)
+    optimizer = setup.optimizer_of(model, lr=1e-4)
+    params = [p for p in model.parameters() if p.requires_grad]
+    clock = _Clock(place)
+    for p in params:
+        p.register_post_accumulate_grad_hook(clock.ready)  # type: ignore[no-untyped-call]
+    runs: list[dict[str, Any]] = []
+    begin_s = time.perf_counter()
+    dist.barrier()
+    while len(runs) < _UNTIMED_STEPS + _MOST_STEPS and (
+        len(runs) <= _UNTIMED_STEPS or time.perf_counter() - begin_s < _STEPS_S
+    ):
+        runs.append(clock.step(model, optimizer, setup, inputs, targets))
+    timed = runs[_UNTIMED_STEPS:]
+    order = [id(p) for p in params]
+    ready = {key: median(run["ready"].get(key, run["backward"]) for run in timed) for key in order}
+    return {
+        "device": place.type,
+        "forward_s": median(run["forward"] for run in timed),
+        "step_s": median(run["end"] for run in timed),
+        "backward_end_s": median(run["backward"] for run in timed),
+        "parameters": sum(p.numel() for p in params),
+        "shapes": [list(p.shape) for p in params],
+        "ready_s": [ready[key] for key in order],
+    }
+
+
+class _Clock:
+    """Seconds of a step at which things are done; on a GPU as its own queue of work sees them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.marks: dict[Any, Any] = {}
+
+    def _mark(self, key: Any) -> None:
+        if self.cuda:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            self.marks[key] = event
+        else:
+            self.marks[key] = time.perf_counter()
+
+    def ready(self, param: Tensor) -> None:
+        """A gradient is there."""
+        self._mark(id(param))
+
+    def step(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        setup: Setup,
+        inputs: Any,
+        targets: Any,
+    ) -> dict[str, Any]:
+        """One step: seconds since its begin of the end of each part."""
+        self.marks = {}
+        self._mark("begin")
+        loss = setup.forward(model, inputs, targets)
+        self._mark("forward")
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._mark("backward")
+        optimizer.step()
+        optimizer.zero_grad()
+        self._mark("end")
+        if self.cuda:
+            torch.cuda.synchronize()
+        since: Callable[[Any], float] = (
+            (lambda mark: self.marks["begin"].elapsed_time(mark) / 1e3)
+            if self.cuda
+            else (lambda mark: mark - self.marks["begin"])
+        )
+        seconds = {key: since(mark) for key, mark in self.marks.items()}
+        names = ("begin", "forward", "backward", "end")
+        return {
+            **{name: seconds[name] for name in names},
+            "ready": {key: value for key, value in seconds.items() if key not in names},
+        }

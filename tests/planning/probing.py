@@ -1,0 +1,17 @@
+"""A job of the workers that probes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from thinwire.lab.run.events import EventLog
+from thinwire.lab.run.probe import probe
+from thinwire.lab.run.size import parse_size
+
+
+class Probing:
+    def __init__(self, config: Mapping[str, Any], events: EventLog) -> None:
+        events.write("prepared")
+        events.wait_for_release()
+
+    def train(self) -> dict[str, Any]:
+        return probe(None, parse_size("tiny"), 2, "cpu")

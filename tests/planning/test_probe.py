@@ -1,0 +1,148 @@
+"""What is measured between real ranks, and the plan that follows from it."""
+
+import contextlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import thinwire as tw
+from tests.lab.namespaces import needs_netns
+from thinwire.lab.network.link import Link
+from thinwire.lab.network.netns import network
+from thinwire.lab.run.config import Job
+from thinwire.lab.run.events import release
+from thinwire.lab.run.launch import run_workers
+from thinwire.planning.network import FRAMES
+
+RANKS = 3
+
+
+def torchrun(*words: str) -> subprocess.CompletedProcess[str]:
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    return subprocess.run(
+        [sys.executable, *start, "-m", "thinwire", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("probe") / "probe.json"
+    said = torchrun("probe", "--out", str(path), "--size", "tiny", "--batch", "2")
+    assert said.returncode == 0, said.stderr
+    assert "slowest pair: ranks [" in said.stdout
+    return path
+
+
+def test_every_pair_and_every_gradient_is_measured(file: Path) -> None:
+    found = json.loads(file.read_text())
+    assert sorted(pair["ranks"] for pair in found["pairs"]) == [[0, 1], [0, 2], [1, 2]]
+    for pair in found["pairs"]:
+        assert 0 < pair["latency_s"] < 1
+        assert pair["bytes_s"] > 1e6
+    assert [each["rank"] for each in found["together"]] == [0, 1, 2]
+    kinds = {(each["kind"], each["bytes"]) for each in found["collectives"]}
+    assert {("all_reduce", 256), ("all_reduce", 2**20), ("all_gather", 256)} <= kinds
+    compute = found["compute"]
+    assert 0 < compute["forward_s"] < compute["backward_end_s"] <= compute["step_s"]
+    assert len(compute["ready_s"]) == len(compute["shapes"])
+    assert all(compute["forward_s"] < at <= compute["step_s"] for at in compute["ready_s"])
+    # the output layer's gradient comes first, the embedding's last
+    assert compute["ready_s"][-1] < compute["ready_s"][0]
+
+
+def test_it_stays_within_what_it_may_send(file: Path) -> None:
+    assert json.loads(file.read_text())["bytes"] <= 32 * 2**20
+
+
+def test_a_plan_follows_from_it(file: Path) -> None:
+    found = json.loads(file.read_text())
+    plan = tw.plan(probe=file)
+    assert plan.link["measured"] is True
+    assert plan.link["workers"] == RANKS
+    slowest = min(each["bytes_s"] for each in found["together"])
+    assert plan.link["rate_bit_s"] == pytest.approx(8 * slowest / FRAMES)
+    dense = plan["dense"]
+    assert dense.bytes_per_step == pytest.approx(2 * 2 / 3 * 4 * found["compute"]["parameters"])
+    assert dense.step_seconds[1] >= found["compute"]["step_s"]
+
+
+@pytest.mark.parametrize(
+    ("change", "arguments", "says"),
+    [
+        ({"format": 7}, {}, "format 7.*probe again"),
+        ({"ranks": 1}, {}, "one rank"),
+        ({}, {"workers": 8}, "workers=8.*3 ranks"),
+        ({}, {"link": "1gbit"}, "link is given"),
+    ],
+)
+def test_what_does_not_fit_is_one_clear_line(
+    file: Path, tmp_path: Path, change: dict, arguments: dict, says: str
+) -> None:
+    changed = tmp_path / "probe.json"
+    changed.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(ValueError, match=says):
+        tw.plan(probe=changed, **arguments)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "nothing"])
+def test_what_is_no_probe_is_said(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "probe.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="thinwire probe"):
+        tw.plan(probe=path)
+    with pytest.raises(ValueError, match="cannot be read"):
+        tw.plan(probe=tmp_path / "missing.json")
+
+
+def test_alone_it_says_how_to_start_it() -> None:
+    said = subprocess.run(
+        [sys.executable, "-m", "thinwire", "probe", "--out", "probe.json"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert said.returncode == 2
+    assert "torchrun" in said.stderr
+    assert len(said.stderr.splitlines()) == 1
+
+
+def test_a_task_that_fails_on_one_rank_is_said_by_all(tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text(
+        "import os\ndef task(seed):\n    raise OSError('no data') if os.environ['RANK'] == '1' "
+        "else RuntimeError('other')\n"
+    )
+    said = torchrun(
+        "probe", "--out", str(tmp_path / "p.json"), "--task", f"{tmp_path / 'task.py'}:task"
+    )
+    assert said.returncode != 0
+    assert "no data" in said.stderr or "other" in said.stderr
+    assert not (tmp_path / "p.json").exists()
+
+
+@needs_netns
+def test_a_shaped_line_is_measured_as_it_is(tmp_path: Path) -> None:
+    link = Link.parse("20mbit", "10ms")
+    job = Job(task="tests.planning.probing:Probing", config={}, timeout_s=60.0)
+    result: dict[str, Any] = {}
+    with (
+        network(2, link) as emulated,
+        contextlib.closing(run_workers(job, 2, emulated, tmp_path)) as news,
+    ):
+        for event in news:
+            if event["event"] == "prepared":
+                emulated.limit()
+                release(tmp_path)
+            elif event["event"] == "result":
+                result = event
+    [pair] = result["pairs"]
+    assert pair["latency_s"] == pytest.approx(0.010, rel=0.3)
+    for rate in (pair["bytes_s"], *(each["bytes_s"] for each in result["together"])):
+        assert 8 * rate / FRAMES == pytest.approx(20e6, rel=0.25)
+    assert result["not_measured"]
