@@ -28,7 +28,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $(INSTALLED)
 
 demo: $(INSTALLED)  ## train dense and compressed over the same slow link, side by side (within three minutes)
-	$(BIN)/thinwire compare --workers 2 --link 100mbit --strategies quantized-local low-rank dense powersgd --size small --seconds 18 --out runs/demo
+	$(BIN)/thinwire compare --workers 2 --link 100mbit --strategies muon-local quantized-local dense powersgd --size small --seconds 18 --out runs/demo
 
 test: $(INSTALLED)  ## everything that must hold
 	$(BIN)/python $(PYTEST)
