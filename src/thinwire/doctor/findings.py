@@ -3,6 +3,7 @@
 import textwrap
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Literal
 
 __all__ = ["Finding", "Level", "as_text", "document", "note", "ok", "status_of", "wrong"]
@@ -74,14 +75,11 @@ def document(title: str, findings: Iterable[Finding], seconds: float) -> dict[st
 def _lines(finding: Finding, width: int) -> str:
     head = f"{finding.level:<{_LEVEL_WIDTH}}{finding.check:<{_CHECK_WIDTH}}"
     blank = " " * len(head)
-    parts = textwrap.wrap(finding.found, width, initial_indent=head, subsequent_indent=blank)
+    # names, ports and commands stay in one piece
+    wrap = partial(textwrap.wrap, width=width, break_long_words=False, break_on_hyphens=False)
+    parts = wrap(finding.found, initial_indent=head, subsequent_indent=blank)
     if finding.advice:
-        parts += textwrap.wrap(
-            f"-> {finding.advice}",
-            width,
-            initial_indent=blank,
-            subsequent_indent=f"{blank}   ",
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
+        advice = f"-> {finding.advice}"
+        further = f"{blank}   "
+        parts += wrap(advice, initial_indent=blank, subsequent_indent=further)
     return "\n".join(parts)
