@@ -31,7 +31,7 @@ PROBE_EXAMPLE = (
     "HOST:29400 "
     "-m thinwire probe --out probe.json"
 )
-_SHOWN = 6
+_SHOWN, _WHOLE_S = 6, 10.0
 _TIMEOUT_S = 60.0
 
 
@@ -87,8 +87,8 @@ def _print(made: Plan) -> None:
 
     console = Console(highlight=False)
     console.print(made.reason, markup=False)
-    titles = ("s a step", "bytes a step", "waiting", "MiB", "worth", "time")
-    table = Table("", *titles, box=box.SIMPLE_HEAD)
+    titles = ("s a step", "sent", "waits", "memory", "worth", "sooner")
+    table = Table("", *titles, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for column in table.columns[1:]:
         column.justify, column.no_wrap = "right", True
     table.columns[0].no_wrap = True
@@ -96,20 +96,26 @@ def _print(made: Plan) -> None:
         low, _, high = row.step_seconds
         table.add_row(
             row.name,
-            f"{low:.2g} to {high:.2g}",
+            f"{_short(low)}-{_short(high)}",
             bytes_text(row.bytes_per_step),
             f"{100 * row.waiting_share:.0f} %",
-            f"{row.memory_bytes / 2**20:,.0f}",
+            bytes_text(row.memory_bytes),
             f"{row.progress:.2f}",
-            f"{row.time_to_dense_loss:.3g}",
+            f"{1 / row.time_to_dense_loss:.3g}",
         )
     console.print(table)
     console.print(
-        "waiting: for the wire. worth: steps of dense that one step is worth, "
-        f"{made.strategies[0].progress_source}; thinwire compare measures it. "
-        "time: until dense's last loss, over dense's own.",
+        "k: local steps between averagings; d: steps that a result may come late. sent: by a rank "
+        "in "
+        "a step. waits: for the wire. worth: steps of dense that one step is worth, "
+        f"{made.strategies[0].progress_source}; thinwire compare measures it. sooner: how many "
+        "times, at dense's last loss.",
         markup=False,
     )
+
+
+def _short(seconds: float) -> str:
+    return f"{seconds:.0f}" if seconds >= _WHOLE_S else f"{seconds:.2g}"
 
 
 def _shown(made: Plan) -> list[Row]:

@@ -227,7 +227,7 @@ def _candidates() -> Iterator[tuple[str, str, Mapping[str, Any] | None]]:
             for delay in (0, k_steps // 4):
                 own = {**local, "k_steps": k_steps, **({"delay": delay} if delay else {})}
                 if own != local:
-                    words = f" k{k_steps}" + (f" delay{delay}" if delay else "")
+                    words = f" k{k_steps}" + (f" d{delay}" if delay else "")
                     yield name + words, "", {"localsgd": own}
 
 
