@@ -11,13 +11,14 @@ import thinwire
 from benchmarks.structure import circles
 
 ROOT = Path(thinwire.__file__).parent
-BASE = {"errors", "_version", "_validate"}
+BASE = {"errors", "_version", "_validate", "_aside"}
 MATHS = BASE | {"layout", "schedules", "kernels", "core"}
 METHODS = MATHS | {"wire", "compress"}
 MAY_IMPORT = {
     "errors": set(),
     "_version": set(),
     "_validate": set(),
+    "_aside": set(),
     "schedules": BASE,
     "task": BASE,
     # arithmetic of messages, without torch

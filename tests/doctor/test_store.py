@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed import HashStore
 
+from thinwire._aside import Late, within
 from thinwire.doctor import store as module
-from thinwire.doctor.store import Board, Late, within
+from thinwire.doctor.store import Board
 
 
 def test_rows_of_ranks_that_came() -> None:
@@ -44,10 +45,10 @@ def test_no_skew_without_rank_0() -> None:
 
 
 def test_what_takes_too_long_is_left_behind() -> None:
-    assert within(5, lambda: 7) == 7
+    assert within(5, lambda: 7, name="test") == 7
     with pytest.raises(ZeroDivisionError):
-        within(5, lambda: 1 // 0)
+        within(5, lambda: 1 // 0, name="test")
     over = threading.Event()
     with pytest.raises(Late):
-        within(0.1, lambda: over.wait(20))
+        within(0.1, lambda: over.wait(20), name="test")
     over.set()

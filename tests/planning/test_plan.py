@@ -13,6 +13,8 @@ import pytest
 import torch
 
 import thinwire as tw
+from thinwire.layout.message import Layout, Slot, WholeLayout, count_sent
+from thinwire.layout.shares import split_plan, whole_split
 from thinwire.planning.methods import cost_of
 from thinwire.planning.network import Network
 from thinwire.planning.work import Work, matrices, numel_of
@@ -115,6 +117,29 @@ def test_bytes_of_local_updates_are_those_of_the_real_messages(
     assert cost.bytes - 256 == message
 
 
+@pytest.mark.parametrize("value_bits", [1, 4])
+def test_bytes_by_shares_are_dealt_once_and_passed_on_in_a_ring(value_bits: int) -> None:
+    """Owners' rows go round a ring: each rank passes on those of all others."""
+    ranks, sparse = 64, {"sparsity": 0.9, "value_bits": value_bits}
+    work = Work(4_000_000, matrices(4_000_000), 0.1)
+    numels = [numel_of(shape) for shape in work.shapes]
+    layout = Layout(tuple(Slot(n, count_sent(n, 0.9)) for n in numels), value_bits)
+    plan = split_plan(layout, ranks)
+    whole = whole_split(WholeLayout(tuple(numels), value_bits), ranks)
+    assert whole is not None
+
+    def sent(compression: Mapping[str, Any]) -> float:
+        document = {"localsgd": {"k_steps": 1, "compression": compression}}
+        return cost_of(document, "", work, Network(1e8, 0.0, ranks)).bytes - 256
+
+    dealt = {sum(each.nbytes for each in plan.first) - own.nbytes for own in plan.first}
+    assert sent(sparse) - (ranks - 1) * plan.row_bytes in dealt
+    assert (
+        sent({"quantized": {"value_bits": value_bits}})
+        == whole.bytes_sent(0) + (ranks - 2) * whole.row_bytes
+    )
+
+
 def test_shapes_make_up_the_number_of_parameters() -> None:
     for params in (1, 7, 16_384, 868_000, 124_000_000):
         made = sum(map(numel_of, matrices(params)))
@@ -139,6 +164,8 @@ def test_nothing_is_compressed_where_the_link_is_fast_enough() -> None:
         ({"params": 1.5}, TypeError, "params.*1.5"),
         ({"step_seconds": 0}, ValueError, "step_seconds=0"),
         ({"workers": 1}, ValueError, "workers=1"),
+        ({"workers": 0}, ValueError, "workers=0"),
+        ({"link": ""}, ValueError, "link=''"),
         ({"workers": 2.0}, TypeError, "workers"),
         ({"device": "tpu"}, ValueError, "device='tpu'.*cpu, cuda"),
     ],

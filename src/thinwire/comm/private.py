@@ -7,7 +7,6 @@ import contextlib
 import ctypes
 import datetime
 import os
-import threading
 import time
 import warnings
 import weakref
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire._aside import Late, within
 from thinwire.comm.courier import Courier, stop_all
 from thinwire.comm.deadline import left_s, one_deadline, waited
 from thinwire.comm.failures import explain_failure
@@ -192,7 +192,7 @@ def _new_group(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:
     try:
         # a store whose host is stopped answers never, whatever its time-out; nccl wants the thread
         # of its device
-        return make() if dist.get_backend() == "nccl" else _within(limit_s + _SLACK_S, make)
+        return make() if dist.get_backend() == "nccl" else _in_time(limit_s + _SLACK_S, make)
     except RuntimeError as error:
         raise explain_failure(
             error,
@@ -206,25 +206,11 @@ def _new_group(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:
         waited(time.monotonic() - begun)
 
 
-def _within(limit_s: float, make: Callable[[], _T]) -> _T:
-    """The result of `make`, which is left behind on a thread of its own where it takes longer."""
-    results: list[_T] = []
-    failures: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(make())
-        except BaseException as failure:
-            failures.append(failure)
-
-    thread = threading.Thread(target=run, name="thinwire-connect", daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    if failures:
-        raise failures[0]
-    if not results:
-        raise RuntimeError("Timed out: neither the ranks nor the store answer")
-    return results[0]
+def _in_time(limit_s: float, make: Callable[[], _T]) -> _T:
+    try:
+        return within(limit_s, make, name="thinwire-connect")
+    except Late:
+        raise RuntimeError("Timed out: neither the ranks nor the store answer") from None
 
 
 @atexit.register

@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from thinwire._aside import Late, within
 from thinwire.doctor.alone import machine_findings
 from thinwire.doctor.findings import Finding, status_of, wrong
 from thinwire.doctor.machine import Machine
 from thinwire.doctor.meeting import meeting_point, one_wait_s
 from thinwire.doctor.pairs import TOKEN_BYTES, Answering, Reach, reach_all
-from thinwire.doctor.store import Board, Late, find_store, within
+from thinwire.doctor.store import THREAD, Board, find_store
 from thinwire.doctor.together import Seen, Together, findings_together
 
 __all__ = ["Ended", "Examination"]
@@ -182,7 +183,7 @@ class Examination:
             return "" if right else f"a sum over all ranks is not {expected:g}"
 
         try:
-            return within(limit_s + slack_s, form), False
+            return within(limit_s + slack_s, form, name=THREAD), False
         except Late:
             return f"nothing within {limit_s + slack_s:.1f} s", True
         except RuntimeError as error:

@@ -1,50 +1,23 @@
 """What ranks tell each other through the store that torchrun has made, every wait bounded."""
 
 import json
-import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar, final
+from typing import Any, final
 
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistError
 from torch.distributed.rendezvous import rendezvous
 
-__all__ = ["Board", "Late", "find_store", "within"]
+from thinwire._aside import within
 
-_T = TypeVar("_T")
+__all__ = ["THREAD", "Board", "find_store"]
+
+THREAD = "thinwire-doctor"
+"""Name of the threads that wait for others."""
+
 _CLOCK_ROUNDS = 4
 _SHORTEST_S = 0.01
-
-
-class Late(Exception):
-    """Something did not end in its time."""
-
-
-def within(limit_s: float, work: Callable[[], _T]) -> _T:
-    """The result of `work`, which is left behind on a thread of its own where it takes longer.
-
-    Raises:
-        Late: It takes longer.
-    """
-    results: list[_T] = []
-    failures: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(work())
-        except BaseException as failure:
-            failures.append(failure)
-
-    thread = threading.Thread(target=run, name="thinwire-doctor", daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    if failures:
-        raise failures[0]
-    if not results:
-        raise Late
-    return results[0]
 
 
 def find_store(rank: int, size: int, patience_s: float) -> Store:
@@ -60,7 +33,7 @@ def find_store(rank: int, size: int, patience_s: float) -> Store:
         found: Store = next(iter(rendezvous("env://", rank, size, timeout=limit)))[0]
         return found
 
-    return within(patience_s, find)
+    return within(patience_s, find, name=THREAD)
 
 
 @final

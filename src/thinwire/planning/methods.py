@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from thinwire.layout.message import Layout, Slot, WholeLayout, count_sent
+from thinwire.layout.shares import split_plan
 from thinwire.layout.traffic import SPLIT, busiest, chosen_exchange, chosen_split
 from thinwire.planning.network import Network
 from thinwire.planning.work import Shape, Work, numel_of
@@ -149,18 +150,45 @@ def _dgc(own: Mapping[str, Any], work: Work, network: Network) -> Cost:
         if not mine:
             continue
         layout = Layout(tuple(Slot(n, count_sent(n, sparsity)) for n in mine), bits)
-        wire_s, sent = _message(layout, own.get("exchange", "auto"), network)
-        buckets.append(_Bucket(ready_s, _passes(work, sum(mine), 10), wire_s, sent))
+        dealt = _entries_dealt(layout, own.get("exchange", "auto"), network)
+        encode_s = _passes(work, sum(mine), 10)
+        buckets.append(_Bucket(ready_s, encode_s, dealt.seconds(network), dealt.sent(network)))
     after_s, sent = _end_of_step(4 * rest, network)
     return _overlapped(work, buckets, after_s, 8 * kept, sent)
 
 
-def _message(layout: Layout, exchange: str, network: Network) -> tuple[float, float]:
-    """Seconds and bytes that a rank sends of one message to all others, or by shares."""
-    if chosen_exchange(exchange, layout, network.ranks) == SPLIT:
-        sent = busiest(layout, network.ranks, SPLIT).bytes_sent
-        return network.all_to_all_s(sent / 2) + network.all_gather_s(sent / 2 / network.ranks), sent
-    return network.all_gather_s(layout.nbytes), (network.ranks - 1) * layout.nbytes
+@dataclass(frozen=True)
+class _Dealt:
+    """What a rank gives to an exchange of messages: to owners, and then round a ring."""
+
+    first_bytes: float
+    """To all owners together; 0 where messages are gathered."""
+    row_bytes: float
+    """What each rank passes on of every other one."""
+
+    def seconds(self, network: Network, parts: int = 1, idle_s: float = 0.0) -> float:
+        """Of one of so many equal parts."""
+        first_s = network.all_to_all_s(self.first_bytes / parts, idle_s) if self.first_bytes else 0
+        ring_idle_s = 0.0 if self.first_bytes else idle_s
+        return first_s + network.all_gather_s(self.row_bytes / parts, ring_idle_s)
+
+    def sent(self, network: Network) -> float:
+        """Bytes that a rank sends."""
+        return self.first_bytes + (network.ranks - 1) * self.row_bytes
+
+
+def _entries_dealt(layout: Layout, exchange: str, network: Network) -> _Dealt:
+    if chosen_exchange(exchange, layout, network.ranks) != SPLIT:
+        return _Dealt(0, layout.nbytes)
+    row_bytes = split_plan(layout, network.ranks).row_bytes
+    return _Dealt(busiest(layout, network.ranks, SPLIT).bytes_sent - row_bytes, row_bytes)
+
+
+def _whole_dealt(layout: WholeLayout, exchange: str, network: Network) -> _Dealt:
+    plan = chosen_split(exchange, layout, network.ranks)
+    if plan is None:
+        return _Dealt(0, layout.nbytes)
+    return _Dealt(plan.bytes_sent(0) - plan.row_bytes, plan.row_bytes)
 
 
 def _end_of_step(dense_bytes: float, network: Network) -> tuple[float, float]:
@@ -197,17 +225,13 @@ def _change(
         own = compression.get("sparse", compression)
         slots = tuple(Slot(n, count_sent(n, own["sparsity"])) for n in numels)
         layout = Layout(slots, own.get("value_bits", 2))
-        _, sent = _message(layout, own.get("exchange", "auto"), network)
-        way = chosen_exchange(own.get("exchange", "auto"), layout, network.ranks)
-        return _dealt_s(network, sent / fragments, way == SPLIT, idle_s), sent, 14, 2
+        dealt = _entries_dealt(layout, own.get("exchange", "auto"), network)
+        return dealt.seconds(network, fragments, idle_s), dealt.sent(network), 14, 2
     if "quantized" in compression:
         own = compression["quantized"]
         whole = WholeLayout(tuple(numels), own.get("value_bits", 4))
-        plan = chosen_split(own.get("exchange", "auto"), whole, network.ranks)
-        sent = (network.ranks - 1) * (
-            whole.nbytes if plan is None else plan.first[0].nbytes + plan.row_bytes
-        )
-        return _dealt_s(network, sent / fragments, plan is not None, idle_s), sent, 16, 2
+        dealt = _whole_dealt(whole, own.get("exchange", "auto"), network)
+        return dealt.seconds(network, fragments, idle_s), dealt.sent(network), 16, 2
     if "low_rank" in compression:
         rank = compression["low_rank"].get("rank", 2)
         nbytes = sum(4 * rank * sum(_sides(shape)) for shape in work.shapes)
@@ -216,17 +240,6 @@ def _change(
         nbytes, passes, kept = 4 * work.numel, 6, 1
     wire_s = network.all_reduce_s(nbytes / fragments, idle_s)
     return wire_s, _ring_bytes(network, nbytes), passes, kept
-
-
-def _dealt_s(network: Network, sent: float, by_shares: bool, idle_s: float) -> float:
-    """Seconds for what a rank sends in all: in a ring, or half of it to owners and half in a
-    ring.
-    """
-    others = max(1, network.ranks - 1)
-    if by_shares:
-        dealt_s = network.all_to_all_s(sent / 2, idle_s)
-        return dealt_s + network.all_gather_s(sent / 2 / others)
-    return network.all_gather_s(sent / others, idle_s)
 
 
 def _sides(shape: Shape) -> tuple[int, int]:

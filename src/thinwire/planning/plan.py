@@ -9,7 +9,7 @@ from typing import Any
 
 from thinwire.lab.network.link import Link
 from thinwire.lab.report.winner import document_of
-from thinwire.lab.run.config import OPTIMIZERS
+from thinwire.lab.run.config import OPTIMIZERS, Recipe
 from thinwire.lab.strategies import STRATEGIES
 from thinwire.planning.methods import Cost, cost_of
 from thinwire.planning.network import Network
@@ -22,8 +22,9 @@ __all__ = ["Plan", "Row", "plan"]
 _FASTEST_BIT_S, _UNLIMITED_BIT_S = 4e11, 2e10
 """The fastest line that can be named, and what none and loopback are taken for."""
 _MOST_WORKERS = 100_000
-_DOUBT = 0.1
-_DOUBT_OF_WIRE = 0.1
+_RAMP_STEPS = 100
+"""Of methods that start gently."""
+_DOUBT, _DOUBT_ON_TOP = 0.1, 0.2
 _WORTH = 1.05
 """How many times sooner than dense a strategy must be to be recommended."""
 
@@ -140,7 +141,12 @@ def plan(
         network, work = _probed(Path(probe), workers, given)
     else:
         network, work = _assumed(
-            params, step_seconds, workers or 2, link or "100mbit", latency or "0ms", device or "cpu"
+            params,
+            step_seconds,
+            2 if workers is None else workers,
+            "100mbit" if link is None else link,
+            "0ms" if latency is None else latency,
+            "cpu" if device is None else device,
         )
     dense_s = cost_of({}, "dense", work, network).step_s
     rows = sorted(
@@ -212,14 +218,13 @@ def _parsed_params(params: int | str) -> int:
     return params
 
 
-def _candidates() -> Iterator[tuple[str, str, Mapping[str, Any] | None]]:
-    """Name, hook of DDP, and document of every strategy and of variants of ours."""
+def _candidates() -> Iterator[tuple[str, Recipe, Mapping[str, Any] | None]]:
+    """Name, recipe and document of every strategy and of variants of ours."""
     for name, recipe in STRATEGIES.items():
-        document = document_of(recipe, ramp_steps=1)
+        document = document_of(recipe, _RAMP_STEPS)
         if name in ("adaptive-localsgd", "dense-muon"):
             continue
-        hook = name if document is None or not document else ""
-        yield name, hook, document
+        yield name, recipe, document
         local = (document or {}).get("localsgd")
         if local is None:
             continue
@@ -228,19 +233,19 @@ def _candidates() -> Iterator[tuple[str, str, Mapping[str, Any] | None]]:
                 own = {**local, "k_steps": k_steps, **({"delay": delay} if delay else {})}
                 if own != local:
                     words = f" k{k_steps}" + (f" d{delay}" if delay else "")
-                    yield name + words, "", {"localsgd": own}
+                    yield name + words, recipe, {"localsgd": own}
 
 
 def _row(
     name: str,
-    hook: str,
+    recipe: Recipe,
     document: Mapping[str, Any] | None,
     work: Work,
     network: Network,
     dense_s: float,
 ) -> Row:
-    cost = cost_of(document or {}, hook, work, network)
-    progress = progress_of(name, document or {}, network.ranks)
+    cost = cost_of(document or {}, recipe.name, work, network)
+    progress = progress_of(recipe.name, document or {}, network.ranks)
     return Row(
         name,
         _interval(cost, work),
@@ -251,14 +256,14 @@ def _row(
         progress.source,
         1.0 if name == "dense" else cost.step_s / progress.share / dense_s,
         document,
-        OPTIMIZERS.get(STRATEGIES[name.partition(" ")[0]].optimizer or ""),
+        OPTIMIZERS.get(recipe.optimizer or ""),
     )
 
 
 def _interval(cost: Cost, work: Work) -> tuple[float, float, float]:
     """Compute is known to a tenth, and what comes on top of it to two tenths."""
     on_top = cost.step_s - work.step_s
-    doubt = _DOUBT * work.step_s + (_DOUBT + _DOUBT_OF_WIRE) * on_top
+    doubt = _DOUBT * work.step_s + _DOUBT_ON_TOP * on_top
     return cost.step_s - doubt, cost.step_s, cost.step_s + doubt
 
 

@@ -29,13 +29,12 @@ def _measured() -> list[dict[str, Any]]:
     return found
 
 
-def progress_of(name: str, document: Mapping[str, Any], workers: int) -> Progress:
+def progress_of(method: str, document: Mapping[str, Any], workers: int) -> Progress:
     """The measured run that is nearest: of the same method, with the nearest interval, then the
     nearest number of workers.
     """
-    if name == "dense":
+    if method == "dense":
         return Progress(1.0, "by definition")
-    method = name.partition(" ")[0]
     interval = document.get("localsgd", {}).get("k_steps", 1)
 
     def distance(run: Mapping[str, Any]) -> tuple[float, float]:
