@@ -1,5 +1,5 @@
 """The command `thinwire`: an exit status and one line for whatever goes wrong; commands are in
-`lab`, `planning`, `strategy` and `doctor`.
+`lab`, `planning`, `strategy`, `doctor` and `members`.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     from thinwire.errors import ThinwireError
     from thinwire.lab.commands import app
     from thinwire.lab.run.joined import place_in_torchrun
+    from thinwire.members import command as meeting
     from thinwire.planning import command as planning
     from thinwire.strategy.command import EXAMPLE, explain
 
@@ -50,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         app.command(planning.plan, help_epilogue=planning.EXAMPLE)
         app.command(planning.probe, help_epilogue=planning.PROBE_EXAMPLE)
         app.command(examining.doctor, help_epilogue=examining.EXAMPLES)
+        app.command(meeting.host, help_epilogue=meeting.EXAMPLES)
     try:
         with _orderly_termination():
             app(typed, exit_on_error=False, print_error=False)

@@ -1,0 +1,1 @@
+"""Members that come and go: where they meet, who is admitted, who takes part."""

@@ -1,0 +1,142 @@
+"""`thinwire host`: addresses and the token are checked before torch is loaded."""
+
+import errno
+import ipaddress
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from thinwire.members.address import Address, parse_address
+from thinwire.members.token import new_token as make_token
+from thinwire.members.token import read_token
+
+__all__ = ["EXAMPLES", "host"]
+
+EXAMPLES = """Examples:
+
+thinwire host --new-token token
+
+thinwire host --bind 10.0.0.1:29400 --token-file token
+"""
+_BACKLOG = 512
+_EVERYWHERE = {"*": "0.0.0.0"}
+_Flag = Annotated[bool, Parameter(negative="")]
+
+
+def host(
+    *,
+    bind: str | None = None,
+    token_file: Path | None = None,
+    new_token: Path | None = None,
+    public: _Flag = False,
+    quiet: _Flag = False,
+) -> None:
+    """Be the meeting place of runs whose members come and go: tw.join names its address.
+
+    It listens on the one address that is given, says when the members of a run have changed, and
+    ends on Ctrl-C; members that train then go on until one of them comes or goes. Traffic is not
+    encrypted: docs/security.md says what is defended and what is not.
+
+    Args:
+        bind: ADDRESS:PORT of this machine; IPv6 addresses in brackets; port 0 takes a free one.
+        token_file: The secret that all members have. Without it whoever reaches the port can join.
+        new_token: Makes such a file, for its owner alone, and ends.
+        public: Lets it listen on all addresses.
+        quiet: Print where it listens, and no more.
+    """
+    if new_token is not None:
+        if bind is not None or token_file is not None:
+            raise ValueError("--new-token makes a file and ends: leave the other options out")
+        make_token(new_token)
+        print(f"{new_token}: mode 600, copy it to every machine, such as with scp -p")
+        return
+    if bind is None:
+        raise ValueError("--bind is missing: an address of this machine, such as 10.0.0.1:29400")
+    asked = parse_address("bind", bind, scheme=False)
+    token = None if token_file is None else read_token(token_file)
+    with _listener(asked, public=public) as listener:
+        where = Address(*listener.getsockname()[:2])
+        _hold(listener, where, token, quiet=quiet)
+
+
+def _hold(listener: socket.socket, where: Address, token: bytes | None, *, quiet: bool) -> None:
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    from thinwire.members.host import serve  # loads torch
+
+    def say(line: str) -> None:
+        if not quiet:
+            print(line, flush=True)
+
+    def ready() -> None:
+        print(f"listening on tcp://{where}", flush=True)
+        for line in _remarks(where, with_token=token is not None):
+            say(line)
+
+    serve(listener, token, say=say, ready=ready, stop=stop)
+    say("ended: members go on until one of them comes or goes")
+
+
+def _listener(asked: Address, *, public: bool) -> socket.socket:
+    """A socket that listens on this address alone.
+
+    Raises:
+        ValueError: The address is no address, is not of this machine, is all of them, or is taken.
+    """
+    name = _EVERYWHERE.get(asked.host, asked.host)
+    try:
+        address = ipaddress.ip_address(name)
+    except ValueError:
+        raise ValueError(
+            f"bind={str(asked)!r} has a name: an address is required, such as 10.0.0.1, so that "
+            "nothing else is listened on"
+        ) from None
+    if address.is_unspecified and not public:
+        raise ValueError(
+            f"bind={str(asked)!r} means all addresses of this machine, also those that the "
+            "internet reaches: give the one that members use, or --public"
+        )
+    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+    listener = socket.socket(family)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind((name, asked.port))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ValueError(f"bind={str(asked)!r}: {_why(error)}") from None
+    return listener
+
+
+def _why(error: OSError) -> str:
+    match error.errno:
+        case errno.EADDRINUSE:
+            return "the port is in use on this address: take another one, or end who has it"
+        case errno.EADDRNOTAVAIL:
+            return "no address of this machine: `ip address` lists those it has"
+        case errno.EACCES:
+            return "not allowed: ports from 1024 on are free for everybody"
+    return error.strerror or str(error)
+
+
+def _remarks(where: Address, *, with_token: bool) -> Iterator[str]:
+    """What whoever starts it should know."""
+    if not with_token:
+        yield (
+            "no --token-file: whoever reaches this port can join, and write what members read. "
+            "--new-token makes one"
+        )
+    address = ipaddress.ip_address(where.host)
+    if address.is_global or address.is_unspecified:
+        yield (
+            "the internet may reach this address, and traffic is not encrypted: see "
+            "docs/security.md, and use a tunnel"
+        )

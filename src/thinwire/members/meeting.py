@@ -1,0 +1,200 @@
+"""How a newcomer reaches the meeting place and is told at once when it does not belong there."""
+
+import json
+import re
+import secrets
+import socket
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, Final
+
+from torch._C._distributed_c10d import Store, TCPStore
+from torch.distributed import DistError, DistStoreError
+
+from thinwire._aside import Late, within
+from thinwire._version import __version__
+from thinwire.errors import Mismatch, PayloadCorrupt, PeerLost, PeerStalled
+from thinwire.members.address import Address, parse_address
+from thinwire.members.sealed import SealedStore
+from thinwire.members.token import derived_key
+
+__all__ = ["MEETING_VERSION", "connect", "greet", "require_run", "require_same", "run_store"]
+
+MEETING_VERSION: Final = 1
+"""Of what members say to each other through the store; others are refused."""
+
+_PLACE: Final = "thinwire/"
+_GREETING: Final = "host"
+_RUN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_GREETING_S: Final = 5.0
+_SLACK_S: Final = 1.0
+_THREAD: Final = "thinwire-meeting"
+_SESSION_BYTES: Final = 16
+
+
+def connect(address: str, run: str, token: bytes | None, timeout: timedelta) -> SealedStore:
+    """The store of a run at a meeting place, once that has shown that it knows the token.
+
+    Args:
+        address: Such as "tcp://10.0.0.1:29400".
+        run: Name of the run: letters, digits, ".", "_" and "-", at most 64.
+        token: As the host has it; None where the host has none.
+        timeout: For this call, and of the store's calls afterwards.
+
+    Returns:
+        With the keys of this run alone, which stand under run/{run}/ in the host's store. Sealed,
+        where there is a token, for this run and this life of the host: nothing of another run, or
+        of before the host was restarted, verifies.
+
+    Raises:
+        ValueError: The address or the run is no such text.
+        PeerLost: Nobody listens there, or whoever does went away.
+        PeerStalled: No answer within the time-out.
+        Mismatch: It is no meeting place, has another token or none, or another version.
+    """
+    require_run(run)
+    place = parse_address("address", address, scheme=True)
+    limit_s = timeout.total_seconds()
+    _require_listener(place, limit_s)
+    patience_s = min(limit_s, _GREETING_S)
+    try:
+        store = within(limit_s, lambda: _client(place, timeout), name=_THREAD)
+        session = within(
+            patience_s + _SLACK_S,
+            lambda: _greeted(store, token, place, timedelta(seconds=patience_s)),
+            name=_THREAD,
+        )
+    except Late:
+        raise PeerStalled(
+            f"tcp://{place} took the connection and did not answer within {limit_s:g} s: it is "
+            "stopped, cut off, or no meeting place of thinwire"
+        ) from None
+    except DistStoreError:
+        raise Mismatch(
+            f"tcp://{place} is a store and no meeting place of thinwire: `thinwire host --bind "
+            f"{place}` makes one"
+        ) from None
+    except DistError as error:
+        raise PeerLost(
+            f"tcp://{place} closed the connection: {_first_line(error)}. Has `thinwire host` ended?"
+        ) from error
+    return run_store(store, run, token, session)
+
+
+def greet(store: Store, token: bytes | None) -> str:
+    """Leave the greeting by which newcomers know this host, and know that it has their token.
+
+    Args:
+        store: Of the host, new.
+        token: None for a host without.
+
+    Returns:
+        The session, random: keys of runs are made from it too.
+    """
+    session = secrets.token_hex(_SESSION_BYTES)
+    told = {"meeting": MEETING_VERSION, "thinwire": __version__, "session": session}
+    _place_store(store, token).set(_GREETING, json.dumps(told))
+    return session
+
+
+def run_store(store: Store, run: str, token: bytes | None, session: str) -> SealedStore:
+    """The part of a host's store that belongs to a run, for one life of the host."""
+    secret = None if token is None else derived_key(token, "run", run, session)
+    return SealedStore(store, secret, f"run/{run}/")
+
+
+def require_run(run: str) -> None:
+    """Check the name of a run.
+
+    Raises:
+        ValueError: It has another form.
+    """
+    if not _RUN.fullmatch(run):
+        raise ValueError(
+            f'run={run!r} is no name of a run: 1 to 64 letters, digits, ".", "_" and "-", the '
+            "first one a letter or digit"
+        )
+
+
+def require_same(
+    store: SealedStore, facts: Mapping[str, Any], *, cures: Mapping[str, str] | None = None
+) -> None:
+    """Agree with the run on facts: the first member that comes sets them, every other one compares.
+
+    Args:
+        store: Of the run.
+        facts: What all members must have in common, as JSON holds it; in the order in which
+            differences are looked for.
+        cures: What to do where an entry differs, by its name; sentences.
+
+    Raises:
+        Mismatch: On this member alone: the first entry that differs, and both values.
+        PayloadCorrupt: A stranger has written them.
+    """
+    mine: dict[str, Any] = json.loads(json.dumps(facts))
+    theirs = json.loads(store.compare_set("facts", "", json.dumps(mine)))
+    for name in [*mine, *theirs]:
+        ours, run_has = mine.get(name, "nothing"), theirs.get(name, "nothing")
+        if ours != run_has:
+            cure = (cures or {}).get(name, "Start it as the others were started, or as another run")
+            raise Mismatch(
+                f"this member does not fit the run: {name} is {ours} here and {run_has} there. "
+                f"{cure}"
+            )
+
+
+def _require_listener(place: Address, limit_s: float) -> None:
+    # torch tries again and again where nobody listens, until the time-out
+    try:
+        socket.create_connection(place, timeout=limit_s).close()
+    except socket.gaierror as error:
+        raise PeerLost(f"{place.host} does not resolve to an address: {error.strerror}") from None
+    except TimeoutError:
+        raise PeerStalled(
+            f"nothing answers at tcp://{place} within {limit_s:g} s: is the machine up, and does a "
+            "firewall let the port through?"
+        ) from None
+    except OSError as error:
+        raise PeerLost(
+            f"nobody listens at tcp://{place} ({error.strerror}): start `thinwire host --bind "
+            f"{place}` there first"
+        ) from None
+
+
+def _client(place: Address, timeout: timedelta) -> TCPStore:
+    return TCPStore(place.host, place.port, None, False, timeout, wait_for_workers=False)
+
+
+def _greeted(store: Store, token: bytes | None, place: Address, patience: timedelta) -> str:
+    """The session of a host that has the same token and the same version."""
+    store.wait([_PLACE + _GREETING], patience)
+    plain = store.get(_PLACE + _GREETING)
+    try:
+        told = json.loads(_place_store(store, token).get(_GREETING))
+        version, release, session = told["meeting"], told["thinwire"], told["session"]
+    except PayloadCorrupt:
+        other = "no token" if plain.startswith(b"{") else "another token"
+        raise Mismatch(
+            f"the host at tcp://{place} has {other}: the same token file belongs on all machines "
+            "and to `thinwire host --token-file`"
+        ) from None
+    except (ValueError, KeyError, TypeError):
+        raise Mismatch(
+            f"the host at tcp://{place} has a token, and this member has none: token_file= names "
+            "a copy of the host's token file"
+        ) from None
+    if version != MEETING_VERSION or not isinstance(session, str):
+        raise Mismatch(
+            f"the host at tcp://{place} has thinwire {release}, which meets in version {version}; "
+            f"this is thinwire {__version__} with version {MEETING_VERSION}: install the same "
+            "release on all machines"
+        )
+    return session
+
+
+def _place_store(store: Store, token: bytes | None) -> SealedStore:
+    return SealedStore(store, None if token is None else derived_key(token, "place"), _PLACE)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,58 @@
+"""Meeting places for tests: in this process, or as the command in one of its own."""
+
+import contextlib
+import re
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+from thinwire.members.host import serve
+
+TOKEN = b"0123456789abcdef0123456789abcdef"
+TIMEOUT = timedelta(seconds=10)
+_PATIENCE_S = 60.0
+
+
+@contextlib.contextmanager
+def meeting_place(token: bytes | None = TOKEN, host: str = "127.0.0.1") -> Iterator[str]:
+    """The address of a meeting place in this process."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family)
+    listener.bind((host, 0))
+    listener.listen()
+    port = listener.getsockname()[1]
+    stop, ready = threading.Event(), threading.Event()
+    said: list[str] = []
+    thread = threading.Thread(
+        target=serve,
+        args=(listener, token),
+        kwargs={"say": said.append, "ready": ready.set, "stop": stop},
+    )
+    thread.start()
+    try:
+        assert ready.wait(_PATIENCE_S)
+        yield f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    finally:
+        stop.set()
+        thread.join(_PATIENCE_S)
+
+
+@contextlib.contextmanager
+def host_command(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`thinwire host` as a process, and the address that it printed."""
+    command = [sys.executable, "-m", "thinwire", "host", *options]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path.cwd()
+    ) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            found = re.fullmatch(r"listening on (tcp://\S+)\n", line)
+            assert found, line
+            yield process, found[1]
+        finally:
+            process.kill()

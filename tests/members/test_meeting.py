@@ -1,0 +1,186 @@
+"""Who comes to a meeting place is admitted, or is told at once why not; nobody else notices."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+from torch._C._distributed_c10d import TCPStore
+
+from tests.members.places import TIMEOUT, TOKEN, meeting_place
+from thinwire.errors import Mismatch, PayloadCorrupt, PeerLost, PeerStalled, ThinwireError
+from thinwire.members import meeting
+from thinwire.members.address import Address, parse_address
+from thinwire.members.meeting import connect, require_same
+from thinwire.members.sealed import SealedStore
+
+FAST_S = 2.0
+
+
+@pytest.fixture(scope="module")
+def place() -> Iterator[str]:
+    with meeting_place() as address:
+        yield address
+
+
+def refused(
+    address: str, token: bytes | None, error: type[ThinwireError], timeout: timedelta = TIMEOUT
+) -> str:
+    begun = time.monotonic()
+    with pytest.raises(error) as caught:
+        connect(address, "llm", token, timeout)
+    assert time.monotonic() - begun < FAST_S
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def plain_store(address: str) -> TCPStore:
+    place = parse_address("address", address, scheme=True)
+    return TCPStore(place.host, place.port, None, False, TIMEOUT, wait_for_workers=False)
+
+
+@pytest.mark.parametrize("token", [TOKEN, None])
+def test_members_of_a_run_have_a_store_of_their_own(token: bytes | None) -> None:
+    with meeting_place(token) as address:
+        one, two = (connect(address, "llm", token, TIMEOUT) for _ in range(2))
+        other = connect(address, "other", token, TIMEOUT)
+        one.set("gen", "3")
+        assert two.get("gen") == b"3"
+        assert not other.check(["gen"])
+        assert one.is_sealed == (token is not None)
+        assert plain_store(address).check(["run/llm/gen"])
+        assert one.key_for("messages") == two.key_for("messages")
+        if token is not None:
+            assert one.key_for("messages") != other.key_for("messages")
+
+
+def test_over_ipv6() -> None:
+    with meeting_place(host="::1") as address:
+        assert address.startswith("tcp://[::1]:")
+        store = connect(address, "llm", TOKEN, TIMEOUT)
+        store.set("key", "value")
+        assert connect(address, "llm", TOKEN, TIMEOUT).get("key") == b"value"
+
+
+def test_another_token_is_told_at_once_to_the_newcomer_alone(place: str) -> None:
+    member = connect(place, "llm", TOKEN, TIMEOUT)
+    member.set("key", "value")
+    assert "has another token" in refused(place, b"another token, long enough", Mismatch)
+    assert "this member has none" in refused(place, None, Mismatch)
+    assert member.get("key") == b"value"
+
+
+def test_a_host_without_a_token_is_told_to_a_member_that_has_one() -> None:
+    with meeting_place(None) as address:
+        assert "has no token" in refused(address, TOKEN, Mismatch)
+
+
+def test_another_version_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as older:
+        older.setattr(meeting, "MEETING_VERSION", 0)
+        older.setattr(meeting, "__version__", "0.1.9")
+        place = meeting_place()
+        address = place.__enter__()
+    try:
+        text = refused(address, TOKEN, Mismatch)
+        assert "thinwire 0.1.9, which meets in version 0" in text
+        assert "install the same release" in text
+    finally:
+        place.__exit__(None, None, None)
+
+
+def test_values_of_an_earlier_life_of_the_host_do_not_verify() -> None:
+    with meeting_place() as address:
+        connect(address, "llm", TOKEN, TIMEOUT).set("members/1", "old")
+        old = plain_store(address).get("run/llm/members/1")
+    with meeting_place() as address:
+        plain_store(address).set("run/llm/members/1", old)  # type: ignore[arg-type]
+        with pytest.raises(PayloadCorrupt, match="members/1"):
+            connect(address, "llm", TOKEN, TIMEOUT).get("members/1")
+
+
+def test_a_greeting_that_a_stranger_has_written_is_refused() -> None:
+    with meeting_place() as address:
+        greeting = {"meeting": 1, "thinwire": "0.2.0", "session": "00"}
+        plain_store(address).set("thinwire/host", json.dumps(greeting))
+        assert "has no token" in refused(address, TOKEN, Mismatch)
+
+
+def test_where_nobody_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    text = refused(f"tcp://127.0.0.1:{port}", TOKEN, PeerLost)
+    assert f"thinwire host --bind 127.0.0.1:{port}" in text
+    assert "does not resolve" in refused("tcp://no.such.invalid:29400", TOKEN, PeerLost)
+
+
+def test_where_something_listens_that_says_nothing() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        assert "did not answer within 1 s" in refused(
+            address, TOKEN, PeerStalled, timedelta(seconds=1)
+        )
+
+
+def test_where_something_else_listens() -> None:
+    def answer(server: socket.socket) -> None:
+        for _ in range(2):
+            connection, _ = server.accept()
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            connection.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=answer, args=(server,), daemon=True)
+        thread.start()
+        address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        text = refused(address, TOKEN, PeerStalled, timedelta(seconds=1.5))
+        assert "no meeting place of thinwire" in text
+
+
+def test_a_store_of_torch_is_no_meeting_place() -> None:
+    server = TCPStore("127.0.0.1", 0, None, True, TIMEOUT, wait_for_workers=False)
+    text = refused(f"tcp://127.0.0.1:{server.port}", TOKEN, Mismatch, timedelta(seconds=1))
+    assert "no meeting place of thinwire" in text
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["10.0.0.1:29400", "tcp://10.0.0.1", "tcp://fd00::1:29400", "tcp://a:99999", "http://a:1", ""],
+)
+def test_what_is_no_address(address: str) -> None:
+    with pytest.raises(ValueError, match=r"tcp://10.0.0.1:29400"):
+        connect(address, "llm", TOKEN, TIMEOUT)
+
+
+def test_addresses_read_as_they_are_printed() -> None:
+    for text in ("10.0.0.1:29400", "[fd00::1]:1", "host.example:65535"):
+        assert str(parse_address("bind", text, scheme=False)) == text
+    assert parse_address("a", "tcp://[::1]:7", scheme=True) == Address("::1", 7)
+
+
+@pytest.mark.parametrize("run", ["", "a/b", "../x", "a b", "-x", "x" * 65, "run\n"])
+def test_what_is_no_name_of_a_run(place: str, run: str) -> None:
+    with pytest.raises(ValueError, match="no name of a run"):
+        connect(place, run, TOKEN, TIMEOUT)
+
+
+def test_another_layout_is_told_to_the_newcomer_alone(place: str) -> None:
+    first, same, other = (connect(place, "facts", TOKEN, TIMEOUT) for _ in range(3))
+    facts = {"strategy": "localsgd", "layout": [3, 4], "wire": 1}
+    require_same(first, facts)
+    require_same(same, facts)
+    with pytest.raises(Mismatch, match=r"layout is \[3, 5\] here and \[3, 4\] there. Mend it"):
+        require_same(other, {**facts, "layout": [3, 5], "wire": 2}, cures={"layout": "Mend it"})
+    with pytest.raises(Mismatch, match="wire is nothing here and 1 there"):
+        require_same(other, {"strategy": "localsgd", "layout": [3, 4]})
+    require_same(first, facts)
+
+
+def test_a_store_is_refused_that_a_stranger_filled_beforehand(place: str) -> None:
+    plain_store(place).set("run/squat/facts", "{}")
+    store: SealedStore = connect(place, "squat", TOKEN, TIMEOUT)
+    with pytest.raises(PayloadCorrupt, match="run/squat/facts"):
+        require_same(store, {"wire": 1})

@@ -1,0 +1,198 @@
+"""A sealed store gives back what a holder of the token wrote under this key, and nothing else."""
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
+from torch.distributed import DistError
+
+from thinwire.errors import PayloadCorrupt
+from thinwire.members.sealed import Numbered, SealedStore
+
+SECRET = b"s" * 32
+LIMIT = timedelta(seconds=10)
+SHORT = timedelta(seconds=0.3)
+
+
+@pytest.fixture(scope="module")
+def server() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, None, True, LIMIT, wait_for_workers=False)
+
+
+@pytest.fixture
+def plain(server: TCPStore) -> Iterator[TCPStore]:
+    """What a stranger has: a connection."""
+    yield TCPStore("127.0.0.1", server.port, None, False, LIMIT, wait_for_workers=False)
+    for key in server.list_keys():
+        server.delete_key(key)
+
+
+@pytest.mark.parametrize("secret", [SECRET, None])
+@pytest.mark.parametrize("direct", [True, False])
+def test_every_call_of_a_store_does_what_it_does(
+    plain: TCPStore, secret: bytes | None, direct: bool
+) -> None:
+    sealed = SealedStore(plain, secret, "run/a/")
+    store: Any = sealed if direct else PrefixStore("part", sealed)
+    store.set("one", "first")
+    assert store.get("one") == b"first"
+    store.set("bytes", bytes(range(256)))
+    assert store.get("bytes") == bytes(range(256))
+    assert store.multi_get(["one", "bytes"]) == [b"first", bytes(range(256))]
+    store.multi_set(["two", "three"], ["2", "3"])
+    assert store.get("two") == b"2"
+    assert store.compare_set("new", "", "mine") == b"mine"
+    assert store.compare_set("new", "", "other") == b"mine"
+    assert store.compare_set("new", "wrong", "other") == b"mine"
+    assert store.compare_set("new", "mine", "next") == b"next"
+    assert (store.add("count", 2), store.add("count", 3)) == (2, 5)
+    assert store.check(["one", "two"]) is True
+    assert store.check(["one", "none"]) is False
+    store.wait(["one"])
+    store.wait(["one"], SHORT)
+    assert store.delete_key("one") is True
+    assert store.delete_key("one") is False
+    assert store.num_keys() == 5
+    if direct:
+        assert sorted(store.list_keys()) == ["bytes", "count", "new", "three", "two"]
+        assert store.clone().get("two") == b"2"
+        assert store.under("deep").under("er").list_keys() == []
+
+
+def test_a_wait_ends_at_its_time_out(plain: TCPStore) -> None:
+    store = SealedStore(plain, SECRET)
+    begun = time.monotonic()
+    with pytest.raises(DistError, match="timeout"):
+        store.wait(["never"], SHORT)
+    store.set_timeout(SHORT)
+    with pytest.raises(DistError, match="timeout"):
+        store.get("never")
+    assert time.monotonic() - begun < 5
+
+
+def test_without_a_secret_values_are_as_they_were(plain: TCPStore) -> None:
+    store = SealedStore(plain, None)
+    store.set("key", "value")
+    store.append("key", " and more")
+    assert plain.get("key") == b"value and more"
+    assert store.key_for("messages") is None
+    sealed = SealedStore(plain, SECRET)
+    with pytest.raises(NotImplementedError, match="cannot be appended"):
+        sealed.append("key", "x")
+    keys = {sealed.key_for("messages", "1"), sealed.key_for("messages", "2"), sealed.key_for("m")}
+    assert len(keys) == 3
+
+
+def moved(plain: TCPStore) -> None:
+    plain.set("run/a/key", plain.get("run/a/other"))
+
+
+def of_another_run(plain: TCPStore) -> None:
+    SealedStore(plain, b"another run's secret", "run/a/").set("key", "value")
+
+
+def from_another_prefix(plain: TCPStore) -> None:
+    SealedStore(plain, SECRET, "run/b/").set("key", "value")
+    plain.set("run/a/key", plain.get("run/b/key"))
+
+
+def last_byte(plain: TCPStore) -> None:
+    there = plain.get("run/a/key")
+    plain.set("run/a/key", there[:-1] + bytes([there[-1] ^ 1]))  # type: ignore[arg-type]
+
+
+FORGERIES: list[Callable[[TCPStore], None]] = [
+    lambda plain: plain.set("run/a/key", "value"),
+    lambda plain: plain.set("run/a/key", ""),
+    lambda plain: plain.set("run/a/key", "tws1"),
+    lambda plain: plain.set("run/a/key", plain.get("run/a/key")[:-1]),  # type: ignore[arg-type]
+    last_byte,
+    moved,
+    of_another_run,
+    from_another_prefix,
+]
+
+
+@pytest.mark.parametrize("forge", FORGERIES)
+def test_what_does_not_verify_is_refused(
+    plain: TCPStore, forge: Callable[[TCPStore], None]
+) -> None:
+    store = SealedStore(plain, SECRET, "run/a/")
+    store.set("key", "value")
+    store.set("other", "value")
+    forge(plain)
+    plain.set("run/a/part/key", plain.get("run/a/key"))  # type: ignore[arg-type]
+    torch_made = PrefixStore("part", store)
+    for read in (
+        lambda: store.get("key"),
+        lambda: store.multi_get(["other", "key"]),
+        lambda: store.compare_set("key", "unknown", "new"),
+        lambda: torch_made.get("key"),
+    ):
+        with pytest.raises(PayloadCorrupt, match="key' in the store was refused") as refused:
+            read()
+        assert "\n" not in str(refused.value)
+
+
+def test_a_numbered_value_does_not_go_back(plain: TCPStore) -> None:
+    store = SealedStore(plain, SECRET)
+    writer, reader = Numbered(store), Numbered(store)
+    writer.set("beat", "a")
+    old = plain.get("beat")
+    assert reader.get("beat") == (1, b"a")
+    assert reader.get("beat") == (1, b"a")
+    writer.set("beat", b"b")
+    assert reader.get("beat") == (2, b"b")
+    plain.set("beat", old)  # type: ignore[arg-type]
+    with pytest.raises(PayloadCorrupt, match="number 1 came after 2"):
+        reader.get("beat")
+    store.set("beat", "short")
+    with pytest.raises(PayloadCorrupt):
+        Numbered(store).get("beat")
+
+
+def group(store: SealedStore, rank: int, size: int, limit: timedelta = LIMIT) -> ProcessGroupGloo:
+    return ProcessGroupGloo(store, rank, size, limit)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("prefixed", [True, False])
+def test_gloo_meets_through_it(server: TCPStore, plain: TCPStore, prefixed: bool) -> None:
+    size = 4
+    stores = [SealedStore(server.clone(), SECRET, "run/a/") for _ in range(size)]  # type: ignore[attr-defined]
+
+    def sum_of(rank: int) -> float:
+        store: Any = PrefixStore("g", stores[rank]) if prefixed else stores[rank].under("g")
+        made = group(store, rank, size)
+        value = torch.tensor([float(rank)])
+        made.allreduce([value]).wait()
+        return value.item()
+
+    with ThreadPoolExecutor(size) as threads:
+        assert list(threads.map(sum_of, range(size))) == [6.0] * size
+    addresses = [key for key in plain.list_keys() if key.startswith("run/a/g/")]
+    assert len(addresses) == size
+    assert all(plain.get(key).startswith(b"tws1") for key in addresses)
+
+
+def test_an_address_that_a_stranger_gives_to_gloo_is_refused_at_once(plain: TCPStore) -> None:
+    store = SealedStore(plain, SECRET, "run/a/")
+    stranger = SealedStore(plain.clone(), None, "run/a/")  # type: ignore[attr-defined]
+    with ThreadPoolExecutor(2) as threads:
+        theirs = threads.submit(group, stranger.under("g"), 1, 2, timedelta(seconds=3))
+        begun = time.monotonic()
+        with pytest.raises(PayloadCorrupt, match="was refused: it is not sealed"):
+            group(store.under("g"), 0, 2)
+        assert time.monotonic() - begun < 3
+        assert theirs.exception() is not None
+
+
+def test_gloo_gives_up_at_its_time_out(plain: TCPStore) -> None:
+    begun = time.monotonic()
+    with pytest.raises(DistError, match="timeout"):
+        group(SealedStore(plain, SECRET).under("g"), 0, 2, timedelta(seconds=1))
+    assert time.monotonic() - begun < 5
