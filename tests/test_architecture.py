@@ -47,6 +47,8 @@ MAY_IMPORT = {
     "lab": BASE | {"schedules", "optim", "amp", "strategy", "local", "task"},
     # numbers alone: without torch
     "planning": BASE | {"layout", "lab", "strategy"},
+    # steps of many ranks, on the network of the plan
+    "simulation": BASE | {"layout", "planning"},
     # looks at what is between machines before anything of the library is made
     "doctor": BASE | {"wire"},
     # members that come and go: who meets, who is admitted

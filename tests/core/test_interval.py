@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from thinwire.core.outer import OuterRule, outer_step_
-from thinwire.local.fragments import partition
+from thinwire.layout.fragments import partition
 from thinwire.local.interval import adapted_interval
 
 

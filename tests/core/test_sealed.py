@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from thinwire.wire.sealed import SEAL_BYTES, opened_sum, sealed, travels_sealed
+from thinwire.layout.message import SEAL_BYTES
+from thinwire.layout.traffic import travels_sealed
+from thinwire.wire.sealed import opened_sum, sealed
 
 TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64]
 
@@ -52,4 +54,9 @@ def test_a_part_that_was_lost_or_belongs_elsewhere_is_damaged(count: int) -> Non
 
 def test_what_is_gathered_stays_modest_with_many_ranks() -> None:
     part = torch.zeros(4000)
-    assert [travels_sealed(part, ranks) for ranks in (1, 2, 5, 6)] == [False, True, True, False]
+    assert [travels_sealed(part.nbytes, ranks) for ranks in (1, 2, 5, 6)] == [
+        False,
+        True,
+        True,
+        False,
+    ]

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from thinwire.local.sketch import SKETCH_NUMEL, sketch
+from thinwire.layout.message import SKETCH_NUMEL
+from thinwire.local.sketch import sketch
 
 SMALL, LARGE, KEYS = 4000, 50_000, 100
 

@@ -17,7 +17,7 @@ from thinwire.comm import Group
 from thinwire.compress.change_protocol import ERRORS
 from thinwire.compress.changes import COMPRESSIONS, compression_of
 from thinwire.compress.protocol import AllGather, AllReduce, Context
-from thinwire.local.sketch import SKETCH_NUMEL
+from thinwire.layout.message import SKETCH_NUMEL
 
 BITS = (1, 2, 4, 8, 16)
 

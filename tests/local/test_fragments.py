@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import thinwire as tw
 from tests.local.test_laws import digest
 from tests.ranks import Pool
-from thinwire.local.fragments import strided
+from thinwire.layout.fragments import strided
 
 
 class Stack(nn.Module):

@@ -20,7 +20,8 @@ from thinwire.core.merge import checked_mean_
 from thinwire.core.precision import state_dtype
 from thinwire.errors import PayloadCorrupt
 from thinwire.kernels import is_static
-from thinwire.wire.sealed import opened_sum, sealed, travels_sealed
+from thinwire.layout.traffic import travels_sealed
+from thinwire.wire.sealed import opened_sum, sealed
 
 __all__ = [
     "Dense",
@@ -154,7 +155,7 @@ def sum_of(
     Communication: an all-reduce; where the parts of all others have at most 64 KiB together, an
     all-gather.
     """
-    if travels_sealed(flat, context.node_size if within_node else context.sources):
+    if travels_sealed(flat.nbytes, context.node_size if within_node else context.sources):
         return AllGather(sealed(flat, _place(context)), purpose, within_node)
     return AllReduce(flat, purpose, within_node)
 

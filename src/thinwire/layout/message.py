@@ -15,6 +15,8 @@ __all__ = [
     "HEADER_BYTES",
     "SCALE_BYTES",
     "SCALE_COUNT",
+    "SEAL_BYTES",
+    "SKETCH_NUMEL",
     "VALUE_BITS",
     "WHOLE_BITS",
     "Layout",
@@ -36,6 +38,10 @@ WHOLE_BITS = (1, 2, 4, 8, 16)
 SCALE_COUNT = {1: 1, 2: 2, 4: 8, 8: 2, 16: 2, 32: 0}
 """Numbers in float32 that come with the values of a tensor, by the bits of a value."""
 SCALE_BYTES = 4
+SEAL_BYTES = 8
+"""Of the checksum with which a small part of a dense sum travels."""
+SKETCH_NUMEL = 64
+"""Sums, in float32, that stand for a change where not all of it is applied in time."""
 
 
 def count_sent(numel: int, sparsity: float) -> int:

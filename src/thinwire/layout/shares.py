@@ -48,7 +48,7 @@ class SplitPlan:
             found[piece.slot].append(piece.start + piece.numel)
         return found
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Length to which all messages of round two are filled up."""
         return max(layout.nbytes for layout in self.second)
@@ -129,15 +129,18 @@ class WholeSplit:
     second: tuple[WholeLayout, ...]
     """By owner: what it sends to all in round two."""
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Length to which all messages of round two are filled up."""
         return max(layout.nbytes for layout in self.second)
 
     def bytes_sent(self, source: int) -> int:
         """What one source gives to the two rounds; the row of round two counts once."""
-        dealt = sum(layout.nbytes for layout in self.first) - self.first[source].nbytes
-        return dealt + self.row_bytes
+        return self._dealt_bytes - self.first[source].nbytes + self.row_bytes
+
+    @cached_property
+    def _dealt_bytes(self) -> int:
+        return sum(layout.nbytes for layout in self.first)
 
 
 @lru_cache(maxsize=64)

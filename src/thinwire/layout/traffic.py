@@ -5,7 +5,7 @@ sent.
 from functools import lru_cache
 from typing import NamedTuple
 
-from thinwire.layout.message import Layout, WholeLayout
+from thinwire.layout.message import SEAL_BYTES, Layout, WholeLayout
 from thinwire.layout.shares import WholeSplit, split_plan, whole_split
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "chosen_split",
     "first_split",
     "inside_node",
+    "travels_sealed",
 ]
 
 GATHER, SPLIT = "gather", "split"
@@ -27,6 +28,9 @@ _WORTH = 2
 """How many times fewer bytes the split exchange must move to be chosen: it passes on k sums, where
 a gather passes on
 the entries of all, and waits for the wire twice."""
+_MOST_SEALED_BYTES = 64 << 10
+"""That a rank receives from all others: beyond it an all-reduce, which needs 2 / N of the bytes, is
+worth more."""
 
 
 class Traffic(NamedTuple):
@@ -109,6 +113,13 @@ def chosen_split(exchange: str, layout: WholeLayout, sources: int) -> WholeSplit
         for source in range(sources)
     )
     return plan if sources * layout.nbytes >= _WORTH * moved else None
+
+
+def travels_sealed(nbytes: int, sources: int) -> bool:
+    """Whether a dense sum of so many bytes over so many sources is gathered, each part with a
+    checksum.
+    """
+    return sources > 1 and (sources - 1) * (nbytes + SEAL_BYTES) <= _MOST_SEALED_BYTES
 
 
 def first_split(layout: Layout, *, up_to: int = 256) -> int | None:

@@ -15,7 +15,8 @@ from thinwire.compress.dense import not_finite, send_dense
 from thinwire.compress.protocol import together
 from thinwire.core.outer import OuterRule, outer_list_, outer_step_
 from thinwire.exchange.round import Round
-from thinwire.local.sketch import SKETCH_NUMEL, sketch
+from thinwire.layout.message import SKETCH_NUMEL
+from thinwire.local.sketch import sketch
 
 __all__ = ["Averaging", "PendingAveraging", "real_view", "widened"]
 

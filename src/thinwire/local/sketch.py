@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels.reference import mixed
+from thinwire.layout.message import SKETCH_NUMEL
 
-__all__ = ["SKETCH_NUMEL", "sketch"]
+__all__ = ["sketch"]
 
-SKETCH_NUMEL = 64
 _MOST = 1 << 12
 _DRAWS, _SIGNS = 1, 2
 

@@ -8,19 +8,11 @@ import torch
 from torch import Tensor
 
 from thinwire.core.checksum import flat_bytes
+from thinwire.layout.message import SEAL_BYTES
 
-__all__ = ["SEAL_BYTES", "opened_sum", "sealed", "travels_sealed"]
+__all__ = ["opened_sum", "sealed"]
 
-SEAL_BYTES = 8
-_MOST_BYTES = 64 << 10
-"""That a rank receives from all others: beyond it an all-reduce, which needs 2 / N of the bytes, is
-worth more."""
 _ODD = -7046029254386353131  # 0x9E3779B97F4A7C15, the golden ratio in 64 bits, as a signed number
-
-
-def travels_sealed(part: Tensor, sources: int) -> bool:
-    """Whether a sum over so many sources is small enough to gather its parts."""
-    return sources > 1 and (sources - 1) * (part.nbytes + SEAL_BYTES) <= _MOST_BYTES
 
 
 def sealed(part: Tensor, place: int) -> Tensor:

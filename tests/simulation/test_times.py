@@ -1,0 +1,189 @@
+"""When exchanges are over: event by event as by the formulas, and what goes wrong is said."""
+
+import time
+
+import numpy as np
+import pytest
+
+from thinwire.planning.network import Network
+from thinwire.simulation.collectives import Broadcast, Deal, Gather, Jitter, Reduce, finished
+from thinwire.simulation.lines import Lines, homes, sites, switch
+from thinwire.simulation.methods import Entries, Method, Whole
+from thinwire.simulation.run import Trouble, simulate
+
+QUIET = Jitter(0.0, np.random.default_rng(0))
+NUMELS = (4096,) * 40
+
+
+def over(collective: object, lines: Lines, *, idle_s: float = 0.0, events: bool = True) -> float:
+    """Of all ranks that come at once; the last one."""
+    members = np.arange(lines.ranks)[None, :]
+    found = finished(
+        collective,  # type: ignore[arg-type]
+        lines,
+        members,
+        np.zeros(members.shape),
+        jitter=QUIET,
+        idle_s=idle_s,
+        event_by_event=events,
+    )
+    return float(found.max())
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 16, 200])
+@pytest.mark.parametrize("latency_s", [0.0, 1e-4, 0.05])
+@pytest.mark.parametrize("nbytes", [24, 20_000, 3_000_000])
+def test_events_and_formulas_agree_where_all_are_alike(
+    ranks: int, latency_s: float, nbytes: int
+) -> None:
+    """1e-9: thousands of additions in another order."""
+    lines, network = switch(ranks, 1e8, latency_s), Network(1e8, latency_s, ranks)
+    each = nbytes // (ranks - 1)
+    for collective, closed_s in [
+        (Gather(nbytes), network.all_gather_s(nbytes)),
+        (Reduce(nbytes), network.all_reduce_s(nbytes)),
+        (Deal((each,) * ranks), network.all_to_all_s(each * (ranks - 1))),
+    ]:
+        assert over(collective, lines, events=False) == closed_s
+        assert over(collective, lines) == pytest.approx(closed_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("nbytes", [24, 20_000, 3_000_000])
+def test_after_silence_events_lie_between_the_formula_and_one_latency_a_turn_more(
+    nbytes: int,
+) -> None:
+    """The formula lets the windows of a whole ring open behind its latencies; a turn cannot."""
+    lines, network = switch(9, 1e8, 0.05), Network(1e8, 0.05, 9)
+    closed_s = network.all_gather_s(nbytes, 5.0)
+    assert closed_s <= over(Gather(nbytes), lines, idle_s=5.0) + 1e-9
+    assert over(Gather(nbytes), lines, idle_s=5.0) <= closed_s + 8 * 0.05
+
+
+def event_queue(edges: list[tuple[float, float]], begin: list[float], nbytes: int) -> list[float]:
+    """A gather round a ring, message by message, in plain Python: (bytes a second, latency) from
+    each rank to the next."""
+    size = len(begin)
+    there = [[at] + [0.0] * (size - 1) for at in begin]
+    free = list(begin)
+    for turn in range(1, size):
+        for rank, (rate, latency_s) in enumerate(edges):
+            to = (rank + 1) % size
+            ready = there[to][turn - 1] + latency_s
+            free[rank] = max(max(there[rank][turn - 1], free[rank]) + nbytes / rate, ready)
+            there[to][turn] = free[rank] + latency_s
+    return [max(row[-1], sent) for row, sent in zip(there, free, strict=True)]
+
+
+def test_a_ring_of_unlike_lines_is_what_a_queue_of_its_messages_makes() -> None:
+    lines = sites(7, 3, bit_s=1e9, near_s=1e-4, site_bit_s=2e7, far_s=0.03).slowed(4, 30.0)
+    begin = np.linspace(0.0, 0.5, 7)[None, :]
+    edges = lines.edges(np.arange(7)[None, :])
+    kinds = [edges.kinds[i] for i in edges.which[0]]
+    assert len({kind.latency_s for kind in kinds}) == 2
+    found = finished(Gather(50_000), lines, np.arange(7)[None, :], begin, jitter=QUIET)
+    expected = event_queue(
+        [(kind.bytes_s, kind.latency_s) for kind in kinds],
+        (begin[0] + lines.call_s).tolist(),
+        50_000,
+    )
+    np.testing.assert_allclose(found[0], expected, rtol=1e-12)
+
+
+def test_a_site_s_line_is_shared_by_its_ranks_where_all_send_to_all() -> None:
+    """8 ranks at 2 sites: 4 x 4 strings leave each site over its line."""
+    lines = sites(8, 2, bit_s=1e12, near_s=0.0, site_bit_s=1e6, far_s=0.0)
+    took = over(Deal((1000,) * 8), lines)
+    assert took == pytest.approx(16_000 / Network(1e6, 0, 2).bytes_s, rel=0.01)
+
+
+def test_a_home_receives_at_its_own_rate() -> None:
+    """What all send to one owner: a seventh of the time that its own sending takes at 5:1."""
+    lines = homes(8, 1e6, 0.0)
+    to_one = Deal((70_000, 0, 0, 0, 0, 0, 0, 0))
+    rate = Network(1e6, 0, 2).bytes_s
+    assert over(to_one, lines) == pytest.approx(7 * 70_000 / (5 * rate), rel=0.01)
+    assert over(Gather(10_000), lines) == pytest.approx(70_000 / rate, rel=0.01)
+
+
+def test_a_broadcast_takes_as_many_rounds_as_a_tree_is_deep() -> None:
+    """A latency each, after the one in which all receivers say that they are ready."""
+    lines = switch(8, 1e12, 0.1)
+    assert over(Broadcast(8), lines) == pytest.approx(0.4, rel=0.01)
+    assert Broadcast(10).sent(8).tolist() == [30, 20, 10, 10, 0, 0, 0, 0]
+
+
+METHODS = {
+    "dense": Method(NUMELS),
+    "gather": Method(NUMELS, Entries(0.99, 1, "gather")),
+    "split": Method(NUMELS, Entries(0.99, 1, "split")),
+    "nodes": Method(NUMELS, Entries(0.99, 1, "split"), node_size=4),
+    "local": Method(NUMELS, Whole(4, "split"), k_steps=8, fragments=2, delay=2),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_slowest_rank_keeps_all_others_waiting(name: str) -> None:
+    method, lines = METHODS[name], switch(16, 1e9, 1e-3)
+    calm = simulate(method, lines, step_s=1.0, steps=8)
+    slow = simulate(method, lines, step_s=1.0, steps=8, trouble=Trouble(slow={5: 1.5}))
+    assert slow.steps == calm.steps == 8 + method.delay
+    assert slow.seconds == pytest.approx(calm.seconds + 0.5 * slow.steps, abs=0.1)
+    assert slow.waited_s[4] > slow.waited_s[5] + 3.0
+    assert slow.given.tolist() == calm.given.tolist()
+
+
+def test_a_delay_hides_what_comes_in_time() -> None:
+    hidden = Method(NUMELS, Whole(4, "gather"), k_steps=8, delay=4)
+    plain = Method(NUMELS, Whole(4, "gather"), k_steps=8)
+    lines = switch(8, 4e6, 1e-3)
+    wire_s = Network(4e6, 1e-3, 8).all_gather_s(plain.rounds(NUMELS, 8)[0][0].nbytes)  # type: ignore[union-attr]
+    assert 1 < wire_s < 4
+    seconds = [simulate(m, lines, step_s=1.0, steps=40).seconds for m in (hidden, plain)]
+    assert seconds[0] < 40 + 4 + 0.5, "a last delay, and agreements"
+    assert seconds[1] == pytest.approx(40 + 5 * wire_s, rel=0.05)
+
+
+def test_jitter_costs_more_and_is_the_same_for_a_seed() -> None:
+    lines, method = switch(64, 1e9, 1e-3), METHODS["split"]
+    calm = simulate(method, lines, step_s=0.1, steps=3).seconds
+    trouble = Trouble(jitter_s=1e-3, step_jitter=0.1)
+    one, two = (
+        simulate(method, lines, step_s=0.1, steps=3, trouble=trouble).seconds for _ in range(2)
+    )
+    assert one == two > 1.2 * calm
+
+
+def test_a_lost_rank_is_an_error_for_all_others_after_the_time_out() -> None:
+    trouble = Trouble(lost={3: 4}, timeout_s=30.0)
+    outcome = simulate(
+        METHODS["gather"], switch(8, 1e9, 1e-3), step_s=1.0, steps=9, trouble=trouble
+    )
+    assert outcome.steps == 3
+    assert outcome.error == (
+        "step 4: after 30 s all ranks raise: rank 3 did not come to the exchange"
+    )
+    assert 34.0 <= outcome.seconds < 34.5
+
+
+def test_a_rank_that_comes_after_the_time_out_is_named() -> None:
+    trouble = Trouble(slow={6: 100.0}, timeout_s=30.0)
+    outcome = simulate(METHODS["dense"], switch(8, 1e9, 1e-3), step_s=1.0, steps=1, trouble=trouble)
+    assert outcome.error is not None
+    assert "rank 6 came too late" in outcome.error
+
+
+def test_what_does_not_divide_is_refused() -> None:
+    with pytest.raises(ValueError, match="node_size=4 does not divide the 6 ranks"):
+        simulate(METHODS["nodes"], switch(6, 1e9, 0), step_s=1.0, steps=1)
+    with pytest.raises(ValueError, match="steps=6 must be a multiple of 4"):
+        simulate(METHODS["local"], switch(8, 1e9, 0), step_s=1.0, steps=6)
+
+
+@pytest.mark.parametrize("name", ["dense", "nodes"])
+def test_ten_thousand_ranks_take_less_than_a_minute(name: str) -> None:
+    lines = sites(10_000, 100, bit_s=1e9, near_s=2e-4, site_bit_s=1e9, far_s=0.02)
+    begin_s = time.process_time()
+    outcome = simulate(METHODS[name], lines, step_s=1.0, steps=1)
+    assert time.process_time() - begin_s < 60
+    assert outcome.error is None
+    assert outcome.seconds > 2 * 9999 * 2 * 0.02, "two agreements go round a ring"
