@@ -246,3 +246,20 @@ def test_a_reader_that_leaves_ends_the_command_quietly(tmp_path: Path) -> None:
         ["bash", "-c", command], capture_output=True, text=True, timeout=100, check=True
     )
     assert done.stderr == ""
+
+
+def test_under_torchrun_the_interpreter_is_not_shut_down(tmp_path: Path) -> None:
+    """Ranks have aborted there, in a thread of torch's."""
+    path = Path(__file__).parent.parent / "examples" / "strategies" / "slow_network.yaml"
+    for words, status in (["explain", str(path), "--quiet"], 0), (["explain", "gone.yaml"], 2):
+        code = f"""
+import atexit, os
+from thinwire import cli
+os.environ["TORCHELASTIC_RUN_ID"] = "a run"
+atexit.register(print, "shut down")
+cli.main({words!r})
+"""
+        ended = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path
+        )
+        assert (ended.returncode, ended.stdout) == (status, "")

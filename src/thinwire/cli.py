@@ -28,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         arguments: Instead of those of the process.
     """
     typed = list(sys.argv[1:] if arguments is None else arguments)
+    status = 0
     if typed == ["--version"]:  # works without any extra
         print(__version__)
         sys.exit(0)
@@ -41,7 +42,6 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     from thinwire.doctor import command as examining
     from thinwire.errors import ThinwireError
     from thinwire.lab.commands import app
-    from thinwire.lab.run.joined import place_in_torchrun
     from thinwire.members import command as meeting
     from thinwire.planning import command as planning
     from thinwire.strategy.command import EXAMPLE, explain
@@ -54,7 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         app.command(meeting.host, help_epilogue=meeting.EXAMPLES)
     try:
         with _orderly_termination():
-            app(typed, exit_on_error=False, print_error=False)
+            try:
+                app(typed, exit_on_error=False, print_error=False)
+            except SystemExit as end:  # cyclopts raises it after every command
+                status = end.code if isinstance(end.code, int) else int(end.code is not None)
             sys.stdout.flush()  # here, where a reader that has left is seen
     except (CycloptsError, ValueError) as error:
         _exit(_BAD_INPUT, _one_line(error))
@@ -67,12 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         _exit(_FAILED, str(error))
     except KeyboardInterrupt:
         _exit(_INTERRUPTED, "interrupted; every worker has been ended")
-    if place_in_torchrun() is not None:
-        # the process has aborted in 3 of 70 runs of three ranks while the interpreter shut down, in
-        # a thread of torch's
-        sys.stderr.flush()
-        os._exit(0)
-    sys.exit(0)
+    _leave(status)
 
 
 @contextlib.contextmanager
@@ -92,4 +90,14 @@ def _one_line(error: Exception) -> str:
 
 def _exit(status: int, message: str) -> NoReturn:
     print(f"thinwire: {message}", file=sys.stderr)
+    _leave(status)
+
+
+def _leave(status: int) -> NoReturn:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # the process has aborted in 3 of 70 runs of three ranks while the interpreter shut down, in
+        # a thread of torch's
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
     sys.exit(status)

@@ -79,7 +79,9 @@ def test_a_plan_follows_from_it(file: Path) -> None:
         ({"format": 7}, {}, "format 7.*probe again"),
         ({"ranks": 1}, {}, "one rank"),
         ({}, {"workers": 8}, "workers=8.*3 ranks"),
-        ({}, {"link": "1gbit"}, "link is given"),
+        ({}, {"link": "1gbit"}, "link='1gbit' is given.*probe.json"),
+        ({"pairs": 3}, {}, "not whole.*probe again"),
+        ({"compute": {}}, {}, "not whole.*probe again"),
     ],
 )
 def test_what_does_not_fit_is_one_clear_line(
@@ -113,17 +115,77 @@ def test_alone_it_says_how_to_start_it() -> None:
     assert len(said.stderr.splitlines()) == 1
 
 
-def test_a_task_that_fails_on_one_rank_is_said_by_all(tmp_path: Path) -> None:
-    (tmp_path / "task.py").write_text(
-        "import os\ndef task(seed):\n    raise OSError('no data') if os.environ['RANK'] == '1' "
-        "else RuntimeError('other')\n"
+TASK = """
+import os, torch, thinwire as tw
+
+class Stops(torch.optim.SGD):
+    def step(self, closure=None):
+        if os.environ["RANK"] == "1":
+            raise RuntimeError("no room")
+        return super().step(closure)
+
+def task(seed):
+    torch.manual_seed(seed)
+    held_out = torch.randn(8, 6)
+    return tw.Task(
+        model=torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 6)),
+        loss_fn=torch.nn.functional.mse_loss,
+        batches=lambda rank, world: iter(lambda: (held_out, held_out), None),
+        evaluate=lambda model: torch.nn.functional.mse_loss(model(held_out), held_out),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
     )
-    said = torchrun(
-        "probe", "--out", str(tmp_path / "p.json"), "--task", f"{tmp_path / 'task.py'}:task"
-    )
+"""
+
+
+def test_a_task_of_ones_own_is_measured_and_planned_with(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(TASK)
+    task, path = f"{tmp_path / 'mine.py'}:task", tmp_path / "probe.json"
+    said = torchrun("probe", "--out", str(path), "--task", task)
+    assert said.returncode == 0, said.stderr
+    found = json.loads(path.read_text())
+    assert found["task"] == task
+    assert found["compute"]["shapes"] == [[16, 6], [16], [6, 16], [6]]
+    of_task, plain = tw.plan(probe=path, task=task), tw.plan(probe=path)
+    assert of_task.to_dict() == plain.to_dict()
+    longer = tw.plan(probe=path, task=task, step_seconds=2.0)
+    assert longer["dense"].step_seconds[1] > 2.0
+    assert longer.link == plain.link
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        ("torch.manual_seed(seed)", "if os.environ['RANK'] == '1': raise OSError('no data')",
+         "task(0) raised OSError: no data (on rank 1)"),
+        ("torch.manual_seed(seed)", "if os.environ['RANK'] == '1': raise SystemExit(3)",
+         "task(0) raised SystemExit: 3 (on rank 1)"),
+        ("torch.optim.SGD(params", "Stops(params",
+         "step 1 raised RuntimeError: no room (on rank 1)"),
+    ],
+)  # fmt: skip
+def test_a_task_that_fails_on_one_rank_is_one_line_on_all(
+    tmp_path: Path, before: str, after: str, says: str
+) -> None:
+    (tmp_path / "mine.py").write_text(TASK.replace(before, after))
+    task = f"{tmp_path / 'mine.py'}:task"
+    said = torchrun("probe", "--out", str(tmp_path / "p.json"), "--task", task, "--quiet")
     assert said.returncode != 0
-    assert "no data" in said.stderr or "other" in said.stderr
+    told = [line for line in said.stderr.splitlines() if line.startswith("thinwire: ")]
+    assert set(told) == {f"thinwire: task={task!r}: {says}"}
+    assert "exitcode: 2" in said.stderr or "exitcode  : 2" in said.stderr
+    assert "in step" not in said.stderr
     assert not (tmp_path / "p.json").exists()
+
+
+def test_a_rank_that_leaves_is_one_line_on_the_others(tmp_path: Path) -> None:
+    leaving = "if os.environ['RANK'] == '1': os._exit(5)"
+    (tmp_path / "mine.py").write_text(TASK.replace("torch.manual_seed(seed)", leaving))
+    task = f"{tmp_path / 'mine.py'}:task"
+    said = torchrun("probe", "--out", str(tmp_path / "p.json"), "--task", task, "--quiet")
+    assert said.returncode != 0
+    told = [line for line in said.stderr.splitlines() if line.startswith("thinwire: ")]
+    assert all("another rank has left" in line for line in told)
+    assert "planning/command.py" not in said.stderr
 
 
 @needs_netns

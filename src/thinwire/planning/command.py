@@ -5,6 +5,7 @@ only.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +13,9 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from thinwire._version import __version__
+from thinwire.errors import ThinwireError
 from thinwire.lab.report.measures import bytes_text
+from thinwire.lab.report.progress import display_for
 from thinwire.lab.run.joined import joined, place_in_torchrun
 from thinwire.lab.run.size import parse_size
 from thinwire.lab.settings import require_device, require_task
@@ -44,8 +47,10 @@ def plan(
     latency: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
     device: str | None = None,
     probe: Path | None = None,
+    task: str | None = None,
     out: Path | None = None,
     as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+    quiet: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
     """Predict a step of every strategy on a network, and say which one to take.
 
@@ -54,24 +59,33 @@ def plan(
 
     Args:
         params: Trainable numbers of the model, such as 124M.
-        step_seconds: A step of one rank with nothing exchanged.
+        step_seconds: A step of one rank with nothing exchanged. Without it a step of the task is
+            measured here.
         workers: Ranks; 2 by default.
         link: Each rank's rate in each direction, such as 100mbit (the default), up to 400gbit.
         latency: One way, such as 20ms; none by default.
-        device: cpu (the default) or cuda: what computes.
+        device: cpu or cuda: what computes; cpu by default, for a task that is measured here cuda
+            where there is one.
         probe: The file of thinwire probe, instead of all of these.
+        task: A model of your own, FILE.py:NAME, instead of --params.
         out: Writes the recommended strategy as a strategy file.
         as_json: Prints the plan as JSON.
+        quiet: Show no progress.
     """
-    made = predicted(
-        params=params,
-        step_seconds=step_seconds,
-        workers=workers,
-        link=link,
-        latency=latency,
-        device=device,
-        probe=probe,
-    )
+    measures = task is not None and step_seconds is None and sys.stderr.isatty()
+    with display_for(quiet=quiet or not measures).strategy("plan") as bar:
+        bar.note(f"a step of {task}")
+        made = predicted(
+            params=params,
+            step_seconds=step_seconds,
+            workers=workers,
+            link=link,
+            latency=latency,
+            device=device,
+            probe=probe,
+            task=task,
+        )
+        bar.done()
     if as_json:
         print(json.dumps(made.to_dict(), indent=1))
     else:
@@ -147,6 +161,7 @@ def probe(
     size: str = "medium",
     batch: int = 8,
     device: str = "auto",
+    quiet: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
     """Measure the network between the ranks that torchrun has started, and a step of the model.
 
@@ -160,6 +175,7 @@ def probe(
         size: Of the model that comes with the command.
         batch: Sequences of a step of that model.
         device: auto, cpu or cuda.
+        quiet: Show no progress.
     """
     place = place_in_torchrun()
     if place is None:
@@ -176,11 +192,18 @@ def probe(
     from thinwire.lab.run.probe import probe as measured
     from thinwire.lab.run.task import TaskError
 
-    with joined(said, _TIMEOUT_S):
-        try:
-            found = measured(task, shape, batch, device)
-        except TaskError as error:
-            raise ValueError(str(error)) from error
+    display = display_for(quiet=quiet or place[0] != 0)
+    try:
+        with joined(said, _TIMEOUT_S), display.strategy("probe") as bar:
+            found = measured(task, shape, batch, device, bar.note)
+            bar.done()
+    except TaskError as error:
+        raise ValueError(str(error)) from error
+    except RuntimeError as error:
+        raise ThinwireError(
+            f"rank {place[0]}: another rank has left, or did not answer for {_TIMEOUT_S:.0f} s "
+            f"({str(error).splitlines()[0]}); what it printed says why"
+        ) from error
     if place[0] == 0:
         kept = {"format": FORMAT, "thinwire": __version__, **found}
         out.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")

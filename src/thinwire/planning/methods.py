@@ -243,5 +243,5 @@ def _change(
 
 
 def _sides(shape: Shape) -> tuple[int, int]:
-    rows = shape[0]
+    rows = shape[0] if shape else 1
     return rows, numel_of(shape) // rows

@@ -10,12 +10,13 @@ from typing import Any
 from thinwire.lab.network.link import Link
 from thinwire.lab.report.winner import document_of
 from thinwire.lab.run.config import OPTIMIZERS, Recipe
+from thinwire.lab.settings import require_task
 from thinwire.lab.strategies import STRATEGIES
 from thinwire.planning.methods import Cost, cost_of
 from thinwire.planning.network import Network
-from thinwire.planning.probed import Probe
+from thinwire.planning.probed import Probe, work_of
 from thinwire.planning.progress import progress_of
-from thinwire.planning.work import Work, matrices
+from thinwire.planning.work import Work, matrices, numel_of
 
 __all__ = ["Plan", "Row", "plan"]
 
@@ -111,18 +112,26 @@ def plan(
     latency: str | None = None,
     device: str | None = None,
     probe: str | Path | None = None,
+    task: str | None = None,
 ) -> Plan:
     """Predict a step of every strategy on a network, and say which one to take.
 
+    The model is known from `params` and `step_seconds`, from `task`, or from `probe`; the network
+    from `workers`, `link` and `latency`, or from `probe`.
+
     Args:
         params: Trainable numbers of the model, such as 124_000_000 or "124M".
-        step_seconds: A step of one rank with nothing exchanged.
+        step_seconds: A step of one rank with nothing exchanged. With a task that is left out it is
+            measured in this process, in up to seven steps.
         workers: Ranks; 2 by default.
         link: Each rank's rate in each direction, such as "100mbit", up to 400gbit; "none" and
             "loopback" are taken for 20gbit; "100mbit" by default.
         latency: One way, such as "20ms"; none by default.
-        device: "cpu" or "cuda": what computes; "cpu" by default.
+        device: "cpu" or "cuda": what computes; "cpu" by default, and with a task whose step is
+            measured, cuda where there is one.
         probe: The file of `thinwire probe`, which has measured all of these.
+        task: "FILE.py:NAME", a function that gives a `thinwire.Task`: the model whose shapes count.
+            With a probe the network is that of the probe, and so is the step if it is of this task.
 
     Returns:
         The strategies, the soonest at dense's loss first.
@@ -130,24 +139,31 @@ def plan(
     Raises:
         ValueError: An argument that cannot be; says what came and what is allowed.
     """
+    if task is not None and params is not None:
+        raise ValueError(
+            f"params={params!r} and task={task!r}: the task's model says how many there are; leave "
+            "one of them out"
+        )
+    if step_seconds is not None:
+        _require_seconds(step_seconds)
     if probe is not None:
-        given = {
-            "params": params,
-            "step_seconds": step_seconds,
-            "link": link,
-            "latency": latency,
-            "device": device,
-        }
-        network, work = _probed(Path(probe), workers, given)
+        given: dict[str, object] = {"params": params, "link": link, "latency": latency}
+        if task is None:
+            given |= {"step_seconds": step_seconds, "device": device}
+        found = _probed(Path(probe), workers, given)
+        network, work = found.network, found.work
+        if task is not None and (task != found.task or step_seconds is not None):
+            work = _of_task(task, step_seconds, device, network.ranks)
     else:
-        network, work = _assumed(
-            params,
-            step_seconds,
+        network = _assumed_network(
             2 if workers is None else workers,
             "100mbit" if link is None else link,
             "0ms" if latency is None else latency,
-            "cpu" if device is None else device,
         )
+        if task is None:
+            work = _assumed_work(params, step_seconds, "cpu" if device is None else device)
+        else:
+            work = _of_task(task, step_seconds, device, network.ranks)
     dense_s = cost_of({}, "dense", work, network).step_s
     rows = sorted(
         (_row(*one, work, network, dense_s) for one in _candidates()),
@@ -163,11 +179,12 @@ def plan(
     return Plan(recommended, reason, tuple(rows), about)
 
 
-def _probed(path: Path, workers: int | None, given: Mapping[str, object]) -> tuple[Network, Work]:
+def _probed(path: Path, workers: int | None, given: Mapping[str, object]) -> Probe:
     twice = [name for name, value in given.items() if value is not None]
     if twice:
         raise ValueError(
-            f"{twice[0]} is given, and the probe has measured it: leave one of them out"
+            f"{twice[0]}={given[twice[0]]!r} is given, and probe={str(path)!r} has measured it: "
+            "leave one of them out"
         )
     found = Probe.read(path)
     if workers not in (None, found.network.ranks):
@@ -175,32 +192,55 @@ def _probed(path: Path, workers: int | None, given: Mapping[str, object]) -> tup
             f"workers={workers}, and probe={str(path)!r} was measured with {found.network.ranks} "
             "ranks: leave workers out, or probe with as many"
         )
-    return found.network, found.work
+    return found
 
 
-def _assumed(
-    params: int | str | None,
-    step_seconds: float | None,
-    workers: int,
-    link: str,
-    latency: str,
-    device: str,
-) -> tuple[Network, Work]:
-    if params is None or step_seconds is None:
-        raise ValueError("params and step_seconds are needed, or a probe, which has measured them")
-    numel = _parsed_params(params)
-    if not (isinstance(step_seconds, int | float) and isfinite(step_seconds) and step_seconds > 0):
-        raise ValueError(f"step_seconds={step_seconds!r} is not allowed: a positive number")
+def _assumed_network(workers: int, link: str, latency: str) -> Network:
     if isinstance(workers, bool) or not isinstance(workers, int):
         raise TypeError(f"workers must be a whole number, got {workers!r}")
     if not 2 <= workers <= _MOST_WORKERS:
         raise ValueError(f"workers={workers} is out of range: 2 to {_MOST_WORKERS} is allowed")
+    line = Link.parse(link, latency, at_most=_FASTEST_BIT_S)
+    return Network(line.rate_bit_s or _UNLIMITED_BIT_S, line.latency_s, workers)
+
+
+def _assumed_work(params: int | str | None, step_seconds: float | None, device: str) -> Work:
+    if params is None or step_seconds is None:
+        missing = "params" if params is None else "step_seconds"
+        raise ValueError(
+            f"{missing} is missing: give params and step_seconds, or a task of yours "
+            "(FILE.py:NAME), or a probe, which has measured both"
+        )
+    _require_one_device(device)
+    numel = _parsed_params(params)
+    return Work(numel, matrices(numel), float(step_seconds), device == "cuda")
+
+
+def _of_task(task: str, step_seconds: float | None, device: str | None, workers: int) -> Work:
+    """The shapes of a task's model, and its step, measured here where it is not given."""
+    require_task(task)
+    if device is not None:
+        _require_one_device(device)
+    from thinwire.lab.run.compute import shapes_of, step_of_task_alone
+    from thinwire.lab.run.task import TaskError
+
+    try:
+        if step_seconds is None:
+            return work_of(step_of_task_alone(task, device or "auto", workers))
+        shapes = tuple(map(tuple, shapes_of(task)))
+    except TaskError as error:
+        raise ValueError(str(error)) from error
+    return Work(sum(map(numel_of, shapes)), shapes, float(step_seconds), device == "cuda")
+
+
+def _require_one_device(device: str) -> None:
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device={device!r} is unknown; choose from cpu, cuda")
-    line = Link.parse(link, latency, at_most=_FASTEST_BIT_S)
-    network = Network(line.rate_bit_s or _UNLIMITED_BIT_S, line.latency_s, workers)
-    work = Work(numel, matrices(numel), float(step_seconds), device == "cuda")
-    return network, work
+
+
+def _require_seconds(seconds: float) -> None:
+    if not (isinstance(seconds, int | float) and isfinite(seconds) and seconds > 0):
+        raise ValueError(f"step_seconds={seconds!r} is not allowed: a positive number")
 
 
 def _parsed_params(params: int | str) -> int:

@@ -10,7 +10,7 @@ from thinwire._version import __version__
 from thinwire.planning.network import FRAMES, Network
 from thinwire.planning.work import Work
 
-__all__ = ["FORMAT", "Probe"]
+__all__ = ["FORMAT", "Probe", "work_of"]
 
 FORMAT = 1
 _SMALL_BYTES = 256
@@ -24,10 +24,12 @@ class Probe:
         network: With the largest latency of a pair, and the rate of the slowest rank while all
             send.
         work: Of the slowest rank.
+        task: Whose step it is, "FILE.py:NAME"; None for the model that comes with the command.
     """
 
     network: Network
     work: Work
+    task: str | None
 
     @classmethod
     def read(cls, path: Path) -> "Probe":
@@ -54,12 +56,17 @@ class Probe:
                 f"{found.get('thinwire')}; thinwire {__version__} reads format {FORMAT}: probe "
                 "again"
             )
-        if found["ranks"] < 2:
+        if found.get("ranks") == 1:
             raise ValueError(
                 f"probe={str(path)!r} was measured with one rank, which has no network: start "
                 "thinwire probe with as many ranks as will train"
             )
-        return cls(_network(found), _work(found["compute"]))
+        try:
+            return cls(_network(found), work_of(found["compute"]), found["task"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"probe={str(path)!r} is not whole, it lacks {error}: probe again"
+            ) from error
 
 
 def _network(found: Mapping[str, Any]) -> Network:
@@ -75,7 +82,8 @@ def _network(found: Mapping[str, Any]) -> Network:
     return Network(8 * rate / FRAMES, latency_s, ranks, call_s)
 
 
-def _work(found: Mapping[str, Any]) -> Work:
+def work_of(found: Mapping[str, Any]) -> Work:
+    """What a rank computes, from a measured step; see `thinwire.lab.run.compute`."""
     shapes = tuple(tuple(shape) for shape in found["shapes"])
     return Work(
         found["parameters"],

@@ -12,26 +12,27 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
-from thinwire.lab.run.built_in import loss_of
-from thinwire.lab.run.model import ByteTransformer
+from thinwire.lab.run.compute import step_of_built_in, step_of_task
 from thinwire.lab.run.size import ModelSize
-from thinwire.lab.run.task import OwnTask, device_of
-from thinwire.lab.run.trainers import Setup
 
 __all__ = ["probe"]
 
 _MOST_BYTES = 32 * 2**20
 _PAIRS_BYTES, _TOGETHER_BYTES, _COLLECTIVES_BYTES = 12 * 2**20, 8 * 2**20, 8 * 2**20
-_PAIRS_S, _TOGETHER_S, _COLLECTIVES_S, _STEPS_S = 3.5, 1.0, 2.0, 2.0
+_PAIRS_S, _TOGETHER_S, _COLLECTIVES_S = 3.5, 1.0, 2.0
 _ROUND_TRIPS, _DROPPED = 20, 3
 _PIECE_BYTES = 2**16
 _FIRST_BYTES, _LONG_ENOUGH_S = 2**16, 0.4
-_UNTIMED_STEPS, _MOST_STEPS = 2, 5
 
 
-def probe(task: str | None, size: ModelSize, batch: int, device: str) -> dict[str, Any]:
+def probe(
+    task: str | None,
+    size: ModelSize,
+    batch: int,
+    device: str,
+    tell: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
     """Measure; on all ranks at the same time.
 
     Args:
@@ -40,23 +41,35 @@ def probe(task: str | None, size: ModelSize, batch: int, device: str) -> dict[st
         size: Of that model.
         batch: Sequences of a step of that model.
         device: "auto", "cpu" or "cuda".
+        tell: Is told what is measured next.
 
     Returns:
-        What was measured, the same on all ranks: `ranks`, `pairs`, `together`, `collectives`,
-        `compute`, `not_measured`, `seconds` and `bytes`, the most that a rank has sent.
+        What was measured, the same on all ranks: `ranks`, `task`, `pairs`, `together`,
+        `collectives`, `compute`, `not_measured`, `seconds` and `bytes`, the most that a rank has
+        sent.
+
+    Raises:
+        TaskError: On all ranks, where the task fails on any of them.
     """
     begin_s = time.perf_counter()
     line = _Line()
+    tell("latency and rate of every pair")
     pairs = line.pairs()
+    tell("all ranks at once, and collectives")
     together = line.together(min((pair["bytes_s"] for pair in pairs), default=inf))
     collectives = line.collectives(min(together, default=inf))
-    compute = _compute(task, size, batch, device)
+    tell("a step of the model")
+    if task is None:
+        compute = step_of_built_in(size, batch, device)
+    else:
+        compute = step_of_task(task, device, line.size)
     seconds = time.perf_counter() - begin_s
     parts = _everyones(
         {"pairs": pairs, "compute": compute, "seconds": seconds, "bytes": line.sent_bytes}
     )
     return {
         "ranks": line.size,
+        "task": task,
         "pairs": [pair for part in parts for pair in part["pairs"]],
         "together": [{"rank": rank, "bytes_s": rate} for rank, rate in enumerate(together)],
         "collectives": collectives,
@@ -217,94 +230,3 @@ def _tournament(size: int) -> Iterator[list[int | None]]:
                 partners[a], partners[b] = b, a
         yield partners
         places = [places[0], places[-1], *places[1:-1]]
-
-
-def _compute(task: str | None, size: ModelSize, batch: int, device: str) -> dict[str, Any]:
-    """Forward pass, backward pass and update, and when each gradient is ready; all ranks compute at
-    once.
-    """
-    place = device_of(device, dist.get_rank())
-    if task is None:
-        model: nn.Module = ByteTransformer(size).to(place)
-        inputs, targets = torch.randint(256, (2, batch, size.context)).to(place)
-        setup = Setup("adamw", 1, loss_of)
-    else:
-        own = OwnTask(task, 0, dist.get_rank(), dist.get_world_size(), place)
-        model, (inputs, targets) = own.model, own.some_batch(0)
-        setup = Setup("adamw", 1, own.loss_fn, own.make_optimizer)
-    optimizer = setup.optimizer_of(model, lr=1e-4)
-    params = [p for p in model.parameters() if p.requires_grad]
-    clock = _Clock(place)
-    for p in params:
-        p.register_post_accumulate_grad_hook(clock.ready)  # type: ignore[no-untyped-call]
-    runs: list[dict[str, Any]] = []
-    begin_s = time.perf_counter()
-    dist.barrier()
-    while len(runs) < _UNTIMED_STEPS + _MOST_STEPS and (
-        len(runs) <= _UNTIMED_STEPS or time.perf_counter() - begin_s < _STEPS_S
-    ):
-        runs.append(clock.step(model, optimizer, setup, inputs, targets))
-    timed = runs[_UNTIMED_STEPS:]
-    order = [id(p) for p in params]
-    ready = {key: median(run["ready"].get(key, run["backward"]) for run in timed) for key in order}
-    return {
-        "device": place.type,
-        "forward_s": median(run["forward"] for run in timed),
-        "step_s": median(run["end"] for run in timed),
-        "backward_end_s": median(run["backward"] for run in timed),
-        "parameters": sum(p.numel() for p in params),
-        "shapes": [list(p.shape) for p in params],
-        "ready_s": [ready[key] for key in order],
-    }
-
-
-class _Clock:
-    """Seconds of a step at which things are done; on a GPU as its own queue of work sees them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
-        self.marks: dict[Any, Any] = {}
-
-    def _mark(self, key: Any) -> None:
-        if self.cuda:
-            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            event.record()
-            self.marks[key] = event
-        else:
-            self.marks[key] = time.perf_counter()
-
-    def ready(self, param: Tensor) -> None:
-        """A gradient is there."""
-        self._mark(id(param))
-
-    def step(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        setup: Setup,
-        inputs: Any,
-        targets: Any,
-    ) -> dict[str, Any]:
-        """One step: seconds since its begin of the end of each part."""
-        self.marks = {}
-        self._mark("begin")
-        loss = setup.forward(model, inputs, targets)
-        self._mark("forward")
-        loss.backward()  # type: ignore[no-untyped-call]
-        self._mark("backward")
-        optimizer.step()
-        optimizer.zero_grad()
-        self._mark("end")
-        if self.cuda:
-            torch.cuda.synchronize()
-        since: Callable[[Any], float] = (
-            (lambda mark: self.marks["begin"].elapsed_time(mark) / 1e3)
-            if self.cuda
-            else (lambda mark: mark - self.marks["begin"])
-        )
-        seconds = {key: since(mark) for key, mark in self.marks.items()}
-        names = ("begin", "forward", "backward", "end")
-        return {
-            **{name: seconds[name] for name in names},
-            "ready": {key: value for key, value in seconds.items() if key not in names},
-        }

@@ -19,7 +19,7 @@ from thinwire.lab.run.config import RunConfig
 from thinwire.lab.run.size import ConvolutionSize
 from thinwire.task import Task
 
-__all__ = ["OwnTask", "TaskError", "Work", "called", "device_of", "work_of"]
+__all__ = ["OwnTask", "TaskError", "Work", "called", "device_of", "made", "together", "work_of"]
 
 R = TypeVar("R")
 
@@ -78,10 +78,40 @@ def device_of(choice: str, rank: int) -> torch.device:
     if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise TaskError("device='cuda', but torch sees no GPU here: use --device cpu, or auto")
+        raise TaskError(
+            "device='cuda', but torch sees no GPU here: use --device cpu, or leave it out"
+        )
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
+
+
+def together(work: Callable[[], R], word: str | None) -> R:
+    """A piece of work that ends on all ranks alike.
+
+    Args:
+        work: That of this rank.
+        word: The user's own task, "FILE.py:NAME"; None for the one that comes with the command.
+
+    Raises:
+        TaskError: On all ranks, where it fails on any of them; names the rank unless all failed.
+    """
+    result: list[R] = []
+    told: list[str | None] = [None] * dist.get_world_size()
+    problem = None
+    try:
+        result.append(work())
+    except TaskError as error:
+        problem = str(error)
+    except Exception as error:
+        begin = "" if word is None else f"task={word!r}: "
+        problem = f"{begin}{type(error).__name__}: {error}"
+    dist.all_gather_object(told, problem)
+    found = next(((rank, text) for rank, text in enumerate(told) if text), None)
+    if found is not None:
+        where = "" if all(told) else f" (on rank {found[0]})"
+        raise TaskError(f"{found[1]}{where}")
+    return result[0]
 
 
 def called(model: nn.Module, inputs: Any) -> Any:
@@ -101,7 +131,7 @@ class OwnTask:
         word: "FILE.py:NAME".
         seed: Given to the function of this name.
         rank: Of this process.
-        world: Ranks.
+        world: Ranks that are to train; those that are here may be fewer.
         device: Where model and batches are put.
 
     Raises:
@@ -111,7 +141,7 @@ class OwnTask:
     def __init__(self, word: str, seed: int, rank: int, world: int, device: torch.device) -> None:
         self.word, self.rank, self.world, self.device = word, rank, world, device
         self.taken, self.evaluated = 0, False
-        self.task = self._together(lambda: _made(word, seed))
+        self.task = self._together(lambda: made(word, seed))
         self._together(self._compared)
         self.model = self.task.model.to(device)
         self.loss_fn = self.task.loss_fn
@@ -140,7 +170,7 @@ class OwnTask:
         model.train()
         total = torch.tensor(loss, dtype=torch.float64)
         dist.all_reduce(total)
-        mean = float(total) / self.world
+        mean = float(total) / dist.get_world_size()
         first, self.evaluated = not self.evaluated, True
         if first and not isfinite(mean):
             raise self._error(f"evaluate(model) gives {mean} before the first update")
@@ -194,7 +224,7 @@ class OwnTask:
         looks = [
             (name, tuple(p.shape), str(p.dtype)) for name, p in self.task.model.named_parameters()
         ]
-        all_looks: list[Any] = [None] * self.world
+        all_looks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(all_looks, looks)
         for rank, other in enumerate(all_looks):
             if other == all_looks[0]:
@@ -219,28 +249,18 @@ class OwnTask:
             raise self._error(f"{what} raised {type(error).__name__}: {error}") from error
 
     def _together(self, work: Callable[[], R]) -> R:
-        """A piece of work that ends on all ranks alike: with an error on all if it fails on one."""
-        result: list[R] = []
-        told: list[str | None] = [None] * self.world
-        problem = None
-        try:
-            result.append(work())
-        except TaskError as error:
-            problem = str(error)
-        except Exception as error:
-            problem = str(self._error(f"{type(error).__name__}: {error}"))
-        dist.all_gather_object(told, problem)
-        found = next(((rank, text) for rank, text in enumerate(told) if text), None)
-        if found is not None:
-            where = "" if all(told) else f" (on rank {found[0]})"
-            raise TaskError(f"{found[1]}{where}")
-        return result[0]
+        return together(work, self.word)
 
     def _error(self, problem: str) -> TaskError:
         return TaskError(f"task={self.word!r}: {problem}")
 
 
-def _made(word: str, seed: int) -> Task:
+def made(word: str, seed: int) -> Task:
+    """Import the file and call the function in it.
+
+    Raises:
+        TaskError: It cannot be imported, has no such function, or that gives no task.
+    """
     path, _, name = word.rpartition(":")
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     if spec is None or spec.loader is None:
@@ -250,7 +270,7 @@ def _made(word: str, seed: int) -> Task:
     sys.path.insert(0, str(Path(path).resolve().parent))
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TaskError(
             f"task={word!r}: {path} cannot be imported: {type(error).__name__}: {error}"
         ) from error
@@ -259,7 +279,7 @@ def _made(word: str, seed: int) -> Task:
         raise TaskError(f"task={word!r}: {path} has no function {name}")
     try:
         task = make(seed)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TaskError(
             f"task={word!r}: {name}({seed}) raised {type(error).__name__}: {error}"
         ) from error

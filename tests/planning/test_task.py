@@ -1,0 +1,102 @@
+"""A plan for a task of the user's own: its shapes, its step measured here, and one line for what
+cannot be."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import thinwire as tw
+from tests.planning.test_probe import TASK
+
+PARAMETERS = 6 * 16 + 16 + 16 * 6 + 6
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> str:
+    (tmp_path / "mine.py").write_text(TASK)
+    return f"{tmp_path / 'mine.py'}:task"
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "thinwire", "plan", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_its_shapes_and_a_measured_step_are_those_of_the_plan(task: str) -> None:
+    plan = tw.plan(task=task, workers=4, link="1gbit", device="cpu")
+    assert plan["dense"].bytes_per_step == 2 * 3 / 4 * 4 * PARAMETERS
+    assert 0 < plan["dense"].step_seconds[1] < 5
+    assert plan.link["measured"] is False
+
+
+def test_with_seconds_given_nothing_is_computed(task: str, tmp_path: Path) -> None:
+    broken = TASK.replace("loss_fn=torch.nn.functional.mse_loss", "loss_fn=lambda a, b: 1 / 0")
+    (tmp_path / "mine.py").write_text(broken)
+    with pytest.raises(ValueError, match="ZeroDivisionError"):
+        tw.plan(task=task, device="cpu")
+    plan = tw.plan(task=task, step_seconds=0.5, link="400gbit")
+    assert plan["dense"].step_seconds[1] == pytest.approx(0.5, rel=0.01)
+
+
+def test_parameters_without_sides_or_entries_are_planned(tmp_path: Path) -> None:
+    (tmp_path / "odd.py").write_text(
+        """
+import torch, thinwire as tw
+
+class Scaled(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(4, 3)
+        self.scale = torch.nn.Parameter(torch.ones(()))
+        self.none = torch.nn.Parameter(torch.ones(0, 3))
+
+    def forward(self, x):
+        return self.scale * super().forward(x)
+
+def task(seed):
+    x = torch.randn(8, 4)
+    loss = torch.nn.functional.mse_loss
+    return tw.Task(model=Scaled(), loss_fn=loss, evaluate=lambda m: loss(m(x), x[:, :3]),
+                   batches=lambda rank, world: iter(lambda: (x, x[:, :3]), None))
+"""
+    )
+    plan = tw.plan(task=f"{tmp_path / 'odd.py'}:task", device="cpu")
+    assert plan["dense"].bytes_per_step == 4 * (4 * 3 + 3 + 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--params", "1M"], "params='1M' and task="),
+        (["--task", "nothing.py:task"], "there is no file nothing.py"),
+        (["--task", "mine"], "is not FILE.py:NAME"),
+        (["--task", "HERE/mine.py:other"], "has no function other"),
+        (["--task", "HERE/broken.py:task"], "cannot be imported: SyntaxError"),
+        (["--task", "HERE/script.py:task"], "cannot be imported: SystemExit"),
+        (["--step-seconds", "0"], "step_seconds=0"),
+        (["--device", "tpu"], "device='tpu'"),
+    ],
+)
+def test_what_cannot_be_is_one_line(task: str, tmp_path: Path, words: list[str], says: str) -> None:
+    (tmp_path / "broken.py").write_text("def task(seed:\n")
+    (tmp_path / "script.py").write_text("import sys\nsys.exit('usage: script.py DATA')\n")
+    words = [word.replace("HERE", str(tmp_path)) for word in words]
+    said = command(*(words if "--task" in words else ["--task", task, *words]))
+    assert said.returncode == 2
+    assert len(said.stderr.splitlines()) == 1, said.stderr
+    assert says in said.stderr
+
+
+def test_a_process_that_belongs_to_a_group_is_told_to_probe(task: str) -> None:
+    code = (
+        "import torch.distributed as dist, thinwire as tw; "
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1); "
+        f"tw.plan(task={task!r})"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "ValueError: task is measured in a process by itself" in said.stderr
