@@ -8,8 +8,10 @@ from thinwire.comm.group import Group, Pending, require_process_group, time_limi
 from thinwire.comm.handshake import elsewhere, mapping_of, require_agreement
 from thinwire.comm.identity import is_alone, next_identity, place_in
 from thinwire.comm.nodes import Nodes, Sources, node_size_of, sources_of
+from thinwire.comm.proofs import ALL_RANKS, unproven
 
 __all__ = [
+    "ALL_RANKS",
     "BucketTap",
     "Group",
     "Nodes",
@@ -33,5 +35,6 @@ __all__ = [
     "state_told",
     "tap_buckets",
     "time_limit_s",
+    "unproven",
     "while_busy",
 ]

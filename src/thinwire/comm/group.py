@@ -21,6 +21,7 @@ from thinwire.comm.failures import explain_failure, state_after_failure
 from thinwire.comm.identity import is_alone
 from thinwire.comm.pieces import piece_bytes, pieces_of, rows_of, shares_of
 from thinwire.comm.private import Private, forget, hold, private_group, timeout_s_of
+from thinwire.comm.proofs import Proofs, unproven
 from thinwire.errors import PayloadCorrupt, ThinwireError
 
 __all__ = ["Group", "Pending", "require_process_group", "time_limit_s"]
@@ -74,6 +75,9 @@ class Group:
 
     node_size = 1
     """Ranks that count as one: every rank is a source of its own here; see `Nodes`."""
+    proofs: Proofs | None = None
+    """Of messages that the caller of `all_gather` and `all_to_all` exchanges; see `prove`."""
+    _agreement_proofs: Proofs | None = None
 
     def __init__(
         self,
@@ -114,6 +118,18 @@ class Group:
         group.rank, group.size = dist.get_rank(private.group), dist.get_world_size(private.group)
         group._shared = private
         return group
+
+    def prove(self, key: bytes) -> None:
+        """From here on let every agreement carry a proof made with `key`, and offer `proofs` to
+        those who exchange messages.
+
+        Args:
+            key: For these ranks and this group alone; see `Proofs`.
+
+        Communication: none; all ranks call it at the same place. 16 bytes more in each agreement.
+        """
+        self.proofs = Proofs(key, "messages", self.rank)
+        self._agreement_proofs = Proofs(key, "agreements", self.rank)
 
     def one_deadline(self) -> AbstractContextManager[None]:
         """Let all that is waited for inside count against one time-out, this group's; see
@@ -290,9 +306,21 @@ class Group:
         return answers
 
     def gather_now(self, payload: bytes, what: str) -> list[bytes]:
-        """Every rank's byte string, equally long on all of them, in rank order."""
-        message = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self.device)
-        rows = self._gather(message, what, control=True).wait().cpu()
+        """Every rank's byte string, equally long on all of them, in rank order.
+
+        Raises:
+            PayloadCorrupt: After `prove`, where a proof is wrong, on the rank that sees it.
+        """
+        message = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        proofs = self._agreement_proofs
+        number = 0 if proofs is None else proofs.next()
+        if proofs is not None:
+            message = proofs.added(message, number)
+        rows = self._gather(message.to(self.device), what, control=True).wait().cpu()
+        if proofs is not None:
+            rows, wrong = proofs.checked(rows, number)
+            if wrong:
+                raise PayloadCorrupt(f"{unproven(what, wrong[0])}. {state_after_failure()}")
         return [row.numpy().tobytes() for row in rows]
 
     def _launched(

@@ -35,6 +35,9 @@ class Nodes:
     Failure: as for `Group`; a leader that fails leaves, and its node with it.
     """
 
+    proofs: None = None
+    """Messages between nodes have none; see `Group.prove`."""
+
     def __init__(self, all_ranks: Group, node_size: int) -> None:
         self.all_ranks = all_ranks
         self.node_size = node_size

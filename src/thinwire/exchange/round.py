@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from thinwire.comm import Nodes, Pending, Sources
+from thinwire.comm import ALL_RANKS, Nodes, Pending, Sources, unproven
 from thinwire.compress.protocol import (
     AllGather,
+    AllReduce,
     AllToAll,
     Arrived,
     Bucket,
@@ -147,6 +148,28 @@ class Round:
             self._waiting.append(_OnItsWay(sending, pending, in_node))
 
     def _launched(self, collective: Collective) -> Pending[Tensor]:
+        sources, what = self._sources, collective.purpose
+        proofs = sources.proofs
+        # a sum comes into being on the way, so that nobody can prove it
+        if proofs is None or isinstance(collective, AllReduce):
+            return self._unproven(collective)
+        number, to = proofs.next(), ALL_RANKS
+        if isinstance(collective, AllGather):
+            pending = sources.all_gather(proofs.added(collective.message, number), what=what)
+        else:
+            to = sources.rank
+            parts, lengths = proofs.added_to_each(collective.messages, collective.lengths, number)
+            pending = sources.all_to_all(parts, lengths, what=what)
+
+        def rows() -> Tensor:
+            messages, wrong = proofs.checked(pending.wait(), number, to)
+            if wrong:
+                self._refusal = self._refusal or PayloadCorrupt(unproven(what, wrong[0]))
+            return messages
+
+        return Pending(rows)
+
+    def _unproven(self, collective: Collective) -> Pending[Tensor]:
         sources, what = self._sources, collective.purpose
         if isinstance(collective, AllToAll):
             return sources.all_to_all(collective.messages, collective.lengths, what=what)

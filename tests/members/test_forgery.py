@@ -1,0 +1,214 @@
+"""Ten thousand forged, altered and repeated messages and values each, by somebody who knows
+everything but the key: none is accepted."""
+
+import random
+import zlib
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore
+
+from thinwire.comm.proofs import ALL_RANKS, PROOF_BYTES, Proofs
+from thinwire.errors import PayloadCorrupt
+from thinwire.layout.message import Layout, Slot
+from thinwire.members.meeting import run_store
+from thinwire.members.sealed import SealedStore
+from thinwire.wire.message import pack, unpack
+
+TRIES = 10_000
+WORLD, NUMEL, K = 4, 64, 4
+KEY, OLD_KEY = b"k" * 32, b"o" * 32
+LAYOUT = Layout((Slot(NUMEL, K),), 2)
+
+
+def message_of(step: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    positions = torch.randperm(NUMEL, generator=generator)[:K].sort().values
+    values = torch.randn(K, generator=generator)
+    return pack(LAYOUT, step, 0, [(positions, values)])[0]
+
+
+def gathered(key: bytes, exchanges: int, channel: str = "messages") -> list[list[Tensor]]:
+    """What all ranks send in a row of exchanges, with their proofs."""
+    proofs = [Proofs(key, channel, rank) for rank in range(WORLD)]
+    return [
+        [proofs[rank].added(message_of(step, rank), proofs[rank].next()) for rank in range(WORLD)]
+        for step in range(exchanges)
+    ]
+
+
+SEEN = gathered(KEY, 8)
+OTHERS = [gathered(OLD_KEY, 8), gathered(KEY, 8, "agreements")]
+
+
+def altered(rng: random.Random, message: Tensor, _place: tuple[int, int]) -> Tensor:
+    made = message.clone()
+    for _ in range(rng.randint(1, 3)):
+        made[rng.randrange(made.numel())] ^= 1 << rng.randrange(8)
+    return made
+
+
+def altered_with_a_right_checksum(
+    rng: random.Random, message: Tensor, place: tuple[int, int]
+) -> Tensor:
+    """The payload changed and the CRC made right again, as whoever knows the format can."""
+    made = altered(rng, message[:-PROOF_BYTES], place)
+    content = made.numpy().tobytes()
+    checksum = zlib.crc32(content[32:], zlib.crc32(bytes(4), zlib.crc32(content[:28])))
+    made[28:32] = torch.tensor(list(checksum.to_bytes(4, "little")), dtype=torch.uint8)
+    return torch.cat([made, message[-PROOF_BYTES:]])
+
+
+def made_up(rng: random.Random, message: Tensor, place: tuple[int, int]) -> Tensor:
+    """A right message of other values, with a proof that is a guess."""
+    proof = torch.tensor(list(rng.randbytes(PROOF_BYTES)), dtype=torch.uint8)
+    return torch.cat([message_of(1000 + rng.randrange(99), place[1]), proof])
+
+
+def repeated(rng: random.Random, _message: Tensor, place: tuple[int, int]) -> Tensor:
+    step = rng.choice([step for step in range(len(SEEN)) if step != place[0]])
+    return SEEN[step][place[1]]
+
+
+def of_another_rank(rng: random.Random, _message: Tensor, place: tuple[int, int]) -> Tensor:
+    return SEEN[place[0]][rng.choice([rank for rank in range(WORLD) if rank != place[1]])]
+
+
+def of_another_group(rng: random.Random, _message: Tensor, place: tuple[int, int]) -> Tensor:
+    return rng.choice(OTHERS)[place[0]][place[1]]
+
+
+def with_another_proof(rng: random.Random, message: Tensor, place: tuple[int, int]) -> Tensor:
+    return torch.cat([message[:-PROOF_BYTES], repeated(rng, message, place)[-PROOF_BYTES:]])
+
+
+WAYS: list[Callable[[random.Random, Tensor, tuple[int, int]], Tensor]] = [
+    altered,
+    altered_with_a_right_checksum,
+    made_up,
+    repeated,
+    of_another_rank,
+    of_another_group,
+    with_another_proof,
+]
+
+
+def test_ten_thousand_forged_messages() -> None:
+    rng = random.Random(7)
+    reader = Proofs(KEY, "messages", 0)
+    honest = 0
+    for turn in range(TRIES):
+        step, victim = rng.randrange(len(SEEN)), rng.randrange(WORLD)
+        rows = torch.stack(SEEN[step])
+        rows[victim] = WAYS[turn % len(WAYS)](rng, rows[victim], (step, victim))
+        if torch.equal(rows[victim], SEEN[step][victim]):  # bits that were turned back again
+            continue
+        kept, wrong = reader.checked(rows, step)
+        assert wrong == [victim]
+        assert not kept[victim].any()
+        for rank in range(WORLD):
+            if rank != victim:
+                honest += 1
+                assert torch.equal(kept[rank], SEEN[step][rank][:-PROOF_BYTES])
+    assert honest > 2.9 * TRIES
+
+
+def test_the_checksum_that_was_made_right_would_be_taken_without_a_proof() -> None:
+    """So the test above tests the proof."""
+    rng, taken = random.Random(7), 0
+    for _ in range(100):
+        message = SEEN[3][1]
+        forged = altered_with_a_right_checksum(rng, message, (3, 1))[:-PROOF_BYTES]
+        try:
+            unpack(LAYOUT, forged, step=3, bucket=0, source=1)
+        except PayloadCorrupt:
+            continue
+        taken += 1
+    assert taken > 5
+
+
+def test_honest_messages_are_taken_and_are_sixteen_bytes_longer() -> None:
+    reader = Proofs(KEY, "messages", 2)
+    for step, sent in enumerate(SEEN):
+        number = reader.next()
+        kept, wrong = reader.checked(torch.stack(sent), number)
+        assert (number, wrong) == (step, [])
+        assert kept.shape == (WORLD, LAYOUT.nbytes)
+        for rank in range(WORLD):
+            assert torch.equal(kept[rank], message_of(step, rank))
+    assert {message.numel() for sent in SEEN for message in sent} == {LAYOUT.nbytes + 16}
+
+
+def test_a_message_is_for_the_rank_that_it_was_sent_to() -> None:
+    sender, receiver = Proofs(KEY, "messages", 1), Proofs(KEY, "messages", 0)
+    lengths = [8, 8, 5, 0]
+    content = torch.arange(sum(lengths), dtype=torch.uint8)
+    given, longer = sender.added_to_each(content, lengths, sender.next())
+    assert longer == [24, 24, 21, 16]
+    to_0, to_1 = torch.split(given, longer)[:2]
+    for to, part in ((0, to_0), (1, to_1)):
+        rows = torch.stack([part, part])
+        assert receiver.checked(rows, 0, to)[1] == [0]  # row 0 is from rank 0 by its place
+        assert receiver.checked(rows, 0, 1 - to)[1] == [0, 1]
+        assert receiver.checked(rows, 0, ALL_RANKS)[1] == [0, 1]
+
+
+TOKEN, SESSION = b"t" * 32, "5e55"
+
+
+def strangers(
+    rng: random.Random, store: HashStore
+) -> list[Callable[[str, bytes, dict[str, bytes]], bytes]]:
+    """What somebody may write who can write to the store and has seen all that was ever in it."""
+
+    def elsewhere(token: bytes, run: str, session: str) -> Callable[..., bytes]:
+        def write(key: str, value: bytes, _seen: dict[str, bytes]) -> bytes:
+            other = HashStore()
+            run_store(other, run, token, session).set(key, value)
+            return other.get(f"run/{run}/{key}")
+
+        return write
+
+    def turned(_key: str, value: bytes, seen: dict[str, bytes]) -> bytes:
+        there = bytearray(seen[_key])
+        there[rng.randrange(len(there))] ^= 1 << rng.randrange(8)
+        return bytes(there)
+
+    return [
+        lambda key, value, seen: value,
+        lambda key, value, seen: seen[key][: rng.randrange(len(seen[key]))],
+        lambda key, value, seen: seen[key] + rng.randbytes(rng.randint(1, 9)),
+        lambda key, value, seen: seen[key][:36] + rng.randbytes(len(value) + 1),
+        lambda key, value, seen: b"tws1" + rng.randbytes(32) + value,
+        lambda key, value, seen: seen[rng.choice([k for k in seen if k != key])],
+        lambda key, value, seen: rng.randbytes(rng.randrange(90)),
+        turned,
+        elsewhere(b"another token of the same length", "llm", SESSION),
+        elsewhere(TOKEN, "other", SESSION),
+        elsewhere(TOKEN, "llm", "the session before"),
+    ]
+
+
+def test_ten_thousand_forged_admissions() -> None:
+    rng, store = random.Random(11), HashStore()
+    member: SealedStore = run_store(store, "llm", TOKEN, SESSION)
+    keys = [f"hello/{n}" for n in range(20)] + [f"members/{n}" for n in range(20)]
+    for key in keys:
+        member.set(key, f'{{"id": "{key}", "address": "10.0.0.{len(key)}"}}')
+    seen = {key: store.get(f"run/llm/{key}") for key in keys}
+    values = {key: member.get(key) for key in keys}
+    ways = strangers(rng, store)
+    refusals = 0
+    for turn in range(TRIES):
+        key = rng.choice(keys)
+        forged = ways[turn % len(ways)](key, values[key], seen)
+        assert forged != seen[key]
+        store.set(f"run/llm/{key}", forged)  # type: ignore[arg-type]
+        with pytest.raises(PayloadCorrupt):
+            member.get(key)
+        refusals += 1
+        store.set(f"run/llm/{key}", seen[key])  # type: ignore[arg-type]
+        assert member.get(key) == values[key]
+    assert refusals == TRIES

@@ -1,0 +1,136 @@
+"""Exchanges whose messages carry proofs: the same results, 16 bytes a message more; and what was
+altered on its way is refused on all ranks, by the vote."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import thinwire as tw
+from tests.ranks import Pool
+from tests.sync.means import launch
+from thinwire.comm import Group
+from thinwire.comm.group import Pending
+from thinwire.compress.entries import Proposed
+from thinwire.core.feedback import FoldRule, propose
+from thinwire.errors import PayloadCorrupt
+from thinwire.exchange.round import Round
+
+KEY = b"a key of this generation........"
+NUMEL, K = 1000, 10
+
+
+def sparse(rank: int, key: int) -> Proposed:
+    grad = torch.randn(NUMEL, generator=torch.Generator().manual_seed(100 * rank + key))
+    return Proposed(propose(grad, torch.zeros_like(grad), None, K, FoldRule(0.0)), NUMEL, K)
+
+
+def exchange(rank: int, size: int, way: str, key: bytes | None) -> tuple[list[Tensor], int]:
+    group = Group()
+    if key is not None:
+        group.prove(key)
+    means = []
+    for step in range(3):
+        one_round = Round(group, step)
+        dense = {"small": torch.full((8,), float(rank)), "large": torch.full((60_000,), rank + 0.5)}
+        launch(one_round, 0, {"a": sparse(rank, step)}, {"large": dense["large"]}, exchange=way)
+        launch(one_round, 1, {}, {"small": dense["small"]})
+        one_round.finish()
+        means += [one_round.arrived[name].mean(name, param) for name, param in dense.items()]
+        means.append(one_round.arrived["a"].mean("a", torch.zeros(NUMEL)))
+    group.gather_bytes(b"the same on all", what="agreeing")
+    return means, group.bytes_sent
+
+
+@pytest.mark.parametrize(("way", "messages"), [("gather", 2), ("split", 5)])
+@pytest.mark.parametrize("size", [0, 4])
+def test_the_results_are_the_same_and_every_message_is_sixteen_bytes_longer(
+    ranks: Pool, way: str, messages: int, size: int
+) -> None:
+    """A step sends the small dense sum and the entries by a gather each; split, the entries go to
+    three others and then to all."""
+    plain = ranks.run(exchange, way, None, size=size)
+    proven = ranks.run(exchange, way, KEY, size=size)
+    if size == 0:
+        messages = 1  # alone entries are gathered, and sums are not sealed
+    for (means, sent), (proven_means, proven_sent) in zip(plain, proven, strict=True):
+        for one, other in zip(means, proven_means, strict=True):
+            assert torch.equal(one, other)
+        assert proven_sent - sent == 16 * (3 * messages + 1)
+
+
+class Tapped(Group):
+    """A line on which one message is changed before it reaches rank 0."""
+
+    step = -1
+
+    def all_gather(self, message: Tensor, *, what: str) -> Pending[Tensor]:
+        pending = super().all_gather(message, what=what)
+
+        def rows() -> Tensor:
+            came = pending.wait()
+            if self.rank == 0 and self.step == 0:
+                came[1, 40] ^= 1
+            self.step -= 1
+            return came
+
+        return Pending(rows)
+
+
+def damaged_votes(rank: int, size: int) -> str:
+    group = Group()
+    group.prove(KEY if rank else KEY[::-1])
+    try:
+        group.gather_bytes(b"the same on all", what="agreeing")
+    except PayloadCorrupt as error:
+        return str(error)
+    return "taken"
+
+
+@pytest.mark.fault
+def test_an_agreement_of_somebody_with_another_key_is_refused(ranks: Pool) -> None:
+    answers = ranks.run(damaged_votes, size=2)
+    assert "agreeing: what came from rank 1 was refused, its proof is wrong" in answers[0]
+    assert "rank 0" in answers[1]
+
+
+def train(rank: int, size: int, attacked: int) -> tuple[str, bool, int]:
+    """Local updates, of which one averaging meets a message that was changed on its way to rank
+    0."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(300, 300, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = tw.LocalSGD(k_steps=2, begin_step=0, compression=tw.Quantized(4))
+    told, anchors = "", torch.empty(0)
+    with tw.local_sgd(model, optimizer, config, digest_every=0) as sync:
+        group = sync._group
+        assert group is not None
+        group.prove(KEY)
+        group.__class__ = Tapped
+        group.step = attacked  # type: ignore[attr-defined]
+        averager = sync._averager
+        assert averager is not None
+        for step in range(8):
+            model(torch.full((2, 300), float(rank + step))).sum().backward()
+            anchors = next(iter(averager.averaging.anchors.values())).clone()
+            try:
+                optimizer.step()
+            except PayloadCorrupt as error:
+                told = str(error)
+                break
+            optimizer.zero_grad()
+        same = torch.equal(anchors, next(iter(averager.averaging.anchors.values())))
+        averagings = averager.counters.averagings
+        group.step = -1  # type: ignore[attr-defined]
+    return told, same, averagings
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("attacked", [0, 2])
+def test_what_was_altered_on_its_way_is_refused_on_all_ranks(ranks: Pool, attacked: int) -> None:
+    answers = ranks.run(train, attacked, size=3)
+    for told, same, averagings in answers:
+        assert "rank 0 refused a message" in told
+        assert "its proof is wrong" in told
+        assert "Nothing was applied on any rank" in told
+        assert same
+        assert averagings == attacked
