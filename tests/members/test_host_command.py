@@ -1,0 +1,242 @@
+"""`thinwire host`: listens where it was told and nowhere else, and says in one line what is
+wrong."""
+
+import ipaddress
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from torch._C._distributed_c10d import TCPStore
+
+from tests.members.places import TIMEOUT, TOKEN, host_command
+from thinwire import cli
+from thinwire.errors import Mismatch, PeerLost, PeerStalled
+from thinwire.members.meeting import connect
+from thinwire.members.sealed import SealedStore
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+ENDS_S = 20.0
+
+
+def token_file(folder: Path, content: bytes = TOKEN, mode: int = 0o600) -> Path:
+    path = folder / "token"
+    path.write_bytes(content)
+    path.chmod(mode)
+    return path
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["host", *arguments])
+    captured = capsys.readouterr()
+    assert stop.value.code == 2
+    assert captured.out == ""
+    assert captured.err.startswith("thinwire: ")
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+BAD = {
+    "": "--bind is missing",
+    "--bind 0.0.0.0:29400": "all addresses of this machine",
+    "--bind [::]:29400": "all addresses of this machine",
+    "--bind [0:0::0]:29400": "all addresses of this machine",
+    "--bind *:29400": "all addresses of this machine",
+    "--bind 203.0.113.7:29400": "no address of this machine",
+    "--bind [2001:db8::7]:29400": "no address of this machine",
+    "--bind localhost:29400": "has a name: an address is required",
+    "--bind 127.0.0.1": "is no address such as 10.0.0.1:29400",
+    "--bind :29400": "is no address such as 10.0.0.1:29400",
+    "--bind ::1:29400": "IPv6 addresses are in brackets",
+    "--bind 127.0.0.1:65536": "is no address such as",
+    "--bind 127.0.0.1:http": "is no address such as",
+    "--bind tcp://127.0.0.1:0": "is no address such as 10.0.0.1:29400",
+    "--bind 127.0.0.1:0 --token-file /no/such": "token file /no/such does not exist",
+    "--bind 127.0.0.1:0 --tokn-file x": "--token-file",
+    "--bind 127.0.0.1:0 --new-token x": "leave the other options out",
+}
+
+
+@pytest.mark.parametrize("arguments", BAD)
+def test_bad_input_is_one_line(
+    arguments: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert BAD[arguments] in refusal(capsys, *arguments.split())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_token_that_others_can_read_or_that_is_short_is_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = token_file(tmp_path, mode=0o644)
+    bound = ("--bind", "127.0.0.1:0", "--token-file", str(path))
+    assert f"chmod 600 {path}" in refusal(capsys, *bound)
+    token_file(tmp_path, b"short\n")
+    assert "holds 5 bytes" in refusal(capsys, *bound)
+
+
+def test_a_port_in_use_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert "the port is in use" in refusal(capsys, "--bind", f"127.0.0.1:{port}")
+
+
+def test_a_token_is_made_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["host", "--new-token", str(path)])
+    assert stop.value.code == 0
+    assert str(path) in capsys.readouterr().out
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    before = path.read_bytes()
+    assert "exists already" in refusal(capsys, "--new-token", str(path))
+    assert path.read_bytes() == before
+
+
+def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["host", "--help"])
+    assert stop.value.code == 0
+    assert "thinwire host --bind 10.0.0.1:29400 --token-file token" in capsys.readouterr().out
+
+
+def test_arguments_are_checked_before_torch_is_loaded() -> None:
+    code = """
+import sys
+from thinwire import cli
+try:
+    cli.main(["host", "--bind", "0.0.0.0:1"])
+except SystemExit as stop:
+    sys.exit(99 if "torch" in sys.modules else stop.code)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+
+
+def listening(pid: int) -> set[tuple[str, int]]:
+    """Addresses and ports on which a process listens, as the kernel says."""
+    links = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        links.add(str(link.readlink()))
+    found = set()
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and f"socket:[{words[9]}]" in links:
+                address, port = words[1].split(":")
+                raw = bytes.fromhex(address)
+                swapped = b"".join(raw[at : at + 4][::-1] for at in range(0, len(raw), 4))
+                found.add((str(ipaddress.ip_address(swapped)), int(port, 16)))
+    return found
+
+
+def port_of(address: str) -> int:
+    return int(address.rpartition(":")[2])
+
+
+def ended(process: subprocess.Popen[str], number: int) -> str:
+    """What it still prints after a signal, and that it ends well."""
+    begun = time.monotonic()
+    process.send_signal(number)
+    out, err = process.communicate(timeout=ENDS_S)
+    assert (process.returncode, err) == (0, "")
+    assert time.monotonic() - begun < ENDS_S
+    return out
+
+
+@LINUX
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1"])
+def test_it_listens_on_the_given_address_and_on_no_other(host: str) -> None:
+    bracketed = f"[{host}]" if ":" in host else host
+    with host_command("--bind", f"{bracketed}:0", "--quiet") as (process, address):
+        assert address.startswith(f"tcp://{bracketed}:")
+        store = connect(address, "llm", None, TIMEOUT)
+        store.set("key", "value")
+        assert listening(process.pid) == {(host, port_of(address))}
+        # the same port on another address of this machine
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.3", port_of(address)), timeout=5)
+        assert ended(process, signal.SIGTERM) == ""
+
+
+@LINUX
+def test_public_is_said_and_done(tmp_path: Path) -> None:
+    path = token_file(tmp_path)
+    options = ("--bind", "0.0.0.0:0", "--public", "--token-file", str(path))
+    with host_command(*options) as (process, address):
+        assert listening(process.pid) == {("0.0.0.0", port_of(address))}
+        store = connect(f"tcp://127.0.0.3:{port_of(address)}", "llm", TOKEN, TIMEOUT)
+        store.set("key", "value")
+        assert "traffic is not encrypted" in next_line(process)
+        assert ended(process, signal.SIGINT).startswith("ended: ")
+
+
+def next_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().rstrip("\n")
+
+
+def write_generation(store: SealedStore, generation: int, *members: str) -> None:
+    rows = [{"id": one, "host": "vm", "since": 1} for one in members]
+    store.set(f"members/{generation}", json.dumps(rows))
+    store.set("gen", json.dumps(generation))
+
+
+def test_it_says_who_takes_part_when_that_changes(tmp_path: Path) -> None:
+    options = ("--bind", "127.0.0.1:0", "--token-file", str(token_file(tmp_path)))
+    with host_command(*options) as (process, address):
+        store = connect(address, "llm", TOKEN, TIMEOUT)
+        write_generation(store, 0, "ann")
+        assert next_line(process) == "run llm: generation 0, members: ann"
+        write_generation(store, 1, "ann", "bob")
+        assert next_line(process) == "run llm: generation 1, members: ann, bob"
+        place = address.removeprefix("tcp://").rpartition(":")
+        stranger = TCPStore(place[0], int(place[2]), None, False, TIMEOUT, wait_for_workers=False)
+        stranger.set("run/llm/gen", "7")
+        told = next_line(process)
+        assert "'run/llm/gen' in the store was refused: it is not sealed" in told
+        write_generation(store, 2, "bob", "\x1b[31mred\n")
+        assert next_line(process) == r"run llm: generation 2, members: bob, \x1b[31mred\n"
+        stranger.set("run/\x1b[31m/gen", "1")
+        stranger.set("run//gen", "1")
+        process.send_signal(signal.SIGSTOP)
+        with pytest.raises(PeerStalled, match="did not answer"):
+            connect(address, "llm", TOKEN, timedelta(seconds=1))
+        process.send_signal(signal.SIGCONT)
+        assert ended(process, signal.SIGINT).startswith("ended: ")
+
+
+def test_without_a_token_it_says_once_what_that_means() -> None:
+    with host_command("--bind", "127.0.0.1:0") as (process, address):
+        write_generation(connect(address, "a", None, TIMEOUT), 0, "ann")
+        store = connect(address, "b", None, TIMEOUT)
+        store.set("gen", "not JSON")
+        with pytest.raises(Mismatch, match="has no token"):
+            connect(address, "a", TOKEN, TIMEOUT)
+        lines = [next_line(process) for _ in range(3)]
+        assert lines[0].startswith("no --token-file: whoever reaches this port can join")
+        assert lines[1] == "run a: generation 0, members: ann"
+        assert lines[2].startswith("run b: its generation cannot be read")
+        assert ended(process, signal.SIGTERM).count("\n") == 1
+
+
+@LINUX
+def test_a_host_that_died_is_told_to_newcomers() -> None:
+    with host_command("--bind", "127.0.0.1:0", "--quiet") as (process, address):
+        connect(address, "a", None, TIMEOUT)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(ENDS_S)
+        with pytest.raises(PeerLost, match="nobody listens at tcp://127"):
+            connect(address, "a", None, TIMEOUT)
