@@ -83,13 +83,15 @@ class Plan:
         recommended: Name of the strategy to take.
         reason: Why, in a sentence.
         strategies: All rows, the soonest at dense's loss first.
-        link: What was assumed of the network.
+        link: What was assumed of the network, or measured.
+        model: Likewise of the model: parameters, and seconds of a step without an exchange.
     """
 
     recommended: str
     reason: str
     strategies: tuple[Row, ...]
     link: Mapping[str, Any]
+    model: Mapping[str, Any]
 
     def __getitem__(self, name: str) -> Row:
         """The row of a strategy.
@@ -119,6 +121,7 @@ class Plan:
             "reason": self.reason,
             "strategies": [row.to_dict() for row in self.strategies],
             "link": dict(self.link),
+            "model": dict(self.model),
         }
 
 
@@ -195,7 +198,13 @@ def plan(
         "workers": network.ranks,
         "measured": probe is not None,
     }
-    return Plan(recommended, reason, tuple(rows), about)
+    model = {
+        "parameters": work.numel,
+        "step_seconds": work.step_s,
+        "device": "cuda" if work.cuda else "cpu",
+        "task": task,
+    }
+    return Plan(recommended, reason, tuple(rows), about, model)
 
 
 def _probed(path: Path, workers: int | None, given: Mapping[str, object]) -> Probe:
