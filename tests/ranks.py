@@ -57,18 +57,20 @@ class Pool:
         timeout_s: float = 60.0,
         group_timeout_s: float = 20.0,
         expect_errors: bool = False,
+        group: bool = True,
     ) -> list[Any]:
         """`[function(rank, size, *args) for every rank]`, each in a process of its own.
 
         `function` must be importable (top level of a module). A rank that raises fails the test
         with its traceback, and a rank that does not answer within `timeout_s` fails it by number;
         with `expect_errors` they are returned as `Raised`, `Lost` (it died) and None (it did not
-        answer). size 0 runs one process without any process group.
+        answer). size 0 runs one process without any process group; so do
+        all with `group=False`.
         """
         count = max(size, 1)
         self._grow(count)
         with tempfile.TemporaryDirectory() as folder:
-            job = (function, args, size, str(Path(folder, "store")), group_timeout_s)
+            job = (function, args, size, group, str(Path(folder, "store")), group_timeout_s)
             try:
                 for rank in range(count):
                     self._workers[rank][1].send((rank, *job))
@@ -145,14 +147,14 @@ def _serve(pipe: Connection) -> None:
     faulthandler.enable()
     while True:
         try:
-            rank, function, args, size, store, group_timeout_s = pipe.recv()
+            rank, function, args, size, group, store, group_timeout_s = pipe.recv()
         except (EOFError, OSError):
             return
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             try:
                 torch.manual_seed(0)
-                if size:
+                if size and group:
                     dist.init_process_group(
                         "gloo",
                         init_method=f"file://{store}",

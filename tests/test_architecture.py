@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "compress": MATHS | {"wire"},
     "comm": BASE,
     "exchange": METHODS | {"comm"},
-    "local": METHODS | {"comm", "exchange"},
+    "local": METHODS | {"comm", "exchange", "members"},
     # DGCMomentum is an optimizer that exchanges gradients itself, hence exchange and comm
     "optim": METHODS | {"comm", "exchange"},
     "amp": BASE | {"core", "comm", "exchange"},
@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "integrations": BASE | {"core", "comm", "exchange", "local", "optim", "checkpoint"},
     # the only one that knows two methods at once
     "strategy": METHODS
-    | {"comm", "exchange", "local", "optim", "amp", "step", "pipeline", "checkpoint"},
+    | {"comm", "exchange", "local", "members", "optim", "amp", "step", "pipeline", "checkpoint"},
     "lab": BASE | {"schedules", "optim", "amp", "strategy", "local", "task"},
     # numbers alone: without torch
     "planning": BASE | {"layout", "lab", "strategy"},

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from thinwire.errors import StrategyError
     from thinwire.local.config import AdaptiveLocalSGD, LocalSGD
     from thinwire.local.updates import LocalUpdates, local_sgd
+    from thinwire.members.members import Members, join
     from thinwire.optim.config import LAMB, LARS
     from thinwire.optim.dgc_momentum import Attached
     from thinwire.pipeline.config import Pipeline
@@ -51,6 +52,7 @@ __all__ = [
     "LocalSGD",
     "LocalUpdates",
     "LowRank",
+    "Members",
     "Pipeline",
     "Plan",
     "Quantized",
@@ -62,6 +64,7 @@ __all__ = [
     "amp",
     "busy",
     "errors",
+    "join",
     "local_sgd",
     "optim",
     "plan",
@@ -90,6 +93,7 @@ _HOMES = {
     "LocalSGD": "thinwire.local.config",
     "LocalUpdates": "thinwire.local.updates",
     "LowRank": "thinwire.compress.low_rank",
+    "Members": "thinwire.members.members",
     "Pipeline": "thinwire.pipeline.config",
     "Plan": "thinwire.planning.plan",
     "Quantized": "thinwire.compress.quantized_change",
@@ -98,6 +102,7 @@ _HOMES = {
     "StrategyError": "thinwire.errors",
     "Task": "thinwire.task",
     "busy": "thinwire.comm.busy",
+    "join": "thinwire.members.members",
     "local_sgd": "thinwire.local.updates",
     "plan": "thinwire.planning.plan",
 }

@@ -11,11 +11,13 @@ __all__ = [
     "CheckpointMismatch",
     "CheckpointMissing",
     "Diverged",
+    "Evicted",
     "Mismatch",
     "NonFinite",
     "PayloadCorrupt",
     "PeerLost",
     "PeerStalled",
+    "QuorumLost",
     "StrategyError",
     "ThinwireError",
 ]
@@ -31,6 +33,16 @@ class PeerLost(ThinwireError):
 
 class PeerStalled(ThinwireError):
     """A rank did not take part in an exchange within the time-out."""
+
+
+class QuorumLost(ThinwireError):
+    """Too few members are left to go on: fewer than `min_members`, or not more than half of the
+    last generation.
+    """
+
+
+class Evicted(ThinwireError):
+    """The other members went on without this one, which was away for too long."""
 
 
 class Mismatch(ThinwireError):

@@ -4,7 +4,7 @@ from thinwire.comm.busy import busy, by_rank, while_busy
 from thinwire.comm.ddp import BucketTap, tap_buckets
 from thinwire.comm.deadline import long_waits_logged, one_deadline, own_deadlines, seconds_of
 from thinwire.comm.failures import state_told
-from thinwire.comm.group import Group, Pending, require_process_group, time_limit_s
+from thinwire.comm.group import Group, Pending, Regrouped, require_process_group, time_limit_s
 from thinwire.comm.handshake import elsewhere, mapping_of, require_agreement
 from thinwire.comm.identity import is_alone, next_identity, place_in
 from thinwire.comm.nodes import Nodes, Sources, node_size_of, sources_of
@@ -16,6 +16,7 @@ __all__ = [
     "Group",
     "Nodes",
     "Pending",
+    "Regrouped",
     "Sources",
     "busy",
     "by_rank",

@@ -6,7 +6,7 @@ import logging
 import struct
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
@@ -24,7 +24,7 @@ from thinwire.comm.private import Private, forget, hold, private_group, timeout_
 from thinwire.comm.proofs import Proofs, unproven
 from thinwire.errors import PayloadCorrupt, ThinwireError
 
-__all__ = ["Group", "Pending", "require_process_group", "time_limit_s"]
+__all__ = ["Group", "Pending", "Regrouped", "require_process_group", "time_limit_s"]
 
 _SLICE_S = 1.0
 """After which a wait looks at the clock, and lets a signal in."""
@@ -34,6 +34,14 @@ _LONGEST_BYTES = 64 << 20
 _log = logging.getLogger("thinwire")
 _DIGEST = struct.Struct("<Q16s")
 _T = TypeVar("_T")
+
+
+class Regrouped(Exception):
+    """The ranks are others than when this exchange began: make it again, from what was agreed on
+    last.
+
+    Never leaves the library.
+    """
 
 
 @dataclass(slots=True)
@@ -136,6 +144,16 @@ class Group:
         `one_deadline`.
         """
         return one_deadline(self.timeout_s)
+
+    def one_attempt(self) -> AbstractContextManager[None]:
+        """Around an exchange and the agreement about it, which belong together: where ranks come
+        and go, both are made again.
+
+        Raises:
+            Regrouped: The ranks are others than when the block began, or than when something that
+                is waited for in it was launched. Never by a group that stays the same.
+        """
+        return nullcontext()
 
     @property
     def global_ranks(self) -> list[int]:

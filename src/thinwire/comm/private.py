@@ -12,7 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,8 +26,10 @@ from thinwire.comm.failures import explain_failure
 __all__ = [
     "Private",
     "forget",
+    "forget_ended",
     "hold",
     "private_group",
+    "released_at_exit",
     "store_of",
     "timeout_s_of",
     "warn_of_restarts",
@@ -35,6 +37,12 @@ __all__ = [
 
 _T = TypeVar("_T")
 _Pending = tuple[dist.ProcessGroup, dist.Work, Sequence[Tensor]]
+
+
+class _Released(Protocol):
+    def release(self) -> None: ...
+
+
 _NEVER = datetime.timedelta(days=30)
 _EXIT_PATIENCE_S = 0.5
 _SLACK_S = 1.6
@@ -86,7 +94,7 @@ class Private:
         if store is not None:
             self.courier = Courier(store, dist.get_rank(self._group), len(ranks), timeout_s)
             weakref.finalize(self, self.courier.stop).atexit = False
-        _made.append(weakref.ref(self))
+        released_at_exit(self)
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -115,7 +123,7 @@ class Private:
                     dist.destroy_process_group(group)
 
 
-_made: list[weakref.ref[Private]] = []
+_made: list[weakref.ref[_Released]] = []
 _shared: "weakref.WeakKeyDictionary[dist.ProcessGroup, Private]" = weakref.WeakKeyDictionary()
 _pending: dict[int, _Pending] = {}
 
@@ -131,13 +139,24 @@ def private_group(parent: dist.ProcessGroup, timeout_s: float) -> Private:
     return _shared[parent]
 
 
+def released_at_exit(groups: _Released) -> None:
+    """Free these groups before the interpreter ends, as `_release_all` says."""
+    _made[:] = [made for made in _made if made() is not None]
+    _made.append(weakref.ref(groups))
+
+
 def hold(group: dist.ProcessGroup, work: dist.Work, tensors: Sequence[Tensor]) -> None:
     """Remember what is on its way: neither its group nor its tensors may go before it has ended."""
     if len(_pending) > 1000:
-        for key, (_, other, _) in list(_pending.items()):
-            if other.is_completed():
-                del _pending[key]
+        forget_ended()
     _pending[id(work)] = group, work, tensors
+
+
+def forget_ended() -> None:
+    """Forget all that has ended: where groups come and go, none is kept for it."""
+    for key, (_, work, _) in list(_pending.items()):
+        if work.is_completed():
+            _pending.pop(key, None)
 
 
 def forget(work: dist.Work) -> None:

@@ -66,6 +66,9 @@ class Round:
         self._names: set[str] = set()
         self._ended: list[Arrived] = []
         self._refusal: PayloadCorrupt | None = None
+        self.heard: list[list[Tensor]] | None = None
+        """What the sendings were answered, where a list was put here: with it `replay` does the
+        same elsewhere."""
 
     @property
     def names(self) -> Set[str]:
@@ -89,6 +92,20 @@ class Round:
         self._waiting = [each for each in self._waiting if not each.in_node]
         self._go_on(inside)
         self._advance(sending, None)
+
+    def replay(
+        self, names: Collection[str], sending: Bucket, heard: Sequence[Sequence[Tensor]]
+    ) -> None:
+        """Go through an exchange of one bucket with what another process heard in the place of this
+        one.
+        """
+        self._names.update(names)
+        next(sending)
+        for answer in heard:
+            try:
+                sending.send(answer)
+            except StopIteration as end:
+                self._ended += end.value
 
     def finish(
         self, unchanged: Flags | None = None, order: Mapping[str, int] | None = None
@@ -133,7 +150,10 @@ class Round:
         # in the same order on all ranks; what came is read while the next ones are still on their
         # way
         for each in those:
-            self._advance(each.sending, [pending.wait() for pending in each.pending])
+            answers = [pending.wait() for pending in each.pending]
+            if self.heard is not None:
+                self.heard.append([answer.clone() for answer in answers])
+            self._advance(each.sending, answers)
 
     def _advance(self, sending: Bucket, answer: Sequence[Tensor] | None) -> None:
         try:

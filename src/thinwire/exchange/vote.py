@@ -88,6 +88,8 @@ class Report:
     """This rank's loss scale, where each rank has its own."""
     state: list[str] = field(default_factory=list)
     """Optimizer state that this rank can give to an averaging of parameters."""
+    members: dict[str, Any] = field(default_factory=dict)
+    """Who comes and who goes, where members do; see `thinwire.members`."""
 
 
 _FIELDS = tuple(each.name for each in fields(Report))

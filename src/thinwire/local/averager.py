@@ -2,13 +2,14 @@
 verify, apply.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from thinwire.comm import Group
+from thinwire.comm import Group, Regrouped
 from thinwire.errors import PayloadCorrupt
 from thinwire.exchange.digest import OwnState, RollingDigest
 from thinwire.exchange.likeness import Likeness
@@ -24,6 +25,20 @@ __all__ = [
     "Counters",
     "OwnScale",
 ]
+
+
+class Roll(Protocol):
+    """Who takes part, where members come and go; `thinwire.members.Members` is one."""
+
+    @property
+    def gives(self) -> bool:
+        """Whether a newcomer hears of every averaging from this rank."""
+
+    def report(self) -> dict[str, Any]:
+        """What this rank says in the agreement that ends an averaging."""
+
+    def hear(self, said: Sequence[Mapping[str, Any]]) -> None:
+        """Remember what all ranks have said there."""
 
 
 class OwnScale(Protocol):
@@ -73,6 +88,8 @@ class Averager:
         scaler: OwnScale | None,
         identity: str = "",
         digest_every: int = 0,
+        roll: Roll | None = None,
+        after_averaging: Callable[[], None] = lambda: None,
     ) -> None:
         self.tensors = tensors
         self.interval = interval
@@ -83,6 +100,9 @@ class Averager:
         self.likeness = Likeness("changes")
         self.pending: PendingAveraging | None = None
         """An averaging that is on its way."""
+        self.last: PendingAveraging | None = None
+        """The last averaging that was applied, while a newcomer needs it."""
+        self._roll, self._after_averaging = roll, after_averaging
         self._group = group
         self._config = config
         self._parts = fragments_of(tensors.params, config)
@@ -144,11 +164,17 @@ class Averager:
             self._apply_pending()
         if at.step <= self._config.begin_step:
             self._average_all("averaging", with_loss=True)
-        elif at.step - at.last >= max(1, self.interval.k_steps // self._config.fragments):
+        else:
+            self.average_if_due()
+        self.interval.forget()
+
+    def average_if_due(self) -> None:
+        """Average a part whose turn has come."""
+        at = self.counters
+        if at.step - at.last >= max(1, self.interval.k_steps // self._config.fragments):
             self._average_part()
         elif self.interval.lacks_start:
             self.interval.read(self._agree("first loss", None, []), at.step)
-        self.interval.forget()
 
     def flush(self) -> None:
         """See `LocalUpdates.flush`."""
@@ -166,6 +192,7 @@ class Averager:
         self._share_scale(reports)
         at.last = at.whole = at.step
         self.synced = True
+        self._after_averaging()
 
     def _average_part(self) -> None:
         self._apply_pending()
@@ -178,7 +205,8 @@ class Averager:
         )
         k_steps = self.interval.read(reports, at.step, adapt=True)
         if delayed:
-            self.averaging.launch(pending)
+            with suppress(Regrouped):  # then it is launched when it is waited for
+                self._launch(pending)
             self.pending = pending
         else:
             self._finish(pending)
@@ -189,6 +217,11 @@ class Averager:
         at.last = at.step
         at.turn += 1
         self.synced = True
+        if not delayed:
+            self._after_averaging()
+
+    def _launch(self, pending: PendingAveraging) -> None:
+        self.averaging.launch(pending, heard=self._roll is not None and self._roll.gives)
 
     @property
     def _number(self) -> int:
@@ -253,9 +286,27 @@ class Averager:
             self._scaler.take_scale(min(scales))
 
     def _finish(self, pending: PendingAveraging) -> None:
-        """Send, verify, vote, and only then apply."""
+        """Send, verify, vote, and only then apply; again, where ranks have gone meanwhile."""
+        while True:
+            try:
+                with self._group.one_attempt():
+                    reports = self._verified(pending)
+                break
+            except Regrouped:
+                pending.round = None
+        names = list(pending.moved)
+        self.averaging.commit_(pending, {**self.tensors.buffers(), **self.tensors.state(names)})
+        self.counters.averagings += 1
+        if self.own is not None:
+            self.own.seal(self.counters.step)
+        if self._roll is not None:
+            self._roll.hear([report.members for report in reports])
+            self.last = pending if self._roll.gives else None
+
+    def _verified(self, pending: PendingAveraging) -> list[Report]:
+        """What all ranks have said once everything had arrived."""
         if pending.round is None:
-            self.averaging.launch(pending)
+            self._launch(pending)
         corrupt = None
         try:
             pending.finish()
@@ -268,14 +319,12 @@ class Averager:
                 digest=self.digest.at(pending.step, self.counters.averagings),
                 sums=pending.digest,
             )
-        self._vote(report, self.digest)
-        names = list(pending.moved)
-        self.averaging.commit_(pending, {**self.tensors.buffers(), **self.tensors.state(names)})
-        self.counters.averagings += 1
-        if self.own is not None:
-            self.own.seal(self.counters.step)
+        if self._roll is not None:
+            report = replace(report, members=self._roll.report())
+        return self._vote(report, self.digest)
 
     def _apply_pending(self) -> None:
         if self.pending is not None:
             pending, self.pending = self.pending, None
             self._finish(pending)
+            self._after_averaging()

@@ -2,7 +2,7 @@
 there.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from thinwire.comm import Group
 from thinwire.compress.change_protocol import ERRORS, ChangeCompression, MeanChange
 from thinwire.compress.dense import not_finite, send_dense
-from thinwire.compress.protocol import together
+from thinwire.compress.protocol import Bucket, together
 from thinwire.core.outer import OuterRule, outer_list_, outer_step_
 from thinwire.exchange.round import Round
 from thinwire.layout.message import SKETCH_NUMEL
@@ -112,7 +112,7 @@ class Averaging:
         self._group = group
         self._params = params
         self._outer = outer
-        self._changes = changes
+        self.changes = changes
         self._keys = {name: key for key, name in enumerate(params)}
         self.anchors = {
             n: widened(p).clone(memory_format=torch.contiguous_format) for n, p in params.items()
@@ -159,8 +159,8 @@ class Averaging:
             name: (self.anchors[name] - widened(value)).contiguous()
             for name, value in values.items()
         }
-        taken, changes = self._taken(step, moved), self._changes
-        own = None if changes is None or changes.conserves or not taken else self._sketched(moved)
+        taken, changes = self._taken(step, moved), self.changes
+        own = None if changes is None or changes.conserves or not taken else self.sketch_of(moved)
         for name in taken:
             assert changes is not None, "something is compressed"
             moved[name].add_(self.errors[name], alpha=changes.decay)
@@ -174,38 +174,58 @@ class Averaging:
 
     def _taken(self, step: int, moved: Mapping[str, Tensor]) -> frozenset[str]:
         """The parameters whose change is compressed at this step."""
-        if self._changes is None:
+        if self.changes is None:
             return frozenset()
-        takes = self._changes.takes
+        takes = self.changes.takes
         return frozenset(
             name
             for name, change in moved.items()
             if name in self.errors and takes(step, change.numel())
         )
 
-    def launch(self, pending: PendingAveraging) -> None:
+    def launch(self, pending: PendingAveraging, *, heard: bool = False) -> None:
         """Put it on the wire without waiting: what the compression asks for, and one buffer per
         dtype of the rest.
 
+        Args:
+            pending: What is sent.
+            heard: Whether to keep what is heard, for `replay` elsewhere.
+
         Communication: sum_ per dtype; the collectives of the compression.
         """
+        one_round, names, sending = self._prepared(pending)
+        one_round.heard = [] if heard else None
+        pending.round = one_round
+        one_round.launch(names, sending)
+
+    def replay(self, pending: PendingAveraging, heard: Sequence[Sequence[Tensor]]) -> None:
+        """Instead of `launch` and waiting: go through it with what another rank has heard, while
+        the group stands in its place.
+        """
+        one_round, names, sending = self._prepared(pending)
+        pending.round = one_round
+        one_round.replay(names, sending, heard)
+        one_round.finish()
+
+    def _prepared(self, pending: PendingAveraging) -> tuple[Round, Set[str], Bucket]:
+        """An averaging's round, what it carries, and how that is sent."""
         # a pending that was loaded may hold its tensors in another order than the ranks' own
         names = sorted(pending.moved, key=self._keys.__getitem__)
-        one_round = pending.round = Round(self._group, pending.step)
+        one_round = Round(self._group, pending.step)
         context, sendings = one_round.context(0), []
         if pending.compressed:
-            assert self._changes is not None, "something is compressed"
+            assert self.changes is not None, "something is compressed"
             folded = {name: pending.moved[name] for name in names if name in pending.compressed}
-            sendings.append(self._changes.send(context, folded, self.kept))
+            sendings.append(self.changes.send(context, folded, self.kept))
         dense = {name: pending.moved[name] for name in names if name not in pending.compressed}
         dense |= {_extra(key): value for key, value in pending.extras.items()}
         if pending.sketch is not None:
             dense[_SKETCH] = pending.sketch.float()
         if dense:
             sendings.append(send_dense(context, dense))
-        one_round.launch(pending.moved.keys() | dense.keys(), together(sendings))
+        return one_round, pending.moved.keys() | dense.keys(), together(sendings)
 
-    def _sketched(self, tensors: Mapping[str, Tensor]) -> Tensor:
+    def sketch_of(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The sketch of these parts of the model, one long vector, on the CPU."""
         return torch.stack(
             [sketch(tensor, self._keys[name]).cpu() for name, tensor in tensors.items()]
@@ -230,7 +250,7 @@ class Averaging:
         before = (
             None
             if pending.sketch is None
-            else self._sketched({n: self.anchors[n] for n in pending.moved})
+            else self.sketch_of({n: self.anchors[n] for n in pending.moved})
         )
         for names in self._batches(pending):
             changes = [self._mean_change(name, pending) for name in names]
@@ -243,7 +263,7 @@ class Averaging:
         for key, value in pending.extras.items():
             real_view(extras[key]).copy_(pending.mean_of(_extra(key), value))
         if before is not None:
-            applied = before - self._sketched({n: self.anchors[n] for n in pending.moved})
+            applied = before - self.sketch_of({n: self.anchors[n] for n in pending.moved})
             assert pending.sketch is not None, "there was one before"
             mean = pending.mean_of(_SKETCH, pending.sketch)
             self.sketches += torch.stack([mean.cpu().double(), applied])

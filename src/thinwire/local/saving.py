@@ -12,12 +12,12 @@ from thinwire.core.origin import checksum_of
 from thinwire.local.averager import Averager, Counters
 from thinwire.local.model import LocalModel
 
-__all__ = ["load", "own_checksum", "saved"]
+__all__ = ["INTERVAL", "load", "own_checksum", "saved"]
 
 _ADVICE = "Load a state of the same model and the same config"
 
 _COUNTERS = tuple(entry.name for entry in fields(Counters))
-_INTERVAL = ("k_steps", "first_loss", "first_rate")
+INTERVAL = ("k_steps", "first_loss", "first_rate")
 
 
 def saved(averager: Averager, bytes_sent: int) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def saved(averager: Averager, bytes_sent: int) -> dict[str, Any]:
     pending, averaging, counters = averager.pending, averager.averaging, averager.counters
     return {
         **asdict(counters),
-        **{key: getattr(averager.interval, key) for key in _INTERVAL},
+        **{key: getattr(averager.interval, key) for key in INTERVAL},
         "bytes_sent": bytes_sent,
         "anchors": _copied(averaging.anchors),
         "outer_momentum": _copied(averaging.momentum),
@@ -54,7 +54,7 @@ def load(state: Mapping[str, Any], averager: Averager) -> None:
     """Put everything back but the count of bytes; all is checked before anything changes."""
     averaging, tensors = averager.averaging, averager.tensors
     places = {"anchors": averaging.anchors, "outer_momentum": averaging.momentum, **averaging.kept}
-    wanted = {*_COUNTERS, *_INTERVAL, *places, "bytes_sent", "sketches", "pending", "local"}
+    wanted = {*_COUNTERS, *INTERVAL, *places, "bytes_sent", "sketches", "pending", "local"}
     state = {"sketches": torch.zeros_like(averaging.sketches), **state}  # states of 0.1 have none
     if wanted != state.keys():
         raise ValueError(
@@ -77,7 +77,7 @@ def load(state: Mapping[str, Any], averager: Averager) -> None:
     averaging.sketches.copy_(state["sketches"])
     for key in _COUNTERS:
         setattr(averager.counters, key, state[key])
-    for key in _INTERVAL:
+    for key in INTERVAL:
         setattr(averager.interval, key, state[key])
     averager.interval.k_steps = averager.interval.allowed(state["k_steps"])
     averager.synced = False

@@ -16,9 +16,11 @@ from thinwire import _validate as check
 from thinwire._version import __version__
 from thinwire.comm import (
     Group,
+    Regrouped,
     long_waits_logged,
     next_identity,
     one_deadline,
+    own_deadlines,
     place_in,
     require_agreement,
     seconds_of,
@@ -31,6 +33,7 @@ from thinwire.core.arithmetic import CURES, arithmetic
 from thinwire.core.origin import ORIGIN, Origin, without_origin
 from thinwire.core.outer import OuterRule
 from thinwire.core.stats import numbers
+from thinwire.errors import PeerLost
 from thinwire.exchange.digest import DIGEST_EVERY
 from thinwire.kernels.needs import Need, needs_of
 from thinwire.kernels.warm import warm_up
@@ -41,6 +44,8 @@ from thinwire.local.config import AdaptiveLocalSGD, LocalConfig, LocalSGD
 from thinwire.local.fragments import fragments_of
 from thinwire.local.interval import Interval
 from thinwire.local.model import LocalModel, bare_optimizer
+from thinwire.local.newcomers import NewcomersWork
+from thinwire.members.members import Members
 from thinwire.wire.message import WIRE_VERSION
 
 __all__ = ["LocalUpdates", "local_sgd"]
@@ -58,6 +63,7 @@ def local_sgd(
     process_group: dist.ProcessGroup | None = None,
     digest_every: int = DIGEST_EVERY,
     timeout: float | datetime.timedelta | None = None,
+    members: Members | None = None,
 ) -> "LocalUpdates":
     """Training on every rank alone, with an averaging of the parameters now and then, as a context
     manager.
@@ -77,6 +83,10 @@ def local_sgd(
             apart. 0 compares nothing.
         timeout: For how long a rank waits for others in one call, in seconds or as a timedelta;
             None: as long as the process group itself would. The same on all ranks.
+        members: What `thinwire.join` returned: the ranks that average are the members of that run,
+            and may come and go; instead of `process_group` and `timeout`. A member that dies costs
+            the others a part of one averaging. A newcomer gets all that the others hold alike when
+            it enters the block, and goes on from their step.
 
     Returns:
         A context manager. Entering it compares the model over the ranks by name and copies rank 0's
@@ -95,6 +105,7 @@ def local_sgd(
         process_group=process_group,
         digest_every=digest_every,
         timeout=timeout,
+        members=members,
     )
 
 
@@ -134,8 +145,19 @@ class LocalUpdates:
         scaler: OwnScale | None = None,
         digest_every: int = DIGEST_EVERY,
         timeout: float | datetime.timedelta | None = None,
+        members: Members | None = None,
     ) -> None:
         self.timeout_s = seconds_of(timeout)
+        if members is not None:
+            check.instance("members", members, Members)
+            given = {"process_group": process_group, "timeout": timeout}
+            for name, value in given.items():
+                if value is not None:
+                    raise ValueError(
+                        f"{name} and members were both given: members exchange among themselves, "
+                        "within the time-out that join was given; leave it out"
+                    )
+        self._members = members
         self.digest_every = check.integer("digest_every", digest_every, at_least=0)
         check.instance("config", config, (LocalSGD, AdaptiveLocalSGD))
         if dgc is not None:
@@ -179,11 +201,24 @@ class LocalUpdates:
                 "this model is in a local_sgd block already: leave that one first, they cannot be "
                 "nested (an engine that averages parameters leaves it with engine.close())"
             )
-        with one_deadline(time_limit_s(self._process_group, self.timeout_s)):
-            return self._entered()
+        limit_s = (
+            time_limit_s(self._process_group, self.timeout_s)
+            if self._members is None
+            else self._members.timeout_s
+        )
+        with one_deadline(limit_s):
+            try:
+                return self._entered()
+            except Regrouped:
+                raise PeerLost(
+                    "a member was lost while local updates were being set up, before there was "
+                    "anything to go on from: start again"
+                ) from None
 
     def _entered(self) -> "LocalUpdates":
-        self._group = group = Group(self._process_group, self.timeout_s)
+        members = self._members
+        group = Group(self._process_group, self.timeout_s) if members is None else members.group
+        self._group = group
         facts: dict[str, Any] = {"wire": WIRE_VERSION, "config": type(self._config).__name__}
         facts["compression"] = type(self._config.compression).__name__
         facts |= {
@@ -194,13 +229,20 @@ class LocalUpdates:
         facts |= arithmetic(self._tensors.device)
         facts |= {"misuse": self._tensors.difference(), **self._tensors.facts()}
         versions = {"thinwire": __version__, "torch": str(torch.__version__)}
-        require_agreement(
-            group, facts, what="setting up local updates", cures=CURES, versions=versions
-        )
+        if members is not None:
+            members.begin(facts)
+        newcomer = members is not None and members.newcomer
+        if not newcomer:
+            require_agreement(
+                group, facts, what="setting up local updates", cures=CURES, versions=versions
+            )
         if (problem := self._tensors.difference()) is not None:
             raise RuntimeError(problem)
-        while_busy(group, "compiling loops", lambda: float(warm_up(self._needs()) > 0))
-        self._tensors.copy_from_first(group)
+        if newcomer:
+            warm_up(self._needs())
+        else:
+            while_busy(group, "compiling loops", lambda: float(warm_up(self._needs()) > 0))
+            self._tensors.copy_from_first(group)
         outer = OuterRule(
             self._config.outer_lr, self._config.outer_momentum, self._config.outer_nesterov
         )
@@ -215,7 +257,13 @@ class LocalUpdates:
             scaler=self._scaler,
             identity=f"local updates {next_identity(self._process_group)}",
             digest_every=self.digest_every,
+            roll=members,
+            after_averaging=self._after_averaging,
         )
+        if members is not None and newcomer:
+            with own_deadlines():
+                members.fetch(NewcomersWork(averager, members.group))
+                averager.average_if_due()
         self._restore_bytes(0)  # what it takes to start is not an exchange of updates
         self._received_before, self._waited_before = group.bytes_received, group.wait_s
         optimizer = self._tensors.optimizer
@@ -273,6 +321,8 @@ class LocalUpdates:
     def _after_step(self, averager: Averager) -> None:
         assert self._group is not None, "open"
         group, k_steps = self._group, self.k_steps
+        if self._members is not None:
+            self._members.group.take_up()
         with (
             group.one_deadline(),
             long_waits_logged(f"local step {self.step + 1}", lambda: group.wait_s),
@@ -288,6 +338,15 @@ class LocalUpdates:
             _log.info(
                 "ranks average every %d steps from now on, not every %d", self.k_steps, k_steps
             )
+
+    def _after_averaging(self) -> None:
+        """Between two averagings, with none on its way: members come and go."""
+        members, averager = self._members, self._averager
+        if members is not None and averager is not None:
+            members.end_round(NewcomersWork(averager, members.group))
+            averager.last = None
+            if members.left:
+                self.close()
 
     def close(self) -> None:
         """Take the hooks off, without an averaging; may be called twice.
@@ -418,7 +477,12 @@ class LocalUpdates:
         optimizer's. No communication.
         """
         state = self.plain_state_dict()
-        place = place_in(self._process_group)
+        members = self._members
+        place = (
+            place_in(self._process_group)
+            if members is None
+            else (max(members.rank, 0), max(members.size, 1))
+        )
         return {
             **state,
             ORIGIN: Origin(*place, self.step, saving.own_checksum(state)).packed(),
@@ -445,7 +509,12 @@ class LocalUpdates:
         saving.load(state, self._open_averager())
         own = saving.own_checksum(state)
         if origin is not None and (origin.checksum or own):
-            problem = origin.problem(*place_in(self._process_group), own)
+            place = (
+                place_in(self._process_group)
+                if self._members is None
+                else (max(self._members.rank, 0), max(self._members.size, 1))
+            )
+            problem = origin.problem(*place, own)
             if problem is not None:
                 warnings.warn(f"thinwire.local_sgd: {problem}", UserWarning, stacklevel=2)
         self._restore_bytes(state["bytes_sent"])

@@ -1,0 +1,251 @@
+"""Process groups over a store alone, without `init_process_group`: for ranks that come and go."""
+
+import contextlib
+import datetime
+import os
+import socket
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
+from torch.distributed import ProcessGroup
+
+from thinwire._aside import Late, within
+from thinwire.comm.failures import explain_failure
+from thinwire.comm.private import forget, hold, released_at_exit
+from thinwire.errors import PeerLost, PeerStalled
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+__all__ = ["Direct", "Line"]
+
+_NEVER = datetime.timedelta(days=30)
+_SLACK_S = 1.6
+_PIECE_BYTES = 4 << 20
+_listening = threading.Lock()
+
+
+class Direct:
+    """The process groups of ranks that met at a store: what `Private` is for those of a job.
+
+    Attributes:
+        group: Of the data; None once it was released.
+        control: Of the small messages by which ranks agree.
+
+    Args:
+        store: Where the ranks find each other; one that was never used for this.
+        rank: Of this process.
+        size: Ranks, at least 2.
+        timeout_s: For the making, which is collective.
+        address: Of this machine, on which the groups listen.
+
+    Raises:
+        PeerLost, PeerStalled: One of the ranks died, or did not come within the time-out.
+
+    Source: `ProcessGroupGloo` and `ProcessGroup` in torch/csrc/distributed/c10d. `abort` ends no
+    wait there; a connection that is closed does (`hang_up`).
+    """
+
+    courier = None
+    """What tells who is alive; the store of the members does that here."""
+    watched_here = True
+
+    def __init__(
+        self, store: "Store", rank: int, size: int, timeout_s: float, address: str
+    ) -> None:
+        self.abandoned: str | None = None
+        self.group: ProcessGroup | None
+        self._store = store  # torch keeps no reference to a store that is an object of Python
+        self._sockets: set[tuple[int, int]] = set()
+        begun = time.monotonic()
+        try:
+            self.group, self.control = within(
+                timeout_s + _SLACK_S,
+                lambda: self._made(store, rank, size, timeout_s, address),
+                name="thinwire-connect",
+            )
+        except (RuntimeError, Late) as error:
+            self.hang_up()
+            if isinstance(error, Late):
+                error = RuntimeError("Timed out: neither the ranks nor the store answer")
+            raise explain_failure(
+                error,
+                what="making a process group",
+                rank=rank,
+                size=size,
+                within=f"{timeout_s:.3g} s ({time.monotonic() - begun:.1f} s taken)",
+                courier=None,
+            ) from error
+        released_at_exit(self)
+
+    def _made(
+        self, store: "Store", rank: int, size: int, timeout_s: float, address: str
+    ) -> tuple[ProcessGroup, ProcessGroup]:
+        device, port = _device(address)
+        store.set(f"port/{rank}", str(port))
+        made = [
+            _gloo(PrefixStore(kind, store), rank, size, timeout_s, device)
+            for kind in ("data", "control")
+        ]
+        ports = {int(store.get(f"port/{other}")) for other in range(size) if other != rank}
+        self._sockets = {
+            (descriptor, inode)
+            for descriptor, inode, mine, theirs in _connections()
+            if mine == port or theirs in ports
+        }
+        return made[0], made[1]
+
+    @property
+    def lives(self) -> bool:
+        """Whether it has not been released."""
+        return self.group is not None
+
+    def hang_up(self) -> None:
+        """Close the connections: every wait of this process and of the others ends at once."""
+        for descriptor, inode in self._sockets:
+            with contextlib.suppress(OSError):
+                if os.fstat(descriptor).st_ino != inode:
+                    continue  # the number belongs to something else by now
+                with socket.socket(fileno=os.dup(descriptor)) as connection:
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def release(self) -> None:
+        """Hang up and let go of the groups, which joins their threads."""
+        self.hang_up()
+        self.group = None
+        del self.control
+
+
+class Line:
+    """Bytes from one process to another one, in order, in pieces that each have the time-out.
+
+    Args:
+        store: Where the two find each other; one that was never used for this.
+        giver: Whether this is the process that sends.
+        timeout_s: For the making, and for each piece of at most 4 MiB.
+        address: Of this machine.
+
+    Raises:
+        PeerLost, PeerStalled: The other one died, or did not come within the time-out.
+    """
+
+    def __init__(self, store: "Store", *, giver: bool, timeout_s: float, address: str) -> None:
+        self._ends = Direct(store, 0 if giver else 1, 2, timeout_s, address)
+        self._timeout_s = timeout_s
+        self._other = 1 if giver else 0
+
+    def send(self, content: bytes | bytearray | memoryview) -> None:
+        """Send bytes whose number the other one learns first."""
+        self._pass(torch.tensor([len(content)], dtype=torch.int64), give=True)
+        whole = torch.frombuffer(bytearray(content), dtype=torch.uint8) if len(content) else None
+        for piece in () if whole is None else torch.split(whole, _PIECE_BYTES):
+            self._pass(piece, give=True)
+
+    def receive(self, at_most: int) -> bytearray:
+        """The bytes that the other one sent.
+
+        Raises:
+            PeerLost: It claims to send more than `at_most`: it is none of ours.
+        """
+        length = torch.empty(1, dtype=torch.int64)
+        self._pass(length, give=False)
+        nbytes = int(length)
+        if not 0 <= nbytes <= at_most:
+            raise PeerLost(
+                f"the member that gives its state claims to send {nbytes} bytes, and at most "
+                f"{at_most} can be right: its message is damaged"
+            )
+        content = bytearray(nbytes)
+        whole = torch.frombuffer(content, dtype=torch.uint8) if nbytes else None
+        for piece in () if whole is None else torch.split(whole, _PIECE_BYTES):
+            self._pass(piece, give=False)
+        return content
+
+    def _pass(self, piece: Tensor, *, give: bool) -> None:
+        group = self._ends.group
+        assert group is not None, "open"
+        try:
+            work = (group.send if give else group.recv)([piece], self._other, 0)
+            hold(group, work, [piece])
+            work.wait(datetime.timedelta(seconds=self._timeout_s))
+            forget(work)
+        except RuntimeError as error:
+            self.close()
+            told = explain_failure(
+                error,
+                what="copying the state of a member",
+                rank=1 - self._other,
+                size=2,
+                within=f"{self._timeout_s:g} s",
+                courier=None,
+            )
+            if isinstance(told, PeerLost | PeerStalled):
+                raise told from error
+            raise PeerLost(str(told)) from error
+
+    def close(self) -> None:
+        """Hang up."""
+        self._ends.release()
+
+
+def _device(address: str) -> tuple[Any, int]:
+    """What gloo listens with, and the port."""
+    kind: Any = ProcessGroupGloo  # torch has it, its stub not
+    with _listening:  # the new one is recognised by what was there before
+        before = _listeners()
+        device = kind.create_device(hostname=address, lazy_init=False)
+        (port,) = {port for one, port in _listeners().items() if one not in before}
+    return device, port
+
+
+def _gloo(store: "Store", rank: int, size: int, timeout_s: float, device: Any) -> ProcessGroup:
+    """A gloo group that is in no registry of torch's."""
+    kind: Any = ProcessGroupGloo
+    options = kind._Options()
+    options._devices = [device]
+    options._timeout = datetime.timedelta(seconds=timeout_s)
+    backend = kind(store, rank, size, options)
+    group = ProcessGroup(store, rank, size)
+    group._set_default_backend(ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, backend)
+    # set afterwards: the same value limits the making; the caller that waits watches the time
+    backend._set_default_timeout(_NEVER)
+    return group
+
+
+def _sockets() -> Iterator[tuple[int, int, socket.socket]]:
+    """Descriptor and inode of every internet socket of this process, and one beside it."""
+    linux = Path("/proc/self/fd")
+    for entry in list((linux if linux.is_dir() else Path("/dev/fd")).iterdir()):
+        with contextlib.suppress(OSError):
+            about = os.fstat(int(entry.name))
+            if stat.S_ISSOCK(about.st_mode):
+                with socket.socket(fileno=os.dup(int(entry.name))) as beside:
+                    if beside.family != socket.AF_UNIX and beside.type == socket.SOCK_STREAM:
+                        yield int(entry.name), about.st_ino, beside
+
+
+def _listeners() -> dict[int, int]:
+    """Ports on which this process listens, by inode."""
+    return {
+        inode: beside.getsockname()[1]
+        for _, inode, beside in _sockets()
+        if beside.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    }
+
+
+def _connections() -> list[tuple[int, int, int, int]]:
+    """Descriptor, inode, port and port of the other end of every connection of this process."""
+    found = []
+    for descriptor, inode, beside in _sockets():
+        with contextlib.suppress(OSError):  # one that listens has no other end
+            theirs = beside.getpeername()[1]
+            found.append((descriptor, inode, beside.getsockname()[1], theirs))
+    return found

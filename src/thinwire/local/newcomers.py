@@ -1,0 +1,160 @@
+"""What a newcomer learns of local updates: what all ranks hold alike, and every averaging since."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.local.averager import Averager
+from thinwire.local.averaging import PendingAveraging, real_view, widened
+from thinwire.local.saving import INTERVAL
+from thinwire.members.giving import Given
+from thinwire.members.group import ElasticGroup
+
+__all__ = ["NewcomersWork"]
+
+
+class NewcomersWork:
+    """The state that a member gives, and that a newcomer takes; see `thinwire.members.Work`.
+
+    A newcomer has no kept error, its own optimizer's state, and parameters that are the anchors.
+    """
+
+    def __init__(self, averager: Averager, group: ElasticGroup) -> None:
+        self._averager, self._group = averager, group
+
+    @property
+    def most_bytes(self) -> int:
+        """A bound of the tensors of one message: 64 times those of the model, and 64 MiB."""
+        tensors = [*self._averager.averaging.anchors.values(), *self._buffers().values()]
+        return 64 * sum(tensor.nbytes for tensor in tensors) + (64 << 20)
+
+    def state_for_newcomer(self) -> Given:
+        """See `Work`; copies, so that training may go on."""
+        found = {
+            f"{kind} {name}": tensor.detach().clone(memory_format=torch.contiguous_format)
+            for kind, tensors in self._shared().items()
+            for name, tensor in tensors.items()
+        }
+        return Given("state", self._plain(), found)
+
+    def last_round(self) -> Given:
+        """See `Work`: what this member heard in the last averaging."""
+        pending = self._averager.last
+        assert pending is not None and pending.round is not None, "somebody listens"
+        heard = pending.round.heard
+        assert heard is not None, "somebody listens"
+        about = {
+            "rank": self._group.rank,
+            "size": self._group.size,
+            "step": pending.step,
+            "moved": list(pending.moved),
+            "extras": list(pending.extras),
+            "compressed": sorted(pending.compressed),
+            "sketched": pending.sketch is not None,
+            "mixing": pending.mixing,
+            "delayed": pending.measured is not None,
+            "answers": [len(answers) for answers in heard],
+        }
+        tensors = {
+            f"{n} {place}": answer
+            for n, answers in enumerate(heard)
+            for place, answer in enumerate(answers)
+        }
+        return Given("round", {**self._plain(), "about": about}, tensors)
+
+    @torch.no_grad()
+    def take(self, given: Given) -> None:
+        """See `Work`."""
+        if given.kind == "state":
+            for kind, tensors in self._shared().items():
+                for name, tensor in tensors.items():
+                    tensor.copy_(given.tensors[f"{kind} {name}"])
+        else:
+            self._replay(given)
+        averaging, counters = self._averager.averaging, self._averager.counters
+        for kind in self._own_kinds():
+            for tensor in averaging.kept[kind].values():
+                tensor.zero_()
+        for name, param in self._averager.tensors.params.items():
+            real_view(param).copy_(averaging.anchors[name])
+        for key, value in given.plain["counters"].items():
+            setattr(counters, key, value)
+        for key, value in given.plain["interval"].items():
+            setattr(self._averager.interval, key, value)
+        if self._averager.digest is not None:
+            self._averager.digest.start_from(counters.step)
+        if self._averager.own is not None:
+            self._averager.own.seal(counters.step)
+        self._averager.likeness.skip()
+
+    def _replay(self, given: Given) -> None:
+        about: Mapping[str, Any] = given.plain["about"]
+        averaging, tensors = self._averager.averaging, self._averager.tensors
+        heard = [
+            [given.tensors[f"{n} {place}"] for place in range(count)]
+            for n, count in enumerate(about["answers"])
+        ]
+        with self._group.as_if(about["rank"], about["size"]):
+            nothing = {name: torch.zeros_like(averaging.anchors[name]) for name in about["moved"]}
+            places = {**tensors.buffers(), **self._state_places(about["extras"])}
+            pending = PendingAveraging(
+                about["step"],
+                nothing,
+                {key: widened(places[key]) for key in about["extras"]},
+                frozenset(about["compressed"]),
+                averaging.sketch_of(nothing) if about["sketched"] else None,
+                about["mixing"],
+                {n: tensors.params[n].detach().clone() for n in nothing}
+                if about["delayed"]
+                else None,
+            )
+            averaging.replay(pending, heard)
+            averaging.commit_(pending, places)
+
+    def _state_places(self, keys: Iterable[str]) -> dict[str, Tensor]:
+        """Optimizer state that was averaged: this member's own, or somewhere to put it where it
+        has none.
+        """
+        params = self._averager.tensors.params
+        own = self._averager.tensors.state(params)
+        found = {}
+        for key in keys:
+            if key.startswith("state "):
+                param = params[key.removeprefix("state ").rpartition(" ")[0]]
+                found[key] = own.get(key, torch.zeros_like(param))
+        return found
+
+    def _plain(self) -> dict[str, Any]:
+        interval = {key: getattr(self._averager.interval, key) for key in INTERVAL}
+        return {"counters": asdict(self._averager.counters), "interval": interval}
+
+    def _own_kinds(self) -> list[str]:
+        """The kinds of state that are each rank's own."""
+        changes = self._averager.averaging.changes
+        if changes is None:
+            return list(self._averager.averaging.kept)
+        return [kind for kind, rule in changes.kept.items() if rule == "mean_zero"]
+
+    def _shared(self) -> dict[str, dict[str, Tensor]]:
+        """Everything that all ranks hold alike after an averaging, by kind and name."""
+        averaging, model = self._averager.averaging, self._averager.tensors.model
+        own = self._own_kinds()
+        frozen: dict[str, Tensor] = {
+            name: p
+            for name, p in model.named_parameters()
+            if name not in self._averager.tensors.params
+        }
+        return {
+            "anchor": averaging.anchors,
+            "outer momentum": averaging.momentum,
+            **{f"kept {k}": kept for k, kept in averaging.kept.items() if k not in own},
+            "frozen": frozen,
+            "buffer": self._buffers(),
+            "sketch": {"sums": averaging.sketches},
+        }
+
+    def _buffers(self) -> dict[str, Tensor]:
+        return self._averager.tensors.buffers()

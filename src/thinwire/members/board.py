@@ -1,0 +1,51 @@
+"""What members tell each other at the store of a run: plain values under keys."""
+
+import json
+from typing import Any
+
+from thinwire.members.sealed import SealedStore
+
+__all__ = ["Board"]
+
+Value = Any
+"""What JSON holds."""
+
+
+class Board:
+    """Values as JSON under the keys of one run, over one connection.
+
+    Every call waits for the host, or raises `RuntimeError` where it does not answer within the
+    time-out of the store. Use one for each thread.
+
+    Raises:
+        PayloadCorrupt: A value was written by a stranger.
+    """
+
+    def __init__(self, store: SealedStore) -> None:
+        self.store = store
+
+    def clone(self) -> "Board":
+        """The same over a connection of its own."""
+        return Board(self.store.clone())
+
+    def put(self, key: str, value: Value) -> None:
+        """Write, over what was there."""
+        self.store.set(key, json.dumps(value))
+
+    def first(self, key: str, value: Value) -> Value:
+        """Write unless something is there already.
+
+        Returns:
+            What is there now, the same to all who ask.
+        """
+        return json.loads(self.store.compare_set(key, "", json.dumps(value)))
+
+    def get(self, key: str) -> Value:
+        """What is there; None where nothing is."""
+        if not self.store.check([key]):
+            return None
+        return json.loads(self.store.get(key))
+
+    def has(self, key: str) -> bool:
+        """Whether something is there."""
+        return self.store.check([key])

@@ -1,0 +1,149 @@
+"""The state of the run for a newcomer, from one member, while the others go on."""
+
+import hashlib
+import json
+import logging
+import queue
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import safetensors.torch
+from torch import Tensor
+
+from thinwire.comm.direct import Line
+from thinwire.errors import PayloadCorrupt, ThinwireError
+from thinwire.members.board import Board
+
+__all__ = ["Given", "Giver", "Taker"]
+
+_MARK = 16
+_MOST_PLAIN_BYTES = 64 << 20
+_log = logging.getLogger("thinwire")
+
+
+@dataclass(frozen=True)
+class Given:
+    """One message: plain values and tensors by name.
+
+    Attributes:
+        kind: "state", or "round" for what changes a state.
+        last: Whether the newcomer is a member once it has this.
+    """
+
+    kind: str
+    plain: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+    last: bool = False
+
+
+def _marked(content: bytes, key: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=_MARK, key=key).digest() + content
+
+
+def _opened(message: bytes | bytearray, key: bytes) -> bytes:
+    mark, content = bytes(message[:_MARK]), bytes(message[_MARK:])
+    if hashlib.blake2b(content, digest_size=_MARK, key=key).digest() != mark:
+        raise PayloadCorrupt("the state that a member gave was damaged on its way: join again")
+    return content
+
+
+class Giver:
+    """A thread that gives one newcomer the state, and every round from there on, in order.
+
+    Attributes:
+        number: Of the newcomer's request.
+        newcomer: Its identity.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        number: int,
+        newcomer: str,
+        *,
+        me: str,
+        address: str,
+        timeout_s: float,
+        key: bytes,
+    ) -> None:
+        self.number, self.newcomer = number, newcomer
+        self._board, self._me, self._address = board, me, address
+        self._timeout_s, self._key = timeout_s, key
+        self._messages: queue.SimpleQueue[Given | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="thinwire-giver", daemon=True)
+        self._thread.start()
+
+    @property
+    def works(self) -> bool:
+        """Whether the newcomer still listens, as far as is known."""
+        return self._thread.is_alive()
+
+    def give(self, message: Given) -> None:
+        """Send when what came before has been sent; the tensors must not change any more."""
+        self._messages.put(message)
+
+    def close(self, patience_s: float = 0.0) -> None:
+        """End the thread after what is waiting has been sent, or after `patience_s` seconds."""
+        self._messages.put(None)
+        self._thread.join(patience_s)
+
+    def _run(self) -> None:
+        try:
+            board = self._board.clone()
+            board.put(f"giver/{self.number}", {"id": self._me})
+            line = Line(
+                board.store.under(f"copy/{self.number}"),
+                giver=True,
+                timeout_s=self._timeout_s,
+                address=self._address,
+            )
+            try:
+                while (message := self._messages.get()) is not None:
+                    plain = {"kind": message.kind, "last": message.last, **message.plain}
+                    line.send(_marked(json.dumps(plain).encode(), self._key))
+                    tensors = {name: t.contiguous() for name, t in message.tensors.items()}
+                    line.send(_marked(safetensors.torch.save(tensors), self._key))
+                    if message.last:
+                        break
+            finally:
+                line.close()
+        except (ThinwireError, RuntimeError) as error:
+            _log.warning("newcomer %d has gone while it got the state: %s", self.number, error)
+
+
+class Taker:
+    """The newcomer's end of it.
+
+    Raises:
+        PeerLost, PeerStalled: The giver has gone.
+    """
+
+    def __init__(
+        self, board: Board, number: int, *, address: str, timeout_s: float, key: bytes
+    ) -> None:
+        self._key = key
+        self._line = Line(
+            board.store.under(f"copy/{number}"),
+            giver=False,
+            timeout_s=timeout_s,
+            address=address,
+        )
+
+    def take(self, at_most: int) -> Given:
+        """The next message; `at_most` bounds the bytes of its tensors.
+
+        Raises:
+            PeerLost, PeerStalled: The giver has gone.
+            PayloadCorrupt: The message is damaged.
+        """
+        plain = json.loads(_opened(self._line.receive(_MOST_PLAIN_BYTES), self._key))
+        content = _opened(self._line.receive(at_most), self._key)
+        return Given(
+            plain.pop("kind"), plain, safetensors.torch.load(content), last=plain.pop("last")
+        )
+
+    def close(self) -> None:
+        """Hang up."""
+        self._line.close()

@@ -1,0 +1,146 @@
+"""The exchange among members: a group whose ranks change between two agreements."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from thinwire.comm import Group, Pending, Regrouped
+from thinwire.comm.deadline import progressed
+from thinwire.comm.private import forget_ended
+from thinwire.errors import PayloadCorrupt, ThinwireError
+from thinwire.members.generation import Generation
+from thinwire.members.keeper import Keeper
+
+if TYPE_CHECKING:
+    from thinwire.comm.private import Private
+
+__all__ = ["ElasticGroup"]
+
+
+class ElasticGroup(Group):
+    """The ranks of the generation that this member has taken up.
+
+    An agreement that breaks off is made again by those who are left, unless one of them has heard
+    it to its end: then it holds for all. An exchange that breaks off is `Regrouped`: the caller
+    makes it again.
+
+    Attributes:
+        on_rebind: Called once this member has taken up another generation.
+    """
+
+    def __init__(self, keeper: Keeper) -> None:
+        self.keeper = keeper
+        self.timeout_s = keeper.timeout_s
+        self.bytes_sent = self.bytes_received = 0
+        self.wait_s = 0.0
+        self.on_rebind: list[Callable[[], None]] = []
+        self._number = -1
+        self._attempt: int | None = None
+        self._shared = None
+        self.rank, self.size = 0, 1
+        if keeper.generation is not None:
+            self.take_up()
+
+    @property
+    def device(self) -> torch.device:
+        """See `Group.device`."""
+        return torch.device("cpu")
+
+    @property
+    def global_ranks(self) -> list[int]:
+        """See `Group.global_ranks`: the members of the generation."""
+        return list(range(self.size))
+
+    def take_up(self) -> int:
+        """Go on in the last generation that was formed; its number.
+
+        Raises:
+            Evicted, QuorumLost: This member cannot go on.
+        """
+        now = self.keeper.current()
+        if now.number != self._number:
+            self._bind(now)
+        return self._number
+
+    def _bind(self, now: Generation) -> None:
+        first = self._number < 0
+        self._number, self.rank, self.size = now.number, now.rank, now.size
+        groups: Any = now.groups  # it has what Group asks of a Private
+        shared: Private | None = groups
+        self._shared = shared
+        forget_ended()
+        progressed()  # a wait that broke off counts against nobody who is left
+        if not first:
+            for callback in self.on_rebind:
+                callback()
+
+    @contextmanager
+    def one_attempt(self) -> Iterator[None]:
+        """See `Group.one_attempt`."""
+        self._attempt = self.take_up()
+        try:
+            yield
+        finally:
+            self._attempt = None
+
+    @contextmanager
+    def as_if(self, rank: int, size: int) -> Iterator[None]:
+        """Stand in the place of another member, to go through what it has heard."""
+        mine, self.rank, self.size = (self.rank, self.size), rank, size
+        try:
+            yield
+        finally:
+            self.rank, self.size = mine
+
+    def gather_bytes(self, payload: bytes, *, what: str) -> list[bytes]:
+        """See `Group.gather_bytes`; numbered, see `Keeper`."""
+        vote = self.keeper.votes + 1
+        while True:
+            known = self.keeper.recorded(vote)
+            if known is not None:
+                return known
+            number = self.take_up()
+            if self._attempt not in (None, number):
+                raise Regrouped
+            try:
+                answers = super().gather_bytes(payload, what=what)
+            except Regrouped:
+                continue
+            if self.keeper.passed(number, vote, answers):
+                return answers
+            self.keeper.settle(number)
+
+    def _launched(
+        self,
+        launches: Sequence[Callable[..., Any]],
+        result: Callable[[], Tensor],
+        what: str,
+        held: Sequence[Tensor],
+        *,
+        control: bool = False,
+    ) -> Pending[Tensor]:
+        number = self._number
+        try:
+            pending = super()._launched(launches, result, what, held, control=control)
+        except ThinwireError as error:
+            raise self._broken(number, error) from error
+
+        def finish() -> Tensor:
+            if self.keeper.current().number != number:
+                raise Regrouped
+            try:
+                return pending.wait()
+            except PayloadCorrupt:
+                raise
+            except ThinwireError as error:
+                raise self._broken(number, error) from error
+
+        return Pending(finish)
+
+    def _broken(self, number: int, error: ThinwireError) -> Regrouped:
+        self.keeper.broken(number, str(error))
+        self.keeper.settle(number)
+        return Regrouped()

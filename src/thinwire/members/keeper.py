@@ -1,0 +1,483 @@
+"""The thread of a member that watches the run's store and forms generations, while training goes on
+in the main thread.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from thinwire.comm.direct import Direct
+from thinwire.errors import Evicted, PeerStalled, QuorumLost, ThinwireError
+from thinwire.members.board import Board
+from thinwire.members.generation import Decision, Generation, agreed, packed
+
+__all__ = ["Keeper"]
+
+_POLL_S = 0.2
+_STEP_S = 0.02
+_GRACE_S = 2.0
+"""For a member to announce itself once a generation is broken; it does so within `_POLL_S`."""
+_FRESH_S = 3.0
+"""A process whose sign of life is older is away."""
+_BUILD_S = 10.0
+_MOST_BUILDS = 3
+_EXIT_S = 2.0
+_log = logging.getLogger("thinwire")
+
+
+class Keeper:
+    """What this member knows about the others, and its voice at the store.
+
+    An agreement has a number, counted over all generations, and has come about as soon as one
+    member has heard all. When a generation breaks, every member announces the number of its last
+    one and what was said there; the first to see all announcements, or those that came in time,
+    writes who goes on. Who had not heard the last agreement takes it from there. From its
+    announcement on a member accepts no agreement of the old generation.
+
+    Attributes:
+        me: The identity of this member.
+        votes: Agreements that have come about, as far as this member goes along.
+        generation: The last one that was formed; None before the first.
+        end: Why this member cannot go on; None while it can.
+        hellos: Newcomers by their number, for the member of rank 0.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        me: str,
+        *,
+        address: str,
+        min_members: int,
+        start_members: int,
+        timeout_s: float,
+    ) -> None:
+        self.board, self.me, self.address = board, me, address
+        self.timeout_s, self._min_members = timeout_s, min_members
+        self._start_members = start_members
+        self.generation: Generation | None = None
+        self.end: ThinwireError | None = None
+        self.votes = 0
+        self.newcomer = False
+        self.served: set[int] = set()
+        self.store_problem: str | None = None
+        self._answers: tuple[bytes, ...] = ()
+        self._recorded: tuple[int, tuple[bytes, ...]] | None = None
+        self._frozen = self._voted = False
+        self._hello = 0
+        self._heard = time.monotonic()
+        self._awaited: tuple[str, ...] = ()
+        self._next_hello = 0
+        self._hellos: dict[int, dict[str, Any]] = {}
+        self._ready: set[int] = set()
+        self._beats = 0
+        self._seen: dict[str, tuple[int, float, bool]] = {}
+        self._news = threading.Condition()
+        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="thinwire-members", daemon=True)
+
+    # for the main thread
+
+    def meet(self) -> None:
+        """Say hello, and wait until there is a first generation, or one that this member has to
+        join.
+
+        Raises:
+            QuorumLost: Fewer than `min_members` came within the time-out.
+        """
+        self._thread.start()
+        with self._news:
+            there = self._news.wait_for(
+                lambda: self.end or self.generation or self.newcomer, self.timeout_s + _EXIT_S
+            )
+        if self.end is not None:
+            raise self.end
+        if not there:
+            raise PeerStalled(
+                f"the meeting place did not answer within {self.timeout_s:g} s: is `thinwire host` "
+                "stopped, or the network cut?"
+            )
+
+    def current(self) -> Generation:
+        """The last generation that was formed.
+
+        Raises:
+            Evicted, QuorumLost, ThinwireError: This member cannot go on.
+        """
+        if self.end is not None:
+            raise self.end
+        assert self.generation is not None, "met"
+        return self.generation
+
+    def broken(self, number: int, why: str) -> None:
+        """Say that nothing can be exchanged in a generation any more."""
+        self._orders.put(lambda: self._leave_behind(number, why))
+
+    def change(self, number: int, ids: Sequence[str], settled: Sequence[str]) -> None:
+        """Go over from a generation to one of these members, as all its members have agreed."""
+        self._orders.put(lambda: self._go_over(number, tuple(ids), tuple(settled)))
+
+    def settle(self, number: int) -> Generation:
+        """Wait for a generation after this one.
+
+        Raises:
+            Evicted, QuorumLost, ThinwireError: This member cannot go on.
+        """
+        limit_s = self.timeout_s + _MOST_BUILDS * (_BUILD_S + _GRACE_S) + _EXIT_S
+        with self._news:
+            there = self._news.wait_for(
+                lambda: self.end or (self.generation and self.generation.number > number), limit_s
+            )
+        if not there:
+            raise ThinwireError(
+                f"no other generation after {number} came about within {limit_s:g} s: the meeting "
+                "place does not answer"
+            )
+        return self.current()
+
+    def passed(self, number: int, vote: int, answers: Sequence[bytes]) -> bool:
+        """Go along with an agreement of a generation; False where that has been left meanwhile, so
+        that it counts only if another member says so.
+        """
+        with self._news:
+            now = self.generation
+            if self._frozen or now is None or now.number != number:
+                return False
+            self.votes, self._answers, self._voted = vote, tuple(answers), True
+            now.base = now.ids
+            return True
+
+    def recorded(self, vote: int) -> list[bytes] | None:
+        """What was said in an agreement that another member has heard; None for any other."""
+        with self._news:
+            if self._recorded is None or self._recorded[0] != vote:
+                return None
+            self.votes, self._answers = self._recorded
+            self._recorded = None
+            return list(self._answers)
+
+    def say_hello(self, board: Board) -> int:
+        """Ask to be let in; the number by which others speak of this request."""
+        number = self._hello
+        while board.first(f"hello/{number}", {"id": self.me, "n": number})["id"] != self.me:
+            number += 1
+        self._hello = number + 1
+        return number
+
+    def require_life(self) -> None:
+        """For a newcomer that waits.
+
+        Raises:
+            PeerStalled: No member has given a sign of life within the time-out.
+        """
+        if self.end is not None:
+            raise self.end
+        silent_s = time.monotonic() - self._heard
+        if silent_s > self.timeout_s:
+            raise PeerStalled(
+                f"the run has begun, and none of its members was heard of for {silent_s:.0f} s: "
+                f"{', '.join(self._awaited)}. If they have ended, begin under another run="
+            )
+
+    def wait_for_decision(self, number: int) -> None:
+        """Wait until it is written that the others go on without this member, who leaves."""
+        with self._news:
+            self._news.wait_for(lambda: self.end is not None, self.timeout_s)
+
+    def waiting(self) -> list[tuple[int, str]]:
+        """Newcomers that nobody has given a state yet, by number and identity."""
+        with self._news:
+            asked = {n: value["id"] for n, value in sorted(self._hellos.items())}
+        members = () if self.generation is None else self.generation.ids
+        return [
+            (n, each)
+            for n, each in asked.items()
+            if n not in self.served and each not in members and self._is_fresh(each)
+        ]
+
+    def ready(self) -> list[str]:
+        """Newcomers that have the state of the run."""
+        with self._news:
+            found = [self._hellos[n]["id"] for n in sorted(self._ready) if n in self._hellos]
+        return [each for each in dict.fromkeys(found) if self._is_fresh(each)]
+
+    def close(self) -> None:
+        """End the thread; may be called twice."""
+        self._over.set()
+        self._orders.put(None)
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(_EXIT_S)
+        if self.generation is not None and self.generation.groups is not None:
+            self.generation.groups.release()
+            self.generation.groups = None
+
+    # on the thread
+
+    def _run(self) -> None:
+        try:
+            self._meet()
+            while not self._over.is_set():
+                try:
+                    order = self._orders.get(timeout=_POLL_S)
+                except queue.Empty:
+                    self._watch()
+                    continue
+                if order is not None:
+                    order()
+        except ThinwireError as error:
+            self._ended(error)
+        except RuntimeError as error:
+            self._ended(
+                ThinwireError(
+                    f"the meeting place does not answer, and without it no new generation can be "
+                    f"formed: {error}"
+                )
+            )
+
+    def _ended(self, error: ThinwireError) -> None:
+        with self._news:
+            self.end = error
+            self._frozen = True
+            self._news.notify_all()
+        if self.generation is not None and self.generation.groups is not None:
+            self.generation.groups.hang_up()
+
+    def _meet(self) -> None:
+        begun = time.monotonic()
+        number = self._latest()
+        if number is not None:
+            with self._news:
+                self.newcomer = True
+                self._news.notify_all()
+            self._wait_for_admission(number)
+            return
+        self.say_hello(self.board)
+        enough_s: float | None = None
+        while not self._over.is_set():
+            self._beat()
+            found = self._founders()
+            value = self.board.get("members/0")
+            now = time.monotonic()
+            if value is None and len(found) >= self._start_members:
+                enough_s = now if enough_s is None else enough_s
+                if now - enough_s >= 2 * _POLL_S:  # for those who come together with the others
+                    value = self.board.first("members/0", Decision(found, found, 0).to_dict())
+            if value is not None:
+                decision = Decision.from_dict(value)
+                if self.me in decision.ids:
+                    self._enter(0, decision)
+                else:
+                    with self._news:
+                        self.newcomer = True
+                        self._news.notify_all()
+                    self._wait_for_admission(0)
+                return
+            if now - begun > self.timeout_s:
+                raise QuorumLost(
+                    f"{len(found)} of {self._start_members} members came within "
+                    f"{self.timeout_s:g} s: {', '.join(found)}. Start the others, or ask for fewer"
+                )
+            time.sleep(_STEP_S * 5)
+
+    def _founders(self) -> tuple[str, ...]:
+        """Those who have said hello and are alive, in the order of their hellos."""
+        while (value := self.board.get(f"hello/{self._next_hello}")) is not None:
+            self._hellos[self._next_hello] = value
+            self._next_hello += 1
+        ids = dict.fromkeys(value["id"] for _, value in sorted(self._hellos.items()))
+        return tuple(each for each in ids if each == self.me or self._lives(each))
+
+    def _wait_for_admission(self, number: int) -> None:
+        """Until a generation has this member; the main thread fetches the state meanwhile."""
+        while not self._over.is_set():
+            self._beat()
+            while self.board.has(f"members/{number + 1}"):
+                number += 1
+            value = self.board.get(f"members/{number}")
+            assert value is not None, "it was there"
+            decision = Decision.from_dict(value)
+            self._awaited = decision.ids
+            if self._some_live(decision.ids):
+                self._heard = time.monotonic()
+            if self.me in decision.ids:
+                self.votes = decision.votes
+                self._enter(number, decision)
+                return
+            time.sleep(_POLL_S / 2)
+
+    def _latest(self) -> int | None:
+        """The number of the last generation of the run; None before the first."""
+        hint = self.board.get("gen")
+        number = -1 if hint is None else int(hint)
+        while self.board.has(f"members/{number + 1}"):
+            number += 1
+        return None if number < 0 else number
+
+    def _beat(self) -> None:
+        """A sign of life; its number grows, so that an old one is none."""
+        self._beats += 1
+        self.board.put(f"hb/{self.me}", {"beat": self._beats})
+
+    def _lives(self, other: str) -> bool:
+        """Look for a sign of life of another process, and say whether one came lately."""
+        value, now = self.board.get(f"hb/{other}"), time.monotonic()
+        if value is not None:
+            before = self._seen.get(other)
+            if before is None:  # one that was there when we first looked may be old
+                self._seen[other] = value["beat"], now, False
+            elif value["beat"] > before[0]:
+                self._seen[other] = value["beat"], now, True
+        return self._is_fresh(other)
+
+    def _some_live(self, others: Sequence[str]) -> bool:
+        """Look for signs of life of all of them."""
+        found = [self._lives(other) for other in others if other != self.me]
+        return any(found)
+
+    def _is_fresh(self, other: str) -> bool:
+        beat = self._seen.get(other)
+        return beat is not None and beat[2] and time.monotonic() - beat[1] < _FRESH_S
+
+    def _watch(self) -> None:
+        """Look whether the others have left the generation, and who wants to come in."""
+        now = self.generation
+        assert now is not None, "entered"
+        try:
+            self._beat()
+            if self.board.has(f"break/{now.number}"):
+                self._regroup("others found it broken")
+                return
+            if now.rank == 0:
+                self._look_for_newcomers()
+            self.store_problem = None
+        except ThinwireError:
+            raise
+        except RuntimeError as error:
+            if self.store_problem is None:
+                _log.warning(
+                    "the meeting place does not answer (%s): rounds go on, nobody can join, and a "
+                    "member that is lost ends the run",
+                    error,
+                )
+            self.store_problem = str(error)
+
+    def _look_for_newcomers(self) -> None:
+        while (value := self.board.get(f"hello/{self._next_hello}")) is not None:
+            with self._news:
+                self._hellos[self._next_hello] = value
+            self._next_hello += 1
+        assert self.generation is not None, "entered"
+        for number, value in list(self._hellos.items()):
+            if value["id"] in self.generation.ids:
+                with self._news:
+                    del self._hellos[number]
+                    self._ready.discard(number)
+                continue
+            self._lives(value["id"])
+            if number not in self._ready and self.board.has(f"ready/{number}"):
+                with self._news:
+                    self._ready.add(number)
+
+    def _leave_behind(self, number: int, why: str) -> None:
+        if self.generation is not None and self.generation.number == number:
+            self._regroup(why)
+
+    def _go_over(self, number: int, ids: tuple[str, ...], settled: tuple[str, ...]) -> None:
+        old = self.generation
+        if old is None or old.number != number:
+            return
+        with self._news:
+            self._frozen = True
+            decision = Decision(ids, settled, self.votes, self._answers)
+        value = self.board.first(f"members/{number + 1}", decision.to_dict())
+        self._enter(number + 1, Decision.from_dict(value))
+
+    def _regroup(self, why: str) -> None:
+        """Form the next generation, of those who are still there."""
+        old = self.generation
+        assert old is not None, "entered"
+        self.board.put(f"break/{old.number}", {"by": self.me, "why": why})
+        with self._news:
+            self._frozen = True
+        if old.groups is not None:
+            old.groups.hang_up()  # the main thread, if it waits there, need not wait any longer
+        _log.warning("generation %d is broken: %s", old.number, why)
+        self._enter(old.number + 1, self._decided(old))
+
+    def _decided(self, old: Generation) -> Decision:
+        number, begun = old.number + 1, time.monotonic()
+        mine = {"votes": self.votes, "answers": packed(self._answers), "voted": self._voted}
+        self.board.put(f"alive/{number}/{self.me}", mine)
+        while True:
+            self._beat()
+            value = self.board.get(f"members/{number}")
+            if value is not None:
+                return Decision.from_dict(value)
+            announced = {
+                each: said
+                for each in old.ids
+                if (said := self.board.get(f"alive/{number}/{each}")) is not None
+            }
+            waited_s = time.monotonic() - begun
+            if len(announced) == old.size or waited_s > _GRACE_S:
+                decision, needed = agreed(old.ids, announced, old.base)
+                left = sum(each in decision.ids for each in needed)
+                if 2 * left > len(needed) and len(decision.ids) >= self._min_members:
+                    return Decision.from_dict(
+                        self.board.first(f"members/{number}", decision.to_dict())
+                    )
+                if waited_s > self.timeout_s:
+                    away = ", ".join(each for each in old.ids if each not in announced)
+                    raise QuorumLost(
+                        f"{len(decision.ids)} members are left of {old.size}, and more than half "
+                        f"of {len(needed)} and at least min_members={self._min_members} are "
+                        f"needed; not heard of for {waited_s:.1f} s: {away}"
+                    )
+            time.sleep(_STEP_S)
+
+    def _enter(self, number: int, decision: Decision) -> None:
+        """Form the groups of a generation, or the next one where that fails."""
+        builds = 0
+        while True:
+            if self.me not in decision.ids:
+                raise Evicted(
+                    f"generation {number} was formed without this member: it was not heard of in "
+                    f"time, or has left. Join again to take part; the others are "
+                    f"{', '.join(decision.ids)}"
+                )
+            self.board.put("gen", number)
+            formed = Generation(number, decision, decision.ids.index(self.me))
+            if formed.size == 1:
+                break
+            try:
+                formed.groups = Direct(
+                    self.board.store.under(f"gloo/{number}"),
+                    formed.rank,
+                    formed.size,
+                    min(_BUILD_S, self.timeout_s),
+                    self.address,
+                )
+                break
+            except ThinwireError as error:
+                builds += 1
+                if builds == _MOST_BUILDS:
+                    raise ThinwireError(
+                        f"{builds} generations in a row could not connect, though their members "
+                        f"reach the meeting place: {error}. Run `thinwire doctor` on them"
+                    ) from error
+                self.board.put(f"break/{number}", {"by": self.me, "why": str(error)})
+                decision = self._decided(formed)
+                number += 1
+        with self._news:
+            if self.generation is not None and decision.votes == self.votes + 1:
+                self._recorded = decision.votes, decision.answers
+            old, self.generation = self.generation, formed
+            self._frozen = self._voted = False
+            self._news.notify_all()
+        if old is not None and old.groups is not None:
+            old.groups.hang_up()
+        _log.info("generation %d: %s", number, ", ".join(decision.ids))

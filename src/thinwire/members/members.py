@@ -1,0 +1,323 @@
+"""Members of a run: who takes part now, and how one comes and goes."""
+
+import datetime
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from thinwire import _validate as check
+from thinwire.comm.deadline import seconds_of
+from thinwire.errors import PayloadCorrupt, PeerLost, PeerStalled
+from thinwire.members.address import Address, parse_address
+from thinwire.members.board import Board
+from thinwire.members.giving import Given, Giver, Taker
+from thinwire.members.group import ElasticGroup
+from thinwire.members.keeper import Keeper
+from thinwire.members.meeting import connect, require_same
+from thinwire.members.token import read_token
+
+__all__ = ["Members", "Work", "join"]
+
+_TIMEOUT_S = 60.0
+_POLL_S = 0.1
+_NEWS_S = 10.0
+_log = logging.getLogger("thinwire")
+Said = Mapping[str, Any]
+
+
+class Work(Protocol):
+    """What members do together, as far as newcomers must learn it."""
+
+    def state_for_newcomer(self) -> Given:
+        """All that the members hold alike after the last round."""
+
+    def last_round(self) -> Given:
+        """What has changed it since the one before."""
+
+    def take(self, given: Given) -> None:
+        """Go on from what a member gave."""
+
+    @property
+    def most_bytes(self) -> int:
+        """A bound of the tensors that can be given at once."""
+
+
+class Members:
+    """What `join` returns: the members of a run, of which this process is one.
+
+    Leaving the `with` block ends this member's part.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        *,
+        address: str,
+        min_members: int,
+        start_members: int,
+        timeout_s: float,
+        key: bytes,
+    ) -> None:
+        self._board, self._address, self._key = board, address, key
+        self._min_members, self._start_members = min_members, start_members
+        self.timeout_s = timeout_s
+        self._keeper = self._met()
+        self.group = ElasticGroup(self._keeper)
+        self.newcomer = self._keeper.generation is None
+        self._callbacks: list[Callable[[Members], None]] = []
+        self.group.on_rebind.append(self._tell)
+        self._givers: list[Giver] = []
+        self._leaving = self.left = False
+        self._plan: Said = {}
+        self._goers: tuple[str, ...] = ()
+
+    def _met(self) -> Keeper:
+        me = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
+        keeper = Keeper(
+            self._board.clone(),
+            me,
+            address=self._address,
+            min_members=self._min_members,
+            start_members=self._start_members,
+            timeout_s=self.timeout_s,
+        )
+        keeper.meet()
+        return keeper
+
+    def __enter__(self) -> "Members":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def id(self) -> str:
+        """Of this member: host, process and four digits."""
+        return self._keeper.me
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """Of all members, in the order of their ranks; empty while this one is a newcomer."""
+        return () if self._keeper.generation is None else self._keeper.generation.ids
+
+    @property
+    def rank(self) -> int:
+        """Of this member, from 0; -1 while it is a newcomer, and once it has left."""
+        return -1 if self.newcomer or self.left else self.group.rank
+
+    @property
+    def size(self) -> int:
+        """Members."""
+        return len(self.ids)
+
+    @property
+    def generation(self) -> int:
+        """Counts the changes of the members; -1 while this one is a newcomer."""
+        return -1 if self._keeper.generation is None else self._keeper.generation.number
+
+    def on_change(self, callback: "Callable[[Members], None]") -> None:
+        """Call this with the members whenever they have changed, between two exchanges."""
+        self._callbacks.append(callback)
+
+    def leave(self) -> None:
+        """End this member's part after the running round; the others go on without an error."""
+        self._leaving = True
+
+    def _tell(self) -> None:
+        for callback in self._callbacks:
+            callback(self)
+
+    def close(self) -> None:
+        """End this member's part at once; may be called twice."""
+        for giver in self._givers:
+            giver.close()
+        self._givers = []
+        self._keeper.close()
+
+    # for local updates
+
+    def begin(self, facts: Said) -> None:
+        """Say what this member is set up for, or compare it with what the run is set up for.
+
+        Raises:
+            Mismatch: On this member alone.
+        """
+        require_same(self._board.store, _flat("", facts))
+
+    def fetch(self, work: Work) -> None:
+        """Get the state of the run from a member, and wait to be let in.
+
+        Raises:
+            PeerStalled: None of the members gives a sign of life.
+        """
+        while True:
+            try:
+                self._fetched(work)
+                break
+            except (PeerLost, PeerStalled, PayloadCorrupt) as error:
+                if self._keeper.generation is not None:
+                    # the others count on a member that has no state: come again as another one
+                    self._keeper.close()
+                    self._keeper = self.group.keeper = self._met()
+                _log.warning("asking another member for the state: %s", error)
+        self.group.take_up()
+        self.newcomer = False
+
+    def _fetched(self, work: Work) -> None:
+        number = self._keeper.say_hello(self._board)
+        asked = told = time.monotonic()
+        while not self._board.has(f"giver/{number}"):
+            self._keeper.require_life()
+            time.sleep(_POLL_S)
+            if time.monotonic() - told > _NEWS_S:
+                told = time.monotonic()
+                _log.info("waited %.0f s for the end of a round to join", told - asked)
+        taker = Taker(
+            self._board,
+            number,
+            address=self._address,
+            timeout_s=self.timeout_s,
+            key=self._key,
+        )
+        try:
+            given = taker.take(work.most_bytes)
+            work.take(given)
+            self._board.put(f"ready/{number}", {"id": self._keeper.me})
+            while not given.last:
+                given = taker.take(work.most_bytes)
+                work.take(given)
+        finally:
+            taker.close()
+        self._keeper.settle(-1)
+
+    def report(self) -> dict[str, Any]:
+        """What this member says in the agreement that ends a round."""
+        said: dict[str, Any] = {"leaving": True} if self._leaving else {}
+        if self.group.rank == 0:
+            said |= {"serve": self._keeper.waiting(), "admit": self._keeper.ready()}
+        return said
+
+    def hear(self, said: Sequence[Said]) -> None:
+        """Remember what all have said in the agreement that ends a round."""
+        self._plan = said[0]
+        goers = [n for n, each in enumerate(said) if each.get("leaving")]
+        self._goers = tuple(self.ids[n] for n in goers if n < self.size)
+
+    def end_round(self, work: Work) -> None:
+        """Give, let in and let go what was agreed on; all members call it after the same round."""
+        plan, self._plan = self._plan, {}
+        goers, self._goers = self._goers, ()
+        stay = [each for each in self.ids if each not in goers]
+        admitted = [each for each in plan.get("admit", []) if each not in self.ids]
+        self._givers = [giver for giver in self._givers if giver.works]
+        if self._givers:
+            given = work.last_round() if self.group.size > 1 else work.state_for_newcomer()
+            for giver in self._givers:
+                giver.give(
+                    Given(given.kind, given.plain, given.tensors, giver.newcomer in admitted)
+                )
+        for number, newcomer in plan.get("serve", []):
+            self._keeper.served.add(number)
+            if stay and stay[number % len(stay)] == self.id:
+                giver = Giver(
+                    self._board,
+                    number,
+                    newcomer,
+                    me=self.id,
+                    address=self._address,
+                    timeout_s=self.timeout_s,
+                    key=self._key,
+                )
+                giver.give(work.state_for_newcomer())
+                self._givers.append(giver)
+        if admitted or goers:
+            before = self.group.take_up()
+            self._keeper.change(before, [*stay, *admitted], stay)
+            if self.id in goers:
+                self._keeper.wait_for_decision(before)
+                self.left = True
+                return
+            self._keeper.settle(before)
+            self.group.take_up()
+
+    @property
+    def gives(self) -> bool:
+        """Whether a newcomer hears of every round from this member."""
+        return any(giver.works for giver in self._givers)
+
+
+def _flat(path: str, value: Any) -> dict[str, Any]:
+    """The leaves of nested mappings and lists by their dotted paths."""
+    if isinstance(value, dict | list) and value:
+        found: dict[str, Any] = {}
+        for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
+            found |= _flat(f"{path}.{key}" if path else str(key), entry)
+        return found
+    return {path: value}
+
+
+def join(
+    address: str,
+    *,
+    run: str,
+    token_file: str | Path | None = None,
+    min_members: int = 1,
+    start_members: int | None = None,
+    timeout: float | datetime.timedelta | None = None,
+) -> Members:
+    """Meet the other members of a run, without torchrun.
+
+    Args:
+        address: Of the meeting place (`thinwire host`), such as "tcp://10.0.0.1:29400".
+        run: Its name; members of one run train together.
+        token_file: Holds the secret of the run; None where the meeting place has none.
+        min_members: How many must have come before anybody begins, and must be left to go on.
+        start_members: How many must have come before anybody begins, where that is more; the same
+            on all of them.
+        timeout: For how long to wait for others, at the start and in every round, in seconds or as
+            a timedelta; 60 s by default.
+
+    Returns:
+        The members, a context manager. Where the run has begun already this process is a newcomer
+        until it enters `local_sgd(..., members=members)`.
+
+    Raises:
+        QuorumLost: Fewer than `min_members` came within the time-out; names those who did.
+        ThinwireError: Nobody answers at the address, or the token is another one.
+        ValueError: An argument that cannot be.
+    """
+    check.instance("run", run, str)
+    check.integer("min_members", min_members, at_least=1)
+    if start_members is None:
+        start_members = min_members
+    check.integer("start_members", start_members, at_least=min_members)
+    timeout_s = _TIMEOUT_S if timeout is None else seconds_of(timeout)
+    assert timeout_s is not None, "given"
+    token = None if token_file is None else read_token(token_file)
+    store = connect(address, run, token, datetime.timedelta(seconds=timeout_s))
+    return Members(
+        Board(store),
+        address=_own_address(parse_address("address", address, scheme=True)),
+        min_members=min_members,
+        start_members=start_members,
+        timeout_s=timeout_s,
+        key=store.key_for("state") or b"",
+    )
+
+
+def _own_address(place: Address) -> str:
+    """The address of this machine from which it reaches another one."""
+    with socket.create_connection(place, timeout=_TIMEOUT_S) as connection:
+        address: str = connection.getsockname()[0]
+    return address

@@ -1,0 +1,180 @@
+"""Members that train, for tests: each in a process of its own, with a fault where it is told."""
+
+import hashlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import thinwire as tw
+from thinwire.local.averager import Averager
+from thinwire.local.averaging import Averaging, PendingAveraging
+from thinwire.members.giving import Giver, Taker
+from thinwire.members.keeper import Keeper
+
+TIMEOUT_S = 6.0
+PHASES: dict[str, tuple[type, str, bool]] = {
+    "before the first agreement": (Averager, "_measure", True),
+    "before sending": (Averaging, "launch", True),
+    "once sent": (Averaging, "launch", False),
+    "before the last agreement": (PendingAveraging, "finish", False),
+    "before it is applied": (Averaging, "commit_", True),
+    "once applied": (Averaging, "commit_", False),
+}
+"""By name what to interrupt, and whether before or after it."""
+
+
+def model(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(24, 40), nn.BatchNorm1d(40), nn.Tanh(), nn.Linear(40, 24))
+
+
+def digest(sync: tw.LocalUpdates) -> str:
+    """Of all that members must hold alike after an averaging."""
+    state = sync.plain_state_dict()
+    found = hashlib.blake2b(digest_size=8)
+    for kind in ("anchors", "outer_momentum"):
+        for name, tensor in sorted(state[kind].items()):
+            found.update(name.encode() + tensor.numpy().tobytes())
+    return found.hexdigest()
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def interrupt(kind: type, name: str, *, before: bool, at: int, act: Callable[[], None]) -> None:
+    """Do something around the call number `at`, from 1, of a method in this process."""
+    method, calls = getattr(kind, name), 0
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if before and calls == at:
+            act()
+        result = method(*args, **kwargs)
+        if not before and calls == at:
+            act()
+        return result
+
+    setattr(kind, name, called)
+
+
+def member(
+    rank: int,
+    size: int,
+    address: str,
+    config: tw.LocalSGD,
+    *,
+    steps: int = 24,
+    min_members: int = 1,
+    founders: int | None = None,
+    flag: str = "",
+    flag_at: int = 4,
+    fault: dict[str, Any] | None = None,
+    leave_at: dict[int, int] | None = None,
+    step_s: float = 0.0,
+) -> dict[str, Any]:
+    """Train until `steps`, and tell what was seen.
+
+    Args:
+        founders: Ranks that begin; the others wait for the file `flag`, which rank 0 makes at step
+            `flag_at`.
+        fault: `rank`, `phase` (of `PHASES`, or "step"), `at` (number of the call) and `how`.
+        leave_at: By rank the step at which it leaves.
+    """
+    founders = size if founders is None else founders
+    if rank >= founders:
+        until = time.monotonic() + 40
+        while not Path(flag).exists() and time.monotonic() < until:
+            time.sleep(0.02)
+    undo = [(k, n, getattr(k, n)) for k, n, _ in PHASES.values()]
+    undo += [(Giver, "_run", Giver._run), (Taker, "take", Taker.take)]
+    undo += [(Keeper, "_regroup", Keeper._regroup)]
+    if fault is not None and fault["rank"] == rank and fault["phase"] in PHASES:
+        kind, name, before = PHASES[fault["phase"]]
+        how = {"kill": die, "stop": stop}[fault["how"]]
+        interrupt(kind, name, before=before, at=fault["at"], act=how)
+    if fault is not None and fault["rank"] == rank and fault["phase"] == "taking":
+        interrupt(Taker, "take", before=fault["at"] == 1, at=1, act=die)
+    try:
+        return _trained(
+            rank,
+            address,
+            config,
+            steps=steps,
+            min_members=min_members,
+            start_members=founders,
+            flag=Path(flag) if flag and rank == 0 else None,
+            flag_at=flag_at,
+            fault=fault if fault is not None and fault["rank"] == rank else None,
+            leave_at=(leave_at or {}).get(rank),
+            step_s=step_s,
+        )
+    finally:
+        for kind, name, method in undo:
+            setattr(kind, name, method)
+
+
+def _trained(
+    rank: int,
+    address: str,
+    config: tw.LocalSGD,
+    *,
+    steps: int,
+    min_members: int,
+    start_members: int,
+    flag: Path | None,
+    flag_at: int,
+    fault: dict[str, Any] | None,
+    leave_at: int | None,
+    step_s: float,
+) -> dict[str, Any]:
+    net = model(rank)
+    optimizer = torch.optim.AdamW(net.parameters(), 2e-3)
+    batches = torch.Generator().manual_seed(rank)
+    rounds: dict[int, tuple[str, int, int]] = {}
+    longest_s, entered = 0.0, -1
+    changes: list[tuple[int, int]] = []
+    with tw.join(
+        address, run="test", min_members=min_members, start_members=start_members, timeout=TIMEOUT_S
+    ) as members:
+        members.on_change(lambda now: changes.append((now.generation, now.size)))
+        with tw.local_sgd(net, optimizer, config, members=members) as sync:
+            entered = sync.step
+            while sync.step < steps and not members.left:
+                x = torch.randn(8, 24, generator=batches)
+                loss = (net(x) - x.roll(1, 1)).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                if fault is not None and fault["phase"] == "step" and sync.step == fault["at"]:
+                    {"kill": die, "stop": stop}[fault["how"]]()
+                if sync.step == leave_at:
+                    members.leave()
+                if flag is not None and sync.step == flag_at:
+                    flag.touch()
+                begun = time.monotonic()
+                optimizer.step()
+                longest_s = max(longest_s, time.monotonic() - begun)
+                if sync.synced and not members.left:
+                    rounds[sync.step] = digest(sync), members.size, members.generation
+                time.sleep(step_s)
+            left = members.left
+        return {
+            "step": sync.step,
+            "entered": entered,
+            "rounds": rounds,
+            "longest_s": longest_s,
+            "changes": changes,
+            "left": left,
+            "stats": {} if left else sync.stats(),
+        }
