@@ -10,7 +10,7 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
-LINKED = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
+LINKED = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *PAGES]
 FENCE = re.compile(r"^```(.*?)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[[^\]]*\]\(([^()\s]+)\)")
 LANGUAGES = {"python", "bash", "yaml", "text", ""}

@@ -53,6 +53,8 @@ def test_an_interface_that_is_not_there_names_the_closest() -> None:
     [
         ("host", {"names_error": "Name or service not known"}, "does not resolve", "/etc/hosts"),
         ("listeners", {"listeners": ("port 29500: pid 7 (x)",)}, "port 29500", "firewall"),
+        ("listeners", {"outward": ("8.8.8.8:29400: pid 7 (x)",)}, "8.8.8.8:29400", "tunnel"),
+        ("listeners", {"outward": ("[2a00::1]:1: pid 7 (x)",)}, "[2a00::1]:1", "tunnel"),
         ("ports", {"ports_used": 28000}, "232 free", "ip_local_port_range"),
         ("open files", {"open_files": 256}, "256 files", "ulimit -n 1024"),
         ("threads", {"environment": {"OMP_NUM_THREADS": "4"}}, "more threads", "THREADS=2"),
@@ -79,6 +81,13 @@ def test_what_may_surprise_is_a_note(
     assert finding.level == "note"
     assert told in finding.found
     assert to_do in finding.advice
+
+
+def test_who_listens_where_is_told() -> None:
+    told = ("10.0.0.1:29400: pid 7 (thinwire host)", "[fd00::1]:29400: pid 8 (x)")
+    assert of("listeners", made_up(outward=told))[1] == ok(
+        "listeners", f"on one address: {'; '.join(told)}"
+    )
 
 
 def test_time_outs_in_the_environment_are_told() -> None:

@@ -189,8 +189,8 @@ def next_line(process: subprocess.Popen[str]) -> str:
 
 
 def write_generation(store: SealedStore, generation: int, *members: str) -> None:
-    rows = [{"id": one, "host": "vm", "since": 1} for one in members]
-    store.set(f"members/{generation}", json.dumps(rows))
+    decision = {"ids": members, "settled": members[:1], "votes": 3, "answers": []}
+    store.set(f"members/{generation}", json.dumps(decision))
     store.set("gen", json.dumps(generation))
 
 

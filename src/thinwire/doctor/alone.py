@@ -1,6 +1,7 @@
 """What is found on one machine by itself."""
 
 import difflib
+import ipaddress
 import socket
 from collections.abc import Iterator
 
@@ -119,14 +120,31 @@ def _cure(machine: Machine) -> str:
 
 
 def _listeners(machine: Machine) -> Iterator[Finding]:
-    if not machine.listeners:
-        yield ok("listeners", "no torch process of this user listens on all addresses")
-    else:
+    if machine.listeners:
         yield note(
             "listeners",
             f"on all addresses: {'; '.join(machine.listeners)}",
             "torch's store has no authentication: let a firewall admit your machines only",
         )
+    else:
+        yield ok("listeners", "no torch process of this user listens on all addresses")
+    public = [told for told in machine.outward if _is_public(told)]
+    if public:
+        yield note(
+            "listeners",
+            f"on an address that the internet may reach: {'; '.join(public)}",
+            "what torch sends is not encrypted: use a tunnel, or let a firewall admit your "
+            "machines only",
+        )
+    private = [told for told in machine.outward if told not in public]
+    if private:
+        yield ok("listeners", f"on one address: {'; '.join(private)}")
+
+
+def _is_public(told: str) -> bool:
+    """Whether the address at the beginning is one of the internet's."""
+    where = told.partition(": ")[0].rpartition(":")[0].strip("[]")
+    return ipaddress.ip_address(where).is_global
 
 
 def _limits(machine: Machine, ranks: int) -> Iterator[Finding]:

@@ -1,53 +1,88 @@
-"""Who of this user's torch processes listens on all addresses, as far as Linux shows it."""
+"""Where this user's torch processes listen for other machines, as far as Linux shows it."""
 
+import ipaddress
 import os
+import socket
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
-__all__ = ["listening_everywhere", "ports_in_use"]
+from thinwire.doctor.interfaces import is_loopback
+
+__all__ = ["Listening", "listening", "ports_in_use"]
 
 _LISTEN = "0A"
 _PROC = Path("/proc")
 _LONGEST_COMMAND = 60
 
 
-def listening_everywhere() -> tuple[str, ...]:
-    """Processes that have torch loaded and listen on every address, such as "port 29500: pid 7
-    (torchrun train.py)".
-    """
-    ports = {
-        inode: port for address, port, state, inode in _sockets() if _open_to_all(address, state)
+class Listening(NamedTuple):
+    """Processes that have torch loaded and listen."""
+
+    everywhere: tuple[str, ...]
+    """On every address, such as "port 29500: pid 7 (torchrun train.py)"."""
+    outward: tuple[str, ...]
+    """On one that is not loopback, such as "10.0.0.1:29400: pid 7 (thinwire host ...)"."""
+
+
+def listening() -> Listening:
+    """The processes of this user, this one aside."""
+    places = {
+        inode: (_as_text(address), port)
+        for address, port, state, inode in _sockets()
+        if state == _LISTEN
     }
-    if not ports:
-        return ()
-    found = []
+    found: list[tuple[str, int, str]] = []
     for folder in _PROC.glob("[0-9]*"):
         try:
-            found += _told(folder, ports)
+            found += _of_process(folder, places)
         except OSError:  # it has ended meanwhile, or does not let itself be looked at
             continue
-    return tuple(sorted(found))
+    everywhere: dict[str, set[int]] = {}
+    outward = set()
+    for address, port, who in found:
+        if ipaddress.ip_address(address).is_unspecified:
+            everywhere.setdefault(who, set()).add(port)
+        elif not is_loopback(address):
+            where = f"[{address}]" if ":" in address else address
+            outward.add(f"{where}:{port}: {who}")
+    return Listening(
+        tuple(
+            sorted(
+                f"port {', '.join(map(str, sorted(ports)))}: {who}"
+                for who, ports in everywhere.items()
+            )
+        ),
+        tuple(sorted(outward)),
+    )
 
 
-def _told(folder: Path, ports: Mapping[str, int]) -> list[str]:
-    if folder.stat().st_uid != os.getuid():
+def _of_process(folder: Path, places: Mapping[str, tuple[str, int]]) -> list[tuple[str, int, str]]:
+    """Address, port and name of each place where a process of ours listens with torch."""
+    if folder.stat().st_uid != os.getuid() or folder.name == str(os.getpid()):
         return []
     links = {str(link.readlink()) for link in (folder / "fd").iterdir()}
-    mine = sorted({port for inode, port in ports.items() if f"socket:[{inode}]" in links})
+    mine = {place for inode, place in places.items() if f"socket:[{inode}]" in links}
     if not mine or "libtorch" not in (folder / "maps").read_text():
         return []
     command = (folder / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ").strip()
     said = command if len(command) <= _LONGEST_COMMAND else f"{command[:_LONGEST_COMMAND]}..."
-    return [f"port {', '.join(map(str, mine))}: pid {folder.name} ({said})"]
+    return [(*place, f"pid {folder.name} ({said})") for place in mine]
+
+
+def _as_text(address: str) -> str:
+    """An address as /proc/net has it: words of 32 bits in the machine's order, in hexadecimal."""
+    raw = bytes.fromhex(address)
+    words = [int.from_bytes(raw[at : at + 4], "big") for at in range(0, len(raw), 4)]
+    packed = b"".join(word.to_bytes(4, sys.byteorder) for word in words)
+    family = socket.AF_INET if len(packed) == 4 else socket.AF_INET6
+    return socket.inet_ntop(family, packed)
 
 
 def ports_in_use() -> int:
     """The number of TCP ports that some socket of this machine has."""
     return len({port for _, port, _, _ in _sockets()})
-
-
-def _open_to_all(address: str, state: str) -> bool:
-    return state == _LISTEN and not address.strip("0")
 
 
 def _sockets() -> Iterator[tuple[str, int, str, str]]:

@@ -16,7 +16,7 @@ from thinwire._version import __version__
 from thinwire.doctor.clock import follows_a_time_server
 from thinwire.doctor.gloo import announced_addresses
 from thinwire.doctor.interfaces import Interface, interfaces, is_loopback, source_towards
-from thinwire.doctor.listening import listening_everywhere, ports_in_use
+from thinwire.doctor.listening import listening, ports_in_use
 from thinwire.wire.message import WIRE_VERSION
 
 __all__ = ["Machine"]
@@ -49,6 +49,7 @@ class Machine:
         versions: Of what takes part.
         clock_kept: Whether a time service keeps the clock; None where unseen.
         listeners: Torch processes of this user that listen on all addresses.
+        outward: Those that listen on one address that is not loopback.
     """
 
     host: str
@@ -67,6 +68,7 @@ class Machine:
     versions: dict[str, str]
     clock_kept: bool | None
     listeners: tuple[str, ...]
+    outward: tuple[str, ...]
 
     @classmethod
     def look(cls) -> Self:
@@ -74,6 +76,7 @@ class Machine:
         host = socket.gethostname()
         names, names_error = _resolved(host)
         gloo, gloo_error = _of_gloo()
+        everywhere, outward = listening()
         return cls(
             host=host,
             place=_place(host),
@@ -90,7 +93,8 @@ class Machine:
             environment={k: v for k, v in sorted(os.environ.items()) if _LOOKED_AT.fullmatch(k)},
             versions=_versions(),
             clock_kept=follows_a_time_server(),
-            listeners=listening_everywhere(),
+            listeners=everywhere,
+            outward=outward,
         )
 
     def as_row(self) -> dict[str, Any]:

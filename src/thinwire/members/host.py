@@ -79,17 +79,14 @@ def _state(store: TCPStore, run: str, token: bytes | None, session: str) -> str:
     try:
         generation = json.loads(of_run.get("gen"))
         key = f"members/{generation}"
-        members = json.loads(of_run.get(key))["ids"] if of_run.check([key]) else []
+        members = json.loads(of_run.get(key)) if of_run.check([key]) else None
     except PayloadCorrupt as error:
         return str(error)
-    except (ValueError, KeyError, TypeError, DistError) as error:
+    except (ValueError, DistError) as error:
         return f"its generation cannot be read: {error}"
-    names = ", ".join(_name(member) for member in members) if isinstance(members, list) else ""
+    ids = members.get("ids") if isinstance(members, dict) else None
+    names = ", ".join(map(_shown, ids)) if isinstance(ids, list) else ""
     return f"generation {_shown(generation)}, members: {names or 'not told'}"
-
-
-def _name(member: Any) -> str:
-    return _shown(member.get("id", member) if isinstance(member, dict) else member)
 
 
 def _shown(value: Any) -> str:

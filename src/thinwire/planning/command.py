@@ -5,8 +5,9 @@ only.
 from __future__ import annotations
 
 import json
+import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,10 +16,12 @@ from cyclopts import Parameter
 from thinwire._version import __version__
 from thinwire.errors import ThinwireError
 from thinwire.lab.report.measures import bytes_text
+from thinwire.lab.report.page import write_page
 from thinwire.lab.report.progress import display_for
 from thinwire.lab.run.joined import joined, place_in_torchrun
 from thinwire.lab.run.size import parse_size
 from thinwire.lab.settings import require_device, require_task
+from thinwire.planning.page import render, seconds_text
 from thinwire.planning.plan import Plan, Row
 from thinwire.planning.plan import plan as predicted
 from thinwire.planning.probed import FORMAT
@@ -34,7 +37,6 @@ PROBE_EXAMPLE = (
     "HOST:29400 "
     "-m thinwire probe --out probe.json"
 )
-_SHOWN, _WHOLE_S = 6, 10.0
 _TIMEOUT_S = 60.0
 
 
@@ -49,6 +51,8 @@ def plan(
     probe: Path | None = None,
     task: str | None = None,
     out: Path | None = None,
+    html: Path | None = None,
+    all_rows: Annotated[bool, Parameter(name="--all", negative="")] = False,
     as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
     quiet: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
@@ -69,9 +73,13 @@ def plan(
         probe: The file of thinwire probe, instead of all of these.
         task: A model of your own, FILE.py:NAME, instead of --params.
         out: Writes the recommended strategy as a strategy file.
-        as_json: Prints the plan as JSON.
+        html: Writes a page with table and plots, which loads nothing from elsewhere.
+        all_rows: Prints every setting, instead of the soonest of each strategy.
+        as_json: Prints the plan as JSON, every setting in it.
         quiet: Show no progress.
     """
+    for name, path in (("out", out), ("html", html)):
+        _require_place(name, path)
     measures = task is not None and step_seconds is None and sys.stderr.isatty()
     with display_for(quiet=quiet or not measures).strategy("plan") as bar:
         bar.note(f"a step of {task}")
@@ -89,12 +97,16 @@ def plan(
     if as_json:
         print(json.dumps(made.to_dict(), indent=1))
     else:
-        _print(made)
+        _print(made, made.strategies if all_rows else made.best())
+    if html is not None:
+        write_page(render(made, shlex.join(["thinwire", *sys.argv[1:]])), html)
+        if not as_json:
+            print(f"page: {html}")
     if out is not None:
         _write(made, out, as_json)
 
 
-def _print(made: Plan) -> None:
+def _print(made: Plan, rows: Sequence[Row]) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -105,12 +117,11 @@ def _print(made: Plan) -> None:
     table = Table("", *titles, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for column in table.columns[1:]:
         column.justify, column.no_wrap = "right", True
-    table.columns[0].no_wrap = True
-    for row in _shown(made):
+    for row in rows:
         low, _, high = row.step_seconds
         table.add_row(
             row.name,
-            f"{_short(low)}-{_short(high)}",
+            f"{seconds_text(low)}-{seconds_text(high)}",
             bytes_text(row.bytes_per_step),
             f"{100 * row.waiting_share:.0f} %",
             bytes_text(row.memory_bytes),
@@ -118,24 +129,24 @@ def _print(made: Plan) -> None:
             f"{1 / row.time_to_dense_loss:.3g}",
         )
     console.print(table)
+    hidden = len(made.strategies) - len(rows)
     console.print(
-        "k: local steps between averagings; d: steps that a result may come late. sent: by a rank "
-        "in "
-        "a step. waits: for the wire. worth: steps of dense that one step is worth, "
-        f"{made.strategies[0].progress_source}; thinwire compare measures it. sooner: how many "
-        "times, at dense's last loss.",
+        "k: local steps between averagings. d: steps that a result may come late. f: parts of the "
+        "model that are averaged in turn. b: bits of a value. %: entries that are sent. r: rank.\n"
+        "sent: by a rank in a step. waits: for the wire. sooner: how many times, at dense's last "
+        "loss. worth: steps of dense that one step is worth; not predicted: of "
+        f"{made.strategies[0].name} {made.strategies[0].progress_source}. thinwire compare "
+        "measures it."
+        + (f"\n{hidden} more settings: --all; with the source of each: --json." if hidden else ""),
         markup=False,
     )
 
 
-def _short(seconds: float) -> str:
-    return f"{seconds:.0f}" if seconds >= _WHOLE_S else f"{seconds:.2g}"
-
-
-def _shown(made: Plan) -> list[Row]:
-    """The best ones, and those of thinwire compare as they are."""
-    best = made.strategies[:_SHOWN]
-    return [row for row in made.strategies if row in best or " " not in row.name]
+def _require_place(name: str, path: Path | None) -> None:
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise ValueError(
+            f"{name}={str(path)!r} cannot be written: name a file in a folder that exists"
+        )
 
 
 def _write(made: Plan, out: Path, as_json: bool) -> None:
@@ -188,6 +199,7 @@ def probe(
     if task is not None:
         require_task(task)
     shape = parse_size(size)
+    _require_place("out", out)
     said = {"task": task, "size": size, "batch": batch, "device": device}
     from thinwire.lab.run.probe import probe as measured
     from thinwire.lab.run.task import TaskError

@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
-from thinwire.layout.message import Layout, Slot, WholeLayout, count_sent
+from thinwire.layout.message import HEADER_BYTES, Layout, Slot, WholeLayout, count_sent
 from thinwire.layout.shares import split_plan
 from thinwire.layout.traffic import SPLIT, busiest, chosen_exchange, chosen_split
 from thinwire.planning.network import Network
@@ -15,6 +16,8 @@ __all__ = ["Cost", "cost_of"]
 _PASS_S = {False: 0.8e-9, True: 3e-12}
 """Seconds to read and write a number once, on a core and on a GPU."""
 _VOTE_BYTES = 256
+_MOST_OWNERS = 64
+"""Up to so many ranks the shares are counted one by one; that of more follows from these."""
 
 
 @dataclass(frozen=True)
@@ -178,17 +181,37 @@ class _Dealt:
 
 
 def _entries_dealt(layout: Layout, exchange: str, network: Network) -> _Dealt:
-    if chosen_exchange(exchange, layout, network.ranks) != SPLIT:
-        return _Dealt(0, layout.nbytes)
-    row_bytes = split_plan(layout, network.ranks).row_bytes
-    return _Dealt(busiest(layout, network.ranks, SPLIT).bytes_sent - row_bytes, row_bytes)
+    return _entries_dealt_to(layout, exchange, network.ranks)
 
 
 def _whole_dealt(layout: WholeLayout, exchange: str, network: Network) -> _Dealt:
-    plan = chosen_split(exchange, layout, network.ranks)
+    return _whole_dealt_to(layout, exchange, network.ranks)
+
+
+@lru_cache(maxsize=256)
+def _entries_dealt_to(layout: Layout, exchange: str, ranks: int) -> _Dealt:
+    few = min(ranks, _MOST_OWNERS)
+    if chosen_exchange(exchange, layout, few) != SPLIT:
+        return _Dealt(0, layout.nbytes)
+    row_bytes = split_plan(layout, few).row_bytes
+    return _among(busiest(layout, few, SPLIT).bytes_sent - row_bytes, row_bytes, few, ranks)
+
+
+@lru_cache(maxsize=256)
+def _whole_dealt_to(layout: WholeLayout, exchange: str, ranks: int) -> _Dealt:
+    few = min(ranks, _MOST_OWNERS)
+    plan = chosen_split(exchange, layout, few)
     if plan is None:
         return _Dealt(0, layout.nbytes)
-    return _Dealt(plan.bytes_sent(0) - plan.row_bytes, plan.row_bytes)
+    return _among(plan.bytes_sent(0) - plan.row_bytes, plan.row_bytes, few, ranks)
+
+
+def _among(first_bytes: int, row_bytes: int, few: int, ranks: int) -> _Dealt:
+    """What `few` owners have, for more ranks: equal shares of it, each message with its header."""
+    if few == ranks:
+        return _Dealt(first_bytes, row_bytes)
+    share = HEADER_BYTES + (row_bytes - HEADER_BYTES) * few / ranks
+    return _Dealt(first_bytes + (ranks - few) * HEADER_BYTES, share)
 
 
 def _end_of_step(dense_bytes: float, network: Network) -> tuple[float, float]:

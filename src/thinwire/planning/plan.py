@@ -1,17 +1,16 @@
 """Which strategy is likely the fastest to dense's loss, and why."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from thinwire.lab.network.link import Link
-from thinwire.lab.report.winner import document_of
 from thinwire.lab.run.config import OPTIMIZERS, Recipe
 from thinwire.lab.settings import require_task
-from thinwire.lab.strategies import STRATEGIES
+from thinwire.planning.grid import candidates
 from thinwire.planning.methods import Cost, cost_of
 from thinwire.planning.network import Network
 from thinwire.planning.probed import Probe, work_of
@@ -23,8 +22,6 @@ __all__ = ["Plan", "Row", "plan"]
 _FASTEST_BIT_S, _UNLIMITED_BIT_S = 4e11, 2e10
 """The fastest line that can be named, and what none and loopback are taken for."""
 _MOST_WORKERS = 100_000
-_RAMP_STEPS = 100
-"""Of methods that start gently."""
 _DOUBT, _DOUBT_ON_TOP = 0.1, 0.2
 _WORTH = 1.05
 """How many times sooner than dense a strategy must be to be recommended."""
@@ -59,6 +56,11 @@ class Row:
     document: Mapping[str, Any] | None
     optimizer: str | None = None
 
+    @property
+    def strategy(self) -> str:
+        """Its name in `thinwire compare`, without what differs."""
+        return self.name.partition(" ")[0]
+
     def to_dict(self) -> dict[str, Any]:
         """The row as JSON knows it, without the document."""
         return {
@@ -81,17 +83,36 @@ class Plan:
         recommended: Name of the strategy to take.
         reason: Why, in a sentence.
         strategies: All rows, the soonest at dense's loss first.
-        link: What was assumed of the network.
+        link: What was assumed of the network, or measured.
+        model: Likewise of the model: parameters, and seconds of a step without an exchange.
     """
 
     recommended: str
     reason: str
     strategies: tuple[Row, ...]
     link: Mapping[str, Any]
+    model: Mapping[str, Any]
 
     def __getitem__(self, name: str) -> Row:
-        """The row of a strategy."""
-        return next(row for row in self.strategies if row.name == name)
+        """The row of a strategy.
+
+        Raises:
+            KeyError: There is none of this name.
+        """
+        found = next((row for row in self.strategies if row.name == name), None)
+        if found is None:
+            raise KeyError(
+                f"{name!r} is no row of this plan; its strategies are "
+                f"{', '.join(row.strategy for row in self.best())}"
+            )
+        return found
+
+    def best(self) -> tuple[Row, ...]:
+        """The soonest row of every strategy, the soonest first."""
+        found: dict[str, Row] = {}
+        for row in self.strategies:
+            found.setdefault(row.strategy, row)
+        return tuple(found.values())
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON knows it."""
@@ -100,6 +121,7 @@ class Plan:
             "reason": self.reason,
             "strategies": [row.to_dict() for row in self.strategies],
             "link": dict(self.link),
+            "model": dict(self.model),
         }
 
 
@@ -166,8 +188,8 @@ def plan(
             work = _of_task(task, step_seconds, device, network.ranks)
     dense_s = cost_of({}, "dense", work, network).step_s
     rows = sorted(
-        (_row(*one, work, network, dense_s) for one in _candidates()),
-        key=lambda row: row.time_to_dense_loss,
+        (_row(*one, work, network, dense_s) for one in candidates(network.ranks)),
+        key=lambda row: (row.time_to_dense_loss, row.bytes_per_step, len(row.name)),
     )
     recommended, reason = _recommended(rows)
     about = {
@@ -176,7 +198,13 @@ def plan(
         "workers": network.ranks,
         "measured": probe is not None,
     }
-    return Plan(recommended, reason, tuple(rows), about)
+    model = {
+        "parameters": work.numel,
+        "step_seconds": work.step_s,
+        "device": "cuda" if work.cuda else "cpu",
+        "task": task,
+    }
+    return Plan(recommended, reason, tuple(rows), about, model)
 
 
 def _probed(path: Path, workers: int | None, given: Mapping[str, object]) -> Probe:
@@ -256,24 +284,6 @@ def _parsed_params(params: int | str) -> int:
     if not 1 <= params <= 10**13:
         raise ValueError(f"params={params} is out of range: 1 to 10,000,000,000,000 is allowed")
     return params
-
-
-def _candidates() -> Iterator[tuple[str, Recipe, Mapping[str, Any] | None]]:
-    """Name, recipe and document of every strategy and of variants of ours."""
-    for name, recipe in STRATEGIES.items():
-        document = document_of(recipe, _RAMP_STEPS)
-        if name in ("adaptive-localsgd", "dense-muon"):
-            continue
-        yield name, recipe, document
-        local = (document or {}).get("localsgd")
-        if local is None:
-            continue
-        for k_steps in (4, 8, 16, 32, 64, 128):
-            for delay in (0, k_steps // 4):
-                own = {**local, "k_steps": k_steps, **({"delay": delay} if delay else {})}
-                if own != local:
-                    words = f" k{k_steps}" + (f" d{delay}" if delay else "")
-                    yield name + words, recipe, {"localsgd": own}
 
 
 def _row(

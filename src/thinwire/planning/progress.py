@@ -7,7 +7,21 @@ from json import loads
 from math import log
 from typing import Any, NamedTuple
 
+from thinwire.lab.report.winner import document_of
+from thinwire.lab.strategies import STRATEGIES
+
 __all__ = ["Progress", "progress_of"]
+
+
+_NEARNESS = ("k_steps", "sent", "value_bits", "rank")
+_WORDS = {
+    "k_steps": "k_steps",
+    "sent": "density",
+    "value_bits": "value_bits",
+    "rank": "rank",
+    "delay": "delay",
+    "fragments": "fragments",
+}
 
 
 class Progress(NamedTuple):
@@ -30,20 +44,54 @@ def _measured() -> list[dict[str, Any]]:
 
 
 def progress_of(method: str, document: Mapping[str, Any], workers: int) -> Progress:
-    """The measured run that is nearest: of the same method, with the nearest interval, then the
-    nearest number of workers.
+    """That of the nearest known settings of the same method: in the interval first, then in how
+    much is sent, then in the number of workers.
+
+    The source says which settings are meant where they are not those of the document.
     """
     if method == "dense":
         return Progress(1.0, "by definition")
-    interval = document.get("localsgd", {}).get("k_steps", 1)
+    asked = _settings(document)
 
-    def distance(run: Mapping[str, Any]) -> tuple[float, float]:
-        return abs(log(run["k_steps"] / interval)), abs(log(run["workers"] / workers))
+    def distance(run: Mapping[str, Any]) -> tuple[float, ...]:
+        known = {**_known(method), **run}
+        return (
+            *(
+                abs(log(known[key] / asked[key]))
+                for key in ("k_steps", "sent", "value_bits", "rank")
+            ),
+            abs(log(run["workers"] / workers)),
+        )
 
-    mine = [run for run in _measured() if run["method"] == method]
-    nearest = min(mine, key=distance)
-    share = nearest["progress"]
-    source = nearest["source"]
-    if nearest["k_steps"] != interval:
-        source += f"; measured with k_steps={nearest['k_steps']}"
-    return Progress(share, source)
+    nearest = min((run for run in _measured() if run["method"] == method), key=distance)
+    known = {**_known(method), **nearest}
+    others = [
+        f"{words}={known[key]:g}" for key, words in _WORDS.items() if known[key] != asked[key]
+    ]
+    if known["exchange"] != asked["exchange"]:
+        others.append(f"exchange={known['exchange']}")
+    source = nearest["source"] + (f"; known for {', '.join(others)}" if others else "")
+    return Progress(nearest["progress"], source)
+
+
+def _settings(document: Mapping[str, Any]) -> dict[str, Any]:
+    """What a progress may depend on; 1 or 0 where a document has no such setting."""
+    local = document.get("localsgd", {})
+    compression = local.get("compression") or {}
+    own = document.get("dgc") or compression.get("quantized") or compression
+    sparsity = own.get("sparsity", 0.0)
+    return {
+        "k_steps": local.get("k_steps", 1),
+        "sent": round(1 - (sparsity if isinstance(sparsity, float) else sparsity[-1]), 6),
+        "value_bits": own.get("value_bits", 32),
+        "rank": document.get("low_rank", {}).get("rank", 1),
+        "delay": local.get("delay", 0),
+        "fragments": local.get("fragments", 1),
+        "exchange": own.get("exchange", "auto"),
+    }
+
+
+@cache
+def _known(method: str) -> dict[str, Any]:
+    """The settings of a strategy as `thinwire compare` has it."""
+    return _settings(document_of(STRATEGIES[method], 1) or {})

@@ -13,7 +13,17 @@ from thinwire.lab.report.plots import PALETTE, loss_plots, sample
 from thinwire.lab.report.results import interruption
 from thinwire.lab.report.winner import to_use
 
-__all__ = ["render", "write_report"]
+__all__ = [
+    "copied",
+    "definitions",
+    "render",
+    "resource",
+    "series_colours",
+    "table_head",
+    "table_row",
+    "write_page",
+    "write_report",
+]
 
 _ABOVE = "Lines that come in over the upper edge begin at the loss before the first step."
 _PLOTS = (
@@ -53,7 +63,7 @@ def render(results: Mapping[str, Any]) -> str:
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             "<title>thinwire compare: "
             f"{escape(', '.join(run['strategy'] for run in runs))}</title>",
-            f"<style>{_series_colours(len(runs))}{_resource('report.css')}</style>\n</head>\n<body>\n<main>",
+            f"<style>{series_colours(len(runs))}{resource('report.css')}</style>\n</head>\n<body>\n<main>",
             f"<h1>{escape(first if not rest else first + '.')}</h1>",
             f'<p class="lead">{escape(rest)}</p>' if rest else "",
             f'<p class="headline{warn}">{escape(results["headline"])} {_runs_text(results)}</p>',
@@ -62,18 +72,18 @@ def render(results: Mapping[str, Any]) -> str:
             *(_plot(results, *plot) for plot in _PLOTS),
             *_to_use(results, results["winner"]),
             "<h2>Make it again</h2>",
-            _copied("command", results["command"]),
+            copied("command", results["command"]),
             *(_table(table, results) for table in others),
             "<h2>Strategies</h2>",
-            _definitions(summaries),
+            definitions(summaries),
             *(
-                f"<details><summary>{key.capitalize()}</summary>\n{_definitions(results[key])}</details>"
+                f"<details><summary>{key.capitalize()}</summary>\n{definitions(results[key])}</details>"
                 for key in ("settings", "model", "text", "link", "machine")
             ),
             f'<p class="note">thinwire {escape(results["thinwire"])}, '
             f"{escape(results['started'])}. Every figure and every evaluation is in results.json "
             "beside this file.</p>\n</main>",
-            f"<script>{_resource('report.js')}</script>\n</body>\n</html>\n",
+            f"<script>{resource('report.js')}</script>\n</body>\n</html>\n",
         ]
     )
 
@@ -90,16 +100,23 @@ def _runs_text(results: Mapping[str, Any]) -> str:
 
 def write_report(results: Mapping[str, Any], path: Path) -> None:
     """Write the page in one piece."""
+    write_page(render(results), path)
+
+
+def write_page(page: str, path: Path) -> None:
+    """Write a file in one piece."""
     draft = path.with_name(path.name + ".tmp")
-    draft.write_text(render(results), encoding="utf-8")
+    draft.write_text(page, encoding="utf-8")
     draft.replace(path)
 
 
-def _resource(name: str) -> str:
+def resource(name: str) -> str:
+    """The style `report.css` or the script `report.js`."""
     return "\n" + files("thinwire.lab.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def _series_colours(count: int) -> str:
+def series_colours(count: int) -> str:
+    """CSS variables `--series-0`, `--series-1`, ... for light and dark pages."""
     light, dark = (
         " ".join(
             f"--series-{number}: {PALETTE[number % len(PALETTE)][shade]};"
@@ -112,17 +129,17 @@ def _series_colours(count: int) -> str:
 
 def _table(table: Table, results: Mapping[str, Any]) -> str:
     heads = "".join(
-        _head(f"{escape(column.label)}{_unit(column.unit)}") for column in table.columns
+        table_head(f"{escape(column.label)}{_unit(column.unit)}") for column in table.columns
     )
     rows = [
-        _row(f"{sample(row)}{escape(run['strategy'])}", _cells(table, row))
+        table_row(f"{sample(row)}{escape(run['strategy'])}", _cells(table, row))
         for row, run in enumerate(results["strategies"])
     ]
     note = _STEP_NOTE
     if table.title == "Result":
         note = _RESULT_NOTE
         rows += [
-            _row(
+            table_row(
                 escape(failure["strategy"]),
                 f'<td role="cell" class="failure" colspan="{len(table.columns)}">failed: '
                 f"{escape(failure['error'])}</td>",
@@ -133,7 +150,7 @@ def _table(table: Table, results: Mapping[str, Any]) -> str:
     return "\n".join(
         [
             f'<h2>{table.title}</h2>\n<table role="table" aria-label="{table.title}">',
-            f'<thead role="rowgroup"><tr role="row">{_head("strategy")}{heads}</tr></thead>',
+            f'<thead role="rowgroup"><tr role="row">{table_head("strategy")}{heads}</tr></thead>',
             '<tbody role="rowgroup">',
             *rows,
             f'</tbody>\n</table>\n<p class="note">{note}</p>',
@@ -143,11 +160,13 @@ def _table(table: Table, results: Mapping[str, Any]) -> str:
 
 # the roles are those of the elements, which narrow pages lay out as blocks and thereby take from
 # them
-def _head(content: str) -> str:
+def table_head(content: str) -> str:
+    """The head of a column."""
     return f'<th scope="col" role="columnheader">{content}</th>'
 
 
-def _row(head: str, cells: str, more: str = "") -> str:
+def table_row(head: str, cells: str, more: str = "") -> str:
+    """A row of a table, with more attributes of the row if need be."""
     return f'<tr role="row"{more}><th scope="row" role="rowheader">{head}</th>{cells}</tr>'
 
 
@@ -187,11 +206,12 @@ def _to_use(results: Mapping[str, Any], winner: str | None) -> list[str]:
     return [
         f"<h2>To train with {escape(use.strategy)}</h2>",
         f"<p>{escape(use.how)}</p>",
-        _copied("use", use.text),
+        copied("use", use.text),
     ]
 
 
-def _copied(name: str, text: str) -> str:
+def copied(name: str, text: str) -> str:
+    """A text with a button that copies it."""
     button = f'<button type="button" data-copy="{name}">copy</button>'
     return f'{button}\n<pre id="{name}">{escape(text)}</pre>'
 
@@ -201,7 +221,8 @@ def _strategy_text(run: Mapping[str, Any]) -> str:
     return f"{run['summary']}. {settings}. Bytes counted by: {run['library_bytes_counted_by']}."
 
 
-def _definitions(entries: Mapping[str, Any]) -> str:
+def definitions(entries: Mapping[str, Any]) -> str:
+    """Names and values below each other; without those that are None."""
     items = "\n".join(
         f"<dt>{escape(key.replace('_', ' '))}</dt><dd>{escape(_value_text(value))}</dd>"
         for key, value in entries.items()

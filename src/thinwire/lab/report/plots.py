@@ -13,7 +13,7 @@ from typing import Any
 from thinwire.lab.report.axes import Axis
 from thinwire.lab.report.measures import bytes_text, loss_text
 
-__all__ = ["PALETTE", "loss_plots", "sample"]
+__all__ = ["FRAMES", "PALETTE", "Frame", "grid", "loss_plots", "mark", "sample", "svg", "text_at"]
 
 PALETTE = (
     ("#0067a5", "#56b4e9"), ("#b34700", "#ff9e4a"), ("#00704d", "#4fd1a1"), ("#96348a", "#ee9fdd"),
@@ -36,7 +36,7 @@ _DASHES = ("", "", "", "", "7 3", "2 3", "9 3 2 3", "4 2")
 
 
 @dataclass(frozen=True)
-class _Frame:
+class Frame:
     """Size of a drawing and where its axes are, in its own units, which are about pixels."""
 
     kind: str
@@ -50,7 +50,7 @@ class _Frame:
     y_ticks: int = 6
 
 
-_FRAMES = (_Frame("wide", 920, 380), _Frame("narrow", 380, 320, x_ticks=4, y_ticks=5))
+FRAMES = (Frame("wide", 920, 380), Frame("narrow", 380, 320, x_ticks=4, y_ticks=5))
 
 
 def loss_plots(results: Mapping[str, Any], axis: str, label: str) -> str:
@@ -85,7 +85,7 @@ def loss_plots(results: Mapping[str, Any], axis: str, label: str) -> str:
     unit = results["settings"].get("loss_unit")
     loss = f"held-out loss, {unit}" if unit else "held-out loss"
     return "\n".join(
-        _drawing(frame, names, lines, single, axis, label, loss, logarithmic) for frame in _FRAMES
+        _drawing(frame, names, lines, single, axis, label, loss, logarithmic) for frame in FRAMES
     )
 
 
@@ -98,6 +98,14 @@ def sample(number: int) -> str:
         f'<g transform="translate(14 7)" fill="var(--series-{number})">{_SHAPES[_look(number)]}</g>'
     )
     return f'<svg class="sample" viewBox="0 0 28 14" aria-hidden="true">{line}{mark}</svg>'
+
+
+def mark(number: int, x: float, y: float, values: str) -> str:
+    """The mark of strategy `number` at a place of the drawing, with what is said of it."""
+    return (
+        f'<g class="pt" transform="translate({x:.1f} {y:.1f})">{_SHAPES[_look(number)]}'
+        f"<title>{escape(values)}</title></g>"
+    )
 
 
 def _look(number: int) -> int:
@@ -113,7 +121,7 @@ def _stroke(number: int) -> str:
 
 
 def _drawing(
-    frame: _Frame,
+    frame: Frame,
     names: Sequence[str],
     lines: Sequence[Sequence[Mapping[str, Any]]],
     single: Sequence[Sequence[Sequence[Mapping[str, Any]]]],
@@ -135,18 +143,23 @@ def _drawing(
     y = Axis.around(losses, frame.height - frame.bottom, frame.top, margin=0.06)
     form: Callable[[float], str] = bytes_text if logarithmic else "{:,g}".format
     parts = [
-        *_grid(frame, x, y, form),
+        *grid(frame, x, y, form),
         *(_thin(number, line, axis, x, y) for number, runs in enumerate(single) for line in runs),
         *(
             _series(number, name, line, axis, x, y)
             for number, (name, line) in enumerate(zip(names, lines, strict=True))
         ),
-        _text(frame.left - 6, 14, loss, "start", "name"),
-        _text(
+        text_at(frame.left - 6, 14, loss, "start", "name"),
+        text_at(
             (frame.left + frame.width - frame.right) / 2, frame.height - 6, label, "middle", "name"
         ),
     ]
     title = f"Held-out loss against {label}, one line per strategy: {', '.join(names)}"
+    return svg(frame, title, parts)
+
+
+def svg(frame: Frame, title: str, parts: Sequence[str]) -> str:
+    """The whole drawing; its points are shown at the pointer and by the arrow keys."""
     return (
         f'<svg class="plot {frame.kind}" viewBox="0 0 {frame.width:g} {frame.height:g}" role="img" '
         'tabindex="0" '
@@ -154,13 +167,14 @@ def _drawing(
     )
 
 
-def _grid(frame: _Frame, x: Axis, y: Axis, form: Callable[[float], str]) -> list[str]:
+def grid(frame: Frame, x: Axis, y: Axis, form: Callable[[float], str]) -> list[str]:
+    """Lines and texts of both axes; `form` writes the values of the horizontal one."""
     right, bottom = frame.width - frame.right, frame.height - frame.bottom
     rules = [f"M{frame.left:g} {y.place(tick):.1f}H{right:g}" for tick in y.ticks(frame.y_ticks)]
     rules += [f"M{x.place(tick):.1f} {frame.top:g}V{bottom:g}" for tick in x.ticks(frame.x_ticks)]
     texts = [
         *(
-            _text(frame.left - 6, y.place(tick) + 4, f"{tick:.3g}", "end")
+            text_at(frame.left - 6, y.place(tick) + 4, f"{tick:.3g}", "end")
             for tick in y.ticks(frame.y_ticks)
         ),
         *(_under(frame, x.place(tick), form(tick)) for tick in x.ticks(frame.x_ticks)),
@@ -173,15 +187,16 @@ def _grid(frame: _Frame, x: Axis, y: Axis, form: Callable[[float], str]) -> list
     ]
 
 
-def _under(frame: _Frame, x: float, text: str) -> str:
+def _under(frame: Frame, x: float, text: str) -> str:
     """A tick's text below the frame, moved to the left where it would leave the drawing."""
     y = frame.height - frame.bottom + 17
     if x + _WIDE * len(text) / 2 > frame.width:
-        return _text(frame.width - 1, y, text, "end")
-    return _text(x, y, text, "middle")
+        return text_at(frame.width - 1, y, text, "end")
+    return text_at(x, y, text, "middle")
 
 
-def _text(x: float, y: float, text: str, anchor: str, kind: str = "tick") -> str:
+def text_at(x: float, y: float, text: str, anchor: str, kind: str = "tick") -> str:
+    """A text at a place of the drawing; `anchor` is start, middle or end, `kind` tick or name."""
     return (
         f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
     )
@@ -195,10 +210,7 @@ def _series(
         "M" + "L".join(f"{px:.1f} {py:.1f}" for px, py in _below(places, y.end)) if places else ""
     )
     marks = "".join(
-        f'<g class="pt" transform="translate({px:.1f} {py:.1f})">{_SHAPES[_look(number)]}'
-        f"<title>{escape(_values(name, point))}</title></g>"
-        for px, py, point in places
-        if py >= y.end
+        mark(number, px, py, _values(name, point)) for px, py, point in places if py >= y.end
     )
     return (
         f'<path d="{path}"{_stroke(number)}/><g fill="var(--series-{number})">{marks}</g>'

@@ -1,0 +1,123 @@
+"""Which settings of the strategies a plan compares."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from thinwire.lab.report.winner import document_of
+from thinwire.lab.run.config import Recipe
+from thinwire.lab.strategies import STRATEGIES
+from thinwire.layout.traffic import GATHER, SPLIT
+
+__all__ = ["Candidate", "candidates"]
+
+Document = Mapping[str, Any]
+Candidate = tuple[str, Recipe, Document | None]
+"""Name, recipe and document."""
+
+_RAMP_STEPS = 100
+"""Of methods that start gently."""
+_LEFT_OUT = ("adaptive-localsgd", "dense-muon")
+_INTERVALS = (4, 8, 16, 32, 64, 128)
+_FRAGMENTS = (1, 4)
+_RANKS = (2, 4, 8)
+_DGC_SPARSITIES, _DGC_BITS = (0.999, 0.99), (1, 4)
+_SPARSITIES, _SPARSE_BITS = (0.9, 0.75), (2, 4)
+_BITS = (1, 2, 4, 8)
+
+
+def candidates(workers: int) -> Iterator[Candidate]:
+    """Every strategy as `thinwire compare` has it, each followed by other settings of it.
+
+    No density and no rank is below those whose progress is known: with their progress it would
+    win by that assumption.
+
+    Args:
+        workers: Ranks; three or more can share sums out.
+    """
+    for name, recipe in STRATEGIES.items():
+        if name in _LEFT_OUT:
+            continue
+        base = document_of(recipe, _RAMP_STEPS)
+        yield name, recipe, base
+        for words, document in _variants(base or {}, workers):
+            if document != base:
+                yield f"{name} {words}", recipe, document
+
+
+def _variants(base: Document, workers: int) -> Iterator[tuple[str, Document]]:
+    if "localsgd" in base:
+        yield from _local(base["localsgd"], workers)
+    elif "dgc" in base:
+        yield from _dgc(base["dgc"], workers)
+    elif "low_rank" in base:
+        for rank in _RANKS:
+            yield f"r{rank}", {"low_rank": {**base["low_rank"], "rank": rank}}
+
+
+def _dgc(own: Mapping[str, Any], workers: int) -> Iterator[tuple[str, Document]]:
+    first = own["sparsity"][:-1]
+    for sparsity in _DGC_SPARSITIES:
+        for bits in _DGC_BITS:
+            for word, more in _exchanges(workers):
+                levels = [*(level for level in first if level < sparsity), sparsity]
+                changed = {**own, "sparsity": levels, "value_bits": bits, **more}
+                yield f"{_density(sparsity)} b{bits}{word}", {"dgc": changed}
+
+
+def _local(own: Mapping[str, Any], workers: int) -> Iterator[tuple[str, Document]]:
+    for words, compression in _compressions(own.get("compression"), workers):
+        changed = own if compression is None else {**own, "compression": compression}
+        for k_steps in _INTERVALS:
+            for fragments in _FRAGMENTS:
+                distance = k_steps // fragments
+                for delay in sorted({0, distance // 4}):
+                    yield (
+                        f"k{k_steps}"
+                        + (f" d{delay}" if delay else "")
+                        + (f" f{fragments}" if fragments > 1 else "")
+                        + words,
+                        {"localsgd": _with(changed, k_steps, delay, fragments)},
+                    )
+
+
+def _with(own: Mapping[str, Any], k_steps: int, delay: int, fragments: int) -> Document:
+    made = {**own, "k_steps": k_steps}
+    if delay:
+        made["delay"] = delay
+    if fragments > 1:
+        made["fragments"] = fragments
+    return made
+
+
+def _compressions(
+    base: Mapping[str, Any] | None, workers: int
+) -> Iterator[tuple[str, Mapping[str, Any] | None]]:
+    """What is told of one that differs from the base, and the content of a file; the base itself
+    first.
+    """
+    yield "", None
+    if base is None:
+        return
+    if "quantized" in base:
+        for bits in _BITS:
+            for word, more in _exchanges(workers):
+                quantized = {**base["quantized"], "value_bits": bits, **more}
+                if quantized != base["quantized"]:
+                    yield f" b{bits}{word}", {"quantized": quantized}
+        return
+    for sparsity in _SPARSITIES:
+        for bits in _SPARSE_BITS:
+            for word, more in _exchanges(workers):
+                made = {**base, "sparsity": sparsity, "value_bits": bits, **more}
+                if made != base:
+                    yield f" {_density(sparsity)} b{bits}{word}", made
+
+
+def _exchanges(workers: int) -> Iterator[tuple[str, Mapping[str, str]]]:
+    yield "", {}
+    for way in (GATHER, SPLIT) if workers > 2 else ():
+        yield f" {way}", {"exchange": way}
+
+
+def _density(sparsity: float) -> str:
+    return f"{100 * (1 - sparsity):.3g}%"

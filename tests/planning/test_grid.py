@@ -1,0 +1,114 @@
+"""Settings that a plan compares: valid ones, a progress with a true source, quick to predict."""
+
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+import thinwire as tw
+from thinwire.lab.strategies import STRATEGIES
+from thinwire.layout.message import Layout, Slot, WholeLayout
+from thinwire.layout.shares import split_plan, whole_split
+from thinwire.planning.methods import cost_of
+from thinwire.planning.network import Network
+from thinwire.planning.work import Work, matrices, numel_of
+
+NUMBERS: dict[str, Any] = {"params": "124M", "step_seconds": 0.35, "link": "100mbit"}
+
+
+def in_file(document: Any) -> bool:
+    return tw.DistributedStrategy.from_dict(document).to_dict() is not None
+
+
+@pytest.mark.parametrize("workers", [2, 8])
+def test_every_setting_is_a_strategy_that_can_be_prepared(workers: int) -> None:
+    plan = tw.plan(**NUMBERS, workers=workers)
+    names = [row.name for row in plan.strategies]
+    assert len(set(names)) == len(names) > 300
+    documents = [row.document for row in plan.strategies if row.document is not None]
+    assert all(map(in_file, documents))
+    assert not any("split" in name or "gather" in name for name in names) or workers > 2
+
+
+def test_strategies_are_found_by_their_name_and_the_best_setting_of_each_is_shown() -> None:
+    plan = tw.plan(**NUMBERS, workers=8)
+    for name in set(STRATEGIES) - {"adaptive-localsgd", "dense-muon"}:
+        assert plan[name].strategy == name
+    best = plan.best()
+    assert [row.strategy for row in best].count("dense") == 1
+    assert len({row.strategy for row in best}) == len(best)
+    for row in plan.strategies:
+        shown = next(other for other in best if other.strategy == row.strategy)
+        assert shown.time_to_dense_loss <= row.time_to_dense_loss
+    with pytest.raises(KeyError, match=r"'nothing' is no row of this plan.*dense"):
+        _ = plan["nothing"]
+
+
+def test_a_progress_that_belongs_to_other_settings_says_to_which() -> None:
+    plan = tw.plan(**NUMBERS, workers=8)
+    assert "known for" not in plan["localsgd"].progress_source
+    for name, says in {
+        "dgc 1% b4 split": "known for value_bits=1, exchange=auto",
+        "low-rank r8": "known for rank=2",
+        "sparse-local k32 d8 25% b2": "known for density=0.1, delay=0",
+        "localsgd k32 f4": "known for fragments=1",
+        "quantized-local k64 b2": "known for value_bits=4",
+    }.items():
+        assert plan[name].progress_source.endswith(says)
+    for row in plan.strategies:
+        alone = row.name in STRATEGIES or row.progress_source.startswith("that of")
+        assert alone or row.progress_source.startswith("a prior")
+
+
+def test_nothing_sends_fewer_entries_than_a_setting_whose_progress_is_known() -> None:
+    for row in tw.plan(**NUMBERS, workers=8).strategies:
+        if "known for density" in row.progress_source:
+            local = (row.document or {})["localsgd"]
+            assert local["compression"]["sparsity"] < 0.9
+
+
+def test_a_plan_takes_well_under_a_second_for_any_number_of_ranks() -> None:
+    tw.plan(**NUMBERS, workers=3)
+    for workers in (2, 8, 64, 100_000):
+        begin_s = time.process_time()
+        tw.plan(**NUMBERS, workers=workers)
+        assert time.process_time() - begin_s < 0.7
+
+
+@pytest.mark.parametrize("bits", [1, 4])
+def test_shares_among_many_ranks_follow_from_those_of_few(bits: int) -> None:
+    ranks, work = 512, Work(40_000_000, matrices(40_000_000), 0.1)
+    numels = [numel_of(shape) for shape in work.shapes]
+
+    def sent(compression: Any) -> float:
+        document = {"localsgd": {"k_steps": 1, "compression": compression}}
+        return cost_of(document, "", work, Network(1e8, 0.0, ranks)).bytes
+
+    plan = split_plan(Layout(tuple(Slot(n, n // 10) for n in numels), bits), ranks)
+    dealt = sum(each.nbytes for each in plan.first) + (ranks - 2) * plan.row_bytes
+    assert sent({"sparsity": 0.9, "value_bits": bits}) == pytest.approx(dealt, rel=0.05)
+    whole = whole_split(WholeLayout(tuple(numels), bits), ranks)
+    assert whole is not None
+    dealt = whole.bytes_sent(0) + (ranks - 2) * whole.row_bytes
+    assert sent({"quantized": {"value_bits": bits}}) == pytest.approx(dealt, rel=0.05)
+
+
+def test_the_table_shows_the_best_of_each_and_all_of_them_when_asked() -> None:
+    words = ["--params", "124M", "--step-seconds", "0.35", "--workers", "8"]
+    said = [
+        subprocess.run(
+            [sys.executable, "-m", "thinwire", "plan", *words, *more],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for more in ([], ["--all"])
+    ]
+    few, many = ([line for line in text.splitlines() if "GB" in line] for text in said)
+    assert len(few) == len(tw.plan(**NUMBERS, workers=8).best())
+    assert len(many) == len(tw.plan(**NUMBERS, workers=8).strategies)
+    assert max(map(len, said[0].splitlines())) <= 80
+    assert "--all" in said[0]
+    assert "not predicted" in said[0]

@@ -1,0 +1,85 @@
+"""The page of a plan: one file that loads nothing, with every best row, and what is a prior."""
+
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import thinwire as tw
+from thinwire.planning.page import render
+
+NUMBERS: dict[str, Any] = {"params": "124M", "step_seconds": 0.35, "workers": 8}
+
+
+@pytest.fixture(scope="module")
+def plan() -> tw.Plan:
+    return tw.plan(**NUMBERS, link="100mbit", latency="20ms")
+
+
+@pytest.fixture(scope="module")
+def page(plan: tw.Plan) -> str:
+    return render(plan, "thinwire plan --params <124M>")
+
+
+def test_it_loads_nothing_and_suits_light_dark_and_narrow(page: str) -> None:
+    style = page.split("<style>")[1].split("</style>", maxsplit=1)[0]
+    assert not re.search(r"(src|href)=|@import|https?://(?!www.w3.org)", page)
+    assert set(re.findall(r"url\((.*?)\)", page)) == {"#waits-wide", "#waits-narrow"}
+    assert "prefers-color-scheme: dark" in style
+    assert "max-width: 760px" in style
+    assert 'name="viewport" content="width=device-width' in page
+
+
+def test_every_best_row_is_there_with_its_source_and_the_prior_is_called_one(
+    plan: tw.Plan, page: str
+) -> None:
+    assert "What a step is worth is a prior" in page
+    assert escape(plan.reason.partition(": ")[0]) in page
+    for row in plan.best():
+        assert f"<dt>{escape(row.name)}</dt>" in page
+        assert escape(row.progress_source) in page
+    assert "thinwire plan --params &lt;124M&gt;" in page
+    assert "100 Mbit/s each, 20 ms one way, assumed" in page
+
+
+def test_bars_add_up_to_the_step_and_every_strategy_has_a_mark(plan: tw.Plan, page: str) -> None:
+    drawings = [
+        ET.fromstring(text) for text in re.findall(r"<svg class=\"plot.*?</svg>", page, re.S)
+    ]
+    assert len(drawings) == 4
+    for bars in drawings[:2]:
+        widths = [float(rect.get("width", 0)) for rect in bars.iter("rect")]
+        whole = [own + waits for own, waits in zip(widths[::2], widths[1::2], strict=True)]
+        steps = [row.step_seconds[1] for row in plan.best()]
+        assert len(whole) == len(steps)
+        longest = steps.index(max(steps))
+        for width, seconds in zip(whole, steps, strict=True):
+            assert width == pytest.approx(whole[longest] * seconds / steps[longest], abs=1.2)
+    for points in drawings[2:]:
+        titles = [title.text or "" for title in points.iter("title")]
+        assert [title.split(":")[0] for title in titles] == [row.name for row in plan.best()]
+
+
+def test_the_command_writes_it_without_torch(tmp_path: Path) -> None:
+    words = ["plan", "--params", "1M", "--step-seconds", "0.1", "--html"]
+    code = (
+        "import sys\nfrom thinwire import cli\ntry:\n    cli.main(sys.argv[1:])\n"
+        "except SystemExit as end:\n    sys.exit(end.code or 99 * ('torch' in sys.modules))"
+    )
+
+    def said(path: Path) -> subprocess.CompletedProcess[str]:
+        start = [sys.executable, "-c", code, *words, str(path)]
+        return subprocess.run(start, capture_output=True, text=True, check=False)
+
+    made = said(tmp_path / "plan.html")
+    assert made.returncode == 0, made.stderr
+    assert (tmp_path / "plan.html").read_text().startswith("<!doctype html>")
+    bad = said(tmp_path / "missing" / "plan.html")
+    assert bad.returncode == 2
+    assert bad.stderr.count("\n") == 1
+    assert "missing/plan.html" in bad.stderr
