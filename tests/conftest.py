@@ -1,6 +1,7 @@
 """Fixtures of the whole test run."""
 
 import gc
+import os
 from collections.abc import Iterator
 from typing import get_args
 
@@ -10,6 +11,10 @@ import torch
 from tests.ranks import Pool
 from thinwire.kernels.needs import Work, needs_of
 from thinwire.kernels.warm import warm_up
+
+# torch asks for the name of the address of each connection to its store (pytorch 159596), and waits
+# 5 s where a name server lets one question drop
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 def pytest_collection_finish() -> None:

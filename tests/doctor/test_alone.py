@@ -55,6 +55,7 @@ def test_an_interface_that_is_not_there_names_the_closest() -> None:
         ("listeners", {"listeners": ("port 29500: pid 7 (x)",)}, "port 29500", "firewall"),
         ("listeners", {"outward": ("8.8.8.8:29400: pid 7 (x)",)}, "8.8.8.8:29400", "tunnel"),
         ("listeners", {"outward": ("[2a00::1]:1: pid 7 (x)",)}, "[2a00::1]:1", "tunnel"),
+        ("name server", {"naming_s": 1.0}, "takes 1.0 s or more", "RES_OPTIONS"),
         ("ports", {"ports_used": 28000}, "232 free", "ip_local_port_range"),
         ("open files", {"open_files": 256}, "256 files", "ulimit -n 1024"),
         ("threads", {"environment": {"OMP_NUM_THREADS": "4"}}, "more threads", "THREADS=2"),

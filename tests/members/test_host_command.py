@@ -4,9 +4,11 @@ wrong."""
 import ipaddress
 import json
 import os
+import random
 import signal
 import socket
 import stat
+import struct
 import subprocess
 import sys
 import time
@@ -240,3 +242,35 @@ def test_a_host_that_died_is_told_to_newcomers() -> None:
         process.wait(ENDS_S)
         with pytest.raises(PeerLost, match="nobody listens at tcp://127"):
             connect(address, "a", None, TIMEOUT)
+
+
+GREETING_OF_TORCH = b"\0" + struct.pack("<I", 0x3C85F7CE)
+"""With which a client of torch's store begins."""
+
+
+def noise(rng: random.Random) -> bytes:
+    """What a port scanner, or somebody who knows the store's form, may send."""
+    kind, length = rng.randrange(20), struct.pack("<Q", rng.choice([1 << 60, 1 << 33, 9, 0]))
+    return rng.choice(
+        [
+            b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+            rng.randbytes(rng.randint(1, 200)),
+            b"",
+            GREETING_OF_TORCH + bytes([kind]) + length + rng.randbytes(9),
+            GREETING_OF_TORCH + rng.randbytes(rng.randint(1, 60)),
+        ]
+    )
+
+
+def test_noise_neither_stops_it_nor_fills_its_output() -> None:
+    """Nobody reads the host's error output here; where torch tells of each such message, which is
+    its way, the store stops as soon as the pipe is full."""
+    rng = random.Random(3)
+    with host_command("--bind", "127.0.0.1:0", "--quiet") as (process, address):
+        for _ in range(300):
+            with socket.create_connection(("127.0.0.1", port_of(address)), timeout=5) as line:
+                line.sendall(noise(rng))
+        store = connect(address, "llm", None, TIMEOUT)
+        store.set("key", "value")
+        assert store.get("key") == b"value"
+        assert ended(process, signal.SIGTERM) == ""

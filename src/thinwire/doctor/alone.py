@@ -13,6 +13,7 @@ __all__ = ["elsewhere", "machine_findings"]
 
 _FEWEST_FILES, _FILES_PER_RANK = 1024, 16
 _FEWEST_PORTS = 1000
+_SLOW_NAMING_S = 0.5
 _BY_TORCHRUN = "in the environment of torchrun on this machine"
 
 
@@ -28,6 +29,7 @@ def machine_findings(
         others: Whether ranks are on other machines too; None where that is not known.
     """
     yield _host(machine)
+    yield from _naming(machine)
     yield _interfaces(machine)
     yield from _gloo(machine, others)
     yield from _listeners(machine)
@@ -60,6 +62,16 @@ def _host(machine: Machine) -> Finding:
             f"give it its address in /etc/hosts, or set GLOO_SOCKET_IFNAME {_BY_TORCHRUN}",
         )
     return ok("host", f"{machine.host} resolves to {', '.join(machine.names)}")
+
+
+def _naming(machine: Machine) -> Iterator[Finding]:
+    if machine.naming_s >= _SLOW_NAMING_S:
+        yield note(
+            "name server",
+            f"takes {machine.naming_s:.1f} s or more to say that an address has no name: torch "
+            "asks for each connection to its store, and waits (pytorch 159596)",
+            "mend /etc/resolv.conf, or set RES_OPTIONS='timeout:1 attempts:1' in the environment",
+        )
 
 
 def _interfaces(machine: Machine) -> Finding:

@@ -1,17 +1,20 @@
 """What one rank knows of its machine, in a form that travels to the others as JSON."""
 
+import contextlib
 import os
 import platform
 import re
 import resource
 import socket
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Self
 
+from thinwire._aside import Late, within
 from thinwire._version import __version__
 from thinwire.doctor.clock import follows_a_time_server
 from thinwire.doctor.gloo import announced_addresses
@@ -27,6 +30,7 @@ _LOOKED_AT = re.compile(
     r"|(GLOO|TORCH|NCCL|THINWIRE)\w*TIMEOUT\w*"
 )
 _WHERE_IN_GLOO = re.compile(r"^\[enforce fail at [^]]*\] ([\w ]+[!=]= [\w ]+\. )?")
+_LONGEST_NAMING_S = 1.0
 _PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
@@ -50,6 +54,8 @@ class Machine:
         clock_kept: Whether a time service keeps the clock; None where unseen.
         listeners: Torch processes of this user that listen on all addresses.
         outward: Those that listen on one address that is not loopback.
+        naming_s: Seconds in which the name servers say the name of the address that others reach
+            this machine by; a second at most, after which nobody waits.
     """
 
     host: str
@@ -69,6 +75,7 @@ class Machine:
     clock_kept: bool | None
     listeners: tuple[str, ...]
     outward: tuple[str, ...]
+    naming_s: float
 
     @classmethod
     def look(cls) -> Self:
@@ -95,6 +102,7 @@ class Machine:
             clock_kept=follows_a_time_server(),
             listeners=everywhere,
             outward=outward,
+            naming_s=_naming_s(gloo[0] if gloo else "127.0.0.1"),
         )
 
     def as_row(self) -> dict[str, Any]:
@@ -140,6 +148,19 @@ def _of_gloo() -> tuple[tuple[str, ...], str]:
         return announced_addresses(), ""
     except RuntimeError as error:
         return (), " ".join(_WHERE_IN_GLOO.sub("", str(error)).split())
+
+
+def _naming_s(address: str) -> float:
+    # as torch asks for each connection of its store, for its log
+    mapped = address if ":" in address else f"::ffff:{address}"
+    begun = time.monotonic()
+    with contextlib.suppress(Late, OSError):  # no name is an answer too
+        within(
+            _LONGEST_NAMING_S,
+            lambda: socket.getnameinfo((mapped, 0, 0, 0), socket.NI_NUMERICSERV),
+            name="thinwire-doctor",
+        )
+    return min(time.monotonic() - begun, _LONGEST_NAMING_S)
 
 
 def _place(host: str) -> str:

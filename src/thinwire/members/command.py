@@ -2,6 +2,7 @@
 
 import errno
 import ipaddress
+import os
 import signal
 import socket
 import threading
@@ -68,6 +69,9 @@ def _hold(listener: socket.socket, where: Address, token: bytes | None, *, quiet
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
+    # else torch tells at length of everybody who says something that is no message, and the store
+    # waits for whoever reads that
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from thinwire.members.host import serve  # loads torch
 
     def say(line: str) -> None:
