@@ -31,6 +31,8 @@ NAMES = {
     "bytes_dense",
     "ratio",
     "wait_s",
+    "rate_bit_s",
+    "waiting_share",
 }
 cross_entropy = nn.functional.cross_entropy
 

@@ -86,7 +86,8 @@ def test_resuming_is_bit_exact(ranks: Pool, name: str, stop: int) -> None:
     for straight, resumed, stats, stats_again in ranks.run(resume, CONFIGS[name], stop, size=2):
         assert resumed == straight
         if "delay" not in name:  # what was on its way travels twice
-            of_this_process = {"bytes_received": 0, "wait_s": 0}
+            names = ("bytes_received", "wait_s", "rate_bit_s", "waiting_share")
+            of_this_process = dict.fromkeys(names, 0)
             assert {**stats_again, **of_this_process} == {**stats, **of_this_process}
 
 

@@ -50,7 +50,8 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "pipeline, merge, localsgd": (("pipeline", "gradient_merge", "localsgd"), {}),
 }
 MICROSTEPS = 11
-TRAFFIC = ("bytes_sent", "bytes_received", "bytes_between_nodes", "ratio", "wait_s")
+TIMES = ("wait_s", "rate_bit_s", "waiting_share")
+TRAFFIC = ("bytes_sent", "bytes_received", "bytes_between_nodes", "ratio", *TIMES)
 
 
 def interrupted(
@@ -244,7 +245,7 @@ def overflown(
 
     resumed = make_engine(fields, replace=replace)
     resumed.load(folder)
-    of_this_process = ("bytes_received", "wait_s")
+    of_this_process = ("bytes_received", *TIMES)
     assert {k: v for k, v in resumed.stats().items() if k not in of_this_process} == {
         k: v for k, v in told.items() if k not in of_this_process
     }

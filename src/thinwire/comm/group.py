@@ -22,6 +22,7 @@ from thinwire.comm.identity import is_alone
 from thinwire.comm.pieces import piece_bytes, pieces_of, rows_of, shares_of
 from thinwire.comm.private import Private, forget, hold, private_group, timeout_s_of
 from thinwire.comm.proofs import Proofs, unproven
+from thinwire.comm.rate import Rate
 from thinwire.errors import PayloadCorrupt, ThinwireError
 
 __all__ = ["Group", "Pending", "Regrouped", "require_process_group", "time_limit_s"]
@@ -95,6 +96,7 @@ class Group:
         self.timeout_s = time_limit_s(process_group, timeout)
         self.bytes_sent = self.bytes_received = 0
         self.wait_s = 0.0
+        self._rate = Rate()
         self._shared: Private | None = None
         if not (dist.is_available() and dist.is_initialized()):
             if process_group is not None:
@@ -122,6 +124,7 @@ class Group:
         group = cls.__new__(cls)
         group.bytes_sent = group.bytes_received = 0
         group.wait_s = 0.0
+        group._rate = Rate()
         group.timeout_s = timeout_s
         group.rank, group.size = dist.get_rank(private.group), dist.get_world_size(private.group)
         group._shared = private
@@ -182,6 +185,11 @@ class Group:
             )
         return shared.group
 
+    @property
+    def rate_bit_s(self) -> float:
+        """Moving mean of what this rank's line has carried, in bits a second; see `Rate`."""
+        return self._rate.bit_s
+
     def abandon(self, reason: str) -> None:
         """Refuse all further traffic of the library over these ranks: it would meet what is still
         on its way.
@@ -224,7 +232,14 @@ class Group:
             launches = [
                 partial(dist.all_gather, to, piece) for to, piece in rows_of(rows, message, limit)
             ]
-        return self._launched(launches, lambda: rows, what, [out, message], control=control)
+        return self._launched(
+            launches,
+            lambda: rows,
+            what,
+            [out, message],
+            wire_bytes=0 if control else (self.size - 1) * message.numel(),
+            control=control,
+        )
 
     def all_to_all(self, parts: Tensor, lengths: Sequence[int], *, what: str) -> Pending[Tensor]:
         """Launch an exchange in which every rank gives every rank a byte string of its own.
@@ -259,7 +274,9 @@ class Group:
             views = [out.view(self.size, -1) for out in outs]
             return views[0] if len(views) == 1 else torch.cat(views, 1)
 
-        return self._launched(launches, rows, what, [*outs, *pieces])
+        return self._launched(
+            launches, rows, what, [*outs, *pieces], wire_bytes=parts.numel() - lengths[self.rank]
+        )
 
     def all_reduce_(self, buffer: Tensor, *, what: str) -> Pending[Tensor]:
         """Launch an all-reduce that overwrites `buffer` with its sum over the ranks, bit-identical
@@ -271,7 +288,11 @@ class Group:
         self.bytes_received += buffer.numel() * buffer.element_size()
         pieces = pieces_of(buffer, piece_bytes(self.timeout_s))
         return self._launched(
-            [partial(dist.all_reduce, piece) for piece in pieces], lambda: buffer, what, [buffer]
+            [partial(dist.all_reduce, piece) for piece in pieces],
+            lambda: buffer,
+            what,
+            [buffer],
+            wire_bytes=2 * (self.size - 1) / self.size * buffer.nbytes,
         )
 
     def broadcast_(self, buffer: Tensor, *, what: str) -> Pending[Tensor]:
@@ -286,7 +307,7 @@ class Group:
             self.bytes_received += buffer.numel() * buffer.element_size()
         pieces = pieces_of(buffer, piece_bytes(self.timeout_s))
         launches = [partial(dist.broadcast, piece, group_src=0) for piece in pieces]
-        return self._launched(launches, lambda: buffer, what, [buffer])
+        return self._launched(launches, lambda: buffer, what, [buffer], wire_bytes=0)
 
     def gather_bytes(self, payload: bytes, *, what: str) -> list[bytes]:
         """Every rank's byte string, of any lengths, in rank order.
@@ -348,12 +369,13 @@ class Group:
         what: str,
         held: Sequence[Tensor],
         *,
+        wire_bytes: float,
         control: bool = False,
     ) -> Pending[Tensor]:
         """Launch all pieces of an exchange; `held` are the tensors that must not go before it has
-        ended.
+        ended, and `wire_bytes` what this rank puts on the wire.
         """
-        group = self._private
+        group, launched_s = self._private, time.perf_counter()
         if control and self._shared is not None:
             group = self._shared.control
         works = []
@@ -370,6 +392,7 @@ class Group:
             begin_s = time.perf_counter()
             try:
                 self._wait_for_all(works, what, sum(tensor.nbytes for tensor in held))
+                self._rate.ended(wire_bytes, launched_s, begin_s, time.perf_counter())
             finally:
                 self.wait_s += time.perf_counter() - begin_s
                 here(what, waiting=False)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from thinwire.comm.group import Group, Pending
 from thinwire.comm.private import Private
+from thinwire.comm.rate import Rate
 
 __all__ = ["Nodes", "Sources", "job_ranks", "node_size_of", "require_divisor", "sources_of"]
 
@@ -71,6 +72,11 @@ class Nodes:
         return self.all_ranks.wait_s + self.node.wait_s + between
 
     @property
+    def rate_bit_s(self) -> float:
+        """Of the line between the nodes; 0 where this rank is no leader."""
+        return 0.0 if self.leaders is None else self.leaders.rate_bit_s
+
+    @property
     def bytes_between_nodes(self) -> int:
         """Bytes that this rank gave to exchanges between the nodes, agreements aside; 0 where it is
         no leader.
@@ -123,6 +129,7 @@ class _Alone(Group):
     def __init__(self, all_ranks: Group) -> None:
         self.bytes_sent = self.bytes_received = 0
         self.wait_s = 0.0
+        self._rate = Rate()
         self.timeout_s = all_ranks.timeout_s
         self.rank, self.size = 0, 1
         self._shared = None

@@ -20,6 +20,8 @@ def numbers(
     k_steps: int = 1,
     loss_scale: float = 1.0,
     applied_share: float = 1.0,
+    rate_bit_s: float = 0.0,
+    waiting_share: float = 0.0,
 ) -> dict[str, float]:
     """The statistics of an engine, of local updates, or of an optimizer that exchanges.
 
@@ -39,6 +41,12 @@ def numbers(
         loss_scale: Factor of the next loss; 1 without one.
         applied_share: Estimated part of the ranks' mean change that compressed averagings have
             applied so far, see `LocalUpdates.stats`; 1 where all of it is applied in time.
+        rate_bit_s: Payload that this rank's line carries, in bits a second: a moving mean over
+            about the last 20 exchanges of 64 KiB and more that this rank was blocked for, late
+            ranks included; 0 before the first one. Of this process.
+        waiting_share: Part of the time for which this rank was blocked until an exchange was over:
+            a moving mean over about the last 20 rounds, each an update or the local steps up to an
+            averaging; 0 before the second one. Of this process.
 
     Returns:
         All of these by name, and `ratio`, bytes_dense / bytes_sent: larger is better, infinite
@@ -59,4 +67,6 @@ def numbers(
         "bytes_dense": bytes_dense,
         "ratio": bytes_dense / bytes_sent if bytes_sent else math.inf,
         "wait_s": wait_s,
+        "rate_bit_s": rate_bit_s,
+        "waiting_share": waiting_share,
     }

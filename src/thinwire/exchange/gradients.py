@@ -4,6 +4,7 @@ Only then may anybody change anything.
 """
 
 import contextlib
+import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
@@ -16,6 +17,7 @@ from thinwire import _validate as check
 from thinwire.comm import Group, Nodes, Sources, node_size_of, require_agreement, sources_of
 from thinwire.compress.dense import Dense, all_finite
 from thinwire.compress.protocol import Compression, Compressor, Context, Flags, Sending, together
+from thinwire.core.pace import Pace
 from thinwire.core.precision import narrowed
 from thinwire.errors import PayloadCorrupt, ThinwireError
 from thinwire.exchange.digest import OwnState, RollingDigest
@@ -122,6 +124,7 @@ class GradientExchange:
         self.own: OwnState | None = None
         """What only this rank holds, if its memory is to be watched."""
         self.likeness = Likeness("gradients")
+        self.pace = Pace()
         self._settings = Settings()
         self._pattern = GradientPattern()
         self.restart(params, compressors)
@@ -165,6 +168,7 @@ class GradientExchange:
         counts: dict[str, float] = {
             "bytes_received": self.sources.bytes_received,
             "wait_s": self.sources.wait_s,
+            "rate_bit_s": self.sources.rate_bit_s,
         }
         if isinstance(self.sources, Nodes):
             counts["bytes_between_nodes"] = self.sources.bytes_between_nodes
@@ -391,6 +395,7 @@ class GradientExchange:
         """
         if self.own is not None:
             self.own.seal(step)
+        self.pace.round(1, time.perf_counter(), self.sources.wait_s)
 
     def forget(self) -> None:
         """A step is over, applied or not."""

@@ -2,6 +2,7 @@
 
 import datetime
 import logging
+import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -32,6 +33,7 @@ from thinwire.compress.dgc import DGC
 from thinwire.core.arithmetic import CURES, arithmetic
 from thinwire.core.origin import ORIGIN, Origin, without_origin
 from thinwire.core.outer import OuterRule
+from thinwire.core.pace import Pace, planned_row
 from thinwire.core.stats import numbers
 from thinwire.errors import PeerLost
 from thinwire.exchange.digest import DIGEST_EVERY
@@ -64,6 +66,7 @@ def local_sgd(
     digest_every: int = DIGEST_EVERY,
     timeout: float | datetime.timedelta | None = None,
     members: Members | None = None,
+    plan: Any = None,
 ) -> "LocalUpdates":
     """Training on every rank alone, with an averaging of the parameters now and then, as a context
     manager.
@@ -87,6 +90,8 @@ def local_sgd(
             and may come and go; instead of `process_group` and `timeout`. A member that dies costs
             the others a part of one averaging. A newcomer gets all that the others hold alike when
             it enters the block, and goes on from their step.
+        plan: What `thinwire.plan` returned, or a row of it: rank 0 warns once where 20 rounds in a
+            row, each the local steps up to an averaging, take less or more time than it expected.
 
     Returns:
         A context manager. Entering it compares the model over the ranks by name and copies rank 0's
@@ -106,6 +111,7 @@ def local_sgd(
         digest_every=digest_every,
         timeout=timeout,
         members=members,
+        plan=plan,
     )
 
 
@@ -146,7 +152,10 @@ class LocalUpdates:
         digest_every: int = DIGEST_EVERY,
         timeout: float | datetime.timedelta | None = None,
         members: Members | None = None,
+        plan: Any = None,
     ) -> None:
+        self.planned = planned_row(plan)
+        self._pace, self._paced_step = Pace(), 0
         self.timeout_s = seconds_of(timeout)
         if members is not None:
             check.instance("members", members, Members)
@@ -266,6 +275,8 @@ class LocalUpdates:
                 averager.average_if_due()
         self._restore_bytes(0)  # what it takes to start is not an exchange of updates
         self._received_before, self._waited_before = group.bytes_received, group.wait_s
+        self._pace = Pace(self.planned if group.rank == 0 else None)
+        self._paced_step = self.step
         optimizer = self._tensors.optimizer
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -334,6 +345,7 @@ class LocalUpdates:
             )
         if self.synced:
             _log.debug("averaged after local step %d", self.step)
+            self._round_over(group)
         if self.k_steps != k_steps:
             _log.info(
                 "ranks average every %d steps from now on, not every %d", self.k_steps, k_steps
@@ -347,6 +359,18 @@ class LocalUpdates:
             averager.last = None
             if members.left:
                 self.close()
+
+    def _round_over(self, group: Group) -> None:
+        steps, self._paced_step = self.step - self._paced_step, self.step
+        told = self._pace.round(
+            steps,
+            time.perf_counter(),
+            group.wait_s,
+            group.rate_bit_s,
+            compare=self.step > self._config.begin_step,
+        )
+        if told is not None:
+            warnings.warn(told, UserWarning, stacklevel=5)
 
     def close(self) -> None:
         """Take the hooks off, without an averaging; may be called twice.
@@ -467,6 +491,8 @@ class LocalUpdates:
             bytes_received=0 if group is None else group.bytes_received - self._received_before,
             bytes_dense=4 * self._tensors.numel * self.step,
             wait_s=0.0 if group is None else group.wait_s - self._waited_before,
+            rate_bit_s=0.0 if group is None else group.rate_bit_s,
+            waiting_share=self._pace.waiting_share,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -518,6 +544,7 @@ class LocalUpdates:
             if problem is not None:
                 warnings.warn(f"thinwire.local_sgd: {problem}", UserWarning, stacklevel=2)
         self._restore_bytes(state["bytes_sent"])
+        self._paced_step = self.step
 
     def start_anew(self) -> None:
         """Measure the next averaging from the parameters as they are, which must be equal on all

@@ -10,6 +10,7 @@ from torch import Tensor
 from thinwire.comm import Group, Pending, Regrouped
 from thinwire.comm.deadline import progressed
 from thinwire.comm.private import forget_ended
+from thinwire.comm.rate import Rate
 from thinwire.errors import PayloadCorrupt, ThinwireError
 from thinwire.members.generation import Generation
 from thinwire.members.keeper import Keeper
@@ -36,6 +37,7 @@ class ElasticGroup(Group):
         self.timeout_s = keeper.timeout_s
         self.bytes_sent = self.bytes_received = 0
         self.wait_s = 0.0
+        self._rate = Rate()
         self.on_rebind: list[Callable[[], None]] = []
         self._number = -1
         self._attempt: int | None = None
@@ -120,11 +122,14 @@ class ElasticGroup(Group):
         what: str,
         held: Sequence[Tensor],
         *,
+        wire_bytes: float,
         control: bool = False,
     ) -> Pending[Tensor]:
         number = self._number
         try:
-            pending = super()._launched(launches, result, what, held, control=control)
+            pending = super()._launched(
+                launches, result, what, held, wire_bytes=wire_bytes, control=control
+            )
         except ThinwireError as error:
             raise self._broken(number, error) from error
 

@@ -382,6 +382,8 @@ class DGCMomentum(CommonOptimizer):
             bytes_between_nodes=sources.bytes_between_nodes if isinstance(sources, Nodes) else None,
             bytes_dense=self._dense_bytes,
             wait_s=0.0 if sources is None else sources.wait_s,
+            rate_bit_s=0.0 if sources is None else sources.rate_bit_s,
+            waiting_share=0.0 if self._exchange is None else self._exchange.pace.waiting_share,
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -159,7 +159,12 @@ def _write(made: Plan, out: Path, as_json: bool) -> None:
             f"out={str(out)!r}: {made.recommended} is a hook of torch for DistributedDataParallel, "
             "for which there is no strategy file: leave --out out"
         )
-    text = f"# Written by thinwire plan: {made.reason}\n"
+    low, _, high = made[made.recommended].step_seconds
+    text = (
+        f"# Written by thinwire plan: {made.reason}\n"
+        f"# Expected: {seconds_text(low)} to {seconds_text(high)} s a step. prepare(..., plan=) "
+        "warns where a run leaves this.\n"
+    )
     out.write_text(text + text_of(DistributedStrategy.from_dict(document)), encoding="utf-8")
     if not as_json:
         print(f"strategy file of {made.recommended}: {out}")

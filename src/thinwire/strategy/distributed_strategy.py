@@ -56,6 +56,7 @@ class DistributedStrategy(Fields):
         digest_every: int = 64,
         timeout: float | datetime.timedelta | None = None,
         find_unused_parameters: bool = False,
+        plan: Any = None,
     ) -> Engine:
         """Make the engine that trains `model` by this strategy; the same call on every rank.
 
@@ -82,6 +83,9 @@ class DistributedStrategy(Fields):
                 that is absent counts as zero where at least one rank has one. Costs 24 bytes a rank
                 and update, a byte for every parameter where ranks differ, and the exchange follows
                 the backward pass. Without it that is an error.
+            plan: What `thinwire.plan` returned, or a row of it such as `plan["dgc"]`: rank 0 warns
+                once where 20 rounds in a row, each an update or the local steps up to an averaging,
+                take less or more time than it expected.
 
         Raises:
             StrategyError: The strategy does not go with this model, optimizer or number of ranks;
@@ -97,6 +101,7 @@ class DistributedStrategy(Fields):
             find_unused_parameters=find_unused_parameters,
             digest_every=digest_every,
             timeout=timeout,
+            plan=plan,
         )
 
     def explain(

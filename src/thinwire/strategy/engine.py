@@ -3,6 +3,8 @@
 import contextlib
 import logging
 import struct
+import time
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -15,6 +17,7 @@ from torch.nn import Parameter
 
 from thinwire import _validate as check
 from thinwire.comm import busy, long_waits_logged, require_agreement, state_told
+from thinwire.core.pace import Pace
 from thinwire.core.stats import numbers
 from thinwire.core.storage import with_own_storage
 from thinwire.errors import CheckpointMissing, Mismatch, PeerLost, PeerStalled
@@ -55,6 +58,8 @@ class Engine:
         self._bytes_before = 0
         self._left = LeftGradients(parts.params)
         self._joining: Joining | None = None
+        self._pace = Pace(parts.planned if parts.group.rank == 0 else None)
+        self._departure: str | None = None
         # the engine's hooks stand on the model and the optimizer, and must not outlive it
         self._finalizer = weakref.finalize(self, _close, parts)
         self._trained = set(parts.params.values()) | {
@@ -105,10 +110,12 @@ class Engine:
                 loss = parts.runner.step(inputs, targets)
                 self._finish_microstep(loss)
             self._left.remember()
+            self._warn()
             return loss
         loss = self._loss_of(inputs, targets, "train_step")
         with self._advice(), parts.group.one_deadline():
             self._minimize(loss)
+        self._warn()
         return loss.detach().reshape(())
 
     @torch.no_grad()
@@ -164,6 +171,7 @@ class Engine:
         self._begin_microstep()
         with self._advice(), parts.group.one_deadline():
             self._minimize(loss)
+        self._warn()
         return [], [(p, p.grad) for p in parts.params.values() if p.grad is not None]
 
     @contextlib.contextmanager
@@ -266,7 +274,11 @@ class Engine:
             and agreements included, and of these `bytes_between_nodes`; `bytes_received`;
             `bytes_dense` 4 bytes per trainable element and update; `ratio` bytes_dense /
             bytes_sent, larger is better; `wait_s` seconds of waiting for exchanges; `applied_share`
-            as in `LocalUpdates.stats`. Bytes received and waiting are those of this process.
+            as in `LocalUpdates.stats`; `rate_bit_s` payload that this rank's line carries, in bits
+            a second, a moving mean over about the last 20 exchanges of 64 KiB and more that it was
+            blocked for, late ranks included; `waiting_share` part of the time for which it was
+            blocked, a moving mean over about the last 20 rounds (an update, or the local steps up
+            to an averaging). Bytes received, rate and waiting are those of this process.
         """
         parts = self._parts
         counts = dict(parts.exchange.counts(self.step))
@@ -289,6 +301,8 @@ class Engine:
             bytes_dense=4 * self.step * sum(p.numel() for p in parts.params.values()),
             wait_s=self._wait_s(),
             applied_share=counts.get("applied_share", 1.0),
+            rate_bit_s=counts["rate_bit_s"],
+            waiting_share=counts.get("waiting_share", self._pace.waiting_share),
         )
 
     @property
@@ -664,6 +678,24 @@ class Engine:
         self._forget_merged()
         self._settle_buffers()
         self._settle_turn()
+        self._round_over()
+
+    def _round_over(self) -> None:
+        exchange = self._parts.exchange
+        if exchange.local:
+            return
+        compare = self.step > self._parts.settled_step
+        rate = exchange.counts(self.step)["rate_bit_s"]
+        told = self._pace.round(
+            self._parts.merge_steps, time.perf_counter(), self._wait_s(), rate, compare=compare
+        )
+        self._departure = told or self._departure
+
+    def _warn(self) -> None:
+        """Of a run that left its plan, at the line that called the engine."""
+        if self._departure is not None:
+            told, self._departure = self._departure, None
+            warnings.warn(told, UserWarning, stacklevel=3)
 
     def _exchange(self, grads: dict[str, Tensor], done: Round | None, *, complete: bool) -> None:
         """Update from what left early, or exchange now."""

@@ -224,7 +224,7 @@ class DGCStep(_EveryStep):
 
     def counts(self, step: int) -> dict[str, float]:
         stats = self._optimizer.stats()
-        counts = {key: stats[key] for key in ("bytes_received", "wait_s", "sparsity")}
+        counts = {key: stats[key] for key in ("bytes_received", "wait_s", "rate_bit_s", "sparsity")}
         if stats["bytes_between_nodes"] != stats["bytes_sent"]:  # there are nodes
             counts["bytes_between_nodes"] = stats["bytes_between_nodes"]
         return counts
@@ -293,7 +293,15 @@ class LocalSteps:
         stats = self.sync.stats()
         return {
             key: stats[key]
-            for key in ("bytes_received", "wait_s", "sparsity", "averagings", "applied_share")
+            for key in (
+                "bytes_received",
+                "wait_s",
+                "rate_bit_s",
+                "waiting_share",
+                "sparsity",
+                "averagings",
+                "applied_share",
+            )
         }
 
     @property

@@ -10,6 +10,7 @@ from torch.nn import Parameter
 
 from thinwire.amp import LossScaler
 from thinwire.comm import Group
+from thinwire.core.pace import Planned
 from thinwire.exchange.overlap import Overlap
 from thinwire.pipeline.runner import PipelineRunner
 from thinwire.step.merge import GradientSum
@@ -52,5 +53,9 @@ class Parts:
     autocast: Callable[[], torch.autocast] | None
     handles: list[Any]
     """Whose `remove` takes changes to the model off."""
+    planned: Planned | None
+    """What updates are compared with; local updates compare by themselves."""
+    settled_step: int
+    """The update from which on messages have their last length."""
     facts: dict[str, Any]
     """What a checkpoint must have in common with the engine that loads it."""

@@ -33,6 +33,7 @@ from thinwire.comm.replicate import make_equal_
 from thinwire.compress.protocol import Compression
 from thinwire.core.arithmetic import CURES, arithmetic
 from thinwire.core.clip import Clip, ClipByGlobalNorm, ClipByNorm, ClipByValue
+from thinwire.core.pace import Planned, planned_row
 from thinwire.errors import StrategyError, ThinwireError
 from thinwire.exchange.digest import DIGEST_EVERY, RollingDigest, optimizer_state
 from thinwire.exchange.gradients import gradients_of
@@ -91,6 +92,7 @@ class _Options:
     loss_fn: Callable[..., Any] | None
     grad_clip: Clip | None
     find_unused_parameters: bool
+    planned: Planned | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +127,14 @@ def prepare(
     digest_every: int = DIGEST_EVERY,
     timeout: float | datetime.timedelta | None = None,
     find_unused_parameters: bool = False,
+    plan: Any = None,
 ) -> Engine:
     """See `DistributedStrategy.prepare`."""
     options = _Options(
         loss_fn=loss_fn,
         grad_clip=grad_clip,
         find_unused_parameters=check.boolean("find_unused_parameters", find_unused_parameters),
+        planned=planned_row(plan),
     )
     optimizer = cast(
         "torch.optim.Optimizer", bare_optimizer(optimizer)
@@ -170,6 +174,7 @@ def _prepared(
     plan.digest_every = digest_every
     if plan.sync is not None:
         plan.sync.digest_every, plan.sync.timeout_s = digest_every, seconds_of(timeout)
+        plan.sync.planned = options.planned
     handles: list[Any] = []
     try:
         while_busy(group, "compiling loops", lambda: float(warm_up(_needs(plan)) > 0))
@@ -402,9 +407,17 @@ def _assembled(
         stage=place.stage,
         autocast=autocast,
         handles=handles,
+        planned=options.planned,
+        settled_step=_settled_step(strategy),
         facts=checkpoint_facts(strategy, model, plan.optimizer),
     )
     return Engine(parts)
+
+
+def _settled_step(strategy: Fields) -> int:
+    if strategy.dgc is not None:
+        return strategy.dgc.rampup_begin_step + strategy.dgc.rampup_step
+    return 1 if strategy.low_rank is None else strategy.low_rank.begin_step + 1
 
 
 def _scaler(strategy: Fields, grid: Grid | None, *, local: bool) -> LossScaler | None:

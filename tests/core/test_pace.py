@@ -1,0 +1,71 @@
+"""A run beside its plan: what is a departure, when it is told, and what the means are of."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import thinwire as tw
+from thinwire.comm.rate import Rate
+from thinwire.core.pace import Pace, planned_row
+
+ROW = SimpleNamespace(name="dgc 1%", step_seconds=(0.8, 1.0, 1.2), waiting_share=0.5)
+
+
+def told(pace: Pace, seconds: list[float], steps: int = 1, **more: Any) -> list[str]:
+    now_s = pace_s = 0.0
+    found = [pace.round(steps, now_s, 0.0, **more)]
+    for each in seconds:
+        now_s += each
+        pace_s += each / 4
+        found.append(pace.round(steps, now_s, pace_s, **more))
+    return [text for text in found if text is not None]
+
+
+@pytest.mark.parametrize("seconds", [0.5, 2.0])
+def test_twenty_rounds_outside_are_told_once_with_both_numbers(seconds: float) -> None:
+    assert told(Pace(ROW), [seconds] * 19) == []
+    assert told(Pace(ROW), [seconds] * 19 + [1.0] + [seconds] * 19) == []
+    [text] = told(Pace(ROW), [seconds] * 60, bit_s=2e7)
+    assert f"takes {seconds:.3g} s" in text
+    assert "0.8 to 1.2 s were planned" in text
+    assert "25 % of the time, where 50 % were planned" in text
+    assert "20 Mbit/s" in text
+
+
+def test_rounds_that_the_plan_is_not_about_do_not_count() -> None:
+    assert told(Pace(ROW), [9.0] * 60, compare=False) == []
+    assert told(Pace(), [9.0] * 60) == []
+    assert told(Pace(ROW), [8.0] * 60, steps=8) == []
+    assert len(told(Pace(ROW), [8.0] * 60, steps=4)) == 1
+
+
+def test_the_share_of_waiting_is_that_of_the_last_rounds() -> None:
+    pace = Pace()
+    assert pace.waiting_share == 0
+    now_s = waited_s = 0.0
+    for round_number in range(200):
+        now_s, waited_s = now_s + 1.0, waited_s + (0.9 if round_number < 100 else 0.1)
+        pace.round(1, now_s, waited_s)
+    assert pace.waiting_share == pytest.approx(0.1, abs=0.01)
+
+
+def test_a_plan_stands_for_the_row_that_it_recommends() -> None:
+    plan = tw.plan(params="1M", step_seconds=0.1, link="1mbit")
+    assert planned_row(plan) is plan[plan.recommended]
+    assert planned_row(plan["dgc"]) is plan["dgc"]
+    assert planned_row(None) is None
+    for wrong in ("dgc", 1.0, {"name": "dgc"}):
+        with pytest.raises(TypeError, match=r"plan must be what thinwire\.plan returns"):
+            planned_row(wrong)
+
+
+def test_a_rate_is_of_exchanges_whose_end_was_seen() -> None:
+    rate = Rate()
+    rate.ended(1e6, 0.0, 5.0, 5.0)  # was over when it was waited for
+    rate.ended(1000, 0.0, 5.0, 6.0)  # an agreement
+    assert rate.bit_s == 0
+    rate.ended(1e6, 10.0, 10.1, 11.0)
+    assert rate.bit_s == 8e6
+    rate.ended(1e6, 10.0, 11.0, 12.0)  # launched beside it, on the same line
+    assert rate.bit_s == pytest.approx(8e6)

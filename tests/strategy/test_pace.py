@@ -1,0 +1,117 @@
+"""Real ranks beside a plan: rate and waiting in `stats`, and one warning where they part."""
+
+import contextlib
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import thinwire as tw
+from tests.lab.namespaces import needs_netns
+from tests.ranks import Pool
+from thinwire.lab.network.link import Link
+from thinwire.lab.network.netns import network
+from thinwire.lab.run.config import Job
+from thinwire.lab.run.events import release
+from thinwire.lab.run.launch import run_workers
+from thinwire.planning.network import FRAMES
+
+PLAN = tw.plan(params="124M", step_seconds=100.0, link="1mbit")
+"""Of steps that take minutes."""
+
+
+def trained(rank: int, size: int, local: bool, planned: bool) -> tuple[list[str], dict[str, float]]:
+    torch.manual_seed(0)
+    model = nn.Linear(256, 256)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    plan: Any = PLAN if planned else None
+    x = torch.randn(4, 256)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if local:
+            config = tw.LocalSGD(2)
+            with tw.local_sgd(model, optimizer, config, plan=plan) as sync:
+                for _ in range(60):
+                    model(x).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            stats = sync.stats()
+        else:
+            engine = tw.DistributedStrategy().prepare(
+                model, optimizer, nn.functional.mse_loss, plan=plan
+            )
+            for _ in range(40):
+                engine.train_step(x, x)
+            stats = engine.stats()
+            engine.close()
+    told = [f"{each.message} {Path(each.filename).name}" for each in caught]
+    return [text for text in told if "planned" in text], stats
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_rank_0_warns_once_at_the_users_line(ranks: Pool, local: bool) -> None:
+    (told, stats), (others, _) = ranks.run(trained, local, True, size=2)
+    assert len(told) == 1
+    low, _, high = PLAN[PLAN.recommended].step_seconds
+    assert f"{low:.3g} to {high:.3g} s were planned" in told[0]
+    assert told[0].endswith("test_pace.py")
+    assert others == []
+    assert 0 < stats["waiting_share"] < 1
+    assert stats["rate_bit_s"] > 1e6
+
+
+def test_without_a_plan_nothing_is_said(ranks: Pool) -> None:
+    assert [told for told, _ in ranks.run(trained, False, False, size=2)] == [[], []]
+
+
+def test_an_engine_of_local_updates_warns_too(ranks: Pool) -> None:
+    told, _ = ranks.run(engine_of_local_updates, size=2)
+    assert len(told) == 1
+
+
+def engine_of_local_updates(rank: int, size: int) -> list[str]:
+    torch.manual_seed(0)
+    model = nn.Linear(256, 256)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    strategy = tw.DistributedStrategy(localsgd=tw.LocalSGD(2))
+    x = torch.randn(4, 256)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine = strategy.prepare(model, optimizer, nn.functional.mse_loss, plan=PLAN["dense"])
+        for _ in range(60):
+            engine.train_step(x, x)
+        assert engine.stats()["waiting_share"] > 0
+        engine.close()
+    return [str(each.message) for each in caught if "planned" in str(each.message)]
+
+
+def test_what_is_no_plan_is_refused_before_anything_is_sent() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match="plan must be"):
+        tw.DistributedStrategy().prepare(model, optimizer, plan="dgc")
+    with pytest.raises(TypeError, match="plan must be"):
+        tw.local_sgd(model, optimizer, tw.LocalSGD(2), plan=3)
+
+
+@needs_netns
+def test_the_rate_is_that_of_the_line(tmp_path: Path) -> None:
+    link = Link.parse("20mbit", "5ms")
+    job = Job(task="tests.strategy.pacing:Pacing", config={}, timeout_s=60.0)
+    result: dict[str, Any] = {}
+    with (
+        network(2, link) as emulated,
+        contextlib.closing(run_workers(job, 2, emulated, tmp_path)) as news,
+    ):
+        for event in news:
+            if event["event"] == "prepared":
+                emulated.limit()
+                release(tmp_path)
+            elif event["event"] == "result":
+                result = event
+    # the latency, late ranks and the agreement are in it; a burst passes at once
+    assert result["rate_bit_s"] / FRAMES == pytest.approx(20e6, rel=0.3)
+    assert result["waiting_share"] > 0.7
