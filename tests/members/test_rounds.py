@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 import thinwire as tw
-from tests.members.places import meeting_place
+from tests.members.places import TOKEN, meeting_place
 from tests.members.training import PHASES, TIMEOUT_S, member
-from tests.ranks import Lost, Pool
+from tests.ranks import Lost, Pool, Raised
 
 SPARSE = tw.LocalSGD(4, begin_step=1, compression=tw.Sparse(0.9))
 CONFIGS = {
@@ -89,6 +89,97 @@ def test_a_newcomer_has_the_bits_of_the_others(ranks: Pool, tmp_path: Path, name
     assert all(step > newcomer["entered"] for step in newcomer["rounds"])
     assert first["changes"] == [(1, 3)]
     assert max(one["longest_s"] for one in found[:2]) < 1 + TIMEOUT_S / 3
+
+
+def test_a_token_seals_everything_and_changes_no_bit(ranks: Pool, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_bytes(TOKEN)
+    token.chmod(0o600)
+    options = {"founders": 2, "flag": str(tmp_path / "go"), "step_s": 0.05, "steps": 60}
+    with meeting_place() as address:
+        sealed = {**options, "token_file": str(token)}
+        found = ranks.run(_member_with, address, SPARSE, sealed, size=3, group=False)
+        stranger = ranks.run(
+            _member_with, address, SPARSE, options, size=2, group=False, expect_errors=True
+        )
+    _alike(found, 60)
+    assert len(found[2]["rounds"]) > 1
+    assert [each.type_name for each in stranger] == ["Mismatch", "Mismatch"]
+    assert "token" in stranger[0].text
+
+
+def test_one_that_leaves_is_no_error_for_the_others(ranks: Pool) -> None:
+    with meeting_place(None) as address:
+        found = ranks.run(_member_with, address, SPARSE, {"leave_at": {1: 10}}, size=3, group=False)
+    assert found[1]["left"]
+    assert found[1]["step"] == 13
+    rounds = _alike([found[0], found[2]])
+    assert [size for _, size, _ in rounds.values()] == [3, 3, 3, 2, 2, 2]
+    assert max(one["longest_s"] for one in found) < 2
+
+
+def test_the_last_but_one_may_leave(ranks: Pool) -> None:
+    with meeting_place(None) as address:
+        found = ranks.run(_member_with, address, SPARSE, {"leave_at": {0: 10}}, size=2, group=False)
+    assert found[0]["left"]
+    assert found[1]["step"] == 24
+    assert [size for _, size, _ in found[1]["rounds"].values()] == [2, 2, 2, 1, 1, 1]
+
+
+def test_half_of_them_cannot_go_on(ranks: Pool) -> None:
+    fault = {"rank": 1, "phase": "once sent", "at": 3, "how": "kill"}
+    with meeting_place(None) as address:
+        found = ranks.run(
+            _member_with,
+            address,
+            SPARSE,
+            {"fault": fault},
+            size=2,
+            expect_errors=True,
+            group=False,
+        )
+    assert isinstance(found[0], Raised)
+    assert found[0].type_name == "QuorumLost"
+    assert "1 members are left of 2" in found[0].text
+
+
+@pytest.mark.parametrize("what", ["taking", "giving"])
+def test_who_dies_in_the_copy_holds_up_nobody(ranks: Pool, tmp_path: Path, what: str) -> None:
+    """A newcomer that loses its giver asks another member; one that dies is not let in."""
+    fault = {"rank": 3 if what == "taking" else 2, "phase": what, "at": 2, "how": "kill"}
+    options = {"founders": 3, "flag": str(tmp_path / "go"), "step_s": 0.05, "steps": 160}
+    with meeting_place(None) as address:
+        found = ranks.run(
+            _member_with,
+            address,
+            SPARSE,
+            {**options, "fault": fault},
+            size=5 if what == "taking" else 4,
+            expect_errors=True,
+            group=False,
+        )
+    if what == "taking":  # rank 4 comes at the same time and stays
+        assert isinstance(found[3], Lost)
+        rounds = _alike([found[0], found[1], found[2], found[4]], 160)
+        assert [size for _, size, _ in rounds.values()][-1] == 4
+    else:
+        alive = [one for one in found if not isinstance(one, Lost)]
+        rounds = _alike(alive, 160)
+        assert len(alive) >= 3
+        assert [size for _, size, _ in rounds.values()][-1] == len(alive)
+
+
+def test_one_that_was_stopped_finds_itself_evicted(ranks: Pool, tmp_path: Path) -> None:
+    options = {"stop_at": {1: 10}, "steps": 120, "step_s": 0.15}
+    with meeting_place(None) as address:
+        found = ranks.run(
+            _member_with, address, SPARSE, options, size=3, expect_errors=True, group=False
+        )
+    rounds = _alike([found[0], found[2]], 120)
+    assert [size for _, size, _ in rounds.values()][-1] == 2
+    assert isinstance(found[1], Raised)
+    assert found[1].type_name == "Evicted"
+    assert max(found[n]["longest_s"] for n in (0, 2)) < TIMEOUT_S + 3
 
 
 def _member_with(rank: int, size: int, address: str, config: Any, options: Any) -> Any:

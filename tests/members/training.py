@@ -3,6 +3,7 @@
 import hashlib
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +13,10 @@ import torch
 from torch import nn
 
 import thinwire as tw
+from thinwire.comm.direct import Line
 from thinwire.local.averager import Averager
 from thinwire.local.averaging import Averaging, PendingAveraging
-from thinwire.members.giving import Giver, Taker
-from thinwire.members.keeper import Keeper
+from thinwire.members.giving import Taker
 
 TIMEOUT_S = 6.0
 PHASES: dict[str, tuple[type, str, bool]] = {
@@ -52,6 +53,12 @@ def stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def stop_for(seconds: float) -> None:
+    """Stop this process, and let another one wake it."""
+    with subprocess.Popen(["/bin/sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"]):
+        stop()
+
+
 def interrupt(kind: type, name: str, *, before: bool, at: int, act: Callable[[], None]) -> None:
     """Do something around the call number `at`, from 1, of a method in this process."""
     method, calls = getattr(kind, name), 0
@@ -82,7 +89,9 @@ def member(
     flag_at: int = 4,
     fault: dict[str, Any] | None = None,
     leave_at: dict[int, int] | None = None,
+    stop_at: dict[int, int] | None = None,
     step_s: float = 0.0,
+    token_file: str | None = None,
 ) -> dict[str, Any]:
     """Train until `steps`, and tell what was seen.
 
@@ -91,6 +100,7 @@ def member(
             `flag_at`.
         fault: `rank`, `phase` (of `PHASES`, or "step"), `at` (number of the call) and `how`.
         leave_at: By rank the step at which it leaves.
+        stop_at: By rank the step at which it is stopped for longer than the time-out.
     """
     founders = size if founders is None else founders
     if rank >= founders:
@@ -98,14 +108,15 @@ def member(
         while not Path(flag).exists() and time.monotonic() < until:
             time.sleep(0.02)
     undo = [(k, n, getattr(k, n)) for k, n, _ in PHASES.values()]
-    undo += [(Giver, "_run", Giver._run), (Taker, "take", Taker.take)]
-    undo += [(Keeper, "_regroup", Keeper._regroup)]
+    undo += [(Taker, "take", Taker.take), (Line, "send", Line.send)]
     if fault is not None and fault["rank"] == rank and fault["phase"] in PHASES:
         kind, name, before = PHASES[fault["phase"]]
         how = {"kill": die, "stop": stop}[fault["how"]]
         interrupt(kind, name, before=before, at=fault["at"], act=how)
     if fault is not None and fault["rank"] == rank and fault["phase"] == "taking":
-        interrupt(Taker, "take", before=fault["at"] == 1, at=1, act=die)
+        interrupt(Taker, "take", before=True, at=fault["at"], act=die)
+    if fault is not None and fault["rank"] == rank and fault["phase"] == "giving":
+        interrupt(Line, "send", before=True, at=fault["at"], act=die)
     try:
         return _trained(
             rank,
@@ -118,7 +129,9 @@ def member(
             flag_at=flag_at,
             fault=fault if fault is not None and fault["rank"] == rank else None,
             leave_at=(leave_at or {}).get(rank),
+            stop_at=(stop_at or {}).get(rank),
             step_s=step_s,
+            token_file=token_file,
         )
     finally:
         for kind, name, method in undo:
@@ -137,7 +150,9 @@ def _trained(
     flag_at: int,
     fault: dict[str, Any] | None,
     leave_at: int | None,
+    stop_at: int | None,
     step_s: float,
+    token_file: str | None,
 ) -> dict[str, Any]:
     net = model(rank)
     optimizer = torch.optim.AdamW(net.parameters(), 2e-3)
@@ -146,7 +161,12 @@ def _trained(
     longest_s, entered = 0.0, -1
     changes: list[tuple[int, int]] = []
     with tw.join(
-        address, run="test", min_members=min_members, start_members=start_members, timeout=TIMEOUT_S
+        address,
+        run="test",
+        token_file=token_file,
+        min_members=min_members,
+        start_members=start_members,
+        timeout=TIMEOUT_S,
     ) as members:
         members.on_change(lambda now: changes.append((now.generation, now.size)))
         with tw.local_sgd(net, optimizer, config, members=members) as sync:
@@ -160,6 +180,8 @@ def _trained(
                     {"kill": die, "stop": stop}[fault["how"]]()
                 if sync.step == leave_at:
                     members.leave()
+                if sync.step == stop_at:
+                    stop_for(TIMEOUT_S + 6)
                 if flag is not None and sync.step == flag_at:
                     flag.touch()
                 begun = time.monotonic()

@@ -62,6 +62,7 @@ class Direct:
     ) -> None:
         self.abandoned: str | None = None
         self.group: ProcessGroup | None
+        self.control: ProcessGroup | None
         self._store = store  # torch keeps no reference to a store that is an object of Python
         self._sockets: set[tuple[int, int]] = set()
         begun = time.monotonic()
@@ -117,10 +118,9 @@ class Direct:
                     connection.shutdown(socket.SHUT_RDWR)
 
     def release(self) -> None:
-        """Hang up and let go of the groups, which joins their threads."""
+        """Hang up and let go of the groups, which joins their threads; may be called twice."""
         self.hang_up()
-        self.group = None
-        del self.control
+        self.group = self.control = None
 
 
 class Line:

@@ -73,6 +73,9 @@ class ElasticGroup(Group):
         groups: Any = now.groups  # it has what Group asks of a Private
         shared: Private | None = groups
         self._shared = shared
+        key = self.keeper.board.store.key_for("exchange", str(now.number))
+        if key is not None:
+            self.prove(key)
         forget_ended()
         progressed()  # a wait that broke off counts against nobody who is left
         if not first:
