@@ -1,9 +1,11 @@
 """The state of the run for a newcomer, from one member, while the others go on."""
 
 import hashlib
+import hmac
 import json
 import logging
 import queue
+import struct
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from thinwire.members.board import Board
 __all__ = ["Given", "Giver", "Taker"]
 
 _MARK = 16
+_PLACE = struct.Struct("<QQ")
 _MOST_PLAIN_BYTES = 64 << 20
 _log = logging.getLogger("thinwire")
 
@@ -38,15 +41,33 @@ class Given:
     last: bool = False
 
 
-def _marked(content: bytes, key: bytes) -> bytes:
-    return hashlib.blake2b(content, digest_size=_MARK, key=key).digest() + content
+class _Marks:
+    """Checksums of the messages that one newcomer gets, with the run's key where it has one.
 
+    Each holds for its place alone: not for another newcomer, nor earlier or later.
+    """
 
-def _opened(message: bytes | bytearray, key: bytes) -> bytes:
-    mark, content = bytes(message[:_MARK]), bytes(message[_MARK:])
-    if hashlib.blake2b(content, digest_size=_MARK, key=key).digest() != mark:
-        raise PayloadCorrupt("the state that a member gave was damaged on its way: join again")
-    return content
+    def __init__(self, key: bytes, number: int) -> None:
+        self._key, self._number, self._count = key, number, 0
+
+    def on(self, content: bytes) -> bytes:
+        """The next message of the giver."""
+        return self._next(content) + content
+
+    def off(self, message: bytes | bytearray) -> bytes:
+        """The content of the next message that the newcomer has got."""
+        content = bytes(message[_MARK:])
+        if not hmac.compare_digest(message[:_MARK], self._next(content)):
+            raise PayloadCorrupt("the state that a member gave was damaged on its way: join again")
+        return content
+
+    def _next(self, content: bytes) -> bytes:
+        made = hashlib.blake2b(
+            _PLACE.pack(self._number, self._count), digest_size=_MARK, key=self._key
+        )
+        made.update(content)
+        self._count += 1
+        return made.digest()
 
 
 class Giver:
@@ -70,7 +91,7 @@ class Giver:
     ) -> None:
         self.number, self.newcomer = number, newcomer
         self._board, self._me, self._address = board, me, address
-        self._timeout_s, self._key = timeout_s, key
+        self._timeout_s, self._marks = timeout_s, _Marks(key, number)
         self._messages: queue.SimpleQueue[Given | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="thinwire-giver", daemon=True)
         self._thread.start()
@@ -102,9 +123,9 @@ class Giver:
             try:
                 while (message := self._messages.get()) is not None:
                     plain = {"kind": message.kind, "last": message.last, **message.plain}
-                    line.send(_marked(json.dumps(plain).encode(), self._key))
+                    line.send(self._marks.on(json.dumps(plain).encode()))
                     tensors = {name: t.contiguous() for name, t in message.tensors.items()}
-                    line.send(_marked(safetensors.torch.save(tensors), self._key))
+                    line.send(self._marks.on(safetensors.torch.save(tensors)))
                     if message.last:
                         break
             finally:
@@ -123,7 +144,7 @@ class Taker:
     def __init__(
         self, board: Board, number: int, *, address: str, timeout_s: float, key: bytes
     ) -> None:
-        self._key = key
+        self._marks = _Marks(key, number)
         self._line = Line(
             board.store.under(f"copy/{number}"),
             giver=False,
@@ -138,8 +159,8 @@ class Taker:
             PeerLost, PeerStalled: The giver has gone.
             PayloadCorrupt: The message is damaged.
         """
-        plain = json.loads(_opened(self._line.receive(_MOST_PLAIN_BYTES), self._key))
-        content = _opened(self._line.receive(at_most), self._key)
+        plain = json.loads(self._marks.off(self._line.receive(_MOST_PLAIN_BYTES)))
+        content = self._marks.off(self._line.receive(at_most))
         return Given(
             plain.pop("kind"), plain, safetensors.torch.load(content), last=plain.pop("last")
         )

@@ -1,0 +1,91 @@
+"""What a newcomer takes from a member is that member's, whole and in order, and meant for it."""
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from thinwire.errors import PayloadCorrupt
+from thinwire.members import giving
+from thinwire.members.board import Board
+from thinwire.members.giving import Given, Giver, Taker
+from thinwire.members.sealed import SealedStore
+
+LIMIT_S = 10.0
+MESSAGES = [
+    Given("state" if n == 0 else "round", {"n": n}, {"w": torch.full((9,), float(n))})
+    for n in (0, 1, 2)
+]
+
+
+class Tapped(giving.Line):
+    """A line whose messages somebody changes, of whatever run and newcomer."""
+
+    change: Any = None
+
+    def receive(self, at_most: int) -> bytearray:
+        return Tapped.change(super().receive(at_most))
+
+
+def taken(
+    monkeypatch: pytest.MonkeyPatch, change: Any, *, key: bytes = b"k" * 32, number: int = 4
+) -> list[Given]:
+    """The messages of a member with `key` for newcomer 4, as newcomer `number` reads them."""
+    store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=LIMIT_S), wait_for_workers=False)
+    board = Board(SealedStore(store, b"s" * 32))
+    monkeypatch.setattr(giving, "Line", Tapped)
+    Tapped.change = staticmethod(change)
+    place: dict[str, Any] = {"address": "127.0.0.1", "timeout_s": LIMIT_S}
+    giver = Giver(board, 4, "ann", me="bob", key=b"k" * 32, **place)
+    for message in MESSAGES:
+        giver.give(message)
+    taker = Taker(board.clone(), 4, key=key, **place)
+    if number != 4:
+        taker._marks = giving._Marks(key, number)
+    try:
+        return [taker.take(1 << 20) for _ in MESSAGES]
+    finally:
+        taker.close()
+        giver.close(LIMIT_S)
+
+
+def test_what_is_given_is_taken_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = taken(monkeypatch, lambda message: message)
+    for given, got in zip(MESSAGES, found, strict=True):
+        assert (got.kind, got.plain, got.last) == (given.kind, given.plain, False)
+        assert torch.equal(got.tensors["w"], given.tensors["w"])
+
+
+def flipped(message: bytearray) -> bytearray:
+    message[-1] ^= 1
+    return message
+
+
+def repeating() -> Any:
+    """Gives the first two messages again in the place of the next two."""
+    seen: list[bytearray] = []
+
+    def change(message: bytearray) -> bytearray:
+        seen.append(message)
+        return seen[-3] if len(seen) > 2 else message
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "options"),
+    [
+        (flipped, {}),
+        (lambda message: message[:5], {}),
+        (repeating(), {}),
+        (lambda message: message, {"key": b"another key of a stranger......."}),
+        (lambda message: message, {"number": 5}),
+    ],
+)
+def test_what_was_changed_repeated_or_meant_for_another_is_refused(
+    monkeypatch: pytest.MonkeyPatch, change: Any, options: dict[str, Any]
+) -> None:
+    with pytest.raises(PayloadCorrupt, match="damaged on its way: join again"):
+        taken(monkeypatch, change, **options)

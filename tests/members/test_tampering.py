@@ -1,0 +1,129 @@
+"""Members with a token: what is altered between them is refused by all of them; else the token
+changes nothing."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import thinwire as tw
+from tests.members.places import TOKEN, meeting_place
+from tests.members.training import digest, model
+from tests.ranks import Pool
+from thinwire.comm.group import Pending
+from thinwire.errors import PayloadCorrupt
+from thinwire.members.group import ElasticGroup
+
+CONFIG = tw.LocalSGD(4, begin_step=1, compression=tw.Sparse(0.9))
+STEPS = 14
+
+
+def train(
+    rank: int, size: int, address: str, token_file: str | None, tapped_at: int | None
+) -> dict[str, Any]:
+    """Train, and tell how it ended; on the way to rank 0 a bit of exchange `tapped_at` changes."""
+    given, calls, agreements = ElasticGroup.all_gather, 0, 0
+    agreed = ElasticGroup.gather_now
+
+    def gather_now(self: ElasticGroup, payload: bytes, what: str) -> list[bytes]:
+        nonlocal agreements
+        agreements += 1
+        return agreed(self, payload, what)
+
+    def exchanges() -> int:
+        return calls + agreements
+
+    def all_gather(self: ElasticGroup, message: Tensor, *, what: str) -> Pending[Tensor]:
+        nonlocal calls
+        pending, number = given(self, message, what=what), calls
+        calls += 1
+
+        def rows() -> Tensor:
+            came = pending.wait()
+            if rank == 0 and number == tapped_at:
+                came[size - 1, came.shape[1] // 2] ^= 1
+            return came
+
+        return Pending(rows)
+
+    ElasticGroup.all_gather = all_gather  # type: ignore[method-assign]
+    ElasticGroup.gather_now = gather_now  # type: ignore[method-assign]
+    net, told, digests = model(0), "", []
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    try:
+        with (
+            tw.join(address, run="test", token_file=token_file, min_members=size) as members,
+            tw.local_sgd(net, optimizer, CONFIG, members=members, digest_every=0) as sync,
+        ):
+            place = members.rank
+            batches = torch.Generator().manual_seed(place)
+            sent_before, messages_before = sync.stats()["bytes_sent"], exchanges()
+            try:
+                while sync.step < STEPS:
+                    x = torch.randn(8, 24, generator=batches)
+                    optimizer.zero_grad()
+                    (net(x) - x.roll(1, 1)).square().mean().backward()
+                    before = digest(sync)
+                    optimizer.step()
+                    if sync.synced:
+                        digests.append(digest(sync))
+            except PayloadCorrupt as error:
+                told = str(error)
+                assert digest(sync) == before
+            sent = sync.stats()["bytes_sent"] - sent_before
+            messages = exchanges() - messages_before
+            averagings = sync.stats()["averagings"]
+            if told:
+                members.leave()
+                raise PayloadCorrupt(told)
+    except PayloadCorrupt:
+        assert told
+    finally:
+        ElasticGroup.all_gather = given  # type: ignore[method-assign]
+        ElasticGroup.gather_now = agreed  # type: ignore[method-assign]
+    return {
+        "place": place,
+        "told": told,
+        "digests": digests,
+        "sent": sent,
+        "averagings": averagings,
+        "messages": messages,
+    }
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> str:
+    path = tmp_path / "token"
+    path.write_bytes(TOKEN)
+    path.chmod(0o600)
+    return str(path)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("tapped_at", [1, 4])
+def test_a_bit_that_changes_on_its_way_is_refused_by_all(
+    ranks: Pool, token_file: str, tapped_at: int
+) -> None:
+    with meeting_place() as address:
+        found = ranks.run(train, address, token_file, tapped_at, size=3, group=False)
+    for one in found:
+        assert "its proof is wrong" in one["told"]
+        assert one["digests"] == found[0]["digests"]
+        assert one["averagings"] == found[0]["averagings"]
+
+
+def test_a_token_changes_no_bit_of_what_is_trained(ranks: Pool, token_file: str) -> None:
+    found = []
+    for token in (TOKEN, None):
+        with meeting_place(token) as address:
+            file = None if token is None else token_file
+            found.append(ranks.run(train, address, file, None, size=2, group=False))
+    for proven in found[0]:
+        assert proven["told"] == ""
+        assert len(proven["digests"]) == 4
+        (plain,) = (one for one in found[1] if one["place"] == proven["place"])
+        assert proven["digests"] == plain["digests"]
+        assert proven["messages"] == plain["messages"] > 8
+        assert proven["sent"] - plain["sent"] == 16 * proven["messages"]
