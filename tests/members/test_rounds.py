@@ -1,13 +1,15 @@
 """A member that goes, in whatever moment, costs the others a part of one averaging."""
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import thinwire as tw
 from tests.members.places import TOKEN, meeting_place
-from tests.members.training import PHASES, TIMEOUT_S, member
+from tests.members.training import PHASES, TIMEOUT_S, member, model, wait_for
 from tests.ranks import Lost, Pool, Raised
 
 SPARSE = tw.LocalSGD(4, begin_step=1, compression=tw.Sparse(0.9))
@@ -180,6 +182,38 @@ def test_one_that_was_stopped_finds_itself_evicted(ranks: Pool, tmp_path: Path) 
     assert isinstance(found[1], Raised)
     assert found[1].type_name == "Evicted"
     assert max(found[n]["longest_s"] for n in (0, 2)) < TIMEOUT_S + 3
+
+
+def test_an_engine_takes_members(ranks: Pool, tmp_path: Path) -> None:
+    with meeting_place(None) as address:
+        found = ranks.run(_engine, address, str(tmp_path / "go"), size=3, group=False)
+    assert found[2][0] > 1
+    assert found[0][1:] == found[1][1:] == found[2][1:]
+    assert found[0][1][0] == 40
+
+
+def _engine(rank: int, size: int, address: str, flag: str) -> Any:
+    wait_for(flag if rank == 2 else "")
+    strategy = tw.DistributedStrategy(
+        localsgd=SPARSE, gradient_merge=tw.GradientMerge(2), amp=tw.AMP(dtype="bfloat16")
+    )
+    net = model(rank)
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+    with tw.join(address, run="test", start_members=2, timeout=TIMEOUT_S) as members:
+        engine = strategy.prepare(net, optimizer, torch.nn.MSELoss(), members=members)
+        entered = members.step
+        while members.step < 40:
+            x = torch.randn(8, 24)
+            engine.train_step(x, x.roll(1, 1))
+            if rank == 0 and members.step == 4:
+                Path(flag).touch()
+            time.sleep(0.02)
+        with pytest.raises(RuntimeError, match="members come and go"):
+            engine.save("/nowhere")
+        engine.flush()
+        engine.close()
+        state = {name: p.detach().sum().item() for name, p in net.named_parameters()}
+        return entered, (members.step, members.size), state
 
 
 def _member_with(rank: int, size: int, address: str, config: Any, options: Any) -> Any:

@@ -76,6 +76,13 @@ def interrupt(kind: type, name: str, *, before: bool, at: int, act: Callable[[],
     setattr(kind, name, called)
 
 
+def wait_for(flag: str) -> None:
+    """Until there is a file of this name; at once for an empty one."""
+    until = time.monotonic() + 40
+    while flag and not Path(flag).exists() and time.monotonic() < until:
+        time.sleep(0.02)
+
+
 def member(
     rank: int,
     size: int,
@@ -103,10 +110,7 @@ def member(
         stop_at: By rank the step at which it is stopped for longer than the time-out.
     """
     founders = size if founders is None else founders
-    if rank >= founders:
-        until = time.monotonic() + 40
-        while not Path(flag).exists() and time.monotonic() < until:
-            time.sleep(0.02)
+    wait_for(flag if rank >= founders else "")
     undo = [(k, n, getattr(k, n)) for k, n, _ in PHASES.values()]
     undo += [(Taker, "take", Taker.take), (Line, "send", Line.send)]
     if fault is not None and fault["rank"] == rank and fault["phase"] in PHASES:

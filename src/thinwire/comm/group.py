@@ -82,6 +82,8 @@ class Group:
     after the time-out. After that nothing goes over these ranks any more.
     """
 
+    stays = True
+    """Whether its ranks stay the same; members come and go."""
     node_size = 1
     """Ranks that count as one: every rank is a source of its own here; see `Nodes`."""
     proofs: Proofs | None = None

@@ -239,19 +239,15 @@ class LocalUpdates:
         facts |= {"misuse": self._tensors.difference(), **self._tensors.facts()}
         versions = {"thinwire": __version__, "torch": str(torch.__version__)}
         if members is not None:
-            members.begin(facts)
-        newcomer = members is not None and members.newcomer
-        if not newcomer:
-            require_agreement(
-                group, facts, what="setting up local updates", cures=CURES, versions=versions
-            )
+            members.begin("local", facts)
+            members.follow(lambda: self.step)
+        require_agreement(
+            group, facts, what="setting up local updates", cures=CURES, versions=versions
+        )
         if (problem := self._tensors.difference()) is not None:
             raise RuntimeError(problem)
-        if newcomer:
-            warm_up(self._needs())
-        else:
-            while_busy(group, "compiling loops", lambda: float(warm_up(self._needs()) > 0))
-            self._tensors.copy_from_first(group)
+        while_busy(group, "compiling loops", lambda: float(warm_up(self._needs()) > 0))
+        self._tensors.copy_from_first(group)
         outer = OuterRule(
             self._config.outer_lr, self._config.outer_momentum, self._config.outer_nesterov
         )
@@ -269,7 +265,7 @@ class LocalUpdates:
             roll=members,
             after_averaging=self._after_averaging,
         )
-        if members is not None and newcomer:
+        if members is not None and members.newcomer:
             with own_deadlines():
                 members.fetch(NewcomersWork(averager, members.group))
                 averager.average_if_due()

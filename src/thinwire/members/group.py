@@ -32,6 +32,8 @@ class ElasticGroup(Group):
         on_rebind: Called once this member has taken up another generation.
     """
 
+    stays = False
+
     def __init__(self, keeper: Keeper) -> None:
         self.keeper = keeper
         self.timeout_s = keeper.timeout_s
@@ -101,7 +103,9 @@ class ElasticGroup(Group):
             self.rank, self.size = mine
 
     def gather_bytes(self, payload: bytes, *, what: str) -> list[bytes]:
-        """See `Group.gather_bytes`; numbered, see `Keeper`."""
+        """See `Group.gather_bytes`; numbered, see `Keeper`. A newcomer agrees with itself."""
+        if self.keeper.generation is None:
+            return [payload]
         vote = self.keeper.votes + 1
         while True:
             known = self.keeper.recorded(vote)

@@ -75,6 +75,7 @@ class Members:
         self._givers: list[Giver] = []
         self._leaving = self.left = False
         self._plan: Said = {}
+        self._step: Callable[[], int] = lambda: 0
         self._goers: tuple[str, ...] = ()
 
     def _met(self) -> Keeper:
@@ -126,6 +127,13 @@ class Members:
         """Counts the changes of the members; -1 while this one is a newcomer."""
         return -1 if self._keeper.generation is None else self._keeper.generation.number
 
+    @property
+    def step(self) -> int:
+        """Local steps that the run has made, as this member counts them; a newcomer's are the
+        others'.
+        """
+        return self._step()
+
     def on_change(self, callback: "Callable[[Members], None]") -> None:
         """Call this with the members whenever they have changed, between two exchanges."""
         self._callbacks.append(callback)
@@ -147,13 +155,21 @@ class Members:
 
     # for local updates
 
-    def begin(self, facts: Said) -> None:
+    def follow(self, step: Callable[[], int]) -> None:
+        """Let `step` be what this says."""
+        self._step = step
+
+    def begin(self, what: str, facts: Said) -> None:
         """Say what this member is set up for, or compare it with what the run is set up for.
+
+        Args:
+            what: The occasion, in a word.
+            facts: What all members must have in common, as JSON holds it.
 
         Raises:
             Mismatch: On this member alone.
         """
-        require_same(self._board.store, _flat("", facts))
+        require_same(self._board.store.under(what), _flat("", facts))
 
     def fetch(self, work: Work) -> None:
         """Get the state of the run from a member, and wait to be let in.

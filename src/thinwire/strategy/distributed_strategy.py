@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from thinwire.core.clip import Clip
+from thinwire.members.members import Members
 from thinwire.strategy import documents, yaml_files
 from thinwire.strategy.engine import Engine
 from thinwire.strategy.explain.text import explanation
@@ -57,6 +58,7 @@ class DistributedStrategy(Fields):
         timeout: float | datetime.timedelta | None = None,
         find_unused_parameters: bool = False,
         plan: Any = None,
+        members: Members | None = None,
     ) -> Engine:
         """Make the engine that trains `model` by this strategy; the same call on every rank.
 
@@ -86,6 +88,9 @@ class DistributedStrategy(Fields):
             plan: What `thinwire.plan` returned, or a row of it such as `plan["dgc"]`: rank 0 warns
                 once where 20 rounds in a row, each an update or the local steps up to an averaging,
                 take less or more time than it expected.
+            members: What `thinwire.join` returned, with `localsgd` or `adaptive_localsgd`: ranks
+                that come and go, without torchrun; see `thinwire.local_sgd`. Saving is up to you:
+                `engine.save` is refused.
 
         Raises:
             StrategyError: The strategy does not go with this model, optimizer or number of ranks;
@@ -102,6 +107,7 @@ class DistributedStrategy(Fields):
             digest_every=digest_every,
             timeout=timeout,
             plan=plan,
+            members=members,
         )
 
     def explain(

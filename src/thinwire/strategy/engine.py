@@ -378,7 +378,9 @@ class Engine:
                 holds what cannot be saved; on all ranks. Training may go on.
             Diverged: Ranks do not hold the same; nothing was written.
             Mismatch: Ranks are at different places, or some of them did not call it.
+            RuntimeError: The ranks are members that come and go.
         """
+        self._require_ranks_stay("save")
         require_agreement(
             self._parts.group, {"place of the checkpoint": self._place()}, what="saving"
         )
@@ -426,6 +428,7 @@ class Engine:
             CheckpointCorrupt: All that are there are damaged.
             CheckpointError: Anything else; these three are of its kind.
         """
+        self._require_ranks_stay("load")
         self._require_open()
         try:
             return saving.read(directory, self._parts, self._take_over)
@@ -504,6 +507,14 @@ class Engine:
             "dropped_steps": self._dropped_steps(),
             "bytes_sent": self._bytes_sent(),
         }
+
+    def _require_ranks_stay(self, name: str) -> None:
+        if not self._parts.group.stays:
+            raise RuntimeError(
+                f"engine.{name} writes one checkpoint of all ranks, and members come and go: the "
+                "others keep what a newcomer needs. To keep a copy for later, let one member save "
+                "the model and the optimizer, as with one process"
+            )
 
     def _place(self) -> int:
         """What ranks have in common: updates, or local steps, of which each rank drops or leaves

@@ -42,6 +42,7 @@ from thinwire.kernels.needs import Need
 from thinwire.kernels.warm import warm_up
 from thinwire.local.model import bare_optimizer
 from thinwire.local.updates import LocalUpdates
+from thinwire.members.members import Members
 from thinwire.optim.dgc_momentum import DGCMomentum
 from thinwire.optim.layerwise import LayerwiseOptimizer
 from thinwire.pipeline.runner import PipelineRunner
@@ -93,6 +94,7 @@ class _Options:
     grad_clip: Clip | None
     find_unused_parameters: bool
     planned: Planned | None
+    members: Members | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,20 +130,25 @@ def prepare(
     timeout: float | datetime.timedelta | None = None,
     find_unused_parameters: bool = False,
     plan: Any = None,
+    members: Members | None = None,
 ) -> Engine:
     """See `DistributedStrategy.prepare`."""
+    if members is not None:
+        _require_members_work(strategy, members, timeout)
     options = _Options(
         loss_fn=loss_fn,
         grad_clip=grad_clip,
         find_unused_parameters=check.boolean("find_unused_parameters", find_unused_parameters),
         planned=planned_row(plan),
+        members=members,
     )
     optimizer = cast(
         "torch.optim.Optimizer", bare_optimizer(optimizer)
     )  # of a wrong kind, it is refused next
     _check_kinds(model, optimizer, loss_fn, grad_clip)
     digest_every = check.integer("digest_every", digest_every, at_least=0)
-    with one_deadline(time_limit_s(None, timeout)):
+    limit_s = time_limit_s(None, timeout) if members is None else members.timeout_s
+    with one_deadline(limit_s):
         return _prepared(strategy, model, optimizer, options, digest_every, timeout)
 
 
@@ -154,13 +161,15 @@ def _prepared(
     timeout: float | datetime.timedelta | None,
 ) -> Engine:
     begin_s = time.perf_counter()
-    group = Group(None, timeout)
+    group = Group(None, timeout) if options.members is None else options.members.group
     facts = {
         **strategy_facts(strategy),
         "digest_every": digest_every,
         "timeout in seconds": group.timeout_s,
     }
     facts |= _arithmetic(strategy, model, optimizer)
+    if options.members is not None:
+        options.members.begin("strategy", facts)
     require_agreement(group, facts, what="comparing strategies", cures=CURES, versions=versions())
     grid = None if strategy.pipeline is None else Grid(strategy.pipeline.stages, timeout)
     place = _Place(grid=grid, replicas=group.size if grid is None else grid.replicas)
@@ -195,6 +204,29 @@ def _prepared(
             handle.remove()
         plan.restore()
         raise
+
+
+def _require_members_work(
+    strategy: Fields, members: object, timeout: float | datetime.timedelta | None
+) -> None:
+    check.instance("members", members, Members)
+    if strategy.local is None:
+        raise StrategyError(
+            "members come and go between two averagings, so members= needs localsgd or "
+            "adaptive_localsgd; every other field exchanges in each step, over ranks that stay: "
+            "start those with torchrun"
+        )
+    for name in ("pipeline", "dgc"):
+        if getattr(strategy, name) is not None:
+            raise StrategyError(
+                f"members= does not work with {name}: leave it out"
+                + (", and give localsgd a compression such as tw.Sparse(0.97)" * (name == "dgc"))
+            )
+    if timeout is not None:
+        raise ValueError(
+            "timeout and members were both given: members exchange within the time-out that join "
+            "was given; leave it out"
+        )
 
 
 def _needs(plan: _Plan) -> frozenset[Need]:
@@ -240,7 +272,7 @@ def _agreed_plan(
     problem: Exception | None = None
     plan = None
     try:
-        plan = _planned(strategy, model, optimizer, options.grad_clip, place)
+        plan = _planned(strategy, model, optimizer, options, place)
     except (TypeError, ValueError, RuntimeError) as error:
         problem = error
     reason = None if problem is None else f"{type(problem).__name__}: {problem}"
@@ -261,9 +293,10 @@ def _planned(
     strategy: Fields,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    grad_clip: Clip | None,
+    options: _Options,
     place: _Place,
 ) -> _Plan:
+    grad_clip = options.grad_clip
     require_free(optimizer)
     require_one_clip(optimizer, grad_clip)
     names = {p: name for name, p in model.named_parameters()}
@@ -293,7 +326,9 @@ def _planned(
             restore = become_(
                 optimizer, adopted.optimizer, (strategy.dgc, strategy.lars, strategy.lamb)
             )
-        return _planned_for(optimizer, adopted.compressor, restore, strategy, stage, place)
+        return _planned_for(
+            optimizer, adopted.compressor, restore, strategy, stage, place, options.members
+        )
     except BaseException:
         restore()
         raise
@@ -306,6 +341,7 @@ def _planned_for(
     strategy: Fields,
     stage: nn.Module,
     place: _Place,
+    members: Members | None,
 ) -> _Plan:
     local = strategy.local
     trained = {p for group in optimizer.param_groups for p in group["params"]}
@@ -318,7 +354,13 @@ def _planned_for(
     if local is not None:
         group = place.replica_group
         sync = LocalUpdates(
-            stage, optimizer, local, process_group=group, dgc=strategy.dgc, scaler=scaler
+            stage,
+            optimizer,
+            local,
+            process_group=group,
+            dgc=strategy.dgc,
+            scaler=scaler,
+            members=members,
         )
     return _Plan(
         stage=stage,
@@ -396,9 +438,9 @@ def _assembled(
         group=group,
         exchange=exchange,
         overlap=overlap,
-        absent=AbsentAsZero(plan.params, Group(peers)),
+        absent=AbsentAsZero(plan.params, _peers(peers, options)),
         find_unused=options.find_unused_parameters and plan.sync is None,
-        buffers=MovingBuffers(plan.stage, Group(place.replica_group)),
+        buffers=MovingBuffers(plan.stage, _peers(place.replica_group, options)),
         scaler=scaler,
         merge=None if merge is None or merge.k_steps == 1 else GradientSum(),
         merge_steps=1 if merge is None else merge.k_steps,
@@ -412,6 +454,11 @@ def _assembled(
         facts=checkpoint_facts(strategy, model, plan.optimizer),
     )
     return Engine(parts)
+
+
+def _peers(process_group: dist.ProcessGroup | None, options: _Options) -> Group:
+    """The ranks that exchange with this one."""
+    return Group(process_group) if options.members is None else options.members.group
 
 
 def _settled_step(strategy: Fields) -> int:
