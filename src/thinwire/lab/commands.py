@@ -14,7 +14,7 @@ from thinwire._version import __version__
 from thinwire.lab.settings import Settings
 from thinwire.lab.strategies import STRATEGIES
 
-__all__ = ["app", "compare"]
+__all__ = ["Count", "app", "compare"]
 
 app = App(
     name="thinwire",
@@ -36,7 +36,8 @@ def _whole_number(_type: object, tokens: Sequence[Token]) -> int:
         raise ValueError(f"{typed!r} is not a whole number") from None
 
 
-_Count = Annotated[int, Parameter(converter=_whole_number)]
+Count = Annotated[int, Parameter(converter=_whole_number)]
+"""A whole number; what is none is refused."""
 
 _EXAMPLES = """Examples:
 
@@ -56,22 +57,22 @@ torchrun --nnodes 2 --nproc-per-node 1 --rdzv-endpoint host:29400 --rdzv-backend
 @app.command(help_epilogue=_EXAMPLES)
 def compare(
     *,
-    workers: _Count | None = None,
+    workers: Count | None = None,
     link: str | None = None,
     latency: str = "0ms",
     strategies: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="")] = (
         "dense",
         "dgc",
     ),
-    steps: _Count | None = None,
+    steps: Count | None = None,
     seconds: float | None = None,
     model: str = "transformer",
     size: str = "medium",
     text: Path | None = None,
     out: Path | None = None,
-    batch: _Count = 8,
-    seed: _Count = 0,
-    seeds: _Count = 1,
+    batch: Count = 8,
+    seed: Count = 0,
+    seeds: Count = 1,
     lr: float | None = None,
     optimizer: str = "adamw",
     task: str | None = None,

@@ -15,6 +15,7 @@ from cyclopts import Parameter
 
 from thinwire._version import __version__
 from thinwire.errors import ThinwireError
+from thinwire.lab.commands import Count
 from thinwire.lab.report.measures import bytes_text
 from thinwire.lab.report.page import write_page
 from thinwire.lab.report.progress import display_for
@@ -44,7 +45,7 @@ def plan(
     *,
     params: str | None = None,
     step_seconds: float | None = None,
-    workers: int | None = None,
+    workers: Count | None = None,
     link: str | None = None,
     latency: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
     device: str | None = None,
@@ -94,16 +95,24 @@ def plan(
             task=task,
         )
         bar.done()
+    # files first: whoever reads what is printed may leave early
+    told = [] if html is None else [f"page: {html}"]
+    if html is not None:
+        write_page(render(made, shlex.join(["thinwire", *sys.argv[1:]])), html)
+    best = made[made.recommended]
+    if out is not None and best.document is not None:
+        _write(made, best.document, out)
+        told.append(f"strategy file of {made.recommended}: {out}")
     if as_json:
         print(json.dumps(made.to_dict(), indent=1))
     else:
         _print(made, made.strategies if all_rows else made.best())
-    if html is not None:
-        write_page(render(made, shlex.join(["thinwire", *sys.argv[1:]])), html)
-        if not as_json:
-            print(f"page: {html}")
-    if out is not None:
-        _write(made, out, as_json)
+        print("".join(f"{line}\n" for line in told), end="")
+    if out is not None and best.document is None:
+        raise ValueError(
+            f"out={str(out)!r}: {made.recommended} is a hook of torch for DistributedDataParallel, "
+            "for which there is no strategy file: leave --out out"
+        )
 
 
 def _print(made: Plan, rows: Sequence[Row]) -> None:
@@ -112,7 +121,6 @@ def _print(made: Plan, rows: Sequence[Row]) -> None:
     from rich.table import Table
 
     console = Console(highlight=False)
-    console.print(made.reason, markup=False)
     titles = ("s a step", "sent", "waits", "memory", "worth", "sooner")
     table = Table("", *titles, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for column in table.columns[1:]:
@@ -128,18 +136,21 @@ def _print(made: Plan, rows: Sequence[Row]) -> None:
             f"{row.progress:.2f}",
             f"{1 / row.time_to_dense_loss:.3g}",
         )
-    console.print(table)
     hidden = len(made.strategies) - len(rows)
-    console.print(
+    explained = (
         "k: local steps between averagings. d: steps that a result may come late. f: parts of the "
         "model that are averaged in turn. b: bits of a value. %: entries that are sent. r: rank.\n"
         "sent: by a rank in a step. waits: for the wire. sooner: how many times, at dense's last "
         "loss. worth: steps of dense that one step is worth; not predicted: of "
         f"{made.strategies[0].name} {made.strategies[0].progress_source}. thinwire compare "
         "measures it."
-        + (f"\n{hidden} more settings: --all; with the source of each: --json." if hidden else ""),
-        markup=False,
+        + (f"\n{hidden} more settings: --all; with the source of each: --json." if hidden else "")
     )
+    with console.capture() as captured:  # by itself it would end the process where nobody reads
+        console.print(made.reason, markup=False)
+        console.print(table)
+        console.print(explained, markup=False)
+    print(captured.get(), end="")
 
 
 def _require_place(name: str, path: Path | None) -> None:
@@ -149,16 +160,10 @@ def _require_place(name: str, path: Path | None) -> None:
         )
 
 
-def _write(made: Plan, out: Path, as_json: bool) -> None:
+def _write(made: Plan, document: Mapping[str, Any], out: Path) -> None:
     from thinwire.strategy.distributed_strategy import DistributedStrategy
     from thinwire.strategy.yaml_files import text_of
 
-    document = made[made.recommended].document
-    if document is None:
-        raise ValueError(
-            f"out={str(out)!r}: {made.recommended} is a hook of torch for DistributedDataParallel, "
-            "for which there is no strategy file: leave --out out"
-        )
     low, _, high = made[made.recommended].step_seconds
     text = (
         f"# Written by thinwire plan: {made.reason}\n"
@@ -166,8 +171,6 @@ def _write(made: Plan, out: Path, as_json: bool) -> None:
         "warns where a run leaves this.\n"
     )
     out.write_text(text + text_of(DistributedStrategy.from_dict(document)), encoding="utf-8")
-    if not as_json:
-        print(f"strategy file of {made.recommended}: {out}")
 
 
 def probe(
@@ -175,7 +178,7 @@ def probe(
     out: Path,
     task: str | None = None,
     size: str = "medium",
-    batch: int = 8,
+    batch: Count = 8,
     device: str = "auto",
     quiet: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
@@ -199,6 +202,11 @@ def probe(
             "probe measures the network between ranks, and torchrun has started none here: "
             "torchrun --nnodes 2 --nproc-per-node 1 --rdzv-endpoint HOST:29400 --rdzv-backend c10d "
             "-m thinwire probe --out probe.json"
+        )
+    if place[1] == 1:
+        raise ValueError(
+            "probe measures the network between ranks, and torchrun has started one: start as many "
+            "as will train"
         )
     require_device(device)
     if task is not None:

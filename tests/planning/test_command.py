@@ -1,0 +1,90 @@
+"""`thinwire plan` as a newcomer meets it: one line for what cannot be, files whoever reads."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import thinwire as tw
+from thinwire.planning import command
+
+NUMBERS = ["--params", "124M", "--step-seconds", "0.35"]
+PLAN = [sys.executable, "-m", "thinwire", "plan"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([*NUMBERS, "--workers", "2.5"], "'2.5' is not a whole number"),
+        ([*NUMBERS, "--link", "fast"], "link='fast' is not a rate: write a number and a unit"),
+        ([*NUMBERS, "--latency", "-3ms"], "latency='-3ms'"),
+        (["--params", "124M"], "step_seconds is missing: give params and step_seconds, or a task"),
+        ([], "params is missing"),
+        ([*NUMBERS, "--out", "missing/best.yaml"], "out='missing/best.yaml' cannot be written"),
+        ([*NUMBERS, "--html", "."], "html='.' cannot be written"),
+    ],
+)
+def test_what_cannot_be_is_one_line(words: list[str], says: str, tmp_path: Path) -> None:
+    said = subprocess.run(
+        [*PLAN, *words], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert (said.returncode, said.stdout) == (2, "")
+    assert len(said.stderr.splitlines()) == 1
+    assert says in said.stderr
+
+
+@pytest.mark.parametrize("more", [[], ["--json"], ["--all"]])
+def test_a_reader_that_leaves_early_gets_the_files(more: list[str], tmp_path: Path) -> None:
+    words = [*PLAN, *NUMBERS, *more, "--out", "best.yaml", "--html", "plan.html"]
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.wait(60) == 0
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
+    assert tw.DistributedStrategy.load(tmp_path / "best.yaml").on
+    assert (tmp_path / "plan.html").exists()
+
+
+def test_a_link_so_fast_that_nothing_helps_says_so_and_why(tmp_path: Path) -> None:
+    words = ["--params", "1M", "--step-seconds", "0.5", "--link", "400gbit", "--out", "best.yaml"]
+    said = subprocess.run(
+        [*PLAN, *words], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert said.returncode == 0
+    text = " ".join(said.stdout.split())
+    assert text.startswith("use dense: its step of 0.501 s waits for the wire 0 % of the time")
+    assert "strategy file of dense: best.yaml" in text
+    assert not tw.DistributedStrategy.load(tmp_path / "best.yaml").on
+
+
+def test_where_a_hook_of_torch_is_best_there_is_no_file_and_the_plan_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = tw.plan(params="1M", step_seconds=1.0)
+    monkeypatch.setattr(command, "predicted", lambda **_: replace(made, recommended="powersgd"))
+    with pytest.raises(ValueError, match=r"powersgd is a hook of torch.*leave --out out"):
+        command.plan(params="1M", step_seconds=1.0, out=tmp_path / "best.yaml")
+    assert "powersgd" in capsys.readouterr().out
+    assert not (tmp_path / "best.yaml").exists()
+
+
+def test_a_probe_of_one_rank_is_refused_where_it_is_made(tmp_path: Path) -> None:
+    place = {"TORCHELASTIC_RUN_ID": "a run", "RANK": "0", "WORLD_SIZE": "1"}
+    words = [sys.executable, "-m", "thinwire", "probe", "--out", "probe.json"]
+    said = subprocess.run(
+        words,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env={**os.environ, **place},
+    )
+    assert said.returncode == 2
+    assert "torchrun has started one" in said.stderr
+    assert not list(tmp_path.iterdir())
