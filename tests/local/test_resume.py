@@ -34,6 +34,14 @@ CONFIGS = {
     "delay and state": tw.LocalSGD(6, delay=4, average_state=True),
     "delay, mixing and state": tw.LocalSGD(4, delay=2, mixing=0.5, average_state=3),
     "mixing": tw.LocalSGD(4, mixing=0.5),
+    "nodes": tw.LocalSGD(5, node_size=2, compression=tw.Sparse(0.9)),
+    "nodes, low rank, fragments and delay": tw.LocalSGD(
+        8,
+        fragments=2,
+        delay=3,
+        node_size=2,
+        compression=tw.LowRank(2, begin_step=0, min_numel=20),
+    ),
 }
 
 
@@ -86,9 +94,21 @@ def test_resuming_is_bit_exact(ranks: Pool, name: str, stop: int) -> None:
     for straight, resumed, stats, stats_again in ranks.run(resume, CONFIGS[name], stop, size=2):
         assert resumed == straight
         if "delay" not in name:  # what was on its way travels twice
-            names = ("bytes_received", "wait_s", "rate_bit_s", "waiting_share")
+            names = (
+                "bytes_received",
+                "bytes_between_nodes",
+                "rate_bit_s",
+                "wait_s",
+                "waiting_share",
+            )
             of_this_process = dict.fromkeys(names, 0)
             assert {**stats_again, **of_this_process} == {**stats, **of_this_process}
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name.startswith("nodes")])
+def test_several_nodes_resume_bit_exactly(ranks: Pool, name: str) -> None:
+    for straight, resumed, *_ in ranks.run(resume, CONFIGS[name], 16, size=4):
+        assert resumed == straight
 
 
 def mean_of(states: list[Any]) -> Any:

@@ -3,6 +3,7 @@ that real ranks count."""
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -185,10 +186,12 @@ def sent_by_changes(rank: int, size: int, config: tw.LocalSGD, steps: int) -> li
         ),
     ],
 )
+@pytest.mark.parametrize("node_size", [1, 2])
 def test_real_ranks_send_what_is_simulated_in_local_updates(
-    ranks: Pool, config: tw.LocalSGD, method: Method, size: int
+    ranks: Pool, config: tw.LocalSGD, method: Method, size: int, node_size: int
 ) -> None:
     """A whole round after the first one, with a delay as it arrives."""
+    config, method = (replace(each, node_size=node_size) for each in (config, method))
     k = config.k_steps
     first = config.begin_step + k + config.delay
     found = ranks.run(sent_by_changes, config, first + k, size=size)

@@ -105,6 +105,16 @@ def test_a_home_receives_at_its_own_rate() -> None:
     assert over(Gather(10_000), lines) == pytest.approx(70_000 / rate, rel=0.01)
 
 
+@pytest.mark.parametrize("ranks", [2, 4, 16])
+@pytest.mark.parametrize("nbytes", [24, 3_000_000])
+def test_events_and_the_formula_of_a_broadcast_agree_where_a_tree_is_full(
+    ranks: int, nbytes: int
+) -> None:
+    network = Network(1e8, 0.01, ranks)
+    found_s = over(Broadcast(nbytes), switch(ranks, 1e8, 0.01))
+    assert found_s == pytest.approx(network.broadcast_s(nbytes), rel=1e-9)
+
+
 def test_a_broadcast_takes_as_many_rounds_as_a_tree_is_deep() -> None:
     """A latency each, after the one in which all receivers say that they are ready."""
     lines = switch(8, 1e12, 0.1)

@@ -69,6 +69,7 @@ def local_updates(draw: st.DrawFn, kind: Callable[..., Any]) -> Any:
         delay=draw(st.integers(0, k_steps // fragments - 1)),
         mixing=draw(st.floats(0, 1, exclude_max=True)),
         average_state=draw(st.booleans() | st.integers(0, 9)),
+        node_size=draw(st.none() | counts),
     )
 
 

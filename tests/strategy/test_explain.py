@@ -215,7 +215,11 @@ def test_a_pipeline_says_how_ranks_and_batches_must_divide(
         ({"dgc": tw.DGC(exchange="split")}, "adds up a share of the numbers"),
         (
             {"dgc": tw.DGC(node_size=4), "localsgd": tw.LocalSGD(2)},
-            "averages of local updates are gathered",
+            "is for gradients; say node_size in the local updates",
+        ),
+        (
+            {"localsgd": tw.LocalSGD(2, node_size=4)},
+            "the 4 ranks of a node average densely first and count as one",
         ),
     ],
     ids=str,

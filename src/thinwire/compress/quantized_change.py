@@ -102,7 +102,8 @@ class Quantized(ErrorsOnly):
         message = pack(layout, step, 0, [tensor.view(-1) for tensor in folded.values()])
         [rows] = yield [AllGather(message, f"gathering changes of step {step}")]
         codes = [
-            unpack(layout, row, step=step, bucket=0, source=rank) for rank, row in enumerate(rows)
+            unpack(layout, row, step=step, bucket=0, source=source * context.node_size)
+            for source, row in enumerate(rows)
         ]
         own = unpack(layout, message, step=step, bucket=0, source=0)
         made = _Whole(context, list(folded))
@@ -167,7 +168,8 @@ def _by_shares(context: Context, folded: Mapping[str, Tensor], plan: WholeSplit)
     means = [torch.zeros_like(part) for part in cut[me]]
     try:
         for source, row in enumerate(rows):
-            codes = unpack(plan.first[me], row, step=step, bucket=0, source=source)
+            rank = source * context.node_size
+            codes = unpack(plan.first[me], row, step=step, bucket=0, source=rank)
             for total, code, own in zip(means, codes, cut[me], strict=True):
                 total.add_(own if source == me else _decoded(plan.first[me], code, own))
     except PayloadCorrupt as found:  # the others wait in round two
@@ -184,7 +186,8 @@ def _by_shares(context: Context, folded: Mapping[str, Tensor], plan: WholeSplit)
     made.errors = {name: torch.empty_like(t) for name, t in folded.items()}
     all_means, errors = ([t.view(-1) for t in each.values()] for each in (made.means, made.errors))
     for owner, (its, row) in enumerate(zip(plan.second, rows, strict=True)):
-        told = unpack(its, row[: its.nbytes], step=step, bucket=0, source=owner)
+        rank = owner * context.node_size
+        told = unpack(its, row[: its.nbytes], step=step, bucket=0, source=rank)
         sent = unpack(plan.first[owner], messages[owner], step=step, bucket=0, source=me)
         for place, piece in enumerate(plan.pieces[owner]):
             part = cut[owner][place]

@@ -87,11 +87,15 @@ class Round:
         A bucket whose ranks still average inside their nodes goes on when the next one comes.
         """
         self._names.update(names)
+        self.leave_nodes()
+        self._advance(sending, None)
+
+    def leave_nodes(self) -> None:
+        """Wait for what ranks still average inside their nodes, and launch what follows from it."""
         # the same ones on all ranks: what is waited for does not depend on what has arrived
         inside = [each for each in self._waiting if each.in_node]
         self._waiting = [each for each in self._waiting if not each.in_node]
         self._go_on(inside)
-        self._advance(sending, None)
 
     def replay(
         self, names: Collection[str], sending: Bucket, heard: Sequence[Sequence[Tensor]]

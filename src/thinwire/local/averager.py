@@ -234,6 +234,7 @@ class Averager:
     ) -> tuple[PendingAveraging, list[Report]]:
         """What this rank would send, once all ranks have agreed that it may be sent."""
         step = self.counters.step
+        self.averaging.make_common()
         problem = self.tensors.difference()
         with_state = self._config.averages_state(self._number)
         state = self.tensors.state(names) if with_state and problem is None else {}

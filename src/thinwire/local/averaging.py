@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from thinwire.comm import Group
+from thinwire.comm import Nodes, Sources
 from thinwire.compress.change_protocol import ERRORS, ChangeCompression, MeanChange
 from thinwire.compress.dense import not_finite, send_dense
-from thinwire.compress.protocol import Bucket, together
+from thinwire.compress.protocol import Bucket, Sending, together
 from thinwire.core.outer import OuterRule, outer_list_, outer_step_
+from thinwire.exchange.nodes import in_nodes, make_common_
 from thinwire.exchange.round import Round
 from thinwire.layout.message import SKETCH_NUMEL
 from thinwire.local.sketch import sketch
@@ -97,19 +98,23 @@ class Averaging:
     averaging changes them.
 
     An anchor S is a parameter's value after its last averaging, in float32 or wider, equal on all
-    ranks; outer momentum is equal too; kept errors are this rank's own. Nothing changes before
-    `commit_`.
+    ranks; outer momentum is equal too; kept errors are this rank's own, or its node's. Nothing
+    changes before `commit_`.
+
+    Where `sources` are `Nodes`, the ranks of a node first average what they have to send, and then
+    send the same: what they keep of it is the same too.
     """
 
     def __init__(
         self,
-        group: Group,
+        sources: Sources,
         params: Mapping[str, Parameter],
         *,
         outer: OuterRule,
         changes: ChangeCompression | None,
     ) -> None:
-        self._group = group
+        self._sources = sources
+        self._common = True
         self._params = params
         self._outer = outer
         self.changes = changes
@@ -136,6 +141,33 @@ class Averaging:
     def errors(self) -> dict[str, Tensor]:
         """What of each parameter's change was not sent, of this rank alone."""
         return self.kept[ERRORS]
+
+    @property
+    def _alone(self) -> bool:
+        return self._sources.size * self._sources.node_size == 1
+
+    @torch.no_grad()
+    def make_common(self) -> None:
+        """Give the ranks of each node the mean of what they keep, where it was loaded and may
+        differ.
+        """
+        sources = self._sources
+        if isinstance(sources, Nodes) and not self._common:
+            counted = sources.all_ranks, sources.node
+            sent = [group.bytes_sent for group in counted]
+            kept = {
+                f"{kind} of {name}": tensor
+                for kind, tensors in self.kept.items()
+                for name, tensor in tensors.items()
+            }
+            make_common_(kept, sources)
+            for group, nbytes in zip(counted, sent, strict=True):  # no exchange of an update
+                group.bytes_sent = nbytes
+        self._common = True
+
+    def state_loaded(self) -> None:
+        """What is kept was put in from elsewhere: it may differ inside a node."""
+        self._common = False
 
     @torch.no_grad()
     def anchor_(self) -> None:
@@ -191,12 +223,14 @@ class Averaging:
             pending: What is sent.
             heard: Whether to keep what is heard, for `replay` elsewhere.
 
-        Communication: sum_ per dtype; the collectives of the compression.
+        Communication: sum_ per dtype; the collectives of the compression. Among nodes one
+        all-reduce per dtype inside each before them, which is waited for.
         """
         one_round, names, sending = self._prepared(pending)
         one_round.heard = [] if heard else None
         pending.round = one_round
         one_round.launch(names, sending)
+        one_round.leave_nodes()
 
     def replay(self, pending: PendingAveraging, heard: Sequence[Sequence[Tensor]]) -> None:
         """Instead of `launch` and waiting: go through it with what another rank has heard, while
@@ -211,19 +245,25 @@ class Averaging:
         """An averaging's round, what it carries, and how that is sent."""
         # a pending that was loaded may hold its tensors in another order than the ranks' own
         names = sorted(pending.moved, key=self._keys.__getitem__)
-        one_round = Round(self._group, pending.step)
-        context, sendings = one_round.context(0), []
-        if pending.compressed:
-            assert self.changes is not None, "something is compressed"
-            folded = {name: pending.moved[name] for name in names if name in pending.compressed}
-            sendings.append(self.changes.send(context, folded, self.kept))
-        dense = {name: pending.moved[name] for name in names if name not in pending.compressed}
-        dense |= {_extra(key): value for key, value in pending.extras.items()}
+        given = {name: pending.moved[name] for name in names}
+        given |= {_extra(key): value for key, value in pending.extras.items()}
         if pending.sketch is not None:
-            dense[_SKETCH] = pending.sketch.float()
-        if dense:
-            sendings.append(send_dense(context, dense))
-        return one_round, pending.moved.keys() | dense.keys(), together(sendings)
+            given[_SKETCH] = pending.sketch.float()
+        one_round = Round(self._sources, pending.step)
+        context = one_round.context(0)
+
+        def sendings(those: Mapping[str, Tensor]) -> list[Sending]:
+            folded = {name: those[name] for name in those if name in pending.compressed}
+            dense = {name: those[name] for name in those if name not in pending.compressed}
+            found = [send_dense(context, dense)] if dense else []
+            if folded:
+                assert self.changes is not None, "something is compressed"
+                found.insert(0, self.changes.send(context, folded, self.kept))
+            return found
+
+        nodes = isinstance(self._sources, Nodes)
+        sending = in_nodes(context, given, sendings) if nodes else together(sendings(given))
+        return one_round, given.keys(), sending
 
     def sketch_of(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The sketch of these parts of the model, one long vector, on the CPU."""
@@ -275,7 +315,8 @@ class Averaging:
         assert pending.round is not None, "launched"
         arrived = pending.round.arrived[name]
         assert isinstance(arrived, MeanChange), "compressed"
-        return arrived.take_mean_(name, pending.moved[name], self.kept)
+        folded = arrived.node_means.get(name, pending.moved[name])
+        return arrived.take_mean_(name, folded, self.kept)
 
     def _batches(self, pending: PendingAveraging) -> list[list[str]]:
         """All means that are there already in one, each of the others on its own, since it needs a
@@ -294,8 +335,7 @@ class Averaging:
         step.
         """
         same_type = real_view(self._params[name]).dtype == self.anchors[name].dtype
-        alone = self._group.size == 1
-        return not alone and pending.measured is None and not pending.mixing and same_type
+        return not self._alone and pending.measured is None and not pending.mixing and same_type
 
     def _move_together(self, names: list[str], changes: list[Tensor]) -> None:
         anchors = [self.anchors[name] for name in names]
@@ -307,7 +347,7 @@ class Averaging:
         param, anchor = self._params[name], self.anchors[name]
         before = widened(param if pending.measured is None else pending.measured[name])
         target = anchor - step
-        if self._group.size == 1:
+        if self._alone:
             # S - (S - p) is p but for rounding; alone, averaging must not change a bit of p where
             # all of its change, and nothing that was kept, is applied
             target = torch.where(step == anchor - before, before, target)

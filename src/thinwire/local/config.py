@@ -23,6 +23,7 @@ class _Common:
     delay: int = 0
     mixing: float = 0.0
     average_state: bool | int = False
+    node_size: int | None = None
 
     def _check(self, interval: str, k_steps: int) -> None:
         set_ = object.__setattr__
@@ -54,6 +55,8 @@ class _Common:
                 f"({interval}={k_steps}, fragments={self.fragments}), got {self.delay}"
             )
         set_(self, "mixing", check.real("mixing", self.mixing, at_least=0, below=1))
+        if self.node_size is not None:
+            set_(self, "node_size", check.integer("node_size", self.node_size, at_least=1))
         if not isinstance(self.average_state, bool):
             advice = "True is every averaging, k every k-th one"
             check.instance("average_state", self.average_state, int, advice=advice)
@@ -90,6 +93,10 @@ class LocalSGD(_Common):
             steps, until `begin_step`, and `flush` leave ranks equal at any m.
         average_state: Whether the optimizer's floating-point tensors of a parameter's shape are
             averaged too: True at every averaging, a number k at every k-th one.
+        node_size: Consecutive ranks that share a node, average densely among themselves first and
+            count as one source of changes, >= 1; it must divide the ranks. 1 is off. None:
+            torchrun's LOCAL_WORLD_SIZE where changes are compressed and ranks fill two nodes or
+            more.
 
     Raises:
         TypeError, ValueError: A wrong value.
@@ -128,6 +135,7 @@ class AdaptiveLocalSGD(_Common):
             applied early.
         mixing: See `LocalSGD`.
         average_state: See `LocalSGD`.
+        node_size: See `LocalSGD`.
 
     Raises:
         TypeError, ValueError: A wrong value.

@@ -74,6 +74,7 @@ def load(state: Mapping[str, Any], averager: Averager) -> None:
     for kind, current in places.items():
         for name, tensor in current.items():
             tensor.copy_(state[kind][name])
+    averaging.state_loaded()
     averaging.sketches.copy_(state["sketches"])
     for key in _COUNTERS:
         setattr(averager.counters, key, state[key])

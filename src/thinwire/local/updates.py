@@ -17,14 +17,18 @@ from thinwire import _validate as check
 from thinwire._version import __version__
 from thinwire.comm import (
     Group,
+    Nodes,
     Regrouped,
+    Sources,
     long_waits_logged,
     next_identity,
+    node_size_of,
     one_deadline,
     own_deadlines,
     place_in,
     require_agreement,
     seconds_of,
+    sources_of,
     time_limit_s,
     while_busy,
 )
@@ -131,7 +135,8 @@ class LocalUpdates:
     Every rank saves its own. On another number of ranks each may load the mean of the old ranks'
     tensors without its `origin`, which says whose it was. **Communication** per averaging: 24 bytes
     a rank of agreement before and after (more where losses or scales differ), one all-reduce per
-    dtype, and for what is compressed one all-gather of equally long messages. Between two
+    dtype, and for what is compressed one all-gather of equally long messages; where ranks share
+    nodes, one all-reduce per dtype inside each before, and only its first rank sends. Between two
     averagings nothing, but for the first loss and rate of an adaptive interval. **Failure**: an
     averaging that fails, on whichever rank, changes nothing on any rank but the step counter.
 
@@ -166,6 +171,11 @@ class LocalUpdates:
                         f"{name} and members were both given: members exchange among themselves, "
                         "within the time-out that join was given; leave it out"
                     )
+            if getattr(config, "node_size", None) not in (None, 1):
+                raise ValueError(
+                    f"node_size={config.node_size} and members were both given: members come and "
+                    "go one by one, so that each counts for itself; leave node_size out"
+                )
         self._members = members
         self.digest_every = check.integer("digest_every", digest_every, at_least=0)
         check.instance("config", config, (LocalSGD, AdaptiveLocalSGD))
@@ -196,6 +206,7 @@ class LocalUpdates:
         self._waited_before = 0.0
         self._sent_by_ddp = 0
         self._group: Group | None = None
+        self._sources: Sources | None = None
         self._averager: Averager | None = None
         self._hooks: list[Any] = []
 
@@ -246,6 +257,7 @@ class LocalUpdates:
         )
         if (problem := self._tensors.difference()) is not None:
             raise RuntimeError(problem)
+        self._sources = sources = self._agreed_sources(group)
         while_busy(group, "compiling loops", lambda: float(warm_up(self._needs()) > 0))
         self._tensors.copy_from_first(group)
         outer = OuterRule(
@@ -257,7 +269,7 @@ class LocalUpdates:
             self._tensors,
             self._config,
             interval=self._interval,
-            averaging=Averaging(group, self._tensors.params, outer=outer, changes=changes),
+            averaging=Averaging(sources, self._tensors.params, outer=outer, changes=changes),
             counters=self._counters,
             scaler=self._scaler,
             identity=f"local updates {next_identity(self._process_group)}",
@@ -270,7 +282,7 @@ class LocalUpdates:
                 members.fetch(NewcomersWork(averager, members.group))
                 averager.average_if_due()
         self._restore_bytes(0)  # what it takes to start is not an exchange of updates
-        self._received_before, self._waited_before = group.bytes_received, group.wait_s
+        self._received_before, self._waited_before = sources.bytes_received, sources.wait_s
         self._pace = Pace(self.planned if group.rank == 0 else None)
         self._paced_step = self.step
         optimizer = self._tensors.optimizer
@@ -280,6 +292,17 @@ class LocalUpdates:
         ]
         _open.append(self)
         return self
+
+    def _agreed_sources(self, group: Group) -> Sources:
+        """Who counts as one source of changes, once all ranks have said the same."""
+        size = self._config.node_size
+        dense = compression_of(self._config.compression, self._dgc) is None
+        if self._members is not None or (size is None and dense):
+            return group
+        width, _ = node_size_of(group.global_ranks, size)
+        if size is None:  # else it is a part of the config
+            require_agreement(group, {"ranks of a node": width}, what="comparing nodes")
+        return sources_of(group, width)
 
     def _needs(self) -> frozenset[Need]:
         """The compiled loops that an averaging calls."""
@@ -326,13 +349,13 @@ class LocalUpdates:
         return (optimizer,), {**kwargs, "closure": then_noted}
 
     def _after_step(self, averager: Averager) -> None:
-        assert self._group is not None, "open"
-        group, k_steps = self._group, self.k_steps
+        assert self._group is not None and self._sources is not None, "open"
+        group, sources, k_steps = self._group, self._sources, self.k_steps
         if self._members is not None:
             self._members.group.take_up()
         with (
             group.one_deadline(),
-            long_waits_logged(f"local step {self.step + 1}", lambda: group.wait_s),
+            long_waits_logged(f"local step {self.step + 1}", lambda: sources.wait_s),
         ):
             averager.after_step()
         if averager.likeness.averaged_before:
@@ -341,7 +364,7 @@ class LocalUpdates:
             )
         if self.synced:
             _log.debug("averaged after local step %d", self.step)
-            self._round_over(group)
+            self._round_over(sources)
         if self.k_steps != k_steps:
             _log.info(
                 "ranks average every %d steps from now on, not every %d", self.k_steps, k_steps
@@ -356,13 +379,13 @@ class LocalUpdates:
             if members.left:
                 self.close()
 
-    def _round_over(self, group: Group) -> None:
+    def _round_over(self, sources: Sources) -> None:
         steps, self._paced_step = self.step - self._paced_step, self.step
         told = self._pace.round(
             steps,
             time.perf_counter(),
-            group.wait_s,
-            group.rate_bit_s,
+            sources.wait_s,
+            sources.rate_bit_s,
             compare=self.step > self._config.begin_step,
         )
         if told is not None:
@@ -473,7 +496,8 @@ class LocalUpdates:
         change. Equal on all ranks. 1, and no byte, where all is applied in time: without
         compression, with `dgc`, and at decay 1 with a mean over all ranks.
         """
-        group, changes = self._group, compression_of(self._config.compression, self._dgc)
+        sources, changes = self._sources, compression_of(self._config.compression, self._dgc)
+        between = sources.bytes_between_nodes if isinstance(sources, Nodes) else None
         return numbers(
             step=self.step,
             dropped_steps=self._skipped,
@@ -483,11 +507,12 @@ class LocalUpdates:
             applied_share=1.0 if self._averager is None else self._averager.averaging.applied_share,
             loss_scale=1.0 if self._scaler is None else self._scaler.scale,
             bytes_sent=self._sent_by_ddp
-            + (0 if group is None else group.bytes_sent + self._bytes_elsewhere),
-            bytes_received=0 if group is None else group.bytes_received - self._received_before,
+            + (0 if sources is None else sources.bytes_sent + self._bytes_elsewhere),
+            bytes_received=0 if sources is None else sources.bytes_received - self._received_before,
+            bytes_between_nodes=between,
             bytes_dense=4 * self._tensors.numel * self.step,
-            wait_s=0.0 if group is None else group.wait_s - self._waited_before,
-            rate_bit_s=0.0 if group is None else group.rate_bit_s,
+            wait_s=0.0 if sources is None else sources.wait_s - self._waited_before,
+            rate_bit_s=0.0 if sources is None else sources.rate_bit_s,
             waiting_share=self._pace.waiting_share,
         )
 
@@ -549,8 +574,8 @@ class LocalUpdates:
         self._open_averager().averaging.anchor_()
 
     def _restore_bytes(self, bytes_sent: int) -> None:
-        assert self._group is not None
-        self._bytes_elsewhere = bytes_sent - self._group.bytes_sent
+        assert self._sources is not None, "open"
+        self._bytes_elsewhere = bytes_sent - self._sources.bytes_sent
 
     def _open_averager(self) -> Averager:
         if not self._hooks or self._averager is None:

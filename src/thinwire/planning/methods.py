@@ -1,8 +1,9 @@
 """What each method computes, sends and keeps for a step, in numbers."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import ceil, log2
 from typing import Any
 
 from thinwire.layout.message import HEADER_BYTES, Layout, Slot, WholeLayout, count_sent
@@ -226,9 +227,19 @@ def _end_of_step(dense_bytes: float, network: Network) -> tuple[float, float]:
 def _local(own: Mapping[str, Any], work: Work, network: Network) -> Cost:
     """Local steps, then one averaging, whose wire `delay` steps hide."""
     k, fragments, delay = own["k_steps"], own.get("fragments", 1), own.get("delay", 0)
+    width = own.get("node_size") or 1
+    node = replace(network, ranks=width)
     wire_s, nbytes, passes, kept = _change(
-        own.get("compression") or {}, work, network, fragments, k / fragments * work.step_s
+        own.get("compression") or {},
+        work,
+        replace(network, ranks=max(1, network.ranks // width)),
+        fragments,
+        k / fragments * work.step_s,
     )
+    if width > 1:  # the mean over a node, and what its first rank passes on
+        whole = 4 * work.numel / fragments
+        wire_s += node.all_reduce_s(whole) + node.broadcast_s(nbytes / fragments)
+        nbytes += _ring_bytes(node, 4 * work.numel) + nbytes * ceil(log2(width))
     wire_s += network.all_reduce_s(_VOTE_BYTES)
     own_s = _passes(work, work.numel / fragments, passes)
     round_s = fragments * (max(0.0, wire_s - delay * work.step_s) + own_s)

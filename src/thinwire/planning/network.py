@@ -1,7 +1,7 @@
 """How long the collectives of gloo take between ranks of a network."""
 
 from dataclasses import dataclass
-from math import inf, log, log2
+from math import ceil, inf, log, log2
 
 __all__ = ["FRAMES", "Network"]
 
@@ -51,6 +51,20 @@ class Network:
         silence.
         """
         return self._ring_s(min(1, self.ranks - 1), nbytes, idle_s)
+
+    def broadcast_s(self, nbytes: float) -> float:
+        """A tree: in each round all who have it pass it on; the last round may need a little
+        less.
+        """
+        if self.ranks == 1:
+            return 0.0
+        once_s, more = self.transfer_s(nbytes), ceil(log2(self.ranks)) - 1
+        return (
+            self.call_s
+            + max(once_s, self.latency_s)
+            + self.latency_s
+            + more * (once_s + self.latency_s)
+        )
 
     def transfer_s(self, nbytes: float, idle_s: float = 0.0) -> float:
         """One way, without latency; windows of connections that were idle grow from ten segments.

@@ -173,25 +173,31 @@ class _Run:
         rounds = method.rounds(numels, self._nodes.shape[0])
         for collective in method.inside(numels):
             self._now = self._over(collective, self._nodes, self._now)
-        over = self._round(rounds[0], self._now, idle_s)
+        over = self._between(rounds[0], self._now, idle_s)
         if method.delay:
             self._waited += self._now - begin
             begin = self._now = self._now + self._computed(method.delay)
             self._ahead = method.delay
-        self._now = np.maximum(self._now, over)
-        for later in rounds[1:]:  # launched when the first is waited for
-            self._now = self._round(later, self._now, 0.0)
+        self._wait_for(rounds[0], over)
+        for later in rounds[1:]:  # launched when the first has come
+            self._wait_for(later, self._between(later, self._now, 0.0))
         agreed = self._agreed()
         self._waited += self._now - begin
         return agreed
 
-    def _round(self, collectives: list[Collective], begin: Times, idle_s: float) -> Times:
-        """Between the sources, and on inside each node; the wire carries one after the other."""
-        over = begin
+    def _between(self, collectives: list[Collective], begin: Times, idle_s: float) -> list[Times]:
+        """When each is over between the sources; the wire carries one after the other."""
+        found = []
         for collective in collectives:
-            over = self._passed_on(collective, self._over(collective, self._leaders, over, idle_s))
+            begin = self._over(collective, self._leaders, begin, idle_s)
+            found.append(begin)
             idle_s = 0.0
-        return over
+        return found
+
+    def _wait_for(self, collectives: list[Collective], over: list[Times]) -> None:
+        """What has come is passed on inside each node, once it is waited for."""
+        for collective, each in zip(collectives, over, strict=True):
+            self._now = self._passed_on(collective, np.maximum(self._now, each))
 
     def _passed_on(self, collective: Collective, begin: Times) -> Times:
         nodes, size = self._nodes, self._nodes.shape[0]

@@ -40,6 +40,7 @@ _FREE = (
             "outer_lr",
             "outer_nesterov",
             "mixing",
+            "node_size",
         )
     ),
     *(

@@ -305,6 +305,8 @@ def _planned(
         matches(model, strategy.recompute.checkpoints)
     if strategy.compression is not None and strategy.local is None:
         require_divisor(strategy.compression.node_size, place.replicas)
+    if strategy.local is not None:
+        require_divisor(strategy.local.node_size, place.replicas)
     stage = (
         model if strategy.pipeline is None else split_model(model, strategy.pipeline)[place.stage]
     )

@@ -128,10 +128,10 @@ def _about_share(config: LocalConfig) -> Iterator[str]:
 def _about_sources(strategy: Fields, dgc: DGC) -> Iterator[str]:
     """Who counts as one, and how their messages travel."""
     if strategy.local is not None:
-        if dgc.node_size not in (None, 1) or dgc.exchange == "split":
+        if dgc.node_size not in (None, 1):
             yield (
-                f"dgc: node_size={dgc.node_size} and exchange={dgc.exchange!r} are for gradients; "
-                "averages of local updates are gathered from every rank"
+                f"dgc: node_size={dgc.node_size} is for gradients; say node_size in the local "
+                "updates for their averages"
             )
         return
     stages = 1 if strategy.pipeline is None else strategy.pipeline.stages

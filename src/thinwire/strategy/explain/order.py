@@ -182,6 +182,8 @@ def _change(strategy: Fields, config: LocalConfig) -> str:
             f"{bits_text(dgc.value_bits)} an entry; the rest is kept. Tensors below "
             f"{dgc.min_numel} numbers go whole"
         )
+    if config.node_size not in (None, 1):
+        said += f"; the {config.node_size} ranks of a node average densely first and count as one"
     if config.fragments > 1:
         said += f"; {config.fragments} parts of the model take turns"
         if config.fragment_order == "strided":

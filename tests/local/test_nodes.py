@@ -1,0 +1,252 @@
+"""Local updates of nodes: their ranks average densely, count as one source, and keep the same."""
+
+import os
+import re
+import signal
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import thinwire as tw
+from tests.local.test_laws import Bag, digest, noise, start_values
+from tests.ranks import Lost, Pool
+from thinwire.comm import Nodes
+
+COMPRESSIONS = {
+    "sparse": tw.Sparse(0.75),
+    "sparse, split": tw.Sparse(0.75, 4, 1.0, "all", exchange="split"),
+    "quantized": tw.Quantized(2),
+    "quantized, split": tw.Quantized(exchange="split"),
+    "low rank": tw.LowRank(2, begin_step=0, min_numel=10),
+    "dense": None,
+}
+CONFIGS = {
+    "plain": tw.LocalSGD(3, begin_step=0),
+    "fragments, delay and momentum": tw.LocalSGD(
+        6, fragments=2, delay=2, outer_lr=0.8, outer_momentum=0.5
+    ),
+    "mixing and state": tw.LocalSGD(3, mixing=0.25, average_state=True),
+}
+
+
+def one_step(model: torch.nn.Module, optimizer: Any, step: int, source: int) -> None:
+    for name, p in model.named_parameters():
+        p.grad = (0.3 * p.detach() + noise(step, source, name)).to(p.dtype)
+    optimizer.step()
+
+
+def trained(rank: int, size: int, config: Any, alike: int, dgc: Any = None) -> dict[str, Any]:
+    """Ranks in groups of `alike` see the same gradients."""
+    model = Bag()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    with tw.local.updates.LocalUpdates(model, optimizer, config, dgc=dgc) as sync:
+        for step in range(1, 17):
+            one_step(model, optimizer, step, rank // alike)
+        state, stats = sync.state_dict(), sync.stats()
+    errors = {name: error.clone() for name, error in state["errors"].items()}
+    return {"digest": digest(model), "errors": errors, "stats": stats}
+
+
+@pytest.mark.parametrize("of", CONFIGS)
+@pytest.mark.parametrize("name", [*COMPRESSIONS, "dgc"])
+def test_a_node_of_two_is_one_rank_with_their_data(ranks: Pool, name: str, of: str) -> None:
+    """Bit for bit: the mean of two equal changes is exact."""
+    config = replace(CONFIGS[of], compression=COMPRESSIONS.get(name))
+    dgc = tw.DGC(sparsity=(0.8,), min_numel=7) if name == "dgc" else None
+    nodes = ranks.run(trained, replace(config, node_size=2), 2, dgc, size=4)
+    single = ranks.run(trained, replace(config, node_size=1), 1, dgc, size=2)
+    for rank, answer in enumerate(nodes):
+        twin = single[rank // 2]
+        assert answer["digest"] == twin["digest"]
+        assert answer["errors"].keys() == twin["errors"].keys()
+        for key, error in answer["errors"].items():
+            assert torch.equal(error, twin["errors"][key]), key
+        assert (answer["stats"]["bytes_between_nodes"] > 0) == (rank % 2 == 0)
+        assert answer["stats"]["applied_share"] == twin["stats"]["applied_share"]
+
+
+def conserved(rank: int, size: int, compression: Any, loaded: Any) -> dict[str, Any]:
+    """Gradients that depend on step and rank alone, in nodes of two, from a state if there is
+    one."""
+    model = Bag()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    config = tw.LocalSGD(2, begin_step=0, node_size=2 if size == 4 else 1, compression=compression)
+    sync = tw.local_sgd(model, optimizer, config)
+    with sync:
+        if loaded is not None:
+            sync.load_state_dict(loaded[rank % len(loaded)])
+        for step in range(sync.step + 1, sync.step + 9):
+            for name, p in model.named_parameters():
+                p.grad = noise(step, rank, name)
+            optimizer.step()
+        state = sync.state_dict()
+        sync.close()
+    del state["origin"]
+    return {**state, "digest": digest(model)}
+
+
+@pytest.mark.parametrize("name", ["sparse, split", "quantized", "quantized, split", "low rank"])
+def test_nothing_is_lost_of_what_nodes_change(ranks: Pool, name: str) -> None:
+    """What all ranks changed on the mean is what the anchors moved by and what nodes keep, float64;
+    1e-6 for what owners passed on in float32. Then the same ranks, in no nodes and again in
+    nodes."""
+    start, compression = start_values(), COMPRESSIONS[name]
+    first = ranks.run(conserved, compression, None, size=4)
+    assert len({state["digest"] for state in first}) == 1
+    for state in first:
+        state.pop("digest")
+    for node in (0, 2):
+        for key, error in first[node]["errors"].items():
+            assert torch.equal(error, first[node + 1]["errors"][key]), "one state for a node"
+            assert error.any()
+    for name_of, value in start.items():
+        changed = sum(noise(step, rank, name_of) for step in range(1, 9) for rank in range(4)) / 4
+        kept = sum(state["errors"].get(name_of, torch.zeros(())) for state in first) / 4
+        moved = value - first[0]["anchors"][name_of]
+        torch.testing.assert_close(moved + kept, changed, rtol=0, atol=1e-6)
+
+
+def joined(rank: int, size: int, first: Any, then: Any) -> tuple[str, dict[str, Any], Any]:
+    """Ranks on their own, whose state then goes into nodes."""
+    states, before = [], None
+    for config in (first, then):
+        model = Bag()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with tw.local_sgd(model, optimizer, config) as sync:
+            if states:
+                sync.load_state_dict(states[-1])
+            for step in range(sync.step + 1, sync.step + 5):
+                one_step(model, optimizer, step, rank)
+            states.append(sync.state_dict())
+            before = before or {n: e.clone() for n, e in states[-1]["errors"].items()}
+            sync.close()
+    return digest(model), states[-1]["errors"], before
+
+
+@pytest.mark.parametrize("name", ["sparse", "quantized, split", "low rank"])
+def test_ranks_on_their_own_become_nodes(ranks: Pool, name: str) -> None:
+    first = tw.LocalSGD(2, begin_step=0, node_size=1, compression=COMPRESSIONS[name])
+    answers = ranks.run(joined, first, replace(first, node_size=2), size=4)
+    assert len({answer[0] for answer in answers}) == 1
+    for node in (0, 2):
+        (_, one, own), (_, other, theirs) = answers[node : node + 2]
+        assert any(not torch.equal(own[key], theirs[key]) for key in own)
+        assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def width(rank: int, size: int, config: Any, local: int) -> int:
+    os.environ |= {"LOCAL_WORLD_SIZE": str(local), "WORLD_SIZE": str(size)}
+    os.environ["GROUP_WORLD_SIZE"] = str(size // local)
+    try:
+        model = Bag()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with tw.local_sgd(model, optimizer, config) as sync:
+            sources = sync._sources
+            return sources.node_size if isinstance(sources, Nodes) else 1
+    finally:
+        for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE", "GROUP_WORLD_SIZE"):
+            del os.environ[name]
+
+
+def test_the_launcher_says_who_shares_a_node_where_changes_are_compressed(ranks: Pool) -> None:
+    for config, expected in [
+        (tw.LocalSGD(2, compression=tw.Sparse(0.5)), 2),
+        (tw.LocalSGD(2, compression=tw.Sparse(0.5), node_size=1), 1),
+        (tw.LocalSGD(2), 1),
+        (tw.LocalSGD(2, node_size=4), 4),
+    ]:
+        assert ranks.run(width, config, 2, size=4) == [expected] * 4
+
+
+def entered(rank: int, size: int, sizes: tuple[int, ...]) -> None:
+    model = Bag()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with tw.local_sgd(model, optimizer, tw.LocalSGD(2, node_size=sizes[rank])):
+        pass
+
+
+@pytest.mark.fault
+def test_sizes_that_do_not_fit_are_refused_on_all_ranks(ranks: Pool) -> None:
+    for answer in ranks.run(entered, (3, 3, 3, 3), size=4, expect_errors=True):
+        assert answer.type_name == "ValueError"
+        assert "node_size=3 does not divide the 4 ranks" in answer.text
+    for answer in ranks.run(entered, (2, 2, 1, 1), size=4, expect_errors=True):
+        assert answer.type_name == "Mismatch"
+        assert "node_size differs: rank 0 has 2, rank 2 has 1" in answer.text
+
+
+def damaged(rank: int, size: int, compression: Any) -> tuple[str, bool]:
+    """The leader of the first node receives one wrong byte from that of the second."""
+    model = Bag()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = tw.LocalSGD(2, begin_step=0, node_size=2, compression=compression)
+    sync = tw.local_sgd(model, optimizer, config)
+    with sync:
+        for step in range(1, 4):
+            one_step(model, optimizer, step, rank)
+        before = sync.state_dict()
+        if rank == 0:
+            assert isinstance(sync._sources, Nodes)
+            leaders = sync._sources.leaders
+            assert leaders is not None
+            gather = leaders.all_gather
+
+            def with_damage(message: torch.Tensor, *, what: str) -> Any:
+                pending = gather(message, what=what)
+                finish = pending._finish
+
+                def rows() -> torch.Tensor:
+                    found = finish()
+                    found[1, 40] ^= 1
+                    return found
+
+                pending._finish = rows
+                return pending
+
+            leaders.all_gather = with_damage  # type: ignore[method-assign]
+        text = ""
+        try:
+            one_step(model, optimizer, 4, rank)
+        except RuntimeError as error:
+            text = f"{type(error).__name__}: {error}"
+        after = sync.state_dict()
+        same = all(
+            torch.equal(before[kind][name], after[kind][name])
+            for kind in ("anchors", "errors")
+            for name in before[kind]
+        )
+        sync.close()
+    return text, same
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("name", ["sparse", "sparse, split", "quantized", "quantized, split"])
+def test_a_damaged_message_names_the_rank_and_nothing_is_applied(ranks: Pool, name: str) -> None:
+    for text, same in ranks.run(damaged, COMPRESSIONS[name], size=4):
+        assert text.startswith("PayloadCorrupt: rank 0 refused a message")
+        assert "rank 2" in text
+        assert same
+
+
+def dying(rank: int, size: int, who: int) -> None:
+    model = Bag()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = tw.LocalSGD(2, node_size=2, compression=tw.Quantized())
+    with tw.local_sgd(model, optimizer, config):
+        for step in range(1, 10):
+            if rank == who and step == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+            one_step(model, optimizer, step, rank)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("who", [2, 3])
+def test_a_killed_rank_is_lost_to_all_nodes(ranks: Pool, who: int) -> None:
+    answers = ranks.run(dying, who, size=4, expect_errors=True, group_timeout_s=10, timeout_s=90)
+    assert isinstance(answers[who], Lost)
+    for rank, answer in enumerate(answers):
+        if rank != who:
+            assert answer.type_name in ("PeerLost", "PeerStalled")
+            assert re.search(rf"ranks? [\d, ]*\b{who}\b", answer.text), answer.text
