@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from thinwire.local.config import AdaptiveLocalSGD, LocalSGD
     from thinwire.local.updates import LocalUpdates, local_sgd
     from thinwire.members.members import Members, join
+    from thinwire.members.sampler import MemberSampler
     from thinwire.optim.config import LAMB, LARS
     from thinwire.optim.dgc_momentum import Attached
     from thinwire.pipeline.config import Pipeline
@@ -52,6 +53,7 @@ __all__ = [
     "LocalSGD",
     "LocalUpdates",
     "LowRank",
+    "MemberSampler",
     "Members",
     "Pipeline",
     "Plan",
@@ -93,6 +95,7 @@ _HOMES = {
     "LocalSGD": "thinwire.local.config",
     "LocalUpdates": "thinwire.local.updates",
     "LowRank": "thinwire.compress.low_rank",
+    "MemberSampler": "thinwire.members.sampler",
     "Members": "thinwire.members.members",
     "Pipeline": "thinwire.pipeline.config",
     "Plan": "thinwire.planning.plan",

@@ -11,6 +11,8 @@ import thinwire as tw
 from tests.members.places import TOKEN, meeting_place
 from tests.members.training import PHASES, TIMEOUT_S, member, model, wait_for
 from tests.ranks import Lost, Pool, Raised
+from thinwire.local.newcomers import NewcomersWork
+from thinwire.members.giving import Given
 
 SPARSE = tw.LocalSGD(4, begin_step=1, compression=tw.Sparse(0.9))
 CONFIGS = {
@@ -118,6 +120,46 @@ def test_one_that_leaves_is_no_error_for_the_others(ranks: Pool) -> None:
     rounds = _alike([found[0], found[2]])
     assert [size for _, size, _ in rounds.values()] == [3, 3, 3, 2, 2, 2]
     assert max(one["longest_s"] for one in found) < 2
+
+
+def test_what_a_leaver_has_kept_goes_to_one_who_stays(ranks: Pool) -> None:
+    with meeting_place(None) as address:
+        found = ranks.run(_leaving, address, size=3, group=False)
+    kept, _ = found[2]
+    (came, factor), _ = found[0][1], found[1][1]
+    assert factor == 2 / 3
+    assert kept > 0
+    assert came == kept
+    assert found[1][1] is None
+
+
+def _leaving(rank: int, size: int, address: str) -> Any:
+    """What is kept on leaving, and what is inherited with which factor, as sums of squares."""
+    seen: dict[str, Any] = {"kept": None, "came": None}
+    own_state, inherit = NewcomersWork.own_state, NewcomersWork.inherit
+
+    def square(given: Given) -> float:
+        return sum(float(t.double().square().sum()) for _, t in sorted(given.tensors.items()))
+
+    def kept(work: NewcomersWork) -> Given | None:
+        given = own_state(work)
+        assert given is not None
+        seen["kept"] = square(given)
+        return given
+
+    def came(work: NewcomersWork, given: Given, factor: float) -> None:
+        before = square(own_state(work))  # type: ignore[arg-type]
+        inherit(work, given, factor)
+        assert square(own_state(work)) != before  # type: ignore[arg-type]
+        seen["came"] = square(given), factor
+
+    NewcomersWork.own_state, NewcomersWork.inherit = kept, came  # type: ignore[method-assign]
+    try:
+        member(rank, size, address, SPARSE, leave_at={2: 6}, steps=60, step_s=0.02)
+    finally:
+        NewcomersWork.own_state = own_state  # type: ignore[method-assign]
+        NewcomersWork.inherit = inherit  # type: ignore[method-assign]
+    return seen["kept"], seen["came"]
 
 
 def test_the_last_but_one_may_leave(ranks: Pool) -> None:

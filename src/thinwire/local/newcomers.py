@@ -90,6 +90,27 @@ class NewcomersWork:
             self._averager.own.seal(counters.step)
         self._averager.likeness.skip()
 
+    def own_state(self) -> Given | None:
+        """See `Work`: kept errors, copied."""
+        kept = self._averager.averaging.kept
+        found = {
+            f"{kind} {name}": tensor.clone()
+            for kind in self._own_kinds()
+            for name, tensor in kept[kind].items()
+        }
+        return Given("own", {}, found) if any(bool(t.any()) for t in found.values()) else None
+
+    @torch.no_grad()
+    def inherit(self, given: Given, factor: float) -> None:
+        """See `Work`."""
+        kept = self._averager.averaging.kept
+        for kind in self._own_kinds():
+            for name, tensor in kept[kind].items():
+                if (came := given.tensors.get(f"{kind} {name}")) is not None:
+                    tensor.add_(came.to(tensor), alpha=factor)
+        if self._averager.own is not None:
+            self._averager.own.seal(self._averager.counters.step)
+
     def _replay(self, given: Given) -> None:
         about: Mapping[str, Any] = given.plain["about"]
         averaging, tensors = self._averager.averaging, self._averager.tensors

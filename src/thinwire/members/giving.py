@@ -18,7 +18,7 @@ from thinwire.comm.direct import Line
 from thinwire.errors import PayloadCorrupt, ThinwireError
 from thinwire.members.board import Board
 
-__all__ = ["Given", "Giver", "Taker"]
+__all__ = ["Given", "Giver", "Heir", "Taker", "legacy_number"]
 
 _MARK = 16
 _PLACE = struct.Struct("<QQ")
@@ -68,6 +68,11 @@ class _Marks:
         made.update(content)
         self._count += 1
         return made.digest()
+
+
+def legacy_number(generation: int, rank: int) -> int:
+    """The number under which a member hands over what it has kept; newcomers count from 0."""
+    return (1 << 40) + (generation << 20) + rank
 
 
 class Giver:
@@ -168,3 +173,44 @@ class Taker:
     def close(self) -> None:
         """Hang up."""
         self._line.close()
+
+
+class Heir:
+    """A thread that takes what one member that leaves has kept.
+
+    Args:
+        factor: What it counts for here.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        number: int,
+        factor: float,
+        *,
+        at_most: int,
+        address: str,
+        timeout_s: float,
+        key: bytes,
+    ) -> None:
+        self.factor = factor
+        self.taken: Given | None = None
+        self._take = (board, number, at_most, address, timeout_s, key)
+        self._thread = threading.Thread(target=self._run, name="thinwire-heir", daemon=True)
+        self._thread.start()
+
+    @property
+    def works(self) -> bool:
+        """Whether it is still on its way."""
+        return self._thread.is_alive()
+
+    def _run(self) -> None:
+        board, number, at_most, address, timeout_s, key = self._take
+        try:
+            taker = Taker(board.clone(), number, address=address, timeout_s=timeout_s, key=key)
+            try:
+                self.taken = taker.take(at_most)
+            finally:
+                taker.close()
+        except (ThinwireError, RuntimeError) as error:
+            _log.warning("what a member that left had kept is lost: %s", error)

@@ -16,7 +16,7 @@ from thinwire.comm.deadline import seconds_of
 from thinwire.errors import PayloadCorrupt, PeerLost, PeerStalled
 from thinwire.members.address import Address, parse_address
 from thinwire.members.board import Board
-from thinwire.members.giving import Given, Giver, Taker
+from thinwire.members.giving import Given, Giver, Heir, Taker, legacy_number
 from thinwire.members.group import ElasticGroup
 from thinwire.members.keeper import Keeper
 from thinwire.members.meeting import connect, require_same
@@ -42,6 +42,12 @@ class Work(Protocol):
 
     def take(self, given: Given) -> None:
         """Go on from what a member gave."""
+
+    def own_state(self) -> Given | None:
+        """What is this member's alone and shall not be lost when it leaves; None for nothing."""
+
+    def inherit(self, given: Given, factor: float) -> None:
+        """Add what another member had for its own."""
 
     @property
     def most_bytes(self) -> int:
@@ -73,7 +79,9 @@ class Members:
         self._callbacks: list[Callable[[Members], None]] = []
         self.group.on_rebind.append(self._tell)
         self._givers: list[Giver] = []
+        self._heirs: list[Heir] = []
         self._leaving = self.left = False
+        self._legacy: Giver | None = None
         self._plan: Said = {}
         self._step: Callable[[], int] = lambda: 0
         self._goers: tuple[str, ...] = ()
@@ -142,6 +150,27 @@ class Members:
         """End this member's part after the running round; the others go on without an error."""
         self._leaving = True
 
+    def _hand_over(
+        self, work: Work, goers: Sequence[str], stay: Sequence[str], generation: int
+    ) -> None:
+        """What those who leave have kept goes to the first who stays."""
+        about: dict[str, Any] = {
+            "address": self._address,
+            "timeout_s": self.timeout_s,
+            "key": self._key,
+        }
+        for goer in goers:
+            number = legacy_number(generation, self.ids.index(goer))
+            if stay[0] == self.id:
+                factor = len(stay) / self.size  # of the mean over all it stays what it was
+                self._heirs.append(
+                    Heir(self._board, number, factor, at_most=work.most_bytes, **about)
+                )
+            if goer == self.id:
+                self._legacy = Giver(self._board, number, stay[0], me=self.id, **about)
+                self._legacy.give(work.own_state() or Given("own", {}, {}))
+                self._legacy.close()
+
     def _tell(self) -> None:
         for callback in self._callbacks:
             callback(self)
@@ -151,6 +180,8 @@ class Members:
         for giver in self._givers:
             giver.close()
         self._givers = []
+        if self._legacy is not None:
+            self._legacy.close(self.timeout_s)
         self._keeper.close()
 
     # for local updates
@@ -257,8 +288,14 @@ class Members:
                 )
                 giver.give(work.state_for_newcomer())
                 self._givers.append(giver)
+        for heir in self._heirs:
+            if heir.taken is not None:
+                work.inherit(heir.taken, heir.factor)
+        self._heirs = [heir for heir in self._heirs if heir.works]
         if admitted or goers:
             before = self.group.take_up()
+            if goers and stay:
+                self._hand_over(work, goers, stay, before)
             self._keeper.change(before, [*stay, *admitted], stay)
             if self.id in goers:
                 self._keeper.wait_for_decision(before)

@@ -1,0 +1,59 @@
+"""Members that come and go, without torchrun.
+
+On the machine where they meet:
+
+    thinwire host --bind 10.0.0.1:29400 --new-token token     # and copy the file to all
+    thinwire host --bind 10.0.0.1:29400 --token-file token
+
+and on every machine, now or later: python examples/members.py tcp://10.0.0.1:29400 token
+
+Kill one, start another one: the rest goes on. Ctrl-C leaves after the running round.
+"""
+
+import signal
+import sys
+
+import torch
+from sklearn.datasets import load_digits
+from torch.utils.data import DataLoader, TensorDataset
+
+import thinwire as tw
+
+STEPS = 400
+
+
+def digits() -> tuple[TensorDataset, torch.Tensor, torch.Tensor]:
+    x, y = load_digits(return_X_y=True)
+    images, labels = torch.tensor(x, dtype=torch.float32) / 16, torch.tensor(y)
+    return TensorDataset(images[:1500], labels[:1500]), images[1500:], labels[1500:]
+
+
+def main() -> None:
+    if len(sys.argv) < 2:
+        print(__doc__)
+        return
+    address, token_file = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None
+    data, images, labels = digits()
+    model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    config = tw.LocalSGD(k_steps=16, begin_step=0, compression=tw.Quantized(1))
+    with tw.join(address, run="digits", token_file=token_file, timeout=20) as members:
+        signal.signal(signal.SIGINT, lambda *_: members.leave())
+        members.on_change(lambda now: print(f"step {now.step}: {now.size} members", flush=True))
+        batches = iter(DataLoader(data, batch_sampler=tw.MemberSampler(len(data), members, 32)))
+        with tw.local_sgd(model, optimizer, config, members=members) as sync:
+            print(f"member {members.rank} of {members.size} begins at step {sync.step}", flush=True)
+            while sync.step < STEPS and not members.left:
+                x, y = next(batches)
+                loss = torch.nn.functional.cross_entropy(model(x), y)
+                optimizer.zero_grad()
+                loss.backward()
+                sync.observe(loss)
+                optimizer.step()
+    with torch.no_grad():
+        right = (model(images).argmax(1) == labels).float().mean()
+    print(f"step {sync.step}: {100 * right:.1f} % of the held-out digits")
+
+
+if __name__ == "__main__":
+    main()
