@@ -1,12 +1,15 @@
 """What members tell each other at the store of a run: plain values under keys."""
 
 import json
+import logging
 from typing import Any
 
+from thinwire.errors import PayloadCorrupt
 from thinwire.members.sealed import SealedStore
 
 __all__ = ["Board"]
 
+_log = logging.getLogger("thinwire")
 Value = Any
 """What JSON holds."""
 
@@ -23,6 +26,7 @@ class Board:
 
     def __init__(self, store: SealedStore) -> None:
         self.store = store
+        self._told: set[str] = set()
 
     def clone(self) -> "Board":
         """The same over a connection of its own."""
@@ -47,5 +51,11 @@ class Board:
         return json.loads(self.store.get(key))
 
     def has(self, key: str) -> bool:
-        """Whether something is there."""
-        return self.store.check([key])
+        """Whether a member has written something there; what a stranger wrote does not count."""
+        try:
+            return self.get(key) is not None
+        except PayloadCorrupt as error:
+            if key not in self._told:
+                self._told.add(key)
+                _log.warning("%s", error)
+            return False
