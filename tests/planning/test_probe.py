@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -91,6 +92,44 @@ def test_what_does_not_fit_is_one_clear_line(
     changed.write_text(json.dumps({**json.loads(file.read_text()), **change}))
     with pytest.raises(ValueError, match=says):
         tw.plan(probe=changed, **arguments)
+
+
+def on_machines(file: Path, hosts: str, inside: float, path: Path) -> Path:
+    """The same probe with ranks on these machines, whose lines inside are so many times faster."""
+    found = json.loads(file.read_text())
+    pairs = [
+        {
+            "ranks": [a, b],
+            "latency_s": 0.01 / (inside if hosts[a] == hosts[b] else 1),
+            "bytes_s": 1e6 * (inside if hosts[a] == hosts[b] else 1),
+        }
+        for a in range(len(hosts))
+        for b in range(a + 1, len(hosts))
+    ]
+    together = [{"rank": rank, "bytes_s": 1e6} for rank in range(len(hosts))]
+    changed = {"ranks": len(hosts), "hosts": list(hosts), "pairs": pairs, "together": together}
+    path.write_text(json.dumps({**found, **changed, "collectives": []}))
+    return path
+
+
+def test_ranks_of_a_machine_average_first_where_the_probe_saw_them(
+    file: Path, tmp_path: Path
+) -> None:
+    assert json.loads(file.read_text())["hosts"] == [socket.gethostname()] * RANKS
+    assert tw.plan(probe=file).link["node_size"] == 1
+    near = tw.plan(probe=on_machines(file, "aaaabbbb", 1000, tmp_path / "near.json"))
+    assert near.link["node_size"] == 4
+    alone = near["dgc 0.1% b1 n1"]
+    assert alone.document is not None
+    assert alone.document["dgc"]["node_size"] == 1
+    assert near["dgc"].step_seconds[1] < alone.step_seconds[1]
+    # a dense mean inside costs more than it saves where lines inside are as thin as those outside
+    far = tw.plan(probe=on_machines(file, "aaaabbbb", 1, tmp_path / "far.json"))
+    assert far["dgc"].step_seconds[1] > far["dgc 0.1% b1 n1"].step_seconds[1]
+    assert far["dgc 0.1% b1 n1"].step_seconds == alone.step_seconds
+    for hosts in ("aaaaabbb", "abababab", "abcdefgh", "aaaaaaaa"):
+        plan = tw.plan(probe=on_machines(file, hosts, 1000, tmp_path / "other.json"))
+        assert plan.link["node_size"] == 1
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "nothing"])

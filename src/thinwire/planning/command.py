@@ -137,9 +137,13 @@ def _print(made: Plan, rows: Sequence[Row]) -> None:
             f"{1 / row.time_to_dense_loss:.3g}",
         )
     hidden = len(made.strategies) - len(rows)
+    nodes = ""
+    if made.link["node_size"] > 1:
+        nodes = " n1: every rank a source of its own, on the same machine or not."
     explained = (
         "k: local steps between averagings. d: steps that a result may come late. f: parts of the "
-        "model that are averaged in turn. b: bits of a value. %: entries that are sent. r: rank.\n"
+        "model that are averaged in turn. b: bits of a value. %: entries that are sent. r: rank."
+        f"{nodes}\n"
         "sent: by a rank in a step. waits: for the wire. sooner: how many times, at dense's last "
         "loss. worth: steps of dense that one step is worth; not predicted: of "
         f"{made.strategies[0].name} {made.strategies[0].progress_source}. thinwire compare "

@@ -25,7 +25,7 @@ _SPARSITIES, _SPARSE_BITS = (0.9, 0.75), (2, 4)
 _BITS = (1, 2, 4, 8)
 
 
-def candidates(workers: int) -> Iterator[Candidate]:
+def candidates(workers: int, node_size: int = 1) -> Iterator[Candidate]:
     """Every strategy as `thinwire compare` has it, each followed by other settings of it.
 
     No density and no rank is below those whose progress is known: with their progress it would
@@ -33,35 +33,39 @@ def candidates(workers: int) -> Iterator[Candidate]:
 
     Args:
         workers: Ranks; three or more can share sums out.
+        node_size: Of them that share a machine; 1 where nothing is known of that.
     """
     for name, recipe in STRATEGIES.items():
         if name in _LEFT_OUT:
             continue
         base = document_of(recipe, _RAMP_STEPS)
         yield name, recipe, base
-        for words, document in _variants(base or {}, workers):
+        for words, document in _variants(base or {}, workers, node_size):
             if document != base:
                 yield f"{name} {words}", recipe, document
 
 
-def _variants(base: Document, workers: int) -> Iterator[tuple[str, Document]]:
+def _variants(base: Document, workers: int, node_size: int) -> Iterator[tuple[str, Document]]:
     if "localsgd" in base:
         yield from _local(base["localsgd"], workers)
     elif "dgc" in base:
-        yield from _dgc(base["dgc"], workers)
+        yield from _dgc(base["dgc"], workers, node_size)
     elif "low_rank" in base:
         for rank in _RANKS:
             yield f"r{rank}", {"low_rank": {**base["low_rank"], "rank": rank}}
 
 
-def _dgc(own: Mapping[str, Any], workers: int) -> Iterator[tuple[str, Document]]:
+def _dgc(own: Mapping[str, Any], workers: int, node_size: int) -> Iterator[tuple[str, Document]]:
     first = own["sparsity"][:-1]
     for sparsity in _DGC_SPARSITIES:
         for bits in _DGC_BITS:
             for word, more in _exchanges(workers):
                 levels = [*(level for level in first if level < sparsity), sparsity]
                 changed = {**own, "sparsity": levels, "value_bits": bits, **more}
-                yield f"{_density(sparsity)} b{bits}{word}", {"dgc": changed}
+                words = f"{_density(sparsity)} b{bits}{word}"
+                yield words, {"dgc": changed}
+                if node_size > 1:
+                    yield f"{words} n1", {"dgc": {**changed, "node_size": 1}}
 
 
 def _local(own: Mapping[str, Any], workers: int) -> Iterator[tuple[str, Document]]:

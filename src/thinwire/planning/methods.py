@@ -146,6 +146,7 @@ def _dgc(own: Mapping[str, Any], work: Work, network: Network) -> Cost:
     if not isinstance(sparsity, float):
         sparsity = sparsity[-1]
     least = own.get("min_numel", 16384)
+    node, sources = _nodes(own, network)
     buckets, kept, rest = [], 0, 0
     for ready_s, shapes in work.buckets(2**20, 25 * 2**20):
         mine = [n for n in map(numel_of, shapes) if n >= least]
@@ -154,11 +155,32 @@ def _dgc(own: Mapping[str, Any], work: Work, network: Network) -> Cost:
         if not mine:
             continue
         layout = Layout(tuple(Slot(n, count_sent(n, sparsity)) for n in mine), bits)
-        dealt = _entries_dealt(layout, own.get("exchange", "auto"), network)
+        dealt = _entries_dealt(layout, own.get("exchange", "auto"), sources)
         encode_s = _passes(work, sum(mine), 10)
-        buckets.append(_Bucket(ready_s, encode_s, dealt.seconds(network), dealt.sent(network)))
+        wire_s, nbytes = dealt.seconds(sources), dealt.sent(sources)
+        if node is not None:
+            # the mean of the gradients first, and in the end what came from other nodes
+            passed_on = sources.ranks * (dealt.row_bytes + dealt.first_bytes / sources.ranks)
+            wire_s += node.all_reduce_s(4 * sum(mine)) + node.broadcast_s(passed_on)
+            nbytes += _ring_bytes(node, 4 * sum(mine)) + passed_on
+        buckets.append(_Bucket(ready_s, encode_s, wire_s, nbytes))
     after_s, sent = _end_of_step(4 * rest, network)
     return _overlapped(work, buckets, after_s, 8 * kept, sent)
+
+
+def _nodes(
+    own: Mapping[str, Any], network: Network, *, by_itself: bool = True
+) -> tuple[Network | None, Network]:
+    """The ranks that average densely first and count as one source, if there are, and the
+    sources; `by_itself` where machines are nodes without being called so.
+    """
+    node_size = own.get("node_size") or (network.node_size if by_itself else 1)
+    if node_size == 1:
+        return None, network
+    inside = network.node
+    if node_size != network.node_size:
+        inside = replace(network, ranks=node_size, node=None)
+    return inside, replace(network, ranks=network.ranks // node_size, node=None)
 
 
 @dataclass(frozen=True)
@@ -227,19 +249,15 @@ def _end_of_step(dense_bytes: float, network: Network) -> tuple[float, float]:
 def _local(own: Mapping[str, Any], work: Work, network: Network) -> Cost:
     """Local steps, then one averaging, whose wire `delay` steps hide."""
     k, fragments, delay = own["k_steps"], own.get("fragments", 1), own.get("delay", 0)
-    width = own.get("node_size") or 1
-    node = replace(network, ranks=width)
+    compression = own.get("compression") or {}
+    node, sources = _nodes(own, network, by_itself=bool(compression))
     wire_s, nbytes, passes, kept = _change(
-        own.get("compression") or {},
-        work,
-        replace(network, ranks=max(1, network.ranks // width)),
-        fragments,
-        k / fragments * work.step_s,
+        compression, work, sources, fragments, k / fragments * work.step_s
     )
-    if width > 1:  # the mean over a node, and what its first rank passes on
+    if node is not None:  # the mean over a node, and what its first rank passes on
         whole = 4 * work.numel / fragments
         wire_s += node.all_reduce_s(whole) + node.broadcast_s(nbytes / fragments)
-        nbytes += _ring_bytes(node, 4 * work.numel) + nbytes * ceil(log2(width))
+        nbytes += _ring_bytes(node, 4 * work.numel) + nbytes * ceil(log2(node.ranks))
     wire_s += network.all_reduce_s(_VOTE_BYTES)
     own_s = _passes(work, work.numel / fragments, passes)
     round_s = fragments * (max(0.0, wire_s - delay * work.step_s) + own_s)

@@ -21,6 +21,8 @@ class Network:
         latency_s: One way between any two.
         ranks: W, at least 1.
         call_s: What a collective costs a rank beside its bytes and latency.
+        node: Consecutive ranks that share a machine, as a network of their own; None where each
+            has one to itself, or nothing is known of it.
 
     Source: Thakur, Rabenseifner and Gropp, 2005 (rings); RFC 6928 (the first window), RFC 5681
     (idle connections begin anew).
@@ -30,6 +32,12 @@ class Network:
     latency_s: float
     ranks: int
     call_s: float = 3e-4
+    node: "Network | None" = None
+
+    @property
+    def node_size(self) -> int:
+        """Ranks of a machine; 1 where nothing is known of that."""
+        return 1 if self.node is None else self.node.ranks
 
     @property
     def bytes_s(self) -> float:

@@ -42,6 +42,7 @@ _LETTERS = {
     "b": "bits of a value",
     "%": "entries that are sent",
     "r": "rank",
+    "n1": "every rank a source of its own, on the same machine or not",
     "gather, split": "how messages are exchanged, where the strategy would not choose so by itself",
 }
 _BAR, _PITCH, _WHOLE_S = 14, 42, 10.0

@@ -176,6 +176,7 @@ def plan(
         network, work = found.network, found.work
         if task is not None and (task != found.task or step_seconds is not None):
             work = _of_task(task, step_seconds, device, network.ranks)
+        task = task or found.task
     else:
         network = _assumed_network(
             2 if workers is None else workers,
@@ -188,7 +189,10 @@ def plan(
             work = _of_task(task, step_seconds, device, network.ranks)
     dense_s = cost_of({}, "dense", work, network).step_s
     rows = sorted(
-        (_row(*one, work, network, dense_s) for one in candidates(network.ranks)),
+        (
+            _row(*one, work, network, dense_s)
+            for one in candidates(network.ranks, network.node_size)
+        ),
         key=lambda row: (row.time_to_dense_loss, row.bytes_per_step, len(row.name)),
     )
     recommended, reason = _recommended(rows)
@@ -196,6 +200,7 @@ def plan(
         "rate_bit_s": network.bit_s,
         "latency_s": network.latency_s,
         "workers": network.ranks,
+        "node_size": network.node_size,
         "measured": probe is not None,
     }
     model = {

@@ -79,7 +79,20 @@ def _network(found: Mapping[str, Any]) -> Network:
         if (one["kind"], one["bytes"]) == ("all_reduce", _SMALL_BYTES)
     ]
     call_s = max(0.0, small[0] - 4 * (ranks - 1) * latency_s) if small else Network.call_s
-    return Network(8 * rate / FRAMES, latency_s, ranks, call_s)
+    return Network(8 * rate / FRAMES, latency_s, ranks, call_s, _node(found))
+
+
+def _node(found: Mapping[str, Any]) -> Network | None:
+    """Where all machines have as many ranks, more than one, side by side."""
+    hosts = found["hosts"]
+    node_size = hosts.count(hosts[0])
+    alike = [host for host in dict.fromkeys(hosts) for _ in range(node_size)] == hosts
+    if node_size in (1, len(hosts)) or not alike:
+        return None
+    inside = [pair for pair in found["pairs"] if len({hosts[rank] for rank in pair["ranks"]}) == 1]
+    rate = min(pair["bytes_s"] for pair in inside)
+    latency_s = max(pair["latency_s"] for pair in inside)
+    return Network(8 * rate / FRAMES, latency_s, node_size)
 
 
 def work_of(found: Mapping[str, Any]) -> Work:

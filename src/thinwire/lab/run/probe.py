@@ -4,6 +4,7 @@ Each rank spends at most `_MOST_BYTES` on the network. What is not measured for 
 named.
 """
 
+import socket
 import time
 from collections.abc import Callable, Iterator
 from math import inf
@@ -44,7 +45,7 @@ def probe(
         tell: Is told what is measured next.
 
     Returns:
-        What was measured, the same on all ranks: `ranks`, `task`, `pairs`, `together`,
+        What was measured, the same on all ranks: `ranks`, `hosts`, `task`, `pairs`, `together`,
         `collectives`, `compute`, `not_measured`, `seconds` and `bytes`, the most that a rank has
         sent.
 
@@ -65,10 +66,17 @@ def probe(
         compute = step_of_task(task, device, line.size)
     seconds = time.perf_counter() - begin_s
     parts = _everyones(
-        {"pairs": pairs, "compute": compute, "seconds": seconds, "bytes": line.sent_bytes}
+        {
+            "pairs": pairs,
+            "compute": compute,
+            "seconds": seconds,
+            "bytes": line.sent_bytes,
+            "host": socket.gethostname(),
+        }
     )
     return {
         "ranks": line.size,
+        "hosts": [part["host"] for part in parts],
         "task": task,
         "pairs": [pair for part in parts for pair in part["pairs"]],
         "together": [{"rank": rank, "bytes_s": rate} for rank, rate in enumerate(together)],
