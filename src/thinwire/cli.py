@@ -89,7 +89,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _exit(status: int, message: str) -> NoReturn:
-    print(f"thinwire: {message}", file=sys.stderr)
+    sys.stderr.write(f"thinwire: {message}\n")  # at once: other ranks write there too
     _leave(status)
 
 
