@@ -21,6 +21,7 @@ SUITE: dict[str, list[str]] = {
     "codec": ["--threads", "2"],
     "optimizers": ["--threads", "2"],
     "scaling": [],
+    "scale": [],
     "startup": ["--threads", "2"],
     "memory": [],
     "overlap": [],

@@ -24,6 +24,7 @@ SECTIONS = {
     "codec": "Compression: fold, select, encode, decode",
     "optimizers": "Optimizers: LAMB, LARS and the outer step",
     "scaling": "Many sources: gathered messages and sums by shares",
+    "scale": "Two to 10,000 ranks, simulated",
     "startup": "Starting: imports and first steps",
     "memory": "Memory: plain DDP, PowerSGD and ours",
     "overlap": "Overlap: two workers over 1 Gbit/s",

@@ -13,6 +13,7 @@ import thinwire as tw
 from tests.local.test_laws import Bag, digest, noise, start_values
 from tests.ranks import Lost, Pool
 from thinwire.comm import Nodes
+from thinwire.members.members import Members
 
 COMPRESSIONS = {
     "sparse": tw.Sparse(0.75),
@@ -175,6 +176,14 @@ def test_sizes_that_do_not_fit_are_refused_on_all_ranks(ranks: Pool) -> None:
     for answer in ranks.run(entered, (2, 2, 1, 1), size=4, expect_errors=True):
         assert answer.type_name == "Mismatch"
         assert "node_size differs: rank 0 has 2, rank 2 has 1" in answer.text
+
+
+def test_members_that_come_and_go_share_no_nodes() -> None:
+    model = Bag()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    members = object.__new__(Members)
+    with pytest.raises(ValueError, match="node_size=2 and members were both given"):
+        tw.local_sgd(model, optimizer, tw.LocalSGD(2, node_size=2), members=members)
 
 
 def damaged(rank: int, size: int, compression: Any) -> tuple[str, bool]:

@@ -1,0 +1,244 @@
+"""The simulation beside real ranks: seconds and bytes of steps of 2 to 16 ranks on a shaped link.
+
+    python -m benchmarks.scale_check --out benchmarks/results/scale_check.json
+    python -m benchmarks.scale_check --quick
+
+Needs root. Every rank is a process in a network namespace of its own (token buckets; latency by the
+laboratory's forwarder; queues are deep, so that nothing is lost). The link is so slow that the wire
+and not the cores decide. A step is timed from a barrier to its end on the slowest rank; the
+simulation is given the seconds of the same step of one rank alone. Bytes must be equal, on every
+rank.
+"""
+
+import multiprocessing as mp
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import thinwire as tw
+from benchmarks.common import parser_for, save, surroundings
+from thinwire.lab.network.enter import enter_network
+from thinwire.lab.network.link import Link
+from thinwire.lab.network.namespaces import inside, tbf_settings
+from thinwire.lab.network.netns import Network, network
+from thinwire.simulation.lines import switch
+from thinwire.simulation.methods import Entries, Method, Whole
+from thinwire.simulation.run import simulate
+
+SHAPES = ((250, 1000),) * 4
+NUMELS = (250_000,) * 4
+K_STEPS = 2
+QUEUE_BYTES = 8_000_000
+PLACES = tuple((ranks, "4mbit", "20ms") for ranks in (2, 4, 8, 16))
+
+Step = Callable[[], float]
+"""Makes a step, and gives the bytes that this rank has sent so far."""
+
+
+def gradients(**options: Any) -> Callable[[torch.nn.ParameterList], Step]:
+    def made(params: torch.nn.ParameterList) -> Step:
+        optimizer = tw.optim.DGCMomentum(params.named_parameters(), lr=0.01, **options)
+
+        def step() -> float:
+            optimizer.step()
+            return float(optimizer.stats()["bytes_sent"])
+
+        return step
+
+    return made
+
+
+def local(**options: Any) -> Callable[[torch.nn.ParameterList], Step]:
+    def made(params: torch.nn.ParameterList) -> Step:
+        optimizer = torch.optim.SGD(params.parameters(), lr=0.01)
+        config = tw.LocalSGD(K_STEPS, begin_step=0, **options)
+        sync = tw.local_sgd(params, optimizer, config).__enter__()
+
+        def step() -> float:
+            for _ in range(K_STEPS):
+                optimizer.step()
+            return float(sync.stats()["bytes_sent"])
+
+        return step
+
+    return made
+
+
+TENTH: dict[str, Any] = {"sparsity": (0.9,), "value_bits": 8, "min_numel": 1}
+METHODS: dict[str, tuple[Callable[[torch.nn.ParameterList], Step], Method]] = {
+    "dense ring": (gradients(rampup_begin_step=10**6), Method(NUMELS)),
+    "DGC 10 %, gather": (
+        gradients(exchange="gather", **TENTH),
+        Method(NUMELS, Entries(0.9, 8, "gather")),
+    ),
+    "DGC 10 %, split": (
+        gradients(exchange="split", **TENTH),
+        Method(NUMELS, Entries(0.9, 8, "split")),
+    ),
+    "DGC 10 %, nodes of 2": (
+        gradients(node_size=2, exchange="gather", **TENTH),
+        Method(NUMELS, Entries(0.9, 8, "gather"), node_size=2),
+    ),
+    "local, 4 bits, split": (
+        local(compression=tw.Quantized(exchange="split")),
+        Method(NUMELS, Whole(4, "split"), k_steps=K_STEPS),
+    ),
+}
+
+
+def drawn(rank: int) -> torch.nn.ParameterList:
+    """Parameters with the gradients of a rank, the same in every step."""
+    generator = torch.Generator().manual_seed(rank)
+    params = torch.nn.ParameterList(torch.zeros(shape) for shape in SHAPES)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator)
+    return params
+
+
+def of_the(method: Method, ranks: int) -> bool:
+    """Whether so many ranks have room for a method."""
+    return ranks % method.node_size == 0 and ranks // method.node_size > 1
+
+
+def work(rank: int, ranks: int, fd: int, store: str, repeats: int, answers: Any) -> None:
+    """One rank: of every method seconds and bytes of each step."""
+    torch.set_num_threads(1)
+    if fd >= 0:
+        enter_network(fd)
+        os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+    if ranks > 1:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    found = {}
+    for name, (make, method) in METHODS.items():
+        if ranks > 1 and not of_the(method, ranks):
+            continue
+        step = make(drawn(rank))
+        if ranks == 1 and method.node_size > 1:
+            continue
+        before, seconds, sent = step(), [], []
+        for _ in range(repeats):
+            if ranks > 1:
+                dist.barrier()
+            begin_s = time.perf_counter()
+            now = step()
+            seconds.append(time.perf_counter() - begin_s)
+            sent.append(now - before)
+            before = now
+        found[name] = seconds, sent
+    answers.put((rank, found))
+    if ranks > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def deepen(net: Network) -> None:
+    """Queues that lose nothing: those of the laboratory hold a tenth of a second of the rate."""
+    from pyroute2 import IPRoute
+
+    rate_bit_s = net.link.rate_bit_s
+    assert rate_bit_s is not None, "shaped"
+    settings = {**tbf_settings(rate_bit_s), "limit": QUEUE_BYTES}
+
+    def change(names: Iterable[str]) -> None:
+        with IPRoute() as ip:
+            for name in names:
+                ip.tc("change", "tbf", ip.link_lookup(ifname=name)[0], handle=0x10000, **settings)
+
+    for fd in net.namespace_fds:
+        inside(fd, partial(change, [net.interface]))
+    inside(net.hub_fd, partial(change, [f"port{rank}" for rank in range(len(net.addresses))]))
+
+
+def measured(ranks: int, net: Network | None, repeats: int) -> list[dict[str, Any]]:
+    """By rank what it found."""
+    context = mp.get_context("fork")
+    answers = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder, "store"))
+        processes = []
+        for rank in range(ranks):
+            fd = -1 if net is None else net.namespace_fds[rank]
+            arguments = (rank, ranks, fd, store, repeats, answers)
+            processes.append(context.Process(target=work, args=arguments, daemon=True))
+            processes[-1].start()
+        found = dict(answers.get(timeout=1800) for _ in processes)
+        for process in processes:
+            process.join()
+    return [found[rank] for rank in range(ranks)]
+
+
+def rows(ranks: int, link: Link, repeats: int, alone_s: dict[str, float]) -> list[dict[str, Any]]:
+    with network(ranks, link) as net:
+        deepen(net)
+        found = measured(ranks, net, repeats)
+    assert link.rate_bit_s is not None, "shaped"
+    made = []
+    for name, (_, method) in METHODS.items():
+        if name not in found[0]:
+            continue
+        whole_s = alone_s.get(name, alone_s["DGC 10 %, gather"])
+        lines = switch(ranks, link.rate_bit_s, link.latency_s)
+        outcome = simulate(method, lines, step_s=whole_s / method.between, steps=method.between)
+        slowest = [max(each[name][0][i] for each in found) for i in range(repeats)]
+        sent = [[each[name][1][i] for each in found] for i in range(repeats)]
+        made.append(
+            {
+                "ranks": ranks,
+                "link": str(link),
+                "method": name,
+                "simulated_s": outcome.seconds,
+                "measured_s": min(slowest),
+                "all_s": slowest,
+                "alone_s": whole_s,
+                "bytes": int(outcome.given.max()),
+                "bytes_equal": all(each == outcome.given.tolist() for each in sent),
+            }
+        )
+    return made
+
+
+def printed(result: dict[str, Any]) -> str:
+    lines = [
+        f"{sum(NUMELS):,} numbers, the faster of {result['repeats']} steps; an averaging of "
+        f"local updates and its {K_STEPS} steps count as one.",
+        "",
+        "| ranks | link | exchange | simulated | measured | simulated : measured | bytes given by "
+        "the busiest rank | equal on all ranks |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {r['ranks']} | {r['link']} | {r['method']} | {r['simulated_s']:.2f} s | "
+        f"{r['measured_s']:.2f} s | {r['simulated_s'] / r['measured_s']:.2f} | {r['bytes']:,} | "
+        f"{'yes' if r['bytes_equal'] else '**no**'} |"
+        for r in result["rows"]
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = parser_for(__doc__)
+    parser.set_defaults(repeats=3)
+    arguments = parser.parse_args()
+    repeats = 1 if arguments.quick else arguments.repeats
+    places = [(2, "20mbit", "20ms")] if arguments.quick else list(PLACES)
+    [alone] = measured(1, None, max(repeats, 3))
+    alone_s = {name: statistics.median(seconds) for name, (seconds, _) in alone.items()}
+    found: list[dict[str, Any]] = []
+    result = {**surroundings(repeats), "rows": found}
+    for ranks, rate, latency in places:
+        found += rows(ranks, Link.parse(rate, latency), repeats, alone_s)
+        print(printed({**result, "rows": found}).splitlines()[-1], flush=True)
+        save(result, arguments.out)
+    print(printed(result))
+
+
+if __name__ == "__main__":
+    main()
