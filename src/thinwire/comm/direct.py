@@ -9,20 +9,17 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from torch.distributed import ProcessGroup
 
 from thinwire._aside import Late, within
 from thinwire.comm.failures import explain_failure
 from thinwire.comm.private import forget, hold, released_at_exit
 from thinwire.errors import PeerLost, PeerStalled
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
 
 __all__ = ["Direct", "Line"]
 
@@ -57,13 +54,12 @@ class Direct:
     """What tells who is alive; the store of the members does that here."""
     watched_here = True
 
-    def __init__(
-        self, store: "Store", rank: int, size: int, timeout_s: float, address: str
-    ) -> None:
+    def __init__(self, store: Store, rank: int, size: int, timeout_s: float, address: str) -> None:
         self.abandoned: str | None = None
         self.group: ProcessGroup | None
         self.control: ProcessGroup | None
-        self._store = store  # torch keeps no reference to a store that is an object of Python
+        self._store: Store | None = None
+        """torch keeps no reference to a store that is an object of Python."""
         self._sockets: set[tuple[int, int]] = set()
         begun = time.monotonic()
         try:
@@ -87,15 +83,17 @@ class Direct:
         released_at_exit(self)
 
     def _made(
-        self, store: "Store", rank: int, size: int, timeout_s: float, address: str
+        self, store: Store, rank: int, size: int, timeout_s: float, address: str
     ) -> tuple[ProcessGroup, ProcessGroup]:
         device, port = _device(address)
-        store.set(f"port/{rank}", str(port))
+        ahead = _Ahead(store, size)
+        ahead.set(f"port/{rank}", str(port))
         made = [
-            _gloo(PrefixStore(kind, store), rank, size, timeout_s, device)
+            _gloo(PrefixStore(kind, ahead), rank, size, timeout_s, device)
             for kind in ("data", "control")
         ]
-        ports = {int(store.get(f"port/{other}")) for other in range(size) if other != rank}
+        ports = {int(ahead.get(f"port/{other}")) for other in range(size) if other != rank}
+        self._store = ahead
         self._sockets = {
             (descriptor, inode)
             for descriptor, inode, mine, theirs in _connections()
@@ -123,6 +121,37 @@ class Direct:
         self.group = self.control = None
 
 
+class _Ahead(Store):
+    """A store that asks for the addresses of all ranks at once, where gloo asks for one after
+    another and takes three ways to the store and back for each.
+    """
+
+    def __init__(self, store: Store, size: int) -> None:
+        super().__init__()
+        self._store: Any = store  # torch's stubs know values of text only
+        self._size = size
+        self._there: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._store.set(key, value)
+
+    def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
+        for key in keys:
+            if key not in self._there:
+                place = key.rpartition("/")[0]
+                of_all = [f"{place}/{rank}" for rank in range(self._size)]
+                if timeout is not None:
+                    self._store.wait(of_all, timeout)
+                self._there |= zip(of_all, self._store.multi_get(of_all), strict=True)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._there[key]
+
+    def has_extended_api(self) -> bool:
+        return False
+
+
 class Line:
     """Bytes from one process to another one, in order, in pieces that each have the time-out.
 
@@ -136,7 +165,7 @@ class Line:
         PeerLost, PeerStalled: The other one died, or did not come within the time-out.
     """
 
-    def __init__(self, store: "Store", *, giver: bool, timeout_s: float, address: str) -> None:
+    def __init__(self, store: Store, *, giver: bool, timeout_s: float, address: str) -> None:
         self._ends = Direct(store, 0 if giver else 1, 2, timeout_s, address)
         self._timeout_s = timeout_s
         self._other = 1 if giver else 0
@@ -205,7 +234,7 @@ def _device(address: str) -> tuple[Any, int]:
     return device, port
 
 
-def _gloo(store: "Store", rank: int, size: int, timeout_s: float, device: Any) -> ProcessGroup:
+def _gloo(store: Store, rank: int, size: int, timeout_s: float, device: Any) -> ProcessGroup:
     """A gloo group that is in no registry of torch's."""
     kind: Any = ProcessGroupGloo
     options = kind._Options()

@@ -12,6 +12,8 @@ __all__ = ["Board"]
 _log = logging.getLogger("thinwire")
 Value = Any
 """What JSON holds."""
+_NOTHING = "null"
+"""What a store gives back that was to replace it by itself, where there is no value."""
 
 
 class Board:
@@ -46,9 +48,8 @@ class Board:
 
     def get(self, key: str) -> Value:
         """What is there; None where nothing is."""
-        if not self.store.check([key]):
-            return None
-        return json.loads(self.store.get(key))
+        # one way there and back, where `check` and `get` take three
+        return json.loads(self.store.compare_set(key, _NOTHING, _NOTHING))
 
     def has(self, key: str) -> bool:
         """Whether a member has written something there; what a stranger wrote does not count."""

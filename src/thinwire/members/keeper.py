@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from thinwire.comm.direct import Direct
+from thinwire.comm.private import forget_ended
 from thinwire.errors import Evicted, PeerStalled, QuorumLost, ThinwireError
 from thinwire.members.board import Board
 from thinwire.members.generation import Decision, Generation, agreed, packed
@@ -22,6 +23,7 @@ _GRACE_S = 2.0
 """For a member to announce itself once a generation is broken; it does so within `_POLL_S`."""
 _FRESH_S = 3.0
 """A process whose sign of life is older is away."""
+_LOOK_S = 1.0
 _BUILD_S = 10.0
 _MOST_BUILDS = 3
 _EXIT_S = 2.0
@@ -73,6 +75,8 @@ class Keeper:
         self._next_hello = 0
         self._hellos: dict[int, dict[str, Any]] = {}
         self._ready: set[int] = set()
+        self._looked: dict[int, float] = {}
+        self._were_in: set[str] = set()
         self._beats = 0
         self._seen: dict[str, tuple[int, float, bool]] = {}
         self._news = threading.Condition()
@@ -214,6 +218,7 @@ class Keeper:
         if self.generation is not None and self.generation.groups is not None:
             self.generation.groups.release()
             self.generation.groups = None
+        forget_ended()
 
     # on the thread
 
@@ -366,21 +371,35 @@ class Keeper:
             self.store_problem = str(error)
 
     def _look_for_newcomers(self) -> None:
-        while (value := self.board.get(f"hello/{self._next_hello}")) is not None:
+        """For a while: many may have asked, most of whom have gone, and others wait for a beat."""
+        until = time.monotonic() + _LOOK_S
+        while time.monotonic() < until:
+            value = self.board.get(f"hello/{self._next_hello}")
+            if value is None:
+                break
             with self._news:
                 self._hellos[self._next_hello] = value
             self._next_hello += 1
-        assert self.generation is not None, "entered"
         for number, value in list(self._hellos.items()):
-            if value["id"] in self.generation.ids:
+            if value["id"] in self._were_in:
                 with self._news:
                     del self._hellos[number]
                     self._ready.discard(number)
-                continue
-            self._lives(value["id"])
-            if number not in self._ready and self.board.has(f"ready/{number}"):
+        for number in sorted(self._hellos, key=self._turn):
+            if time.monotonic() > until:
+                return
+            self._looked[number] = time.monotonic()
+            if (
+                self._lives(self._hellos[number]["id"])
+                and number not in self._ready
+                and self.board.has(f"ready/{number}")
+            ):
                 with self._news:
                     self._ready.add(number)
+
+    def _turn(self, number: int) -> tuple[bool, float]:
+        """Those who live go first, then whoever was not looked at for longest."""
+        return not self._is_fresh(self._hellos[number]["id"]), self._looked.get(number, 0.0)
 
     def _leave_behind(self, number: int, why: str) -> None:
         if self.generation is not None and self.generation.number == number:
@@ -450,6 +469,7 @@ class Keeper:
                     f"{', '.join(decision.ids)}"
                 )
             self.board.put("gen", number)
+            self._were_in.update(decision.ids)
             formed = Generation(number, decision, decision.ids.index(self.me))
             if formed.size == 1:
                 break

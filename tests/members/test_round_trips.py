@@ -1,0 +1,86 @@
+"""Members that are far from each other: how often one asks the meeting place and waits for the
+answer.
+"""
+
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from torch._C._distributed_c10d import Store, TCPStore
+
+from thinwire.comm.direct import Direct
+from thinwire.members.board import Board
+from thinwire.members.sealed import SealedStore
+
+LIMIT_S = 20.0
+ANSWERS = {"check": 1, "compare_set": 1, "wait": 1, "get": 2, "multi_get": 2}
+"""For how many answers a call waits: torch's `get` and `multi_get` wait for the keys first."""
+
+
+class Counted(Store):
+    """A store that counts the answers that were waited for."""
+
+    def __init__(self, store: Any) -> None:
+        super().__init__()
+        self.store, self.answers = store, 0
+
+    def set(self, key: str, value: Any) -> None:
+        self.store.set(key, value)
+
+    def has_extended_api(self) -> bool:
+        return False
+
+
+def _counting(name: str) -> Any:
+    def call(self: Counted, *arguments: Any) -> Any:
+        self.answers += ANSWERS[name]
+        return getattr(self.store, name)(*arguments)
+
+    return call
+
+
+for _name in ANSWERS:
+    setattr(Counted, _name, _counting(_name))
+
+
+@pytest.fixture
+def server() -> Iterator[TCPStore]:
+    limit = timedelta(seconds=LIMIT_S)
+    yield TCPStore("127.0.0.1", 0, None, True, limit, wait_for_workers=False)
+
+
+@pytest.mark.parametrize("secret", [None, b"s" * 32])
+def test_whoever_looks_waits_for_one_answer(server: TCPStore, secret: bytes | None) -> None:
+    counted = Counted(server)
+    board = Board(SealedStore(counted, secret))
+    assert board.get("members/0") is None
+    assert not board.has("members/0")
+    assert counted.answers == 2
+    assert board.first("members/0", {"ids": ["ann"]}) == {"ids": ["ann"]}
+    counted.answers = 0
+    assert board.get("members/0") == {"ids": ["ann"]}
+    assert board.has("members/0")
+    assert counted.answers == 2
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_a_generation_connects_after_as_many_answers_for_any_size(
+    server: TCPStore, size: int
+) -> None:
+    stores = [Counted(server.clone()) for _ in range(size)]
+    made: dict[int, Direct] = {}
+
+    def make(rank: int) -> None:
+        made[rank] = Direct(stores[rank], rank, size, LIMIT_S, "127.0.0.1")
+
+    threads = [threading.Thread(target=make, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for direct in made.values():
+        direct.release()
+    assert len(made) == size
+    assert {store.answers for store in stores} == {8}
