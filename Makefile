@@ -17,7 +17,7 @@ test test-integrations test-triton: export OMP_WAIT_POLICY := passive
 # the tests start hundreds of processes: where nobody keeps byte code, each would compile all sources
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-again test-integrations test-triton check format bench docs clean
+.PHONY: help demo test test-again test-integrations test-triton test-soak soak check format bench docs clean
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
@@ -56,6 +56,15 @@ $(TRITON_VENV)/.installed: $(INSTALLED)
 
 test-triton: $(TRITON_VENV)/.installed  ## the CUDA kernels, on a GPU or else in the interpreter (triton unpacks to 1 GB)
 	THINWIRE_TRITON=required $(TRITON_VENV)/bin/python $(PYTEST) -m triton tests/core tests/sync
+
+test-soak: $(INSTALLED)  ## a minute of it, on a machine with nothing else to do
+	THINWIRE_SOAK=required $(BIN)/python -m pytest tests/members/test_soak.py
+
+SECONDS_ ?= 1800
+SEED ?= 1
+EVERY ?= 20
+soak: $(INSTALLED)  ## members that are killed, stopped, cut off and joined for 30 minutes (SECONDS_=, SEED=, EVERY=)
+	$(BIN)/python -m benchmarks.soak --seconds $(SECONDS_) --seed $(SEED) --every $(EVERY) --folder runs/soak
 
 check: $(INSTALLED)  ## lint, format and types
 	$(BIN)/ruff check .

@@ -1,0 +1,523 @@
+"""Members that come and go for a while: kills, stops, cuts and joins by a seeded schedule.
+
+    python -m benchmarks.soak --seconds 1800 --seed 1 --folder runs/soak
+    python -m benchmarks.soak --replay runs/soak/trace.json
+
+Four to six members train over links with latency, in network namespaces where this process may
+make them, else on loopback and without cuts. It ends with status 1 where something that is promised
+did not hold: see `Soak.problems`. Afterwards the trace of the members is replayed in one process
+without any fault, and must give the same bits.
+"""
+
+import argparse
+import contextlib
+import json
+import multiprocessing as mp
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from benchmarks.soak_member import CONFIGS, RUN, Part, train
+from benchmarks.soak_replay import Trace, replay
+from thinwire.lab.network import enter
+from thinwire.lab.network.link import Link
+from thinwire.lab.network.namespaces import inside
+from thinwire.lab.network.netns import Network, network, why_unavailable
+from thinwire.members.board import Board
+from thinwire.members.meeting import connect
+
+__all__ = ["Soak", "soak"]
+
+_FEWEST, _MOST, _SLOTS = 4, 6, 10
+_POLL_S = 0.1
+_START_S = 60.0
+_SILENT_S = 15.0
+"""Beyond the time-out: to notice, to regroup over the latency, and to connect anew."""
+_STOPPED_S = 4.0
+"""Beyond the time-out, for one that is stopped or cut off."""
+_LAST_STEPS = 40
+_CUT_OFF = ("Evicted", "QuorumLost", "PeerStalled", "ThinwireError")
+"""How one may end whose link was cut: it cannot know what the others have decided."""
+
+
+@dataclass(slots=True)
+class Process:
+    """One member, as the driver sees it."""
+
+    part: Part
+    process: BaseProcess
+    slot: int
+    begun: float
+    ids: list[str] = field(default_factory=list)
+    entered: dict[str, int] = field(default_factory=dict)
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    heard: list[dict[str, Any]] = field(default_factory=list)
+    inherited: list[dict[str, Any]] = field(default_factory=list)
+    end: dict[str, Any] | None = None
+    fate: str = ""
+    """What was done to it."""
+    last: float = 0.0
+    longest_s: float = 0.0
+    read: int = 0
+
+    @property
+    def number(self) -> int:
+        return self.part.number
+
+    @property
+    def takes_part(self) -> bool:
+        return bool(self.entered) and not self.fate and self.end is None
+
+
+@dataclass(slots=True)
+class Soak:
+    """A run under faults.
+
+    Attributes:
+        problems: What did not hold, in words; empty where all did.
+        events: Kinds of faults that were made, in order.
+    """
+
+    folder: Path
+    seed: int
+    seconds: float
+    every_s: float
+    timeout_s: float
+    config: str
+    address: str
+    net: Network | None
+    problems: list[str] = field(default_factory=list)
+    events: list[str] = field(default_factory=list)
+    all: list[Process] = field(default_factory=list)
+    later: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
+    pool: Any = None
+    dice: random.Random = field(default_factory=random.Random)
+    deck: list[str] = field(default_factory=list)
+    ending: bool = False
+
+    def run(self) -> None:
+        """Begin with five, make faults until the time is over, and let all end together."""
+        self.dice.seed(self.seed)
+        self.pool = mp.get_context("forkserver")
+        self.pool.set_forkserver_preload(["benchmarks.soak_member", "thinwire.local.updates"])
+        try:
+            for _ in range(_FEWEST + 1):
+                self._start(start_members=_FEWEST + 1)
+            self._wait(lambda: len(self._there) == _FEWEST + 1, _START_S, "the start")
+            until, due = time.monotonic() + self.seconds, time.monotonic() + 1.0
+            while time.monotonic() < until and not self.problems:
+                self._look()
+                if time.monotonic() >= due and self._settled():
+                    self._fault()
+                    due = time.monotonic() + self.every_s
+            limit_s = 2 * (self.timeout_s + _SILENT_S)
+            if not self.problems:
+                self._wait(self._settled, limit_s, "the last fault")
+            if not self.problems:
+                self._finish(limit_s)
+        finally:
+            for one in self.all:
+                if one.process.is_alive() and one.process.pid:
+                    one.process.kill()
+                    one.process.join()
+
+    def _finish(self, limit_s: float) -> None:
+        last = max(line["step"] for one in self._there for line in one.lines) + _LAST_STEPS
+        new = self.folder / "end.new"
+        new.write_text(str(last))
+        new.rename(self.folder / "end")
+        self.ending = True
+        self._wait(lambda: all(not one.process.is_alive() for one in self.all), limit_s, "the end")
+        self._look()
+
+    # processes
+
+    @property
+    def _there(self) -> list[Process]:
+        """Members that take part, and to whom nothing is done."""
+        return [one for one in self.all if one.takes_part]
+
+    def _start(self, *, start_members: int = 2, dies_taking: int = 0, fate: str = "") -> Process:
+        taken = {one.slot for one in self.all if one.process.is_alive()}
+        slot = min(set(range(_SLOTS)) - taken)
+        net, number = self.net, len(self.all)
+        part = Part(
+            number,
+            str(self.folder),
+            self.address,
+            self.config,
+            start_members,
+            self.timeout_s,
+            "" if net is None else f"/proc/{os.getpid()}/fd/{net.namespace_fds[slot + 1]}",
+            dies_taking,
+        )
+        process = self.pool.Process(target=train, args=(part,), daemon=True)
+        process.start()
+        now = time.monotonic()
+        one = Process(part, process, slot, now, fate=fate, last=now)
+        self.all.append(one)
+        return one
+
+    def _look(self) -> None:
+        """Read what the members tell, and do what is due."""
+        time.sleep(_POLL_S)
+        now = time.monotonic()
+        for due, act in list(self.later):
+            if now >= due:
+                self.later.remove((due, act))
+                act()
+        for one in self.all:
+            dead = not one.process.is_alive()
+            self._read(one, now)
+            if one.end is None and dead and not one.fate:
+                if not (self.folder / "die-giving").exists() and "giver" in self.events[-1:]:
+                    one.fate = "killed"
+                else:
+                    self._problem(f"{one.number} ended with {one.process.exitcode}, untold")
+                    one.fate = "died"
+            silent_s = now - one.last
+            if not dead and one.end is None and not one.fate:
+                one.longest_s = max(one.longest_s, silent_s)
+                if silent_s > self.timeout_s + _SILENT_S + (0 if one.entered else _START_S):
+                    self._problem(f"{one.number} told nothing for {silent_s:.1f} s")
+
+    def _read(self, one: Process, now: float) -> None:
+        path = self.folder / f"{one.number}.jsonl"
+        text = path.read_text() if path.exists() else ""
+        whole = text[one.read : text.rfind("\n") + 1]
+        one.read += len(whole)
+        for line in map(json.loads, whole.splitlines()):
+            one.last = now
+            match line["what"]:
+                case "joined":
+                    one.ids.append(line["id"])
+                case "entered":
+                    one.entered[line["id"]] = line["step"]
+                case "averaged":
+                    one.lines.append(line)
+                case "heard":
+                    one.heard.append(line)
+                case "inherited":
+                    one.inherited.append(line)
+                case "end":
+                    one.end = line
+                    self._look_at_end(one, line)
+
+    def _look_at_end(self, one: Process, line: dict[str, Any]) -> None:
+        said = f"{line['error']}: {line['text']}" if line["error"] else "no error"
+        allowed = {
+            "stopped": ("Evicted",),
+            "cut": _CUT_OFF,
+            "leaving": ("",),
+            "": ("",) if self.ending else (),
+        }.get(one.fate, ())
+        if line["error"] not in allowed:
+            self._problem(f"{one.number} ({one.fate or 'no fault'}) ended with {said}")
+        if one.fate == "leaving" and not line["left"]:
+            self._problem(f"{one.number} did not leave")
+        for kind in ("sockets", "descriptors"):
+            if line["after"][kind] > line["before"][kind]:
+                self._problem(
+                    f"{one.number} ({one.fate or 'no fault'}): {line['after'][kind]} {kind} after "
+                    f"the run, {line['before'][kind]} before it"
+                )
+
+    def _problem(self, told: str) -> None:
+        self._note(f"PROBLEM {told}")
+        self.problems.append(told)
+
+    def _note(self, told: str) -> None:
+        print(f"{time.strftime('%H:%M:%S')} {told}", flush=True)
+
+    def _wait(self, until: Callable[[], bool], limit_s: float, what: str) -> None:
+        end = time.monotonic() + limit_s
+        while not until() and not self.problems:
+            self._look()
+            if time.monotonic() > end:
+                self._problem(f"{what} took more than {limit_s:g} s")
+
+    def _settled(self) -> bool:
+        """Whether the last fault is over: all who are there are in one generation again."""
+        if self.later or len(self._there) < _FEWEST:
+            return False
+        busy = [
+            one
+            for one in self.all
+            if one.end is None
+            and one.process.is_alive()
+            and (one.fate or not one.entered or len(one.lines) < 2)
+        ]
+        if busy or not all(one.lines for one in self._there):
+            return False
+        last = {(one.lines[-1]["generation"], one.lines[-1]["size"]) for one in self._there}
+        return len(last) == 1 and next(iter(last))[1] == len(self._there)
+
+    # faults
+
+    def _fault(self) -> None:
+        """Make the next one; every kind comes before one comes again."""
+        if not self.deck:
+            kinds = ["kill", "two", "stop", "leave", "taker", "giver", "join and kill"]
+            kinds += ["cut"] * (self.net is not None)
+            self.deck = self.dice.sample(kinds, len(kinds))
+        few, many = len(self._there) <= _FEWEST, len(self._there) >= _MOST
+        kind = self.deck.pop()
+        if many and kind in ("two", "join and kill", "giver"):
+            self.deck.insert(0, kind)
+            kind = "kill"
+        self.events.append(kind)
+        victim = self.dice.choice(self._there)
+        self._note(f"{len(self._there)} members: {kind} ({victim.number})")
+        away_s = self.timeout_s + _STOPPED_S
+        match kind:
+            case "kill":
+                self._kill(victim)
+            case "two":
+                self._start()
+                self._start()
+            case "stop":
+                victim.fate = "stopped"
+                self._signal(victim, signal.SIGSTOP)
+                self._after(away_s, partial(self._signal, victim, signal.SIGCONT))
+            case "cut":
+                victim.fate = "cut"
+                self._link(victim, "down")
+                self._after(away_s, partial(self._link, victim, "up"))
+            case "leave":
+                victim.fate = "leaving"
+                self._signal(victim, signal.SIGUSR1)
+            case "taker":
+                self._start(dies_taking=self.dice.choice([1, 2]), fate="killed")
+            case "giver":
+                (self.folder / "die-giving").touch()
+                self._start()
+            case "join and kill":
+                newcomer = self._start()
+                self._after(0.0, partial(self._kill_beside, newcomer, victim))
+        if few and kind in ("kill", "stop", "cut", "leave", "giver", "join and kill"):
+            self._start()
+
+    def _after(self, seconds: float, act: Callable[[], None]) -> None:
+        self.later.append((time.monotonic() + seconds, act))
+
+    def _kill_beside(self, newcomer: Process, victim: Process) -> None:
+        """Kill a member a moment after a newcomer has come."""
+        if not newcomer.ids:
+            self._after(_POLL_S, partial(self._kill_beside, newcomer, victim))
+        else:
+            self._after(self.dice.uniform(0.0, 3.0), partial(self._kill, victim))
+
+    def _kill(self, victim: Process) -> None:
+        victim.fate = "killed"
+        self._signal(victim, signal.SIGKILL)
+
+    def _signal(self, victim: Process, number: signal.Signals) -> None:
+        assert victim.process.pid is not None, "started"
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(victim.process.pid, number)
+
+    def _link(self, victim: Process, state: str) -> None:
+        assert self.net is not None, "else there are no cuts"
+        name = self.net.interface
+
+        def change() -> None:
+            from pyroute2 import IPRoute
+
+            with IPRoute() as ip:
+                ip.link("set", index=ip.link_lookup(ifname=name)[0], state=state)
+
+        inside(self.net.namespace_fds[victim.slot + 1], change)
+
+    # afterwards
+
+    def trace(self, generations: dict[int, list[str]]) -> Trace:
+        """Who took part in what, from what the members have told; differences are problems."""
+        found = Trace(self.config)
+        told: dict[int, dict[int, list[tuple[Process, str]]]] = {}
+        for one in self.all:
+            for identity, step in one.entered.items():
+                found.seeds[identity], found.entered[identity] = one.number, step
+            for line in one.lines:
+                by = told.setdefault(line["step"], {})
+                by.setdefault(line["generation"], []).append((one, line["digest"]))
+        for step, by in sorted(told.items()):
+            # one that was lost may have heard an agreement which the others then made anew
+            lost = {n for n, those in by.items() if all(one.fate for one, _ in those)}
+            kept = [n for n in by if n not in lost] or [max(by)]
+            digests = {text for n in kept for _, text in by[n]}
+            if len(digests) != 1:
+                self._problem(f"step {step}: " + ", ".join(sorted(digests)))
+            found.averagings[step] = generations[max(kept)]
+            found.digests[step] = by[max(kept)][0][1]
+        for one in self.all:
+            for line in one.inherited:
+                leaver = generations[line["generation"]][line["rank"]]
+                found.inherited.setdefault(line["step"], []).append(
+                    (line["id"], leaver, line["factor"])
+                )
+            for line in one.heard:
+                expected = found.digests.get(line["step"])
+                if expected != line["digest"]:
+                    self._problem(f"newcomer {one.number} at step {line['step']}: other bits")
+        return found
+
+    def growth(self) -> dict[str, list[tuple[int, int]]]:
+        """Of whoever saw most generations: what it held, the least in each, at its usual size."""
+        seen = {one.number: {line["generation"] for line in one.lines} for one in self.all}
+        oldest = max(self.all, key=lambda one: len(seen[one.number]))
+        quiet = [line for line in oldest.lines if not line["gives"]]
+        size = Counter({line["generation"]: line["size"] for line in quiet}.values())
+        usual = size.most_common(1)[0][0]
+        found = {}
+        for kind in ("threads", "sockets", "descriptors"):
+            least: dict[int, int] = {}
+            for line in quiet:
+                if line["size"] == usual:
+                    n = line["generation"]
+                    least[n] = min(least.get(n, line[kind]), line[kind])
+            found[kind] = list(least.items())
+            held = [value for _, value in found[kind]]
+            if len(held) > 1 and held[-1] > held[0]:
+                self._problem(f"{oldest.number} held {held} {kind} in generations of {usual}")
+        return found
+
+    def losses(self) -> tuple[float, float]:
+        """At the beginning and at the end, of those who were there to the end."""
+        first = [one.lines[0]["loss"] for one in self.all[: _FEWEST + 1] if one.lines]
+        last = [line["loss"] for one in self._there_at_end for line in one.lines[-5:]]
+        return sum(first) / len(first), sum(last) / len(last)
+
+    @property
+    def _there_at_end(self) -> list[Process]:
+        return [one for one in self.all if not one.fate and one.lines]
+
+
+@contextlib.contextmanager
+def _meeting_place(net: Network | None) -> Iterator[str]:
+    """`thinwire host` in a process of its own; its address."""
+    fd = -1 if net is None else net.namespace_fds[0]
+    bind = "127.0.0.1:0" if net is None else f"{net.addresses[0]}:29400"
+    trampoline = [sys.executable, "-P", str(Path(enter.__file__)), str(fd), str(os.getpid())]
+    command = [sys.executable, "-m", "thinwire", "host", "--quiet", "--bind", bind]
+    passed = () if net is None else (fd,)
+    with subprocess.Popen(
+        [*trampoline, *command], stdout=subprocess.PIPE, text=True, pass_fds=passed
+    ) as process:
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().split()[-1]
+        finally:
+            process.kill()
+
+
+def _generations(net: Network | None, address: str) -> dict[int, list[str]]:
+    """The members of every generation, by the store."""
+
+    def read() -> dict[int, list[str]]:
+        board = Board(connect(address, RUN, None, timedelta(seconds=30)))
+        return {n: board.get(f"members/{n}")["ids"] for n in range(int(board.get("gen")) + 1)}
+
+    return read() if net is None else inside(net.namespace_fds[0], read)
+
+
+def soak(
+    folder: Path,
+    *,
+    seconds: float,
+    seed: int,
+    every_s: float,
+    timeout_s: float,
+    config: str,
+    latency: str,
+) -> dict[str, Any]:
+    """One run, and its replay; what came of it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in [*folder.glob("*.jsonl"), *folder.glob("end*"), *folder.glob("die-giving")]:
+        old.unlink()
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # no name server is reached there
+    why = why_unavailable()
+    with contextlib.ExitStack() as stack:
+        link = Link.parse("none", latency)
+        net = None if why else stack.enter_context(network(_SLOTS + 1, link))
+        address = stack.enter_context(_meeting_place(net))
+        made = Soak(folder, seed, seconds, every_s, timeout_s, config, address, net)
+        begun = time.monotonic()
+        made.run()
+        took_s = time.monotonic() - begun
+        trace = made.trace(_generations(net, address))
+    trace.save(folder / "trace.json")
+    if not trace.averagings:
+        return {"problems": made.problems}
+    again = replay(trace)
+    other = [step for step, digest in trace.digests.items() if again[step] != digest]
+    if other:
+        made._problem(f"replay: other bits from step {other[0]} on, {len(other)} averagings")
+    first, last = made.losses()
+    if not last < 0.8 * first:
+        made._problem(f"the loss was {first:.3f} and is {last:.3f}")
+    return {
+        "problems": made.problems,
+        "network": why or f"{latency} each way to the middle",
+        "seed": seed,
+        "config": config,
+        "seconds": round(took_s, 1),
+        "faults": dict(Counter(made.events)),
+        "processes": len(made.all),
+        "generations": max(line["generation"] for one in made.all for line in one.lines) + 1,
+        "averagings": len(trace.averagings),
+        "replayed alike": len(trace.averagings) - len(other),
+        "longest silence in seconds": round(max(one.longest_s for one in made.all), 1),
+        "loss": [round(first, 4), round(last, 4)],
+        "held": made.growth(),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=1800)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--every", type=float, default=20, help="seconds between faults")
+    parser.add_argument("--timeout", type=float, default=8, help="of the members, in seconds")
+    parser.add_argument("--config", choices=CONFIGS, default="sparse")
+    parser.add_argument("--latency", default="50ms")
+    parser.add_argument("--folder", type=Path, help="keeps logs and trace")
+    parser.add_argument("--replay", type=Path, help="only replay this trace")
+    given = parser.parse_args()
+    if given.replay is not None:
+        trace = Trace.load(given.replay)
+        again = replay(trace)
+        other = [step for step, digest in trace.digests.items() if again[step] != digest]
+        print(f"{len(again)} averagings, {len(other)} with other bits: {other[:10]}")
+        return int(bool(other))
+    folder = given.folder or Path(tempfile.mkdtemp(prefix="thinwire-soak-"))
+    found = soak(
+        folder,
+        seconds=given.seconds,
+        seed=given.seed,
+        every_s=given.every,
+        timeout_s=given.timeout,
+        config=given.config,
+        latency=given.latency,
+    )
+    (folder / "summary.json").write_text(json.dumps(found, indent=1))
+    print(json.dumps(found))
+    return int(bool(found["problems"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

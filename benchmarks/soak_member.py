@@ -1,0 +1,249 @@
+"""What every member of `benchmarks.soak` does: train, and tell after every averaging what it holds.
+
+It is told what to do by files in the folder of the run (`end`, `die-giving`) and by signals:
+SIGUSR1 lets it leave after the running round.
+"""
+
+import contextlib
+import gc
+import hashlib
+import json
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor, nn
+
+import thinwire as tw
+from thinwire.comm.direct import Line
+from thinwire.errors import ThinwireError
+from thinwire.lab.network.enter import die_with_parent, enter_network
+from thinwire.local.averaging import Averaging, PendingAveraging
+from thinwire.local.newcomers import NewcomersWork
+from thinwire.members.giving import Given, Taker, legacy_number
+
+__all__ = ["CONFIGS", "RUN", "Part", "Trainee", "digest", "train"]
+
+RUN = "soak"
+_OUTER: dict[str, Any] = {"outer_lr": 0.7, "outer_momentum": 0.5, "outer_nesterov": True}
+CONFIGS = {
+    "sparse": tw.LocalSGD(4, begin_step=1, compression=tw.Sparse(0.9)),
+    "momentum": tw.LocalSGD(4, begin_step=1, **_OUTER),
+}
+_WIDTH, _HIDDEN, _BATCH = 24, 40, 8
+_STEP_S = 0.02
+_SETTLE_S = 2.0
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one member is told when it is started."""
+
+    number: int
+    """Of the process: its seed, and the name of its files."""
+    folder: str
+    address: str
+    config: str
+    start_members: int
+    timeout_s: float
+    namespace: str = ""
+    """File behind which its network is; empty for the one of the driver."""
+    dies_taking: int = 0
+    """The message of its giver, from 1, before which it dies; 0 for none."""
+
+
+class Trainee:
+    """A small model that learns to shift its input, with data of its own."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.net = nn.Sequential(
+            nn.Linear(_WIDTH, _HIDDEN),
+            nn.BatchNorm1d(_HIDDEN),
+            nn.Tanh(),
+            nn.Linear(_HIDDEN, _WIDTH),
+        )
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), 2e-3)
+        self._batches = torch.Generator().manual_seed(seed)
+
+    def step(self) -> float:
+        """One local step; its loss."""
+        x = torch.randn(_BATCH, _WIDTH, generator=self._batches)
+        loss: Tensor = (self.net(x) - x.roll(1, 1)).square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return loss.item()
+
+
+def digest(averaging: Averaging, net: nn.Module) -> str:
+    """Of all that members must hold alike after an averaging."""
+    found = hashlib.blake2b(digest_size=8)
+    buffers = {name: buffer for name, buffer in net.named_buffers() if buffer.is_floating_point()}
+    for tensors in (averaging.anchors, averaging.momentum, buffers):
+        for name, tensor in sorted(tensors.items()):
+            found.update(name.encode() + tensor.detach().numpy().tobytes())
+    return found.hexdigest()
+
+
+def train(part: Part) -> None:
+    """Be this member until the driver says how the run ends, or until a fault."""
+    die_with_parent(os.getppid())
+    if part.namespace:
+        descriptor = os.open(part.namespace, os.O_RDONLY)
+        enter_network(descriptor)
+        os.close(descriptor)
+    folder = Path(part.folder)
+    with (folder / f"{part.number}.log").open("w") as log:
+        for number in (1, 2):
+            os.dup2(log.fileno(), number)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    torch.set_num_threads(1)
+    with (folder / f"{part.number}.jsonl").open("w") as file:
+        _Member(part, file).live()
+
+
+class _Member:
+    def __init__(self, part: Part, file: TextIO) -> None:
+        self._part, self._file = part, file
+        self._folder = Path(part.folder)
+        self._me = Trainee(part.number)
+        self._members: tw.Members | None = None
+        self._committed: dict[str, Any] | None = None
+        self._losses: list[float] = []
+
+    def live(self) -> None:
+        before = resources()
+        self._tell("started")
+        error: Exception | None = None
+        with self._watched():
+            try:
+                step, left = self._trained()
+            except ThinwireError as refusal:
+                error, step, left = refusal, -1, False
+        told = {"error": "", "text": ""}
+        if error is not None:
+            told = {"error": type(error).__name__, "text": str(error)}
+            error.__traceback__ = error.__cause__ = error.__context__ = None
+        self._members = None
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # what was there holds on to the members
+        after = self._settled(before)
+        self._tell("end", step=step, left=left, before=before, after=after, **told)
+
+    def _trained(self) -> tuple[int, bool]:
+        part, me = self._part, self._me
+        with tw.join(
+            part.address,
+            run=RUN,
+            min_members=2,
+            start_members=part.start_members,
+            timeout=part.timeout_s,
+        ) as members:
+            self._members = members
+            signal.signal(signal.SIGUSR1, lambda *_: members.leave())
+            self._tell("joined", id=members.id, newcomer=members.newcomer)
+            config = CONFIGS[part.config]
+            with tw.local_sgd(me.net, me.optimizer, config, members=members) as sync:
+                self._tell("entered", id=members.id, step=sync.step)
+                while not members.left and sync.step < self._last_step():
+                    self._losses.append(me.step())
+                    self._tell_of_averaging()
+                    time.sleep(_STEP_S)
+            self._tell_of_averaging()
+            return sync.step, members.left
+
+    def _last_step(self) -> float:
+        path = self._folder / "end"
+        return int(path.read_text()) if path.exists() else float("inf")
+
+    def _tell_of_averaging(self) -> None:
+        about, self._committed = self._committed, None
+        if about is not None:
+            assert self._members is not None, "joined"
+            gives = self._members.gives
+            loss = sum(self._losses) / max(1, len(self._losses))
+            self._losses.clear()
+            self._tell("averaged", **about, loss=loss, gives=gives, **resources())
+
+    def _tell(self, what: str, **about: Any) -> None:
+        self._file.write(json.dumps({"what": what, "time": time.time(), **about}) + "\n")
+        self._file.flush()
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Look at what is applied, and die where the driver wants it."""
+        commit, take, send = Averaging.commit_, Taker.take, Line.send
+        inherit = NewcomersWork.inherit
+        taken = 0
+
+        def committed(averaging: Averaging, pending: PendingAveraging, extras: Any) -> None:
+            commit(averaging, pending, extras)
+            assert self._members is not None, "joined"
+            about = {"step": pending.step, "digest": digest(averaging, self._me.net)}
+            if self._members.newcomer:
+                self._tell("heard", **about)
+                return
+            # the generation of the exchange, which may have been left since
+            group = self._members.group
+            self._committed = {**about, "generation": group._number, "size": group.size}
+
+        def taking(taker: Taker, at_most: int) -> Any:
+            nonlocal taken
+            taken += 1
+            if taken == self._part.dies_taking:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return take(taker, at_most)
+
+        def giving(line: Line, content: Any) -> None:
+            with contextlib.suppress(FileNotFoundError):  # only one of them finds the file
+                (self._folder / "die-giving").unlink()
+                os.kill(os.getpid(), signal.SIGKILL)
+            send(line, content)
+
+        def inherited(work: NewcomersWork, given: Given, factor: float) -> None:
+            inherit(work, given, factor)
+            assert self._members is not None, "joined"
+            (heir,) = (each for each in self._members._heirs if each.taken is given)
+            place = heir._take[1] - legacy_number(0, 0)
+            generation, rank = divmod(place, legacy_number(1, 0) - legacy_number(0, 0))
+            self._tell(
+                "inherited",
+                id=self._members.id,
+                step=self._members.step,
+                generation=generation,
+                rank=rank,
+                factor=factor,
+            )
+
+        Averaging.commit_ = committed  # type: ignore[method-assign]
+        Taker.take = taking  # type: ignore[method-assign]
+        Line.send = giving  # type: ignore[method-assign]
+        NewcomersWork.inherit = inherited  # type: ignore[method-assign]
+        yield
+
+    def _settled(self, before: dict[str, int]) -> dict[str, int]:
+        """What this process holds once it has left the run; threads may take a moment to end."""
+        until = time.monotonic() + _SETTLE_S
+        while True:
+            gc.collect()
+            now = resources()
+            if now["sockets"] <= before["sockets"] or time.monotonic() > until:
+                return now
+            time.sleep(0.1)
+
+
+def resources() -> dict[str, int]:
+    """Threads, sockets and descriptors of this process."""
+    found = []
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the one of the listing itself
+            found.append(str(entry.readlink()))
+    sockets = sum(name.startswith("socket:") for name in found)
+    threads = len(list(Path("/proc/self/task").iterdir()))
+    return {"threads": threads, "sockets": sockets, "descriptors": len(found)}

@@ -1,0 +1,205 @@
+"""The members of a soak once more, one after another in one process and without any fault.
+
+What a member did between two averagings depends on its seed and on what it entered with; what an
+averaging did on who took part in it, in which order. So the trace of both gives all bits again. The
+members of this process exchange through gloo on loopback, which adds in the same order.
+"""
+
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import HashStore
+
+from benchmarks.soak_member import CONFIGS, Trainee, digest
+from thinwire.comm import Group
+from thinwire.comm.direct import Direct
+from thinwire.comm.rate import Rate
+from thinwire.compress.changes import compression_of
+from thinwire.core.outer import OuterRule
+from thinwire.kernels.needs import needs_of
+from thinwire.kernels.warm import warm_up
+from thinwire.local.averaging import Averaging, PendingAveraging
+from thinwire.local.model import LocalModel
+
+__all__ = ["Trace", "replay"]
+
+_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a soak has to say of its members.
+
+    Attributes:
+        config: Name in `CONFIGS`.
+        seeds: By identity.
+        entered: By identity the step at which a member had the state of the run.
+        averagings: By step the members in the order of their ranks.
+        digests: By step.
+        inherited: By step what members took over from those who had left: heir, leaver, factor.
+    """
+
+    config: str
+    seeds: dict[str, int] = field(default_factory=dict)
+    entered: dict[str, int] = field(default_factory=dict)
+    averagings: dict[int, list[str]] = field(default_factory=dict)
+    digests: dict[int, str] = field(default_factory=dict)
+    inherited: dict[int, list[tuple[str, str, float]]] = field(default_factory=dict)
+
+    def save(self, path: Path) -> None:
+        """Write it as JSON."""
+        path.write_text(json.dumps(vars(self), indent=1))
+
+    @classmethod
+    def load(cls, path: Path) -> "Trace":
+        """What `save` wrote."""
+        about = json.loads(path.read_text())
+        for name in ("averagings", "digests", "inherited"):
+            about[name] = {int(step): value for step, value in about[name].items()}
+        return cls(**about)
+
+
+class _Here(Group):
+    """A rank among threads of this process, over groups that change."""
+
+    def __init__(self) -> None:
+        self.timeout_s = _TIMEOUT_S
+        self.bytes_sent = self.bytes_received = 0
+        self.wait_s = 0.0
+        self._rate = Rate()
+        self._shared = None
+        self.rank, self.size = 0, 1
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def bind(self, direct: Any, rank: int, size: int) -> None:
+        self._shared, self.rank, self.size = direct, rank, size
+
+
+class _Member:
+    def __init__(self, seed: int, config: str) -> None:
+        self.trainee, self.group = Trainee(seed), _Here()
+        self.model = LocalModel(self.trainee.net, self.trainee.optimizer)
+        self.step = 0
+        self._config = CONFIGS[config]
+        self.averaging = self._fresh()
+
+    def _fresh(self) -> Averaging:
+        config = self._config
+        return Averaging(
+            self.group,
+            self.model.params,
+            outer=OuterRule(config.outer_lr, config.outer_momentum, config.outer_nesterov),
+            changes=compression_of(config.compression, None),
+        )
+
+    @torch.no_grad()
+    def begin_like(self, first: "_Member") -> None:
+        """All begin with the model of the member of rank 0."""
+        for mine, theirs in zip(
+            [*self.model.params.values(), *self.model.buffers().values()],
+            [*first.model.params.values(), *first.model.buffers().values()],
+            strict=True,
+        ):
+            mine.copy_(theirs)
+        self.averaging = self._fresh()
+
+    @torch.no_grad()
+    def enter(self, step: int, giver: "_Member") -> None:
+        """Take what all hold alike; own errors and the optimizer's state begin anew."""
+        self.step = step
+        pairs = [
+            (self.averaging.anchors, giver.averaging.anchors),
+            (self.averaging.momentum, giver.averaging.momentum),
+            (self.model.buffers(), giver.model.buffers()),
+            (self.model.params, giver.averaging.anchors),
+        ]
+        for mine, theirs in pairs:
+            for name, tensor in mine.items():
+                tensor.copy_(theirs[name])
+
+    @torch.no_grad()
+    def inherit(self, leaver: "_Member", factor: float) -> None:
+        """Take over what one that has left had kept."""
+        for name, error in self.averaging.errors.items():
+            error.add_(leaver.averaging.errors[name], alpha=factor)
+
+    def train(self, step: int) -> None:
+        while self.step < step:
+            self.trainee.step()
+            self.step += 1
+
+    def exchanged(self) -> PendingAveraging:
+        """An averaging that has arrived; on the thread of this member."""
+        values = dict(self.model.params)
+        pending = self.averaging.measure(self.step, values, self.model.buffers())
+        self.averaging.launch(pending)
+        pending.finish()
+        return pending
+
+
+def replay(trace: Trace) -> dict[int, str]:
+    """The digest of every averaging."""
+    torch.set_num_threads(1)
+    members: dict[str, _Member] = {}
+    founders = next(iter(trace.averagings.values()))
+    for each in founders:
+        members[each] = _Member(trace.seeds[each], trace.config)
+    for each in founders:
+        members[each].begin_like(members[founders[0]])
+    for member in members.values():
+        changes = member.averaging.changes
+        if changes is not None:
+            warm_up(changes.needs(list(member.model.params.values())))
+        warm_up(needs_of("outer", list(member.model.params.values())))
+    found: dict[int, str] = {}
+    ids: Sequence[str] = ()
+    directs: list[Direct] = []
+    with ThreadPoolExecutor(16) as threads:
+        for step, now in trace.averagings.items():
+            if list(now) != list(ids):
+                _entered(trace, members, ids, now)
+                for direct in directs:
+                    direct.release()
+                ids, directs = now, _connected(len(now), threads)
+                for rank, each in enumerate(now):
+                    members[each].group.bind(directs[rank], rank, len(now))
+            for each in now:
+                members[each].train(step)
+            arrived = list(threads.map(lambda each: members[each].exchanged(), now))
+            for each, pending in zip(now, arrived, strict=True):
+                members[each].averaging.commit_(pending, members[each].model.buffers())
+            for heir, leaver, factor in trace.inherited.get(step, []):
+                members[heir].inherit(members[leaver], factor)
+            first = members[now[0]]
+            found[step] = digest(first.averaging, first.trainee.net)
+    for direct in directs:
+        direct.release()
+    return found
+
+
+def _entered(
+    trace: Trace, members: dict[str, _Member], before: Sequence[str], now: Sequence[str]
+) -> None:
+    """Newcomers enter with what the others held at that step, which is still theirs."""
+    for each in now:
+        if each not in members:
+            newcomer = _Member(trace.seeds[each], trace.config)
+            newcomer.enter(trace.entered[each], members[before[0]])
+            members[each] = newcomer
+
+
+def _connected(size: int, threads: ThreadPoolExecutor) -> list[Direct]:
+    store = HashStore()
+
+    def make(rank: int) -> Direct:
+        return Direct(store, rank, size, _TIMEOUT_S, "127.0.0.1")
+
+    return list(threads.map(make, range(size)))
