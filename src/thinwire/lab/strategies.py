@@ -265,7 +265,7 @@ register(
         "muon-local",
         "16 local steps with Muon, then the whole change, at one bit",
         _LOCAL,
-        _RATES,
+        {**_RATES, "muon": 0.024},
         _SYNC,
         {"k_steps": 16, "compression": {"quantized": {"value_bits": 1}}},
         field="localsgd",

@@ -1,0 +1,181 @@
+"""What a step of each method is worth, from the lines that `benchmarks.evidence` has written.
+
+python -m benchmarks.progress            # prints what was measured
+python -m benchmarks.progress --write    # into src/thinwire/planning/progress.json
+
+A method that ends below dense's last loss is worth dense's steps over its own steps to that loss;
+any other, the steps after which dense has the loss that the method ends with, over all steps. Both
+from runs with equal steps and the same optimizer, each at the rate that its tuning chose. What was
+not measured keeps its prior (results/priors.json), scaled like the nearest setting of the same
+method that was.
+"""
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from math import log
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from benchmarks.choosing import evidence
+from benchmarks.evidence import RESULTS, STEPS
+from thinwire.lab.report.results import seconds_to_loss
+from thinwire.lab.strategies import STRATEGIES
+
+PRIORS = Path(__file__).parent / "results" / "priors.json"
+PROGRESS = Path(__file__).parent.parent / "src" / "thinwire" / "planning" / "progress.json"
+PRIOR = "a prior from published runs"
+RELATIVES = {
+    "low-rank": "powersgd",
+    "localsgd": "quantized-local",
+    "sparse-local": "quantized-local",
+    "diloco": "quantized-local",
+}
+"""Methods whose prior is scaled like that of another one until they are measured themselves: the
+same algorithm, or local steps of the same optimizer.
+"""
+Line = Mapping[str, Any]
+Curve = Sequence[tuple[int, float]]
+
+
+def measured(lines: Iterable[Line]) -> list[dict[str, Any]]:
+    """One entry for each method and setting whose loss was measured beside that of dense training
+    with the same optimizer.
+
+    Held-out runs of several seeds where there are, else the best run of the tuning.
+    """
+    by_setting: dict[str, list[Line]] = defaultdict(list)
+    for line in lines:
+        cell = line["cell"]
+        if cell["kind"] != "link" and cell["steps"] == STEPS and line.get("loss") is not None:
+            place = {key: cell[key] for key in ("workers", "size", "options", "optimizer")}
+            place["method"] = _method(cell)
+            by_setting[json.dumps(place, sort_keys=True)].append(line)
+    runs = {key: _best(of_setting) for key, of_setting in by_setting.items()}
+    found = []
+    for key, kinds in runs.items():
+        place = json.loads(key)
+        if place["method"] in ("dense", "dense-muon"):
+            continue
+        today = _settings(STRATEGIES[place["method"]].options)
+        if ("sent" in today) != ("sent" in _settings(place["options"])):
+            continue  # what that strategy was before it compressed otherwise
+        name = "dense-muon" if place["optimizer"] == "muon" else "dense"
+        yardstick = {"method": name, "options": {}}
+        dense = runs.get(json.dumps({**place, **yardstick}, sort_keys=True), {})
+        for kind in ("training", "tuning"):
+            if kind in kinds and kind in dense:
+                found.append(_entry(place, kind, kinds[kind], dense[kind]))
+                break
+    return found
+
+
+def _method(cell: Mapping[str, Any]) -> str:
+    """Which strategy of the command a cell is a setting of."""
+    compression = cell["options"].get("compression") or {}
+    if cell["optimizer"] == "adamw" and "quantized" in compression:
+        return "quantized-local"
+    return str(cell["strategy"])
+
+
+def _best(lines: Sequence[Line]) -> dict[str, list[Line]]:
+    kinds: dict[str, list[Line]] = defaultdict(list)
+    for line in lines:
+        kinds[line["cell"]["kind"]].append(line)
+    if "tuning" in kinds:
+        kinds["tuning"] = [min(kinds["tuning"], key=lambda line: float(line["loss"]))]
+    return dict(kinds)
+
+
+def _entry(
+    place: Mapping[str, Any], kind: str, own: Sequence[Line], dense: Sequence[Line]
+) -> dict[str, Any]:
+    seeds = {line["cell"]["seed"] for line in own} & {line["cell"]["seed"] for line in dense}
+    own = [line for line in own if line["cell"]["seed"] in seeds]
+    dense = [line for line in dense if line["cell"]["seed"] in seeds]
+    settings = _settings(place["options"])
+    shares = [
+        _share(one["losses"], beside["losses"])
+        for one in own
+        for beside in dense
+        if one["cell"]["seed"] == beside["cell"]["seed"]
+    ]
+    seeds_told = f"{len(shares)} seed{'s' * (len(shares) > 1)}"
+    part = f"held-out part, {seeds_told}" if kind == "training" else "validation part"
+    return {
+        "method": place["method"],
+        "workers": place["workers"],
+        **settings,
+        "progress": round(fmean(shares), 3),
+        "source": f"benchmarks/results/evidence.jsonl: {place['size']} model, {STEPS:,} steps, "
+        f"{place['workers']} ranks, {part}, over dense with the same optimizer",
+    }
+
+
+def _share(own: Curve, dense: Curve) -> float:
+    here = _steps_to(own, dense[-1][1])
+    if here is not None:
+        return STEPS / here
+    there = _steps_to(dense, own[-1][1])
+    return 0.01 if there is None else there / STEPS
+
+
+def _steps_to(curve: Curve, loss: float) -> float | None:
+    return seconds_to_loss([{"step": step, "loss": at} for step, at in curve], loss, "step")
+
+
+def _settings(options: Mapping[str, Any]) -> dict[str, Any]:
+    compression = options.get("compression") or {}
+    own = compression.get("quantized", compression)
+    found: dict[str, Any] = {"k_steps": options.get("k_steps", 1)}
+    if "sparsity" in own:
+        found["sent"] = round(1 - own["sparsity"], 6)
+    if "value_bits" in own:
+        found["value_bits"] = own["value_bits"]
+    return found
+
+
+def merged(priors: Sequence[Mapping[str, Any]], new: Sequence[dict[str, Any]]) -> list[Any]:
+    """The priors, scaled where their method was measured, and all that was measured."""
+    found: list[dict[str, Any]] = []
+    for prior in priors:
+        own = [run for run in new if run["method"] == prior["method"]]
+        if any(_place(prior).items() <= _place(run).items() for run in own):
+            continue
+        runs = own or [run for run in new if run["method"] == RELATIVES.get(prior["method"])]
+        scale, told = 1.0, f"{PRIOR}, not measured here"
+        if runs:
+            run = min(runs, key=lambda run: abs(log(run["k_steps"] / prior["k_steps"])))
+            of_run = [each for each in priors if each["method"] == run["method"]]
+            beside = min(of_run, key=lambda each: abs(log(each["k_steps"] / run["k_steps"])))
+            scale = run["progress"] / beside["progress"]
+            told = f"{PRIOR}, scaled by {scale:.2f} as {run['method']} was at k_steps="
+            told += f"{run['k_steps']} in benchmarks/results/evidence.jsonl"
+        found.append({**prior, "progress": round(prior["progress"] * scale, 3), "source": told})
+    return [*found, *new]
+
+
+def _place(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in entry.items() if key not in ("progress", "source")}
+
+
+def main() -> None:
+    """Print what was measured, or write it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    new = measured(evidence(arguments.results))
+    if not arguments.write:
+        for entry in new:
+            print(json.dumps(entry))
+        return
+    entries = merged(json.loads(PRIORS.read_text()), new)
+    lines = ",\n".join(json.dumps(entry) for entry in entries)
+    PROGRESS.write_text(f"[\n{lines}\n]\n")
+
+
+if __name__ == "__main__":
+    main()
