@@ -42,7 +42,7 @@ __all__ = ["Soak", "soak"]
 
 _FEWEST, _MOST, _SLOTS = 4, 6, 10
 _POLL_S = 0.1
-_START_S = 60.0
+_START_S = 180.0
 _SILENT_S = 15.0
 """Beyond the time-out: to notice, to regroup over the latency, and to connect anew."""
 _STOPPED_S = 4.0
@@ -427,7 +427,9 @@ def _generations(net: Network | None, address: str) -> dict[int, list[str]]:
 
     def read() -> dict[int, list[str]]:
         board = Board(connect(address, RUN, None, timedelta(seconds=30)))
-        return {n: board.get(f"members/{n}")["ids"] for n in range(int(board.get("gen")) + 1)}
+        latest = board.get("gen")
+        numbers = range(0 if latest is None else latest + 1)
+        return {n: board.get(f"members/{n}")["ids"] for n in numbers}
 
     return read() if net is None else inside(net.namespace_fds[0], read)
 
