@@ -1,6 +1,7 @@
 """A member that goes, in whatever moment, costs the others a part of one averaging."""
 
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,12 @@ import thinwire as tw
 from tests.members.places import TOKEN, meeting_place
 from tests.members.training import PHASES, TIMEOUT_S, member, model, wait_for
 from tests.ranks import Lost, Pool, Raised
+from thinwire.errors import PeerStalled
 from thinwire.local.newcomers import NewcomersWork
+from thinwire.members.board import Board
+from thinwire.members.generation import Decision
 from thinwire.members.giving import Given
+from thinwire.members.meeting import connect
 
 SPARSE = tw.LocalSGD(4, begin_step=1, compression=tw.Sparse(0.9))
 CONFIGS = {
@@ -224,6 +229,22 @@ def test_one_that_was_stopped_finds_itself_evicted(ranks: Pool, tmp_path: Path) 
     assert isinstance(found[1], Raised)
     assert found[1].type_name == "Evicted"
     assert max(found[n]["longest_s"] for n in (0, 2)) < TIMEOUT_S + 3
+
+
+def test_a_newcomer_of_a_run_that_has_died_is_told_so() -> None:
+    net = model(0)
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+    with meeting_place(None) as address:
+        board = Board(connect(address, "test", None, timedelta(seconds=TIMEOUT_S)))
+        board.first("members/0", Decision(("ann", "bob"), ("ann", "bob"), 3).to_dict())
+        begun = time.monotonic()
+        with (
+            pytest.raises(PeerStalled, match=r"none of its members was heard of.*ann, bob"),
+            tw.join(address, run="test", timeout=2.0) as members,
+            tw.local_sgd(net, optimizer, SPARSE, members=members),
+        ):
+            pass
+        assert time.monotonic() - begun < TIMEOUT_S + 4
 
 
 def test_an_engine_takes_members(ranks: Pool, tmp_path: Path) -> None:

@@ -213,6 +213,7 @@ class Members:
                 self._fetched(work)
                 break
             except (PeerLost, PeerStalled, PayloadCorrupt) as error:
+                self._keeper.require_life()
                 if self._keeper.generation is not None:
                     # the others count on a member that has no state: come again as another one
                     self._keeper.close()
