@@ -79,8 +79,12 @@ class Pool:
                 self.close()
                 raise
         broken = {r: a for r, a in enumerate(results) if isinstance(a, Lost | Raised | None)}
-        if any(not isinstance(answer, Raised) for answer in broken.values()):
-            self.close()  # dead or hung: the next test starts from fresh processes
+        # dead or hung; or it could not join, and torch counts groups under other names there now
+        if any(
+            not isinstance(answer, Raised) or "init_process_group" in answer.traceback
+            for answer in broken.values()
+        ):
+            self.close()  # the next test starts from fresh processes
         results = [a[0] if isinstance(a, tuple) else a for a in results]
         late = [r for r, a in broken.items() if a is None]
         if late and not expect_errors:

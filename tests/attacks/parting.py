@@ -17,7 +17,7 @@ import thinwire as tw
 from tests.attacks.outcome import Attack, Outcome, Seen, judged
 from tests.attacks.training import WAYS, batch, digest, flip_bit, make, small_model, under_attack
 from tests.ranks import Pool
-from thinwire.wire import sealed
+from thinwire.layout import traffic
 
 __all__ = ["ATTACKS"]
 
@@ -322,8 +322,8 @@ def on_the_wire(
 
     for name in real:
         setattr(dist, name, tapped(name))
-    most = sealed._MOST_BYTES
-    sealed._MOST_BYTES = -1 if whole else most
+    most = traffic._MOST_SEALED_BYTES
+    traffic._MOST_SEALED_BYTES = -1 if whole else most
     try:
         armed[0] = rank == victim and names == ("broadcast",)
         try:
@@ -342,7 +342,7 @@ def on_the_wire(
         seen.more["hit"] = not armed[0]
         return seen
     finally:
-        sealed._MOST_BYTES = most
+        traffic._MOST_SEALED_BYTES = most
         for name, function in real.items():
             setattr(dist, name, function)
 

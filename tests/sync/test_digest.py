@@ -15,9 +15,9 @@ import thinwire as tw
 from tests.ranks import Pool, Raised
 from thinwire.comm import Group, Pending
 from thinwire.core.checksum import checksum
+from thinwire.layout import traffic
 from thinwire.optim import DGCMomentum
 from thinwire.strategy.engine import Engine
-from thinwire.wire import sealed
 
 EVERY = 8
 
@@ -422,7 +422,9 @@ def hurting(rank: int, where: str) -> Any:
 
 
 def flip_in_a_sum(rank: int, size: int, kind: str, where: str) -> None:
-    whole = patch.object(sealed, "_MOST_BYTES", -1 if where == "sum" else sealed._MOST_BYTES)
+    whole = patch.object(
+        traffic, "_MOST_SEALED_BYTES", -1 if where == "sum" else traffic._MOST_SEALED_BYTES
+    )
     with whole, hurting(rank, where):
         if kind == "local":
             model = model_of()
