@@ -17,6 +17,7 @@ from thinwire.local.newcomers import NewcomersWork
 from thinwire.members.board import Board
 from thinwire.members.generation import Decision
 from thinwire.members.giving import Given
+from thinwire.members.keeper import Keeper
 from thinwire.members.meeting import connect
 
 SPARSE = tw.LocalSGD(4, begin_step=1, compression=tw.Sparse(0.9))
@@ -164,6 +165,43 @@ def _leaving(rank: int, size: int, address: str) -> Any:
         NewcomersWork.own_state = own_state  # type: ignore[method-assign]
         NewcomersWork.inherit = inherit  # type: ignore[method-assign]
     return seen["kept"], seen["came"]
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+@pytest.mark.parametrize("call", [8, 9])
+def test_who_missed_an_agreement_takes_it_from_one_who_heard_it(
+    ranks: Pool, call: int, leaves: bool
+) -> None:
+    """Nobody is lost: one member gives the generation up just before it goes along."""
+    with meeting_place(None) as address:
+        found = ranks.run(_deaf, address, call, leaves, size=3, group=False)
+    stay = [one for one in found if not one["left"]]
+    rounds = _alike(stay)
+    assert set(rounds) == {1, 5, 9, 13, 17, 21}
+    assert len(stay) == 2 if leaves else 3
+    assert [size for _, size, _ in rounds.values()][-1] == len(stay)
+    assert max(one["longest_s"] for one in found) < TIMEOUT_S
+    assert found[1]["deaf"] == 1
+
+
+def _deaf(rank: int, size: int, address: str, call: int, leaves: bool) -> Any:
+    passed, calls, deaf = Keeper.passed, 0, 0
+
+    def not_passed(self: Keeper, number: int, vote: int, answers: Any) -> bool:
+        nonlocal calls, deaf
+        calls += 1
+        if rank == 1 and calls == call:
+            deaf += 1
+            self.broken(number, "told so by the test")
+            self.settle(number)
+        return passed(self, number, vote, answers)
+
+    Keeper.passed = not_passed  # type: ignore[method-assign]
+    try:
+        leave_at = {2: 6} if leaves else None
+        return {**member(rank, size, address, SPARSE, leave_at=leave_at), "deaf": deaf}
+    finally:
+        Keeper.passed = passed  # type: ignore[method-assign]
 
 
 def test_the_last_but_one_may_leave(ranks: Pool) -> None:

@@ -29,6 +29,7 @@ class ElasticGroup(Group):
     makes it again.
 
     Attributes:
+        bound: The generation that was taken up.
         on_rebind: Called once this member has taken up another generation.
     """
 
@@ -41,6 +42,7 @@ class ElasticGroup(Group):
         self.wait_s = 0.0
         self._rate = Rate()
         self.on_rebind: list[Callable[[], None]] = []
+        self.bound: Generation | None = None
         self._number = -1
         self._attempt: int | None = None
         self._shared = None
@@ -71,6 +73,7 @@ class ElasticGroup(Group):
 
     def _bind(self, now: Generation) -> None:
         first = self._number < 0
+        self.bound = now
         self._number, self.rank, self.size = now.number, now.rank, now.size
         groups: Any = now.groups  # it has what Group asks of a Private
         shared: Private | None = groups

@@ -64,7 +64,8 @@ class Keeper:
         self.end: ThinwireError | None = None
         self.votes = 0
         self.newcomer = False
-        self.served: set[int] = set()
+        self.served: dict[int, float] = {}
+        """When somebody was to give a state to a newcomer, by its number."""
         self.store_problem: str | None = None
         self._answers: tuple[bytes, ...] = ()
         self._recorded: tuple[int, tuple[bytes, ...]] | None = None
@@ -187,7 +188,15 @@ class Keeper:
                 f"{', '.join(self._awaited)}. If they have ended, begin under another run="
             )
 
-    def wait_for_decision(self, number: int) -> None:
+    def is_let_in(self) -> bool:
+        """Whether a generation has this newcomer, within the time-out."""
+        with self._news:
+            self._news.wait_for(lambda: self.end or self.generation, self.timeout_s)
+        if self.end is not None:
+            raise self.end
+        return self.generation is not None
+
+    def wait_for_decision(self) -> None:
         """Wait until it is written that the others go on without this member, who leaves."""
         with self._news:
             self._news.wait_for(lambda: self.end is not None, self.timeout_s)
@@ -356,6 +365,10 @@ class Keeper:
             if self.board.has(f"break/{now.number}"):
                 self._regroup("others found it broken")
                 return
+            value = self.board.get(f"members/{now.number + 1}")
+            if value is not None:  # others have heard an agreement that has not come here
+                self._leave_for(Decision.from_dict(value))
+                return
             if now.rank == 0:
                 self._look_for_newcomers()
             self.store_problem = None
@@ -389,13 +402,21 @@ class Keeper:
             if time.monotonic() > until:
                 return
             self._looked[number] = time.monotonic()
-            if (
-                self._lives(self._hellos[number]["id"])
-                and number not in self._ready
-                and self.board.has(f"ready/{number}")
-            ):
+            if not self._lives(self._hellos[number]["id"]) or number in self._ready:
+                continue
+            if self.board.has(f"ready/{number}"):
                 with self._news:
                     self._ready.add(number)
+            elif self._is_forgotten(number):
+                del self.served[number]
+
+    def _is_forgotten(self, number: int) -> bool:
+        """Whether nobody has begun to give a newcomer the state, though somebody was to: members
+        who were in different generations do not see the same one in this turn.
+        """
+        asked = self.served.get(number)
+        late = asked is not None and time.monotonic() - asked > self.timeout_s
+        return late and not self.board.has(f"giver/{number}")
 
     def _turn(self, number: int) -> tuple[bool, float]:
         """Those who live go first, then whoever was not looked at for longest."""
@@ -414,6 +435,16 @@ class Keeper:
             decision = Decision(ids, settled, self.votes, self._answers)
         value = self.board.first(f"members/{number + 1}", decision.to_dict())
         self._enter(number + 1, Decision.from_dict(value))
+
+    def _leave_for(self, decision: Decision) -> None:
+        """Follow the others into the next generation."""
+        old = self.generation
+        assert old is not None, "entered"
+        with self._news:
+            self._frozen = True
+        if old.groups is not None:
+            old.groups.hang_up()
+        self._enter(old.number + 1, decision)
 
     def _regroup(self, why: str) -> None:
         """Form the next generation, of those who are still there."""

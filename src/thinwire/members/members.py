@@ -16,6 +16,7 @@ from thinwire.comm.deadline import seconds_of
 from thinwire.errors import PayloadCorrupt, PeerLost, PeerStalled
 from thinwire.members.address import Address, parse_address
 from thinwire.members.board import Board
+from thinwire.members.generation import Generation
 from thinwire.members.giving import Given, Giver, Heir, Taker, legacy_number
 from thinwire.members.group import ElasticGroup
 from thinwire.members.keeper import Keeper
@@ -80,7 +81,7 @@ class Members:
         self.group.on_rebind.append(self._tell)
         self._givers: list[Giver] = []
         self._heirs: list[Heir] = []
-        self._leaving = self.left = False
+        self._leaving = self._is_ready = self.left = False
         self._legacy: Giver | None = None
         self._plan: Said = {}
         self._step: Callable[[], int] = lambda: 0
@@ -118,7 +119,7 @@ class Members:
     @property
     def ids(self) -> tuple[str, ...]:
         """Of all members, in the order of their ranks; empty while this one is a newcomer."""
-        return () if self._keeper.generation is None else self._keeper.generation.ids
+        return () if self.group.bound is None else self.group.bound.ids
 
     @property
     def rank(self) -> int:
@@ -133,7 +134,7 @@ class Members:
     @property
     def generation(self) -> int:
         """Counts the changes of the members; -1 while this one is a newcomer."""
-        return -1 if self._keeper.generation is None else self._keeper.generation.number
+        return -1 if self.group.bound is None else self.group.bound.number
 
     @property
     def step(self) -> int:
@@ -151,7 +152,7 @@ class Members:
         self._leaving = True
 
     def _hand_over(
-        self, work: Work, goers: Sequence[str], stay: Sequence[str], generation: int
+        self, work: Work, goers: Sequence[str], stay: Sequence[str], now: Generation
     ) -> None:
         """What those who leave have kept goes to the first who stays."""
         about: dict[str, Any] = {
@@ -160,9 +161,9 @@ class Members:
             "key": self._key,
         }
         for goer in goers:
-            number = legacy_number(generation, self.ids.index(goer))
+            number = legacy_number(now.number, now.ids.index(goer))
             if stay[0] == self.id:
-                factor = len(stay) / self.size  # of the mean over all it stays what it was
+                factor = len(stay) / now.size  # of the mean over all it stays what it was
                 self._heirs.append(
                     Heir(self._board, number, factor, at_most=work.most_bytes, **about)
                 )
@@ -214,10 +215,11 @@ class Members:
                 break
             except (PeerLost, PeerStalled, PayloadCorrupt) as error:
                 self._keeper.require_life()
-                if self._keeper.generation is not None:
-                    # the others count on a member that has no state: come again as another one
+                if self._is_ready:
+                    # the others may count on a member that has no state: come again as another
                     self._keeper.close()
                     self._keeper = self.group.keeper = self._met()
+                    self._is_ready = False
                 _log.warning("asking another member for the state: %s", error)
         self.group.take_up()
         self.newcomer = False
@@ -241,17 +243,19 @@ class Members:
         try:
             given = taker.take(work.most_bytes)
             work.take(given)
+            self._is_ready = True
             self._board.put(f"ready/{number}", {"id": self._keeper.me})
             while not given.last:
                 given = taker.take(work.most_bytes)
                 work.take(given)
         finally:
             taker.close()
-        self._keeper.settle(-1)
+        if not self._keeper.is_let_in():
+            raise PeerStalled("the others have changed while this member was let in")
 
     def report(self) -> dict[str, Any]:
         """What this member says in the agreement that ends a round."""
-        said: dict[str, Any] = {"leaving": True} if self._leaving else {}
+        said: dict[str, Any] = {"leaving": self.id} if self._leaving else {}
         if self.group.rank == 0:
             said |= {"serve": self._keeper.waiting(), "admit": self._keeper.ready()}
         return said
@@ -259,15 +263,19 @@ class Members:
     def hear(self, said: Sequence[Said]) -> None:
         """Remember what all have said in the agreement that ends a round."""
         self._plan = said[0]
-        goers = [n for n, each in enumerate(said) if each.get("leaving")]
-        self._goers = tuple(self.ids[n] for n in goers if n < self.size)
+        # by name: this may be of a generation that is over by now
+        self._goers = tuple(each["leaving"] for each in said if "leaving" in each)
 
     def end_round(self, work: Work) -> None:
         """Give, let in and let go what was agreed on; all members call it after the same round."""
         plan, self._plan = self._plan, {}
         goers, self._goers = self._goers, ()
-        stay = [each for each in self.ids if each not in goers]
-        admitted = [each for each in plan.get("admit", []) if each not in self.ids]
+        # that of the agreement, the same on all, even if the next one has been formed meanwhile
+        now = self.group.bound
+        assert now is not None, "exchanged"
+        goers = tuple(each for each in goers if each in now.ids)
+        stay = [each for each in now.ids if each not in goers]
+        admitted = [each for each in plan.get("admit", []) if each not in now.ids]
         self._givers = [giver for giver in self._givers if giver.works]
         if self._givers:
             given = work.last_round() if self.group.size > 1 else work.state_for_newcomer()
@@ -276,7 +284,7 @@ class Members:
                     Given(given.kind, given.plain, given.tensors, giver.newcomer in admitted)
                 )
         for number, newcomer in plan.get("serve", []):
-            self._keeper.served.add(number)
+            self._keeper.served[number] = time.monotonic()
             if stay and stay[number % len(stay)] == self.id:
                 giver = Giver(
                     self._board,
@@ -294,15 +302,14 @@ class Members:
                 work.inherit(heir.taken, heir.factor)
         self._heirs = [heir for heir in self._heirs if heir.works]
         if admitted or goers:
-            before = self.group.take_up()
             if goers and stay:
-                self._hand_over(work, goers, stay, before)
-            self._keeper.change(before, [*stay, *admitted], stay)
+                self._hand_over(work, goers, stay, now)
+            self._keeper.change(now.number, [*stay, *admitted], stay)
             if self.id in goers:
-                self._keeper.wait_for_decision(before)
+                self._keeper.wait_for_decision()
                 self.left = True
                 return
-            self._keeper.settle(before)
+            self._keeper.settle(now.number)
             self.group.take_up()
 
     @property
