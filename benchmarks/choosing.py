@@ -115,12 +115,14 @@ def table(lines: Iterable[Mapping[str, Any]], workers: int, size: str) -> list[s
 
 def _time(row: Row, dense: Row, link: str) -> str:
     """Seconds until a strategy has dense's last loss, and which part of dense's time that is."""
+    if row is dense:
+        return f"{STEPS * dense.step_s[link]:,.0f} s"
     steps = row.steps_to(dense.loss)
     if steps is None or link not in row.step_s:
         return "-"
     seconds = steps * row.step_s[link]
     whole = STEPS * dense.step_s[link]
-    return f"{seconds:,.0f} s" if row is dense else f"{seconds:,.0f} s, {whole / seconds:.2g} x"
+    return f"{seconds:,.0f} s, {whole / seconds:.2g} x"
 
 
 def settings(lines: Iterable[Mapping[str, Any]], workers: int, size: str) -> list[str]:
