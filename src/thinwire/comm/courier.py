@@ -5,17 +5,15 @@ exchange has failed.
 import contextlib
 import json
 import math
-import os
 import queue
-import socket
-import stat
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from thinwire.comm.sockets import connections, shut_down
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -223,8 +221,7 @@ class Courier:
         """
         mine = self._mine if self._mine is not None else _sockets_to(self._host) - self._others
         for descriptor in mine & _sockets_to(self._host):
-            with contextlib.suppress(OSError), _duplicate(descriptor) as connection:
-                connection.shutdown(socket.SHUT_RDWR)
+            shut_down(descriptor)
 
 
 class _Question:
@@ -252,22 +249,6 @@ def _host_of(store: "Store") -> int | None:
 
 def _sockets_to(port: int | None) -> set[int]:
     """The descriptors of this process that are connected to a port, where the system tells."""
-    found = set()
-    descriptors = Path("/proc/self/fd")
-    for entry in list(descriptors.iterdir()) if port is not None and descriptors.is_dir() else ():
-        with contextlib.suppress(OSError), _duplicate(int(entry.name)) as connection:
-            # the name of the other end of a pipe within this machine is a text, often an empty one
-            if connection.family != socket.AF_UNIX and connection.getpeername()[1] == port:
-                found.add(int(entry.name))
-    return found
-
-
-def _duplicate(descriptor: int) -> socket.socket:
-    """A socket beside the one behind a descriptor, to be closed on its own.
-
-    Raises:
-        OSError: It is none, or has been closed.
-    """
-    if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-        raise OSError(f"descriptor {descriptor} is no socket")
-    return socket.socket(fileno=os.dup(descriptor))
+    if port is None:
+        return set()
+    return {each.descriptor for each in connections() if each.other_port == port}

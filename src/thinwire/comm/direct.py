@@ -1,14 +1,8 @@
 """Process groups over a store alone, without `init_process_group`: for ranks that come and go."""
 
-import contextlib
 import datetime
-import os
-import socket
-import stat
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,15 +10,14 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from torch.distributed import ProcessGroup
 
-from thinwire._aside import Late, within
 from thinwire.comm.failures import explain_failure
-from thinwire.comm.private import forget, hold, released_at_exit
+from thinwire.comm.private import forget, hold, made_within, released_at_exit
+from thinwire.comm.sockets import Connection, connections, listeners, shut_down
 from thinwire.errors import PeerLost, PeerStalled
 
 __all__ = ["Direct", "Line"]
 
 _NEVER = datetime.timedelta(days=30)
-_SLACK_S = 1.6
 _PIECE_BYTES = 4 << 20
 _listening = threading.Lock()
 
@@ -60,18 +53,14 @@ class Direct:
         self.control: ProcessGroup | None
         self._store: Store | None = None
         """torch keeps no reference to a store that is an object of Python."""
-        self._sockets: set[tuple[int, int]] = set()
+        self._connections: list[Connection] = []
         begun = time.monotonic()
         try:
-            self.group, self.control = within(
-                timeout_s + _SLACK_S,
-                lambda: self._made(store, rank, size, timeout_s, address),
-                name="thinwire-connect",
+            self.group, self.control = made_within(
+                timeout_s, lambda: self._made(store, rank, size, timeout_s, address)
             )
-        except (RuntimeError, Late) as error:
+        except RuntimeError as error:
             self.hang_up()
-            if isinstance(error, Late):
-                error = RuntimeError("Timed out: neither the ranks nor the store answer")
             raise explain_failure(
                 error,
                 what="making a process group",
@@ -94,11 +83,9 @@ class Direct:
         ]
         ports = {int(ahead.get(f"port/{other}")) for other in range(size) if other != rank}
         self._store = ahead
-        self._sockets = {
-            (descriptor, inode)
-            for descriptor, inode, mine, theirs in _connections()
-            if mine == port or theirs in ports
-        }
+        self._connections = [
+            each for each in connections() if each.port == port or each.other_port in ports
+        ]
         return made[0], made[1]
 
     @property
@@ -108,12 +95,8 @@ class Direct:
 
     def hang_up(self) -> None:
         """Close the connections: every wait of this process and of the others ends at once."""
-        for descriptor, inode in self._sockets:
-            with contextlib.suppress(OSError):
-                if os.fstat(descriptor).st_ino != inode:
-                    continue  # the number belongs to something else by now
-                with socket.socket(fileno=os.dup(descriptor)) as connection:
-                    connection.shutdown(socket.SHUT_RDWR)
+        for each in self._connections:
+            shut_down(each.descriptor, each.inode)
 
     def release(self) -> None:
         """Hang up and let go of the groups, which joins their threads; may be called twice."""
@@ -228,9 +211,9 @@ def _device(address: str) -> tuple[Any, int]:
     """What gloo listens with, and the port."""
     kind: Any = ProcessGroupGloo  # torch has it, its stub not
     with _listening:  # the new one is recognised by what was there before
-        before = _listeners()
+        before = listeners()
         device = kind.create_device(hostname=address, lazy_init=False)
-        (port,) = {port for one, port in _listeners().items() if one not in before}
+        (port,) = {port for one, port in listeners().items() if one not in before}
     return device, port
 
 
@@ -247,34 +230,3 @@ def _gloo(store: Store, rank: int, size: int, timeout_s: float, device: Any) -> 
     # set afterwards: the same value limits the making; the caller that waits watches the time
     backend._set_default_timeout(_NEVER)
     return group
-
-
-def _sockets() -> Iterator[tuple[int, int, socket.socket]]:
-    """Descriptor and inode of every internet socket of this process, and one beside it."""
-    linux = Path("/proc/self/fd")
-    for entry in list((linux if linux.is_dir() else Path("/dev/fd")).iterdir()):
-        with contextlib.suppress(OSError):
-            about = os.fstat(int(entry.name))
-            if stat.S_ISSOCK(about.st_mode):
-                with socket.socket(fileno=os.dup(int(entry.name))) as beside:
-                    if beside.family != socket.AF_UNIX and beside.type == socket.SOCK_STREAM:
-                        yield int(entry.name), about.st_ino, beside
-
-
-def _listeners() -> dict[int, int]:
-    """Ports on which this process listens, by inode."""
-    return {
-        inode: beside.getsockname()[1]
-        for _, inode, beside in _sockets()
-        if beside.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-    }
-
-
-def _connections() -> list[tuple[int, int, int, int]]:
-    """Descriptor, inode, port and port of the other end of every connection of this process."""
-    found = []
-    for descriptor, inode, beside in _sockets():
-        with contextlib.suppress(OSError):  # one that listens has no other end
-            theirs = beside.getpeername()[1]
-            found.append((descriptor, inode, beside.getsockname()[1], theirs))
-    return found

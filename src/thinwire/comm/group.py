@@ -89,24 +89,20 @@ class Group:
     proofs: Proofs | None = None
     """Of messages that the caller of `all_gather` and `all_to_all` exchanges; see `prove`."""
     _agreement_proofs: Proofs | None = None
+    _shared: Private | None
 
     def __init__(
         self,
         process_group: dist.ProcessGroup | None = None,
         timeout: float | datetime.timedelta | None = None,
     ) -> None:
-        self.timeout_s = time_limit_s(process_group, timeout)
-        self.bytes_sent = self.bytes_received = 0
-        self.wait_s = 0.0
-        self._rate = Rate()
-        self._shared: Private | None = None
+        self._begin(time_limit_s(process_group, timeout))
         if not (dist.is_available() and dist.is_initialized()):
             if process_group is not None:
                 raise ValueError(
                     "process_group was given but torch.distributed is not initialized: call "
                     "init_process_group first"
                 )
-            self.rank, self.size = 0, 1
             return
         self.rank = dist.get_rank(process_group)
         self.size = dist.get_world_size(process_group)
@@ -124,13 +120,19 @@ class Group:
         """A group over a process group that is the library's own already."""
         assert private.group is not None, "made just now"
         group = cls.__new__(cls)
-        group.bytes_sent = group.bytes_received = 0
-        group.wait_s = 0.0
-        group._rate = Rate()
-        group.timeout_s = timeout_s
+        group._begin(timeout_s)
         group.rank, group.size = dist.get_rank(private.group), dist.get_world_size(private.group)
         group._shared = private
         return group
+
+    def _begin(self, timeout_s: float) -> None:
+        """One rank that has exchanged nothing yet."""
+        self.timeout_s = timeout_s
+        self.rank, self.size = 0, 1
+        self.bytes_sent = self.bytes_received = 0
+        self.wait_s = 0.0
+        self._rate = Rate()
+        self._shared = None
 
     def prove(self, key: bytes) -> None:
         """From here on let every agreement carry a proof made with `key`, and offer `proofs` to

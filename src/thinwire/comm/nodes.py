@@ -9,7 +9,6 @@ from torch import Tensor
 
 from thinwire.comm.group import Group, Pending
 from thinwire.comm.private import Private
-from thinwire.comm.rate import Rate
 
 __all__ = ["Nodes", "Sources", "job_ranks", "node_size_of", "require_divisor", "sources_of"]
 
@@ -127,12 +126,7 @@ class _Alone(Group):
     """The leader of the only node."""
 
     def __init__(self, all_ranks: Group) -> None:
-        self.bytes_sent = self.bytes_received = 0
-        self.wait_s = 0.0
-        self._rate = Rate()
-        self.timeout_s = all_ranks.timeout_s
-        self.rank, self.size = 0, 1
-        self._shared = None
+        self._begin(all_ranks.timeout_s)
 
 
 def job_ranks() -> list[int]:

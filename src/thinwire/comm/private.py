@@ -28,6 +28,7 @@ __all__ = [
     "forget",
     "forget_ended",
     "hold",
+    "made_within",
     "private_group",
     "released_at_exit",
     "store_of",
@@ -211,7 +212,7 @@ def _new_group(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:
     try:
         # a store whose host is stopped answers never, whatever its time-out; nccl wants the thread
         # of its device
-        return make() if dist.get_backend() == "nccl" else _in_time(limit_s + _SLACK_S, make)
+        return make() if dist.get_backend() == "nccl" else made_within(limit_s, make)
     except RuntimeError as error:
         raise explain_failure(
             error,
@@ -225,9 +226,14 @@ def _new_group(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:
         waited(time.monotonic() - begun)
 
 
-def _in_time(limit_s: float, make: Callable[[], _T]) -> _T:
+def made_within(limit_s: float, make: Callable[[], _T]) -> _T:
+    """What `make` returns, which waits for other ranks for `limit_s` seconds by itself.
+
+    Raises:
+        RuntimeError: It failed, or did not end, since the host of the store is stopped.
+    """
     try:
-        return within(limit_s, make, name="thinwire-connect")
+        return within(limit_s + _SLACK_S, make, name="thinwire-connect")
     except Late:
         raise RuntimeError("Timed out: neither the ranks nor the store answer") from None
 

@@ -524,16 +524,17 @@ class LocalUpdates:
         optimizer's. No communication.
         """
         state = self.plain_state_dict()
-        members = self._members
-        place = (
-            place_in(self._process_group)
-            if members is None
-            else (max(members.rank, 0), max(members.size, 1))
-        )
         return {
             **state,
-            ORIGIN: Origin(*place, self.step, saving.own_checksum(state)).packed(),
+            ORIGIN: Origin(*self._place(), self.step, saving.own_checksum(state)).packed(),
         }
+
+    def _place(self) -> tuple[int, int]:
+        """This rank's number among those that average, and how many they are."""
+        members = self._members
+        if members is None:
+            return place_in(self._process_group)
+        return max(members.rank, 0), max(members.size, 1)
 
     def plain_state_dict(self) -> dict[str, Any]:
         """`state_dict` without the origin, for callers that keep ranks apart by other means."""
@@ -556,12 +557,7 @@ class LocalUpdates:
         saving.load(state, self._open_averager())
         own = saving.own_checksum(state)
         if origin is not None and (origin.checksum or own):
-            place = (
-                place_in(self._process_group)
-                if self._members is None
-                else (max(self._members.rank, 0), max(self._members.size, 1))
-            )
-            problem = origin.problem(*place, own)
+            problem = origin.problem(*self._place(), own)
             if problem is not None:
                 warnings.warn(f"thinwire.local_sgd: {problem}", UserWarning, stacklevel=2)
         self._restore_bytes(state["bytes_sent"])

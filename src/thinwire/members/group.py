@@ -10,7 +10,6 @@ from torch import Tensor
 from thinwire.comm import Group, Pending, Regrouped
 from thinwire.comm.deadline import progressed
 from thinwire.comm.private import forget_ended
-from thinwire.comm.rate import Rate
 from thinwire.errors import PayloadCorrupt, ThinwireError
 from thinwire.members.generation import Generation
 from thinwire.members.keeper import Keeper
@@ -37,16 +36,10 @@ class ElasticGroup(Group):
 
     def __init__(self, keeper: Keeper) -> None:
         self.keeper = keeper
-        self.timeout_s = keeper.timeout_s
-        self.bytes_sent = self.bytes_received = 0
-        self.wait_s = 0.0
-        self._rate = Rate()
+        self._begin(keeper.timeout_s)
         self.on_rebind: list[Callable[[], None]] = []
         self.bound: Generation | None = None
-        self._number = -1
         self._attempt: int | None = None
-        self._shared = None
-        self.rank, self.size = 0, 1
         if keeper.generation is not None:
             self.take_up()
 
@@ -60,6 +53,11 @@ class ElasticGroup(Group):
         """See `Group.global_ranks`: the members of the generation."""
         return list(range(self.size))
 
+    @property
+    def number(self) -> int:
+        """Of the generation that was taken up; -1 before the first."""
+        return -1 if self.bound is None else self.bound.number
+
     def take_up(self) -> int:
         """Go on in the last generation that was formed; its number.
 
@@ -67,14 +65,13 @@ class ElasticGroup(Group):
             Evicted, QuorumLost: This member cannot go on.
         """
         now = self.keeper.current()
-        if now.number != self._number:
+        if now is not self.bound:
             self._bind(now)
-        return self._number
+        return now.number
 
     def _bind(self, now: Generation) -> None:
-        first = self._number < 0
-        self.bound = now
-        self._number, self.rank, self.size = now.number, now.rank, now.size
+        first, self.bound = self.bound is None, now
+        self.rank, self.size = now.rank, now.size
         groups: Any = now.groups  # it has what Group asks of a Private
         shared: Private | None = groups
         self._shared = shared
@@ -135,7 +132,7 @@ class ElasticGroup(Group):
         wire_bytes: float,
         control: bool = False,
     ) -> Pending[Tensor]:
-        number = self._number
+        number = self.number
         try:
             pending = super()._launched(
                 launches, result, what, held, wire_bytes=wire_bytes, control=control

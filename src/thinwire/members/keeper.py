@@ -3,6 +3,7 @@ in the main thread.
 """
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -44,7 +45,7 @@ class Keeper:
         votes: Agreements that have come about, as far as this member goes along.
         generation: The last one that was formed; None before the first.
         end: Why this member cannot go on; None while it can.
-        hellos: Newcomers by their number, for the member of rank 0.
+        newcomer: Whether the run had begun without this process.
     """
 
     def __init__(
@@ -264,9 +265,6 @@ class Keeper:
         begun = time.monotonic()
         number = self._latest()
         if number is not None:
-            with self._news:
-                self.newcomer = True
-                self._news.notify_all()
             self._wait_for_admission(number)
             return
         self.say_hello(self.board)
@@ -285,9 +283,6 @@ class Keeper:
                 if self.me in decision.ids:
                     self._enter(0, decision)
                 else:
-                    with self._news:
-                        self.newcomer = True
-                        self._news.notify_all()
                     self._wait_for_admission(0)
                 return
             if now - begun > self.timeout_s:
@@ -299,14 +294,15 @@ class Keeper:
 
     def _founders(self) -> tuple[str, ...]:
         """Those who have said hello and are alive, in the order of their hellos."""
-        while (value := self.board.get(f"hello/{self._next_hello}")) is not None:
-            self._hellos[self._next_hello] = value
-            self._next_hello += 1
+        self._read_hellos(math.inf)
         ids = dict.fromkeys(value["id"] for _, value in sorted(self._hellos.items()))
         return tuple(each for each in ids if each == self.me or self._lives(each))
 
     def _wait_for_admission(self, number: int) -> None:
         """Until a generation has this member; the main thread fetches the state meanwhile."""
+        with self._news:
+            self.newcomer = True
+            self._news.notify_all()
         while not self._over.is_set():
             self._beat()
             while self.board.has(f"members/{number + 1}"):
@@ -386,13 +382,7 @@ class Keeper:
     def _look_for_newcomers(self) -> None:
         """For a while: many may have asked, most of whom have gone, and others wait for a beat."""
         until = time.monotonic() + _LOOK_S
-        while time.monotonic() < until:
-            value = self.board.get(f"hello/{self._next_hello}")
-            if value is None:
-                break
-            with self._news:
-                self._hellos[self._next_hello] = value
-            self._next_hello += 1
+        self._read_hellos(until)
         for number, value in list(self._hellos.items()):
             if value["id"] in self._were_in:
                 with self._news:
@@ -409,6 +399,16 @@ class Keeper:
                     self._ready.add(number)
             elif self._is_forgotten(number):
                 del self.served[number]
+
+    def _read_hellos(self, until: float) -> None:
+        """The requests that are new, as far as time allows."""
+        while time.monotonic() < until:
+            value = self.board.get(f"hello/{self._next_hello}")
+            if value is None:
+                return
+            with self._news:
+                self._hellos[self._next_hello] = value
+            self._next_hello += 1
 
     def _is_forgotten(self, number: int) -> bool:
         """Whether nobody has begun to give a newcomer the state, though somebody was to: members
@@ -440,21 +440,22 @@ class Keeper:
         """Follow the others into the next generation."""
         old = self.generation
         assert old is not None, "entered"
+        self._give_up(old)
+        self._enter(old.number + 1, decision)
+
+    def _give_up(self, old: Generation) -> None:
+        """Accept no agreement of a generation any more; who waits in it need not wait longer."""
         with self._news:
             self._frozen = True
         if old.groups is not None:
             old.groups.hang_up()
-        self._enter(old.number + 1, decision)
 
     def _regroup(self, why: str) -> None:
         """Form the next generation, of those who are still there."""
         old = self.generation
         assert old is not None, "entered"
         self.board.put(f"break/{old.number}", {"by": self.me, "why": why})
-        with self._news:
-            self._frozen = True
-        if old.groups is not None:
-            old.groups.hang_up()  # the main thread, if it waits there, need not wait any longer
+        self._give_up(old)
         _log.warning("generation %d is broken: %s", old.number, why)
         self._enter(old.number + 1, self._decided(old))
 

@@ -76,7 +76,6 @@ class Members:
         self.timeout_s = timeout_s
         self._keeper = self._met()
         self.group = ElasticGroup(self._keeper)
-        self.newcomer = self._keeper.generation is None
         self._callbacks: list[Callable[[Members], None]] = []
         self.group.on_rebind.append(self._tell)
         self._givers: list[Giver] = []
@@ -112,6 +111,11 @@ class Members:
         self.close()
 
     @property
+    def newcomer(self) -> bool:
+        """Whether the run had begun, and this process has not got its state yet."""
+        return self.group.bound is None
+
+    @property
     def id(self) -> str:
         """Of this member: host, process and four digits."""
         return self._keeper.me
@@ -134,7 +138,7 @@ class Members:
     @property
     def generation(self) -> int:
         """Counts the changes of the members; -1 while this one is a newcomer."""
-        return -1 if self.group.bound is None else self.group.bound.number
+        return self.group.number
 
     @property
     def step(self) -> int:
@@ -222,7 +226,6 @@ class Members:
                     self._is_ready = False
                 _log.warning("asking another member for the state: %s", error)
         self.group.take_up()
-        self.newcomer = False
 
     def _fetched(self, work: Work) -> None:
         number = self._keeper.say_hello(self._board)
