@@ -118,3 +118,15 @@ def test_all_names_what_there_is() -> None:
 def test_importing_thinwire_does_not_import_torch() -> None:
     code = "import sys, thinwire, thinwire.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_packages_are_attributes_after_the_import_alone() -> None:
+    """In a process of its own: here other tests have imported them."""
+    code = (
+        "import thinwire as tw; tw.Engine.train_step, tw.checkpoint.load, "
+        "tw.integrations.PerRankState, tw.optim.SGD, tw.amp, tw.errors, tw.schedules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, encoding="utf-8"
+    )
+    assert done.stderr == ""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from thinwire._version import __version__
 
 if TYPE_CHECKING:
-    from thinwire import amp, errors, optim, schedules
+    from thinwire import amp, checkpoint, errors, integrations, optim, schedules
     from thinwire.comm.busy import busy
     from thinwire.compress.dgc import DGC
     from thinwire.compress.low_rank import LowRank
@@ -65,7 +65,9 @@ __all__ = [
     "__version__",
     "amp",
     "busy",
+    "checkpoint",
     "errors",
+    "integrations",
     "join",
     "local_sgd",
     "optim",
@@ -73,7 +75,7 @@ __all__ = [
     "schedules",
 ]
 
-_MODULES = {"amp", "errors", "optim", "schedules"}
+_MODULES = {"amp", "checkpoint", "errors", "integrations", "optim", "schedules"}
 _HOMES = {
     "AMP": "thinwire.step.config",
     "AdaptiveLocalSGD": "thinwire.local.config",
