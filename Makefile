@@ -7,6 +7,7 @@ INSTALLED := $(VENV)/.installed
 # a venv of its own, because `make test` must pass without what this one adds
 EXTRA_VENV := .venv-integrations
 TRITON_VENV := .venv-triton
+SITE_VENV := .venv-site
 
 # many tests wait for a time-out or for another rank, so two cores are busy with four of them
 AT_ONCE ?= 4
@@ -17,14 +18,15 @@ test test-integrations test-triton: export OMP_WAIT_POLICY := passive
 # the tests start hundreds of processes: where nobody keeps byte code, each would compile all sources
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-again test-integrations test-triton test-soak soak check format bench docs clean
+.PHONY: help demo test test-again test-integrations test-triton test-soak soak check format bench docs site clean
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch numpy
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[fast,cli]' --group dev
 	touch $(INSTALLED)
 
 demo: $(INSTALLED)  ## train dense and compressed over the same slow link, side by side (within three minutes)
@@ -38,8 +40,9 @@ test-again: $(INSTALLED)  ## those that failed last, one after another: some wai
 
 $(EXTRA_VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(EXTRA_VENV)
+	$(EXTRA_VENV)/bin/python -m pip install --quiet -c constraints.txt pip
 	$(EXTRA_VENV)/bin/python -m pip install --quiet --no-compile -c constraints.txt torch numpy
-	$(EXTRA_VENV)/bin/python -m pip install --quiet --no-compile -c constraints.txt -e '.[integrations]'
+	$(EXTRA_VENV)/bin/python -m pip install --quiet --no-compile -c constraints.txt -e . --group integrations
 	touch $@
 
 test-integrations: $(EXTRA_VENV)/.installed  ## the loops of Accelerate and Lightning, with the real packages
@@ -51,7 +54,8 @@ PACKAGES := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 $(TRITON_VENV)/.installed: $(INSTALLED)
 	$(PYTHON) -m venv $(TRITON_VENV)
 	$(BIN)/python $(PACKAGES) > $$($(TRITON_VENV)/bin/python $(PACKAGES))/shared.pth
-	$(TRITON_VENV)/bin/python -m pip install --quiet --no-compile -c constraints.txt -e '.[test,cuda]'
+	$(TRITON_VENV)/bin/python -m pip install --quiet -c constraints.txt pip
+	$(TRITON_VENV)/bin/python -m pip install --quiet --no-compile -c constraints.txt -e '.[fast,cli,cuda]' --group test
 	touch $@
 
 test-triton: $(TRITON_VENV)/.installed  ## the CUDA kernels, on a GPU or else in the interpreter (triton unpacks to 1 GB)
@@ -86,5 +90,16 @@ bench: $(VENV)/.peers  ## measure everything (under ten minutes): benchmarks/res
 docs: $(INSTALLED)  ## print the pages that come from tables in the code
 	$(BIN)/python -m thinwire.strategy.composing docs/composing.md
 
+# it reads the docstrings, so it sees the packages of the first one
+$(SITE_VENV)/.installed: $(INSTALLED)
+	$(PYTHON) -m venv $(SITE_VENV)
+	$(BIN)/python $(PACKAGES) > $$($(SITE_VENV)/bin/python $(PACKAGES))/shared.pth
+	$(SITE_VENV)/bin/python -m pip install --quiet -c constraints.txt pip
+	$(SITE_VENV)/bin/python -m pip install --quiet -c constraints.txt --group docs
+	touch $@
+
+site: $(SITE_VENV)/.installed  ## the documentation as pages in build/site, without a dead link
+	PYTHONPATH=src $(SITE_VENV)/bin/python docs/site/build.py build/site
+
 clean:  ## remove what the other targets made
-	rm -rf $(VENV) $(EXTRA_VENV) $(TRITON_VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(EXTRA_VENV) $(TRITON_VENV) $(SITE_VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

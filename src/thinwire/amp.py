@@ -121,8 +121,7 @@ class LossScaler:
 
         Returns:
             Whether the update may be made. False: a gradient overflowed, here or on another rank;
-                gradients stay
-            scaled and no state of an optimizer may change.
+            gradients stay scaled and no state of an optimizer may change.
 
         Raises:
             NonFinite: More than 1000 steps in a row have been dropped.

@@ -415,7 +415,7 @@ class LocalUpdates:
 
     @property
     def synced(self) -> bool:
-        """Whether the last step took part in an averaging (with a delay: measured one)."""
+        """Whether the last step took part in an averaging; with a delay, measured one."""
         return self._averager is not None and self._averager.synced
 
     @property

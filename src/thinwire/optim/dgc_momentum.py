@@ -78,10 +78,16 @@ class DGCMomentum(CommonOptimizer):
     """SGD with momentum that exchanges gradients itself, about 2,000 times smaller.
 
     Each rank holds the gradient of its own mean loss in `p.grad`; `step` exchanges and updates. Per
-    tensor of at least `min_numel` elements: u <- m u + g, v <- v + u, the k entries of largest |v|
-    are sent in `value_bits` bits each, what was sent is taken off v and u is cleared there, and p
-    <- p - lr * mean over the ranks. All other tensors, and all of them before `rampup_begin_step`,
-    are averaged densely and follow torch's SGD.
+    tensor of at least `min_numel` elements::
+
+        u <- m u + g
+        v <- v + u
+        sent = the k entries of largest |v|, in `value_bits` bits each
+        v <- v - sent;  u <- 0 where something was sent
+        p <- p - lr * mean of sent over the ranks
+
+    All other tensors, and all of them before `rampup_begin_step`, are averaged densely and follow
+    torch's SGD.
 
     Args:
         params: As in torch; all ranks must give the same, in the same order, with equal values.

@@ -53,8 +53,13 @@ class Ftrl(RowwiseOptimizer):
     """Follow the regularized leader, per coordinate; for sparse linear parts of a model.
 
     Per element, with q = lr_power, accumulator a (from initial_accumulator) and linear term z (from
-    0): a' = a + g^2; s = (a'^-q - a^-q)/lr; z <- z + g - s p; a <- a'; p = 0 if |z| <= l1, else
-    (sign(z) l1 - z)/(a^-q/lr + 2 l2).
+    0)::
+
+        a' = a + g^2
+        s = (a'^-q - a^-q)/lr
+        z <- z + g - s p
+        a <- a'
+        p = 0 if |z| <= l1, else (sign(z) l1 - z)/(a^-q/lr + 2 l2)
 
     An element whose gradient has been 0 since the start becomes 0 in its first dense update: that
     is the method, whose solution does not know where p started. Row-sparse gradients touch only

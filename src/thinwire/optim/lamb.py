@@ -21,9 +21,14 @@ __all__ = ["Lamb"]
 class Lamb(LayerwiseOptimizer):
     """LAMB, for training with large batches.
 
-    Per tensor, with t counted from 1: m <- b1 m + (1 - b1) g; v <- b2 v + (1 - b2) g^2; m^ = m/(1 -
-    b1^t); v^ = v/(1 - b2^t); r = m^/(sqrt(v^) + eps) + weight_decay p; T = ||p||/||r||, or 1 where
-    one of the two is 0; p <- p - lr T r.
+    Per tensor, with t counted from 1::
+
+        m <- b1 m + (1 - b1) g
+        v <- b2 v + (1 - b2) g^2
+        m^ = m/(1 - b1^t);  v^ = v/(1 - b2^t)
+        r = m^/(sqrt(v^) + eps) + weight_decay p
+        T = ||p||/||r||, or 1 where one of the two is 0
+        p <- p - lr T r
 
     **State** per parameter: `step` t, `exp_avg` m and `exp_avg_sq` v, float32 (float64 for float64
     parameters). **Communication**: none, but for one small reduction per update where parameters

@@ -21,9 +21,13 @@ __all__ = ["Lars"]
 class Lars(LayerwiseOptimizer):
     """LARS, for training with large batches.
 
-    Per tensor: L = lr trust_coefficient ||p|| / (||g|| + weight_decay ||p|| + eps), or lr where
-    weight_decay or one of the norms is 0; d = L (g + weight_decay p); b <- momentum b + d; p <- p -
-    b, or p <- p - (d + momentum b) with Nesterov.
+    Per tensor::
+
+        L = lr trust_coefficient ||p|| / (||g|| + weight_decay ||p|| + eps),
+            or lr where weight_decay or one of the norms is 0
+        d = L (g + weight_decay p)
+        b <- momentum b + d
+        p <- p - b, or p <- p - (d + momentum b) with Nesterov
 
     **State** per parameter: `momentum_buffer` b, where there is momentum, float32 (float64 for
     float64 parameters). The rate is inside b: a change of lr acts on new terms only.

@@ -42,8 +42,14 @@ class ProximalAdagrad(RowwiseOptimizer):
     """Adagrad whose L1 and L2 penalties are applied exactly after each step, which gives true
     zeros.
 
-    Per element, with accumulator a (from initial_accumulator): a <- a + g^2; e = lr/sqrt(a); w = p
-    - e g; p = sign(w) max(|w| - e l1, 0)/(1 + e l2). Where a is still 0 the element stays as it is.
+    Per element, with accumulator a (from initial_accumulator)::
+
+        a <- a + g^2
+        e = lr/sqrt(a)
+        w = p - e g
+        p = sign(w) max(|w| - e l1, 0)/(1 + e l2)
+
+    Where a is still 0 the element stays as it is.
 
     **State** per parameter: `step` and `accumulator` a, float32 (float64 for float64 parameters).
     **Communication**: none.

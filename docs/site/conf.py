@@ -1,0 +1,85 @@
+"""Sphinx's settings for the site: `make site`."""
+
+import re
+from typing import Any
+
+from docutils.nodes import Element
+from sphinx.addnodes import pending_xref
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+from sphinx.util.nodes import make_refnode
+
+from thinwire import __version__
+
+project = "thinwire"
+author = "the thinwire maintainers"
+copyright = author
+version = release = __version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+root_doc = "index"
+exclude_patterns = ["files/**"]
+default_role = "code"
+nitpicky = True
+nitpick_ignore = [
+    # the bases of the callbacks, and what types say of values that a program only hands on
+    ("py:class", "thinwire.integrations.lightning._Part"),
+    ("py:class", "thinwire.integrations.per_rank.Accelerates"),
+    ("py:class", "thinwire.local.averaging.PendingAveraging"),
+]
+autodoc_mock_imports = ["lightning", "transformers"]
+suppress_warnings = ["toc.empty_glob"]
+
+myst_enable_extensions = ["attrs_block", "colon_fence", "deflist"]
+myst_heading_anchors = 4
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+autodoc_class_signature = "separated"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+
+html_theme = "furo"
+html_title = f"thinwire {release}"
+html_static_path = ["assets"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_sphinx = False
+pygments_style = "friendly"
+pygments_dark_style = "github-dark"
+
+_PACKAGES = ("collections", "datetime", "lightning", "numpy", "os", "pathlib", "torch", "typing")
+"""Names of others, which have no page here and no link without a network."""
+
+
+def _link(app: Sphinx, env: BuildEnvironment, node: pending_xref, text: Element) -> Element | None:
+    """A link to a name that a docstring gives in short, and plain text for the names of others."""
+    name = node.get("reftarget", "")
+    if node.get("refdomain") != "py":
+        return None
+    if name.partition(".")[0] in _PACKAGES:
+        return text
+    domain = env.domains.python_domain
+    pages = {
+        entry.docname: entry.node_id
+        for known, entry in domain.objects.items()
+        if known.rpartition(".")[2] == name and not entry.aliased
+    }
+    if len(pages) != 1:
+        return None
+    ((page, anchor),) = pages.items()
+    return make_refnode(app.builder, node["refdoc"], page, anchor, [text])
+
+
+def _parts(app: Sphinx, kind: str, name: str, found: Any, options: Any, lines: list[str]) -> None:
+    """State, communication and failure of a docstring become paragraphs of their own."""
+    text = re.sub(r"\s+(\*\*(State|Communication|Failure)\*\*)", r"\n\n\1", "\n".join(lines))
+    lines[:] = text.split("\n")
+
+
+def setup(app: Sphinx) -> None:
+    """Sphinx calls this."""
+    app.connect("missing-reference", _link)
+    app.connect("autodoc-process-docstring", _parts, priority=400)
