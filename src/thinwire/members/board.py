@@ -2,14 +2,20 @@
 
 import json
 import logging
-from typing import Any
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-from thinwire.errors import PayloadCorrupt
+from torch.distributed import DistError
+
+from thinwire._aside import Late, within
+from thinwire.errors import PayloadCorrupt, PeerLost, PeerStalled
 from thinwire.members.sealed import SealedStore
 
-__all__ = ["Board"]
+__all__ = ["Board", "no_answer"]
 
 _log = logging.getLogger("thinwire")
+_T = TypeVar("_T")
 Value = Any
 """What JSON holds."""
 _NOTHING = "null"
@@ -17,26 +23,58 @@ _NOTHING = "null"
 
 
 class Board:
-    """Values as JSON under the keys of one run, over one connection.
+    """Values as JSON under the keys of one run, over one connection. Use one for each thread.
 
-    Every call waits for the host, or raises `RuntimeError` where it does not answer within the
-    time-out of the store. Use one for each thread.
+    A call waits for the host, and torch's store has no time-out for that: on the main thread it is
+    to be limited.
+
+    Args:
+        store: Of the run.
+        limit_s: For how long a call waits for the host; None: for ever.
 
     Raises:
         PayloadCorrupt: A value was written by a stranger.
+        PeerStalled: The host did not answer within `limit_s`.
+        PeerLost: It closed the connection. RuntimeError of torch's where there is no limit.
     """
 
-    def __init__(self, store: SealedStore) -> None:
+    def __init__(self, store: SealedStore, limit_s: float | None = None) -> None:
         self.store = store
+        self._limit_s = limit_s
         self._told: set[str] = set()
+        self._asked: float | None = None
 
     def clone(self) -> "Board":
-        """The same over a connection of its own."""
-        return Board(self.store.clone())
+        """The same over a connection of its own, and without a limit."""
+        return Board(self.ask(self.store.clone))
+
+    @property
+    def waits_s(self) -> float:
+        """For how long the call that another thread is in has waited for the host; 0 in none."""
+        asked = self._asked
+        return 0.0 if asked is None else time.monotonic() - asked
+
+    def ask(self, act: Callable[[], _T]) -> _T:
+        """The result of an act that waits for the host."""
+        if self._limit_s is None:
+            self._asked = time.monotonic()
+            try:
+                return act()
+            finally:
+                self._asked = None
+        try:
+            return within(self._limit_s, act, name="thinwire-board")
+        except Late:
+            raise PeerStalled(no_answer(self._limit_s)) from None
+        except DistError as error:
+            raise PeerLost(
+                f"the meeting place closed the connection ({error}): has `thinwire host` ended? "
+                "Start it, and all members, again"
+            ) from error
 
     def put(self, key: str, value: Value) -> None:
         """Write, over what was there."""
-        self.store.set(key, json.dumps(value))
+        self.ask(lambda: self.store.set(key, json.dumps(value)))
 
     def first(self, key: str, value: Value) -> Value:
         """Write unless something is there already.
@@ -44,12 +82,12 @@ class Board:
         Returns:
             What is there now, the same to all who ask.
         """
-        return json.loads(self.store.compare_set(key, "", json.dumps(value)))
+        return json.loads(self.ask(lambda: self.store.compare_set(key, "", json.dumps(value))))
 
     def get(self, key: str) -> Value:
         """What is there; None where nothing is."""
         # one way there and back, where `check` and `get` take three
-        return json.loads(self.store.compare_set(key, _NOTHING, _NOTHING))
+        return json.loads(self.ask(lambda: self.store.compare_set(key, _NOTHING, _NOTHING)))
 
     def has(self, key: str) -> bool:
         """Whether a member has written something there; what a stranger wrote does not count."""
@@ -60,3 +98,11 @@ class Board:
                 self._told.add(key)
                 _log.warning("%s", error)
             return False
+
+
+def no_answer(seconds: float) -> str:
+    """What to say where the host has not answered for so long."""
+    return (
+        f"the meeting place did not answer within {seconds:g} s: is `thinwire host` stopped, or "
+        "the network cut? Join again once it answers"
+    )

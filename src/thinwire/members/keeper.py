@@ -13,7 +13,7 @@ from typing import Any
 from thinwire.comm.direct import Direct
 from thinwire.comm.private import forget_ended
 from thinwire.errors import Evicted, PeerStalled, QuorumLost, ThinwireError
-from thinwire.members.board import Board
+from thinwire.members.board import Board, no_answer
 from thinwire.members.generation import Decision, Generation, agreed, packed
 
 __all__ = ["Keeper"]
@@ -28,6 +28,7 @@ _LOOK_S = 1.0
 _BUILD_S = 10.0
 _MOST_BUILDS = 3
 _EXIT_S = 2.0
+_BUILDS_S = _MOST_BUILDS * (_BUILD_S + _GRACE_S) + _EXIT_S
 _log = logging.getLogger("thinwire")
 
 
@@ -94,19 +95,33 @@ class Keeper:
 
         Raises:
             QuorumLost: Fewer than `min_members` came within the time-out.
+            PeerStalled: The meeting place does not answer.
         """
         self._thread.start()
-        with self._news:
-            there = self._news.wait_for(
-                lambda: self.end or self.generation or self.newcomer, self.timeout_s + _EXIT_S
-            )
+        there = self._came(
+            lambda: self.end or self.generation or self.newcomer, self.timeout_s + _BUILDS_S
+        )
         if self.end is not None:
             raise self.end
         if not there:
-            raise PeerStalled(
-                f"the meeting place did not answer within {self.timeout_s:g} s: is `thinwire host` "
-                "stopped, or the network cut?"
+            raise ThinwireError(
+                f"no first generation came about within {self.timeout_s + _BUILDS_S:g} s"
             )
+
+    def _came(self, what: Callable[[], Any], limit_s: float) -> bool:
+        """Wait for the thread to bring something about; False where it did not in time.
+
+        Raises:
+            PeerStalled: The thread waits for the meeting place, for longer than the time-out.
+        """
+        until = time.monotonic() + limit_s
+        with self._news:
+            while not self._news.wait_for(what, _POLL_S):
+                if self.board.waits_s > self.timeout_s:
+                    raise PeerStalled(no_answer(self.timeout_s))
+                if time.monotonic() > until:
+                    return False
+        return True
 
     def current(self) -> Generation:
         """The last generation that was formed.
@@ -132,16 +147,15 @@ class Keeper:
 
         Raises:
             Evicted, QuorumLost, ThinwireError: This member cannot go on.
+            PeerStalled: The meeting place does not answer.
         """
-        limit_s = self.timeout_s + _MOST_BUILDS * (_BUILD_S + _GRACE_S) + _EXIT_S
-        with self._news:
-            there = self._news.wait_for(
-                lambda: self.end or (self.generation and self.generation.number > number), limit_s
-            )
+        limit_s = self.timeout_s + _BUILDS_S
+        there = self._came(
+            lambda: self.end or (self.generation and self.generation.number > number), limit_s
+        )
         if not there:
             raise ThinwireError(
-                f"no other generation after {number} came about within {limit_s:g} s: the meeting "
-                "place does not answer"
+                f"no other generation after {number} came about within {limit_s:g} s"
             )
         return self.current()
 
@@ -191,8 +205,7 @@ class Keeper:
 
     def is_let_in(self) -> bool:
         """Whether a generation has this newcomer, within the time-out."""
-        with self._news:
-            self._news.wait_for(lambda: self.end or self.generation, self.timeout_s)
+        self._came(lambda: self.end or self.generation, self.timeout_s)
         if self.end is not None:
             raise self.end
         return self.generation is not None

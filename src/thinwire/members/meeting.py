@@ -4,6 +4,7 @@ import json
 import re
 import secrets
 import socket
+import time
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Final
@@ -18,7 +19,15 @@ from thinwire.members.address import Address, parse_address
 from thinwire.members.sealed import SealedStore
 from thinwire.members.token import derived_key
 
-__all__ = ["MEETING_VERSION", "connect", "greet", "require_run", "require_same", "run_store"]
+__all__ = [
+    "MEETING_VERSION",
+    "connect",
+    "greet",
+    "reached_from",
+    "require_run",
+    "require_same",
+    "run_store",
+]
 
 MEETING_VERSION: Final = 1
 """Of what members say to each other through the store; others are refused."""
@@ -54,11 +63,12 @@ def connect(address: str, run: str, token: bytes | None, timeout: timedelta) -> 
     """
     require_run(run)
     place = parse_address("address", address, scheme=True)
-    limit_s = timeout.total_seconds()
-    _require_listener(place, limit_s)
+    limit_s, begun = timeout.total_seconds(), time.monotonic()
+    reached_from(place, limit_s)
     patience_s = min(limit_s, _GREETING_S)
     try:
-        store = within(limit_s, lambda: _client(place, timeout), name=_THREAD)
+        left_s = max(limit_s - (time.monotonic() - begun), 0.0)
+        store = within(left_s, lambda: _client(place, timeout), name=_THREAD)
         session = within(
             patience_s + _SLACK_S,
             lambda: _greeted(store, token, place, timedelta(seconds=patience_s)),
@@ -143,10 +153,17 @@ def require_same(
             )
 
 
-def _require_listener(place: Address, limit_s: float) -> None:
+def reached_from(place: Address, limit_s: float) -> str:
+    """The address of this machine from which it reaches another one that listens.
+
+    Raises:
+        PeerLost, PeerStalled: Nobody listens there, or nothing answers within the limit.
+    """
     # torch tries again and again where nobody listens, until the time-out
     try:
-        socket.create_connection(place, timeout=limit_s).close()
+        with socket.create_connection(place, timeout=limit_s) as connection:
+            address: str = connection.getsockname()[0]
+            return address
     except socket.gaierror as error:
         raise PeerLost(f"{place.host} does not resolve to an address: {error.strerror}") from None
     except TimeoutError:

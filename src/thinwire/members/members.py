@@ -14,13 +14,13 @@ from typing import Any, Protocol
 from thinwire import _validate as check
 from thinwire.comm.deadline import seconds_of
 from thinwire.errors import PayloadCorrupt, PeerLost, PeerStalled
-from thinwire.members.address import Address, parse_address
+from thinwire.members.address import parse_address
 from thinwire.members.board import Board
 from thinwire.members.generation import Generation
 from thinwire.members.giving import Given, Giver, Heir, Taker, legacy_number
 from thinwire.members.group import ElasticGroup
 from thinwire.members.keeper import Keeper
-from thinwire.members.meeting import connect, require_same
+from thinwire.members.meeting import connect, reached_from, require_same
 from thinwire.members.token import read_token
 
 __all__ = ["Members", "Work", "join"]
@@ -204,20 +204,26 @@ class Members:
 
         Raises:
             Mismatch: On this member alone.
+            PeerLost, PeerStalled: The meeting place has gone, or does not answer.
         """
-        require_same(self._board.store.under(what), _flat("", facts))
+        store = self._board.store.under(what)
+        self._board.ask(lambda: require_same(store, _flat("", facts)))
 
     def fetch(self, work: Work) -> None:
         """Get the state of the run from a member, and wait to be let in.
 
         Raises:
-            PeerStalled: None of the members gives a sign of life.
+            PeerStalled: None of the members gives a sign of life, or the meeting place does not
+                answer.
+            PeerLost: The meeting place has gone.
         """
         while True:
             try:
                 self._fetched(work)
                 break
             except (PeerLost, PeerStalled, PayloadCorrupt) as error:
+                if self._keeper.board.waits_s > self.timeout_s / 2:
+                    raise  # it was the meeting place, and no other member can be asked either
                 self._keeper.require_life()
                 if self._is_ready:
                     # the others may count on a member that has no state: come again as another
@@ -369,19 +375,13 @@ def join(
     timeout_s = _TIMEOUT_S if timeout is None else seconds_of(timeout)
     assert timeout_s is not None, "given"
     token = None if token_file is None else read_token(token_file)
+    place = parse_address("address", address, scheme=True)
     store = connect(address, run, token, datetime.timedelta(seconds=timeout_s))
     return Members(
-        Board(store),
-        address=_own_address(parse_address("address", address, scheme=True)),
+        Board(store, timeout_s),
+        address=reached_from(place, timeout_s),
         min_members=min_members,
         start_members=start_members,
         timeout_s=timeout_s,
         key=store.key_for("state") or b"",
     )
-
-
-def _own_address(place: Address) -> str:
-    """The address of this machine from which it reaches another one."""
-    with socket.create_connection(place, timeout=_TIMEOUT_S) as connection:
-        address: str = connection.getsockname()[0]
-    return address

@@ -1,0 +1,1 @@
+"""Faults at named points, the table of which is in docs/reliability.md."""

@@ -1,0 +1,157 @@
+"""Whatever a member asks of the meeting place ends in time, though torch's store never does."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import thinwire as tw
+from tests.faults.proxy import Proxy, proxy
+from tests.members.places import meeting_place
+from tests.members.training import model, wait_for
+from tests.ranks import Lost, Pool
+from thinwire.errors import PeerLost, PeerStalled
+from thinwire.members.address import parse_address
+from thinwire.members.board import Board
+from thinwire.members.generation import Decision
+from thinwire.members.meeting import connect
+
+TIMEOUT_S = 3.0
+LIMIT_S = TIMEOUT_S + 2
+CONFIG = tw.LocalSGD(2, begin_step=0)
+
+
+@pytest.fixture
+def line() -> Iterator[Proxy]:
+    """To a meeting place."""
+    with meeting_place(None) as address:
+        place = parse_address("address", address, scheme=True)
+        with proxy(place.host, place.port) as made:
+            yield made
+
+
+def in_time(act: Callable[[], Any], error: type[Exception], text: str) -> None:
+    begun = time.monotonic()
+    with pytest.raises(error, match=text):
+        act()
+    assert time.monotonic() - begun < LIMIT_S
+
+
+def blocks(members: tw.Members) -> Any:
+    net = model(0)
+    return tw.local_sgd(net, torch.optim.SGD(net.parameters(), 0.1), CONFIG, members=members)
+
+
+def joined(line: Proxy) -> tw.Members:
+    return tw.join(line.address, run="test", timeout=TIMEOUT_S)
+
+
+def test_the_line_is_cut_before_a_run_is_entered(line: Proxy) -> None:
+    with joined(line) as members:
+        line.cut()
+        in_time(blocks(members).__enter__, PeerStalled, "meeting place did not answer within 3 s")
+
+
+def test_the_line_is_cut_while_members_meet(line: Proxy) -> None:
+    threading.Timer(0.5, line.cut).start()
+    in_time(
+        lambda: tw.join(line.address, run="test", min_members=2, timeout=TIMEOUT_S),
+        PeerStalled,
+        "meeting place did not answer",
+    )
+
+
+def test_the_line_is_cut_before_anybody_joins(line: Proxy) -> None:
+    line.cut()
+    in_time(lambda: joined(line), PeerStalled, "did not answer within 3 s")
+
+
+@pytest.mark.parametrize("cut_s", [0.05, 0.5, 0.95])
+def test_the_line_is_cut_while_a_newcomer_waits(line: Proxy, cut_s: float) -> None:
+    """Another member gives signs of life until then, over a line of its own."""
+    host, port = line._target
+    board = Board(connect(f"tcp://{host}:{port}", "test", None, timedelta(seconds=TIMEOUT_S)))
+    board.first("members/0", Decision(("ann",), ("ann",), 0).to_dict())
+    over = threading.Event()
+
+    def live() -> None:
+        beats = 0
+        while not over.wait(0.1):
+            beats += 1
+            board.put("hb/ann", {"beat": beats})
+
+    beating = threading.Thread(target=live)
+    beating.start()
+    try:
+        with joined(line) as members:
+            assert members.newcomer
+            threading.Timer(cut_s, line.cut).start()
+            begun = time.monotonic()
+            with pytest.raises(PeerStalled, match=r"meeting place|none of its members was heard"):
+                blocks(members).__enter__()
+            assert time.monotonic() - begun - cut_s < LIMIT_S
+    finally:
+        over.set()
+        beating.join()
+
+
+def test_the_host_has_ended_before_a_run_is_entered(line: Proxy) -> None:
+    with joined(line) as members:
+        line.reset()
+        in_time(blocks(members).__enter__, PeerLost, r"meeting place closed the connection")
+
+
+@pytest.mark.fault
+def test_rounds_go_on_without_the_meeting_place_and_the_next_loss_ends_the_run_in_time(
+    ranks: Pool, tmp_path: Path, line: Proxy
+) -> None:
+    """All lines to it are cut at step 10; a member dies some steps later, and not even then does
+    anybody wait for longer than the time-out and 2 s."""
+    flag = tmp_path / "cut"
+
+    def cut() -> None:
+        wait_for(str(flag))
+        line.cut()
+
+    threading.Thread(target=cut).start()
+    found = ranks.run(
+        _trains, line.address, str(flag), size=3, group=False, expect_errors=True, timeout_s=60
+    )
+    assert isinstance(found[1], Lost)
+    for rank in (0, 2):
+        error, text, waited_s, step = found[rank]
+        assert error == "PeerStalled"
+        assert "meeting place did not answer" in text
+        assert waited_s < LIMIT_S
+        assert step >= 14, "rounds went on for a while"
+
+
+def _trains(rank: int, size: int, address: str, flag: str) -> Any:
+    net = model(0)
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    data = torch.Generator().manual_seed(rank)
+    begun = time.monotonic()
+    try:
+        with (
+            tw.join(
+                address, run="test", min_members=2, start_members=3, timeout=TIMEOUT_S
+            ) as members,
+            tw.local_sgd(net, optimizer, CONFIG, members=members) as sync,
+        ):
+            while True:
+                net(torch.randn(4, 24, generator=data)).square().mean().backward()
+                if sync.step == 10 and rank == 0:
+                    Path(flag).touch()
+                if sync.step == 14 and rank == 1:
+                    os._exit(1)
+                time.sleep(0.05)
+                begun = time.monotonic()
+                optimizer.step()
+    except tw.errors.ThinwireError as error:
+        return type(error).__name__, str(error), time.monotonic() - begun, sync.step
