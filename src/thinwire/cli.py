@@ -41,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
     from thinwire.doctor import command as examining
     from thinwire.errors import ThinwireError
+    from thinwire.lab import run_command as running
     from thinwire.lab.commands import app
     from thinwire.members import command as meeting
     from thinwire.planning import command as planning
@@ -48,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
     if "explain" not in app:
         app.command(explain, help_epilogue=EXAMPLE)
+        app.command(running.run, help_epilogue=running.EXAMPLES)
         app.command(planning.plan, help_epilogue=planning.EXAMPLE)
         app.command(planning.probe, help_epilogue=planning.PROBE_EXAMPLE)
         app.command(examining.doctor, help_epilogue=examining.EXAMPLES)
@@ -60,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
                 status = end.code if isinstance(end.code, int) else int(end.code is not None)
             sys.stdout.flush()  # here, where a reader that has left is seen
     except (CycloptsError, ValueError) as error:
-        _exit(_BAD_INPUT, _one_line(error))
+        _exit(_BAD_INPUT, _one_line(error) + _advice(error, typed))
     except (
         BrokenPipeError
     ):  # of `thinwire ... | head`: nobody reads on, and Python would complain once more at exit
@@ -86,6 +88,15 @@ def _orderly_termination() -> Iterator[None]:
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
+
+
+def _advice(error: Exception, typed: Sequence[str]) -> str:
+    """For whoever gives a script its options as other launchers take them."""
+    from cyclopts import UnknownOptionError
+
+    if isinstance(error, UnknownOptionError) and typed[0] == "run" and "--" not in typed:
+        return " Options of the script go after --: thinwire run --workers 2 -- train.py --lr 0.1"
+    return ""
 
 
 def _exit(status: int, message: str) -> NoReturn:

@@ -14,7 +14,7 @@ from thinwire.lab.run.joined import place_in_torchrun
 from thinwire.lab.run.size import MODELS, ConvolutionSize, ModelSize, size_of
 from thinwire.lab.strategies import choose
 
-__all__ = ["Settings", "require_device", "require_task"]
+__all__ = ["Settings", "require_device", "require_task", "require_workers"]
 
 _MOST_WORKERS = 64
 DEVICES = ("auto", "cpu", "cuda")
@@ -102,7 +102,7 @@ class Settings:
         workers = 2 if workers is None else workers
         link = "100mbit" if link is None else link
         if place is None:
-            _within("workers", workers, 1, _MOST_WORKERS)
+            require_workers(workers)
         _within("batch", batch, 1, 4096)
         _within("seed", seed, 0, 2**31)
         _within("seeds", seeds, 1, 100)
@@ -230,6 +230,11 @@ def _require_no_muon(optimizer: str, recipes: Sequence[Recipe]) -> None:
             f"{with_muon[0]} with model='convolution': Muon trains hidden matrices, and that net "
             "has none, so that AdamW alone would train: leave one of them out"
         )
+
+
+def require_workers(workers: int) -> None:
+    """Raise ValueError for a number of ranks that the command does not start."""
+    _within("workers", workers, 1, _MOST_WORKERS)
 
 
 def require_device(device: str) -> None:

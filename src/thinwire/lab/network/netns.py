@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from thinwire.lab.network.counters import interface_bytes
 from thinwire.lab.network.link import FASTEST_BIT_S, Link
 from thinwire.lab.network.namespaces import inside, limit_rate, new_namespace, quiet_ipv6
 
@@ -49,6 +50,10 @@ class Network:
     def limit(self) -> None:
         """Put the limit of the rate back."""
         self._limit(self.link)
+
+    def bytes_sent(self) -> list[int]:
+        """Bytes that each worker has sent over its link so far, with the headers of all layers."""
+        return [inside(fd, lambda: interface_bytes(self.interface)[0]) for fd in self.namespace_fds]
 
     def _limit(self, link: Link) -> None:
         if self.link.rate_bit_s is None:

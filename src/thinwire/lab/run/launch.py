@@ -18,7 +18,15 @@ from thinwire.lab.network.netns import Network
 from thinwire.lab.run.config import Job
 from thinwire.lab.run.events import EventReader
 
-__all__ = ["TaskRefused", "WorkerError", "explain", "failure_of", "run_workers"]
+__all__ = [
+    "TaskRefused",
+    "WorkerError",
+    "cores",
+    "explain",
+    "failure_of",
+    "loopback_name",
+    "run_workers",
+]
 
 _PORT = 29500
 _POLL_S, _GRACE_S = 0.1, 3.0
@@ -148,21 +156,22 @@ def _agents(
 
 
 def _environment(network: Network | None, workers: int) -> dict[str, str]:
-    threads = max(
-        1,
-        len(os.sched_getaffinity(0) if sys.platform == "linux" else range(os.cpu_count() or 1))
-        // workers,
-    )
     return {
         **os.environ,
-        "OMP_NUM_THREADS": str(threads),
-        "GLOO_SOCKET_IFNAME": network.interface if network else _loopback_name(),
+        "OMP_NUM_THREADS": str(max(1, cores() // workers)),
+        "GLOO_SOCKET_IFNAME": network.interface if network else loopback_name(),
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "PYTHONUNBUFFERED": "1",
     }
 
 
-def _loopback_name() -> str:
+def cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def loopback_name() -> str:
+    """The interface by which the processes of this machine reach each other."""
     return "lo" if sys.platform == "linux" else "lo0"
 
 

@@ -2,11 +2,11 @@
 
 import copy
 import time
-from pathlib import Path
 from typing import final
 
 import torch.distributed as dist
 
+from thinwire.lab.network.counters import interface_bytes
 from thinwire.lab.run.task import Work
 from thinwire.lab.run.trainers import Setup, bare_step
 
@@ -21,12 +21,7 @@ def kernel_bytes(interface: str | None) -> tuple[int, int]:
     """
     if interface is None:
         return 0, 0
-    for line in Path("/proc/self/net/dev").read_text().splitlines():
-        name, _, numbers = line.partition(":")
-        if name.strip() == interface:
-            fields = numbers.split()
-            return int(fields[8]), int(fields[0])
-    raise RuntimeError(f"the interface {interface!r} is not in this network namespace")
+    return interface_bytes(interface)
 
 
 @final

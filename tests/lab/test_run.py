@@ -1,0 +1,268 @@
+"""`thinwire run`: a user's script on real ranks; what is printed, counted and left behind."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+
+from tests.lab.namespaces import alive, descendants, namespace_of, needs_netns, processes_in, until
+from thinwire import cli
+from thinwire.lab import run_command
+from thinwire.lab.run.prefixed import Prefixed
+
+PLACE = """
+import json, os, sys
+keys = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+        "GLOO_SOCKET_IFNAME"]
+print(json.dumps({**{key: os.environ[key] for key in keys}, "arguments": sys.argv[1:]}))
+print("to stderr", file=sys.stderr)
+"""
+SUM = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+x = torch.ones(250_000)
+dist.all_reduce(x)
+print("sum", int(x.sum()))
+dist.destroy_process_group()
+"""
+WAITING = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+with open("aside" + os.environ["RANK"], "w") as file:
+    file.write(str(child.pid))
+os.rename(file.name, "ready" + os.environ["RANK"])
+while not (os.path.exists("ready0") and os.path.exists("ready1")):
+    time.sleep(0.01)
+if os.environ["RANK"] == "1":
+    END
+time.sleep(600)
+"""
+BAD = {
+    "-- missing.py": "missing.py: there is no such file",
+    "-- .": "there is no such file",
+    "--link fast -- missing.py": "link='fast'",
+    "--link 20mbit --latency soon -- missing.py": "latency='soon'",
+    "--workers 0 -- missing.py": "workers=0",
+    "--workers 1.5 -- missing.py": "'1.5' is not a whole number",
+    "--link 20mbit": "there is no script: write it after --",
+    "": "there is no script: write it after --",
+    "train.py --lr 0.1": "Options of the script go after --: thinwire run",
+}
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "thinwire", "run", *arguments]
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "train.py"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def run(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments), cwd=cwd, capture_output=True, text=True, check=False, timeout=120
+    )
+
+
+def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["run", *arguments])
+    captured = capsys.readouterr()
+    assert (stop.value.code, captured.out, captured.err.count("\n")) == (2, "", 1)
+    return captured.err
+
+
+@pytest.mark.parametrize("arguments", BAD)
+def test_bad_input_is_one_line(
+    arguments: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert BAD[arguments] in fails(capsys, *arguments.split())
+
+
+def test_without_root_the_line_says_what_is_needed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_command, "why_unavailable", lambda: "needs root (CAP_SYS_ADMIN): no")
+    line = fails(capsys, "--link", "20mbit", "--", str(write(tmp_path, PLACE)))
+    assert "link='20mbit' cannot be emulated here, it needs root (CAP_SYS_ADMIN)" in line
+    assert "--link loopback" in line
+
+
+def test_under_torchrun_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, value in {"TORCHELASTIC_RUN_ID": "a", "RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(key, value)
+    done = run(tmp_path, "--", "train.py")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "leave torchrun out" in done.stderr
+
+
+def places(done: subprocess.CompletedProcess[str]) -> list[dict[str, object]]:
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stderr.splitlines()) == ["[0] to stderr", "[1] to stderr"]
+    *lines, _ = done.stdout.splitlines()
+    found = [json.loads(line[4:]) for line in sorted(lines)]
+    assert [line[:4] for line in sorted(lines)] == ["[0] ", "[1] "]
+    return found
+
+
+def test_over_loopback_the_ranks_share_a_machine_as_under_torchrun(tmp_path: Path) -> None:
+    script = str(write(tmp_path, PLACE))
+    done = run(tmp_path, "--link", "loopback", "--", script, "--lr", "0.1")
+    found = places(done)
+    for rank, place in enumerate(found):
+        assert place["RANK"] == place["LOCAL_RANK"] == str(rank)
+        assert place["WORLD_SIZE"] == place["LOCAL_WORLD_SIZE"] == "2"
+        assert place["MASTER_ADDR"] == "127.0.0.1"
+        assert place["arguments"] == ["--lr", "0.1"]
+    assert found[0]["MASTER_PORT"] == found[1]["MASTER_PORT"]
+    assert "over loopback, where bytes are not counted" in done.stdout
+
+
+@needs_netns
+def test_over_a_link_every_rank_is_a_machine(tmp_path: Path) -> None:
+    found = places(run(tmp_path, "--link", "none", "--", str(write(tmp_path, PLACE))))
+    for rank, place in enumerate(found):
+        assert (place["RANK"], place["LOCAL_RANK"], place["LOCAL_WORLD_SIZE"]) == (
+            str(rank),
+            "0",
+            "1",
+        )
+        assert (place["MASTER_ADDR"], place["GLOO_SOCKET_IFNAME"]) == ("10.77.0.1", "eth0")
+
+
+@needs_netns
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("latency", ["0ms", "5ms"])
+def test_torch_trains_over_the_link_and_its_bytes_are_counted(tmp_path: Path, latency: str) -> None:
+    script = str(write(tmp_path, SUM))
+    done = run(tmp_path, "--link", "20mbit", "--latency", latency, "--", script)
+    assert (done.returncode, done.stderr) == (0, "")
+    *lines, summary = done.stdout.splitlines()
+    assert sorted(lines) == ["[0] sum 500000", "[1] sum 500000"]
+    sent = [int(text.replace(",", "")) for text in re.findall(r"sent ([\d,]+) bytes", summary)]
+    assert len(sent) == 2
+    # two ranks send half the vector twice: a million bytes, and headers
+    assert all(1_000_000 < count < 1_300_000 for count in sent)
+    seconds = float(summary.split(" s over the link 20mbit")[0])
+    assert seconds > 8 * 1_000_000 / 20e6
+
+
+@needs_netns
+@pytest.mark.parametrize(
+    ("end", "status", "told"),
+    [
+        ("sys.exit(3)", 3, "rank 1 ended with status 3; the others have been ended"),
+        ("os.kill(os.getpid(), 9)", 137, "rank 1 was killed by signal 9"),
+    ],
+)
+def test_the_first_rank_that_fails_ends_the_others(
+    tmp_path: Path, end: str, status: int, told: str
+) -> None:
+    script = str(write(tmp_path, WAITING.replace("END", end)))
+    done = run(tmp_path, "--link", "20mbit", "--", script)
+    assert (done.returncode, done.stderr.count("\n")) == (status, 1)
+    assert told in done.stderr
+    assert "rank 1 sent" in done.stdout
+    children = [int(path.read_text()) for path in tmp_path.glob("ready*")]
+    assert [alive(pid) for pid in children] == [False, False]
+
+
+@needs_netns
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ctrl_c_ends_all_and_leaves_nothing(
+    tmp_path: Path, number: signal.Signals, status: int
+) -> None:
+    script = str(write(tmp_path, WAITING.replace("END", "pass")))
+    with subprocess.Popen(
+        command("--link", "20mbit", "--", script),
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        until(lambda: len(list(tmp_path.glob("ready*"))) == 2)
+        below = descendants(process.pid)
+        namespaces = {namespace_of(pid) for pid in below} - {namespace_of(process.pid)}
+        assert len(below) >= 4
+        assert len(namespaces) == 2
+        process.send_signal(number)
+        process.communicate(timeout=60)
+    assert process.returncode == status
+    until(lambda: not any(alive(pid) for pid in below))
+    assert [processes_in(str(namespace)) for namespace in namespaces] == [[], []]
+
+
+@needs_netns
+def test_ranks_end_with_a_command_that_is_killed(tmp_path: Path) -> None:
+    script = str(
+        write(tmp_path, "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)")
+    )
+    with subprocess.Popen(
+        command("--link", "20mbit", "--", script), cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        pids = [int(process.stdout.readline().split()[1]) for _ in range(2)]
+        assert all(alive(pid) for pid in pids)
+        process.kill()
+    until(lambda: not any(alive(pid) for pid in pids))
+
+
+def test_a_reader_that_leaves_ends_the_run(tmp_path: Path) -> None:
+    script = str(
+        write(
+            tmp_path, "import time\nwhile True:\n    print('on', flush=True)\n    time.sleep(0.01)"
+        )
+    )
+    with subprocess.Popen(
+        command("--link", "loopback", "--", script),
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() in {b"[0] on\n", b"[1] on\n"}
+        process.stdout.close()
+        assert process.wait(timeout=60) == 0
+
+
+def test_lines_stay_whole_and_say_whose_they_are() -> None:
+    read_end, write_end = os.pipe()
+    prefixed, out = Prefixed(), BytesIO()
+    prefixed.add(7, os.fdopen(read_end, "rb"), out)
+    for chunk in (b"one\ntw", b"o\r\n\r 10%\r", b" 20%\r", b"\n\n\xff bytes", b" without an end"):
+        os.write(write_end, chunk)
+        assert prefixed.pass_on(1.0)
+    assert out.getvalue() == b"[7] one\n[7] two\n[7]  10%\n[7]  20%\n[7] \n"
+    prefixed.close()  # while the other end is still open
+    os.close(write_end)
+    assert out.getvalue().endswith(b"[7] \n[7] \xff bytes without an end\n")
+
+
+def test_what_is_left_of_a_rank_that_prints_on_is_bounded() -> None:
+    read_end, write_end = os.pipe()
+    prefixed = Prefixed()
+    prefixed.add(0, os.fdopen(read_end, "rb"), BytesIO())
+    pid = os.fork()
+    if pid == 0:  # prints for ever
+        while True:
+            os.write(write_end, b"on\n" * 100)
+    begin_s = time.monotonic()
+    try:
+        prefixed.close()
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(write_end)
+    assert time.monotonic() - begin_s < 30
