@@ -45,10 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     from thinwire.lab.commands import app
     from thinwire.members import command as meeting
     from thinwire.planning import command as planning
+    from thinwire.strategy import export_command as exporting
     from thinwire.strategy.command import EXAMPLE, explain
 
     if "explain" not in app:
         app.command(explain, help_epilogue=EXAMPLE)
+        app.command(exporting.export, help_epilogue=exporting.EXAMPLES)
         app.command(running.run, help_epilogue=running.EXAMPLES)
         app.command(planning.plan, help_epilogue=planning.EXAMPLE)
         app.command(planning.probe, help_epilogue=planning.PROBE_EXAMPLE)

@@ -10,7 +10,16 @@ from thinwire.checkpoint.files import is_regular
 from thinwire.checkpoint.manifest import MANIFEST, Manifest
 from thinwire.errors import CheckpointCorrupt, CheckpointError
 
-__all__ = ["Found", "found", "leftovers", "missing_file", "name_of", "staging_name", "token_name"]
+__all__ = [
+    "Found",
+    "found",
+    "found_at",
+    "leftovers",
+    "missing_file",
+    "name_of",
+    "staging_name",
+    "token_name",
+]
 
 _NAME = re.compile(r"step_([0-9]{10,18})(?:_[0-9]{1,9})?")
 _LEFTOVER = re.compile(r"\.step_[0-9_]+\.tmp-[0-9a-f]+|\.rank_[0-9]+\.token-[0-9a-f]+")
@@ -66,6 +75,11 @@ def found(directory: Path) -> list[Found]:
     return [_read(path, int(match[1])) for path in paths if (match := _NAME.fullmatch(path.name))]
 
 
+def found_at(path: Path) -> Found:
+    """One checkpoint by its own folder, whatever that is named; its files are not looked at."""
+    return _read(path, None)
+
+
 def leftovers(directory: Path) -> list[Path]:
     """Leftovers of saves that were interrupted."""
     return [path for path in directory.iterdir() if _LEFTOVER.fullmatch(path.name)]
@@ -80,16 +94,16 @@ def missing_file(folder: Path, manifest: Manifest, names: Iterable[str]) -> str 
     return None
 
 
-def _read(path: Path, step: int) -> Found:
+def _read(path: Path, step: int | None) -> Found:
     manifest_path = path / MANIFEST
     try:
         if not is_regular(manifest_path):
             raise CheckpointCorrupt("it is not there")
         raw = manifest_path.read_bytes()
         manifest = Manifest.from_bytes(raw)
-        if manifest.step != step:
+        if step not in (None, manifest.step):
             raise CheckpointCorrupt(f"it is of step {manifest.step}")
-        return Found(path, step, manifest, hashlib.sha256(raw).hexdigest(), None)
+        return Found(path, manifest.step, manifest, hashlib.sha256(raw).hexdigest(), None)
     except (CheckpointError, OSError) as error:
         kind = type(error) if isinstance(error, CheckpointError) else CheckpointCorrupt
-        return Found(path, step, None, "", kind(f"{manifest_path}: {error}"))
+        return Found(path, step or 0, None, "", kind(f"{manifest_path}: {error}"))

@@ -41,7 +41,8 @@ class CheckpointReader:
         self._position = peers.index(rank)
         self._is_own = len(old) == len(peers) and not combined
         self._sources = [old[self._position]] if self._is_own else old
-        self._trees: list[Any] = []
+        self.trees: list[Any] = []
+        """After `verify`: of every old rank that counts here, with references to tensors."""
         self._intact: set[str] = set()
 
     def verify(self) -> None:
@@ -50,14 +51,14 @@ class CheckpointReader:
         Raises:
             CheckpointCorrupt: Names the file.
         """
-        self._trees = [self._tree(rank) for rank in self._sources]
+        self.trees = [self._tree(rank) for rank in self._sources]
 
     def read(self, rules: Mapping[str, Rule]) -> Any:
         """The state for this rank, its own or the combined one, after `verify`."""
         with TensorReader(self.path) as reader:
             if self._is_own:
-                return with_tensors(self._trees[0], reader.read)
-            return combine(self._trees, rules, rank=self._position, read=reader.read)
+                return with_tensors(self.trees[0], reader.read)
+            return combine(self.trees, rules, rank=self._position, read=reader.read)
 
     def _tree(self, rank: int) -> Any:
         """The tree of an old rank, with references to its tensors."""

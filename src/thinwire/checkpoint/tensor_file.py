@@ -22,10 +22,18 @@ from thinwire.checkpoint.manifest import tensor_file
 from thinwire.checkpoint.tree import TensorRef
 from thinwire.errors import CheckpointCorrupt
 
-__all__ = ["TensorReader", "bytes_of", "digest", "readable", "restored", "write_tensors"]
+__all__ = [
+    "PLAIN",
+    "TensorReader",
+    "bytes_of",
+    "digest",
+    "readable",
+    "restored",
+    "write_tensors",
+]
 
 _HASHED_BYTES = 64 << 20
-_CODES = {
+PLAIN = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -104,7 +112,7 @@ def restored(stored: Tensor, ref: TensorRef, where: str) -> Tensor:
     Raises:
         CheckpointCorrupt: It is another tensor; begins with `where`.
     """
-    if ref.dtype not in _CODES and stored.numel() == math.prod(ref.shape) * ref.dtype.itemsize:
+    if ref.dtype not in PLAIN and stored.numel() == math.prod(ref.shape) * ref.dtype.itemsize:
         # a clone is aligned for any dtype, a view into a file need not be
         return stored.clone().view(ref.dtype).reshape(ref.shape)
     if stored.dtype != ref.dtype or tuple(stored.shape) != ref.shape:
@@ -157,7 +165,7 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -
     offset = 0
     for name, tensor in tensors.items():
         size = tensor.numel() * tensor.element_size()
-        code, shape = _CODES.get(tensor.dtype), list(tensor.shape)
+        code, shape = PLAIN.get(tensor.dtype), list(tensor.shape)
         if code is None:
             code, shape = "U8", [size]
         entries[name] = {"dtype": code, "shape": shape, "data_offsets": [offset, offset + size]}

@@ -41,7 +41,18 @@ def checkpoint_facts(
         "strategy": to_dict(strategy),
         "optimizer": type(optimizer).__name__,
         "parameters": [f"{name} {looks(p)}" for name, p in model.named_parameters()],
+        "state_dict": _names_by_key(model),
     }
+
+
+def _names_by_key(model: nn.Module) -> dict[str, str | None]:
+    """For every key of the model's own `state_dict` the parameter or buffer that it stands for,
+    which for tied weights is the same one; None for what a checkpoint has not.
+    """
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    names = {id(tensor): name for name, tensor in tensors}
+    values = model.state_dict(keep_vars=True)
+    return {key: names.get(id(value)) for key, value in values.items()}
 
 
 def model_facts(

@@ -1,0 +1,233 @@
+"""The whole model of a checkpoint as one safetensors file, without ranks and without the model."""
+
+import json
+import secrets
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.checkpoint.combine import combine
+from thinwire.checkpoint.files import sync_directory
+from thinwire.checkpoint.folder import Found, found, found_at
+from thinwire.checkpoint.manifest import MANIFEST
+from thinwire.checkpoint.reader import CheckpointReader
+from thinwire.checkpoint.tensor_file import PLAIN, TensorReader, bytes_of, write_tensors
+from thinwire.checkpoint.tree import decoded
+from thinwire.errors import CheckpointCorrupt, CheckpointError, CheckpointMissing
+
+__all__ = ["Exported", "export"]
+
+_KINDS = ("parameters", "buffers")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exported:
+    """What `export` has written."""
+
+    file: Path
+    """The safetensors file."""
+    checkpoint: Path
+    """The folder of the checkpoint."""
+    step: int
+    """Updates that its model had been trained for."""
+    ranks: int
+    """Number of ranks that saved it."""
+    tensors: int
+    """Tensors in the file."""
+    size_bytes: int
+    """Size of the file."""
+    tied: dict[str, str]
+    """Names that stand for the tensor of another name, which is in the file under both."""
+    averaged: tuple[str, ...]
+    """Names of which the ranks held different values; the file has their mean."""
+    left_out: tuple[str, ...]
+    """Keys of the model's `state_dict` that are neither parameter nor buffer: no checkpoint has
+    them."""
+
+
+def export(
+    folder: str | PathLike[str], file: str | PathLike[str], *, force: bool = False
+) -> Exported:
+    """Write the model of a checkpoint of `engine.save` as one file that needs no thinwire:
+    `model.load_state_dict(safetensors.torch.load_file(file))`.
+
+    The names are those of `model.state_dict()`, buffers included; a pipeline's stages come
+    together. Tied weights are written under each of their names, although that takes their bytes
+    once more: so the file has every key that a strict `load_state_dict` wants; the file's metadata
+    names them ("tied"). Of parameters on which ranks differ, as they do between two averagings of
+    local updates, the file has the mean, which is what `engine.load` gives another number of ranks.
+
+    Needs no process group. Every byte that is read is verified; the whole model is held in memory.
+
+    Args:
+        folder: Of one checkpoint, or what `engine.save` was given: then the newest whole one
+            counts.
+        file: Where to write, `.safetensors`; its folder must exist.
+        force: Whether to replace a file that is there. It stays as it is until the new one is
+            whole.
+
+    Returns:
+        What was written, and from which checkpoint.
+
+    Warns:
+        UserWarning: What was saved later is damaged.
+
+    Raises:
+        ValueError: `file` cannot be the name of such a file.
+        FileExistsError: It exists, and `force` is false.
+        CheckpointMissing, CheckpointCorrupt: There is no checkpoint, or none that is whole.
+        CheckpointError: It is no checkpoint of an engine, of a newer format, or holds a dtype that
+            not every version of safetensors reads.
+        OSError: Of the file system, while writing.
+    """
+    source, target = Path(folder), Path(file)
+    _require_place(target, force=force)
+    stages = _verified(source)
+    first = stages[0]
+    values, averaged = _whole(stages)
+    names, left_out = _names(first, values)
+    tied = {key: name for key, name in names.items() if key != name and name in names}
+    metadata = {
+        "format": "pt",
+        "thinwire_checkpoint": first.path.name,
+        "thinwire_step": str(first.manifest.step),
+        "tied": json.dumps(tied),
+    }
+    size_bytes = _write(target, {key: values[name] for key, name in names.items()}, metadata)
+    return Exported(
+        file=target,
+        checkpoint=first.path,
+        step=first.manifest.step,
+        ranks=len(first.manifest.parts),
+        tensors=len(names),
+        size_bytes=size_bytes,
+        tied=tied,
+        averaged=tuple(key for key, name in names.items() if name in averaged),
+        left_out=left_out,
+    )
+
+
+def _require_place(file: Path, *, force: bool) -> None:
+    if file.suffix != ".safetensors":
+        raise ValueError(f"file={str(file)!r} must end in .safetensors, which is what it will be")
+    if not file.parent.is_dir():
+        raise ValueError(f"file={str(file)!r}: there is no folder {file.parent}; make it first")
+    if file.is_dir():
+        raise ValueError(f"file={str(file)!r} is a folder: name a file in it")
+    if file.exists() and not force:
+        raise FileExistsError(
+            f"{file} exists: name another file, or pass force=True (--force) to replace it"
+        )
+
+
+def _verified(source: Path) -> list[CheckpointReader]:
+    """The readers of the newest whole checkpoint, one for each stage of a pipeline."""
+    if not source.is_dir():
+        raise CheckpointMissing(f"there is no folder {source}: name that of a checkpoint")
+    entries = [found_at(source)] if (source / MANIFEST).exists() else found(source)
+    for entry in entries:
+        if entry.problem and not isinstance(entry.problem, CheckpointCorrupt):
+            raise entry.problem  # of a newer format: an older one would not be what was asked for
+    problems = [str(entry.problem) for entry in entries if entry.problem]
+    for entry in sorted(entries, key=_serial, reverse=True):
+        if entry.manifest is None:
+            continue
+        parts = sorted(set(entry.manifest.parts))
+        stages = [
+            CheckpointReader(entry.path, entry.manifest, parts, place, combined=True)
+            for place in range(len(parts))
+        ]
+        try:
+            for stage in stages:
+                stage.verify()
+        except CheckpointCorrupt as error:
+            problems.append(str(error))
+            continue
+        if problems:
+            warnings.warn(
+                f"exporting {entry.path}; others are damaged: {'; '.join(problems)}",
+                UserWarning,
+                stacklevel=3,
+            )
+        return stages
+    if problems:
+        raise CheckpointCorrupt(f"no checkpoint is whole: {'; '.join(problems)}")
+    raise CheckpointMissing(
+        f"there is no checkpoint in {source}: name a folder that engine.save has made, or the one "
+        "that it was given"
+    )
+
+
+def _serial(entry: Found) -> int:
+    return -1 if entry.manifest is None else entry.manifest.serial
+
+
+def _whole(stages: list[CheckpointReader]) -> tuple[dict[str, Tensor], set[str]]:
+    """Every parameter and buffer by name, and the names of those on which ranks differ.
+
+    All ranks of a stage hold a replica of the same tensors. Where ranks come to hold parts of one
+    tensor, this is the place that joins them.
+    """
+    values: dict[str, Tensor] = {}
+    averaged: set[str] = set()
+    for stage in stages:
+        with TensorReader(stage.path) as reader:
+            for kind in _KINDS:
+                replicas = [_kept(tree, kind, stage.path) for tree in stage.trees]
+                values |= combine(replicas, read=reader.read)
+                averaged |= {
+                    name
+                    for name, ref in replicas[0].items()
+                    if any(other[name] != ref for other in replicas[1:])
+                    and not torch.equal(bytes_of(values[name]), bytes_of(reader.read(ref)))
+                }
+    return values, averaged
+
+
+def _kept(tree: Any, kind: str, path: Path) -> Mapping[str, Any]:
+    kept = tree.get(kind) if isinstance(tree, Mapping) else None
+    if not isinstance(kept, Mapping):
+        raise CheckpointError(
+            f"{path} is not a checkpoint of an engine: its state has no {kind}. Only what "
+            "engine.save has written holds a model"
+        )
+    return kept
+
+
+def _names(
+    stage: CheckpointReader, values: Mapping[str, Tensor]
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """For each key of the file the name of its tensor; and what was no tensor of the checkpoint."""
+    facts = decoded(stage.manifest.facts, dict[str, Any]().__getitem__)
+    by_key = facts.get("state_dict", {name: name for name in values})  # 0.1 did not write it
+    if not isinstance(by_key, Mapping) or not set(by_key.values()) <= {None, *values}:
+        raise CheckpointError(
+            f"{stage.path} does not have what its model had by name: it is no checkpoint of "
+            "engine.save"
+        )
+    names = {key: name for key, name in by_key.items() if name is not None}
+    for key, name in names.items():
+        if values[name].dtype not in PLAIN:
+            raise CheckpointError(
+                f"{key} is {values[name].dtype}, which not every version of safetensors reads: "
+                "convert the model before it is saved"
+            )
+    return names, tuple(key for key, name in by_key.items() if name is None)
+
+
+def _write(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> int:
+    aside = file.with_name(f".{file.name}.tmp-{secrets.token_hex(4)}")
+    try:
+        size_bytes, _ = write_tensors(aside, tensors, metadata)
+        aside.replace(file)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+    sync_directory(file.parent)
+    return size_bytes

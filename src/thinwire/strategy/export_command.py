@@ -1,0 +1,84 @@
+"""`thinwire export`: torch is loaded with the checkpoint, and not before."""
+
+import sys
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+if TYPE_CHECKING:
+    from thinwire.checkpoint import Exported
+
+__all__ = ["EXAMPLES", "export"]
+
+EXAMPLES = """Examples:
+
+thinwire export checkpoints model.safetensors
+
+thinwire export checkpoints/step_0000001200 model.safetensors --force
+"""
+_Flag = Annotated[bool, Parameter(negative="")]
+_MOST_NAMES = 5
+
+
+def export(checkpoint: Path, file: Path, /, *, force: _Flag = False, quiet: _Flag = False) -> None:
+    """Write the model of a checkpoint as one safetensors file, which needs no thinwire.
+
+    The file has the names of model.state_dict(), buffers included. Every byte of the checkpoint is
+    verified first; no process group is needed.
+
+    Args:
+        checkpoint: Folder of one checkpoint, or the one that engine.save was given: then the newest
+            one in it that is whole.
+        file: Where to write, such as model.safetensors.
+        force: Replace a file that is there.
+        quiet: Print nothing.
+    """
+    from thinwire import checkpoint as checkpoints
+    from thinwire.errors import CheckpointError
+
+    with warnings.catch_warnings(record=True) as told, _bar(f"exporting {file}", quiet=quiet):
+        warnings.simplefilter("always", UserWarning)
+        try:
+            made = checkpoints.export(checkpoint, file, force=force)
+        except (CheckpointError, FileExistsError) as error:
+            raise ValueError(str(error)) from None
+    for warning in told:
+        sys.stderr.write(f"thinwire: {warning.message}\n")
+    if not quiet:
+        print("\n".join(_lines(made)))
+
+
+def _bar(text: str, *, quiet: bool) -> AbstractContextManager[Any]:
+    """A bar on a terminal, gone when the work is done."""
+    if quiet or not sys.stderr.isatty():
+        return nullcontext()
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    progress = Progress(*columns, console=Console(stderr=True), transient=True)
+    progress.add_task(text, total=None)
+    return progress
+
+
+def _lines(made: "Exported") -> list[str]:
+    lines = [
+        f"{made.checkpoint} (step {made.step}, saved by {made.ranks} ranks): {made.tensors} "
+        f"tensors, {made.size_bytes:,} bytes in {made.file}"
+    ]
+    if made.tied:
+        pairs = [f"{key} is {name}" for key, name in made.tied.items()]
+        lines.append(f"tied, written under both names: {_some(pairs)}")
+    if made.averaged:
+        lines.append(f"the mean of the ranks, which held different values: {_some(made.averaged)}")
+    if made.left_out:
+        lines.append(f"in the model's state_dict, and in no checkpoint: {_some(made.left_out)}")
+    return lines
+
+
+def _some(names: "list[str] | tuple[str, ...]") -> str:
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more

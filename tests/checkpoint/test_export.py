@@ -1,0 +1,228 @@
+"""A checkpoint of any number of ranks as one file that torch and safetensors read by themselves."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import thinwire as tw
+from tests.checkpoint.states import same
+from tests.ranks import Pool
+from tests.strategy.training import make_engine, train
+from thinwire import cli
+from thinwire.errors import CheckpointCorrupt, CheckpointError, CheckpointMissing
+
+
+class Tied(nn.Module):
+    """Embedding and head share their weight; one buffer is kept, another is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 12, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("mask", torch.ones(3), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.norm(self.embed(x)))
+        return logits
+
+
+class WithMore(nn.Linear):
+    """A module whose `state_dict` has something that is no tensor of it."""
+
+    def get_extra_state(self) -> Any:
+        return {"since": 1}
+
+    def set_extra_state(self, state: Any) -> None:
+        del state
+
+
+def saved(root: Path, model: nn.Module, steps: int = 1) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = tw.DistributedStrategy().prepare(model, optimizer, nn.functional.cross_entropy)
+    for step in range(steps):
+        engine.train_step(torch.arange(12).roll(step), torch.arange(12))
+        engine.save(root, keep=None)
+    return engine
+
+
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    return {key: value for key, value in model.state_dict().items() if isinstance(value, Tensor)}
+
+
+def test_the_file_has_the_names_and_the_bits_of_the_state_dict(tmp_path: Path) -> None:
+    engine = saved(tmp_path / "run", Tied())
+    made = tw.checkpoint.export(tmp_path / "run", tmp_path / "model.safetensors")
+    state = load_file(tmp_path / "model.safetensors")
+    assert same(dict(sorted(state.items())), dict(sorted(whole(engine.model).items())))
+    fresh = Tied()
+    fresh.load_state_dict(state)  # strictly
+    assert fresh.head.weight is fresh.embed.weight
+    assert (made.tied, made.averaged, made.left_out) == ({"head.weight": "embed.weight"}, (), ())
+    with safe_open(made.file, framework="pt") as file:
+        metadata = file.metadata()
+    assert json.loads(metadata["tied"]) == made.tied
+    assert (metadata["format"], metadata["thinwire_step"]) == ("pt", "1")
+    assert made.size_bytes == made.file.stat().st_size
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "model.safetensors"}
+
+
+@pytest.mark.parametrize("name", ["localsgd", "pipeline", "dgc"])
+def test_of_two_ranks_it_is_what_another_number_would_go_on_with(
+    ranks: Pool, tmp_path: Path, name: str
+) -> None:
+    models = ranks.run(_trained_and_saved, name, str(tmp_path / "run"))
+    made = tw.checkpoint.export(tmp_path / "run", tmp_path / "model.safetensors")
+    state = load_file(made.file)
+    assert (made.ranks, made.step) == (2, 2)
+    if name == "pipeline":
+        assert same(state, {**models[0], **models[1]})
+        assert not models[0].keys() & models[1].keys()
+        return
+    assert state.keys() == models[0].keys()
+    assert (len(made.averaged) > 0) == (name == "localsgd")  # in the middle of an interval
+    for key, value in state.items():
+        if value.is_floating_point():
+            mean = (models[0][key].double() + models[1][key].double()) / 2
+            assert torch.equal(value, mean.to(value.dtype)), key
+
+
+def _trained_and_saved(rank: int, size: int, name: str, root: str) -> dict[str, Tensor]:
+    engine = make_engine([name], plain=name == "pipeline")
+    train(engine, [name], 0, 2)
+    engine.save(root)
+    return whole(engine.model)
+
+
+def test_it_needs_no_process_group_and_no_model(tmp_path: Path) -> None:
+    saved(tmp_path / "run", Tied())
+    code = (
+        "import sys, torch.distributed as dist, thinwire as tw; "
+        "dist.init_process_group = None; tw.checkpoint.export('run', 'model.safetensors')"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+    assert load_file(tmp_path / "model.safetensors").keys() == Tied().state_dict().keys()
+
+
+def test_the_newest_of_several_or_the_one_that_is_named(tmp_path: Path) -> None:
+    saved(tmp_path / "run", Tied(), steps=3)
+    for folder, step in (("run", 3), ("run/step_0000000002", 2)):
+        made = tw.checkpoint.export(tmp_path / folder, tmp_path / f"{step}.safetensors")
+        assert (made.step, made.checkpoint.name) == (step, f"step_000000000{step}")
+    elsewhere = (tmp_path / "run" / "step_0000000001").rename(tmp_path / "best")
+    assert tw.checkpoint.export(elsewhere, tmp_path / "best.safetensors").step == 1
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def test_a_damaged_one_is_passed_over_aloud_and_refused_by_its_name(tmp_path: Path) -> None:
+    saved(tmp_path / "run", Tied(), steps=2)
+    newest = tmp_path / "run" / "step_0000000002"
+    flip(newest / "rank_00000.safetensors")
+    with pytest.warns(UserWarning, match=r"step_0000000002.*is damaged"):
+        made = tw.checkpoint.export(tmp_path / "run", tmp_path / "a.safetensors")
+    assert made.step == 1
+    with pytest.raises(CheckpointCorrupt, match=r"step_0000000002.*is damaged"):
+        tw.checkpoint.export(newest, tmp_path / "b.safetensors")
+    assert not (tmp_path / "b.safetensors").exists()
+
+
+def test_a_file_that_is_there_stays_unless_it_may_be_replaced(tmp_path: Path) -> None:
+    saved(tmp_path / "run", Tied())
+    file = tmp_path / "model.safetensors"
+    file.write_text("mine")
+    with pytest.raises(FileExistsError, match="--force"):
+        tw.checkpoint.export(tmp_path / "run", file)
+    assert file.read_text() == "mine"
+    tw.checkpoint.export(tmp_path / "run", file, force=True)
+    assert load_file(file).keys() == Tied().state_dict().keys()
+
+
+def test_what_is_no_tensor_is_named_and_left_out(tmp_path: Path) -> None:
+    saved(tmp_path / "run", nn.Sequential(nn.Embedding(12, 4), WithMore(4, 12)))
+    made = tw.checkpoint.export(tmp_path / "run", tmp_path / "model.safetensors")
+    assert made.left_out == ("1._extra_state",)
+    assert load_file(made.file).keys() == {"0.weight", "1.weight", "1.bias"}
+
+
+def test_what_safetensors_would_not_read_everywhere_is_refused(tmp_path: Path) -> None:
+    model = nn.Embedding(12, 12)
+    model.register_buffer("phase", torch.ones(2, dtype=torch.complex64))
+    saved(tmp_path / "run", model)
+    with pytest.raises(CheckpointError, match=r"phase is torch\.complex64"):
+        tw.checkpoint.export(tmp_path / "run", tmp_path / "model.safetensors")
+
+
+def test_what_no_engine_has_saved_is_refused(tmp_path: Path) -> None:
+    from thinwire.checkpoint import save
+    from thinwire.comm import Group
+
+    save(tmp_path / "run", {"weight": torch.ones(2)}, step=1, group=Group(), facts={})
+    with pytest.raises(CheckpointError, match="its state has no parameters"):
+        tw.checkpoint.export(tmp_path / "run", tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointMissing, match="there is no checkpoint in"):
+        tw.checkpoint.export(tmp_path, tmp_path / "model.safetensors")
+
+
+def command(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["export", *map(str, arguments)])
+    assert isinstance(stop.value.code, int)
+    return stop.value.code
+
+
+def test_the_command_says_which_one_and_what_is_special(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved(tmp_path / "run", Tied(), steps=2)
+    assert command(tmp_path / "run", tmp_path / "model.safetensors") == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert "step_0000000002 (step 2, saved by 1 ranks): 7 tensors" in first
+    assert second == "tied, written under both names: head.weight is embed.weight"
+    assert command(tmp_path / "run", tmp_path / "model.safetensors", "--force", "--quiet") == 0
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["nowhere", "a.safetensors"], "there is no folder nowhere"),
+        (["run", "a.pt"], "must end in .safetensors"),
+        (["run", "no/a.safetensors"], "there is no folder no"),
+        (["run", "there.safetensors"], "--force"),
+        (["empty", "a.safetensors"], "there is no checkpoint in empty"),
+        (["damaged", "a.safetensors"], "no checkpoint is whole"),
+        (["run"], "file"),
+    ],
+)
+def test_bad_input_is_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    told: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    saved(tmp_path / "run", Tied())
+    saved(tmp_path / "damaged", Tied())
+    flip(tmp_path / "damaged" / "step_0000000001" / "rank_00000.json")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "there.safetensors").touch()
+    assert command(*arguments) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert told.lower() in err.lower()
+    assert not (tmp_path / "a.safetensors").exists()
