@@ -45,7 +45,7 @@ $(EXTRA_VENV)/.installed: pyproject.toml constraints.txt
 	$(EXTRA_VENV)/bin/python -m pip install --quiet --no-compile -c constraints.txt -e . --group integrations
 	touch $@
 
-test-integrations: $(EXTRA_VENV)/.installed  ## the loops of Accelerate and Lightning, with the real packages
+test-integrations: $(EXTRA_VENV)/.installed  ## the loops of Accelerate, Lightning and Transformers, with the real packages
 	THINWIRE_INTEGRATIONS=required $(EXTRA_VENV)/bin/python $(PYTEST) -m integrations tests/integrations tests/test_examples.py
 
 PACKAGES := -c "import sysconfig; print(sysconfig.get_path('purelib'))"

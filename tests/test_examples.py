@@ -18,7 +18,11 @@ from tests.launched import run_script
 from tests.ranks import Pool
 
 ROOT = Path(__file__).parent.parent
-OPTIONAL = {"accelerate_loop.py": "accelerate", "lightning_loop.py": "lightning"}
+OPTIONAL = {
+    "accelerate_loop.py": "accelerate",
+    "lightning_loop.py": "lightning",
+    "transformers_trainer.py": "transformers",
+}
 # those in `tasks` are for `thinwire compare`, which tests/lab/test_task.py trains them by
 EXAMPLES = sorted(p for p in (ROOT / "examples").rglob("*.py") if p.parent.name != "tasks")
 

@@ -174,6 +174,35 @@ class Engine:
         self._warn()
         return [], [(p, p.grad) for p in parts.params.values() if p.grad is not None]
 
+    def apply_gradients(self, loss: Tensor | None = None) -> None:
+        """Exchange and update from what `p.grad` holds; counts as one microstep.
+
+        For a framework that makes the backward passes itself, several for one call maybe: nothing
+        may have averaged over the ranks what they left. The exchange follows the backward pass.
+        Afterwards `p.grad` holds what `minimize` leaves there, and clearing it is up to the caller.
+
+        Args:
+            loss: As in `minimize`, where the interval of local updates follows it; else it may be
+                left out.
+
+        Raises:
+            RuntimeError: Under a pipeline or a loss scale, which need the loss before its backward
+                pass; other parameters to train than at `prepare`, as in `train_step`.
+            ThinwireError: The exchange failed: see `thinwire.errors`.
+        """
+        parts = self._parts
+        if parts.runner is not None or parts.scaler is not None:
+            field = "pipeline" if parts.scaler is None else "the loss scale of amp"
+            raise RuntimeError(
+                f"engine.apply_gradients does not work under {field}, which needs the loss before "
+                "its backward pass: use engine.train_step(inputs, targets)"
+            )
+        self._require_ready()
+        with self._advice(), parts.group.one_deadline():
+            self._finish_microstep(loss)
+        self._left.remember()
+        self._warn()
+
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
         """Around a loop whose ranks have unequal numbers of batches: `with engine.join(): for x, y
@@ -544,9 +573,12 @@ class Engine:
             raise RuntimeError("this engine was closed: prepare a new one")
 
     def _begin_microstep(self) -> None:
+        self._require_ready()
+        self._left.look()
+
+    def _require_ready(self) -> None:
         self._require_open()
         self._require_known_params()
-        self._left.look()
         if self._joining is not None and self._joining.due:
             self._joining.vote(active=True)
 
@@ -625,12 +657,13 @@ class Engine:
             return parts.merge.preview(name, grad, factor, parts.merge_avg)
         return grad if grad is None or factor == 1.0 else _wide(grad) * factor
 
-    def _finish_microstep(self, loss: Tensor) -> None:
+    def _finish_microstep(self, loss: Tensor | None) -> None:
         parts = self._parts
         # to torch's schedulers the optimizer has been called, whether this microstep updates,
         # merges or is dropped
         vars(parts.optimizer)["_opt_called"] = True
-        parts.exchange.observe(loss)
+        if loss is not None:
+            parts.exchange.observe(loss)
         held = {name: p.grad for name, p in parts.params.items() if p.grad is not None}
         scaler = parts.scaler
         overflow = scaler is not None and scaler.overflowed(held.values())

@@ -1,0 +1,302 @@
+"""A callback that brings a strategy into the Trainer of transformers; imports the package
+`transformers`, which is optional.
+"""
+
+import functools
+import gc
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from thinwire import _validate as check
+from thinwire.checkpoint import on_all_ranks
+from thinwire.comm import Group
+from thinwire.core.checksum import checksum
+from thinwire.core.clip import ClipByGlobalNorm
+from thinwire.errors import CheckpointMismatch, CheckpointMissing, StrategyError
+from thinwire.local.model import bare_optimizer
+from thinwire.strategy.distributed_strategy import DistributedStrategy
+from thinwire.strategy.engine import Engine
+
+__all__ = ["ThinwireCallback"]
+
+_SHARDED = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
+"""Kinds of distribution, by Accelerate's names, that exchange gradients in their own way."""
+_INSTEAD = {
+    "amp": "bf16=True of TrainingArguments",
+    "recompute": (
+        "activation_checkpointing=True of TrainingArguments (gradient_checkpointing in older "
+        "versions of transformers)"
+    ),
+    "gradient_merge": "gradient_accumulation_steps of TrainingArguments: it sends once per update",
+    "pipeline": (
+        "fsdp of TrainingArguments without this callback, or engine.train_step in a loop of your "
+        "own: the Trainer runs the whole model on every rank"
+    ),
+}
+
+
+class ThinwireCallback(TrainerCallback):
+    """Trains by a strategy inside `transformers.Trainer`: `Trainer(...,
+    callbacks=[ThinwireCallback(strategy)])`, started by torchrun.
+
+    The Trainer makes the backward passes, all `gradient_accumulation_steps` of them; then the
+    engine of the strategy makes the update: exchange, clipping, optimizer. DDP, into which the
+    Trainer wraps the model, averages nothing meanwhile. Rates, schedulers, bf16, evaluation, logs
+    and checkpoints are the Trainer's. `max_grad_norm` limits the global norm of what the optimizer
+    gets: of the mean over the ranks, or under local updates of this rank's own gradient; the
+    `grad_norm` in the logs is that of this rank's own gradient before the exchange. Where ranks use
+    different parameters in a step, set `ddp_find_unused_parameters=True`.
+
+    Every checkpoint of the Trainer gets a folder `thinwire` with what all ranks hold. Training that
+    is resumed from it goes on bit for bit, also on another number of ranks, from their mean; it
+    must lie in `output_dir`. Under local updates the Trainer's own files have what rank 0 holds,
+    and `evaluate` gives the mean over the ranks of each one's own model. After the last step all
+    ranks average once more.
+
+    Args:
+        strategy: A `DistributedStrategy` with `dgc`, `low_rank`, `lars`, `lamb`, `localsgd`,
+            `adaptive_localsgd`, or without any field.
+
+    Raises:
+        StrategyError: Here: a field for which the Trainer has an argument of its own, which it
+            names. When training begins: arguments of the Trainer, or an optimizer, that do not go
+            with the strategy.
+        CheckpointError: When training begins: the checkpoint to resume from has no state of this
+            strategy.
+    """
+
+    engine: Engine
+    """What trains, from the beginning of a training on; `engine.stats()` may be asked after it."""
+
+    def __init__(self, strategy: DistributedStrategy) -> None:
+        check.instance("strategy", strategy, DistributedStrategy)
+        refused = [f"{name}: use {text}" for name, text in _INSTEAD.items() if name in strategy.on]
+        if refused:
+            raise StrategyError(
+                "the Trainer has arguments of its own for fields of this strategy. "
+                + "; ".join(refused)
+            )
+        self._strategy = strategy
+        self._max_grad_norm = 0.0
+        self._losses: list[Tensor] = []
+        self._by_items = False
+        self._undo = ExitStack()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Prepare the engine, silence DDP, and go on from the checkpoint that the Trainer has
+        loaded.
+        """
+        self._undo.close()  # of a training that ended by an error
+        model, wrapper = kwargs["model"], kwargs["optimizer"]
+        _require_arguments(args, state, wrapper)
+        optimizer: Any = bare_optimizer(wrapper)
+        resumed = state.global_step > 0
+        if resumed:
+            _as_made_(optimizer)
+        loaded = _checksum(model)
+        self.engine = self._prepared(args, model, optimizer)
+        self._undo.callback(self.engine.close)
+        for ddp in _wrapped_around(model):
+            self._undo.enter_context(ddp.no_sync())
+        self._losses.clear()
+        if self._strategy.adaptive_localsgd is not None:
+            hook = model.register_forward_hook(self._hear, with_kwargs=True)
+            self._undo.callback(hook.remove)
+        self._undo.callback(_replaced_step_(wrapper, partial(self._update, args)))
+        if resumed:
+            self._resume(_folder(args, state), state, loaded)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Keep the Trainer from clipping before the exchange; the engine clips after it."""
+        self._max_grad_norm, args.max_grad_norm = args.max_grad_norm, 0.0
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Give the argument back, for those who read or save it."""
+        args.max_grad_norm = self._max_grad_norm
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Apply what is left after the last step, ahead of the last evaluation and checkpoint."""
+        if control.should_training_stop:
+            self.engine.flush()
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The same where another callback has ended the training."""
+        if control.should_training_stop:
+            self.engine.flush()
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Write what all ranks hold into the checkpoint."""
+        if not args.save_only_model:
+            extra = {"step": state.global_step, "parameters": _checksum(kwargs["model"])}
+            self.engine.save(_folder(args, state), extra=extra, keep=1)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Close the engine."""
+        if not (args.load_best_model_at_end and state.best_model_checkpoint):
+            self.engine.flush()
+        self._undo.close()
+
+    def _prepared(
+        self, args: TrainingArguments, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> Engine:
+        clip = ClipByGlobalNorm(args.max_grad_norm) if args.max_grad_norm > 0 else None
+        try:
+            return self._strategy.prepare(
+                model,
+                optimizer,
+                grad_clip=clip,
+                find_unused_parameters=bool(args.ddp_find_unused_parameters),
+            )
+        except StrategyError as error:
+            if clip is None:
+                raise
+            raise StrategyError(
+                f"{error}. Inside the Trainer grad_clip is max_grad_norm={args.max_grad_norm} of "
+                "TrainingArguments: 0 turns it off"
+            ) from error
+
+    def _resume(self, folder: Path, state: TrainerState, loaded: int) -> None:
+        try:
+            self.engine.load(folder)
+        except CheckpointMissing as error:
+            raise CheckpointMissing(
+                f"the Trainer resumes at step {state.global_step}, and {folder} has no state of a "
+                "strategy: resume from a checkpoint in output_dir that was written with this "
+                "callback. To begin anew with the parameters alone, give the Trainer a model that "
+                "was loaded from it"
+            ) from error
+        group = Group(None)
+
+        def is_the_same() -> None:
+            expected = {"step": state.global_step, "parameters": loaded}
+            # the Trainer has given all ranks what rank 0 had saved
+            if group.rank == 0 and self.engine.extra != expected:
+                raise CheckpointMismatch(
+                    f"the Trainer has loaded another checkpoint than {folder.parent}: the one to "
+                    "resume from must lie in output_dir, with the folder that this callback wrote"
+                )
+
+        on_all_ranks(group, "comparing the checkpoint with that of the Trainer", is_the_same)
+
+    def _update(self, args: TrainingArguments) -> None:
+        loss = None
+        if self._losses:
+            shares = torch.stack(self._losses)
+            # what the Trainer divides by are the items of all microsteps, or the microsteps
+            everywhere = args.world_size if args.average_tokens_across_devices else 1
+            loss = shares.sum() * everywhere if self._by_items else shares.mean()
+            self._losses.clear()
+        self.engine.apply_gradients(loss)
+
+    def _hear(
+        self, model: nn.Module, _: tuple[Any, ...], inputs: Mapping[str, Any], outputs: Any
+    ) -> None:
+        """Take the loss of a microstep from what the model returns."""
+        if not model.training:
+            return
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0]
+        if loss is None:
+            raise StrategyError(
+                "the interval of adaptive_localsgd follows the loss that the model returns, and "
+                "this one returns none, as under compute_loss_func and label_smoothing_factor: "
+                "use localsgd"
+            )
+        self._by_items = inputs.get("num_items_in_batch") is not None
+        self._losses.append(loss.detach().float().mean())
+
+
+def _require_arguments(args: TrainingArguments, state: TrainerState, wrapper: Any) -> None:
+    problems = []
+    if getattr(wrapper, "scaler", None) is not None:
+        problems.append(
+            "fp16=True scales the loss, and single ranks would leave out updates: use bf16=True"
+        )
+    kind = str(getattr(wrapper.accelerator_state.distributed_type, "value", ""))
+    if kind in _SHARDED:
+        problems.append(
+            f"{kind} exchanges gradients itself: leave it out, and let torchrun start the Trainer, "
+            "which wraps the model in DistributedDataParallel"
+        )
+    if args.n_gpu > 1:
+        problems.append(f"{args.n_gpu} GPUs of one process: start one for each GPU by torchrun")
+    if args.auto_find_batch_size:
+        problems.append(
+            "auto_find_batch_size begins anew on single ranks: set per_device_train_batch_size"
+        )
+    if state.is_hyper_param_search:
+        problems.append("hyperparameter_search: train each trial by a Trainer of its own")
+    if problems:
+        raise StrategyError(
+            "a strategy does not go with these settings of the Trainer: " + "; ".join(problems)
+        )
+
+
+def _wrapped_around(model: nn.Module) -> list[DistributedDataParallel]:
+    """The wrappers of a model, which nobody tells a callback of: found among all objects."""
+    # type() and not isinstance, which would ask proxies of others for their class
+    found = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
+    return [ddp for ddp in found if ddp.module is model]
+
+
+def _replaced_step_(wrapper: Any, update: Callable[[], None]) -> Callable[[], None]:
+    """Changes Accelerate's wrapper of the optimizer: its `step` is `update`; returns what undoes
+    it.
+    """
+    before = vars(wrapper).get("step")
+
+    @functools.wraps(wrapper.step)
+    def step(closure: object = None) -> None:
+        vars(wrapper)["_opt_called"] = True  # as torch's schedulers note it
+        update()
+
+    def undo() -> None:
+        del wrapper.step
+        if before is not None:
+            wrapper.step = before
+
+    wrapper.step = step
+    return undo
+
+
+def _as_made_(optimizer: torch.optim.Optimizer) -> None:
+    """Changes `optimizer`, which has loaded the state of what it became before the checkpoint: the
+    engine's has all of it.
+    """
+    optimizer.state.clear()
+    kept = {*optimizer.defaults, "params", "param_names", "initial_lr"}
+    for group in optimizer.param_groups:
+        for key in group.keys() - kept:
+            del group[key]
+        for key in optimizer.defaults.keys() - group.keys():
+            group[key] = optimizer.defaults[key]
+
+
+def _checksum(model: nn.Module) -> int:
+    return checksum(list(model.parameters()))
+
+
+def _folder(args: TrainingArguments, state: TrainerState) -> Path:
+    """Where the engine's part of the Trainer's checkpoint of this step lies."""
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}" / "thinwire"
