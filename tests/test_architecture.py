@@ -21,6 +21,7 @@ MAY_IMPORT = {
     "_aside": set(),
     "schedules": BASE,
     "task": BASE,
+    "logs": BASE,
     # arithmetic of messages, without torch
     "layout": BASE,
     # loops, in three bodies behind one signature

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from thinwire.errors import StrategyError
     from thinwire.local.config import AdaptiveLocalSGD, LocalSGD
     from thinwire.local.updates import LocalUpdates, local_sgd
+    from thinwire.logs import log_stats
     from thinwire.members.members import Members, join
     from thinwire.members.sampler import MemberSampler
     from thinwire.optim.config import LAMB, LARS
@@ -70,6 +71,7 @@ __all__ = [
     "integrations",
     "join",
     "local_sgd",
+    "log_stats",
     "optim",
     "plan",
     "schedules",
@@ -109,6 +111,7 @@ _HOMES = {
     "busy": "thinwire.comm.busy",
     "join": "thinwire.members.members",
     "local_sgd": "thinwire.local.updates",
+    "log_stats": "thinwire.logs",
     "plan": "thinwire.planning.plan",
 }
 

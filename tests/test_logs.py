@@ -1,0 +1,104 @@
+"""The numbers of `stats()` reach each kind of writer under their names."""
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire as tw
+from tests.ranks import Pool
+from tests.strategy.training import batch, make_engine, make_model
+from tests.test_stats import NAMES
+
+PAGE = Path(__file__).parent.parent / "docs" / "logging.md"
+
+
+class Scalars:
+    """As TensorBoard's writer."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[str, float, int]] = []
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.lines.append((name, value, step))
+
+
+class Run:
+    """As a run of wandb."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[dict[str, float], int]] = []
+
+    def log(self, numbers: dict[str, float], *, step: int) -> None:
+        self.rows.append((numbers, step))
+
+
+class Odd:
+    """Says more than numbers."""
+
+    def stats(self) -> dict[str, Any]:
+        return {"step": 3, "name": "dense", "rate": None, "on": True, "ratio": math.inf, "at": 0.5}
+
+
+def test_each_kind_of_writer_gets_the_same_numbers() -> None:
+    engine = make_engine((), plain=True)
+    for step in range(3):
+        engine.train_step(*batch(step, 0))
+    expected = {f"thinwire/{name}": value for name, value in engine.stats().items()}
+    scalars, run, rows = Scalars(), Run(), []
+    assert tw.log_stats(engine, scalars) == expected
+    tw.log_stats(engine, run)
+    tw.log_stats(engine, lambda numbers, step: rows.append((numbers, step)))
+    assert scalars.lines == [(name, value, 3) for name, value in expected.items()]
+    assert run.rows == rows == [(expected, 3)]
+
+
+def test_a_step_of_ones_own_and_what_is_no_number() -> None:
+    run = Run()
+    assert tw.log_stats(Odd(), run, step=70) == {
+        "thinwire/step": 3,
+        "thinwire/ratio": math.inf,
+        "thinwire/at": 0.5,
+    }
+    assert [step for _, step in run.rows] == [70]
+
+
+def test_local_updates_optimizers_and_handles_have_the_same_names(ranks: Pool) -> None:
+    for names in ranks.run(_names_of_all):
+        assert names == [{f"thinwire/{name}" for name in NAMES}] * 3
+
+
+def _names_of_all(rank: int, size: int) -> list[set[str]]:
+    model = make_model(plain=True)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows: list[set[str]] = []
+
+    def keep(numbers: dict[str, float], step: int) -> None:
+        rows.append(set(numbers))
+
+    with tw.local_sgd(model, plain, tw.LocalSGD(2)) as sync:
+        tw.log_stats(sync, keep)
+    optimizer = tw.optim.DGCMomentum(model.named_parameters(), lr=0.1)
+    tw.log_stats(optimizer, keep)
+    handle = optimizer.attach(DistributedDataParallel(model))
+    tw.log_stats(handle, keep)
+    handle.remove()
+    return rows
+
+
+def test_what_is_neither_source_nor_writer_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"source must have stats\(\).* got a Linear"):
+        tw.log_stats(torch.nn.Linear(1, 1), print)
+    with pytest.raises(TypeError, match=r"writer must have add_scalar.* got a str"):
+        tw.log_stats(Odd(), "runs/a")
+    with pytest.raises(ValueError, match="step must be"):
+        tw.log_stats(Odd(), print, step=-1)
+
+
+def test_the_page_has_every_name_and_no_other() -> None:
+    told = re.findall(r"^\| `thinwire/(\w+)` \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(told) == sorted(NAMES)
