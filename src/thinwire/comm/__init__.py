@@ -9,6 +9,7 @@ from thinwire.comm.handshake import elsewhere, mapping_of, require_agreement
 from thinwire.comm.identity import is_alone, next_identity, place_in
 from thinwire.comm.nodes import Nodes, Sources, node_size_of, sources_of
 from thinwire.comm.proofs import ALL_RANKS, unproven
+from thinwire.comm.sites import Replicas, Sites, require_mesh
 
 __all__ = [
     "ALL_RANKS",
@@ -17,6 +18,8 @@ __all__ = [
     "Nodes",
     "Pending",
     "Regrouped",
+    "Replicas",
+    "Sites",
     "Sources",
     "busy",
     "by_rank",
@@ -30,6 +33,7 @@ __all__ = [
     "own_deadlines",
     "place_in",
     "require_agreement",
+    "require_mesh",
     "require_process_group",
     "seconds_of",
     "sources_of",

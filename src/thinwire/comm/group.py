@@ -86,6 +86,10 @@ class Group:
     """Whether its ranks stay the same; members come and go."""
     node_size = 1
     """Ranks that count as one: every rank is a source of its own here; see `Nodes`."""
+    shards: "Group | None" = None
+    """Of all ranks of sites that hold sharded models: those of this rank's site; see `Sites`."""
+    replicas: "Group | None" = None
+    """Likewise: those that hold the same shard as this rank."""
     proofs: Proofs | None = None
     """Of messages that the caller of `all_gather` and `all_to_all` exchanges; see `prove`."""
     _agreement_proofs: Proofs | None = None

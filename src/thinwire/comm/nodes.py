@@ -9,6 +9,7 @@ from torch import Tensor
 
 from thinwire.comm.group import Group, Pending
 from thinwire.comm.private import Private
+from thinwire.comm.sites import Replicas
 
 __all__ = ["Nodes", "Sources", "job_ranks", "node_size_of", "require_divisor", "sources_of"]
 
@@ -118,8 +119,8 @@ class Nodes:
         return Pending(finish)
 
 
-Sources = Group | Nodes
-"""The sources of an exchange: ranks, or nodes of ranks."""
+Sources = Group | Nodes | Replicas
+"""The sources of an exchange: ranks, nodes of ranks, or those that hold the same shard."""
 
 
 class _Alone(Group):

@@ -5,14 +5,15 @@ reduction per placement. Such tensors are recognised by their methods, so that n
 know ranks.
 """
 
-from collections.abc import Sequence
+import struct
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from thinwire.core.rows import values_of
 
-__all__ = ["global_norm", "norm", "norms", "whole_norms"]
+__all__ = ["global_norm", "norm", "norms", "norms_over_shards", "whole_norms"]
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -55,6 +56,28 @@ def whole_norms(tensors: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
     """
     sharded = hasattr(tensors[0], "full_tensor")
     return torch.stack(norms(tensors) if sharded else torch._foreach_norm(tensors))
+
+
+def norms_over_shards(
+    tensors: Mapping[str, Tensor], gather: Callable[[bytes, str], list[bytes]]
+) -> dict[str, float]:
+    """The norm of each tensor of which every rank has a part.
+
+    Args:
+        tensors: This rank's parts by name; the same names on all ranks, parts may be empty.
+        gather: Gives every rank's bytes in the order of the ranks; takes bytes and an occasion.
+
+    Returns:
+        By name, in float64, the same on all ranks.
+
+    Communication: 8 bytes a tensor and rank.
+    """
+    found = [norm(tensor) for tensor in tensors.values()]
+    squares = torch.stack([each.double().cpu().square() for each in found]).tolist()
+    form = struct.Struct(f"<{len(squares)}d")
+    answers = [form.unpack(answer) for answer in gather(form.pack(*squares), "norms over shards")]
+    totals = (sum(parts) ** 0.5 for parts in zip(*answers, strict=True))
+    return dict(zip(tensors, totals, strict=True))
 
 
 def global_norm(tensors: Sequence[Tensor]) -> Tensor:

@@ -2,6 +2,7 @@
 a slice of the model at a time; what only this rank holds is compared with what was last written.
 """
 
+import hashlib
 import json
 import math
 import weakref
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from thinwire.comm import Group, mapping_of
 from thinwire.core.checksum import checksum, word_sums
+from thinwire.core.sharded import shard_of
 from thinwire.errors import Diverged
 
 __all__ = [
@@ -107,6 +109,9 @@ class RollingDigest:
         """
         everything = {**_whole_ones(self._slowly()), **_whole_ones(self._at_once())}
         mine = f"{checksum(list(everything.values())):016x}".encode()
+        if group.shards is not None:
+            shards = group.shards.gather_now(mine, f"comparing shards at step {step}")
+            mine = hashlib.blake2b(b"".join(shards), digest_size=8).hexdigest().encode()
         answers = group.gather_bytes(mine, what=f"comparing replicas at step {step}")
         if any(answer != mine for answer in answers):
             self.explain(group, step)
@@ -119,6 +124,21 @@ class RollingDigest:
         Raises:
             Diverged: On every rank, with the same text.
         """
+        text = self._difference(group if group.replicas is None else group.replicas, step)
+        if group.replicas is not None:
+            found = group.gather_bytes(text.encode(), what=f"telling what differs at step {step}")
+            shard, text = next(((r, t.decode()) for r, t in enumerate(found) if t), (0, ""))
+            text = text and f"in the shard of rank {shard}, ranks counted by sites: {text}"
+        if text:
+            raise Diverged(text)
+        raise Diverged(
+            f"step {step}: the digests of the ranks differ, and no tensor does: memory changed "
+            "while it was compared. Nothing of this update was applied; restart from the last "
+            "checkpoint"
+        )
+
+    def _difference(self, group: Group, step: int) -> str:
+        """What differs between these ranks, in words; empty where nothing does."""
         slowly, at_once = _whole_ones(self._slowly()), _whole_ones(self._at_once())
         self._divide(slowly)
         pieces = [(piece, slowly[piece.name]) for each in self._slices for piece in each]
@@ -134,12 +154,8 @@ class RollingDigest:
             if len(set(held)) > 1:
                 name = places.get(place, place)
                 since = self._whole if name in at_once else self._good.get(place, self._since)
-                raise Diverged(_text(name, held, since, step))
-        raise Diverged(
-            f"step {step}: the digests of the ranks differ, and no tensor does: memory changed "
-            "while it was compared. Nothing of this update was applied; restart from the last "
-            "checkpoint"
-        )
+                return _text(name, held, since, step)
+        return ""
 
     def _divide(self, slowly: Watched) -> None:
         layout = [(name, tensor.shape) for name, tensor in slowly.items()]
@@ -167,7 +183,7 @@ def optimizer_state(
     if not home.startswith(("torch.optim.", "thinwire.")):
         return {}
     return {
-        f"{key} of {name}": value
+        f"{key} of {name}": shard_of(value)
         for param, name in names.items()
         for key, value in optimizer.state.get(param, {}).items()
         if isinstance(value, Tensor) and key != "step"

@@ -74,7 +74,8 @@ class GradientExchange:
         params: The parameters by name, in the same order on all ranks.
         compressors: Asked in this order who takes a gradient; what none of them takes travels
             densely.
-        sources: Those who count as one each; the ranks, or nodes.
+        sources: Those who count as one each: the ranks, nodes, or the sites that hold the same
+            shard as this one. Then `group` are all ranks of all sites.
         check_dense: Whether a dense gradient that is not finite drops the step; a compressed one
             always does, since it would spoil the state for ever.
 
@@ -170,7 +171,7 @@ class GradientExchange:
             "wait_s": self.sources.wait_s,
             "rate_bit_s": self.sources.rate_bit_s,
         }
-        if isinstance(self.sources, Nodes):
+        if not isinstance(self.sources, Group):
             counts["bytes_between_nodes"] = self.sources.bytes_between_nodes
         return counts
 
@@ -601,6 +602,7 @@ def gradients_of(
     *,
     num_trainers: int | None = None,
     check_finite: bool = True,
+    sources: Sources | None = None,
 ) -> GradientExchange:
     """The exchange of gradients for an optimizer that does not exchange.
 
@@ -610,6 +612,7 @@ def gradients_of(
         compression: How to compress; None for the dense mean.
         num_trainers: See `Compression.compressor`.
         check_finite: Whether a dense gradient that is not finite drops the step.
+        sources: Those who count as one each; None to look for nodes among the ranks.
 
     Communication: where nodes are to be found, one comparison of their size, and the making of
     their groups.
@@ -617,11 +620,11 @@ def gradients_of(
     if num_trainers is not None:
         check.integer("num_trainers", num_trainers, at_least=1)
     if compression is None:
-        return GradientExchange(group, params, check_dense=check_finite)
+        return GradientExchange(group, params, sources=sources, check_dense=check_finite)
     compressor = compression.compressor(params, num_trainers=num_trainers)
-    return GradientExchange(
-        group, params, [compressor], sources=_agreed_sources(group, compression.node_size)
-    )
+    if sources is None:
+        sources = _agreed_sources(group, compression.node_size)
+    return GradientExchange(group, params, [compressor], sources=sources)
 
 
 def _agreed_sources(group: Group, node_size: int | None) -> Sources:

@@ -2,12 +2,13 @@
 the step.
 """
 
+import hashlib
 import json
 import logging
 import re
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -117,9 +118,12 @@ def agree_on_step(
             rates or with different hyper-parameters, or a parameter has a gradient on some of them
             only.
 
-    Communication: `Group.gather_bytes`, 24 bytes a rank when all say the same.
+    Communication: `Group.gather_bytes`, 24 bytes a rank when all say the same. Where sites hold
+    sharded models, 24 bytes a rank inside the site before.
     """
     what = f"agreeing on step {report.step}"
+    if group.shards is not None:
+        report = _of_site(report, group.shards, what)
     told = {name: getattr(report, name) for name in _FIELDS}
     mine = json.dumps(told, separators=(",", ":")).encode()
     answers = group.gather_bytes(mine, what=what)
@@ -134,6 +138,28 @@ def agree_on_step(
     _refuse_divergence(group, reports, digest)
     _refuse_partial_gradients(reports, names, what)
     return reports
+
+
+def _of_site(report: Report, shards: Group, what: str) -> Report:
+    """The report with digests of what all shards of this site hold: the same at all sites, as
+    those of single shards are not.
+    """
+    mine = report.digest, report.sums, report.likeness
+    digests = [hashlib.blake2b(repr(each).encode(), digest_size=8).digest() for each in mine]
+    # a shard may be empty, or have nothing but zeros, and then it has no likeness of its own
+    payload = b"".join([*digests, b"\0" if report.likeness is None else b"\1"])
+    answers = shards.gather_now(payload, what)
+    together = [
+        hashlib.blake2b(b"".join(answer[at : at + 8] for answer in answers), digest_size=8)
+        for at in (0, 8, 16)
+    ]
+    digest, sums, likeness = (each.hexdigest() for each in together)
+    return replace(
+        report,
+        digest=None if report.digest is None else digest,
+        sums=int(sums, 16),
+        likeness=likeness if any(answer[24] for answer in answers) else None,
+    )
 
 
 def _parse(answer: bytes, rank: int, what: str) -> Report:

@@ -105,7 +105,7 @@ class Averager:
         self._roll, self._after_averaging = roll, after_averaging
         self._group = group
         self._config = config
-        self._parts = fragments_of(tensors.params, config)
+        self._parts = fragments_of(tensors.trained, config)
         self._scaler = scaler
         self._identity = identity
         self.digest: RollingDigest | None = None
@@ -235,6 +235,7 @@ class Averager:
         """What this rank would send, once all ranks have agreed that it may be sent."""
         step = self.counters.step
         self.averaging.make_common()
+        self.tensors.settle_buffers(self._group)
         problem = self.tensors.difference()
         with_state = self._config.averages_state(self._number)
         state = self.tensors.state(names) if with_state and problem is None else {}

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from thinwire.comm import Nodes, Sources
 from thinwire.compress.change_protocol import ERRORS, ChangeCompression, MeanChange
@@ -108,7 +107,7 @@ class Averaging:
     def __init__(
         self,
         sources: Sources,
-        params: Mapping[str, Parameter],
+        params: Mapping[str, Tensor],
         *,
         outer: OuterRule,
         changes: ChangeCompression | None,
@@ -130,7 +129,8 @@ class Averaging:
         }
         """What the compression keeps, by kind and name."""
         for name, p in params.items():
-            if changes is not None and changes.compresses(p):
+            # a shard may be empty
+            if changes is not None and p.numel() and changes.compresses(p):
                 for kind, tensor in changes.begin(self.anchors[name]).items():
                     self.kept[kind][name] = tensor
         self.sketches = torch.zeros(2, SKETCH_NUMEL, dtype=torch.float64)

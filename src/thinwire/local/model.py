@@ -2,16 +2,18 @@
 same; and the optimizer inside what a training framework wraps around it.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import _validate as check
 from thinwire.comm import Group
-from thinwire.comm.replicate import make_equal_
+from thinwire.comm.replicate import copy_from_first_, make_equal_
+from thinwire.core.sharded import Shards, require_shards, reshard_, shard_of
 
 __all__ = [
     "LocalModel",
@@ -23,16 +25,28 @@ __all__ = [
 class LocalModel:
     """A model and its optimizer as they were at construction.
 
+    Args:
+        model: Whole, or sharded over the ranks of a site.
+        optimizer: Of its parameters.
+        shards: The mesh of one site's shards; None where the model is whole.
+
     Raises:
         TypeError: The model or the optimizer exchanges by itself, or is of another kind.
         ValueError: The model has nothing to train, or the optimizer trains something else.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, shards: DeviceMesh | None = None
+    ) -> None:
         _check_kinds(model, optimizer)
+        reshard_(model)
+        require_shards(dict(model.named_parameters()), shards)
         self.model = model
         self.optimizer = optimizer
-        self.params = {n: p for n, p in model.named_parameters() if p.requires_grad and p.numel()}
+        self.trained = {n: p for n, p in model.named_parameters() if p.requires_grad and p.numel()}
+        """The parameters that train, by name."""
+        self.params: Mapping[str, Tensor] = self.trained if shards is None else Shards(self.trained)
+        """What is averaged: those, or this rank's part of each."""
         self._layout = dict(_layout(model))
         self._ids = {name: id(p) for name, p in model.named_parameters()}
         if not self.params:
@@ -69,6 +83,7 @@ class LocalModel:
 
     def difference(self) -> str | None:
         """What has changed about the model since construction, in words; None if nothing has."""
+        reshard_(self.model)
         now = dict(_layout(self.model))
         for name in [*self._layout, *now]:
             before, after = self._layout.get(name, "not there"), now.get(name, "not there")
@@ -96,23 +111,37 @@ class LocalModel:
         step counters.
         """
         return {
-            f"state {name} {key}": value
+            f"state {name} {key}": shard_of(value)
             for name in names
-            for key, value in sorted(self.optimizer.state.get(self.params[name], {}).items())
+            for key, value in sorted(self.optimizer.state.get(self.trained[name], {}).items())
             if isinstance(value, Tensor)
             and key != "step"
-            and value.shape == self.params[name].shape
+            and value.shape == self.trained[name].shape
             and (value.is_floating_point() or value.is_complex())
         }
 
     def copy_from_first(self, group: Group) -> None:
-        """Give parameters, frozen ones too, and floating-point buffers the values of rank 0, where
-        they differ.
+        """Give parameters, frozen ones too, and floating-point buffers the values of rank 0, or of
+        the first site, where they differ.
 
         Communication: that of `make_equal_`.
         """
-        params = {f"parameter {name}": p for name, p in self.model.named_parameters()}
-        make_equal_({**params, **self.buffers()}, group, what="copying the model of rank 0")
+        params = {f"parameter {name}": shard_of(p) for name, p in self.model.named_parameters()}
+        if group.replicas is None:
+            make_equal_({**params, **self.buffers()}, group, what="copying the model of rank 0")
+        else:
+            make_equal_(params, group.replicas, what="copying the shards of the first site")
+            make_equal_(self.buffers(), group, what="copying the buffers of rank 0")
+
+    def settle_buffers(self, group: Group) -> None:
+        """Before an averaging: give the ranks of a site the buffers of its first one.
+
+        Communication: where sites hold sharded models, one broadcast inside each.
+        """
+        buffers = self.buffers()
+        if group.shards is not None and buffers:
+            what = "copying the buffers of the first shard"
+            copy_from_first_(buffers.values(), group.shards, what=what)
 
 
 def _check_kinds(model: object, optimizer: object) -> None:
@@ -122,12 +151,6 @@ def _check_kinds(model: object, optimizer: object) -> None:
         raise TypeError(
             "model is wrapped in DistributedDataParallel, which averages gradients in every step: "
             "give local_sgd the model itself (ddp.module), made without the wrapper"
-        )
-    sharded = [name for name, p in model.named_parameters() if hasattr(p, "full_tensor")]
-    if sharded:
-        raise TypeError(
-            f"parameter {sharded[0]} is sharded over ranks; local_sgd needs a whole model on every "
-            "rank"
         )
     check.instance("optimizer", optimizer, torch.optim.Optimizer)
     if getattr(optimizer, "exchanges_gradients", False):

@@ -12,13 +12,15 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire import _validate as check
 from thinwire._version import __version__
 from thinwire.comm import (
     Group,
-    Nodes,
     Regrouped,
+    Replicas,
+    Sites,
     Sources,
     long_waits_logged,
     next_identity,
@@ -27,6 +29,7 @@ from thinwire.comm import (
     own_deadlines,
     place_in,
     require_agreement,
+    require_mesh,
     seconds_of,
     sources_of,
     time_limit_s,
@@ -71,6 +74,7 @@ def local_sgd(
     timeout: float | datetime.timedelta | None = None,
     members: Members | None = None,
     plan: Any = None,
+    mesh: DeviceMesh | None = None,
 ) -> "LocalUpdates":
     """Training on every rank alone, with an averaging of the parameters now and then, as a context
     manager.
@@ -96,6 +100,10 @@ def local_sgd(
             it enters the block, and goes on from their step.
         plan: What `thinwire.plan` returned, or a row of it: rank 0 warns once where 20 rounds in a
             row, each the local steps up to an averaging, take less or more time than it expected.
+        mesh: Of sites and shards, with the dimensions "replicate" and "shard", over all ranks,
+            where the model was sharded by `fully_shard(model, mesh=mesh["shard"])`: sites train on
+            their own, and each rank averages its own shards with those that hold the same ones; all
+            vote together. Instead of `process_group`, `members` and `node_size`.
 
     Returns:
         A context manager. Entering it compares the model over the ranks by name and copies rank 0's
@@ -116,7 +124,29 @@ def local_sgd(
         timeout=timeout,
         members=members,
         plan=plan,
+        mesh=mesh,
     )
+
+
+def _require_mesh_works(
+    mesh: DeviceMesh,
+    process_group: dist.ProcessGroup | None,
+    members: Members | None,
+    config: LocalConfig,
+) -> None:
+    require_mesh(mesh)
+    size = getattr(config, "node_size", None)
+    given = {
+        "process_group": process_group,
+        "members": members,
+        "node_size": None if size == 1 else size,
+    }
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(
+                f"{name} and mesh were both given: the mesh says who exchanges, each rank its own "
+                f"shards with those that hold the same; leave {name} out"
+            )
 
 
 class LocalUpdates:
@@ -158,6 +188,7 @@ class LocalUpdates:
         timeout: float | datetime.timedelta | None = None,
         members: Members | None = None,
         plan: Any = None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         self.planned = planned_row(plan)
         self._pace, self._paced_step = Pace(), 0
@@ -176,7 +207,9 @@ class LocalUpdates:
                     f"node_size={config.node_size} and members were both given: members come and "
                     "go one by one, so that each counts for itself; leave node_size out"
                 )
-        self._members = members
+        self._members, self._mesh = members, mesh
+        if mesh is not None:
+            _require_mesh_works(mesh, process_group, members, config)
         self.digest_every = check.integer("digest_every", digest_every, at_least=0)
         check.instance("config", config, (LocalSGD, AdaptiveLocalSGD))
         if dgc is not None:
@@ -194,8 +227,8 @@ class LocalUpdates:
         optimizer = cast(
             "torch.optim.Optimizer", bare_optimizer(optimizer)
         )  # of a wrong kind, it is refused below
-        self._tensors = LocalModel(model, optimizer)
-        fragments_of(self._tensors.params, config)  # refuses more fragments than parameters
+        self._tensors = LocalModel(model, optimizer, None if mesh is None else mesh["shard"])
+        fragments_of(self._tensors.trained, config)  # refuses more fragments than parameters
         self._config = config
         self._dgc = dgc
         self._scaler = scaler
@@ -236,8 +269,12 @@ class LocalUpdates:
                 ) from None
 
     def _entered(self) -> "LocalUpdates":
-        members = self._members
-        group = Group(self._process_group, self.timeout_s) if members is None else members.group
+        members, mesh = self._members, self._mesh
+        sites = None if mesh is None else Sites(mesh, self.timeout_s)
+        if sites is not None:
+            group = sites.job
+        else:
+            group = Group(self._process_group, self.timeout_s) if members is None else members.group
         self._group = group
         facts: dict[str, Any] = {"wire": WIRE_VERSION, "config": type(self._config).__name__}
         facts["compression"] = type(self._config.compression).__name__
@@ -257,7 +294,7 @@ class LocalUpdates:
         )
         if (problem := self._tensors.difference()) is not None:
             raise RuntimeError(problem)
-        self._sources = sources = self._agreed_sources(group)
+        self._sources = sources = self._agreed_sources(group) if sites is None else Replicas(sites)
         while_busy(group, "compiling loops", lambda: float(warm_up(self._needs()) > 0))
         self._tensors.copy_from_first(group)
         outer = OuterRule(
@@ -497,7 +534,7 @@ class LocalUpdates:
         compression, with `dgc`, and at decay 1 with a mean over all ranks.
         """
         sources, changes = self._sources, compression_of(self._config.compression, self._dgc)
-        between = sources.bytes_between_nodes if isinstance(sources, Nodes) else None
+        between = getattr(sources, "bytes_between_nodes", None)
         return numbers(
             step=self.step,
             dropped_steps=self._skipped,

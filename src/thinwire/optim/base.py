@@ -16,6 +16,7 @@ from thinwire.core.centralize import centralized
 from thinwire.core.clip import Clip, clipped
 from thinwire.core.decay import decayed
 from thinwire.core.rows import coalesced
+from thinwire.core.sharded import is_sharded, shard_of
 from thinwire.optim.grouped import ParamFacts
 from thinwire.optim.rates import rate_ahead
 from thinwire.optim.saving import laid_out, packed, restoring
@@ -150,8 +151,9 @@ class CommonOptimizer(TwoPhase):
         nothing to do.
         """
         facts = self._facts(param)
+        here = param if is_sharded(grad) else shard_of(param)
         grad = decayed(
-            grad, param, weight_decay=self._coupled_decay(facts), regularizer=facts.regularizer
+            grad, here, weight_decay=self._coupled_decay(facts), regularizer=facts.regularizer
         )
         return centralized(grad) if facts.grad_centralization else grad
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,13 +23,16 @@ from thinwire._version import __version__
 from thinwire.comm import (
     BucketTap,
     Group,
-    Nodes,
+    Replicas,
+    Sites,
+    Sources,
     is_alone,
     next_identity,
     node_size_of,
     one_deadline,
     place_in,
     require_agreement,
+    require_mesh,
     require_process_group,
     seconds_of,
     sources_of,
@@ -44,9 +48,11 @@ from thinwire.core.clip import ClipByNorm, clipped
 from thinwire.core.decay import Regularizer
 from thinwire.core.feedback import in_chunks
 from thinwire.core.merge import step_along_list_
+from thinwire.core.norms import norms_over_shards
 from thinwire.core.origin import ORIGIN, Origin, checksum_of, without_origin
 from thinwire.core.precision import named_state_dtype, narrowed, state_dtype, stored_dtype
 from thinwire.core.rounding import rounding_seed, store_
+from thinwire.core.sharded import Shards, require_shards, shard_of
 from thinwire.core.stats import numbers
 from thinwire.exchange.digest import DIGEST_EVERY, RollingDigest
 from thinwire.exchange.gradients import GradientExchange
@@ -113,6 +119,10 @@ class DGCMomentum(CommonOptimizer):
             not grow with the sources; "auto" counts, and splits where that moves at most half of
             the bytes.
         process_group: The ranks that exchange; None for all of them. One process alone works too.
+        mesh: Of sites and shards, with the dimensions "replicate" and "shard", over all ranks: the
+            model was sharded by `fully_shard(model, mesh=mesh["shard"])` before this was made. Each
+            rank exchanges its own shards with those that hold the same ones; all vote together. A
+            shard is what is compressed, and `min_numel` counts. Instead of `process_group`.
         digest_every: Updates within which a difference between the ranks' parameters, or in
             momentum that is averaged densely, is found, >= 1; 0 compares nothing.
         timeout: For how long a rank waits for others in one call, in seconds or as a timedelta;
@@ -152,6 +162,7 @@ class DGCMomentum(CommonOptimizer):
     _step_supports_amp_scaling = True
     _exchange: GradientExchange | None = None
     _attached: "Attached | None" = None
+    _sites: Sites | None = None
     _cached_listing: _Listing | None = None
     _compressor: DGCCompressor | None = None
     _buckets: Sequence[Sequence[str]] = ()
@@ -184,6 +195,7 @@ class DGCMomentum(CommonOptimizer):
         node_size: int | None = None,
         exchange: str = "auto",
         process_group: dist.ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
         digest_every: int = DIGEST_EVERY,
         timeout: float | datetime.timedelta | None = None,
         grad_clip: ClipByNorm | None = None,
@@ -228,7 +240,9 @@ class DGCMomentum(CommonOptimizer):
         self.digest_every = check.integer("digest_every", digest_every, at_least=0)
         self.timeout_s = seconds_of(timeout)
         require_process_group(process_group)
-        self._process_group = process_group
+        if mesh is not None:
+            _require_mesh_works(mesh, process_group, node_size, grad_clip)
+        self._process_group, self._mesh = process_group, mesh
         self._identity = f"optimizer {next_identity(process_group)}"
         self._samples: dict[str, Tensor] = {}
         defaults = {
@@ -246,16 +260,17 @@ class DGCMomentum(CommonOptimizer):
         }
         super().__init__(groups, defaults)
         self._close()
+        require_shards(self._listing.params, None if mesh is None else mesh["shard"])
         (warm_up if is_alone() else warm_up_beside)(self.needs)
 
     @property
     def needs(self) -> frozenset[Need]:
         """The compiled loops that its exchange calls."""
         params = [
-            p
+            shard_of(p)
             for group in self.param_groups
             for p in group["params"]
-            if compressible(p, group["min_numel"])
+            if compressible(shard_of(p), group["min_numel"])
         ]
         state = torch.bfloat16 if self.state_dtype == "bfloat16" else None
         return needs_of("sparse", params, state_dtype=state, value_bits=self.value_bits)
@@ -291,6 +306,11 @@ class DGCMomentum(CommonOptimizer):
         Communication: the comparison of settings and parameters, if it has not been made yet.
         """
         check.instance("ddp", ddp, DistributedDataParallel)
+        if self._mesh is not None:
+            raise ValueError(
+                "attach(ddp) and mesh do not go together: a sharded model is not wrapped in "
+                "DistributedDataParallel, and step() exchanges"
+            )
         if self._attached is not None:
             raise ValueError(
                 "this optimizer is attached already: call remove() on its handle first"
@@ -385,7 +405,7 @@ class DGCMomentum(CommonOptimizer):
             sparsity=_config_of(self.param_groups[0]).sparsity_in_force(self.position),
             bytes_sent=besides + (0 if sources is None else sources.bytes_sent),
             bytes_received=0 if sources is None else sources.bytes_received,
-            bytes_between_nodes=sources.bytes_between_nodes if isinstance(sources, Nodes) else None,
+            bytes_between_nodes=getattr(sources, "bytes_between_nodes", None),
             bytes_dense=self._dense_bytes,
             wait_s=0.0 if sources is None else sources.wait_s,
             rate_bit_s=0.0 if sources is None else sources.rate_bit_s,
@@ -486,10 +506,11 @@ class DGCMomentum(CommonOptimizer):
                 done = self._done
                 if done is None:
                     overflow = self._read_scaler()
-                    grads = {names[p]: self._unscaled(p, g) for p, g in pairs}
+                    grads = {names[p]: self._unscaled(p, shard_of(g)) for p, g in pairs}
+                    grads = self.limited(grads)
                     done = self._exchanged(exchange, grads, overflow)
                 else:
-                    grads = {names[p]: g for p, g in pairs}
+                    grads = {names[p]: shard_of(g) for p, g in pairs}
                 self.agreed()
                 if done is None:
                     return False
@@ -498,7 +519,9 @@ class DGCMomentum(CommonOptimizer):
                 exchange.forget()
                 self._samples.clear()
                 self._inverse_scale = 1.0
-        self._dense_bytes += sum(4 * p.numel() for p in self._ordered_params() if p.requires_grad)
+        self._dense_bytes += sum(
+            4 * shard_of(p).numel() for p in self._ordered_params() if p.requires_grad
+        )
         return True
 
     def _exchanged(
@@ -510,6 +533,29 @@ class DGCMomentum(CommonOptimizer):
         unchanged = self._unchanged_since_backward(grads) if exchange.in_flight else None
         return exchange.exchange(self.position, grads, overflow=overflow, unchanged=unchanged)
 
+    def limited(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Gradients of shards within the local clip, whose norm is one over all shards; all others
+        as they are, since the compression sees the whole tensor.
+
+        Communication: with a local clip 8 bytes a tensor and rank inside the site.
+        """
+        limits = {
+            name: self._facts(self._listing.params[name]).group["local_grad_clip_norm"]
+            for name in grads
+        }
+        if self._sites is None or all(limit is None for limit in limits.values()):
+            return dict(grads)
+        norms = norms_over_shards(grads, self._sites.shards.gather_now)
+        trainers = self.num_trainers or self._sites.replicas.size
+        within = dict(grads)
+        for name, grad in grads.items():
+            limit, rule = limits[name], self._rule(name)
+            begun = rule.config.count_at(self.position, self._shards[name].numel()) is not None
+            if limit is not None and begun and rule.config.compresses(self._shards[name]):
+                wide = grad.to(_wide(self._shards[name]))
+                within[name] = wide * min(1.0, limit * trainers**0.5 / max(norms[name], 1e-38))
+        return within
+
     def agreed(self) -> None:
         """All ranks have just agreed on the settings of this update."""
         self._agreed = self._ramps()
@@ -520,6 +566,11 @@ class DGCMomentum(CommonOptimizer):
         if self._exchange is not None:
             self._exchange.discard()
         self._samples.clear()
+
+    @property
+    def _shards(self) -> Shards:
+        """This rank's part of each parameter, by the names of the exchange."""
+        return Shards(self._listing.params)
 
     @property
     def _listing(self) -> _Listing:
@@ -551,7 +602,7 @@ class DGCMomentum(CommonOptimizer):
         return grad if self._inverse_scale == 1.0 else grad.to(_wide(param)) * self._inverse_scale
 
     def _compressible(self, param: Tensor) -> bool:
-        return compressible(param, self._facts(param).group["min_numel"])
+        return compressible(shard_of(param), self._facts(param).group["min_numel"])
 
     def _stored_dtype(self, param: Tensor) -> torch.dtype:
         """In what the state of this parameter is stored, before compression begins too."""
@@ -559,7 +610,8 @@ class DGCMomentum(CommonOptimizer):
 
     def _as_loaded(self, param: Tensor, value: Tensor) -> Tensor:
         # flat views of it are folded, so it is contiguous whatever the layout of the parameter
-        return narrowed(value.to(param.device), self._stored_dtype(param)).contiguous()
+        here = shard_of(value).to(param.device)
+        return narrowed(here, self._stored_dtype(param)).contiguous()
 
     def _rule(self, name: str) -> Rule:
         """How a tensor is compressed, by its group as it is now, or was when ranks last agreed."""
@@ -567,7 +619,7 @@ class DGCMomentum(CommonOptimizer):
         group = facts.group
         if self._in_force is not None:
             group = {**group, **self._in_force[facts.group_index]}
-        limit = group["local_grad_clip_norm"]
+        limit = group["local_grad_clip_norm"] if self._mesh is None else None  # see `limited`
         if self.grad_clip is not None:
             assert isinstance(self.grad_clip, ClipByNorm)
             limit = self.grad_clip.c
@@ -618,11 +670,10 @@ class DGCMomentum(CommonOptimizer):
             if not isinstance(arrived, ArrivedEntries):
                 lasting = name in done.row_sparse or not self._compressible(param)
                 rate = rates[self._facts(param).group_index]
-                self._apply_dense(name, arrived.mean(name, param), places[name], rate, clip=lasting)
+                mean = arrived.mean(name, shard_of(param))
+                self._apply_dense(name, mean, places[name], rate, clip=lasting)
         sparse = {
-            n: self._listing.params[n].numel()
-            for n in grads
-            if isinstance(done.arrived[n], ArrivedEntries)
+            n: self._shards[n].numel() for n in grads if isinstance(done.arrived[n], ArrivedEntries)
         }
         for names in in_chunks(sparse):
             self._step_along(names, rates, done)
@@ -633,7 +684,7 @@ class DGCMomentum(CommonOptimizer):
         params = [self._listing.params[name] for name in names]
         entries = [done.arrived[n].entries(n, _wide(p)) for n, p in zip(names, params, strict=True)]
         step_along_list_(
-            [param.detach() for param in params],
+            [shard_of(param).detach() for param in params],
             [each for each in entries if each is not None],
             [rates[self._facts(param).group_index] for param in params],
             done.arrived[names[0]].context.sources,
@@ -642,11 +693,12 @@ class DGCMomentum(CommonOptimizer):
 
     def _apply_dense(self, name: str, mean: Tensor, key: int, rate: float, *, clip: bool) -> None:
         param = self._listing.params[name]
+        shard = shard_of(param).detach()
         assert self._compressor is not None
         if self._compressible(param):
             self.state[param] = self._compressor.state_of(name)
         elif "momentum_buffer" not in self.state[param]:
-            buffer = torch.zeros(param.shape, dtype=_wide(param), device=param.device)
+            buffer = torch.zeros(shard.shape, dtype=_wide(param), device=param.device)
             self.state[param]["momentum_buffer"] = buffer
         state = self.state[param]
         group, stored = self._facts(param).group, state["momentum_buffer"]
@@ -659,10 +711,10 @@ class DGCMomentum(CommonOptimizer):
         grad = self._with_decay(param, grad)
         buffer.mul_(group["momentum"]).add_(grad)
         update = grad.add(buffer, alpha=group["momentum"]) if group["nesterov"] else buffer
-        if param.dtype == buffer.dtype:
-            param.detach().add_(update, alpha=-rate)
+        if shard.dtype == buffer.dtype:
+            shard.add_(update, alpha=-rate)
         else:
-            param.detach().copy_(param.detach().to(buffer.dtype).add_(update, alpha=-rate))
+            shard.copy_(shard.to(buffer.dtype).add_(update, alpha=-rate))
         if buffer is not stored:
             store_(stored.view(-1), buffer.view(-1), rounding_seed(self.position, key))
 
@@ -670,18 +722,31 @@ class DGCMomentum(CommonOptimizer):
         """The exchange with the other ranks, after the comparison that must precede it."""
         names, known = list(self._listing.params), self._exchange
         if known is None or known.names != names:
-            group = Group(self._process_group, self.timeout_s) if known is None else known.group
+            group = self._group_of_votes() if known is None else known.group
             known = self._compared(group, names)
             self._exchange = known
         known.make_common()
         return known
+
+    def _group_of_votes(self) -> Group:
+        if self._mesh is None:
+            return Group(self._process_group, self.timeout_s)
+        self._sites = Sites(self._mesh, self.timeout_s)
+        return self._sites.job
+
+    def _sources(self, group: Group, width: int) -> Sources:
+        """Who exchanges, made once."""
+        if self._exchange is not None:
+            return self._exchange.sources
+        return sources_of(group, width) if self._sites is None else Replicas(self._sites)
 
     def _compared(self, group: Group, names: Sequence[str]) -> GradientExchange:
         """The exchange under these names, once all ranks have said the same."""
         problem: ValueError | None = None
         width = 1
         try:
-            width, _ = node_size_of(group.global_ranks, self.node_size)
+            if self._mesh is None:
+                width, _ = node_size_of(group.global_ranks, self.node_size)
         except ValueError as error:  # the others must hear of it first
             problem = error
         facts = self._common_facts(names, width if problem is None else str(problem))
@@ -693,9 +758,9 @@ class DGCMomentum(CommonOptimizer):
         if problem is not None:
             raise problem
         while_busy(group, "compiling loops", lambda: float(warm_up(self.needs) > 0))
-        sources = sources_of(group, width) if self._exchange is None else self._exchange.sources
+        sources, shards = self._sources(group, width), self._shards
         self._compressor = DGCCompressor(
-            self._listing.params,
+            shards,
             self._rule,
             state=_StateByName(self, self._listing.params),
             value_bits=self.value_bits,
@@ -704,12 +769,10 @@ class DGCMomentum(CommonOptimizer):
             decayed=self._decayed,
         )
         if self._exchange is None:
-            made = GradientExchange(
-                group, self._listing.params, [self._compressor], sources=sources
-            )
+            made = GradientExchange(group, shards, [self._compressor], sources=sources)
         else:
             made = self._exchange
-            made.restart(self._listing.params, [self._compressor])
+            made.restart(shards, [self._compressor])
         made.buckets, made.optimizer = self._buckets, self
         self._watch(made)
         self.agreed()
@@ -738,7 +801,7 @@ class DGCMomentum(CommonOptimizer):
         exchange.watch(digest, self._identity)
 
     def _params_by_name(self) -> dict[str, Tensor]:
-        return {f"parameter {name}": p for name, p in self._listing.params.items()}
+        return {f"parameter {name}": p for name, p in self._shards.items()}
 
     def _common_state(self) -> dict[str, Tensor]:
         """Momentum of tensors that are averaged densely all the time, which is the same on all
@@ -778,9 +841,19 @@ class DGCMomentum(CommonOptimizer):
                 for name, p in zip(names, params, strict=True)
             ],
             "decay": [self._facts(p).weight_decay for p in params],
-            "initial value (CRC-32) of": {
-                name: _crc(p) for name, p in zip(names, params, strict=True)
-            },
+            "initial value (CRC-32) of": self._initial_values(names),
+        }
+
+    def _initial_values(self, names: Sequence[str]) -> dict[str, Any]:
+        """A checksum of each parameter; of one that is sharded, of all its shards."""
+        mine = [_crc(p) for p in self._shards.values()]
+        if self._sites is None:
+            return dict(zip(names, mine, strict=True))
+        packed = b"".join(crc.to_bytes(4, "little") for crc in mine)
+        answers = self._sites.shards.gather_now(packed, "comparing shards")
+        return {
+            name: [int.from_bytes(answer[4 * i : 4 * i + 4], "little") for answer in answers]
+            for i, name in enumerate(names)
         }
 
     def __getstate__(self) -> dict[str, Any]:
@@ -798,6 +871,7 @@ class DGCMomentum(CommonOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._process_group = self.__dict__.get("_process_group")
+        self._mesh = self.__dict__.get("_mesh")
         self.digest_every = self.__dict__.get("digest_every", DIGEST_EVERY)
         self.timeout_s = self.__dict__.get("timeout_s")
         self._identity = "a copied optimizer"
@@ -859,6 +933,30 @@ class _StateByName(MutableMapping[str, dict[str, Tensor]]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+def _require_mesh_works(
+    mesh: DeviceMesh,
+    process_group: dist.ProcessGroup | None,
+    node_size: int | None,
+    grad_clip: ClipByNorm | None,
+) -> None:
+    require_mesh(mesh)
+    if process_group is not None:
+        raise ValueError(
+            "process_group and mesh were both given: the mesh says who exchanges; leave "
+            "process_group out"
+        )
+    if node_size not in (None, 1):
+        raise ValueError(
+            f"node_size={node_size} and mesh were both given: the shards of a site are what its "
+            "ranks hold; leave node_size out"
+        )
+    if grad_clip is not None:
+        raise ValueError(
+            f"grad_clip={grad_clip} and mesh were both given, and a norm of what arrives would be "
+            "one of a shard: use local_grad_clip_norm, whose norms are over all shards"
+        )
 
 
 _RAMP = ("rampup_begin_step", "rampup_step", "sparsity", "min_numel")

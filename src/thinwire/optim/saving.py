@@ -12,6 +12,7 @@ from torch import Tensor
 
 from thinwire.core.decay import L1Decay, L2Decay, Regularizer
 from thinwire.core.precision import state_dtype
+from thinwire.core.sharded import is_sharded, shard_of
 from thinwire.optim.by_name import in_order, names_of
 
 __all__ = ["laid_out", "packed", "remembered", "restoring", "state_dtype"]
@@ -98,10 +99,13 @@ def _require_shapes(
     ):  # torch compares how many there are
         for name in _LIKE_THE_PARAMETER:
             value = state.get(key, {}).get(name)
-            if isinstance(value, Tensor) and value.shape != param.shape:
+            if not isinstance(value, Tensor):
+                continue
+            wanted = param.shape if is_sharded(value) else shard_of(param).shape
+            if value.shape != wanted:
                 raise ValueError(
                     f"the state does not fit: {name} of parameter {i} has shape "
-                    f"{tuple(value.shape)}, the parameter has {tuple(param.shape)}. Give the "
+                    f"{tuple(value.shape)}, the parameter has {tuple(wanted)}. Give the "
                     "optimizer the parameters in the same order, or named ones"
                 )
 

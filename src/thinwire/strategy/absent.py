@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from thinwire.comm import Group, elsewhere
+from thinwire.core.sharded import shard_of
 
 __all__ = [
     "AbsentAsZero",
@@ -81,7 +82,7 @@ class AbsentAsZero:
         ):
             code = next(filter(None, codes), 0)
             if code and name not in grads:
-                whole[name] = _zeros(param, code)
+                whole[name] = _zeros(shard_of(param), code)
         return whole
 
 
@@ -89,7 +90,7 @@ def _code(grad: Tensor) -> int:
     return _CODES[grad.dtype] + (_ROW_SPARSE if grad.is_sparse else 0)
 
 
-def _zeros(param: Parameter, code: int) -> Tensor:
+def _zeros(param: Tensor, code: int) -> Tensor:
     dtype = _TYPES[code % _ROW_SPARSE - 1]
     if code < _ROW_SPARSE:
         return torch.zeros_like(param, dtype=dtype, requires_grad=False)

@@ -5,14 +5,14 @@ stages.
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from thinwire.comm import Group
-from thinwire.comm.grid import Grid
 from thinwire.core.clip import Clip, ClipByGlobalNorm, ClipByNorm, clipped
-from thinwire.core.norms import global_norm
+from thinwire.core.norms import global_norm, norms_over_shards
 from thinwire.core.rows import coalesced
 from thinwire.core.storage import with_own_storage
 from thinwire.errors import StrategyError
@@ -74,10 +74,14 @@ def _require_clip_of_dgc(grad_clip: Clip, limits: list[float | None]) -> None:
 
 
 def take_clip_(
-    optimizer: torch.optim.Optimizer, grad_clip: Clip | None, grid: Grid | None
+    optimizer: torch.optim.Optimizer,
+    grad_clip: Clip | None,
+    *,
+    stages: Group | None = None,
+    shards: Group | None = None,
 ) -> Taken:
-    """Changes `optimizer`: it loses its `ClipByGlobalNorm` where it sees the tensors of one stage
-    only.
+    """Changes `optimizer`: it loses a clipping by norm that would see the tensors of one stage, or
+    parts of tensors, only.
 
     `DGCMomentum` clips by itself, and gets `grad_clip`; every other optimizer gets clipped
     gradients.
@@ -85,23 +89,24 @@ def take_clip_(
     Args:
         optimizer: Of one stage.
         grad_clip: What `prepare` was given, checked by `require_one_clip`; may be None.
-        grid: Which ranks hold the other stages; None without a pipeline.
+        stages: The ranks that hold the stages of this replica; None without a pipeline.
+        shards: The ranks that hold the shards of this replica; None where tensors are whole.
 
     Returns:
         From gradients by name to those within the bounds, which may be the same tensors, changed.
 
-    Communication: with `ClipByGlobalNorm` under a pipeline 8 bytes a rank and update.
+    Communication: with `ClipByGlobalNorm` over stages or shards 8 bytes a rank and update; with
+    `ClipByNorm` over shards 8 bytes a tensor.
     """
     if isinstance(optimizer, DGCMomentum) and grad_clip is not None:
         return Taken(dict, _replaced_(optimizer, grad_clip))
-    cut = grid if grid is not None and grid.stages > 1 else None
-    if (
-        isinstance(optimizer, GroupedOptimizer)
-        and isinstance(optimizer.grad_clip, ClipByGlobalNorm)
-        and cut
-    ):
-        return Taken(_clipping(optimizer.grad_clip, cut), _replaced_(optimizer, None))
-    return Taken(dict if grad_clip is None else _clipping(grad_clip, cut), lambda: None)
+    own = optimizer.grad_clip if isinstance(optimizer, GroupedOptimizer) else None
+    over_parts = (ClipByGlobalNorm, ClipByNorm) if shards is not None else (ClipByGlobalNorm,)
+    if (stages is not None or shards is not None) and isinstance(own, over_parts):
+        assert isinstance(optimizer, GroupedOptimizer), "it has a clipping"
+        return Taken(_clipping(own, stages, shards), _replaced_(optimizer, None))
+    clip = dict if grad_clip is None else _clipping(grad_clip, stages, shards)
+    return Taken(clip, lambda: None)
 
 
 def _replaced_(optimizer: GroupedOptimizer, clip: Clip | None) -> Callable[[], None]:
@@ -113,19 +118,21 @@ def _replaced_(optimizer: GroupedOptimizer, clip: Clip | None) -> Callable[[], N
     return undo
 
 
-def _clipping(clip: Clip, grid: Grid | None) -> Clipping:
+def _clipping(clip: Clip, stages: Group | None, shards: Group | None) -> Clipping:
+    if isinstance(clip, ClipByNorm) and shards is not None:
+        return partial(_by_norms_over, shards, clip.c)
     if not isinstance(clip, ClipByGlobalNorm):
         return lambda grads: dict(
             zip(grads, clipped(clip, [coalesced(g) for g in grads.values()]), strict=True)
         )
-    stages = None if grid is None else Group(grid.stage_group)
+    others = stages or shards
 
     def by_global_norm(grads: dict[str, Tensor]) -> dict[str, Tensor]:
         together = {name: coalesced(grad) for name, grad in grads.items()}
         norm = global_norm(list(together.values())) if together else torch.zeros(())
-        if stages is not None:
-            answers = stages.gather_bytes(
-                struct.pack("<d", float(norm)), what="the global norm over the stages"
+        if others is not None:
+            answers = others.gather_bytes(
+                struct.pack("<d", float(norm)), what="the global norm over stages or shards"
             )
             whole = sum(struct.unpack("<d", answer)[0] ** 2 for answer in answers) ** 0.5
             norm = torch.tensor(whole, dtype=torch.float64)
@@ -133,6 +140,14 @@ def _clipping(clip: Clip, grid: Grid | None) -> Clipping:
         return _scaled_(together, clip.c / norm.clamp(min=clip.c))
 
     return by_global_norm
+
+
+def _by_norms_over(shards: Group, limit: float, grads: dict[str, Tensor]) -> dict[str, Tensor]:
+    norms = norms_over_shards(grads, shards.gather_now)
+    return {
+        name: grad * (limit / norms[name]) if norms[name] > limit else grad
+        for name, grad in grads.items()
+    }
 
 
 def _scaled_(grads: Mapping[str, Tensor], factor: Tensor) -> dict[str, Tensor]:

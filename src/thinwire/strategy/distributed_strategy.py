@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from thinwire.core.clip import Clip
@@ -59,6 +60,7 @@ class DistributedStrategy(Fields):
         find_unused_parameters: bool = False,
         plan: Any = None,
         members: Members | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> Engine:
         """Make the engine that trains `model` by this strategy; the same call on every rank.
 
@@ -91,6 +93,12 @@ class DistributedStrategy(Fields):
             members: What `thinwire.join` returned, with `localsgd` or `adaptive_localsgd`: ranks
                 that come and go, without torchrun; see `thinwire.local_sgd`. Saving is up to you:
                 `engine.save` is refused.
+            mesh: Of sites and shards, with the dimensions "replicate" and "shard", over all ranks:
+                the model was sharded by `fully_shard(model, mesh=mesh["shard"])` before the
+                optimizer was made. Each rank exchanges its own shards with those that hold the same
+                ones, nothing else crosses the line between the sites, and all ranks vote together.
+                Norms are over all shards. With dgc, localsgd, adaptive_localsgd, gradient_merge,
+                amp and recompute.
 
         Raises:
             StrategyError: The strategy does not go with this model, optimizer or number of ranks;
@@ -108,6 +116,7 @@ class DistributedStrategy(Fields):
             timeout=timeout,
             plan=plan,
             members=members,
+            mesh=mesh,
         )
 
     def explain(

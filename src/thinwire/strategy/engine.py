@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from thinwire import _validate as check
 from thinwire.comm import busy, long_waits_logged, require_agreement, state_told
 from thinwire.core.pace import Pace
+from thinwire.core.sharded import shard_of, sharded_like
 from thinwire.core.stats import numbers
 from thinwire.core.storage import with_own_storage
 from thinwire.errors import CheckpointMissing, Mismatch, PeerLost, PeerStalled
@@ -327,7 +328,7 @@ class Engine:
             bytes_between_nodes=None
             if between is None
             else int(between) + sum(part.bytes_sent for part in votes),
-            bytes_dense=4 * self.step * sum(p.numel() for p in parts.params.values()),
+            bytes_dense=4 * self.step * sum(shard_of(p).numel() for p in parts.params.values()),
             wait_s=self._wait_s(),
             applied_share=counts.get("applied_share", 1.0),
             rate_bit_s=counts["rate_bit_s"],
@@ -664,7 +665,7 @@ class Engine:
         vars(parts.optimizer)["_opt_called"] = True
         if loss is not None:
             parts.exchange.observe(loss)
-        held = {name: p.grad for name, p in parts.params.items() if p.grad is not None}
+        held = {n: shard_of(p.grad) for n, p in parts.params.items() if p.grad is not None}
         scaler = parts.scaler
         overflow = scaler is not None and scaler.overflowed(held.values())
         self._add_or_update(
@@ -822,7 +823,7 @@ def _unscaled(
     for name, grad in grads.items():
         wide = _wide(grad)
         new[name] = wide.mul_(factor) if wide is grad and name in mine else wide * factor
-        params[name].grad = new[name].to(grad.dtype)
+        params[name].grad = sharded_like(new[name].to(grad.dtype), params[name])
     return new
 
 

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from thinwire.comm import state_told
 from thinwire.compress.dense import Dense
 from thinwire.compress.dgc import DGC, DGCCompressor, locally_clipped
+from thinwire.core.sharded import Shards, shard_of, sharded_like
 from thinwire.core.storage import with_own_storage
 from thinwire.exchange.gradients import GradientExchange
 from thinwire.exchange.round import Round
@@ -184,9 +185,9 @@ class MeanThenStep(_EveryStep):
         self.gradients.seal(step + 1)
         # buffers of gradients that nobody else sees become those of the means: only after the
         # commit, which reads the gradients a last time
-        mine = with_own_storage(grads)
+        mine, shards = with_own_storage(grads), Shards(self._params)
         means = {
-            name: done.arrived[name].mean(name, self._params[name], grad if name in mine else None)
+            name: done.arrived[name].mean(name, shards[name], grad if name in mine else None)
             for name, grad in grads.items()
         }
         with self._spoiling(step, self.gradients):
@@ -245,6 +246,7 @@ class DGCStep(_EveryStep):
     def update(self, step: int, grads: Grads) -> bool:
         with self._optimizer.one_deadline():
             gradients = self._optimizer.joined()
+            grads = self._optimizer.limited(grads)
             done = gradients.exchange(self._optimizer.position, grads)
             self._optimizer.agreed()
             if done is not None:
@@ -291,7 +293,7 @@ class LocalSteps:
 
     def counts(self, step: int) -> dict[str, float]:
         stats = self.sync.stats()
-        return {
+        counts = {
             key: stats[key]
             for key in (
                 "bytes_received",
@@ -303,6 +305,9 @@ class LocalSteps:
                 "applied_share",
             )
         }
+        if stats["bytes_between_nodes"] != stats["bytes_sent"]:  # there are nodes, or sites
+            counts["bytes_between_nodes"] = stats["bytes_between_nodes"]
+        return counts
 
     @property
     def k_steps(self) -> int:
@@ -374,11 +379,14 @@ def apply_(optimizer: torch.optim.Optimizer, params: Mapping[str, Parameter], gr
     where they can.
     """
     for name, param in params.items():
-        param.grad = _laid_out(grads[name], param) if name in grads else None
+        param.grad = None
+        if name in grads:
+            param.grad = sharded_like(_laid_out(grads[name], shard_of(param)), param)
     wide = any(grad.dtype != params[name].dtype for name, grad in grads.items())
     with passing(optimizer):
         if wide and isinstance(optimizer, TwoPhase):
-            optimizer.apply_gradients([(params[name], grad) for name, grad in grads.items()])
+            pairs = [(params[name], sharded_like(g, params[name])) for name, g in grads.items()]
+            optimizer.apply_gradients(pairs)
         else:
             optimizer.step()
 
@@ -401,7 +409,7 @@ def _rows(dense: Tensor) -> Tensor:
     )
 
 
-def _laid_out(grad: Tensor, param: Parameter) -> Tensor:
+def _laid_out(grad: Tensor, param: Tensor) -> Tensor:
     if grad.is_sparse or (grad.dtype == param.dtype and grad.stride() == param.stride()):
         return grad.to(param.dtype)
     return torch.empty_like(param, requires_grad=False).copy_(

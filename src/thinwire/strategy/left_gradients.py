@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from thinwire.core.rows import coalesced, values_of
+from thinwire.core.sharded import shard_of
 
 __all__ = ["LeftGradients"]
 
@@ -55,4 +56,4 @@ class LeftGradients:
 
 
 def _entries(grad: Tensor) -> Tensor:
-    return values_of(coalesced(grad))
+    return values_of(coalesced(shard_of(grad)))

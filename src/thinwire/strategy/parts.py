@@ -48,8 +48,8 @@ class Parts:
     find_unused: bool
     """Whether it is asked for in every update."""
     runner: PipelineRunner | None
-    stage: int
-    """Of the pipeline; 0 without one."""
+    part: int
+    """Of the model that this rank holds: its stage of the pipeline, or its shard; else 0."""
     autocast: Callable[[], torch.autocast] | None
     handles: list[Any]
     """Whose `remove` takes changes to the model off."""

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,9 +21,12 @@ from thinwire import _validate as check
 from thinwire.amp import LossScaler
 from thinwire.comm import (
     Group,
+    Replicas,
+    Sites,
     next_identity,
     one_deadline,
     require_agreement,
+    require_mesh,
     seconds_of,
     time_limit_s,
     while_busy,
@@ -34,6 +38,7 @@ from thinwire.compress.protocol import Compression
 from thinwire.core.arithmetic import CURES, arithmetic
 from thinwire.core.clip import Clip, ClipByGlobalNorm, ClipByNorm, ClipByValue
 from thinwire.core.pace import Planned, planned_row
+from thinwire.core.sharded import Shards, require_shards, reshard_, shard_of
 from thinwire.errors import StrategyError, ThinwireError
 from thinwire.exchange.digest import DIGEST_EVERY, RollingDigest, optimizer_state
 from thinwire.exchange.gradients import gradients_of
@@ -74,10 +79,15 @@ class _Place:
 
     grid: Grid | None
     """None without a pipeline: one stage, and every rank is a replica."""
+    sites: Sites | None
+    """None where every rank has a whole model."""
     replicas: int
 
     @property
-    def stage(self) -> int:
+    def part(self) -> int:
+        """Which stage of the pipeline, or which shard, this rank holds."""
+        if self.sites is not None:
+            return self.sites.shard
         return 0 if self.grid is None else self.grid.stage
 
     @property
@@ -95,6 +105,7 @@ class _Options:
     find_unused_parameters: bool
     planned: Planned | None
     members: Members | None
+    mesh: DeviceMesh | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,21 +142,27 @@ def prepare(
     find_unused_parameters: bool = False,
     plan: Any = None,
     members: Members | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> Engine:
     """See `DistributedStrategy.prepare`."""
     if members is not None:
         _require_members_work(strategy, members, timeout)
+    if mesh is not None:
+        _require_mesh_works(strategy, mesh, members)
     options = _Options(
         loss_fn=loss_fn,
         grad_clip=grad_clip,
         find_unused_parameters=check.boolean("find_unused_parameters", find_unused_parameters),
         planned=planned_row(plan),
         members=members,
+        mesh=mesh,
     )
     optimizer = cast(
         "torch.optim.Optimizer", bare_optimizer(optimizer)
     )  # of a wrong kind, it is refused next
     _check_kinds(model, optimizer, loss_fn, grad_clip)
+    reshard_(model)
+    require_shards(dict(model.named_parameters()), None if mesh is None else mesh["shard"])
     digest_every = check.integer("digest_every", digest_every, at_least=0)
     limit_s = time_limit_s(None, timeout) if members is None else members.timeout_s
     with one_deadline(limit_s):
@@ -172,7 +189,10 @@ def _prepared(
         options.members.begin("strategy", facts)
     require_agreement(group, facts, what="comparing strategies", cures=CURES, versions=versions())
     grid = None if strategy.pipeline is None else Grid(strategy.pipeline.stages, timeout)
-    place = _Place(grid=grid, replicas=group.size if grid is None else grid.replicas)
+    sites = None if options.mesh is None else Sites(options.mesh, timeout)
+    replicas = group.size if grid is None else grid.replicas
+    replicas = replicas if sites is None else sites.replicas.size
+    place = _Place(grid=grid, sites=sites, replicas=replicas)
     if strategy.expected_replicas not in (None, place.replicas):
         raise StrategyError(
             f"the fleet description says dp_degree={strategy.expected_replicas}, and there are "
@@ -187,11 +207,7 @@ def _prepared(
     handles: list[Any] = []
     try:
         while_busy(group, "compiling loops", lambda: float(warm_up(_needs(plan)) > 0))
-        replicas: dict[str, torch.Tensor] = {
-            f"parameter {name}": p for name, p in model.named_parameters()
-        }
-        replicas |= {f"buffer {name}": b for name, b in model.named_buffers()}
-        make_equal_(replicas, group, what="copying the model of rank 0")
+        _copy_from_first(model, group, sites)
         engine = _assembled(strategy, model, options, plan, group, place, handles)
         kind, fields = type(optimizer).__name__, ", ".join(strategy.on) or "no field"
         took_s = time.perf_counter() - begin_s
@@ -204,6 +220,45 @@ def _prepared(
             handle.remove()
         plan.restore()
         raise
+
+
+def _copy_from_first(model: nn.Module, group: Group, sites: Sites | None) -> None:
+    """Give all replicas the model of rank 0, or of the first site."""
+    what = "copying the model of rank 0"
+    params = {f"parameter {name}": shard_of(p) for name, p in model.named_parameters()}
+    buffers = {f"buffer {name}": b for name, b in model.named_buffers()}
+    if sites is None:
+        make_equal_({**params, **buffers}, group, what=what)
+    else:
+        make_equal_(params, sites.replicas, what="copying the shards of the first site")
+        make_equal_(buffers, group, what=what)
+
+
+def _require_mesh_works(strategy: Fields, mesh: DeviceMesh, members: Members | None) -> None:
+    require_mesh(mesh)
+    if members is not None:
+        raise StrategyError(
+            "members= does not work with mesh=: members come and go one by one, and a site of "
+            "shards only as a whole. Start all sites with torchrun, which restarts them from a "
+            "checkpoint"
+        )
+    reasons = {
+        "pipeline": "its stages are another way to divide a model: leave one of them out",
+        "low_rank": "a rank sees some rows of a matrix only. Local updates can compress by "
+        "LowRank, shard by shard; or use dgc",
+        "lars": "its trust ratios need norms of whole tensors in every update: leave it out",
+        "lamb": "its trust ratios need norms of whole tensors in every update: leave it out",
+    }
+    problems = [f"{name}: {reason}" for name, reason in reasons.items() if getattr(strategy, name)]
+    sizes = [strategy.dgc, strategy.localsgd, strategy.adaptive_localsgd]
+    problems += [
+        "node_size: the ranks of a site hold its shards, and each of them exchanges its own: "
+        "leave node_size out"
+        for each in sizes
+        if each is not None and each.node_size not in (None, 1)
+    ]
+    if problems:
+        raise StrategyError(f"mesh= does not work with {'; '.join(problems)}")
 
 
 def _require_members_work(
@@ -233,7 +288,7 @@ def _needs(plan: _Plan) -> frozenset[Need]:
     """The compiled loops that this training calls; local updates see to theirs."""
     needs: frozenset[Need] = getattr(plan.optimizer, "needs", frozenset())
     if plan.sync is None and plan.compressor is not None:
-        needs |= plan.compressor.needs(plan.params.values())
+        needs |= plan.compressor.needs(Shards(plan.params).values())
     return needs
 
 
@@ -264,7 +319,8 @@ def _agreed_plan(
     """The plan, or this rank's own error, or one that names the rank which has an error: on all
     ranks at once.
     """
-    facts = model_facts(model, optimizer, digest=strategy.local is None)
+    whole = place.sites is None
+    facts = model_facts(model, optimizer, digest=strategy.local is None and whole)
     facts |= {
         "grad_clip of prepare": repr(options.grad_clip),
         "find_unused_parameters of prepare": options.find_unused_parameters,
@@ -308,7 +364,7 @@ def _planned(
     if strategy.local is not None:
         require_divisor(strategy.local.node_size, place.replicas)
     stage = (
-        model if strategy.pipeline is None else split_model(model, strategy.pipeline)[place.stage]
+        model if strategy.pipeline is None else split_model(model, strategy.pipeline)[place.part]
     )
     mine = set(stage.parameters())
     adopted = adopt(
@@ -320,6 +376,7 @@ def _planned(
         names=names,
         keep=mine.__contains__,
         process_group=place.replica_group,
+        mesh=options.mesh,
     )
     restore = adopted.restore
     try:
@@ -328,9 +385,7 @@ def _planned(
             restore = become_(
                 optimizer, adopted.optimizer, (strategy.dgc, strategy.lars, strategy.lamb)
             )
-        return _planned_for(
-            optimizer, adopted.compressor, restore, strategy, stage, place, options.members
-        )
+        return _planned_for(optimizer, adopted.compressor, restore, strategy, stage, place, options)
     except BaseException:
         restore()
         raise
@@ -343,7 +398,7 @@ def _planned_for(
     strategy: Fields,
     stage: nn.Module,
     place: _Place,
-    members: Members | None,
+    options: _Options,
 ) -> _Plan:
     local = strategy.local
     trained = {p for group in optimizer.param_groups for p in group["params"]}
@@ -352,7 +407,7 @@ def _planned_for(
         raise ValueError(
             "optimizer has no parameter with requires_grad=True: there is nothing to train"
         )
-    scaler, sync = _scaler(strategy, place.grid, local=local is not None), None
+    scaler, sync = _scaler(strategy, place, local=local is not None), None
     if local is not None:
         group = place.replica_group
         sync = LocalUpdates(
@@ -362,7 +417,8 @@ def _planned_for(
             process_group=group,
             dgc=strategy.dgc,
             scaler=scaler,
-            members=members,
+            members=options.members,
+            mesh=options.mesh,
         )
     return _Plan(
         stage=stage,
@@ -414,7 +470,13 @@ def _assembled(
     merge = strategy.gradient_merge
     if plan.sync is not None:
         handles.append(_Undo(plan.sync.__enter__().close))
-    clip = take_clip_(plan.optimizer, options.grad_clip, place.grid)
+    grid, sites = place.grid, place.sites
+    clip = take_clip_(
+        plan.optimizer,
+        options.grad_clip,
+        stages=None if grid is None or grid.stages == 1 else Group(grid.stage_group),
+        shards=None if sites is None else sites.shards,
+    )
     handles.append(clip)
     exchange, overlap = _exchange(strategy, model, plan, place, clip.clip), None
     # the vote on early messages is one of all ranks; an optimizer that was given a group of its own
@@ -424,6 +486,8 @@ def _assembled(
     if isinstance(plan.optimizer, DGCMomentum):
         peers = plan.optimizer.process_group
     alone = runner is not None or place.replicas == 1 or partly or options.find_unused_parameters
+    # the gradients of shards are there only once the model's own reduction is over
+    alone = alone or place.sites is not None
     if not alone and isinstance(exchange, DGCStep | MeanThenStep):
         overlap = Overlap(
             plan.params,
@@ -448,7 +512,7 @@ def _assembled(
         merge_steps=1 if merge is None else merge.k_steps,
         merge_avg=merge is None or merge.avg,
         runner=runner,
-        stage=place.stage,
+        part=place.part,
         autocast=autocast,
         handles=handles,
         planned=options.planned,
@@ -469,17 +533,19 @@ def _settled_step(strategy: Fields) -> int:
     return 1 if strategy.low_rank is None else strategy.low_rank.begin_step + 1
 
 
-def _scaler(strategy: Fields, grid: Grid | None, *, local: bool) -> LossScaler | None:
+def _scaler(strategy: Fields, place: _Place, *, local: bool) -> LossScaler | None:
     """Who decides about an overflow: all ranks; under local updates the ranks of one replica of the
-    pipeline.
+    pipeline, or of one site.
     """
     if strategy.amp is None or strategy.amp.loss_scale is None:
         return None
     if not local:
         return LossScaler(strategy.amp.loss_scale)
-    if grid is None:
+    if place.sites is not None:
+        return LossScaler(strategy.amp.loss_scale, place.sites.shard_group)
+    if place.grid is None:
         return LossScaler(strategy.amp.loss_scale, local=True)
-    return LossScaler(strategy.amp.loss_scale, grid.stage_group)
+    return LossScaler(strategy.amp.loss_scale, place.grid.stage_group)
 
 
 def _exchange(
@@ -499,8 +565,13 @@ def _exchange(
     else:
         # a loss scale has looked at the gradients, or was told not to
         checks = plan.scaler is None
+        sites = place.sites
         gradients = gradients_of(
-            Group(place.replica_group), plan.params, plan.compressor, check_finite=checks
+            Group(place.replica_group) if sites is None else sites.job,
+            plan.params if sites is None else Shards(plan.params),
+            plan.compressor,
+            check_finite=checks,
+            sources=None if sites is None else Replicas(sites),
         )
         gradients.watch(_digest(plan), identity)
         compression = plan.compressor
@@ -520,7 +591,9 @@ def _digest(plan: _Plan) -> RollingDigest | None:
     params = {f"parameter {name}": p for name, p in plan.stage.named_parameters()}
     names: dict[torch.Tensor, str] = {p: name for name, p in plan.params.items()}
     return RollingDigest(
-        lambda: params, lambda: optimizer_state(plan.optimizer, names), every=plan.digest_every
+        lambda: Shards(params),
+        lambda: optimizer_state(plan.optimizer, names),
+        every=plan.digest_every,
     )
 
 

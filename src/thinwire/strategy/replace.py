@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
 from thinwire.compress.dgc import DGC
@@ -62,6 +63,7 @@ def adopt(
     names: Mapping[Parameter, str],
     keep: Callable[[Tensor], bool] | None = None,
     process_group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
     num_trainers: int | None = None,
 ) -> Adopted:
     """The optimizer that trains under a strategy.
@@ -82,6 +84,7 @@ def adopt(
             first.
         keep: Which parameters this process trains, under a pipeline; None for all.
         process_group: The ranks that exchange; None for all.
+        mesh: Of sites and shards, as in `DGCMomentum`; None for whole models.
         num_trainers: N of dgc's local clip; None for the sources among them.
 
     Returns:
@@ -117,7 +120,7 @@ def adopt(
         replacement = as_lamb(optimizer, settings, lamb)
     else:
         assert dgc is not None
-        replacement = as_dgc(optimizer, settings, dgc, process_group, num_trainers)
+        replacement = as_dgc(optimizer, settings, dgc, process_group, mesh, num_trainers)
     known = {p: name or names[p] for group in settings.groups for name, p in group["params"]}
     problems = [
         *replacement.problems,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.compress.dgc import DGC
 from thinwire.core.clip import ClipByNorm
@@ -210,6 +211,7 @@ def as_dgc(
     settings: OptimizerSettings,
     dgc: DGC,
     process_group: dist.ProcessGroup | None,
+    mesh: DeviceMesh | None,
     num_trainers: int | None,
 ) -> Replacement:
     """An SGD as `DGCMomentum`."""
@@ -228,6 +230,7 @@ def as_dgc(
         "node_size": dgc.node_size,
         "exchange": dgc.exchange,
         "process_group": process_group,
+        "mesh": mesh,
         "num_trainers": num_trainers,
     }
     replacement = Replacement(

@@ -247,7 +247,7 @@ def save(
         step=step,
         group=parts.group,
         facts=parts.facts,
-        part=parts.stage,
+        part=parts.part,
         keep=keep,
     )
 
@@ -256,7 +256,7 @@ def read(directory: str | Path, parts: Parts, apply: Callable[..., None]) -> Pat
     """Find the newest whole checkpoint, see that it fits, and let `apply(state, keep=, agreed=)`
     take it over.
     """
-    loaded = load_checkpoint(directory, group=parts.group, part=parts.stage, rules=_OTHER_RANKS)
+    loaded = load_checkpoint(directory, group=parts.group, part=parts.part, rules=_OTHER_RANKS)
     changes, problems = _compared(loaded.facts, parts)
     if problems:
         raise _misfit(loaded, "; ".join(problems))
@@ -290,7 +290,7 @@ def _tell_of_changes(what: str, changes: list[Change]) -> None:
 def load_parameters(directory: str | Path, parts: Parts) -> Path:
     """The parameters and buffers alone; see `Engine.load_parameters`."""
     loaded = load_checkpoint(
-        directory, group=parts.group, part=parts.stage, rules=_OTHER_RANKS, combined=True
+        directory, group=parts.group, part=parts.part, rules=_OTHER_RANKS, combined=True
     )
 
     def fits() -> None:

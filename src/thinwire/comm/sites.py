@@ -1,0 +1,131 @@
+"""Sites side by side, each with a whole model in shards: who exchanges what with whom."""
+
+import datetime
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from thinwire.comm.group import Group, Pending
+
+__all__ = ["DIMENSIONS", "Replicas", "Sites", "require_mesh"]
+
+DIMENSIONS = ("replicate", "shard")
+"""What the dimensions of the mesh are called."""
+
+
+def require_mesh(mesh: Any) -> None:
+    """Refuse what is no mesh of sites over all ranks of this job.
+
+    Raises:
+        TypeError: It is none.
+        ValueError: Its dimensions have other names, or it leaves ranks out.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"mesh must be a torch.distributed.device_mesh.DeviceMesh, got {type(mesh).__name__}: "
+            'make it by init_device_mesh("cpu" or "cuda", (sites, shards), '
+            'mesh_dim_names=("replicate", "shard"))'
+        )
+    if mesh.mesh_dim_names != DIMENSIONS:
+        raise ValueError(
+            f"mesh has the dimensions {mesh.mesh_dim_names}, and needs {DIMENSIONS}, in this "
+            "order: sites first, then the shards inside each. A third dimension, as for tensor "
+            "parallelism, is not supported"
+        )
+    ranks = sorted(mesh.mesh.flatten().tolist())
+    if ranks != list(range(dist.get_world_size())):
+        raise ValueError(
+            f"mesh has the ranks {ranks}, and the job {dist.get_world_size()}: a mesh must have "
+            "every rank of the job once"
+        )
+
+
+class Sites:
+    """Where this rank stands in a mesh of sites and shards, and the groups that follow from it.
+
+    Args:
+        mesh: With the dimensions "replicate" (the sites) and "shard"; see `require_mesh`.
+        timeout: As for `Group`.
+
+    Attributes:
+        shard_group: The process group of this site's ranks.
+        job: All ranks, which vote together: a shard's bad message must stop all of them.
+        shards: The ranks of this site, which hold a model together.
+        replicas: The ranks that hold this rank's shard, one at each site; they exchange.
+
+    Communication: making the first one over a mesh is collective over all ranks.
+    """
+
+    def __init__(self, mesh: DeviceMesh, timeout: float | datetime.timedelta | None = None) -> None:
+        require_mesh(mesh)
+        self.job = Group(None, timeout)
+        self.shard_group = mesh.get_group("shard")
+        self.shards = Group(self.shard_group, timeout)
+        self.replicas = Group(mesh.get_group("replicate"), timeout)
+        self.job.shards, self.job.replicas = self.shards, self.replicas
+
+    @property
+    def shard(self) -> int:
+        """Which shard this rank holds, from 0."""
+        return self.shards.rank
+
+
+class Replicas:
+    """The ranks that hold the same shard, one at each site, as the sources of an exchange.
+
+    `bytes_sent`, `bytes_received` and `wait_s` have the votes of the job and what shards tell each
+    other besides; `bytes_between_nodes` is what this rank's exchange gave to other sites.
+    """
+
+    proofs: None = None
+    node_size = 1
+
+    def __init__(self, sites: Sites) -> None:
+        self.sites = sites
+        self._groups = sites.replicas, sites.job, sites.shards
+        self.rank, self.size = sites.replicas.rank, sites.replicas.size
+
+    @property
+    def bytes_sent(self) -> int:
+        """See `Group`."""
+        return sum(group.bytes_sent for group in self._groups)
+
+    @property
+    def bytes_received(self) -> int:
+        """See `Group`."""
+        return sum(group.bytes_received for group in self._groups)
+
+    @property
+    def wait_s(self) -> float:
+        """See `Group`."""
+        return sum(group.wait_s for group in self._groups)
+
+    @property
+    def rate_bit_s(self) -> float:
+        """Of the line between the sites; see `Group`."""
+        return self.sites.replicas.rate_bit_s
+
+    @property
+    def bytes_between_nodes(self) -> int:
+        """Bytes that this rank gave to exchanges between the sites, agreements aside."""
+        return self.sites.replicas.bytes_sent
+
+    def abandon(self, reason: str) -> None:
+        """See `Group.abandon`."""
+        for group in self._groups:
+            group.abandon(reason)
+
+    def all_gather(self, message: Tensor, *, what: str) -> Pending[Tensor]:
+        """See `Group.all_gather`."""
+        return self.sites.replicas.all_gather(message, what=what)
+
+    def all_to_all(self, parts: Tensor, lengths: Sequence[int], *, what: str) -> Pending[Tensor]:
+        """See `Group.all_to_all`."""
+        return self.sites.replicas.all_to_all(parts, lengths, what=what)
+
+    def all_reduce_(self, buffer: Tensor, *, what: str) -> Pending[Tensor]:
+        """See `Group.all_reduce_`."""
+        return self.sites.replicas.all_reduce_(buffer, what=what)

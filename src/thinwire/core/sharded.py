@@ -1,0 +1,122 @@
+"""Parameters that are sharded over ranks, and the part of them that lies here.
+
+`torch.distributed.fsdp.fully_shard` leaves a `DTensor` in the place of each parameter. This rank's
+shard is a plain tensor inside it, which may be put in another place when the model is first used:
+so it is always asked for anew.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Shards", "is_sharded", "require_shards", "reshard_", "shard_of", "sharded_like"]
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a `DTensor`."""
+    return hasattr(tensor, "to_local")
+
+
+def shard_of(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor, in its memory; every other tensor itself."""
+    if not is_sharded(tensor):
+        return tensor
+    with torch.no_grad():  # else it is a new tensor with a gradient of its own
+        shard: Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    return shard
+
+
+def sharded_like(shard: Tensor, param: Tensor) -> Tensor:
+    """A sharded tensor whose part on this rank is `shard`, laid out as `param`; `shard` itself
+    where `param` is not sharded.
+    """
+    if not is_sharded(param) or is_sharded(shard):
+        return shard
+    whole: Tensor = type(param).from_local(  # type: ignore[attr-defined]
+        shard,
+        param.device_mesh,  # type: ignore[attr-defined]
+        param.placements,  # type: ignore[attr-defined]
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    )
+    return whole
+
+
+def require_shards(params: Mapping[str, Tensor], mesh: Any) -> None:
+    """Refuse parameters that do not lie as a mesh says.
+
+    Args:
+        params: By name.
+        mesh: The mesh of one site's shards, of one dimension; None where every rank has a whole
+            model.
+
+    Raises:
+        ValueError: Names the first one that is sharded in another way, or whole.
+    """
+    for name, param in params.items():
+        if mesh is None:
+            if is_sharded(param):
+                raise ValueError(
+                    f"parameter {name} is sharded over ranks ({_placed(param)}), and no mesh was "
+                    'given: shard the model by fully_shard(model, mesh=mesh["shard"]) and give '
+                    "mesh=mesh, so that each rank exchanges its own shards"
+                )
+            continue
+        if not is_sharded(param):
+            raise ValueError(
+                f"mesh was given, and parameter {name} is not sharded: call "
+                'fully_shard(model, mesh=mesh["shard"]) for the whole model, and then make the '
+                "optimizer"
+            )
+        placements = param.placements  # type: ignore[attr-defined]
+        here = param.device_mesh  # type: ignore[attr-defined]
+        if here != mesh or len(placements) != 1 or not placements[0].is_shard(0):
+            raise ValueError(
+                f"parameter {name} lies as {_placed(param)}, and only Shard(0) on the dimension "
+                '"shard" alone works: call fully_shard(model, mesh=mesh["shard"]). With both '
+                "dimensions torch averages over the sites itself in every backward pass; other "
+                "placements, as of tensor parallelism, are not supported"
+            )
+
+
+def _placed(param: Tensor) -> str:
+    placements = param.placements  # type: ignore[attr-defined]
+    here = param.device_mesh  # type: ignore[attr-defined]
+    kinds = ", ".join(str(each) for each in placements)
+    return f"({kinds}) on the mesh {here.mesh_dim_names} {tuple(here.shape)}"
+
+
+def reshard_(model: torch.nn.Module) -> None:
+    """Free the whole parameters that a forward pass has left behind, so that the model has its
+    shards again.
+
+    After an evaluation the outermost module keeps whole copies for a backward pass. They are no
+    longer right once the shards are written.
+    """
+    for module in model.modules():
+        reshard = getattr(module, "reshard", None)
+        if reshard is not None and hasattr(module, "unshard"):
+            reshard()
+
+
+class Shards(Mapping[str, Tensor]):
+    """This rank's part of each parameter, by name: what is exchanged.
+
+    Args:
+        params: By name; those that are not sharded stand for themselves.
+    """
+
+    def __init__(self, params: Mapping[str, Tensor]) -> None:
+        self._params = params
+
+    def __getitem__(self, name: str) -> Tensor:
+        return shard_of(self._params[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._params)
+
+    def __len__(self) -> int:
+        return len(self._params)
