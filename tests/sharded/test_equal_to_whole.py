@@ -11,7 +11,7 @@ from tests.ranks import Pool
 from tests.sharded.models import Split, batch, mesh_of, same, sharded_model, site_of, whole_values
 
 STEPS = 12
-RAMP = {"sparsity": (0.5, 0.9), "rampup_begin_step": 2, "rampup_step": 6, "min_numel": 40}
+RAMP = {"sparsity": (0.5, 0.9), "rampup_begin_step": 2, "rampup_step": 6, "min_numel": 20}
 MOMENTUM = {"lr": 0.05, "momentum": 0.9}
 
 
@@ -126,7 +126,12 @@ def optimizer_run(rank: int, size: int, settings: dict[str, Any]) -> dict[str, T
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"value_bits": 8, "nesterov": True}, {"weight_decay": 0.1}, {"exchange": "split", "value_bits": 32}],
+    [
+        {},
+        {"value_bits": 8, "nesterov": True},
+        {"weight_decay": 0.1},
+        {"exchange": "split", "value_bits": 32},
+    ],
     ids=str,
 )
 def test_dgc_momentum_by_itself(ranks: Pool, settings: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from thinwire.checkpoint.combine import Rule, require_rules
 from thinwire.checkpoint.folder import Found, found
 from thinwire.checkpoint.manifest import MANIFEST, Manifest
 from thinwire.checkpoint.reader import CheckpointReader
+from thinwire.checkpoint.shards import Cut
 from thinwire.checkpoint.tree import decoded
 from thinwire.comm import Group
 from thinwire.errors import CheckpointCorrupt, CheckpointError, CheckpointMissing
@@ -35,6 +36,8 @@ class Loaded:
     """Its folder."""
     ranks: int
     """Number of ranks that saved; where it is another than now, `state` is the combined one."""
+    cut_anew: bool
+    """Whether it was saved by another number of shards."""
 
 
 def load(
@@ -44,6 +47,7 @@ def load(
     part: int = 0,
     rules: Mapping[str, Rule] | None = None,
     combined: bool = False,
+    cut: Callable[[Any], Cut | None] | None = None,
 ) -> Loaded:
     """Read the newest checkpoint that is whole on every rank.
 
@@ -58,10 +62,12 @@ def load(
     Args:
         directory: What `save` was given.
         group: The ranks.
-        part: Pipeline stage of this rank.
+        part: Pipeline stage, or shard, of this rank.
         rules: For another number of ranks: what to do with the values at which paths, see
             `combine`.
         combined: Whether ranks get what `combine` makes even where as many go on as have saved.
+        cut: How the model is cut into shards now, from the facts of a checkpoint of other parts;
+            None from it where that has no shards, but stages.
 
     Raises:
         TypeError, ValueError: `part` or `rules` is not what it must be.
@@ -84,7 +90,9 @@ def load(
     known = {(serial, key): step for row in surveys for serial, key, step in row["whole"]}
     for (_, key), step in sorted(known.items(), reverse=True):
         verified: list[CheckpointReader] = []
-        reader_of = partial(CheckpointReader, parts=parts, rank=group.rank, combined=combined)
+        reader_of = partial(
+            CheckpointReader, parts=parts, rank=group.rank, combined=combined, cut=cut
+        )
         verify = partial(_verify, root, entries.get(key), step, reader_of, verified)
         answers = on_all_ranks(group, "verifying a checkpoint", verify)
         if any(answers):
@@ -153,6 +161,7 @@ def _read(group: Group, reader: CheckpointReader, rules: Mapping[str, Rule]) -> 
         step=reader.manifest.step,
         path=reader.path,
         ranks=len(reader.manifest.parts),
+        cut_anew=reader.cut_anew,
     )
 
 

@@ -47,7 +47,7 @@ class Manifest:
     """Grows with every save into a directory, the time in milliseconds where that does; the largest
     is the newest."""
     parts: list[int]
-    """Pipeline stage of every rank."""
+    """Pipeline stage, or shard, of every rank."""
     places: list[list[int]]
     """Ranks that shared a directory, one list for each directory."""
     facts: Any

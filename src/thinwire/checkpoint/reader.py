@@ -3,13 +3,14 @@ what is in them.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from thinwire.checkpoint.combine import Rule, combine
 from thinwire.checkpoint.files import checksum, is_regular
 from thinwire.checkpoint.manifest import Manifest, plain_file, tensor_file
+from thinwire.checkpoint.shards import Cut
 from thinwire.checkpoint.tensor_file import TensorReader
 from thinwire.checkpoint.tree import decoded, parsed_table, with_tensors
 from thinwire.errors import CheckpointCorrupt, CheckpointMismatch
@@ -21,15 +22,26 @@ class CheckpointReader:
     """The reading end of one rank, of a checkpoint that may be the one to load."""
 
     def __init__(
-        self, path: Path, manifest: Manifest, parts: Sequence[int], rank: int, *, combined: bool
+        self,
+        path: Path,
+        manifest: Manifest,
+        parts: Sequence[int],
+        rank: int,
+        *,
+        combined: bool,
+        cut: Callable[[Any], Cut | None] | None = None,
     ) -> None:
         """`parts` are those of the ranks that load, `rank` is this one of them; `combined`: in any
-        case.
+        case; `cut`: how the model is cut now, from the facts, where its parts are shards then and
+        now.
 
         Raises:
             CheckpointMismatch: There is no state for these parts.
         """
-        if set(parts) != set(manifest.parts):
+        self._cut: Cut | None = None
+        if set(parts) != set(manifest.parts) and cut is not None:
+            self._cut = cut(decoded(manifest.facts, dict[str, Any]().__getitem__))
+        if set(parts) != set(manifest.parts) and self._cut is None:
             raise CheckpointMismatch(
                 f"{path} has the state of pipeline stages {sorted(set(manifest.parts))}, and the "
                 f"ranks are now stages {sorted(set(parts))}: a checkpoint is loaded with the "
@@ -37,13 +49,19 @@ class CheckpointReader:
             )
         self.path, self.manifest = path, manifest
         peers = [r for r, part in enumerate(parts) if part == parts[rank]]
-        old = [r for r, part in enumerate(manifest.parts) if part == parts[rank]]
+        every = range(len(manifest.parts))
+        old = [r for r in every if self._cut is not None or manifest.parts[r] == parts[rank]]
         self._position = peers.index(rank)
-        self._is_own = len(old) == len(peers) and not combined
+        self._is_own = self._cut is None and len(old) == len(peers) and not combined
         self._sources = [old[self._position]] if self._is_own else old
         self.trees: list[Any] = []
         """After `verify`: of every old rank that counts here, with references to tensors."""
         self._intact: set[str] = set()
+
+    @property
+    def cut_anew(self) -> bool:
+        """Whether it has the state of another number of shards."""
+        return self._cut is not None
 
     def verify(self) -> None:
         """Verify every byte of the files that this rank needs, and parse the plain ones.
@@ -58,7 +76,16 @@ class CheckpointReader:
         with TensorReader(self.path) as reader:
             if self._is_own:
                 return with_tensors(self.trees[0], reader.read)
-            return combine(self.trees, rules, rank=self._position, read=reader.read)
+            if self._cut is None:
+                return combine(self.trees, rules, rank=self._position, read=reader.read)
+            replicas: dict[int, list[Any]] = {}
+            for tree, part in zip(self.trees, self.manifest.parts, strict=True):
+                replicas.setdefault(part, []).append(tree)
+            shards = [
+                combine(replicas[part], rules, rank=self._position, read=reader.read)
+                for part in sorted(replicas)
+            ]
+            return self._cut.anew(shards)
 
     def _tree(self, rank: int) -> Any:
         """The tree of an old rank, with references to its tensors."""

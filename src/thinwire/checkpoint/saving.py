@@ -48,7 +48,7 @@ def save(
         step: Updates done, or local steps where ranks update on their own; the same on all ranks.
         group: The ranks.
         facts: What is common to all ranks, as `state` but without tensors.
-        part: Pipeline stage of this rank.
+        part: Pipeline stage, or shard, of this rank.
         keep: How many whole checkpoints may stay, this one included; at least 1, None for all of
             them. Older ones are deleted after this one is whole, and so is an older one of the same
             step. See `prune`.

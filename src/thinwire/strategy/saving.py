@@ -4,6 +4,7 @@ import logging
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,15 @@ from thinwire.checkpoint import Loaded, on_all_ranks, random_state, set_random_s
 from thinwire.checkpoint import load as load_checkpoint
 from thinwire.checkpoint import save as save_checkpoint
 from thinwire.checkpoint.combine import Rule
+from thinwire.checkpoint.shards import Cut, words
 from thinwire.comm import place_in
 from thinwire.compress import OTHER_RANKS
 from thinwire.compress.changes import COMPRESSIONS
 from thinwire.core.origin import ORIGIN, Origin, checksum_of
+from thinwire.core.sharded import is_sharded, reshard_, shard_of, sharded_like
 from thinwire.errors import CheckpointMismatch
 from thinwire.optim.by_name import in_order
+from thinwire.optim.dgc_momentum import DGCMomentum
 from thinwire.optim.saving import remembered
 from thinwire.strategy import schedulers
 from thinwire.strategy.extra import plain
@@ -204,9 +208,30 @@ def _load_optimizer(state: Mapping[str, Any], parts: Parts, keep: Collection[str
     saved_groups, groups = state["optimizer"]["param_groups"], parts.optimizer.param_groups
     kept = [{key: group[key] for key in keep if key in group} for group in groups]
     ordered = in_order(saved_groups, state["optimizer_names"], _names(parts))
-    parts.optimizer.load_state_dict({**state["optimizer"], "param_groups": ordered})
+    entries = state["optimizer"]["state"]
+    if not isinstance(parts.optimizer, DGCMomentum):  # which keeps its state as shards
+        keys = (key for group in ordered for key in group["params"])
+        places = (param for group in groups for param in group["params"])
+        owners = dict(zip(keys, places, strict=False))
+        entries = {key: _as_sharded(values, owners[key]) for key, values in entries.items()}
+    parts.optimizer.load_state_dict({"state": entries, "param_groups": ordered, **_rest_of(state)})
     for group, values in zip(parts.optimizer.param_groups, kept, strict=True):
         group.update(values)
+
+
+def _rest_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in state["optimizer"].items() if k not in ("state", "param_groups")}
+
+
+def _as_sharded(entries: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
+    """The state of one parameter; what lies like its shard becomes sharded as it is."""
+    shape = shard_of(param).shape
+    return {
+        key: sharded_like(value, param)
+        if isinstance(value, Tensor) and value.dim() and value.shape == shape
+        else value
+        for key, value in entries.items()
+    }
 
 
 def _tell_of_schedulers(found: schedulers.Matched) -> None:
@@ -256,7 +281,13 @@ def read(directory: str | Path, parts: Parts, apply: Callable[..., None]) -> Pat
     """Find the newest whole checkpoint, see that it fits, and let `apply(state, keep=, agreed=)`
     take it over.
     """
-    loaded = load_checkpoint(directory, group=parts.group, part=parts.part, rules=_OTHER_RANKS)
+    cut = partial(_cut, parts)
+    loaded = load_checkpoint(
+        directory, group=parts.group, part=parts.part, rules=_OTHER_RANKS, cut=cut
+    )
+    if loaded.cut_anew:
+        fitted = partial(_complete, loaded.state, parts)
+        on_all_ranks(parts.group, "cutting a checkpoint into other shards", fitted)
     changes, problems = _compared(loaded.facts, parts)
     if problems:
         raise _misfit(loaded, "; ".join(problems))
@@ -290,7 +321,12 @@ def _tell_of_changes(what: str, changes: list[Change]) -> None:
 def load_parameters(directory: str | Path, parts: Parts) -> Path:
     """The parameters and buffers alone; see `Engine.load_parameters`."""
     loaded = load_checkpoint(
-        directory, group=parts.group, part=parts.part, rules=_OTHER_RANKS, combined=True
+        directory,
+        group=parts.group,
+        part=parts.part,
+        rules=_OTHER_RANKS,
+        combined=True,
+        cut=partial(_cut, parts),
     )
 
     def fits() -> None:
@@ -318,8 +354,65 @@ def _misfit(loaded: Loaded, problem: str) -> CheckpointMismatch:
     )
 
 
+def _cut(parts: Parts, facts: Mapping[str, Any]) -> Cut | None:
+    """How this engine's model is cut into shards, for a checkpoint of another cut; None where its
+    parts, or those of the engine, are stages of a pipeline.
+    """
+    if parts.runner is not None or facts.get("strategy", {}).get("pipeline") is not None:
+        return None
+    params = dict(parts.model.named_parameters())
+    shapes = {name: tuple(param.shape) for name, param in params.items()}
+    first = next(iter(params.values()))
+    shards = first.device_mesh.size() if is_sharded(first) else 1  # type: ignore[attr-defined]
+
+    def owner(tree: Any, path: tuple[Any, ...]) -> str | None:
+        if path[:2] == ("optimizer", "state"):
+            return _owners(tree).get(path[2])
+        return next((word for word in words(path) if word in shapes), None)
+
+    return Cut(shards=shards, shard=parts.part, shapes=shapes, owner=owner)
+
+
+def _owners(tree: Mapping[str, Any]) -> dict[Any, str]:
+    """The parameters that the keys of an optimizer's saved state stand for."""
+    names, groups = tree["optimizer_names"], tree["optimizer"]["param_groups"]
+    if names is None:
+        return {}
+    return {
+        key: name
+        for group, told in zip(groups, names, strict=True)
+        for key, name in zip(group["params"], told, strict=True)
+    }
+
+
+def _complete(state: Mapping[str, Any], parts: Parts) -> None:
+    """After a new cut: what compression keeps of a shard that was not compressed before is zero.
+
+    Raises:
+        CheckpointMismatch: What was kept belongs to a shard that is not compressed now.
+    """
+    saved, here = state["exchange"], parts.exchange.state_dict()
+    for kind, places in here.items():
+        if not isinstance(places, dict) or not isinstance(saved.get(kind), dict):
+            continue
+        for name in [name for name in saved[kind] if name not in places]:
+            lost = saved[kind][name]
+            if not isinstance(lost, Tensor) or kind == "pending":
+                continue
+            if lost.any():
+                raise CheckpointMismatch(
+                    f"{kind} of {name}: the shards that it belongs to are too small to be "
+                    "compressed now, and what is pending would be lost: lower min_numel"
+                )
+            del saved[kind][name]
+        for name, place in places.items():
+            if isinstance(place, Tensor):
+                saved[kind].setdefault(name, torch.zeros_like(place, device="cpu"))
+
+
 def _parameters(parts: Parts) -> dict[str, Tensor]:
-    return dict(parts.model.named_parameters())
+    reshard_(parts.model)
+    return {name: shard_of(param) for name, param in parts.model.named_parameters()}
 
 
 def _buffers(parts: Parts) -> dict[str, Tensor]:
@@ -340,7 +433,7 @@ def _names(parts: Parts) -> list[list[str]] | None:
 def _copied(tree: Any) -> Any:
     """The same tree, its tensors detached and cloned."""
     if isinstance(tree, Tensor):
-        return tree.detach().clone()
+        return shard_of(tree).detach().clone()
     if isinstance(tree, Mapping):
         return {key: _copied(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):

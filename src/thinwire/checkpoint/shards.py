@@ -1,0 +1,104 @@
+"""Trees of models in shards: put together, and cut anew for another number of shards.
+
+A shard holds some rows, a run along the first dimension, as `torch.chunk` cuts it: all but the last
+are equally long, and what is missing at the end leaves empty ones.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Cut", "rows_of", "words"]
+
+Path = tuple[Any, ...]
+
+
+def rows_of(shape: Sequence[int], shards: int, shard: int) -> range:
+    """The rows of a tensor that one of several shards holds."""
+    rows = shape[0]
+    length = -(-rows // shards)
+    return range(min(shard * length, rows), min((shard + 1) * length, rows))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """How a model is cut into shards.
+
+    Attributes:
+        shards: How many; 1 for a whole model.
+        shard: Which of them this is.
+        shapes: Of the whole parameters, by name.
+        owner: The parameter that a tensor of a tree belongs to, from the tree and the keys on the
+            way to the tensor; None for a tensor that is no part of one.
+    """
+
+    shards: int
+    shard: int
+    shapes: Mapping[str, tuple[int, ...]]
+    owner: Callable[[Any, Path], str | None]
+
+    def anew(self, trees: Sequence[Any]) -> Any:
+        """The tree of this shard, from those of all shards of another cut.
+
+        Tensors that are no rows of a parameter, and plain values, are those of the first shard that
+        has them. What a shard lacks of a parameter, where others have it, counts as zeros.
+        """
+        return self._node((), list(trees), trees[0])
+
+    def _node(self, path: Path, nodes: list[Any], tree: Any) -> Any:
+        present = [node for node in nodes if node is not None]
+        first = present[0] if present else None
+        if all(isinstance(node, Mapping) for node in present) and present:
+            keys = dict.fromkeys(key for node in present for key in node)
+            return {
+                key: self._node(
+                    (*path, key), [None if node is None else node.get(key) for node in nodes], tree
+                )
+                for key in keys
+            }
+        if isinstance(first, list | tuple):
+            return type(first)(
+                self._node((*path, at), [_entry(node, at) for node in nodes], tree)
+                for at in range(len(first))
+            )
+        if not isinstance(first, Tensor):
+            return first
+        name = self.owner(tree, path)
+        if name is None or not self._are_rows(name, nodes):
+            return first
+        whole = torch.cat([self._rows(name, node, at, nodes) for at, node in enumerate(nodes)])
+        rows = rows_of(self.shapes[name], self.shards, self.shard)
+        return whole[rows.start : rows.stop].clone()
+
+    def _are_rows(self, name: str, nodes: Sequence[Any]) -> bool:
+        """Whether each shard of the old cut holds as many rows of it as of the parameter."""
+        return all(
+            node is None or tuple(node.shape) == self._shape(name, len(nodes), at)
+            for at, node in enumerate(nodes)
+        )
+
+    def _shape(self, name: str, shards: int, shard: int) -> tuple[int, ...]:
+        shape = self.shapes[name]
+        return (len(rows_of(shape, shards, shard)), *shape[1:])
+
+    def _rows(self, name: str, node: Tensor | None, shard: int, nodes: Sequence[Any]) -> Tensor:
+        if node is not None:
+            return node
+        # such as the residual of a shard that was too small to be compressed: nothing was kept
+        like = next(node for node in nodes if node is not None)
+        return torch.zeros(self._shape(name, len(nodes), shard), dtype=like.dtype)
+
+
+def _entry(node: Any, at: int) -> Any:
+    return node[at] if isinstance(node, list | tuple) and at < len(node) else None
+
+
+def words(path: Path) -> Iterator[str]:
+    """The words of all keys on a way through a tree, the innermost key first."""
+    for key in reversed(path):
+        if isinstance(key, str):
+            yield key
+            yield from key.split(" ")

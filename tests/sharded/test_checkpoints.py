@@ -1,0 +1,171 @@
+"""Checkpoints of sharded runs: the same bits again, other numbers of sites and of shards."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import thinwire as tw
+from tests.ranks import Pool
+from tests.sharded.models import batch, mesh_of, plain_model, same, sharded_model, site_of
+from tests.sharded.models import whole_values as values_of
+from tests.sharded.test_equal_to_whole import ENGINES
+
+AT, STEPS = 6, 12
+CASES = ["no field", "merge", "scaled", "dgc of an SGD", "dgc of AdamW", "local", "local, dgc"]
+EXACT_ELSEWHERE = ["no field", "merge", "scaled"]
+"""Whose updates do not depend on how many shards there are."""
+
+
+def made(sites: int, shards: int, name: str) -> tuple[Any, nn.Module, tw.Engine]:
+    """An engine; of whole models where there are no shards."""
+    fields, make = ENGINES[name]
+    mesh = mesh_of(sites, shards) if shards else None
+    model = plain_model() if mesh is None else sharded_model(mesh)
+    engine = tw.DistributedStrategy(**fields).prepare(
+        model, make(model), nn.functional.mse_loss, mesh=mesh
+    )
+    return mesh, model, engine
+
+
+def whole(model: nn.Module, mesh: Any) -> dict[str, Tensor]:
+    if mesh is None:
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+    return values_of(model)
+
+
+def train(
+    rank: int, size: int, place: tuple[int, int], name: str, folder: str, first: int, last: int
+) -> tuple[dict[str, Tensor], float]:
+    mesh, model, engine = made(*place, name)
+    if first:
+        engine.load(folder)
+        assert engine.step == first // (3 if name == "merge" else 1) or name == "scaled"
+    for step in range(first, last):
+        engine.train_step(*batch(site_of(mesh), step))
+    if last == AT:
+        engine.save(folder)
+    return whole(model, mesh), engine.stats()["step"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_bits_again(ranks: Pool, name: str, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    ranks.run(train, (2, 2), name, folder, 0, AT, size=4)
+    through = ranks.run(train, (2, 2), name, str(tmp_path / "no"), 0, STEPS, size=4)
+    resumed = ranks.run(train, (2, 2), name, folder, AT, STEPS, size=4)
+    for (one, steps), (other, others) in zip(through, resumed, strict=True):
+        same(one, other)
+        assert steps == others
+
+
+@pytest.mark.parametrize("place", [(2, 1), (2, 3), (2, 0)], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_another_number_of_shards(
+    ranks: Pool, name: str, place: tuple[int, int], tmp_path: Path
+) -> None:
+    if place != (2, 1) and name not in ("no field", "dgc of an SGD", "local, dgc"):
+        pytest.skip("two cuts are enough for these")
+    folder = str(tmp_path)
+    before = ranks.run(train, (2, 2), name, folder, 0, AT, size=4)
+    size = place[0] * max(place[1], 1)
+    at_once = ranks.run(load_only, place, name, folder, size=size)
+    if not name.startswith("local"):  # ranks hold their own parameters between two averagings
+        for values in at_once:
+            same(values, before[0][0])
+    resumed = ranks.run(train, place, name, folder, AT, STEPS, size=size)
+    if name in EXACT_ELSEWHERE:
+        through = ranks.run(train, (2, 2), name, str(tmp_path / "no"), 0, STEPS, size=4)
+        for values, _ in resumed:
+            if place[1] != 3:  # a third of three equal gradients is not exact
+                same(values, through[0][0])
+            torch.testing.assert_close(values, through[0][0])
+    for values, _ in resumed:
+        assert all(bool(value.isfinite().all()) for value in values.values())
+
+
+def load_only(
+    rank: int, size: int, place: tuple[int, int], name: str, folder: str
+) -> dict[str, Tensor]:
+    mesh, model, engine = made(*place, name)
+    engine.load(folder)
+    return whole(model, mesh)
+
+
+def test_from_whole_models_to_shards(ranks: Pool, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    ranks.run(train, (2, 0), "no field", folder, 0, AT, size=2)
+    resumed = ranks.run(train, (2, 2), "no field", folder, AT, STEPS, size=4)
+    through = ranks.run(train, (2, 0), "no field", str(tmp_path / "no"), 0, STEPS, size=2)
+    for values, _ in resumed:
+        same(values, through[0][0])
+
+
+def pending(rank: int, size: int, place: tuple[int, int], folder: str) -> dict[str, Tensor]:
+    """The mean over the sites of what is pending, of whole parameters."""
+    mesh, _, engine = made(*place, "dgc of an SGD")
+    engine.load(folder)
+    optimizer = engine.optimizer
+    means = {}
+    for name, param in engine.model.named_parameters():
+        residual = optimizer.state[param].get("residual")
+        here = torch.zeros(param.to_local().shape) if residual is None else residual.clone()
+        torch.distributed.all_reduce(here, group=mesh.get_group("replicate"))
+        parts: list[Any] = [None] * mesh["shard"].size()
+        torch.distributed.all_gather_object(
+            parts, here / mesh["replicate"].size(), group=mesh.get_group("shard")
+        )
+        means[name] = torch.cat(parts)
+    return means
+
+
+@pytest.mark.parametrize("place", [(3, 2), (1, 2), (2, 1)], ids=str)
+def test_the_mean_of_what_is_pending_stays(
+    ranks: Pool, place: tuple[int, int], tmp_path: Path
+) -> None:
+    folder = str(tmp_path)
+    ranks.run(train, (2, 2), "dgc of an SGD", folder, 0, AT, size=4)
+    before = ranks.run(pending, (2, 2), folder, size=4)[0]
+    after = ranks.run(pending, place, folder, size=place[0] * place[1])
+    assert any(bool(value.any()) for value in before.values())
+    for means in after:
+        for name, value in before.items():
+            torch.testing.assert_close(means[name], value, rtol=1e-6, atol=1e-8)
+
+
+def refused(rank: int, size: int, folder: str) -> str:
+    mesh = mesh_of(2, 3)
+    model = sharded_model(mesh)
+    fields = {"dgc": tw.DGC(sparsity=(0.5,), min_numel=60)}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    loss = nn.functional.mse_loss
+    engine = tw.DistributedStrategy(**fields).prepare(model, optimizer, loss, mesh=mesh)
+    with pytest.raises(tw.errors.CheckpointMismatch, match="lower min_numel") as caught:
+        engine.load(folder)
+    return str(caught.value)
+
+
+def test_shards_that_are_too_small_for_what_is_pending(ranks: Pool, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    ranks.run(train, (2, 2), "dgc of AdamW", folder, 0, AT, size=4)
+    texts = ranks.run(refused, folder, size=6)
+    assert len(set(texts)) == 1
+    assert "2.weight" in texts[0]
+
+
+def parameters_alone(rank: int, size: int, folder: str) -> dict[str, Tensor]:
+    mesh = mesh_of(1, 2)
+    model = sharded_model(mesh, seed=11)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    engine = tw.DistributedStrategy().prepare(model, optimizer, mesh=mesh)
+    engine.load_parameters(folder)
+    return values_of(model)
+
+
+def test_parameters_alone(ranks: Pool, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    before = ranks.run(train, (2, 0), "dgc of an SGD", folder, 0, AT, size=2)
+    for values in ranks.run(parameters_alone, folder, size=2):
+        same(values, before[0][0])
