@@ -18,7 +18,7 @@ test test-integrations test-triton: export OMP_WAIT_POLICY := passive
 # the tests start hundreds of processes: where nobody keeps byte code, each would compile all sources
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-again test-integrations test-triton test-soak soak check format bench docs site clean
+.PHONY: help demo test test-again test-integrations test-triton test-soak soak check format bench docs site package clean
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
@@ -100,6 +100,9 @@ $(SITE_VENV)/.installed: $(INSTALLED)
 
 site: $(SITE_VENV)/.installed  ## the documentation as pages in build/site, without a dead link
 	PYTHONPATH=src $(SITE_VENV)/bin/python docs/site/build.py build/site
+
+package:  ## wheel and sdist in dist/, installed into a folder of their own and tested there
+	.ci/package $(PYTHON) dist
 
 clean:  ## remove what the other targets made
 	rm -rf $(VENV) $(EXTRA_VENV) $(TRITON_VENV) $(SITE_VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -13,7 +13,7 @@ PAGES = sorted((ROOT / "docs").rglob("*.md"))
 LINKED = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *PAGES]
 FENCE = re.compile(r"^```(.*?)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[[^\]]*\]\(([^()\s]+)\)")
-LANGUAGES = {"python", "bash", "yaml", "text", ""}
+LANGUAGES = {"python", "bash", "yaml", "text", "", "{toctree}"}
 """Another spelling of python would hide a sample from these tests."""
 
 
