@@ -1,19 +1,29 @@
 """The documentation holds: every sample runs as it stands, and every link inside the repository
 leads somewhere."""
 
+import inspect
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from pydoc import locate
+from types import ModuleType
 
 import pytest
 import torch
 
+import thinwire
+from tests.launched import run_script
+from tests.ranks import Pool
+
 ROOT = Path(__file__).parent.parent
+API = ROOT / "docs" / "site" / "api"
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 LINKED = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *PAGES]
 FENCE = re.compile(r"^```(.*?)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+SCRIPT = re.compile(r"# (\w+\.py): torchrun --nproc-per-node 2 \1\n")
 LINK = re.compile(r"\[[^\]]*\]\(([^()\s]+)\)")
-LANGUAGES = {"python", "bash", "yaml", "text", "", "{toctree}"}
+LANGUAGES = {"python", "bash", "yaml", "text", "", "{include} choosing.md", "{toctree}"}
 """Another spelling of python would hide a sample from these tests."""
 
 
@@ -22,11 +32,17 @@ def label(path: Path) -> str:
 
 
 def samples(path: Path) -> Iterator[tuple[int, str]]:
-    """The Python blocks of a page, each with the lines that stand before it."""
+    """The Python blocks of a page that follow each other, with the lines that stand before each."""
     text = path.read_text(encoding="utf-8")
     for fence in FENCE.finditer(text):
-        if fence[1] == "python":
+        if fence[1] == "python" and not SCRIPT.match(fence[2]):
             yield text[: fence.start(2)].count("\n"), fence[2]
+
+
+def scripts(path: Path) -> list[str]:
+    """The Python blocks of a page that say how to start them."""
+    fences = FENCE.finditer(path.read_text(encoding="utf-8"))
+    return [fence[2] for fence in fences if SCRIPT.match(fence[2])]
 
 
 def prose(path: Path) -> str:
@@ -63,6 +79,19 @@ def test_the_samples_of_a_page_run_in_order(path: Path) -> None:
             exec(compile("\n" * lines_before + code, str(path), "exec", dont_inherit=True), names)
 
 
+@pytest.mark.timeout(220)
+@pytest.mark.parametrize("path", [page for page in PAGES if scripts(page)], ids=label)
+def test_the_scripts_of_a_page_run_on_two_ranks(ranks: Pool, path: Path, tmp_path: Path) -> None:
+    for number, code in enumerate(scripts(path)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "script.py").write_text(code, encoding="utf-8")
+        run_script(ranks, folder / "script.py", folder)
+        written = sorted(folder.rglob("*"))
+        if len(written) > 1:  # it has saved something, with which a second start goes on
+            run_script(ranks, folder / "script.py", folder)
+
+
 @pytest.mark.parametrize("path", LINKED, ids=label)
 def test_links_lead_to_files_and_headings_that_exist(path: Path) -> None:
     assert broken_links(path) == []
@@ -80,6 +109,25 @@ def test_every_note_on_a_method_has_a_sample() -> None:
     notes = [page for page in PAGES if page.parent.name == "notes" and page.stem != "dgc"]
     assert len(notes) >= 9
     assert [page.name for page in notes if not any(samples(page))] == []
+
+
+@pytest.mark.parametrize(
+    "module", [thinwire, thinwire.amp, thinwire.errors, thinwire.optim, thinwire.schedules]
+)
+def test_every_public_name_is_in_the_reference(module: ModuleType) -> None:
+    pages = "".join(page.read_text(encoding="utf-8") for page in API.iterdir())
+    named = re.findall(r"^\.\. auto\w+:: (thinwire(?:\.[A-Za-z]\w*)*)$", pages, re.MULTILINE)
+    shown = [locate(name) for name in named if not name.startswith("thinwire.integrations.")]
+    assert None not in shown
+    names = {name: getattr(module, name) for name in module.__all__ if name != "__version__"}
+    missing = [
+        name
+        for name, it in names.items()
+        if it not in shown
+        and not isinstance(it, ModuleType)
+        and not (inspect.isclass(it) and sys.modules[it.__module__] in shown)
+    ]
+    assert missing == []
 
 
 def test_a_broken_link_is_found(tmp_path: Path) -> None:

@@ -30,8 +30,11 @@ ELSEWHERE = {
 }
 """Pages of the site whose source lies outside docs/."""
 
-CODE = re.compile(r"^```.*?^```$|`[^`\n]*`", re.DOTALL | re.MULTILINE)
-LINK = re.compile(r"(\[(?:[^\[\]]|\[[^\]]*\])*\]\()([^()\s]+)(\))")
+TOKEN = re.compile(
+    r"^```.*?^```$|(?P<text>\[(?:`[^`\n]*`|[^\[\]`])*\]\()(?P<target>[^()\s]+)\)|`[^`\n]*`",
+    re.DOTALL | re.MULTILINE,
+)
+"""A block of code, a link, or code in a line; what looks like a link in code is none."""
 SCHEME = re.compile(r"[a-z]+:")
 
 
@@ -56,21 +59,17 @@ def with_links(text: str, source: Path, found: set[Path]) -> str:
     here = Path(place(source)).parent
 
     def moved(link: re.Match[str]) -> str:
-        target, _, anchor = link[2].partition("#")
-        if SCHEME.match(link[2]) or not target:
+        target, _, anchor = (link["target"] or "").partition("#")
+        if not target or SCHEME.match(target):
             return link[0]
         file = Path(os.path.normpath(source.parent / target))
         if not file.exists():
             raise SystemExit(f"{source.relative_to(ROOT)}: there is no {target}")
         found.add(file)
         there = os.path.relpath(place(file), here)
-        return f"{link[1]}{there}{'#' + anchor if anchor else ''}{link[3]}"
+        return f"{link['text']}{there}{'#' + anchor if anchor else ''})"
 
-    parts, end = [], 0
-    for code in CODE.finditer(text):
-        parts += [LINK.sub(moved, text[end : code.start()]), code[0]]
-        end = code.end()
-    return "".join([*parts, LINK.sub(moved, text[end:])])
+    return TOKEN.sub(moved, text)
 
 
 def write(folder: Path, source: Path, text: str, found: set[Path]) -> None:
@@ -113,6 +112,18 @@ def write_examples(folder: Path) -> None:
     )
 
 
+def add_pages_without_a_place(folder: Path) -> None:
+    """Put pages of docs/ that no table of contents names at the end of the first page's."""
+    index = folder / "index.md"
+    text = index.read_text(encoding="utf-8")
+    named = set(re.findall(r"^(?:.*<)?([\w/]+)>?$", text, re.MULTILINE))
+    pages = {place(page).removesuffix(".md") for page in DOCS.rglob("*.md")}
+    others = "\n".join(sorted(pages - named - {"index"}))
+    if others:
+        text += f"\n```{{toctree}}\n:hidden:\n:caption: More\n\n{others}\n```\n"
+        index.write_text(text, encoding="utf-8")
+
+
 def stage(folder: Path) -> None:
     """Write the site's source."""
     shutil.rmtree(folder, ignore_errors=True)
@@ -123,6 +134,7 @@ def stage(folder: Path) -> None:
         if page.name != "README.md" or page.parent != ROOT:
             write(folder, page, page.read_text(encoding="utf-8"), found)
     write_examples(folder)
+    add_pages_without_a_place(folder)
     for file in found:
         copy = folder / place(file)
         if not copy.exists():

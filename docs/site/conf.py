@@ -28,7 +28,6 @@ nitpick_ignore = [
     ("py:class", "thinwire.local.averaging.PendingAveraging"),
 ]
 autodoc_mock_imports = ["lightning", "transformers"]
-suppress_warnings = ["toc.empty_glob"]
 
 myst_enable_extensions = ["attrs_block", "colon_fence", "deflist"]
 myst_heading_anchors = 4
@@ -36,7 +35,7 @@ myst_heading_anchors = 4
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
-autodoc_class_signature = "separated"
+autodoc_class_signature = "mixed"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
@@ -50,7 +49,17 @@ html_show_sphinx = False
 pygments_style = "friendly"
 pygments_dark_style = "github-dark"
 
-_PACKAGES = ("collections", "datetime", "lightning", "numpy", "os", "pathlib", "torch", "typing")
+_PACKAGES = (
+    "collections",
+    "datetime",
+    "lightning",
+    "numpy",
+    "os",
+    "pathlib",
+    "torch",
+    "transformers",
+    "typing",
+)
 """Names of others, which have no page here and no link without a network."""
 
 
