@@ -23,7 +23,7 @@ LINKED = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *P
 FENCE = re.compile(r"^```(.*?)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 SCRIPT = re.compile(r"# (\w+\.py): torchrun --nproc-per-node 2 \1\n")
 LINK = re.compile(r"\[[^\]]*\]\(([^()\s]+)\)")
-LANGUAGES = {"python", "bash", "yaml", "text", "", "{include} choosing.md", "{toctree}"}
+LANGUAGES = {"python", "bash", "yaml", "text", "diff", "", "{include} choosing.md", "{toctree}"}
 """Another spelling of python would hide a sample from these tests."""
 
 
@@ -137,3 +137,13 @@ def test_a_broken_link_is_found(tmp_path: Path) -> None:
         encoding="utf-8",
     )
     assert broken_links(page) == ["gone.md", "#two"]
+
+
+def test_the_glossary_explains_words_that_are_used_and_in_order() -> None:
+    page = ROOT / "docs" / "glossary.md"
+    words = re.findall(r"^\| ([a-z ]+) \|", page.read_text(encoding="utf-8"), re.MULTILINE)[1:]
+    others = [path for path in LINKED if path != page]
+    used = "\n".join(path.read_text(encoding="utf-8") for path in others).lower()
+    assert len(words) > 40
+    assert words == sorted(words)
+    assert [word for word in words if not re.search(rf"\b{word.replace(' ', '[ _]')}", used)] == []

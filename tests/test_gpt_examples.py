@@ -1,5 +1,5 @@
-"""The nanoGPT-like loop and the three ways to move it: the same loss where nothing is compressed,
-and exact resumption.
+"""The nanoGPT-like loop and the three ways to move it: few new lines, the same loss where nothing
+is compressed, and exact resumption.
 
 The scripts run as they are, in the processes of the pool; where a test needs other settings it
 changes lines of the text and fails when the line is not there.
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.gpt_changes import MOVED, PAGE, changes, written
 from tests.launched import as_torchrun_starts, free_port
 from tests.ranks import Pool
 
@@ -66,16 +67,26 @@ def assert_same(a: dict[str, float], b: dict[str, float], within: float) -> None
 SGD = {
     "optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95))":
         "optimizer = torch.optim.SGD(groups, lr=RATE, momentum=0.9)",
-    '"weight_decay": 0.1': '"weight_decay": 1e-4',
-    "RATE, LEAST_RATE, WARM_UP, DECAY_STEPS = 3e-3, 3e-4, 10, 60":
-        "RATE, LEAST_RATE, WARM_UP, DECAY_STEPS = 0.3, 0.03, 10, 60",
+    "DECAY = 3e-3, 3e-4, 10, 60, 0.1": "DECAY = 0.3, 0.03, 10, 60, 1e-4",
 }  # fmt: skip
 WITHOUT_CLIPPING = {"nn.utils.clip_grad_norm_(model.parameters(), 1.0)": "pass"}
 EVERY_STEP = {"tw.LocalSGD(k_steps=5)": "tw.LocalSGD(k_steps=1)"}
 SAME_BATCHES = {"world + rank)": "world)"}
 
 
-@pytest.mark.parametrize("name", ["plain", "engine", "attach", "local"])
+@pytest.mark.parametrize("name", MOVED)
+def test_few_lines_are_new(name: str) -> None:
+    new = [line[1:].strip() for line in changes(name) if line.startswith("+")]
+    assert 0 < len([line for line in new if not line.startswith("#")]) <= 8
+
+
+def test_the_page_shows_what_changes_in_the_files() -> None:
+    """python -m tests.gpt_changes writes it there."""
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == written(page)
+
+
+@pytest.mark.parametrize("name", ["plain", *MOVED])
 def test_resumed_in_the_middle_it_ends_as_undisturbed(
     ranks: Pool, tmp_path: Path, name: str
 ) -> None:
@@ -99,8 +110,8 @@ def test_the_engine_is_ddp(ranks: Pool, tmp_path: Path) -> None:
 def test_dgc_before_its_ramp_in_ddp_is_sgd_in_ddp(ranks: Pool, tmp_path: Path) -> None:
     plain = losses(ranks, "plain", tmp_path / "plain", changes={**SGD, **WITHOUT_CLIPPING})
     dense = {
-        '{"sparsity": (0.9, 0.99), "rampup_step": 20, "local_grad_clip_norm": '
-        "1.0}": '{"rampup_begin_step": 999}'
+        'ramp = {"sparsity": (0.9, 0.99), "rampup_step": 20}': 'ramp = {"rampup_begin_step": 999}',
+        "local_grad_clip_norm=1.0": "momentum=0.9",
     }
     assert_same(plain, losses(ranks, "attach", tmp_path / "attach", changes=dense), within=1e-6)
 
@@ -110,7 +121,6 @@ def test_averaging_in_every_step_is_sgd_in_ddp(ranks: Pool, tmp_path: Path) -> N
     updates is another."""
     linear = {**SGD, **WITHOUT_CLIPPING}
     plain = losses(ranks, "plain", tmp_path / "plain", changes=linear)
-    linear = {**SGD, "nn.utils.clip_grad_norm_(model.parameters(), 1.0)": "pass"}
     assert_same(
         plain,
         losses(ranks, "local", tmp_path / "local", changes={**linear, **EVERY_STEP}),

@@ -3,7 +3,6 @@ examples/gpt/attach.py.
 """
 
 import argparse
-import contextlib
 import math
 import sysconfig
 from pathlib import Path
@@ -16,8 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire as tw
 
 WIDTH, HEADS, CONTEXT, BATCH, ACCUMULATE, EVAL_EVERY = 64, 4, 64, 8, 2, 15
-RATE, LEAST_RATE, WARM_UP, DECAY_STEPS = 0.3, 0.03, 10, 60  # of SGD, no longer of AdamW
-DGC = {"sparsity": (0.9, 0.99), "rampup_step": 20, "local_grad_clip_norm": 1.0}
+RATE, LEAST_RATE, WARM_UP, DECAY_STEPS, DECAY = 0.3, 0.03, 10, 60, 1e-4  # of SGD
 
 
 class Block(nn.Module):
@@ -63,6 +61,11 @@ def batch_of(data: Tensor, number: int) -> tuple[Tensor, Tensor]:
     return data[at + torch.arange(CONTEXT)].long(), data[at + torch.arange(1, CONTEXT + 1)].long()
 
 
+@torch.no_grad()
+def held_out_loss(model: GPT, data: Tensor) -> float:
+    return sum(model(*batch_of(data, n)).item() for n in range(20)) / 20
+
+
 def rate_at(step: int) -> float:
     if step < WARM_UP:
         return RATE * (step + 1) / WARM_UP
@@ -73,61 +76,50 @@ def rate_at(step: int) -> float:
 def main(steps: int, out: Path) -> None:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
+    say = print if rank == 0 else str  # which prints nothing
     text = b"".join(
         path.read_bytes() for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     )
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     train, held_out = data[: -len(data) // 10], data[-len(data) // 10 :]
+    out.mkdir(parents=True, exist_ok=True)
 
     torch.manual_seed(1337)
     model = GPT()
     decayed = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": decayed, "weight_decay": 1e-4}, {"params": others, "weight_decay": 0.0}]
-    optimizer = tw.optim.DGCMomentum(groups, lr=RATE, momentum=0.9, **DGC)  # in place of AdamW
+    groups = [{"params": decayed, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
+    ramp = {"sparsity": (0.9, 0.99), "rampup_step": 20}
+    optimizer = tw.optim.DGCMomentum(groups, lr=RATE, local_grad_clip_norm=1.0, **ramp)
     step, best = 0, math.inf
-    own = out / f"checkpoint_{rank}.pt"  # residual and momentum differ from rank to rank
-    if own.exists():
-        saved = torch.load(own)
+    ddp = DistributedDataParallel(model)
+    optimizer.attach(ddp)  # the exchange is made in the backward pass, bucket by bucket
+    path = out / f"checkpoint_{rank}.pt"  # residuals and momentum differ from rank to rank
+    if path.exists():
+        saved = torch.load(path)
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         step, best = saved["step"], saved["best"]
-    ddp = DistributedDataParallel(model)
-    optimizer.attach(ddp)  # the exchange is made in the backward pass, bucket by bucket
 
     while True:
         for group in optimizer.param_groups:
             group["lr"] = rate_at(step)
-        if step % EVAL_EVERY == 0 and rank == 0:
-            with torch.no_grad():
-                loss = sum(model(*batch_of(held_out, n)).item() for n in range(20)) / 20
-            best = min(best, loss)
-            print(f"step {step}: held-out loss {loss:.6f}, best {best:.6f}", flush=True)
-        if step % EVAL_EVERY == 0:  # every rank its own file
-            out.mkdir(parents=True, exist_ok=True)
-            saved = {
-                "model": model.state_dict(),
-                "optimizer": optimizer.state_dict(),
-                "step": step,
-                "best": best,
-            }
-            torch.save(saved, own)
+        if step % EVAL_EVERY == 0:
+            best = min(best, found := held_out_loss(model, held_out))
+            say(f"step {step}: held-out loss {found:.6f}, best {best:.6f}")
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save(state | {"step": step, "best": best}, path)
         if step == steps:
             break
         for micro in range(ACCUMULATE):
             x, y = batch_of(train, (step * ACCUMULATE + micro) * world + rank)
-            with contextlib.nullcontext() if micro == ACCUMULATE - 1 else ddp.no_sync():
-                loss = ddp(x, y) / ACCUMULATE
-                loss.backward()
-        # clip_grad_norm_ would come too late: local_grad_clip_norm clips before it is sent
+            ddp.require_backward_grad_sync = micro == ACCUMULATE - 1
+            loss = ddp(x, y)
+            (loss / ACCUMULATE).backward()
         optimizer.step()
         optimizer.zero_grad()
         step += 1
-        if rank == 0:
-            print(
-                f"step {step}: loss {loss.item() * ACCUMULATE:.6f}, rate "
-                f"{optimizer.param_groups[0]['lr']:.6f}"
-            )
+        say(f"step {step}: loss {loss.item():.6f}, rate {group['lr']:.6f}")
     dist.destroy_process_group()
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import thinwire as tw
 
 WIDTH, HEADS, CONTEXT, BATCH, ACCUMULATE, EVAL_EVERY = 64, 4, 64, 8, 2, 15
-RATE, LEAST_RATE, WARM_UP, DECAY_STEPS = 3e-3, 3e-4, 10, 60
+RATE, LEAST_RATE, WARM_UP, DECAY_STEPS, DECAY = 3e-3, 3e-4, 10, 60, 0.1
 
 
 class Block(nn.Module):
@@ -58,6 +58,11 @@ def batch_of(data: Tensor, number: int) -> tuple[Tensor, Tensor]:
     return data[at + torch.arange(CONTEXT)].long(), data[at + torch.arange(1, CONTEXT + 1)].long()
 
 
+@torch.no_grad()
+def held_out_loss(model: GPT, data: Tensor) -> float:
+    return sum(model(*batch_of(data, n)).item() for n in range(20)) / 20
+
+
 def rate_at(step: int) -> float:
     if step < WARM_UP:
         return RATE * (step + 1) / WARM_UP
@@ -68,52 +73,42 @@ def rate_at(step: int) -> float:
 def main(steps: int, out: Path) -> None:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
+    say = print if rank == 0 else str  # which prints nothing
     text = b"".join(
         path.read_bytes() for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     )
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     train, held_out = data[: -len(data) // 10], data[-len(data) // 10 :]
+    out.mkdir(parents=True, exist_ok=True)
 
     torch.manual_seed(1337)
     model = GPT()
     decayed = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    groups = [{"params": decayed, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95))
     step, best = 0, math.inf
-    # instead of DDP; fields such as dgc=tw.DGC(...) or lamb=tw.LAMB(...) come in here
+    # dgc=tw.DGC(...), low_rank=tw.LowRank(...) or lamb=tw.LAMB(...) would stand beside it
     strategy = tw.DistributedStrategy(gradient_merge=tw.GradientMerge(k_steps=ACCUMULATE))
     engine = strategy.prepare(model, optimizer, grad_clip=tw.ClipByGlobalNorm(1.0))
-    if (
-        engine.load(out, if_any=True) is not None
-    ):  # all ranks: parameters, optimizer, and what each holds back
+    if engine.load(out, if_any=True):  # also what each rank holds back
         step, best = engine.extra["step"], engine.extra["best"]
 
     while True:
         for group in optimizer.param_groups:
             group["lr"] = rate_at(step)
-        if step % EVAL_EVERY == 0 and rank == 0:
-            with torch.no_grad():
-                loss = sum(model(*batch_of(held_out, n)).item() for n in range(20)) / 20
-            best = min(best, loss)
-            print(f"step {step}: held-out loss {loss:.6f}, best {best:.6f}", flush=True)
         if step % EVAL_EVERY == 0:
-            engine.save(
-                out, extra={"step": step, "best": best}
-            )  # on all ranks: each writes its part
+            best = min(best, found := held_out_loss(model, held_out))
+            say(f"step {step}: held-out loss {found:.6f}, best {best:.6f}")
+            engine.save(out, extra={"step": step, "best": best})
         if step == steps:
             break
         for micro in range(ACCUMULATE):
             x, y = batch_of(train, (step * ACCUMULATE + micro) * world + rank)
             loss = model(x, y)
-            engine.minimize(
-                loss
-            )  # backward, merge; at the last one exchange, clip, step, and zero_grad
+            engine.minimize(loss)  # at the last one: exchange, clip and update
         step += 1
-        if rank == 0:
-            print(
-                f"step {step}: loss {loss.item():.6f}, rate {optimizer.param_groups[0]['lr']:.6f}"
-            )
+        say(f"step {step}: loss {loss.item():.6f}, rate {group['lr']:.6f}")
     dist.destroy_process_group()
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import thinwire as tw
 
 WIDTH, HEADS, CONTEXT, BATCH, ACCUMULATE, EVAL_EVERY = 64, 4, 64, 8, 2, 15
-RATE, LEAST_RATE, WARM_UP, DECAY_STEPS = 3e-3, 3e-4, 10, 60
+RATE, LEAST_RATE, WARM_UP, DECAY_STEPS, DECAY = 3e-3, 3e-4, 10, 60, 0.1
 
 
 class Block(nn.Module):
@@ -60,6 +60,11 @@ def batch_of(data: Tensor, number: int) -> tuple[Tensor, Tensor]:
     return data[at + torch.arange(CONTEXT)].long(), data[at + torch.arange(1, CONTEXT + 1)].long()
 
 
+@torch.no_grad()
+def held_out_loss(model: GPT, data: Tensor) -> float:
+    return sum(model(*batch_of(data, n)).item() for n in range(20)) / 20
+
+
 def rate_at(step: int) -> float:
     if step < WARM_UP:
         return RATE * (step + 1) / WARM_UP
@@ -70,64 +75,49 @@ def rate_at(step: int) -> float:
 def main(steps: int, out: Path) -> None:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
+    say = print if rank == 0 else str  # which prints nothing
     text = b"".join(
         path.read_bytes() for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     )
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     train, held_out = data[: -len(data) // 10], data[-len(data) // 10 :]
+    out.mkdir(parents=True, exist_ok=True)
 
     torch.manual_seed(1337)
     model = GPT()
     decayed = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    groups = [{"params": decayed, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95))
     step, best = 0, math.inf
-    own, saved = (
-        out / f"checkpoint_{rank}.pt",
-        None,
-    )  # optimizer and parameters differ from rank to rank
-    if own.exists():
-        saved = torch.load(own)
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        step, best = saved["step"], saved["best"]
-
-    with tw.local_sgd(model, optimizer, tw.LocalSGD(k_steps=5)) as sync:  # in place of DDP
-        if saved is not None:
+    with tw.local_sgd(model, optimizer, tw.LocalSGD(k_steps=5)) as sync:
+        path = out / f"checkpoint_{rank}.pt"  # parameters and optimizer differ from rank to rank
+        if path.exists():
+            saved = torch.load(path)
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
             sync.load_state_dict(saved["sync"])
+            step, best = saved["step"], saved["best"]
+
         while True:
             for group in optimizer.param_groups:
                 group["lr"] = rate_at(step)
-            if step % EVAL_EVERY == 0 and rank == 0:
-                with torch.no_grad():
-                    loss = sum(model(*batch_of(held_out, n)).item() for n in range(20)) / 20
-                best = min(best, loss)
-                print(f"step {step}: held-out loss {loss:.6f}, best {best:.6f}", flush=True)
-            if step % EVAL_EVERY == 0:  # every rank its own file
-                out.mkdir(parents=True, exist_ok=True)
-                saved = {
-                    "model": model.state_dict(),
-                    "optimizer": optimizer.state_dict(),
-                    "step": step,
-                    "best": best,
-                }
-                torch.save(saved | {"sync": sync.state_dict()}, own)  # and what local updates keep
+            if step % EVAL_EVERY == 0:
+                best = min(best, found := held_out_loss(model, held_out))
+                say(f"step {step}: held-out loss {found:.6f}, best {best:.6f}")
+                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                torch.save(state | {"step": step, "best": best, "sync": sync.state_dict()}, path)
             if step == steps:
                 break
             for micro in range(ACCUMULATE):
                 x, y = batch_of(train, (step * ACCUMULATE + micro) * world + rank)
-                loss = model(x, y) / ACCUMULATE  # nothing is sent in the backward pass
-                loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # this rank's own gradient
-            optimizer.step()  # averages after every 5th step
+                loss = model(x, y)
+                (loss / ACCUMULATE).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
             optimizer.zero_grad()
             step += 1
-            if rank == 0:
-                print(
-                    f"step {step}: loss {loss.item() * ACCUMULATE:.6f}, rate "
-                    f"{optimizer.param_groups[0]['lr']:.6f}"
-                )
+            say(f"step {step}: loss {loss.item():.6f}, rate {group['lr']:.6f}")
     dist.destroy_process_group()
 
 
