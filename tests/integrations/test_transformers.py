@@ -2,6 +2,7 @@
 standard library.
 """
 
+import re
 import shutil
 import sysconfig
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from tests.ranks import Pool, Raised
 
 pytestmark = [pytest.mark.integrations, needs("transformers"), pytest.mark.timeout(240)]
 
+ROOT = Path(__file__).parent.parent.parent
 CONTEXT, BATCH, STEPS = 16, 4, 12
 STRATEGIES: dict[str, Any] = {
     "none": tw.DistributedStrategy(),
@@ -401,3 +403,27 @@ def test_a_checkpoint_without_this_state_is_an_error(
         assert isinstance(answer, Raised)
         assert answer.type_name == kind, answer.traceback
         assert text in answer.text
+
+
+def recipe(rank: int, size: int, folder: Path) -> Any:
+    """The block of the page, as it stands, in a Trainer without our callback."""
+    page = (ROOT / "docs" / "integrations.md").read_text(encoding="utf-8")
+    [code] = re.findall(r"```text\n([^`]*class Averaging.*?)```", page, re.DOTALL)
+    config = tw.DistributedStrategy(localsgd=tw.LocalSGD(k_steps=5))
+    with trainers(rank, size):
+        trainer, _ = trainer_of(config, folder, max_grad_norm=0)
+        trainer.train()
+        by_hand, ours = trainer_of(config, folder, max_grad_norm=0)
+        by_hand.remove_callback(ours)
+        exec(compile(code, "integrations.md", "exec"), {"trainer": by_hand})
+        by_hand.train()
+    return losses(trainer), losses(by_hand), parameters(trainer.model), parameters(by_hand.model)
+
+
+def test_the_recipe_for_local_sgd_alone_averages_as_the_callback_does(
+    ranks: Pool, tmp_path: Path
+) -> None:
+    (first, second, ours, theirs), (*_, others) = ranks.run(recipe, tmp_path, timeout_s=120)
+    assert first == second
+    assert equal(ours, theirs)
+    assert equal(theirs, others)
