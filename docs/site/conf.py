@@ -1,5 +1,6 @@
 """Sphinx's settings for the site: `make site`."""
 
+import dataclasses
 import re
 from typing import Any
 
@@ -83,7 +84,11 @@ def _link(app: Sphinx, env: BuildEnvironment, node: pending_xref, text: Element)
 
 
 def _parts(app: Sphinx, kind: str, name: str, found: Any, options: Any, lines: list[str]) -> None:
-    """State, communication and failure of a docstring become paragraphs of their own."""
+    """State, communication and failure become paragraphs of their own; the attributes of a
+    dataclass are what its constructor takes, which autodoc shows with their types.
+    """
+    if dataclasses.is_dataclass(found):
+        lines[:] = ["Args:" if line == "Attributes:" else line for line in lines]
     text = re.sub(r"\s+(\*\*(State|Communication|Failure)\*\*)", r"\n\n\1", "\n".join(lines))
     lines[:] = text.split("\n")
 

@@ -1,0 +1,50 @@
+"""The table of docs/licences.md is what the packages say of themselves, and leaves none out."""
+
+import re
+import tomllib
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+ROW = re.compile(r"^\| ([\w-]+) \| (.+?) \| (.+?) \|$", re.MULTILINE)
+
+
+def needed() -> Iterator[tuple[str, str]]:
+    """Each dependency with what needs it."""
+    for requirement in PROJECT["dependencies"]:
+        yield re.split(r"[><=; ]", requirement)[0], "the library"
+    for extra, requirements in PROJECT["optional-dependencies"].items():
+        for requirement in requirements:
+            on = ", on Linux" if "sys_platform == 'linux'" in requirement else ""
+            yield re.split(r"[><=; ]", requirement)[0], f"`{extra}`{on}"
+
+
+def rows() -> dict[str, tuple[str, str]]:
+    page = (ROOT / "docs" / "licences.md").read_text(encoding="utf-8")
+    found = {name: (by, licence) for name, by, licence in ROW.findall(page)}
+    return {name: row for name, row in found.items() if name != "package"}
+
+
+def licence(package: str) -> str:
+    """What a package says: an expression, else a classifier, else words."""
+    said = metadata.metadata(package)
+    prefix = "License :: OSI Approved :: "
+    classifiers = [c.removeprefix(prefix) for c in said.get_all("Classifier") or [] if prefix in c]
+    return said["License-Expression"] or " AND ".join(classifiers) or str(said["License"])
+
+
+def test_every_dependency_has_a_row() -> None:
+    assert {name: by for name, (by, _) in rows().items()} == dict(needed())
+
+
+@pytest.mark.parametrize("package", [name for name, _ in needed()])
+def test_the_licence_is_what_the_package_says(package: str) -> None:
+    try:
+        metadata.version(package)
+    except metadata.PackageNotFoundError:
+        pytest.skip(f"{package} is not installed")
+    assert rows()[package][1] == licence(package)
