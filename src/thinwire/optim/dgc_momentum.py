@@ -549,10 +549,10 @@ class DGCMomentum(CommonOptimizer):
         trainers = self.num_trainers or self._sites.replicas.size
         within = dict(grads)
         for name, grad in grads.items():
-            limit, rule = limits[name], self._rule(name)
-            begun = rule.config.count_at(self.position, self._shards[name].numel()) is not None
-            if limit is not None and begun and rule.config.compresses(self._shards[name]):
-                wide = grad.to(_wide(self._shards[name]))
+            limit, config, shard = limits[name], self._rule(name).config, self._shards[name]
+            begun = self.position >= config.rampup_begin_step
+            if limit is not None and begun and config.compresses(shard):
+                wide = grad.to(_wide(shard))
                 within[name] = wide * min(1.0, limit * trainers**0.5 / max(norms[name], 1e-38))
         return within
 

@@ -1,0 +1,297 @@
+"""What goes wrong on one shard stops all of them, and bad input is one clear error."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import mse_loss
+
+import thinwire as tw
+from tests.ranks import Pool, Raised
+from tests.sharded.models import batch, mesh_of, plain_model, same, sharded_model, site_of
+from tests.sharded.models import whole_values as values_of
+from thinwire.comm import Group, Pending
+
+DGC = tw.DGC(sparsity=(0.5,), min_numel=20)
+
+
+def engine_of(mesh: Any, model: nn.Module, **fields: Any) -> tw.Engine:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return tw.DistributedStrategy(**fields).prepare(model, optimizer, mse_loss, mesh=mesh)
+
+
+def one_bad_gradient(rank: int, size: int, compressed: bool) -> tuple[bool, dict[str, float]]:
+    mesh = mesh_of(2, 2)
+    model = sharded_model(mesh)
+    engine = engine_of(mesh, model, **({"dgc": DGC} if compressed else {}))
+    engine.train_step(*batch(site_of(mesh), 0))
+    before = values_of(model)
+    (x, y), weight = batch(site_of(mesh), 1), model[0].weight
+    with pytest.warns(UserWarning, match=r"dropped on every rank: the gradient of .*0\.weight"):
+        loss = mse_loss(model(x), y)
+        if rank == 3:  # its shard alone: the sum over the site does not carry it to the other one
+            post = model[0]._get_fsdp_state()._fsdp_param_group.post_backward
+
+            def spoiled(*args: Any) -> None:
+                post(*args)
+                weight.grad.to_local()[0] = float("nan")
+
+            model[0]._get_fsdp_state()._fsdp_param_group.post_backward = spoiled
+        engine.minimize(loss)
+    after = values_of(model)
+    return all(torch.equal(before[n], after[n]) for n in before), engine.stats()
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_a_gradient_that_is_not_finite_drops_the_step_of_all_shards(
+    ranks: Pool, compressed: bool
+) -> None:
+    for unmoved, stats in ranks.run(one_bad_gradient, compressed, size=4):
+        assert unmoved
+        assert stats["dropped_steps"] == 1
+        assert stats["step"] == 1
+
+
+def one_bad_message(rank: int, size: int, local: bool) -> tuple[str, bool]:
+    mesh = mesh_of(2, 2)
+    model = sharded_model(mesh)
+    local_field = tw.LocalSGD(1, begin_step=0, compression=tw.Quantized(4))
+    engine = engine_of(mesh, model, **({"localsgd": local_field} if local else {"dgc": DGC}))
+    engine.train_step(*batch(site_of(mesh), 0))
+    before, whole = values_of(model), Group.all_gather
+
+    def flipped(self: Group, message: Tensor, *, what: str) -> Pending[Tensor]:
+        pending = whole(self, message, what=what)
+
+        def finish() -> Tensor:
+            rows = pending.wait().clone()
+            if rows.shape[1] > 40:
+                rows[0, 40] ^= 1
+            return rows
+
+        return Pending(finish)
+
+    if rank == 3:
+        Group.all_gather = flipped  # type: ignore[method-assign]
+    try:
+        with pytest.raises(tw.errors.PayloadCorrupt) as caught:
+            engine.train_step(*batch(site_of(mesh), 1))
+    finally:
+        Group.all_gather = whole  # type: ignore[method-assign]
+    after = values_of(model)
+    return str(caught.value), all(torch.equal(before[n], after[n]) for n in before)
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_a_bad_message_of_one_shard_stops_all(ranks: Pool, local: bool) -> None:
+    for text, unmoved in ranks.run(one_bad_message, local, size=4):
+        assert "rank 3" in text
+        # a local step is a site's own, and stands; nothing of the averaging was applied
+        assert unmoved != local
+
+
+def one_changed_shard(rank: int, size: int, local: bool) -> str:
+    mesh = mesh_of(2, 2)
+    model = sharded_model(mesh)
+    fields = {"localsgd": tw.LocalSGD(1, begin_step=0)} if local else {}
+    engine = engine_of(mesh, model, **fields)
+    with pytest.raises(tw.errors.Diverged) as caught:
+        for step in range(70):
+            engine.train_step(*batch(site_of(mesh), step))
+            if step == 3 and rank == 1:
+                with torch.no_grad():
+                    if local:
+                        anchors = engine._parts.exchange.sync._averager.averaging.anchors
+                        anchors["2.weight"][0, 0] += 0.5
+                    else:
+                        model[2].weight.to_local()[0, 0] += 0.5
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_a_shard_that_was_changed_is_found(ranks: Pool, local: bool) -> None:
+    texts = ranks.run(one_changed_shard, local, size=4)
+    assert len(set(texts)) == 1
+    assert "2.weight" in texts[0]
+    assert "shard of rank 1" in texts[0] or "shard of rank 3" in texts[0]
+
+
+def one_lost(rank: int, size: int) -> str:
+    mesh = mesh_of(2, 2)
+    model = sharded_model(mesh)
+    engine = engine_of(mesh, model, dgc=DGC)
+    engine.train_step(*batch(site_of(mesh), 0))
+    if rank == 3:
+        import os
+
+        os._exit(9)
+    engine.train_step(*batch(site_of(mesh), 1))
+    return "went on"
+
+
+@pytest.mark.fault
+def test_a_rank_that_dies_is_an_error_on_all(ranks: Pool) -> None:
+    results = ranks.run(one_lost, size=4, expect_errors=True, group_timeout_s=10)
+    assert all(isinstance(result, Raised) for result in results[:3])
+    for site_0 in results[:2]:
+        assert site_0.type_name in ("PeerLost", "PeerStalled"), site_0
+
+
+def clipped(rank: int, size: int, kind: str) -> dict[str, Tensor]:
+    mesh, model = None, plain_model()
+    if size == 4:
+        mesh = mesh_of(2, 2)
+        model = sharded_model(mesh)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.named_parameters(), lr=0.5)
+    clips = {"global": tw.ClipByGlobalNorm(0.3), "norm": tw.ClipByNorm(0.2)}
+    given, fields = clips.get(kind), {}
+    if kind == "own":
+        optimizer = tw.optim.SGD(model.parameters(), lr=0.5, grad_clip=tw.ClipByNorm(0.2))
+    if kind == "local":
+        sparsity = tw.DGC(sparsity=(0.0,), value_bits=32, min_numel=1, local_grad_clip_norm=0.3)
+        fields = {"dgc": sparsity}
+    engine = tw.DistributedStrategy(**fields).prepare(
+        model, optimizer, mse_loss, grad_clip=given, mesh=mesh
+    )
+    for step in range(6):
+        engine.train_step(*batch(site_of(mesh), step))
+    if mesh is None:
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+    return values_of(model)
+
+
+@pytest.mark.parametrize("kind", ["global", "norm", "own", "local"])
+def test_norms_are_over_all_shards(ranks: Pool, kind: str) -> None:
+    whole = ranks.run(clipped, kind, size=2)[0]
+    free = ranks.run(clipped, "none", size=2)[0]
+    assert not torch.allclose(whole["0.weight"], free["0.weight"], rtol=1e-2)
+    for values in ranks.run(clipped, kind, size=4):
+        torch.testing.assert_close(values, whole, rtol=1e-5, atol=1e-6)
+
+
+def many_steps(rank: int, size: int) -> tuple[dict[str, Tensor], dict[str, float]]:
+    mesh = mesh_of(2, 2)
+    model = sharded_model(mesh)
+    optimizer = tw.optim.DGCMomentum(
+        model.parameters(), lr=0.02, min_numel=20, sparsity=(0.9,), exchange="split", mesh=mesh
+    )
+    for step in range(500):
+        x, y = batch(rank, step)  # each shard its own data
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {n: p.to_local().detach() for n, p in model.named_parameters()}, optimizer.stats()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_replicas_of_a_shard_are_equal_after_500_steps(ranks: Pool) -> None:
+    results = ranks.run(many_steps, size=4, timeout_s=360)
+    for one, other in ((0, 2), (1, 3)):
+        same(results[one][0], results[other][0])
+
+
+def bytes_of(rank: int, size: int, field: str) -> float:
+    mesh, model = None, plain_model()
+    if size == 4:
+        mesh = mesh_of(2, 2)
+        model = sharded_model(mesh)
+    fields: dict[str, Any] = {
+        "dense": {},
+        "dgc": {"dgc": tw.DGC(sparsity=(0.9,), min_numel=20)},
+        "local": {"localsgd": tw.LocalSGD(2, compression=tw.Quantized(4))},
+    }[field]
+    engine = engine_of(mesh, model, **fields)
+    for step in range(20):
+        engine.train_step(*batch(site_of(mesh), step))
+    stats = engine.stats()
+    return stats["bytes_between_nodes" if mesh is not None else "bytes_sent"]
+
+
+@pytest.mark.parametrize("field", ["dense", "dgc", "local"])
+def test_sites_exchange_as_much_as_whole_replicas(ranks: Pool, field: str) -> None:
+    whole = ranks.run(bytes_of, field, size=2)[0]
+    shards = ranks.run(bytes_of, field, size=4)
+    of_site = shards[0] + shards[1]
+    # agreements are not in one of them, and each shard's message has a header of its own
+    assert abs(of_site - whole) <= 20 * 4 * 2 * 48 + 0.1 * whole
+
+
+def wrong(rank: int, size: int, case: str) -> str:
+    mesh = mesh_of(2, 2)
+    one_site = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
+    three = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("replicate", "shard", "tp"))
+    whole, model = plain_model(), sharded_model(mesh)
+    hybrid = plain_model()
+    fully_shard(hybrid, mesh=mesh)
+    partly = plain_model()
+    fully_shard(partly[0], mesh=mesh["shard"])
+
+    def prepare(model: nn.Module, mesh: Any, **given: Any) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        tw.DistributedStrategy(**given).prepare(model, optimizer, mse_loss, mesh=mesh)
+
+    def local(model: nn.Module, mesh: Any, **given: Any) -> None:
+        config = tw.LocalSGD(2, **given.pop("config", {}))
+        tw.local_sgd(model, torch.optim.SGD(model.parameters(), lr=0.1), config, mesh=mesh, **given)
+
+    def momentum(model: nn.Module, mesh: Any, **given: Any) -> None:
+        tw.optim.DGCMomentum(model.named_parameters(), lr=0.1, mesh=mesh, **given)
+
+    cases: dict[str, Any] = {
+        "no mesh": lambda: prepare(model, "replicate"),
+        "names": lambda: prepare(model, one_site),
+        "three": lambda: prepare(model, three),
+        "not sharded": lambda: prepare(whole, mesh),
+        "partly": lambda: local(partly, mesh),
+        "hybrid": lambda: momentum(hybrid, mesh),
+        "forgotten": lambda: prepare(model, None),
+        "forgotten, local": lambda: local(model, None),
+        "forgotten, dgc": lambda: momentum(model, None),
+        "low_rank": lambda: prepare(model, mesh, low_rank=tw.LowRank()),
+        "lars": lambda: prepare(model, mesh, lars=tw.LARS()),
+        "lamb": lambda: prepare(model, mesh, lamb=tw.LAMB()),
+        "pipeline": lambda: prepare(model, mesh, pipeline=tw.Pipeline(2, 2)),
+        "node_size": lambda: prepare(model, mesh, dgc=tw.DGC(node_size=2)),
+        "group": lambda: momentum(model, mesh, process_group=dist.group.WORLD),
+        "clip": lambda: momentum(model, mesh, grad_clip=tw.ClipByNorm(1.0)),
+        "nodes, local": lambda: local(model, mesh, config={"node_size": 2}),
+        "group, local": lambda: local(model, mesh, process_group=dist.group.WORLD),
+    }
+    try:
+        cases[case]()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("no mesh", "TypeError: mesh must be a torch.distributed.device_mesh.DeviceMesh, got str"),
+        ("names", "ValueError: mesh has the dimensions ('shard',)"),
+        ("three", "third dimension"),
+        ("not sharded", "parameter 0.weight is not sharded"),
+        ("partly", "parameter 2.weight is not sharded"),
+        ("hybrid", "averages over the sites itself in every backward pass"),
+        ("forgotten", "give mesh=mesh"),
+        ("forgotten, local", "give mesh=mesh"),
+        ("forgotten, dgc", "give mesh=mesh"),
+        ("low_rank", "StrategyError: mesh= does not work with low_rank"),
+        ("lars", "StrategyError: mesh= does not work with lars"),
+        ("lamb", "StrategyError: mesh= does not work with lamb"),
+        ("pipeline", "StrategyError: mesh= does not work with pipeline"),
+        ("node_size", "leave node_size out"),
+        ("group", "leave process_group out"),
+        ("clip", "use local_grad_clip_norm"),
+        ("nodes, local", "leave node_size out"),
+        ("group, local", "leave process_group out"),
+    ],
+)
+def test_bad_input(ranks: Pool, case: str, text: str) -> None:
+    for told in ranks.run(wrong, case, size=4):
+        assert text in told
