@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import thinwire as tw
@@ -169,3 +171,74 @@ def test_parameters_alone(ranks: Pool, tmp_path: Path) -> None:
     before = ranks.run(train, (2, 0), "dgc of an SGD", folder, 0, AT, size=2)
     for values in ranks.run(parameters_alone, folder, size=2):
         same(values, before[0][0])
+
+
+def from_file(rank: int, size: int, path: str) -> dict[str, Tensor]:
+    mesh = mesh_of(2, 2) if size == 4 else None
+    model = plain_model(11) if mesh is None else sharded_model(mesh, seed=11)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    engine = tw.DistributedStrategy(localsgd=tw.LocalSGD(2)).prepare(model, optimizer, mesh=mesh)
+    engine.load_parameters(path)
+    return whole(model, mesh)
+
+
+def test_one_file_of_the_whole_model_and_back(ranks: Pool, tmp_path: Path) -> None:
+    before = ranks.run(train, (2, 2), "dgc of AdamW", str(tmp_path), 0, AT, size=4)
+    file = tmp_path / "model.safetensors"
+    tw.checkpoint.export(tmp_path, file)
+    plain = plain_model(5)
+    plain.load_state_dict(load_file(file))
+    same({name: p.detach() for name, p in plain.named_parameters()}, before[0][0])
+    for size in (2, 4):
+        for values in ranks.run(from_file, str(file), size=size):
+            same(values, before[0][0])
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_from_a_checkpoint_of_torch(ranks: Pool, nested: bool, tmp_path: Path) -> None:
+    values = plain_model(21).state_dict()
+    state = {"model": values, "epoch": 3} if nested else values
+    with pytest.warns(UserWarning, match="single process"):
+        torch.distributed.checkpoint.save(state, checkpoint_id=str(tmp_path), no_dist=True)
+    for size in (2, 4):
+        for loaded in ranks.run(from_file, str(tmp_path), size=size):
+            same(loaded, values)
+
+
+def to_torch(rank: int, size: int, folder: str) -> dict[str, Tensor]:
+    mesh, model, engine = made(2, 2, "dgc of AdamW")
+    for step in range(AT):
+        engine.train_step(*batch(site_of(mesh), step))
+    torch.distributed.checkpoint.save({"model": engine.model.state_dict()}, checkpoint_id=folder)
+    return values_of(model)
+
+
+def test_torch_saves_what_an_engine_trains(ranks: Pool, tmp_path: Path) -> None:
+    before = ranks.run(to_torch, str(tmp_path), size=4)[0]
+    for loaded in ranks.run(from_file, str(tmp_path), size=2):
+        same(loaded, before)
+
+
+@pytest.mark.parametrize("kind", ["shape", "lacks", "strange", "damaged"])
+def test_a_file_of_another_model_is_refused(ranks: Pool, kind: str, tmp_path: Path) -> None:
+    values, file = plain_model(21).state_dict(), tmp_path / "model.safetensors"
+    if kind == "shape":
+        values["2.bias"] = torch.zeros(7)
+    elif kind == "lacks":
+        del values["2.bias"]
+    elif kind == "strange":
+        values["9.bias"] = torch.zeros(7)
+    save_file(values, file)
+    if kind == "damaged":
+        file.write_bytes(b"no safetensors")
+    texts = ranks.run(from_file, str(file), size=4, expect_errors=True)
+    wanted = {
+        "shape": "2.bias has shape (7,) there and (3,) here",
+        "lacks": "it lacks 2.bias",
+        "strange": "the model has no 9.bias",
+        "damaged": "cannot be read",
+    }
+    for told in texts:
+        kinds = {"damaged": "CheckpointCorrupt"}
+        assert told.type_name == kinds.get(kind, "CheckpointMismatch")
+        assert wanted[kind] in told.text

@@ -57,11 +57,12 @@ def export(
     """Write the model of a checkpoint of `engine.save` as one file that needs no thinwire:
     `model.load_state_dict(safetensors.torch.load_file(file))`.
 
-    The names are those of `model.state_dict()`, buffers included; a pipeline's stages come
-    together. Tied weights are written under each of their names, although that takes their bytes
-    once more: so the file has every key that a strict `load_state_dict` wants; the file's metadata
-    names them ("tied"). Of parameters on which ranks differ, as they do between two averagings of
-    local updates, the file has the mean, which is what `engine.load` gives another number of ranks.
+    The names are those of `model.state_dict()`, buffers included; a pipeline's stages and
+    the shards of a site come together. Tied weights are written under each of their names, although
+    that takes their bytes once more: so the file has every key that a strict `load_state_dict`
+    wants; the file's metadata names them ("tied"). Of parameters on which ranks differ, as they do
+    between two averagings of local updates, the file has the mean, which is what `engine.load`
+    gives another number of ranks.
 
     Needs no process group. Every byte that is read is verified; the whole model is held in memory.
 
@@ -171,23 +172,36 @@ def _serial(entry: Found) -> int:
 def _whole(stages: list[CheckpointReader]) -> tuple[dict[str, Tensor], set[str]]:
     """Every parameter and buffer by name, and the names of those on which ranks differ.
 
-    All ranks of a stage hold a replica of the same tensors. Where ranks come to hold parts of one
-    tensor, this is the place that joins them.
+    All ranks of a stage hold a replica of the same tensors; those of a shard some rows of each
+    parameter, which are joined.
     """
     values: dict[str, Tensor] = {}
     averaged: set[str] = set()
+    shards: dict[str, list[Tensor]] = {}
     for stage in stages:
         with TensorReader(stage.path) as reader:
             for kind in _KINDS:
                 replicas = [_kept(tree, kind, stage.path) for tree in stage.trees]
                 values |= combine(replicas, read=reader.read)
+                if kind == "parameters" and _are_shards(stages):
+                    for name in replicas[0]:
+                        shards.setdefault(name, []).append(values[name])
                 averaged |= {
                     name
                     for name, ref in replicas[0].items()
                     if any(other[name] != ref for other in replicas[1:])
                     and not torch.equal(bytes_of(values[name]), bytes_of(reader.read(ref)))
                 }
+    values |= {name: torch.cat(rows) for name, rows in shards.items()}
     return values, averaged
+
+
+def _are_shards(stages: list[CheckpointReader]) -> bool:
+    """Whether the parts of a checkpoint are shards; else they are stages of a pipeline."""
+    facts = decoded(stages[0].manifest.facts, dict[str, Any]().__getitem__)
+    strategy = facts.get("strategy")
+    pipeline = strategy.get("pipeline") if isinstance(strategy, Mapping) else None
+    return len(stages) > 1 and pipeline is None
 
 
 def _kept(tree: Any, kind: str, path: Path) -> Mapping[str, Any]:

@@ -30,6 +30,7 @@ from thinwire.strategy.absent import Joining
 from thinwire.strategy.exchanges import LocalSteps
 from thinwire.strategy.left_gradients import LeftGradients
 from thinwire.strategy.parts import Parts
+from thinwire.strategy.whole_models import is_whole_model, load_whole_model
 
 __all__ = ["Engine", "Parts"]
 
@@ -475,10 +476,14 @@ class Engine:
 
         For a checkpoint of another strategy or optimizer, which `load` refuses. Ranks that had
         different ones get their mean. Momentum, residuals, counters, schedules and `extra` are
-        those of this engine.
+        those of this engine. A whole model of others is taken too: a file of safetensors with the
+        names of `model.state_dict()`, as `thinwire export` writes it, or a folder of
+        `torch.distributed.checkpoint` with the model at the top or under "model"; each rank reads
+        its own rows where the model is sharded. Torch reads the latter by pickle, which runs what
+        is in it: load only what you trust.
 
         Args:
-            directory: What `save` was given.
+            directory: What `save` was given, or such a file or folder.
 
         Returns:
             The folder that was read.
@@ -487,6 +492,7 @@ class Engine:
             RuntimeError: This engine has made updates.
             CheckpointMissing, CheckpointMismatch, CheckpointCorrupt: As in `load`; nothing has
                 changed.
+            CheckpointError: A file of others is not the same on all ranks.
         """
         self._require_open()
         if self._place():
@@ -494,6 +500,9 @@ class Engine:
                 f"this engine has made {self._place()} updates, whose momentum and residuals "
                 "belong to other parameters: call load_parameters right after prepare"
             )
+        path = Path(directory)
+        if is_whole_model(path):
+            return load_whole_model(path, self._parts)
         return saving.load_parameters(directory, self._parts)
 
     def close(self) -> None:

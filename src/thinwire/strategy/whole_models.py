@@ -1,0 +1,125 @@
+"""Parameters and buffers from files that others have written: safetensors, and checkpoints of
+`torch.distributed.checkpoint`.
+"""
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
+
+from thinwire.checkpoint import on_all_ranks
+from thinwire.checkpoint.files import checksum
+from thinwire.checkpoint.shards import rows_of
+from thinwire.core.sharded import is_sharded, reshard_, shard_of
+from thinwire.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch
+from thinwire.strategy.parts import Parts
+
+__all__ = ["is_whole_model", "load_whole_model"]
+
+_METADATA = ".metadata"
+_PREFIXES = ("", "model.")
+"""Before the names of a model in a checkpoint of torch, which joins the keys of nested dicts."""
+_Places = Mapping[str, Tensor]
+
+
+def is_whole_model(path: Path) -> bool:
+    """Whether this is a file, or a folder, of another kind than `engine.save` makes."""
+    return path.suffix == ".safetensors" or (path / _METADATA).is_file()
+
+
+@torch.no_grad()
+def load_whole_model(path: Path, parts: Parts) -> Path:
+    """Take parameters and buffers over, each rank its own part; see `Engine.load_parameters`.
+
+    Communication: two agreements. Nothing has changed on any rank where one of them cannot read it.
+    """
+    model = parts.model
+    reshard_(model)
+    places = dict(model.named_parameters()) | dict(model.named_buffers())
+    known = set(parts.facts["state_dict"])
+    taken: dict[str, Tensor] = {}
+    of_file = path.suffix == ".safetensors"
+    take = _from_safetensors if of_file else _from_torch
+
+    def read() -> str:
+        try:
+            taken.update(take(path, places, known, parts.part))
+            files = [path] if of_file else sorted(each for each in path.iterdir() if each.is_file())
+            return " ".join(checksum(file) for file in files)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointCorrupt(f"{path} cannot be read: {error}") from error
+
+    answers = on_all_ranks(parts.group, "reading a model", read)
+
+    def same() -> None:
+        other = next((rank for rank, each in enumerate(answers) if each != answers[0]), None)
+        if other is not None:
+            raise CheckpointError(
+                f"{path} is another file on rank {other} than on rank 0: copy the one to the other"
+            )
+
+    on_all_ranks(parts.group, "comparing the files", same)
+    for name, place in places.items():
+        shard_of(place).copy_(taken[name])
+    parts.buffers.forget()
+    parts.exchange.start_anew()
+    return path
+
+
+def _from_safetensors(path: Path, places: _Places, known: set[str], part: int) -> dict[str, Tensor]:
+    with safe_open(path, framework="pt") as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        _require_fit(path, shapes, places, known)
+        return {
+            name: file.get_slice(name)[rows.start : rows.stop]
+            if (rows := _rows(place, part)) is not None
+            else file.get_tensor(name)
+            for name, place in places.items()
+        }
+
+
+def _from_torch(path: Path, places: _Places, known: set[str], part: int) -> dict[str, Tensor]:
+    reader = FileSystemReader(path)
+    entries = reader.read_metadata().state_dict_metadata
+    shapes = {name: tuple(entry.size) for name, entry in entries.items() if hasattr(entry, "size")}
+    prefix = max(_PREFIXES, key=lambda each: sum(each + name in shapes for name in places))
+    own = {
+        name.removeprefix(prefix): shape
+        for name, shape in shapes.items()
+        if name.startswith(prefix) and (prefix or name in known)
+    }
+    _require_fit(path, own, places, known)
+    values = {prefix + name: torch.empty_like(place) for name, place in places.items()}
+    with warnings.catch_warnings():  # that no_dist is for one process: each rank reads its rows
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        load_dcp(values, storage_reader=FileSystemReader(path), no_dist=True)
+    return {name: shard_of(values[prefix + name]) for name in places}
+
+
+def _rows(place: Tensor, part: int) -> range | None:
+    """Which rows of a tensor lie here; None where all of them do."""
+    if not is_sharded(place):
+        return None
+    return rows_of(place.shape, place.device_mesh.size(), part)  # type: ignore[attr-defined]
+
+
+def _require_fit(
+    path: Path, shapes: Mapping[str, tuple[int, ...]], places: _Places, known: set[str]
+) -> None:
+    missing = [name for name in places if name not in shapes]
+    strange = [name for name in shapes if name not in known]
+    others = [
+        f"{name} has shape {shapes[name]} there and {tuple(place.shape)} here"
+        for name, place in places.items()
+        if name in shapes and shapes[name] != tuple(place.shape)
+    ]
+    problems = [f"it lacks {', '.join(missing[:3])}"] if missing else []
+    problems += [f"the model has no {', '.join(strange[:3])}"] if strange else []
+    problems += others[:3]
+    if problems:
+        raise CheckpointMismatch(f"{path} is of another model: {'; '.join(problems)}")
