@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, Se
 
 import thinwire as tw
 from tests.ranks import Pool
-from tests.strategy.training import batch, make_model
+from tests.strategy.training import FIELDS, batch, digest, make_model, make_optimizer
 
 cross_entropy = nn.functional.cross_entropy
 Optimizer = torch.optim.Optimizer
@@ -349,6 +349,47 @@ def test_an_engine_takes_no_optimizer_of_another_one() -> None:
     with pytest.raises(RuntimeError, match=r"engine\.close\(\)"):
         tw.DistributedStrategy().prepare(model, optimizer, cross_entropy)
     updates(engine)
+
+
+@pytest.mark.parametrize("name", [None, "dgc", "localsgd", "recompute"])
+def test_a_model_belongs_to_one_engine_until_that_is_closed(name: str | None) -> None:
+    strategy = tw.DistributedStrategy(**({} if name is None else {name: FIELDS[name]}))
+    model = make_model(plain=True)
+
+    def prepared() -> tw.Engine:
+        return strategy.prepare(model, make_optimizer(model, ()), nn.functional.cross_entropy)
+
+    engine = prepared()
+    engine.train_step(*batch(0, 0))
+    before = digest(engine)
+    with pytest.raises(RuntimeError, match=r"trains this model.* already.*engine\.close\(\)"):
+        prepared()
+    assert digest(engine) == before
+    engine.train_step(*batch(1, 0))  # the first one is as it was
+    engine.close()
+    second = prepared()
+    second.train_step(*batch(2, 0))
+    del second  # one that is gone was given up too
+    prepared().train_step(*batch(3, 0))
+
+
+def test_parameters_that_are_trained_belong_to_one_engine_whatever_is_around_them() -> None:
+    shared, head = nn.Linear(8, 16), nn.Linear(16, 4)
+    models = [nn.Sequential(shared, nn.Tanh(), head), nn.Sequential(shared, nn.Tanh())]
+    strategy = tw.DistributedStrategy()
+    first = strategy.prepare(models[0], torch.optim.SGD(models[0].parameters(), lr=0.1))
+    with pytest.raises(RuntimeError, match="or parameters of it, already"):
+        strategy.prepare(models[1], torch.optim.SGD(models[1].parameters(), lr=0.1))
+    first.close()
+    for param in shared.parameters():  # frozen, it is nobody's
+        param.requires_grad_(False)
+    other = nn.Sequential(shared, nn.Tanh(), nn.Linear(16, 4))
+    engines = [
+        strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss)
+        for model in (models[0], other)
+    ]
+    for engine in engines:
+        engine.train_step(torch.ones(2, 8), torch.ones(2, 4))
 
 
 def test_what_became_another_method_keeps_its_settings() -> None:

@@ -64,6 +64,9 @@ class DistributedStrategy(Fields):
     ) -> Engine:
         """Make the engine that trains `model` by this strategy; the same call on every rank.
 
+        A model and an optimizer belong to one engine, until `engine.close()` is called or the
+        engine is gone. A new one then goes on from the parameters as they are.
+
         Args:
             model: Trained in place, not wrapped in DistributedDataParallel; under a pipeline the
                 part of this rank.
@@ -104,6 +107,7 @@ class DistributedStrategy(Fields):
             StrategyError: The strategy does not go with this model, optimizer or number of ranks;
                 nothing has changed.
             Mismatch: Ranks disagree about strategy, model or optimizer.
+            RuntimeError: Another engine trains the model, parameters of it, or by the optimizer.
         """
         return prepare(
             self,

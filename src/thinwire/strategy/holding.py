@@ -1,4 +1,6 @@
-"""Whose an optimizer is: while an engine trains by it, nobody else may call its `step`."""
+"""Whose a model and its optimizer are: one engine's, and nobody else may call `step` until it is
+closed.
+"""
 
 import weakref
 from collections.abc import Iterator
@@ -6,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 __all__ = ["Hold", "passing", "require_free"]
 
@@ -16,8 +19,9 @@ class Hold:
     A second update from the same gradients would be made twice, or by each rank on its own.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.passes = False
+        self._model = weakref.ref(model)
         self._handle = optimizer.register_step_pre_hook(self._refuse)
         self._optimizer = weakref.ref(optimizer)
         _holds[optimizer] = self
@@ -28,6 +32,14 @@ class Hold:
         optimizer = self._optimizer()
         if optimizer is not None and _holds.get(optimizer) is self:
             del _holds[optimizer]
+
+    def concerns(self, model: nn.Module, params: set[int]) -> bool:
+        """Whether it is of this model, or its optimizer trains one of the parameters with these
+        ids.
+        """
+        optimizer = self._optimizer()
+        theirs = set() if optimizer is None else _ids(optimizer)
+        return self._model() is model or not params.isdisjoint(theirs)
 
     def _refuse(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         if self.passes:
@@ -62,10 +74,23 @@ def passing(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         hold.passes = before
 
 
-def require_free(optimizer: torch.optim.Optimizer) -> None:
-    """Raise `RuntimeError` where an engine that has not been closed trains by it."""
+def require_free(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise `RuntimeError` where an engine that has not been closed trains by the optimizer, or the
+    model or a parameter of it.
+    """
     if optimizer in _holds:
         raise RuntimeError(
             "optimizer belongs to an engine already: call engine.close() on that one first, or "
             "make another optimizer"
         )
+    params = _ids(optimizer)
+    if any(hold.concerns(model, params) for hold in _holds.values()):
+        raise RuntimeError(
+            "an engine trains this model, or parameters of it, already; two would exchange and "
+            "update the same parameters. Call engine.close() on that one first (training goes on "
+            "from the parameters as they are), or prepare another model"
+        )
+
+
+def _ids(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}

@@ -353,7 +353,7 @@ def _planned(
     place: _Place,
 ) -> _Plan:
     grad_clip = options.grad_clip
-    require_free(optimizer)
+    require_free(model, optimizer)
     require_one_clip(optimizer, grad_clip)
     names = {p: name for name, p in model.named_parameters()}
     _require_own_params(names, optimizer)
@@ -450,7 +450,7 @@ def _assembled(
     handles: list[Any],
 ) -> Engine:
     """Put the parts together; from here on the model is changed, by `handles`."""
-    handles.append(Hold(plan.optimizer))
+    handles.append(Hold(model, plan.optimizer))
     if strategy.recompute is not None:
         handles.append(recompute(model, strategy.recompute.checkpoints, stage=plan.stage))
     dtype = None if strategy.amp is None else getattr(torch, strategy.amp.dtype)
