@@ -328,6 +328,9 @@ class LocalUpdates:
             optimizer.register_step_post_hook(lambda *_: self._after_step(averager)),
         ]
         _open.append(self)
+        call_params = getattr(optimizer, "call_params", None)  # of an optimizer of this library
+        if call_params is not None:
+            call_params({p: name for name, p in self._tensors.model.named_parameters()})
         return self
 
     def _agreed_sources(self, group: Group) -> Sources:

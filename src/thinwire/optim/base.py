@@ -218,6 +218,6 @@ class CommonOptimizer(TwoPhase):
                 the rate.
         """
         as_loaded = self._as_loaded if self._wide_state else None
-        with restoring(self, self._read_extra_state, self._set_extra_state, as_loaded):
+        with restoring(self, self._read_extra_state, self._set_extra_state, as_loaded, self._label):
             super().load_state_dict(state_dict)
         self._show_rates()

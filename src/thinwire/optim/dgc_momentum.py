@@ -316,13 +316,18 @@ class DGCMomentum(CommonOptimizer):
                 "this optimizer is attached already: call remove() on its handle first"
             )
         mine = {p for p in self._ordered_params() if p.requires_grad}
-        theirs = {p for p in ddp.parameters() if p.requires_grad}
-        if mine != theirs:
+        theirs: dict[Tensor, str] = {
+            p: name for name, p in ddp.module.named_parameters() if p.requires_grad
+        }
+        if mine != theirs.keys():
+            missing = [name for p, name in theirs.items() if p not in mine]
             raise ValueError(
                 "ddp must have exactly the trainable parameters of this optimizer: "
-                f"{len(theirs - mine)} of the model's are not in the optimizer, "
-                f"{len(mine - theirs)} of the optimizer's are not in the model"
+                f"{len(missing)} of the model's are not in the optimizer"
+                f"{', such as ' + missing[0] if missing else ''}, "
+                f"{len(mine - theirs.keys())} of the optimizer's are not in the model"
             )
+        self.call_params(theirs)
         with self.one_deadline():
             group = self.joined().group
         tap = tap_buckets(ddp, group, self._launch_bucket)
@@ -333,6 +338,11 @@ class DGCMomentum(CommonOptimizer):
     def process_group(self) -> dist.ProcessGroup | None:
         """The ranks that exchange, as given; None for all of them."""
         return self._process_group
+
+    def call_params(self, names: Mapping[Tensor, str]) -> None:
+        """See `GroupedOptimizer.call_params`; the exchange uses these names too."""
+        super().call_params(names)
+        self._cached_listing = None
 
     def set_buckets(self, buckets: Sequence[Sequence[str]]) -> None:
         """Which parameters travel together from now on, for an engine; the same on all ranks."""

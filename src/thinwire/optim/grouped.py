@@ -192,6 +192,18 @@ class GroupedOptimizer(torch.optim.Optimizer):
         before, self._common.grad_clip = self._common.grad_clip, clip
         return before
 
+    def call_params(self, names: Mapping[Tensor, str]) -> None:
+        """Give names to parameters that came without, for messages and for arguments that take
+        names; groups and `state_dict` stay as they are.
+
+        Args:
+            names: Such as those in the model.
+        """
+        places = self._common.places
+        for param, place in places.items():
+            if place.name is None and param in names:
+                places[param] = dataclasses.replace(place, name=names[param])
+
     @property
     def has_schedule(self) -> bool:
         """Whether a schedule or a list drives the rate of any group."""
@@ -215,6 +227,10 @@ class GroupedOptimizer(torch.optim.Optimizer):
 
     def _group_of(self, param: Tensor) -> dict[str, Any]:
         return self.param_groups[self._common.places[param].group_index]
+
+    def _label(self, param: Tensor) -> str:
+        """What messages call a parameter."""
+        return self._common.places[param].label
 
     def _facts(self, param: Tensor) -> ParamFacts:
         """Name, group and what its group and the exclusion say about decay, in the update

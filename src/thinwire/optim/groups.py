@@ -49,6 +49,11 @@ class ParamPlace:
     excluded: bool
     """Whether it has no weight decay."""
 
+    @property
+    def label(self) -> str:
+        """What messages call it."""
+        return f"parameter {self.index}" if self.name is None else self.name
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSettings:

@@ -74,7 +74,7 @@ class LayerwiseOptimizer(OwnOptimizer):
         for (param, grad), step in zip(pairs, steps, strict=True):
             if grad.shape != param.shape:  # loops over addresses trust it
                 raise RuntimeError(
-                    f"the gradient of {self._facts(param).name or 'a parameter'} has shape "
+                    f"the gradient of {self._label(param)} has shape "
                     f"{tuple(grad.shape)} and the parameter {tuple(param.shape)}: run the backward "
                     "pass again"
                 )

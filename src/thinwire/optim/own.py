@@ -88,7 +88,7 @@ class OwnOptimizer(CommonOptimizer):
     def _check_layout(self, param: Tensor, grad: Tensor) -> None:
         if grad.layout is torch.strided:
             return
-        name = self._facts(param).name or f"parameter {self._facts(param).index}"
+        name = self._label(param)
         if not self._takes_rows:
             raise RuntimeError(
                 f"{type(self).__name__} takes dense gradients only, but that of {name} is "
@@ -132,7 +132,7 @@ class OwnOptimizer(CommonOptimizer):
         buffer: Tensor = state[key]
         if buffer.shape != param.shape:  # loops over addresses trust it
             raise RuntimeError(
-                f"{key} of {self._facts(param).name or 'a parameter'} has shape "
+                f"{key} of {self._label(param)} has shape "
                 f"{tuple(buffer.shape)} and the parameter {tuple(param.shape)}: load the state of "
                 "the same model, or make a new optimizer"
             )

@@ -44,13 +44,14 @@ def restoring(
     read_extra: Callable[[Mapping[str, Any]], dict[str, Any]],
     set_extra: Callable[[Mapping[str, Any]], None],
     as_loaded: Callable[[Tensor, Tensor], Tensor] | None,
+    label: Callable[[Tensor], str],
 ) -> Iterator[None]:
     """While torch loads a state_dict: read back what `packed` wrote, and keep wide state out of
     torch's cast.
 
     `read_extra` sees the dictionary before anything changes, `set_extra` its result once torch has
     accepted the rest. `as_loaded(param, value)` gives floating-point state the type and layout that
-    it has here; None leaves it to torch.
+    it has here; None leaves it to torch. `label(param)` is what messages call a parameter.
 
     Both run innermost, around torch's own work: after the user's hooks that change the dictionary,
     before those that look at the result.
@@ -61,7 +62,7 @@ def restoring(
         extra.update(read_extra(state_dict))
         saved, here = state_dict["param_groups"], optimizer.param_groups
         groups = in_order(saved, names_of(saved), names_of(here))
-        _require_shapes(groups, state_dict["state"], here)
+        _require_shapes(groups, state_dict["state"], here, label)
         return {
             **state_dict,
             "param_groups": _unpacked(groups, here),
@@ -89,14 +90,15 @@ def restoring(
 
 
 def _require_shapes(
-    groups: list[dict[str, Any]], state: Mapping[Any, Any], here: list[dict[str, Any]]
+    groups: list[dict[str, Any]],
+    state: Mapping[Any, Any],
+    here: list[dict[str, Any]],
+    label: Callable[[Tensor], str],
 ) -> None:
     """Without names an order that is another may still show."""
     keys = (key for group in groups for key in group["params"])
     params = (param for group in here for param in group["params"])
-    for i, (key, param) in enumerate(
-        zip(keys, params, strict=False)
-    ):  # torch compares how many there are
+    for key, param in zip(keys, params, strict=False):  # torch compares how many there are
         for name in _LIKE_THE_PARAMETER:
             value = state.get(key, {}).get(name)
             if not isinstance(value, Tensor):
@@ -104,7 +106,7 @@ def _require_shapes(
             wanted = param.shape if is_sharded(value) else shard_of(param).shape
             if value.shape != wanted:
                 raise ValueError(
-                    f"the state does not fit: {name} of parameter {i} has shape "
+                    f"the state does not fit: {name} of {label(param)} has shape "
                     f"{tuple(value.shape)}, the parameter has {tuple(wanted)}. Give the "
                     "optimizer the parameters in the same order, or named ones"
                 )

@@ -209,7 +209,7 @@ def _check_pair(
             f"params_grads[{i}]: the parameter of shape {tuple(param.shape)} is not one of this "
             "optimizer's"
         )
-    name = places[param].name or f"parameter {places[param].index}"
+    name = places[param].label
     if param in found:
         raise ValueError(f"params_grads[{i}]: {name} is given twice; add its gradients up first")
     if grad is None:

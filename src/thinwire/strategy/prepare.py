@@ -49,6 +49,7 @@ from thinwire.local.model import bare_optimizer
 from thinwire.local.updates import LocalUpdates
 from thinwire.members.members import Members
 from thinwire.optim.dgc_momentum import DGCMomentum
+from thinwire.optim.grouped import GroupedOptimizer
 from thinwire.optim.layerwise import LayerwiseOptimizer
 from thinwire.pipeline.runner import PipelineRunner
 from thinwire.pipeline.split import split_model
@@ -519,6 +520,8 @@ def _assembled(
         settled_step=_settled_step(strategy),
         facts=checkpoint_facts(strategy, model, plan.optimizer),
     )
+    if isinstance(plan.optimizer, GroupedOptimizer):
+        plan.optimizer.call_params({p: name for name, p in model.named_parameters()})
     return Engine(parts)
 
 
