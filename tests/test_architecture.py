@@ -11,13 +11,14 @@ import thinwire
 from benchmarks.structure import circles
 
 ROOT = Path(thinwire.__file__).parent
-BASE = {"errors", "_version", "_validate", "_aside"}
+BASE = {"errors", "_version", "_validate", "_aside", "_wording"}
 MATHS = BASE | {"layout", "schedules", "kernels", "core"}
 METHODS = MATHS | {"wire", "compress"}
 MAY_IMPORT = {
     "errors": set(),
     "_version": set(),
-    "_validate": set(),
+    "_validate": {"_wording"},
+    "_wording": set(),
     "_aside": set(),
     "schedules": BASE,
     "task": BASE,

@@ -1,6 +1,7 @@
 """Bad input is one line and status 2; help has an example; nothing is written before the arguments
 are right."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -189,6 +190,57 @@ def test_a_bad_strategy_file_is_one_line(
         line = fails(capsys, "explain", str(path), *options)
         assert line.startswith(f"thinwire: {path}:")
         assert BAD_FILES[text] in line
+
+
+NO_STRATEGIES = {
+    "binary": bytes(range(256)) * 40,
+    "python": Path(cli.__file__).read_bytes(),
+    "one import": b"import torch\n",
+    "prose": b"word " * 40_000,
+    "huge": b"# nothing\n" * 1_000_000,
+    "zeros": bytes(1_000_000),
+    "a long value": b"dgc: " + b"word " * 40_000,
+    "a long key": b"k" * 1000 + b": {a: 1}\n",
+    "many keys": b"".join(b"service%d: {image: x, ports: [1, 2]}\n" % i for i in range(500)),
+    "a long key of another kind": b"? [" + b"a, " * 5000 + b"]\n: {}\n",
+    "a long word of a config": b"amp: {dtype: " + b"word " * 2000 + b"}\n",
+    "a long list": b"dgc: {sparsity: [" + b"x, " * 5000 + b"]}\n",
+}
+
+
+@pytest.mark.parametrize("name", NO_STRATEGIES)
+def test_a_file_that_is_no_strategy_is_one_short_line(
+    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(NO_STRATEGIES[name])
+    line = fails(capsys, "explain", str(path))
+    assert line.startswith(f"thinwire: {path}:")
+    assert len(line) < 1500, line[:3000]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        ("exprot a b", "export"),
+        ("comapre", "compare"),
+        ("expla x", "explain"),
+        ("compare --wrkers 2", "--workers"),
+        ("compare --strategies dnese", "dense"),
+        ("frobnicate", None),
+        ("plot", None),
+        ("compare --lr1 2 --link 3", "--lr"),
+        ("run --lr 2 -- x.py", None),
+        ("compare --strategies sparse", "sparse-local"),
+        ("compare --strategies adam", None),
+    ],
+)
+def test_only_what_is_near_is_suggested(
+    arguments: str, meant: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = fails(capsys, *arguments.split())
+    found = re.search(r'did you mean "?([\w-]+)', line, re.IGNORECASE)
+    assert (found and found[1]) == meant, line
 
 
 def test_a_strategy_file_that_cannot_be_read_is_one_line(

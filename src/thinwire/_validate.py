@@ -3,10 +3,11 @@
 import math
 import operator
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 from numbers import Real
 
 import torch
+
+from thinwire._wording import near, shown
 
 __all__ = ["boolean", "closest", "instance", "integer", "one_of", "real", "same_shapes", "scalar"]
 
@@ -38,7 +39,8 @@ def real(
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(
-            f"{name} must be a number (int or float), got {value!r} of type {type(value).__name__}"
+            f"{name} must be a number (int or float), got {shown(value)} of type "
+            f"{type(value).__name__}"
         )
     try:
         number = float(value)
@@ -55,7 +57,7 @@ def real(
     if not inside:
         bounds = _bounds(at_least, above, at_most, below)
         raise ValueError(
-            f"{name} must be a {'finite ' if finite else ''}number{bounds}, got {value!r}"
+            f"{name} must be a {'finite ' if finite else ''}number{bounds}, got {shown(value)}"
         )
     return number
 
@@ -76,16 +78,18 @@ def integer(
         ValueError: Outside the range.
     """
     if isinstance(value, bool) or _is_unfit_tensor(value) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}")
+        raise TypeError(
+            f"{name} must be an integer, got {shown(value)} of type {type(value).__name__}"
+        )
     try:
         number = operator.index(value)
     except TypeError:
         raise TypeError(
-            f"{name} must be an integer, got {value!r} of type {type(value).__name__}"
+            f"{name} must be an integer, got {shown(value)} of type {type(value).__name__}"
         ) from None
     if (at_least is not None and number < at_least) or (at_most is not None and number > at_most):
         raise ValueError(
-            f"{name} must be an integer{_bounds(at_least, None, at_most, None)}, got {value!r}"
+            f"{name} must be an integer{_bounds(at_least, None, at_most, None)}, got {shown(value)}"
         )
     return number
 
@@ -94,7 +98,7 @@ def boolean(name: str, value: object) -> bool:
     """Return `value` if it is True or False, else raise `TypeError`."""
     if not isinstance(value, bool):
         raise TypeError(
-            f"{name} must be True or False, got {value!r} of type {type(value).__name__}"
+            f"{name} must be True or False, got {shown(value)} of type {type(value).__name__}"
         )
     return value
 
@@ -121,7 +125,7 @@ def instance(name: str, value: object, kinds: type | tuple[type, ...], *, advice
         )
         hint = f"; {advice}" if advice else ""
         raise TypeError(
-            f"{name} must be {names}, got {value!r} of type {type(value).__name__}{hint}"
+            f"{name} must be {names}, got {shown(value)} of type {type(value).__name__}{hint}"
         )
 
 
@@ -131,13 +135,15 @@ def one_of(name: str, value: object, allowed: Iterable[object]) -> None:
     """
     choices = list(allowed)
     if value not in choices:
-        raise ValueError(f"{name} must be one of {choices}, got {value!r}{closest(value, choices)}")
+        raise ValueError(
+            f"{name} must be one of {choices}, got {shown(value)}{closest(value, choices)}"
+        )
 
 
 def closest(word: object, candidates: Iterable[object]) -> str:
-    """A hint such as `; did you mean 'weight_decay'?`, or an empty string when nothing is close."""
+    """A hint such as `; did you mean 'weight_decay'?`, or an empty string when nothing is near."""
     names = [name for name in candidates if isinstance(name, str)]
-    matches = get_close_matches(word, names, n=3, cutoff=0.5) if isinstance(word, str) else []
+    matches = near(word, names) if isinstance(word, str) else []
     return f"; did you mean {' or '.join(repr(match) for match in matches)}?" if matches else ""
 
 

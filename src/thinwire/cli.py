@@ -7,16 +7,20 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from thinwire._version import __version__
+from thinwire._wording import near
 
 __all__ = ["main"]
 
 _EXTRAS = ("cyclopts", "rich")
+_LONGEST_LINE = 2000
+_SUGGESTION = re.compile(r' Did you mean "?([^"? ]+)"?\?')
 _FAILED, _BAD_INPUT, _INTERRUPTED, _TERMINATED = 1, 2, 130, 143
 
 
@@ -64,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
                 status = end.code if isinstance(end.code, int) else int(end.code is not None)
             sys.stdout.flush()  # here, where a reader that has left is seen
     except (CycloptsError, ValueError) as error:
-        _exit(_BAD_INPUT, _one_line(error) + _advice(error, typed))
+        _exit(_BAD_INPUT, _meant(error) + _advice(error, typed))
     except (
         BrokenPipeError
     ):  # of `thinwire ... | head`: nobody reads on, and Python would complain once more at exit
@@ -88,8 +92,21 @@ def _orderly_termination() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+def _meant(error: Exception) -> str:
+    """The error on one line, without a suggestion that differs from the word in many letters."""
+    from cyclopts import UnknownCommandError, UnknownOptionError
+
+    text = " ".join(str(error).split())
+    if isinstance(error, UnknownCommandError):
+        [word, *_] = error.unused_tokens or [""]
+    elif isinstance(error, UnknownOptionError):
+        word = error.token.keyword or error.token.value
+    else:
+        return text if len(text) <= _LONGEST_LINE else f"{text[:_LONGEST_LINE]}..."
+    suggestion = _SUGGESTION.search(text)
+    if suggestion is None or near(word.lstrip("-"), [suggestion[1].lstrip("-")]):
+        return text
+    return text.replace(suggestion[0], "")
 
 
 def _advice(error: Exception, typed: Sequence[str]) -> str:

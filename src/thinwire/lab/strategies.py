@@ -1,10 +1,10 @@
 """The strategies by name. Light on purpose: bad names must be refused before torch is imported."""
 
-import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from thinwire._wording import near
 from thinwire.lab.run.config import Recipe
 
 if TYPE_CHECKING:
@@ -67,8 +67,8 @@ def _from_file(word: str) -> Recipe:
 def _by_name(word: str) -> Recipe:
     if word in STRATEGIES:
         return STRATEGIES[word]
-    near = difflib.get_close_matches(word.lower(), STRATEGIES, n=1, cutoff=0.4)
-    hint = f"did you mean {near[0]}? " if near else ""
+    meant = near(word, STRATEGIES)
+    hint = f"did you mean {meant[0]}? " if meant else ""
     raise ValueError(
         f"strategies={word!r} is unknown; {hint}choose from {', '.join(STRATEGIES)}, or name a "
         "strategy file (.yaml)"

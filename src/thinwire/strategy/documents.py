@@ -6,6 +6,7 @@ from dataclasses import MISSING, Field, fields
 from typing import Any, TypeVar
 
 from thinwire import _validate as check
+from thinwire._wording import shown
 from thinwire.compress.changes import COMPRESSIONS
 from thinwire.compress.sparse_change import Sparse
 from thinwire.core.loss_scale import DynamicLossScale, FixedLossScale
@@ -29,6 +30,7 @@ _UNTAGGED: dict[tuple[type, str], type] = {
 """Of these the config that is written without its tag: what was the only one once."""
 
 _ROOT = "strategy"
+_MOST_UNKNOWN = 5
 F = TypeVar("F", bound=Fields)
 
 
@@ -51,7 +53,7 @@ def from_dict(
         where: What an error puts before the dotted path of a key, such as "plan.yaml:3: ".
 
     Raises:
-        StrategyError: Unknown keys (all of them), a missing key, or a conflict.
+        StrategyError: Unknown keys (the first five of them), a missing key, or a conflict.
         TypeError, ValueError: A wrong value.
     """
     _require_mapping(_ROOT, document, where)
@@ -59,7 +61,9 @@ def from_dict(
         _unknown_keys(_ROOT, document, {name: _keys(kind) for name, kind in CONFIGS.items()})
     )
     if unknown:
-        raise StrategyError("; ".join(where(path) + problem for path, problem in unknown))
+        told = [where(path) + problem for path, problem in unknown[:_MOST_UNKNOWN]]
+        more = len(unknown) - len(told)
+        raise StrategyError("; ".join([*told, *([f"{more} more are unknown"] if more else [])]))
     present = {name: value for name, value in document.items() if value is not None}
     configs = {
         name: _config(f"{_ROOT}.{name}", CONFIGS[name], value, where)
@@ -106,7 +110,7 @@ def kind_of(kind: type, name: str, document: Mapping[str, Any]) -> tuple[str, An
     if (kind, name) in _UNTAGGED and not document.keys() & tags.keys():
         return next(tag for tag in tags if _is_untagged(kind, name, tag)), document
     if len(document) != 1:
-        raise ValueError(f"must have one key of {' and '.join(tags)}, got {dict(document)!r}")
+        raise ValueError(f"must have one key of {' and '.join(tags)}, got {shown(dict(document))}")
     return next(iter(document.items()))
 
 
@@ -153,7 +157,8 @@ def _require_mapping(path: str, value: object, where: Callable[[str], str]) -> N
     if isinstance(value, bool):
         advice += "; for off leave the key out; a description with flags is read by from_fleet"
     raise TypeError(
-        f"{where(path)}{path} must be a mapping, got {value!r} of type {type(value).__name__}; "
+        f"{where(path)}{path} must be a mapping, got {shown(value)} of type "
+        f"{type(value).__name__}; "
         f"{advice}"
     )
 
@@ -168,7 +173,7 @@ def _unknown_keys(
         below = f"{path}.{key}"
         if key not in known:
             hint = check.closest(key, known) or f"; known are {', '.join(known)}"
-            yield below, f"{below}={value!r} is unknown{hint}"
+            yield below, f"{below}={shown(value)} is unknown{hint}"
         elif known[key]:  # a mapping instead of a plain value is the config's to refuse
             yield from _unknown_keys(below, value, known[key])
 

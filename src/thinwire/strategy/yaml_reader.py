@@ -11,10 +11,12 @@ from typing import Any
 
 import yaml
 
+from thinwire._wording import shown
 from thinwire.errors import StrategyError
 
 __all__ = ["read", "read_file"]
 
+_MOST_BYTES = 1 << 18
 _TAG = "tag:yaml.org,2002:"
 _TAGS = {f"{_TAG}{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map")}
 
@@ -51,10 +53,14 @@ def read_file(path: Path, root: str) -> tuple[Any, dict[str, int]]:
     """`read` of a file in UTF-8.
 
     Raises:
-        StrategyError: As `read`, or not UTF-8; the text begins with file and line.
+        StrategyError: As `read`, or not UTF-8, or longer than any strategy; the text begins with
+            file and line.
         OSError: The file cannot be read.
     """
-    content = path.read_bytes()
+    with path.open("rb") as file:
+        content = file.read(_MOST_BYTES + 1)
+    if len(content) > _MOST_BYTES:
+        raise StrategyError(f"{path}: this is no {root}: it has more than {_MOST_BYTES:,} bytes")
     try:
         return read(content.decode("utf-8-sig"), root)
     except UnicodeDecodeError as error:
@@ -113,7 +119,7 @@ def _value(loader: _Loader, node: yaml.Node, path: str, lines: dict[str, int]) -
         return loader.construct_object(node)
     except (ValueError, KeyError):  # such as `!!int x`
         raise StrategyError(
-            f"{line}: {path} has the tag {node.tag}, which {node.value!r} does not fit"
+            f"{line}: {path} has the tag {node.tag}, which {shown(node.value)} does not fit"
         ) from None
 
 
@@ -124,7 +130,7 @@ def _mapping(
     for key_node, value_node in node.value:
         line, key = key_node.start_mark.line + 1, key_node.value
         if key_node.tag != f"{_TAG}str":
-            raise StrategyError(f"{line}: a key of {path} must be a word, got {key!r}")
+            raise StrategyError(f"{line}: a key of {path} must be a word, got {shown(key)}")
         below = f"{path}.{key}"
         if key in values:
             raise StrategyError(

@@ -1,0 +1,55 @@
+"""What messages say of values and of unknown words; without torch."""
+
+import re
+from collections.abc import Iterable
+
+__all__ = ["near", "shown"]
+
+_SEPARATOR = re.compile(r"[-_.]")
+_MOST_WORDS = 3
+_MOST_CHARACTERS = 120
+
+
+def shown(value: object) -> str:
+    """`repr` of a value, or its beginning where it is long."""
+    text = repr(value)
+    if len(text) <= _MOST_CHARACTERS:
+        return text
+    return f"{text[:_MOST_CHARACTERS]}... ({len(text):,} characters)"
+
+
+def near(word: str, candidates: Iterable[str]) -> list[str]:
+    """The candidates that differ from `word` in few letters, nearest first; often none.
+
+    Letters that are missing, too many, others, or two that changed places count one each; a third
+    of the longer word's letters may differ, and one at least. Capitals count as small letters. One
+    of which `word` is a whole part, as `bits` is of `value_bits`, comes after those.
+
+    Returns:
+        At most three; of equally near ones the later.
+    """
+    found = []
+    for place, candidate in enumerate(candidates):
+        most = max(1, max(len(word), len(candidate)) // 3)
+        if abs(len(candidate) - len(word)) <= most:
+            distance = _distance(word.lower(), candidate.lower())
+            if distance <= most:
+                found.append((distance, -place, candidate))
+                continue
+        if word.lower() in _SEPARATOR.split(candidate.lower()):
+            found.append((len(candidate), -place, candidate))
+    return [candidate for _, _, candidate in sorted(found)][:_MOST_WORDS]
+
+
+def _distance(a: str, b: str) -> int:
+    """Edits between two words: the restricted Damerau-Levenshtein distance."""
+    two_before, before = [0] * (len(b) + 1), list(range(len(b) + 1))
+    for i, letter in enumerate(a, start=1):
+        row = [i]
+        for j, other in enumerate(b, start=1):
+            best = min(before[j] + 1, row[-1] + 1, before[j - 1] + (letter != other))
+            if i > 1 and j > 1 and letter == b[j - 2] and a[i - 2] == other:
+                best = min(best, two_before[j - 2] + 1)
+            row.append(best)
+        two_before, before = before, row
+    return before[-1]
