@@ -4,7 +4,8 @@ and between steps.
     python -m benchmarks.memory --out benchmarks/results/memory.json
     python -m benchmarks.memory --quick
 
-Every contender trains the same perceptron on two ranks over gloo, in fresh processes. Figures are
+Every contender trains the same perceptron on two ranks over gloo, in fresh processes; the sharded
+ones on two sites of two shards. Figures are
 resident memory beyond what the process had before the model was made, in words of four bytes per
 parameter, of the rank that has more.
 """
@@ -23,13 +24,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from benchmarks.common import parser_for, save, surroundings
 
 RANKS = 2
-WIDTHS = {"full": (1250, 4000), "quick": (100, 320), "warm": (20, 60)}
+SITES, SHARDED_RANKS = 2, 4
+WIDTHS = {"full": (1250, 4000), "quick": (100, 320), "warm": (60, 120)}
 """Narrow and wide sides of the layers; five of them are 25 million parameters, the largest a fifth.
 """
 BATCH = 8
@@ -133,6 +138,62 @@ def engine(make: Callable[[Any], torch.optim.Optimizer], state_dtype: str) -> Bu
     return build
 
 
+def sharded(model: nn.Module) -> DeviceMesh:
+    """Shard layer by layer inside each of two sites."""
+    names = ("replicate", "shard")
+    mesh = init_device_mesh("cpu", (SITES, SHARDED_RANKS // SITES), mesh_dim_names=names)
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    return mesh
+
+
+def fsdp(make: Callable[[Any], torch.optim.Optimizer]) -> Builder:
+    def build(model: nn.Module, inputs: Tensor) -> tuple[Step, Kept]:
+        sharded(model)
+        optimizer = make(model.parameters())
+        return loop(model, optimizer, inputs), lambda: optimizer.state
+
+    return build
+
+
+def sharded_dgc(model: nn.Module, inputs: Tensor) -> tuple[Step, Kept]:
+    mesh = sharded(model)
+    optimizer = tw.optim.DGCMomentum(model.parameters(), lr=1e-3, min_numel=1000, mesh=mesh)
+    return loop(model, optimizer, inputs), lambda: optimizer.state
+
+
+def sharded_engine(model: nn.Module, inputs: Tensor) -> tuple[Step, Kept]:
+    mesh = sharded(model)
+    strategy = tw.DistributedStrategy(dgc=tw.DGC(min_numel=1000))
+    prepared = strategy.prepare(
+        model, adam(model.parameters()), lambda y, _: y.square().mean(), mesh=mesh
+    )
+
+    def step() -> None:
+        prepared.train_step(inputs, None)
+
+    return step, lambda: [prepared._parts.optimizer.state, prepared._parts.exchange.state_dict()]
+
+
+def sharded_local(compression: tw.Quantized | None) -> Builder:
+    def build(model: nn.Module, inputs: Tensor) -> tuple[Step, Kept]:
+        mesh = sharded(model)
+        optimizer = adam(model.parameters())
+        config = tw.LocalSGD(2, begin_step=0, compression=compression)
+        sync = tw.local_sgd(model, optimizer, config, mesh=mesh).__enter__()
+
+        def kept() -> list[Any]:
+            averager = sync._averager
+            assert averager is not None, "entered"
+            return [optimizer.state, averager.averaging.anchors, averager.averaging.kept]
+
+        return loop(model, optimizer, inputs), kept
+
+    return build
+
+
 CONTENDERS: dict[str, Builder] = {
     "DDP, SGD with momentum": ddp(sgd),
     "DDP, SGD with momentum, gradient_as_bucket_view": ddp(sgd, gradient_as_bucket_view=True),
@@ -149,6 +210,15 @@ CONTENDERS: dict[str, Builder] = {
     "engine, dgc in bfloat16, Adam": engine(adam, "bfloat16"),
 }
 """By name what builds a step; the first is what the others are compared with."""
+SHARDED: dict[str, Builder] = {
+    "fully_shard, SGD with momentum": fsdp(sgd),
+    "fully_shard, DGCMomentum": sharded_dgc,
+    "fully_shard, Adam": fsdp(adam),
+    "fully_shard, engine, dgc, Adam": sharded_engine,
+    "fully_shard, local updates, Adam": sharded_local(None),
+    "fully_shard, local updates in 4 bits, Adam": sharded_local(tw.Quantized(4)),
+}
+"""Those of two sites of two shards; words are per parameter that a rank holds."""
 
 
 def resident_bytes(field: str) -> int:
@@ -166,19 +236,25 @@ def reset_peak() -> bool:
     return True
 
 
+def own(tensor: Tensor) -> Tensor:
+    """What of a tensor lies on this rank."""
+    part: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return part
+
+
 def nbytes(tree: Any) -> int:
     """Of all tensors in nested dicts and lists; those of the keys are the parameters and do not
     count.
     """
     if isinstance(tree, Tensor):
-        return tree.numel() * tree.element_size()
+        return own(tree).numel() * tree.element_size()
     entries = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, list) else ()
     return sum(map(nbytes, entries))
 
 
 def measured(name: str, size: str, steps: int) -> dict[str, Any]:
     """What this rank holds; in a process that has done nothing else."""
-    build = CONTENDERS[name]
+    build = (CONTENDERS | SHARDED)[name]
     inputs = {kind: torch.randn(BATCH, WIDTHS[kind][0]) for kind in ("warm", size)}
     warm, _ = build(perceptron(WIDTHS["warm"]), inputs["warm"])
     for _ in range(4):  # libraries, compilers and threads are there from now on
@@ -194,7 +270,7 @@ def measured(name: str, size: str, steps: int) -> dict[str, Any]:
     for _ in range(steps):
         step()
     peak, resident = resident_bytes("VmHWM") - before, resident_bytes("VmRSS") - before
-    numel = sum(p.numel() for p in model.parameters())
+    numel = sum(own(p).numel() for p in model.parameters())
     words = {"peak": peak, "resident": resident, "kept": nbytes(kept())}
     return {
         "numel": numel,
@@ -208,12 +284,16 @@ def work(name: str, size: str, steps: int, threads: int, rank: int, folder: str)
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks_of(name)
     )
     figures = measured(name, size, steps)
     Path(folder, f"{rank}.json").write_text(json.dumps(figures), encoding="ascii")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def ranks_of(name: str) -> int:
+    return SHARDED_RANKS if name in SHARDED else RANKS
 
 
 def race(name: str, size: str, steps: int, threads: int) -> dict[str, Any]:
@@ -222,7 +302,7 @@ def race(name: str, size: str, steps: int, threads: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         workers = [
             context.Process(target=work, args=(name, size, steps, threads, rank, folder))
-            for rank in range(RANKS)
+            for rank in range(ranks_of(name))
         ]
         for worker in workers:
             worker.start()
@@ -233,7 +313,7 @@ def race(name: str, size: str, steps: int, threads: int) -> dict[str, Any]:
             raise RuntimeError(f"{name}: the ranks ended with {codes}")
         ranks = [
             json.loads(Path(folder, f"{rank}.json").read_text(encoding="ascii"))
-            for rank in range(RANKS)
+            for rank in range(ranks_of(name))
         ]
     figures = {key: max(each[key] for each in ranks) for key in ("peak", "resident", "kept")}
     settled = all(each["peak_is_of_steps"] for each in ranks)
@@ -246,7 +326,7 @@ def measure(size: str, steps: int) -> dict[str, object]:
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     multiprocessing.set_forkserver_preload(list(PRELOADED))
     rows = []
-    for name in CONTENDERS:
+    for name in [*CONTENDERS, *SHARDED]:
         rows.append(race(name, size, steps, torch.get_num_threads()))
         print(f"   {name}: {rows[-1]['peak']:.2f} words at the peak", file=sys.stderr, flush=True)
     return {"numel": rows[0]["numel"], "ranks": RANKS, "batch": BATCH, **around, "rows": rows}
