@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.soak_member import CONFIGS, RUN, Part, train
-from benchmarks.soak_replay import Trace, replay
+from benchmarks.soak_replay import Trace, replay, undisturbed
 from thinwire.lab.network import enter
 from thinwire.lab.network.link import Link
 from thinwire.lab.network.namespaces import inside
@@ -48,6 +48,10 @@ _SILENT_S = 15.0
 _STOPPED_S = 4.0
 """Beyond the time-out, for one that is stopped or cut off."""
 _LAST_STEPS = 40
+_ENOUGH = 1000
+"""Averagings after which losses are compared: until then they fall fast."""
+_LOSS_WITHIN = 0.01
+"""Of the loss of a run that nobody disturbs, with as many averagings."""
 _CUT_OFF = ("Evicted", "QuorumLost", "PeerStalled", "ThinwireError")
 """How one may end whose link was cut: it cannot know what the others have decided."""
 
@@ -464,12 +468,16 @@ def soak(
     if not trace.averagings:
         return {"problems": made.problems}
     again = replay(trace)
-    other = [step for step, digest in trace.digests.items() if again[step] != digest]
+    other = [step for step, digest in trace.digests.items() if again.digests[step] != digest]
     if other:
         made._problem(f"replay: other bits from step {other[0]} on, {len(other)} averagings")
     first, last = made.losses()
     if not last < 0.8 * first:
         made._problem(f"the loss was {first:.3f} and is {last:.3f}")
+    calm = replay(undisturbed(trace)).loss
+    beyond = again.loss / calm - 1
+    if len(trace.averagings) >= _ENOUGH and beyond > _LOSS_WITHIN:
+        made._problem(f"the held-out loss is {again.loss:.4f}, undisturbed {calm:.4f}")
     return {
         "problems": made.problems,
         "network": why or f"{latency} each way to the middle",
@@ -483,6 +491,8 @@ def soak(
         "replayed alike": len(trace.averagings) - len(other),
         "longest silence in seconds": round(max(one.longest_s for one in made.all), 1),
         "loss": [round(first, 4), round(last, 4)],
+        "held-out loss": round(again.loss, 5),
+        "held-out loss, undisturbed": round(calm, 5),
         "held": made.growth(),
     }
 
@@ -503,8 +513,10 @@ def main() -> int:
     if given.replay is not None:
         trace = Trace.load(given.replay)
         again = replay(trace)
-        other = [step for step, digest in trace.digests.items() if again[step] != digest]
-        print(f"{len(again)} averagings, {len(other)} with other bits: {other[:10]}")
+        other = [step for step, digest in trace.digests.items() if again.digests[step] != digest]
+        print(f"{len(again.digests)} averagings, {len(other)} with other bits: {other[:10]}")
+        calm = replay(undisturbed(trace)).loss
+        print(f"held-out loss {again.loss:.5f}, undisturbed {calm:.5f}")
         return int(bool(other))
     folder = given.folder or Path(tempfile.mkdtemp(prefix="thinwire-soak-"))
     found = soak(

@@ -81,6 +81,15 @@ class Trainee:
         self.optimizer.step()
         return loss.item()
 
+    @torch.no_grad()
+    def held_out_loss(self, samples: int) -> float:
+        """On data that no seed of a member gives; random numbers of this process stay."""
+        x = torch.randn(samples, _WIDTH, generator=torch.Generator().manual_seed(1 << 32))
+        self.net.eval()
+        loss: Tensor = (self.net(x) - x.roll(1, 1)).square().mean()
+        self.net.train()
+        return loss.item()
+
 
 def digest(averaging: Averaging, net: nn.Module) -> str:
     """Of all that members must hold alike after an averaging."""
@@ -191,7 +200,7 @@ class _Member:
                 return
             # the generation of the exchange, which may have been left since
             group = self._members.group
-            self._committed = {**about, "generation": group._number, "size": group.size}
+            self._committed = {**about, "generation": group.number, "size": group.size}
 
         def taking(taker: Taker, at_most: int) -> Any:
             nonlocal taken

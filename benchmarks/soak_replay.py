@@ -26,9 +26,12 @@ from thinwire.kernels.warm import warm_up
 from thinwire.local.averaging import Averaging, PendingAveraging
 from thinwire.local.model import LocalModel
 
-__all__ = ["Trace", "replay"]
+__all__ = ["Replayed", "Trace", "replay", "undisturbed"]
 
 _TIMEOUT_S = 60.0
+_LAST = 20
+"""Averagings whose loss counts, the last ones."""
+_HELD_OUT = 4096
 
 
 @dataclass(frozen=True)
@@ -145,20 +148,31 @@ class _Member:
         return pending
 
 
-def replay(trace: Trace) -> dict[int, str]:
-    """The digest of every averaging."""
-    torch.set_num_threads(1)
-    members: dict[str, _Member] = {}
+@dataclass(frozen=True)
+class Replayed:
+    """What came of it.
+
+    Attributes:
+        digests: Of every averaging, by step.
+        loss: On data that nobody trained on, the mean over the last averagings.
+    """
+
+    digests: dict[int, str]
+    loss: float
+
+
+def undisturbed(trace: Trace) -> Trace:
+    """As many averagings of those who began, to whom nothing happens."""
     founders = next(iter(trace.averagings.values()))
-    for each in founders:
-        members[each] = _Member(trace.seeds[each], trace.config)
-    for each in founders:
-        members[each].begin_like(members[founders[0]])
-    for member in members.values():
-        changes = member.averaging.changes
-        if changes is not None:
-            warm_up(changes.needs(list(member.model.params.values())))
-        warm_up(needs_of("outer", list(member.model.params.values())))
+    seeds = {each: trace.seeds[each] for each in founders}
+    return Trace(trace.config, seeds, averagings=dict.fromkeys(trace.averagings, founders))
+
+
+def replay(trace: Trace) -> Replayed:
+    """Go through a trace."""
+    torch.set_num_threads(1)
+    losses: list[float] = []
+    members = _founders(trace)
     found: dict[int, str] = {}
     ids: Sequence[str] = ()
     directs: list[Direct] = []
@@ -180,9 +194,24 @@ def replay(trace: Trace) -> dict[int, str]:
                 members[heir].inherit(members[leaver], factor)
             first = members[now[0]]
             found[step] = digest(first.averaging, first.trainee.net)
+            if len(found) > len(trace.averagings) - _LAST:
+                losses.append(first.trainee.held_out_loss(_HELD_OUT))
     for direct in directs:
         direct.release()
-    return found
+    return Replayed(found, sum(losses) / len(losses))
+
+
+def _founders(trace: Trace) -> dict[str, _Member]:
+    """Those who begin, with what they need."""
+    founders = next(iter(trace.averagings.values()))
+    members = {each: _Member(trace.seeds[each], trace.config) for each in founders}
+    for member in members.values():
+        member.begin_like(members[founders[0]])
+        changes = member.averaging.changes
+        if changes is not None:
+            warm_up(changes.needs(list(member.model.params.values())))
+        warm_up(needs_of("outer", list(member.model.params.values())))
+    return members
 
 
 def _entered(

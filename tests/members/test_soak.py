@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.soak_replay import Trace, replay
+from benchmarks.soak_replay import Trace, replay, undisturbed
 
 ROOT = Path(__file__).parents[2]
 AVERAGINGS = {1: ["ann", "bob"], 5: ["ann", "bob", "eve"], 9: ["bob", "eve"]}
@@ -36,9 +36,16 @@ def _trace(**changes: Any) -> Trace:
 )
 def test_a_replay_tells_other_members_from_the_same(changes: dict[str, Any]) -> None:
     whole = replay(_trace())
-    assert list(whole) == [1, 5, 9]
+    assert list(whole.digests) == [1, 5, 9]
     assert replay(_trace()) == whole
-    assert replay(_trace(**changes)) != whole
+    assert replay(_trace(**changes)).digests != whole.digests
+
+
+def test_a_run_that_nobody_disturbs_has_as_many_averagings_of_those_who_began() -> None:
+    calm = undisturbed(_trace(averagings={**AVERAGINGS, 5: ["ann", "bob"]}))
+    assert list(calm.averagings.values()) == [["ann", "bob", "eve"]] * 3
+    assert not calm.inherited
+    assert 0 < replay(calm).loss < 2
 
 
 @pytest.mark.slow
