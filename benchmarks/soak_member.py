@@ -242,7 +242,8 @@ class _Member:
         while True:
             gc.collect()
             now = resources()
-            if now["sockets"] <= before["sockets"] or time.monotonic() > until:
+            over = all(now[kind] <= before[kind] for kind in ("sockets", "descriptors"))
+            if over or time.monotonic() > until:
                 return now
             time.sleep(0.1)
 

@@ -1,0 +1,233 @@
+"""Ranks of the pool over lines of their own, in network namespaces, to which things are done."""
+
+import contextlib
+import os
+import subprocess
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import thinwire as tw
+from tests.attacks.outcome import Seen
+from tests.attacks.training import Trainer, digest, make
+from tests.launched import free_port
+from tests.ranks import Pool
+from thinwire.errors import ThinwireError
+from thinwire.lab.network.enter import enter_network
+from thinwire.lab.network.link import Link
+from thinwire.lab.network.namespaces import inside
+from thinwire.lab.network.netns import Network, network
+
+__all__ = [
+    "TIMEOUT_S",
+    "alike",
+    "blackhole",
+    "nft",
+    "over_lines",
+    "state",
+    "traffic",
+    "trained",
+    "wide",
+]
+
+TIMEOUT_S = 6.0
+_PATIENCE_S = 60.0
+
+
+def over_lines(
+    pool: Pool,
+    function: Callable[..., Any],
+    *args: Any,
+    folder: Path,
+    size: int,
+    link: Link,
+    at: int = -1,
+    act: Callable[[Network], None] = lambda _: None,
+    timeout_s: float = 90.0,
+) -> list[Any]:
+    """`function(rank, size, folder, *args)` of every rank, each behind a line of its own; `act` is
+    called once rank 0 has noted step `at` by `reach`."""
+    with network(size, link) as net:
+        paths = [f"/proc/{os.getpid()}/fd/{fd}" for fd in net.namespace_fds]
+        actor = threading.Thread(target=_when_reached, args=(folder, at, lambda: act(net)))
+        actor.start()
+        try:
+            return pool.run(
+                _inside,
+                paths,
+                # another one each time: torch keeps a server by its port, in its old network
+                f"tcp://{net.addresses[0]}:{free_port()}",
+                function,
+                (str(folder), *args),
+                size=size,
+                timeout_s=timeout_s,
+                group_timeout_s=60,
+                expect_errors=True,
+            )
+        finally:
+            (folder / "over").touch()
+            actor.join()
+
+
+def reach(folder: str, step: int) -> None:
+    """Note that rank 0 begins this step."""
+    if dist.get_rank() == 0:
+        Path(folder, f"at{step}").touch()
+
+
+def _when_reached(folder: Path, at: int, act: Callable[[], None]) -> None:
+    until = time.monotonic() + _PATIENCE_S
+    while at >= 0 and not (folder / "over").exists() and time.monotonic() < until:
+        if (folder / f"at{at}").exists():
+            act()
+            return
+        time.sleep(0.01)
+
+
+def _inside(
+    rank: int,
+    size: int,
+    paths: Sequence[str],
+    method: str,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> Any:
+    dist.barrier()  # else the other may still be connecting
+    dist.destroy_process_group()
+    home = os.open("/proc/self/ns/net", os.O_RDONLY)
+    there = os.open(paths[rank], os.O_RDONLY)
+    try:
+        enter_network(there)
+        os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+        dist.init_process_group(
+            "gloo",
+            init_method=method,
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=60),
+        )
+        return function(rank, size, *args)
+    finally:
+        with contextlib.suppress(Exception):  # a broken group cannot always be left in good order
+            dist.destroy_process_group()
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)
+        enter_network(home)
+        os.close(home)
+        os.close(there)
+
+
+def trained(rank: int, size: int, folder: str, way: str, last: int, timeout_s: float) -> Seen:
+    """Train to step `last` or to the first error."""
+    trainer, seen = make(way, timeout=timeout_s), Seen()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        for number in range(last):
+            reach(folder, number)
+            seen.before, begun = trainer.digest(), time.monotonic()
+            try:
+                trainer.step(number)
+            except Exception as error:
+                seen.seconds = time.monotonic() - begun
+                seen.error, seen.text = type(error).__name__, str(error)
+                seen.family = isinstance(error, ThinwireError)
+                break
+            seen.updates = number + 1
+            seen.seconds = max(seen.seconds, time.monotonic() - begun)
+    seen.after, seen.common = trainer.digest(), alike(trainer)
+    return seen
+
+
+def alike(trainer: Trainer) -> str:
+    """What ranks hold alike however a step ends: parameters, or anchors between two averagings."""
+    kind = "parameter " if trainer.sync is None else "anchor "
+    return digest({n: t for n, t in trainer.tensors().items() if n.startswith(kind)})
+
+
+def wide(rank: int, size: int, folder: str, fields: dict[str, Any], last: int) -> Any:
+    """Steps of a model of a million parameters: per step the bytes that the library says it has
+    given to exchanges, those that left the interface, and seconds."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(1024, 512), torch.nn.Linear(512, 1024))
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.01, momentum=0.9)
+    engine = tw.DistributedStrategy(**fields).prepare(
+        model, optimizer, torch.nn.functional.mse_loss, timeout=60.0
+    )
+    rows = []
+    data = torch.Generator().manual_seed(rank)
+    for number in range(last):
+        x = torch.randn(8, 1024, generator=data)
+        reach(folder, number)
+        before = engine.stats()["bytes_sent"], traffic(), time.monotonic()
+        engine.train_step(x, x)
+        rows.append(
+            (
+                engine.stats()["bytes_sent"] - before[0],
+                traffic() - before[1],
+                time.monotonic() - before[2],
+            )
+        )
+    return rows
+
+
+def traffic() -> int:
+    """Bytes that have left this process's network by eth0."""
+    for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
+        name, _, counts = line.partition(":")
+        if name.strip() == "eth0":
+            return int(counts.split()[8])
+    raise AssertionError("no eth0")
+
+
+def state(namespace: int, what: str) -> None:
+    """Take the interface inside a namespace "up" or "down"."""
+    from pyroute2 import IPRoute
+
+    def act() -> None:
+        with IPRoute() as ip:
+            ip.link("set", index=ip.link_lookup(ifname="eth0")[0], state=what)
+
+    inside(namespace, act)
+
+
+def blackhole(namespace: int, addresses: Sequence[str]) -> None:
+    """Drop, without a word, what goes from a namespace to these addresses."""
+    from pyroute2 import IPRoute
+
+    def act() -> None:
+        with IPRoute() as ip:
+            for address in addresses:
+                ip.route("add", dst=f"{address}/32", type="blackhole")
+
+    inside(namespace, act)
+
+
+def nft(namespace: int, rule: str) -> None:
+    """One rule for all that comes in to a namespace by eth0."""
+    hook = 'type filter hook input priority 0; iifname "eth0"'
+    text = f"table ip faults {{\nchain input {{ {hook} {rule}; }}\n}}"
+    inside(namespace, lambda: _nft(text))
+
+
+def _nft(text: str) -> None:
+    subprocess.run(["nft", "-f", "-"], input=text, text=True, check=True)
+
+
+@contextlib.contextmanager
+def limited_memory(limit_bytes: int) -> Iterator[None]:
+    """This process in a cgroup of its own (version 1) that may take so much from here on."""
+    place = Path("/sys/fs/cgroup/memory") / f"thinwire-{os.getpid()}"
+    place.mkdir()
+    try:
+        (place / "memory.limit_in_bytes").write_text(str(limit_bytes))
+        (place / "cgroup.procs").write_text(str(os.getpid()))
+        yield
+    finally:
+        (place.parent / "cgroup.procs").write_text(str(os.getpid()))
+        place.rmdir()

@@ -1,0 +1,94 @@
+"""The launcher is told to end, or ends without a word."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.launched import free_port
+
+SCRIPT = Path(__file__).with_name("preempted.py")
+STEPS = 40
+LIMIT_S = 90.0
+
+
+@contextlib.contextmanager
+def launched(folder: Path, step_s: float) -> Iterator["subprocess.Popen[bytes]"]:
+    """torchrun with two workers."""
+    folder.mkdir(exist_ok=True)
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+        *("--master-addr", "127.0.0.1", "--master-port", str(free_port())),
+        *("--monitor-interval", "0.2", str(SCRIPT), str(folder), str(STEPS), str(step_s)),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with (folder / "log").open("ab") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        try:
+            yield process
+        finally:
+            for pid in [process.pid, *(worker[0] for worker in workers(folder))]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            process.wait()
+
+
+def workers(folder: Path) -> list[tuple[int, int]]:
+    """Process and last step of each worker that has begun."""
+    texts = [file.read_text().split() for file in folder.glob("pid*")]
+    return [(int(text[0]), int(text[1])) for text in texts if text]
+
+
+def wait_until_both_train(folder: Path) -> None:
+    until = time.monotonic() + LIMIT_S
+    while sum(step >= 5 for _, step in workers(folder)) < 2:
+        assert time.monotonic() < until, (folder / "log").read_text()
+        time.sleep(0.02)
+
+
+def digests(folder: Path) -> list[str]:
+    return [(folder / f"end{rank}").read_text() for rank in (0, 1)]
+
+
+@pytest.mark.fault
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_job_that_is_told_to_end_goes_on_later_as_if_it_had_not_been(tmp_path: Path) -> None:
+    """By SIGTERM to torchrun, which all workers hear at different moments."""
+    with launched(tmp_path / "whole", 0.0) as whole:
+        assert whole.wait(LIMIT_S) == 0
+    folder = tmp_path / "told"
+    with launched(folder, 0.1) as first:
+        wait_until_both_train(folder)
+        first.send_signal(signal.SIGTERM)
+        assert first.wait(LIMIT_S) != 0
+    reached = {step for _, step in workers(folder)}
+    assert len(reached) == 1
+    assert reached < set(range(STEPS))
+    (saved,) = (folder / "checkpoints").glob("step_*")
+    assert int(saved.name.removeprefix("step_")) in reached
+    with launched(folder, 0.0) as second:
+        assert second.wait(LIMIT_S) == 0, (folder / "log").read_text()
+    assert digests(folder) == digests(tmp_path / "whole")
+
+
+@pytest.mark.fault
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells a process of this end")
+def test_no_worker_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
+    """torchrun's would train on; the line of docs/reliability.md ends them."""
+    folder = tmp_path / "orphans"
+    with launched(folder, 0.1) as launcher:
+        wait_until_both_train(folder)
+        launcher.kill()
+        begun = time.monotonic()
+        while any(Path(f"/proc/{pid}").exists() for pid, _ in workers(folder)):
+            assert time.monotonic() - begun < 5
+            time.sleep(0.02)

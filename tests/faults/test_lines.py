@@ -1,0 +1,128 @@
+"""What lines do to training: down for a while or for good, slower, late, lossy, apart."""
+
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+import thinwire as tw
+from tests.attacks.outcome import Seen
+from tests.faults.lines import TIMEOUT_S, blackhole, nft, over_lines, state, trained, wide
+from tests.lab.namespaces import needs_netns
+from tests.ranks import Pool
+from thinwire.lab.network.link import Link
+from thinwire.lab.network.netns import Network
+
+FAST = Link.parse("200mbit")
+needs_nft = pytest.mark.skipif(shutil.which("nft") is None, reason="needs the command nft")
+
+
+def undisturbed(ranks: Pool, folder: Path, way: str, size: int, last: int) -> list[str]:
+    folder.mkdir()
+    seen = over_lines(ranks, trained, way, last, 30.0, folder=folder, size=size, link=FAST)
+    return [one.common for one in seen]
+
+
+@pytest.mark.fault
+@needs_netns
+@pytest.mark.parametrize("way", ["dgc", "local"])
+def test_a_line_is_down_for_less_than_the_time_out(ranks: Pool, tmp_path: Path, way: str) -> None:
+    """Nothing but time is lost: the bits are those of the run that nobody disturbed."""
+    whole = undisturbed(ranks, tmp_path / "whole", way, 3, 12)
+
+    def down_and_up(net: Network) -> None:
+        state(net.namespace_fds[2], "down")
+        time.sleep(3)
+        state(net.namespace_fds[2], "up")
+
+    seen = over_lines(
+        ranks, trained, way, 12, 30.0, folder=tmp_path, size=3, link=FAST, at=4, act=down_and_up
+    )
+    assert [one.error for one in seen] == [""] * 3
+    assert [one.common for one in seen] == whole
+    assert max(one.seconds for one in seen) > 2
+
+
+@pytest.mark.fault
+@needs_netns
+@needs_nft
+def test_every_hundredth_packet_is_lost(ranks: Pool, tmp_path: Path) -> None:
+    whole = undisturbed(ranks, tmp_path / "whole", "dgc", 3, 30)
+
+    def lose(net: Network) -> None:
+        for namespace in net.namespace_fds:
+            nft(namespace, "numgen random mod 100 < 1 drop")
+
+    seen = over_lines(
+        ranks, trained, "dgc", 30, 30.0, folder=tmp_path, size=3, link=FAST, at=2, act=lose
+    )
+    assert [one.error for one in seen] == [""] * 3
+    assert [one.common for one in seen] == whole
+
+
+@pytest.mark.fault
+@needs_netns
+def test_two_halves_without_a_way_between_them_both_stop(ranks: Pool, tmp_path: Path) -> None:
+    """Neither goes on alone, and nothing that only one half has exchanged is applied."""
+
+    def part(net: Network) -> None:
+        for rank, namespace in enumerate(net.namespace_fds):
+            blackhole(namespace, net.addresses[2:] if rank < 2 else net.addresses[:2])
+
+    seen = over_lines(
+        ranks,
+        trained,
+        "dgc",
+        10**6,
+        TIMEOUT_S,
+        folder=tmp_path,
+        size=4,
+        link=FAST,
+        at=4,
+        act=part,
+    )
+    for one in seen:
+        assert isinstance(one, Seen), one
+        assert one.error in ("PeerStalled", "PeerLost")
+        assert one.seconds < TIMEOUT_S + 2
+        assert one.before == one.after
+    assert len({one.common for one in seen}) == 1
+
+
+@pytest.mark.fault
+@needs_netns
+def test_a_line_becomes_fifty_times_slower_and_the_bytes_that_are_told_are_those_on_the_wire(
+    ranks: Pool, tmp_path: Path
+) -> None:
+    def slow(net: Network) -> None:
+        replace(net, link=Link.parse("20mbit")).limit()
+
+    rows, _ = over_lines(
+        ranks,
+        wide,
+        {},
+        6,
+        folder=tmp_path,
+        size=2,
+        link=Link.parse("1gbit"),
+        at=3,
+        act=slow,
+    )
+    told, sent = (sum(row[n] for row in rows[1:]) for n in (0, 1))
+    assert told == pytest.approx(sent, rel=0.05)
+    assert rows[5][2] > 4 * rows[2][2]
+
+
+@pytest.mark.fault
+@needs_netns
+def test_a_step_over_a_late_line_takes_as_many_round_trips_as_it_has_exchanges(
+    ranks: Pool, tmp_path: Path
+) -> None:
+    """50 ms one way: one message a bucket and two agreements, and a part for the work."""
+    link = Link.parse("100mbit", latency="50ms")
+    strategy = {"dgc": tw.DGC(sparsity=(0.999,))}
+    rows, _ = over_lines(ranks, wide, strategy, 10, folder=tmp_path, size=2, link=link)
+    assert median(row[2] for row in rows[4:]) < 3 * 0.110 + 0.1

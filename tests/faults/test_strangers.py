@@ -1,0 +1,70 @@
+"""Bytes of strangers at the ports of a run, and memory that ends."""
+
+import contextlib
+import os
+import random
+import socket
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.attacks.outcome import Seen
+from tests.attacks.training import make
+from tests.faults.injector import Fault
+from tests.faults.lines import limited_memory
+from tests.faults.test_injected import TIMEOUT_S, survivors, train
+from tests.launched import free_port
+from tests.ranks import Lost, Pool
+from thinwire.comm.sockets import listeners
+
+CGROUPS = os.access("/sys/fs/cgroup/memory/cgroup.procs", os.W_OK)
+
+
+def visited(rank: int, size: int, port: int, visit: bool) -> tuple[str, int]:
+    """What ranks hold in common, and at how many ports a stranger spoke, on rank 1 at step 5."""
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size
+    )
+    trainer, spoken = make("dgc", timeout=30.0), 0
+    for number in range(10):
+        if number == 5 and rank == 1 and visit:
+            chance = random.Random(5)
+            for place in [port, *listeners().values()]:
+                # a listener may be of a network that this process has left
+                with contextlib.suppress(ConnectionRefusedError):
+                    for _ in range(4):
+                        with socket.create_connection(("127.0.0.1", place), timeout=5) as stranger:
+                            stranger.sendall(chance.randbytes(4096))
+                    spoken += 1
+        trainer.step(number)
+    return trainer.common(), spoken
+
+
+@pytest.mark.fault
+def test_random_bytes_at_every_port_change_nothing(ranks: Pool) -> None:
+    whole = ranks.run(visited, free_port(), False, size=3)
+    seen = ranks.run(visited, free_port(), True, size=3, timeout_s=40)
+    assert [one[0] for one in seen] == [one[0] for one in whole]
+    assert seen[1][1] >= 2
+
+
+def starved(rank: int, size: int) -> Seen:
+    fault = Fault("out of memory", 1, 5, "once sent")
+    if rank != 1:
+        return train(rank, size, "dgc", fault)
+    with limited_memory(512 << 20):
+        return train(rank, size, "dgc", fault)
+
+
+@pytest.mark.fault
+@pytest.mark.skipif(not CGROUPS, reason="needs cgroups of version 1 that may be written")
+def test_the_kernel_ends_a_rank_that_takes_too_much_memory(ranks: Pool) -> None:
+    answers = ranks.run(starved, size=3, expect_errors=True, timeout_s=60)
+    for place in Path("/sys/fs/cgroup/memory").glob("thinwire-*"):
+        place.rmdir()
+    assert isinstance(answers[1], Lost)
+    assert answers[1].exit_code == -9
+    survivors(answers, 1, within_s=TIMEOUT_S + 2)

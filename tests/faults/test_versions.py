@@ -1,0 +1,32 @@
+"""A rank that writes another wire format."""
+
+import pytest
+
+from tests.ranks import Pool, Raised
+from tests.strategy.test_alike import start
+from thinwire.local import updates
+from thinwire.optim import dgc_momentum
+from thinwire.strategy import facts
+
+
+def prepared(rank: int, size: int, way: str) -> None:
+    places = (updates, dgc_momentum, facts)
+    versions = [place.WIRE_VERSION for place in places]
+    try:
+        for place in places:
+            place.WIRE_VERSION = versions[0] + rank  # type: ignore[attr-defined]
+        start(way)
+    finally:
+        for place, version in zip(places, versions, strict=True):
+            place.WIRE_VERSION = version  # type: ignore[attr-defined]
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("way", ["engine", "DGCMomentum", "local_sgd"])
+def test_another_wire_version_on_one_rank_is_a_mismatch_on_all(way: str, ranks: Pool) -> None:
+    answers = ranks.run(prepared, way, expect_errors=True)
+    for answer in answers:
+        assert isinstance(answer, Raised)
+        assert answer.type_name == "Mismatch"
+        assert "wire" in answer.text
+        assert "rank 0 has 1, rank 1 has 2" in answer.text
