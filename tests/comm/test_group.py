@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import thinwire as tw
 from tests.ranks import Lost, Pool, Raised
 from thinwire.comm import Group, Nodes, require_agreement, sources_of
 from thinwire.comm import group as group_module
@@ -141,6 +142,32 @@ def user_collectives_interleave(rank: int, size: int) -> list[bytes]:
             torch.zeros(7), async_op=True
         )  # nobody answers; it must not meet our traffic
     return group.gather_bytes(bytes([rank]), what="test")
+
+
+@pytest.mark.parametrize(
+    "set_up",
+    [
+        lambda model, sgd: tw.DistributedStrategy().prepare(model, sgd),
+        lambda model, sgd: tw.local_sgd(model, sgd, tw.LocalSGD(2)).__enter__(),
+        lambda model, sgd: tw.optim.DGCMomentum(model.parameters(), lr=0.1).step(),
+    ],
+)
+def test_ranks_that_were_started_together_do_not_train_each_for_itself(
+    set_up: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script that forgot init_process_group; without a launcher it is one worker."""
+    model = torch.nn.Linear(2, 2)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match=r"rank 1 of 2 .*init_process_group\("):
+        set_up(model, sgd)
+    for size in ("1", "", "many"):
+        monkeypatch.setenv("WORLD_SIZE", size)
+        assert Group().size == 1
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK")
+    assert Group().size == 1
 
 
 def test_user_collectives_do_not_meet_ours(ranks: Pool) -> None:

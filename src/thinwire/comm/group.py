@@ -3,6 +3,7 @@
 import datetime
 import hashlib
 import logging
+import os
 import struct
 import time
 from collections.abc import Callable, Sequence
@@ -72,6 +73,7 @@ class Group:
     Raises:
         TypeError, ValueError: `process_group` or `timeout` is none, or this rank does not belong to
             the group.
+        RuntimeError: A launcher has started several ranks, and there is no process group.
         PeerLost, PeerStalled: A rank died or did not come while the private group was made.
 
     Communication: making the first one over given ranks is collective over them. `bytes_sent`
@@ -107,6 +109,7 @@ class Group:
                     "process_group was given but torch.distributed is not initialized: call "
                     "init_process_group first"
                 )
+            _require_alone()
             return
         self.rank = dist.get_rank(process_group)
         self.size = dist.get_world_size(process_group)
@@ -518,3 +521,17 @@ def require_process_group(value: object) -> None:
         "process_group must be a torch.distributed.ProcessGroup or None for all ranks, got "
         f"{value!r} of type {type(value).__name__}: pass what new_group returned"
     )
+
+
+def _require_alone() -> None:
+    """Refuse what would be a training of each rank for itself, although they were started
+    together.
+    """
+    rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE", "")
+    if rank is not None and size.isdigit() and int(size) > 1:
+        raise RuntimeError(
+            f"this is rank {rank} of {size} by RANK and WORLD_SIZE, and there is no process group, "
+            "so that each rank would train for itself: call "
+            'torch.distributed.init_process_group("gloo") first. To train alone, take WORLD_SIZE '
+            "out of the environment"
+        )

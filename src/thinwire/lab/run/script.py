@@ -38,6 +38,7 @@ def environments(workers: int, network: Network | None) -> list[dict[str, str]]:
         "MASTER_ADDR": "127.0.0.1" if network is None else network.addresses[0],
         "MASTER_PORT": _free_port() if network is None else _PORT,
         "GLOO_SOCKET_IFNAME": loopback_name() if network is None else network.interface,
+        "TORCHELASTIC_RUN_ID": "thinwire run",  # for torch.distributed.is_torchelastic_launched()
         "PYTHONUNBUFFERED": 1,
     }
     places: list[dict[str, Any]] = [
