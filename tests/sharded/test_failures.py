@@ -240,7 +240,9 @@ def wrong(rank: int, size: int, case: str) -> str:
         tw.local_sgd(model, torch.optim.SGD(model.parameters(), lr=0.1), config, mesh=mesh, **given)
 
     def momentum(model: nn.Module, mesh: Any, **given: Any) -> None:
-        tw.optim.DGCMomentum(model.named_parameters(), lr=0.1, mesh=mesh, **given)
+        optimizer = tw.optim.DGCMomentum(model.named_parameters(), lr=0.1, mesh=mesh, **given)
+        mse_loss(model(batch(0, 0)[0]), batch(0, 0)[1]).backward()
+        optimizer.step()
 
     cases: dict[str, Any] = {
         "no mesh": lambda: prepare(model, "replicate"),

@@ -260,7 +260,8 @@ class DGCMomentum(CommonOptimizer):
         }
         super().__init__(groups, defaults)
         self._close()
-        require_shards(self._listing.params, None if mesh is None else mesh["shard"])
+        if mesh is not None:
+            require_shards(self._listing.params, mesh["shard"])
         (warm_up if is_alone() else warm_up_beside)(self.needs)
 
     @property
@@ -732,6 +733,9 @@ class DGCMomentum(CommonOptimizer):
         """The exchange with the other ranks, after the comparison that must precede it."""
         names, known = list(self._listing.params), self._exchange
         if known is None or known.names != names:
+            require_shards(
+                self._listing.params, None if self._mesh is None else self._mesh["shard"]
+            )
             group = self._group_of_votes() if known is None else known.group
             known = self._compared(group, names)
             self._exchange = known

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from thinwire import _validate as check
 from thinwire.comm import busy, long_waits_logged, require_agreement, state_told
 from thinwire.core.pace import Pace
-from thinwire.core.sharded import shard_of, sharded_like
+from thinwire.core.sharded import is_sharded, shard_of, sharded_like
 from thinwire.core.stats import numbers
 from thinwire.core.storage import with_own_storage
 from thinwire.errors import CheckpointMissing, Mismatch, PeerLost, PeerStalled
@@ -222,7 +222,7 @@ class Engine:
 
         Raises:
             RuntimeError: Inside another one; under pipeline, whose stages have their batches in
-                common.
+                common; with a mesh.
             Mismatch: Another rank is in a step outside `join`.
 
         Communication: 24 bytes a rank and microstep; under local updates once for every averaging.
@@ -236,6 +236,11 @@ class Engine:
             raise RuntimeError(
                 "engine.join() does not work under pipeline, whose stages need the same batches: "
                 "give all replicas equally many, such as by DistributedSampler"
+            )
+        if any(map(is_sharded, self._parts.params.values())):
+            raise RuntimeError(
+                "engine.join() does not work with mesh=: the ranks of a site gather their shards "
+                "in every forward pass, and need equally many batches, as DistributedSampler gives"
             )
         self._joining = joining = Joining(self._parts.group, every=not self._parts.exchange.local)
         try:
