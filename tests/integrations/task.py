@@ -83,6 +83,54 @@ def own_local(
     return parameters(model)
 
 
+STRATEGIES: dict[str, Any] = {
+    "none": tw.DistributedStrategy(),
+    "dgc": tw.DistributedStrategy(
+        dgc=tw.DGC(rampup_begin_step=2, rampup_step=4, sparsity=(0.9, 0.98), min_numel=1024)
+    ),
+    "low_rank": tw.DistributedStrategy(low_rank=tw.LowRank(2, begin_step=2, min_numel=1024)),
+    "lamb": tw.DistributedStrategy(lamb=tw.LAMB()),
+    "localsgd": tw.DistributedStrategy(
+        localsgd=tw.LocalSGD(5, begin_step=2, compression=tw.Sparse(0.9))
+    ),
+    "adaptive_localsgd": tw.DistributedStrategy(
+        adaptive_localsgd=tw.AdaptiveLocalSGD(init_k_steps=3, begin_step=2)
+    ),
+}
+"""What goes into the loop of every framework."""
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.named_parameters(), lr=0.01)
+
+
+def own_engine(
+    rank: int,
+    epochs: int,
+    strategy: str,
+    *,
+    clip: float | None = None,
+    accumulated: int = ACCUMULATED,
+    of_batches: bool,
+) -> tuple[list[Tensor], list[float]]:
+    """The parameters after a plain loop that the engine updates, and the loss of every batch."""
+    model, data = task()
+    limit = None if clip is None else tw.ClipByGlobalNorm(clip)
+    engine = STRATEGIES[strategy].prepare(model, adamw(model), grad_clip=limit)
+    losses: list[Tensor] = []
+    for _ in range(epochs):
+        for i, (x, y) in enumerate(own_batches(data, rank, of_batches=of_batches), start=1):
+            loss = cross_entropy(model(x), y)
+            (loss / accumulated).backward()
+            losses.append(loss.detach())
+            if i % accumulated == 0:
+                engine.apply_gradients(torch.stack(losses[-accumulated:]).mean())
+                model.zero_grad()
+    engine.flush()
+    engine.close()
+    return parameters(model), torch.stack(losses).tolist()
+
+
 def parameters(model: nn.Module) -> list[Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 

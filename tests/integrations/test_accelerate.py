@@ -15,16 +15,19 @@ from tests.integrations.packages import as_under_torchrun, needs
 from tests.integrations.task import (
     ACCUMULATED,
     BATCH,
+    STRATEGIES,
+    adamw,
     dgc,
     equal,
     own_compressed,
+    own_engine,
     own_local,
     parameters,
     residuals,
     task,
 )
 from tests.ranks import Pool, Raised
-from thinwire.integrations import PerRankState
+from thinwire.integrations import EngineState, PerRankState
 
 pytestmark = [pytest.mark.integrations, needs("accelerate")]
 
@@ -217,3 +220,114 @@ def test_an_engine_takes_the_wrapped_optimizer(ranks: Pool) -> None:
         assert same
         assert "engine.train_step" in said
         assert equal(values, expected)
+
+
+class ByStrategy:
+    """Accelerate's own loop, whose `optimizer.step()` the engine follows."""
+
+    def __init__(
+        self, accelerator: Any, name: str, clip: float | None = None, seed: int = 0
+    ) -> None:
+        self.accelerator, self.losses = accelerator, list[torch.Tensor]()
+        model, data = task(seed)
+        self.optimizer, self.loader = accelerator.prepare(adamw(model), DataLoader(data, BATCH))
+        self.model = accelerator.prepare_model(model, evaluation_mode=True)
+        limit = None if clip is None else tw.ClipByGlobalNorm(clip)
+        self.engine = STRATEGIES[name].prepare(self.model, self.optimizer, grad_clip=limit)
+        self.engine.follow_steps(self.mean)
+        EngineState(self.engine).register(accelerator)
+
+    def mean(self) -> torch.Tensor:
+        return torch.stack(self.losses[-self.accelerator.gradient_accumulation_steps :]).mean()
+
+    def epoch(self) -> None:
+        for x, y in self.loader:
+            with self.accelerator.accumulate(self.model):
+                loss = cross_entropy(self.model(x), y)
+                self.accelerator.backward(loss)
+                self.losses.append(loss.detach())
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+
+    def evaluation(self) -> float:
+        _, data = task()
+        batches = self.accelerator.prepare_data_loader(DataLoader(data, 2 * BATCH))
+        with torch.no_grad():
+            losses = [cross_entropy(self.model(x), y, reduction="none") for x, y in batches]
+        return float(self.accelerator.gather_for_metrics(torch.cat(losses)).mean())
+
+
+def by_strategy(rank: int, size: int, name: str, accumulated: int, clip: float | None) -> Any:
+    with accelerator_for(rank, size, gradient_accumulation_steps=accumulated) as accelerator:
+        loop = ByStrategy(accelerator, name, clip)
+        before = loop.evaluation()
+        for _ in range(2):
+            loop.epoch()
+        loop.engine.flush()
+        after = loop.evaluation()
+        loop.engine.close()
+        own, losses = own_engine(rank, 2, name, clip=clip, accumulated=accumulated, of_batches=True)
+    return {
+        "losses": (torch.stack(loop.losses).tolist(), losses),
+        "parameters": parameters(loop.model),
+        "own": own,
+        "steps": loop.engine.step,
+        "evaluations": (before, after),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "accumulated", "clip"),
+    [*((name, 2, 0.1) for name in STRATEGIES), ("none", 1, None), ("adaptive_localsgd", 1, None)],
+)
+def test_a_strategy_trains_as_without_the_accelerator(
+    ranks: Pool, name: str, accumulated: int, clip: float | None
+) -> None:
+    first, second = ranks.run(by_strategy, name, accumulated, clip)
+    assert first["losses"][0] == first["losses"][1]
+    assert equal(first["parameters"], first["own"])
+    assert equal(first["parameters"], second["parameters"])
+    assert first["steps"] == len(first["losses"][0]) / accumulated
+    assert first["evaluations"] == second["evaluations"]
+    assert first["evaluations"][1] < first["evaluations"][0]
+
+
+def resumed_by_strategy(rank: int, size: int, name: str, folder: Path) -> Any:
+    with accelerator_for(rank, size) as accelerator:
+        loop = ByStrategy(accelerator, name)
+        loop.epoch()
+        accelerator.save_state(str(folder))
+        loop.epoch()
+        loop.engine.flush()
+    torch.distributed.barrier()
+    with accelerator_for(rank, size) as accelerator:
+        again = ByStrategy(accelerator, name, seed=7)
+        accelerator.load_state(str(folder))
+        again.epoch()
+        again.engine.flush()
+    states = [
+        [v.clone() for e in one.engine.optimizer.state.values() for v in e.values()]
+        for one in (loop, again)
+    ]
+    return parameters(loop.model), parameters(again.model), states
+
+
+@pytest.mark.parametrize("name", ["dgc", "low_rank", "lamb", "localsgd", "adaptive_localsgd"])
+def test_a_strategy_resumes_bit_for_bit(ranks: Pool, tmp_path: Path, name: str) -> None:
+    for whole, again, states in ranks.run(resumed_by_strategy, name, tmp_path):
+        assert equal(whole, again)
+        assert equal(*states)
+    assert (tmp_path / "thinwire").is_dir()
+
+
+def averaged_by_ddp(rank: int, size: int) -> None:
+    with accelerator_for(rank, size) as accelerator:
+        model, data = task()
+        model, optimizer, _ = accelerator.prepare(model, adamw(model), DataLoader(data, BATCH))
+        STRATEGIES["dgc"].prepare(model, optimizer)
+
+
+def test_a_model_in_ddp_is_refused(ranks: Pool) -> None:
+    for answer in ranks.run(averaged_by_ddp, expect_errors=True):
+        assert isinstance(answer, Raised)
+        assert "wrapped in DistributedDataParallel" in answer.text

@@ -16,9 +16,12 @@ from tests.integrations.task import (
     ACCUMULATED,
     BATCH,
     STEPS,
+    STRATEGIES,
+    adamw,
     dgc,
     equal,
     own_compressed,
+    own_engine,
     own_local,
     parameters,
     residuals,
@@ -163,19 +166,90 @@ def test_the_losses_observed_are_those_of_the_batches(ranks: Pool, tmp_path: Pat
         assert seen == pytest.approx(losses, rel=1e-6)
 
 
+def by_strategy(
+    rank: int, size: int, folder: Path, name: str, arguments: dict[str, Any]
+) -> dict[str, Any]:
+    with as_under_torchrun(rank, size):
+        from thinwire.integrations.lightning import ThinwireCallback, UnwrappedDDP
+
+        student, callback = module(adamw), ThinwireCallback(STRATEGIES[name])
+        trainer = trainer_of(UnwrappedDDP(), callback, folder, max_epochs=2, **arguments)
+        trainer.fit(student, loader(rank))
+        own, losses = own_engine(
+            rank,
+            2,
+            name,
+            clip=arguments.get("gradient_clip_val"),
+            accumulated=arguments.get("accumulate_grad_batches", 1),
+            of_batches=False,
+        )
+    return {
+        "losses": (student.losses, losses),
+        "parameters": parameters(student.net),
+        "own": own,
+        "steps": callback.engine.step,
+        "clip": trainer.gradient_clip_val,
+    }
+
+
+ACCUMULATED_AND_CLIPPED = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        *((name, ACCUMULATED_AND_CLIPPED) for name in STRATEGIES),
+        ("none", {}),
+        ("adaptive_localsgd", {}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "+".join(value) or "plain",
+)
+def test_a_strategy_trains_as_without_the_trainer(
+    ranks: Pool, tmp_path: Path, name: str, arguments: dict[str, Any]
+) -> None:
+    first, second = ranks.run(by_strategy, tmp_path, name, arguments)
+    assert first["losses"][0] == first["losses"][1]
+    assert equal(first["parameters"], first["own"])
+    assert equal(first["parameters"], second["parameters"])
+    assert first["steps"] == 2 * STEPS / arguments.get("accumulate_grad_batches", 1)
+    assert first["clip"] == arguments.get("gradient_clip_val")
+
+
+@pytest.mark.parametrize(
+    ("field", "config", "advice"),
+    [
+        ("amp", tw.AMP("bfloat16"), "bf16-mixed"),
+        ("gradient_merge", tw.GradientMerge(2), "accumulate_grad_batches"),
+        ("pipeline", tw.Pipeline(stages=2, micro_batches=2), "engine.train_step"),
+    ],
+)
+def test_what_the_trainer_does_itself_is_refused(field: str, config: Any, advice: str) -> None:
+    from thinwire.integrations.lightning import ThinwireCallback
+
+    with pytest.raises(tw.StrategyError, match=rf"{field}: use .*{advice}"):
+        ThinwireCallback(tw.DistributedStrategy(**{field: config}))
+
+
 def resumed(rank: int, size: int, folder: Path, method: str) -> dict[str, Any]:
     """A fit of 4 epochs, and one that goes on after the first (not at an averaging) with another
     initial model."""
     with as_under_torchrun(rank, size):
         from lightning.pytorch.callbacks import ModelCheckpoint
 
-        from thinwire.integrations.lightning import CompressedExchange, LocalAveraging, UnwrappedDDP
+        from thinwire.integrations.lightning import (
+            CompressedExchange,
+            LocalAveraging,
+            ThinwireCallback,
+            UnwrappedDDP,
+        )
 
         def fit(seed: int, start: Path | None) -> tuple[Any, Any]:
             config = tw.LocalSGD(k_steps=5, begin_step=3, outer_lr=0.7, outer_momentum=0.5)
             part, strategy, make = LocalAveraging(config), UnwrappedDDP(), sgd
             if method == "compressed":
                 part, strategy, make = CompressedExchange(), "ddp", dgc
+            elif method in STRATEGIES:
+                part, make = ThinwireCallback(STRATEGIES[method]), adamw
             student = module(make, seed)
             keep = ModelCheckpoint(
                 dirpath=folder, filename="{epoch}", every_n_epochs=1, save_top_k=-1
@@ -201,7 +275,9 @@ def resumed(rank: int, size: int, folder: Path, method: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("method", ["compressed", "local"])
+@pytest.mark.parametrize(
+    "method", ["compressed", "local", "dgc", "low_rank", "lamb", "localsgd", "adaptive_localsgd"]
+)
 def test_a_checkpoint_resumes_bit_for_bit(ranks: Pool, tmp_path: Path, method: str) -> None:
     answers = ranks.run(resumed, tmp_path, method)
     for answer in answers:

@@ -1,10 +1,17 @@
-"""`engine.apply_gradients`: the update from backward passes that somebody else has made."""
+"""`engine.apply_gradients` and `engine.follow_steps`: the update from backward passes that somebody
+else has made, where they call it and where they call the optimizer's step.
+"""
 
+import gc
 import warnings
+import weakref
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from tests.ranks import Pool
 from tests.strategy.training import batch, digest, make_engine
@@ -13,25 +20,42 @@ from thinwire.errors import ThinwireError
 cross_entropy = nn.functional.cross_entropy
 
 
-def both_ways(rank: int, size: int, fields: Sequence[str]) -> tuple[str, str, int, int]:
+def all_ways(rank: int, size: int, fields: Sequence[str]) -> list[tuple[str, int]]:
     """The bits after twelve microsteps by `minimize`, and by backward passes of the loop's own."""
-    digests, steps = [], []
-    for given in (False, True):
-        engine = make_engine(fields, plain=True)
+    found = []
+    for way in ("minimize", "apply_gradients", "step", "step with a closure"):
+        engine, losses = make_engine(fields, plain=True), []
+        if way == "step":
+            engine.follow_steps(lambda losses=losses: losses[-1])
+        elif way == "step with a closure":
+            engine.follow_steps()
         for step in range(12):
             x, y = batch(step, rank)
-            loss = cross_entropy(engine.model(x), y)
-            if given:
-                loss.backward()
-                engine.apply_gradients(loss)
-                engine.model.zero_grad()
-            else:
+            if way == "step with a closure":
+                engine.optimizer.step(partial(closure, engine, x, y))
+                continue
+            losses.append(loss := cross_entropy(engine.model(x), y))
+            if way == "minimize":
                 engine.minimize(loss)
+                continue
+            loss.backward()
+            if way == "step":
+                engine.optimizer.step()
+            else:
+                engine.apply_gradients(loss)
+            engine.model.zero_grad()
         engine.flush()
-        digests.append(digest(engine))
-        steps.append(engine.step)
+        found.append((digest(engine), engine.step))
         engine.close()
-    return digests[0], digests[1], steps[0], steps[1]
+        assert "step" not in vars(engine.optimizer)
+    return found
+
+
+def closure(engine: Any, x: Tensor, y: Tensor) -> Tensor:
+    engine.model.zero_grad()
+    loss = cross_entropy(engine.model(x), y)
+    loss.backward()
+    return loss
 
 
 @pytest.mark.parametrize(
@@ -49,9 +73,9 @@ def both_ways(rank: int, size: int, fields: Sequence[str]) -> tuple[str, str, in
     ids="+".join,
 )
 def test_it_makes_the_update_of_minimize(ranks: Pool, fields: Sequence[str]) -> None:
-    for minimized, applied, steps, same in ranks.run(both_ways, fields):
-        assert minimized == applied
-        assert steps == same > 0
+    for minimized, *others in ranks.run(all_ways, fields):
+        assert others == [minimized] * 3
+        assert minimized[1] > 0
 
 
 def test_what_needs_the_loss_before_its_backward_pass_is_refused(ranks: Pool) -> None:
@@ -94,3 +118,34 @@ def quiet(rank: int, size: int) -> None:
                 (cross_entropy(engine.model(x[part]), y[part]) / 2).backward()
             engine.apply_gradients()
             engine.model.zero_grad(set_to_none=step == 1)
+
+
+def handled(rank: int, size: int) -> tuple[int, bool]:
+    engine = make_engine((), plain=True)
+    scheduler = torch.optim.lr_scheduler.StepLR(engine.optimizer, 1)
+    noted = engine.optimizer.step
+    handle = engine.follow_steps()
+    with pytest.raises(RuntimeError, match="followed already"):
+        engine.follow_steps()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch would warn of a step that it was not told of
+        engine.optimizer.step(partial(closure, engine, *batch(0, rank)))
+        scheduler.step()
+    handle.remove()
+    handle.remove()
+    back = engine.optimizer.step == noted
+    with pytest.raises(RuntimeError, match="called by hand"):
+        engine.optimizer.step()
+    engine.follow_steps()
+    del handle
+    kept = weakref.ref(engine)
+    optimizer = engine.optimizer
+    del engine
+    gc.collect()
+    assert kept() is None  # the optimizer does not keep its engine, and is given back
+    optimizer.step()
+    return scheduler.last_epoch, back
+
+
+def test_what_followed_steps_is_taken_off_again(ranks: Pool) -> None:
+    assert ranks.run(handled) == [(1, True)] * 2

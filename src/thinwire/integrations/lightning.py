@@ -5,17 +5,31 @@ optional.
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
 
 from thinwire import _validate as check
-from thinwire.integrations.per_rank import PerRankState, Stateful
+from thinwire.core.clip import ClipByGlobalNorm, ClipByValue
+from thinwire.integrations.engine_state import EngineState, as_made_, require_fields
+from thinwire.integrations.per_rank import PerRankState
 from thinwire.local.config import AdaptiveLocalSGD, LocalConfig, LocalSGD
 from thinwire.local.updates import LocalUpdates, local_sgd
 from thinwire.optim.dgc_momentum import DGCMomentum
+from thinwire.strategy.distributed_strategy import DistributedStrategy
+from thinwire.strategy.engine import Engine
 
-__all__ = ["CompressedExchange", "LocalAveraging", "UnwrappedDDP"]
+__all__ = ["CompressedExchange", "LocalAveraging", "ThinwireCallback", "UnwrappedDDP"]
+
+_INSTEAD = {
+    "amp": 'precision="bf16-mixed" of the Trainer',
+    "gradient_merge": "accumulate_grad_batches of the Trainer: it sends once per update",
+    "pipeline": (
+        "engine.train_step in a loop of your own: the Trainer runs the whole model on every rank"
+    ),
+}
 
 
 class _Part(Callback):
@@ -28,7 +42,7 @@ class _Part(Callback):
     """
 
     def __init__(self) -> None:
-        self._states: list[PerRankState] = []
+        self._states: list[PerRankState | EngineState] = []
         self._saved: list[dict[str, Any]] = []
         self._strategy: Any = None
 
@@ -42,8 +56,8 @@ class _Part(Callback):
         """
         self._saved = state_dict["states"]
 
-    def _keep(self, trainer: Trainer, *parts: Stateful) -> None:
-        self._states = [PerRankState(part) for part in parts]
+    def _keep(self, trainer: Trainer, *states: PerRankState | EngineState) -> None:
+        self._states = list(states)
         for state, saved in zip(self._states, self._saved, strict=False):
             state.folder = Path(trainer.ckpt_path).parent
             state.load_state_dict(saved)
@@ -105,7 +119,7 @@ class CompressedExchange(_Part):
         """Attach; called after Lightning has restored a checkpoint."""
         optimizer = _only_optimizer(trainer)
         check.instance("the optimizer of configure_optimizers", optimizer, DGCMomentum)
-        self._keep(trainer, optimizer)
+        self._keep(trainer, PerRankState(optimizer))
         if trainer.world_size > 1:
             self._handle = optimizer.attach(trainer.strategy.model)
 
@@ -158,22 +172,12 @@ class LocalAveraging(_Part):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Enter the block; called after Lightning has restored a checkpoint."""
-        if trainer.strategy.model is not pl_module:
-            raise ValueError(
-                f"the model is wrapped in {type(trainer.strategy.model).__name__}, whose ranks "
-                "exchange in every step: pass Trainer(strategy=UnwrappedDDP())"
-            )
-        if getattr(trainer.precision_plugin, "scaler", None) is not None:
-            raise ValueError(
-                f"precision {trainer.precision!r} skips steps on single ranks, and then they would "
-                "not average at the "
-                'same step: pass Trainer(precision="bf16-mixed")'
-            )
+        _require_unwrapped(trainer, pl_module)
         optimizer = _only_optimizer(trainer)
         self.sync = local_sgd(
             pl_module, optimizer, self._config, process_group=self._process_group
         ).__enter__()
-        self._keep(trainer, self.sync, optimizer)
+        self._keep(trainer, PerRankState(self.sync), PerRankState(optimizer))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         """Observe the loss of the whole batch: Lightning has divided it by the batches that it
@@ -193,6 +197,94 @@ class LocalAveraging(_Part):
         self._let_go()
         if self._states:
             self.sync.close()
+
+
+class ThinwireCallback(_Part):
+    """Trains by a strategy: `Trainer(strategy=UnwrappedDDP(), callbacks=[ThinwireCallback(...)])`.
+
+    The Trainer makes the backward passes, all `accumulate_grad_batches` of them; then the engine of
+    the strategy makes the update: exchange, clipping, optimizer. `gradient_clip_val` limits what
+    the optimizer gets: the mean over the ranks, or under local updates this rank's own gradient.
+    What all ranks hold lies in a folder beside Lightning's checkpoints. After the fit all ranks
+    average once more.
+
+    Args:
+        strategy: A `DistributedStrategy` with `dgc`, `low_rank`, `lars`, `lamb`, `localsgd`,
+            `adaptive_localsgd`, `recompute`, or without any field.
+
+    Raises:
+        StrategyError: Here: a field for which the Trainer has an argument of its own, which it
+            names. At the start of the fit: an optimizer that does not go with the strategy.
+        ValueError: At the start of the fit: as `LocalAveraging`.
+    """
+
+    engine: Engine
+    """What trains, from the start of the fit on; `engine.stats()` may be asked after it."""
+
+    def __init__(self, strategy: DistributedStrategy) -> None:
+        super().__init__()
+        require_fields(strategy, _INSTEAD)
+        self._strategy_of_engine = strategy
+        self._limit: float | None = None
+        self._losses: list[Tensor] = []
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Prepare the engine; called after Lightning has restored a checkpoint."""
+        _require_unwrapped(trainer, pl_module)
+        optimizer = _only_optimizer(trainer)
+        if self._saved:
+            as_made_(optimizer)
+        self._limit, clip = trainer.gradient_clip_val, None
+        if self._limit:
+            by_value = trainer.gradient_clip_algorithm == "value"
+            clip = ClipByValue(self._limit) if by_value else ClipByGlobalNorm(self._limit)
+        self.engine = self._strategy_of_engine.prepare(pl_module, optimizer, grad_clip=clip)
+        trainer.gradient_clip_val = None  # the engine clips, after the exchange
+        self._losses.clear()
+        self.engine.follow_steps(self._loss)
+        self._keep(trainer, EngineState(self.engine))
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
+        """Hear the loss of one batch: Lightning has divided it by the batches that it
+        accumulates.
+        """
+        self._losses.append(loss.detach())
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Average once more and close the engine; what saves checkpoints stays, for one that is
+        saved after the fit.
+        """
+        self.engine.flush()
+        self.engine.close()
+        trainer.gradient_clip_val = self._limit
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Take off what was put on strategy, model and optimizer."""
+        self._let_go()
+        if hasattr(self, "engine"):
+            self.engine.close()
+            trainer.gradient_clip_val = self._limit
+
+    def _loss(self) -> Tensor:
+        """Of the update that is due."""
+        total = torch.stack(self._losses).sum()
+        self._losses.clear()
+        return total
+
+
+def _require_unwrapped(trainer: Trainer, pl_module: LightningModule) -> None:
+    if trainer.strategy.model is not pl_module:
+        raise ValueError(
+            f"the model is wrapped in {type(trainer.strategy.model).__name__}, whose ranks "
+            "exchange in every step: pass Trainer(strategy=UnwrappedDDP())"
+        )
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        raise ValueError(
+            f"precision {trainer.precision!r} skips steps on single ranks, which would part from "
+            'the others there: pass Trainer(precision="bf16-mixed")'
+        )
 
 
 def _only_optimizer(trainer: Trainer) -> Any:

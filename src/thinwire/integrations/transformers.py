@@ -2,9 +2,8 @@
 `transformers`, which is optional.
 """
 
-import functools
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -15,12 +14,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from thinwire import _validate as check
 from thinwire.checkpoint import on_all_ranks
 from thinwire.comm import Group
 from thinwire.core.checksum import checksum
 from thinwire.core.clip import ClipByGlobalNorm
 from thinwire.errors import CheckpointMismatch, CheckpointMissing, StrategyError
+from thinwire.integrations.engine_state import as_made_, require_fields
 from thinwire.local.model import bare_optimizer
 from thinwire.strategy.distributed_strategy import DistributedStrategy
 from thinwire.strategy.engine import Engine
@@ -77,13 +76,7 @@ class ThinwireCallback(TrainerCallback):
     """What trains, from the beginning of a training on; `engine.stats()` may be asked after it."""
 
     def __init__(self, strategy: DistributedStrategy) -> None:
-        check.instance("strategy", strategy, DistributedStrategy)
-        refused = [f"{name}: use {text}" for name, text in _INSTEAD.items() if name in strategy.on]
-        if refused:
-            raise StrategyError(
-                "the Trainer has arguments of its own for fields of this strategy. "
-                + "; ".join(refused)
-            )
+        require_fields(strategy, _INSTEAD)
         self._strategy = strategy
         self._max_grad_norm = 0.0
         self._losses: list[Tensor] = []
@@ -102,7 +95,7 @@ class ThinwireCallback(TrainerCallback):
         optimizer: Any = bare_optimizer(wrapper)
         resumed = state.global_step > 0
         if resumed:
-            _as_made_(optimizer)
+            as_made_(optimizer)
         loaded = _checksum(model)
         self.engine = self._prepared(args, model, optimizer)
         self._undo.callback(self.engine.close)
@@ -112,7 +105,7 @@ class ThinwireCallback(TrainerCallback):
         if self._strategy.adaptive_localsgd is not None:
             hook = model.register_forward_hook(self._hear, with_kwargs=True)
             self._undo.callback(hook.remove)
-        self._undo.callback(_replaced_step_(wrapper, partial(self._update, args)))
+        self.engine.follow_steps(partial(self._loss, args))
         if resumed:
             self._resume(_folder(args, state), state, loaded)
 
@@ -200,15 +193,15 @@ class ThinwireCallback(TrainerCallback):
 
         on_all_ranks(group, "comparing the checkpoint with that of the Trainer", is_the_same)
 
-    def _update(self, args: TrainingArguments) -> None:
-        loss = None
-        if self._losses:
-            shares = torch.stack(self._losses)
-            # what the Trainer divides by are the items of all microsteps, or the microsteps
-            everywhere = args.world_size if args.average_tokens_across_devices else 1
-            loss = shares.sum() * everywhere if self._by_items else shares.mean()
-            self._losses.clear()
-        self.engine.apply_gradients(loss)
+    def _loss(self, args: TrainingArguments) -> Tensor | None:
+        """Of the update that is due, where the interval follows it."""
+        if not self._losses:
+            return None
+        shares = torch.stack(self._losses)
+        self._losses.clear()
+        # what the Trainer divides by are the items of all microsteps, or the microsteps
+        everywhere = args.world_size if args.average_tokens_across_devices else 1
+        return shares.sum() * everywhere if self._by_items else shares.mean()
 
     def _hear(
         self, model: nn.Module, _: tuple[Any, ...], inputs: Mapping[str, Any], outputs: Any
@@ -258,39 +251,6 @@ def _wrapped_around(model: nn.Module) -> list[DistributedDataParallel]:
     # type() and not isinstance, which would ask proxies of others for their class
     found = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
     return [ddp for ddp in found if ddp.module is model]
-
-
-def _replaced_step_(wrapper: Any, update: Callable[[], None]) -> Callable[[], None]:
-    """Changes Accelerate's wrapper of the optimizer: its `step` is `update`; returns what undoes
-    it.
-    """
-    before = vars(wrapper).get("step")
-
-    @functools.wraps(wrapper.step)
-    def step(closure: object = None) -> None:
-        vars(wrapper)["_opt_called"] = True  # as torch's schedulers note it
-        update()
-
-    def undo() -> None:
-        del wrapper.step
-        if before is not None:
-            wrapper.step = before
-
-    wrapper.step = step
-    return undo
-
-
-def _as_made_(optimizer: torch.optim.Optimizer) -> None:
-    """Changes `optimizer`, which has loaded the state of what it became before the checkpoint: the
-    engine's has all of it.
-    """
-    optimizer.state.clear()
-    kept = {*optimizer.defaults, "params", "param_names", "initial_lr"}
-    for group in optimizer.param_groups:
-        for key in group.keys() - kept:
-            del group[key]
-        for key in optimizer.defaults.keys() - group.keys():
-            group[key] = optimizer.defaults[key]
 
 
 def _checksum(model: nn.Module) -> int:

@@ -6,7 +6,7 @@ import struct
 import time
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from thinwire.optim.layerwise import LayerwiseOptimizer
 from thinwire.strategy import saving
 from thinwire.strategy.absent import Joining
 from thinwire.strategy.exchanges import LocalSteps
+from thinwire.strategy.holding import step_replaced_
 from thinwire.strategy.left_gradients import LeftGradients
 from thinwire.strategy.parts import Parts
 from thinwire.strategy.whole_models import is_whole_model, load_whole_model
@@ -62,6 +63,7 @@ class Engine:
         self._joining: Joining | None = None
         self._pace = Pace(parts.planned if parts.group.rank == 0 else None)
         self._departure: str | None = None
+        self._following: Following | None = None
         # the engine's hooks stand on the model and the optimizer, and must not outlive it
         self._finalizer = weakref.finalize(self, _close, parts)
         self._trained = set(parts.params.values()) | {
@@ -192,18 +194,54 @@ class Engine:
                 pass; other parameters to train than at `prepare`, as in `train_step`.
             ThinwireError: The exchange failed: see `thinwire.errors`.
         """
-        parts = self._parts
-        if parts.runner is not None or parts.scaler is not None:
-            field = "pipeline" if parts.scaler is None else "the loss scale of amp"
-            raise RuntimeError(
-                f"engine.apply_gradients does not work under {field}, which needs the loss before "
-                "its backward pass: use engine.train_step(inputs, targets)"
-            )
+        self._require_unscaled("apply_gradients")
         self._require_ready()
-        with self._advice(), parts.group.one_deadline():
+        with self._advice(), self._parts.group.one_deadline():
             self._finish_microstep(loss)
         self._left.remember()
         self._warn()
+
+    def follow_steps(self, loss: Callable[[], Tensor | None] | None = None) -> "Following":
+        """Let `engine.optimizer.step()` make the update, for a loop that is not yours: it is
+        `apply_gradients` from now on.
+
+        The loop makes the backward passes and calls `step()` of the optimizer, or of a wrapper
+        around it; nothing else may average over the ranks. A closure is called first, and what it
+        returns is the loss.
+
+        Args:
+            loss: Called at each step instead, for the loss of the update, where the interval of
+                local updates follows it.
+
+        Returns:
+            The handle whose `remove` ends it; `close` does too.
+
+        Raises:
+            RuntimeError: As in `apply_gradients`; it is followed already.
+        """
+        self._require_open()
+        self._require_unscaled("follow_steps")
+        if self._following is not None and self._following.active:
+            raise RuntimeError(
+                "the steps of this optimizer are followed already: call remove() of what "
+                "follow_steps returned first"
+            )
+        engine = weakref.ref(self)  # the optimizer must not keep its engine alive
+
+        def update(closure: Callable[[], Any] | None) -> Any:
+            target = engine()
+            assert target is not None, "its end takes this off"
+            value = None
+            if closure is not None:
+                with torch.enable_grad():
+                    value = closure()
+            told = value if loss is None else loss()
+            target.apply_gradients(told if isinstance(told, Tensor) else None)
+            return value
+
+        self._following = Following(step_replaced_(self.optimizer, update))
+        self._parts.handles.append(self._following)
+        return self._following
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
@@ -591,6 +629,15 @@ class Engine:
         self._require_ready()
         self._left.look()
 
+    def _require_unscaled(self, caller: str) -> None:
+        parts = self._parts
+        if parts.runner is not None or parts.scaler is not None:
+            field = "pipeline" if parts.scaler is None else "the loss scale of amp"
+            raise RuntimeError(
+                f"engine.{caller} does not work under {field}, which needs the loss before its "
+                "backward pass: use engine.train_step(inputs, targets)"
+            )
+
     def _require_ready(self) -> None:
         self._require_open()
         self._require_known_params()
@@ -786,6 +833,20 @@ class Engine:
             return
         with state_told(_UPDATE_MADE):
             self._parts.buffers.synchronize()
+
+
+class Following:
+    """The handle of `Engine.follow_steps`."""
+
+    def __init__(self, undo: Callable[[], None]) -> None:
+        self.active = True
+        """Whether steps are followed."""
+        self._undo = undo
+
+    def remove(self) -> None:
+        """Follow no step any more; may be called twice."""
+        self.active = False
+        self._undo()
 
 
 _UPDATE_MADE = (

@@ -2,15 +2,16 @@
 closed.
 """
 
+import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["Hold", "passing", "require_free"]
+__all__ = ["Hold", "is_passing", "passing", "require_free", "step_replaced_"]
 
 
 class Hold:
@@ -53,7 +54,8 @@ class Hold:
             "step() of an optimizer was called by hand while an engine trains by it: "
             "engine.train_step(inputs, targets) and engine.minimize(loss) make the whole update, "
             "the exchange included. Remove the call (and scaler.step(optimizer) of a GradScaler: "
-            "use amp=AMP(...)); engine.close() gives the optimizer back"
+            "use amp=AMP(...)), or let engine.follow_steps() take the calls of a loop that is not "
+            "yours; engine.close() gives the optimizer back"
         )
 
 
@@ -72,6 +74,39 @@ def passing(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         yield
     finally:
         hold.passes = before
+
+
+def is_passing(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the engine itself is calling `step`."""
+    hold = _holds.get(optimizer)
+    return hold is not None and hold.passes
+
+
+def step_replaced_(
+    optimizer: torch.optim.Optimizer, update: Callable[[Any], Any]
+) -> Callable[[], None]:
+    """Changes `optimizer`: `step(closure)` of anybody but its engine is `update(closure)`.
+
+    Returns:
+        What undoes it; may be called twice.
+    """
+    own, before = vars(optimizer), optimizer.step
+
+    @functools.wraps(before)  # with the mark of a scheduler, which looks for it
+    def step(closure: Any = None) -> Any:
+        return before(closure) if is_passing(optimizer) else update(closure)
+
+    replaced = own.get("step")
+    own["step"] = step
+
+    def undo() -> None:
+        if own.get("step") is not step:
+            return
+        del own["step"]
+        if replaced is not None:
+            own["step"] = replaced
+
+    return undo
 
 
 def require_free(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
