@@ -90,6 +90,7 @@ STRATEGIES: dict[str, Any] = {
     ),
     "low_rank": tw.DistributedStrategy(low_rank=tw.LowRank(2, begin_step=2, min_numel=1024)),
     "lamb": tw.DistributedStrategy(lamb=tw.LAMB()),
+    "recompute": tw.DistributedStrategy(recompute=tw.Recompute(("*2",))),
     "localsgd": tw.DistributedStrategy(
         localsgd=tw.LocalSGD(5, begin_step=2, compression=tw.Sparse(0.9))
     ),

@@ -56,6 +56,9 @@ def module(
             self.losses.append(loss.item())
             return loss
 
+        def validation_step(self, batch: list[torch.Tensor], _: int) -> None:
+            self.log("held_out", cross_entropy(self.net(batch[0]), batch[1]), sync_dist=True)
+
     return Student()
 
 
@@ -174,7 +177,8 @@ def by_strategy(
 
         student, callback = module(adamw), ThinwireCallback(STRATEGIES[name])
         trainer = trainer_of(UnwrappedDDP(), callback, folder, max_epochs=2, **arguments)
-        trainer.fit(student, loader(rank))
+        trainer.fit(student, loader(rank), loader(rank))  # validates after every epoch
+        [held_out] = trainer.validate(student, loader(rank))
         own, losses = own_engine(
             rank,
             2,
@@ -189,6 +193,7 @@ def by_strategy(
         "own": own,
         "steps": callback.engine.step,
         "clip": trainer.gradient_clip_val,
+        "held_out": held_out["held_out"],
     }
 
 
@@ -213,6 +218,7 @@ def test_a_strategy_trains_as_without_the_trainer(
     assert equal(first["parameters"], second["parameters"])
     assert first["steps"] == 2 * STEPS / arguments.get("accumulate_grad_batches", 1)
     assert first["clip"] == arguments.get("gradient_clip_val")
+    assert first["held_out"] == second["held_out"] < first["losses"][0][0]
 
 
 @pytest.mark.parametrize(
@@ -312,10 +318,18 @@ def misused(rank: int, size: int, folder: Path, how: str) -> None:
     with as_under_torchrun(rank, size):
         from lightning.pytorch.plugins import MixedPrecision
 
-        from thinwire.integrations.lightning import CompressedExchange, LocalAveraging, UnwrappedDDP
+        from thinwire.integrations.lightning import (
+            CompressedExchange,
+            LocalAveraging,
+            ThinwireCallback,
+            UnwrappedDDP,
+        )
 
         exchange, averaging = CompressedExchange(), LocalAveraging(CONFIGS["adaptive"])
-        if how == "clipping":
+        if how == "a strategy in DDP":
+            callback = ThinwireCallback(STRATEGIES["dgc"])
+            trainer, student = trainer_of("ddp", callback, folder), module(adamw)
+        elif how == "clipping":
             trainer, student = (
                 trainer_of("ddp", exchange, folder, gradient_clip_val=1e-3),
                 module(dgc),
@@ -341,6 +355,7 @@ def misused(rank: int, size: int, folder: Path, how: str) -> None:
         ("clipping", "ThinwireError", "local_grad_clip_norm"),
         ("another optimizer", "TypeError", "DGCMomentum"),
         ("wrapped", "ValueError", "UnwrappedDDP"),
+        ("a strategy in DDP", "ValueError", "UnwrappedDDP"),
         ("not wrapped", "TypeError", "DistributedDataParallel"),
         ("scaler", "ValueError", "bf16-mixed"),
     ],

@@ -1,0 +1,90 @@
+"""An engine's folder in the checkpoint of a framework: there and back, also on fewer ranks."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.nn.functional import cross_entropy
+
+from tests.integrations.task import STRATEGIES, adamw, own_batches, task
+from tests.ranks import Pool, Raised
+from thinwire.integrations import EngineState
+from thinwire.integrations.engine_state import as_made_
+
+
+def trained(rank: int, steps: int) -> Any:
+    model, data = task()
+    engine = STRATEGIES["localsgd"].prepare(model, adamw(model))
+    batches = own_batches(data, rank, of_batches=True)
+    for x, y in [next(batches) for _ in range(steps)]:
+        engine.minimize(cross_entropy(model(x), y))
+    return engine
+
+
+def saved(rank: int, size: int, folder: Path) -> tuple[dict[str, Any], list[float]]:
+    engine = trained(rank, 8)  # the last averaging was after the seventh step
+    state = EngineState(engine, folder=folder).state_dict()
+    values = [float(p.detach().double().sum()) for p in engine.model.parameters()]
+    again = trained(rank, 3)
+    EngineState(again, folder=folder).load_state_dict(state)
+    assert again.step == 8
+    assert values == [float(p.detach().double().sum()) for p in again.model.parameters()]
+    return state, values
+
+
+def on_fewer(rank: int, size: int, folder: Path, state: dict[str, Any]) -> list[float]:
+    engine = trained(rank, 2)
+    EngineState(engine, folder=folder).load_state_dict(state)
+    return [float(p.detach().double().sum()) for p in engine.model.parameters()]
+
+
+def test_there_and_back_on_another_number_of_ranks_too(ranks: Pool, tmp_path: Path) -> None:
+    (state, first), (same, second) = ranks.run(saved, tmp_path)
+    assert state == same == {"name": "thinwire", "step": 8}
+    assert first != second
+    [mean] = ranks.run(on_fewer, tmp_path, state, size=1)
+    expected = [(a + b) / 2 for a, b in zip(first, second, strict=True)]
+    assert mean == pytest.approx(expected, abs=1e-4)
+
+
+def misused(rank: int, size: int, folder: Path, how: str) -> None:
+    engine = trained(rank, 1)
+    if how == "no folder":
+        EngineState(engine).state_dict()
+    elif how == "another state":
+        EngineState(engine, folder=folder).load_state_dict({"step": 3})
+    else:
+        EngineState(engine, folder=folder).load_state_dict({"name": "gone", "step": 3})
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "text"),
+    [
+        ("no folder", "ValueError", "register(accelerator)"),
+        ("another state", "ValueError", "load what EngineState.state_dict() gave"),
+        ("gone", "CheckpointMissing", "gone"),
+    ],
+)
+def test_misuse_is_an_error_that_says_what_to_do(
+    ranks: Pool, tmp_path: Path, how: str, kind: str, text: str
+) -> None:
+    for answer in ranks.run(misused, tmp_path, how, expect_errors=True):
+        assert isinstance(answer, Raised)
+        assert answer.type_name == kind, answer.traceback
+        assert text in answer.text
+
+
+def test_an_optimizer_that_has_loaded_another_one_is_as_it_was_made() -> None:
+    import torch
+
+    model, _ = task()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    made = dict(optimizer.param_groups[0])
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    cross_entropy(model(torch.ones(2, 20)), torch.ones(2, dtype=torch.long)).backward()
+    optimizer.step()
+    optimizer.param_groups[0]["sparsity"] = (0.9,)
+    del optimizer.param_groups[0]["dampening"]
+    as_made_(optimizer)
+    assert not optimizer.state
+    assert optimizer.param_groups[0] == made | {"initial_lr": 0.1}
