@@ -80,13 +80,13 @@ def write(folder: Path, source: Path, text: str, found: set[Path]) -> None:
 
 
 def first_line(example: Path) -> str:
-    """What an example says of itself."""
+    """What an example says of itself, without how it is started."""
     text = example.read_text(encoding="utf-8")
     if example.suffix == ".py":
         said = ast.get_docstring(ast.parse(text)) or ""
     else:
         said = text.lstrip("# ").partition("\n")[0]
-    return " ".join(said.partition("\n\n")[0].split())
+    return re.sub(r": torchrun .*", ".", " ".join(said.partition("\n\n")[0].split()))
 
 
 def write_examples(folder: Path) -> None:

@@ -41,6 +41,8 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 
+smartquotes = False  # it would make a dash of the -- of an option
+
 html_theme = "furo"
 html_title = f"thinwire {release}"
 html_static_path = ["assets"]
