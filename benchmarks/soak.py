@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.soak_member import CONFIGS, RUN, Part, train
-from benchmarks.soak_replay import Trace, replay, undisturbed
+from benchmarks.soak_replay import Trace, compiled, replay, undisturbed
 from thinwire.lab.network import enter
 from thinwire.lab.network.link import Link
 from thinwire.lab.network.namespaces import inside
@@ -455,6 +455,7 @@ def soak(
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # no name server is reached there
     why = why_unavailable()
+    compiled(config)
     with contextlib.ExitStack() as stack:
         link = Link.parse("none", latency)
         net = None if why else stack.enter_context(network(_SLOTS + 1, link))

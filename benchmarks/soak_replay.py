@@ -26,7 +26,7 @@ from thinwire.kernels.warm import warm_up
 from thinwire.local.averaging import Averaging, PendingAveraging
 from thinwire.local.model import LocalModel
 
-__all__ = ["Replayed", "Trace", "replay", "undisturbed"]
+__all__ = ["Replayed", "Trace", "compiled", "replay", "undisturbed"]
 
 _TIMEOUT_S = 60.0
 _LAST = 20
@@ -207,11 +207,19 @@ def _founders(trace: Trace) -> dict[str, _Member]:
     members = {each: _Member(trace.seeds[each], trace.config) for each in founders}
     for member in members.values():
         member.begin_like(members[founders[0]])
-        changes = member.averaging.changes
-        if changes is not None:
-            warm_up(changes.needs(list(member.model.params.values())))
-        warm_up(needs_of("outer", list(member.model.params.values())))
+    compiled(trace.config)
     return members
+
+
+def compiled(config: str) -> None:
+    """Compile the loops that an averaging calls: members then find them on the disk, and what they
+    hold in the end is nothing of the compiler's.
+    """
+    averaging = _Member(0, config).averaging
+    tensors = list(averaging.anchors.values())
+    if averaging.changes is not None:
+        warm_up(averaging.changes.needs(tensors))
+    warm_up(needs_of("outer", tensors))
 
 
 def _entered(

@@ -91,9 +91,15 @@ class Report:
     """Optimizer state that this rank can give to an averaging of parameters."""
     members: dict[str, Any] = field(default_factory=dict)
     """Who comes and who goes, where members do; see `thinwire.members`."""
+    work: Sequence[int | None] | None = None
+    """Steps and tokens of this rank since the last averaging, where ranks may make unequal ones."""
+    weight: float | None = None
+    """By which this rank's change was multiplied, likewise."""
 
 
 _FIELDS = tuple(each.name for each in fields(Report))
+_SELDOM = {"work", "weight"}
+"""Only told where there are any."""
 
 
 def agree_on_step(
@@ -125,6 +131,7 @@ def agree_on_step(
     if group.shards is not None:
         report = _of_site(report, group.shards, what)
     told = {name: getattr(report, name) for name in _FIELDS}
+    told = {name: value for name, value in told.items() if name not in _SELDOM or value is not None}
     mine = json.dumps(told, separators=(",", ":")).encode()
     answers = group.gather_bytes(mine, what=what)
     if all(answer == mine for answer in answers):

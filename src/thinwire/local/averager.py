@@ -19,6 +19,7 @@ from thinwire.local.config import LocalConfig
 from thinwire.local.fragments import fragments_of
 from thinwire.local.interval import Interval
 from thinwire.local.model import LocalModel
+from thinwire.local.work import RoundWork, weights_of
 
 __all__ = [
     "Averager",
@@ -97,6 +98,9 @@ class Averager:
         self.counters = counters
         self.synced = False
         """Whether the last step took part in an averaging (with a delay: measured one)."""
+        seconds = getattr(config, "round_seconds", None)
+        self.work = None if seconds is None else RoundWork(seconds)
+        """What this rank has done in a round that ends by time; None where steps are counted."""
         self.likeness = Likeness("changes")
         self.pending: PendingAveraging | None = None
         """An averaging that is on its way."""
@@ -107,6 +111,7 @@ class Averager:
         self._config = config
         self._parts = fragments_of(tensors.trained, config)
         self._scaler = scaler
+        self._weight = 1.0
         self._identity = identity
         self.digest: RollingDigest | None = None
         """Of anchors, outer momentum and what does not train, at every averaging."""
@@ -158,6 +163,9 @@ class Averager:
     def after_step(self) -> None:
         """Count a local step and do what follows from it."""
         at = self.counters
+        if self.work is not None:
+            self._after_step_of(self.work)
+            return
         at.step += 1
         self.synced = False
         if self.pending is not None and at.step >= self.pending.step + self._config.delay:
@@ -167,6 +175,15 @@ class Averager:
         else:
             self.average_if_due()
         self.interval.forget()
+
+    def _after_step_of(self, work: RoundWork) -> None:
+        """`Counters.step` moves at averagings alone, so that it is the same on all ranks."""
+        self.synced = False
+        work.step()
+        if self.counters.step < self._config.begin_step:
+            self._average_all("averaging", with_loss=False)
+        elif work.over(self.interval.k_steps):
+            self._average_part()
 
     def average_if_due(self) -> None:
         """Average a part whose turn has come."""
@@ -178,9 +195,11 @@ class Averager:
 
     def flush(self) -> None:
         """See `LocalUpdates.flush`."""
-        self._vote(Report(self.counters.step, "flushing"))
+        work = None if self.work is None else self.work.told()
+        reports = self._vote(Report(self.counters.step, "flushing", work=work))
         self._apply_pending()
-        if self.counters.step > self.counters.whole:
+        some = any(report.work and report.work[0] for report in reports)
+        if some or self.counters.step > self.counters.whole:
             self._average_all("averaging for the last time", with_loss=False)
 
     def _average_all(self, phase: str, *, with_loss: bool) -> None:
@@ -243,7 +262,12 @@ class Averager:
         if problem is None:
             values = {name: self.tensors.params[name] for name in names}
             pending = self.averaging.measure(
-                step, values, {**self.tensors.buffers(), **state}, mixing=mixing, keep=keep
+                step,
+                values,
+                {**self.tensors.buffers(), **state},
+                mixing=mixing,
+                keep=keep,
+                fold=self.work is None,
             )
             if (culprit := pending.first_not_finite()) is not None:
                 problem = (
@@ -262,7 +286,16 @@ class Averager:
         pending.extras = {
             key: v for key, v in pending.extras.items() if key not in state or key in common
         }
+        if self.work is not None:
+            self._weigh(pending, reports)
         return pending, reports
+
+    def _weigh(self, pending: PendingAveraging, reports: Sequence[Report]) -> None:
+        """Let this rank's part count by what it did, and go on to the step that all agree on."""
+        works = [(report.work[0] or 0, report.work[1]) for report in reports if report.work]
+        self._weight = weights_of(works)[self._group.rank]
+        self.averaging.weigh_(pending, self._weight)
+        pending.step = self.counters.step = pending.step + max(steps for steps, _ in works)
 
     def _agree(
         self, phase: str, problem: str | None, state: list[str], likeness: str | None = None
@@ -277,6 +310,7 @@ class Averager:
             rate=rate,
             scale=scale,
             state=state,
+            work=None if self.work is None else self.work.told(),
         )
         if state or phase.startswith("averaging"):
             report = replace(report, damaged=self._damage())
@@ -297,6 +331,11 @@ class Averager:
             except Regrouped:
                 pending.round = None
         names = list(pending.moved)
+        if self.work is not None:
+            # some may have gone since the weights were agreed on
+            weights = [report.weight for report in reports if report.weight is not None]
+            pending.share = sum(weights) / len(weights)
+            self.work.begin()
         self.averaging.commit_(pending, {**self.tensors.buffers(), **self.tensors.state(names)})
         self.counters.averagings += 1
         if self.own is not None:
@@ -323,6 +362,8 @@ class Averager:
             )
         if self._roll is not None:
             report = replace(report, members=self._roll.report())
+        if self.work is not None:
+            report = replace(report, weight=self._weight)
         return self._vote(report, self.digest)
 
     def _apply_pending(self) -> None:

@@ -60,6 +60,8 @@ class PendingAveraging:
     """The parameters as they were, where local steps go on before the result is applied."""
     round: Round | None = None
     """What travels densely."""
+    share: float = 1.0
+    """The mean weight of those who took part: what they sent is divided by it."""
 
     def finish(self) -> None:
         """Wait for everything and check it.
@@ -74,7 +76,8 @@ class PendingAveraging:
     def mean_of(self, name: str, like: Tensor) -> Tensor:
         """The mean over the ranks of what travelled densely under a name."""
         assert self.round is not None, "launched"
-        return self.round.arrived[name].mean(name, like)
+        mean = self.round.arrived[name].mean(name, like)
+        return mean if self.share == 1 else mean / self.share
 
     @property
     def digest(self) -> int:
@@ -183,9 +186,10 @@ class Averaging:
         *,
         mixing: float = 0.0,
         keep: bool = False,
+        fold: bool = True,
     ) -> PendingAveraging:
         """This rank's part of an averaging; `keep` copies what is measured, for a result that is
-        applied later.
+        applied later. Without `fold` what was kept is missing until `weigh_`.
         """
         moved = {
             name: (self.anchors[name] - widened(value)).contiguous()
@@ -193,9 +197,8 @@ class Averaging:
         }
         taken, changes = self._taken(step, moved), self.changes
         own = None if changes is None or changes.conserves or not taken else self.sketch_of(moved)
-        for name in taken:
-            assert changes is not None, "something is compressed"
-            moved[name].add_(self.errors[name], alpha=changes.decay)
+        if fold:
+            self._fold_(moved, taken)
         measured = (
             {name: value.detach().clone() for name, value in values.items()} if keep else None
         )
@@ -203,6 +206,25 @@ class Averaging:
             key: widened(value).clone() if keep else widened(value) for key, value in extras.items()
         }
         return PendingAveraging(step, moved, wide, taken, own, mixing, measured)
+
+    def _fold_(self, moved: Mapping[str, Tensor], taken: Set[str]) -> None:
+        """Add what was kept of earlier changes."""
+        for name in taken:
+            assert self.changes is not None, "something is compressed"
+            moved[name].add_(self.errors[name], alpha=self.changes.decay)
+
+    @torch.no_grad()
+    def weigh_(self, pending: PendingAveraging, weight: float) -> None:
+        """Let the change of this rank count so much, and fold in what was kept, which counts as it
+        did.
+        """
+        if weight != 1:
+            pending.extras = {key: value * weight for key, value in pending.extras.items()}
+            for change in pending.moved.values():
+                change.mul_(weight)
+            if pending.sketch is not None:
+                pending.sketch = pending.sketch * weight
+        self._fold_(pending.moved, pending.compressed)
 
     def _taken(self, step: int, moved: Mapping[str, Tensor]) -> frozenset[str]:
         """The parameters whose change is compressed at this step."""
@@ -316,7 +338,8 @@ class Averaging:
         arrived = pending.round.arrived[name]
         assert isinstance(arrived, MeanChange), "compressed"
         folded = arrived.node_means.get(name, pending.moved[name])
-        return arrived.take_mean_(name, folded, self.kept)
+        mean = arrived.take_mean_(name, folded, self.kept)
+        return mean if pending.share == 1 else mean / pending.share
 
     def _batches(self, pending: PendingAveraging) -> list[list[str]]:
         """All means that are there already in one, each of the others on its own, since it needs a

@@ -1,10 +1,11 @@
 """The configs of local updates: how often ranks average, and what they send."""
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
 from thinwire import _validate as check
 from thinwire.compress.changes import COMPRESSIONS, Compression
+from thinwire.compress.sparse_change import Sparse
 
 __all__ = ["AdaptiveLocalSGD", "LocalConfig", "LocalSGD"]
 
@@ -97,6 +98,13 @@ class LocalSGD(_Common):
             count as one source of changes, >= 1; it must divide the ranks. 1 is off. None:
             torchrun's LOCAL_WORLD_SIZE where changes are compressed and ranks fill two nodes or
             more.
+        round_seconds: After how many seconds a rank averages, or after `k_steps` steps where those
+            are made sooner: slow ranks make fewer steps in a round, and fast ones do not wait for
+            them. Each change counts by what the rank did: steps, or tokens where
+            `observe(tokens=)` tells them; by w the mean is sum(w change) / sum(w). `sync.step`
+            moves at averagings alone, by the most steps that a rank made. For
+            `thinwire.local_sgd`; not with fragments, delay, nodes, or a mean over senders. None:
+            all make `k_steps`, and count alike.
 
     Raises:
         TypeError, ValueError: A wrong value.
@@ -107,6 +115,7 @@ class LocalSGD(_Common):
 
     k_steps: int
     begin_step: int = 1
+    round_seconds: float | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "k_steps", check.integer("k_steps", self.k_steps, at_least=1))
@@ -114,6 +123,28 @@ class LocalSGD(_Common):
             self, "begin_step", check.integer("begin_step", self.begin_step, at_least=0)
         )
         self._check("k_steps", self.k_steps)
+        if self.round_seconds is not None:
+            seconds = check.real("round_seconds", self.round_seconds, above=0)
+            object.__setattr__(self, "round_seconds", seconds)
+            self._check_with_rounds()
+
+    def _check_with_rounds(self) -> None:
+        others = {
+            "fragments": (self.fragments, self.fragments == 1, "1"),
+            "delay": (self.delay, self.delay == 0, "0"),
+            "node_size": (self.node_size, self.node_size in (None, 1), "None or 1"),
+        }
+        for name, (value, fits, wanted) in others.items():
+            if not fits:
+                raise ValueError(
+                    f"round_seconds={self.round_seconds} needs {name}={wanted}, got {value}: ranks "
+                    "end a round after unequal steps, and all of the model is averaged then"
+                )
+        if isinstance(self.compression, Sparse) and self.compression.mean_over == "senders":
+            raise ValueError(
+                f"round_seconds={self.round_seconds} weighs the changes of ranks, and a mean over "
+                'those who sent an entry has no weights: write Sparse(..., mean_over="all")'
+            )
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,7 @@ class NewcomersWork:
             "compressed": sorted(pending.compressed),
             "sketched": pending.sketch is not None,
             "mixing": pending.mixing,
+            "share": pending.share,
             "delayed": pending.measured is not None,
             "answers": [len(answers) for answers in heard],
         }
@@ -89,6 +90,8 @@ class NewcomersWork:
         if self._averager.own is not None:
             self._averager.own.seal(counters.step)
         self._averager.likeness.skip()
+        if self._averager.work is not None:
+            self._averager.work.begin()
 
     def own_state(self) -> Given | None:
         """See `Work`: kept errors, copied."""
@@ -131,6 +134,7 @@ class NewcomersWork:
                 {n: tensors.params[n].detach().clone() for n in nothing}
                 if about["delayed"]
                 else None,
+                share=about["share"],
             )
             averaging.replay(pending, heard)
             averaging.commit_(pending, places)

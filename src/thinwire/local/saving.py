@@ -21,7 +21,17 @@ INTERVAL = ("k_steps", "first_loss", "first_rate")
 
 
 def saved(averager: Averager, bytes_sent: int) -> dict[str, Any]:
-    """Everything that a later step depends on, copied."""
+    """Everything that a later step depends on, copied.
+
+    Raises:
+        RuntimeError: In the middle of a round that ends by time, where ranks are at unequal steps.
+    """
+    if averager.work is not None and averager.work.steps:
+        raise RuntimeError(
+            f"{averager.work.steps} steps were made since the last averaging, and with "
+            "round_seconds= other ranks have made others: save right after an averaging, where "
+            "sync.synced is true"
+        )
     pending, averaging, counters = averager.pending, averager.averaging, averager.counters
     return {
         **asdict(counters),
@@ -83,6 +93,8 @@ def load(state: Mapping[str, Any], averager: Averager) -> None:
     averager.interval.k_steps = averager.interval.allowed(state["k_steps"])
     averager.synced = False
     averager.pending = None
+    if averager.work is not None:
+        averager.work.begin()
     if averager.counters.averagings:
         averager.likeness.skip()
     if pending is not None:  # it travels again when its time has come

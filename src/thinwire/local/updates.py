@@ -337,7 +337,8 @@ class LocalUpdates:
         """Who counts as one source of changes, once all ranks have said the same."""
         size = self._config.node_size
         dense = compression_of(self._config.compression, self._dgc) is None
-        if self._members is not None or (size is None and dense):
+        by_time = getattr(self._config, "round_seconds", None) is not None
+        if self._members is not None or by_time or (size is None and dense):
             return group
         width, _ = node_size_of(group.global_ranks, size)
         if size is None:  # else it is a part of the config
@@ -450,7 +451,9 @@ class LocalUpdates:
 
     @property
     def step(self) -> int:
-        """Local steps taken."""
+        """Local steps taken; with `round_seconds` up to the last averaging, by whoever made most,
+        and so the same on all ranks.
+        """
         return self._counters.step
 
     @property
@@ -468,19 +471,30 @@ class LocalUpdates:
         """The averaging that is on its way, if there is one."""
         return None if self._averager is None else self._averager.pending
 
-    def observe(self, loss: float | Tensor) -> None:
+    def observe(self, loss: float | Tensor, *, tokens: int | None = None) -> None:
         """Tell the loss of this step: `AdaptiveLocalSGD` needs it before every `optimizer.step()`,
         `LocalSGD` does not.
 
         Args:
             loss: This rank's mean loss, unscaled: a number or a tensor of one element, which is not
                 read before it is needed. Several before one step are averaged.
+            tokens: Of this rank in this step, >= 1, or samples, whatever changes shall count by;
+                for `round_seconds`, before every step on all ranks or never. Several before one
+                step are added.
 
         Raises:
             TypeError: No number.
-            ValueError: A tensor of more than one element.
+            ValueError: A tensor of more than one element; tokens where nothing is weighed.
         """
         self._interval.observe(loss)
+        if tokens is not None:
+            work = self._open_averager().work
+            if work is None:
+                raise ValueError(
+                    f"tokens={tokens} weigh the ranks of a round that ends by time: give "
+                    "LocalSGD(round_seconds=...), or leave them out. All ranks count alike here"
+                )
+            work.observe(check.integer("tokens", tokens, at_least=1))
 
     def skip_step(self) -> None:
         """Count a step whose update this rank drops, for instance because of an overflow; call it

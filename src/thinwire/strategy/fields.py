@@ -63,6 +63,7 @@ class Fields:
             *self._conflicting_fields(),
             *self._double_compression(),
             *self._narrow_changes(),
+            *self._rounds_by_time(),
         ]
         if conflicts:
             raise StrategyError("parts of the strategy do not go together: " + "; ".join(conflicts))
@@ -106,4 +107,13 @@ class Fields:
             "the type of its anchor; leave state_dtype out"
             for name in local
             if self.dgc is not None and name in self.on and self.dgc.state_dtype == "bfloat16"
+        ]
+
+    def _rounds_by_time(self) -> list[str]:
+        if self.localsgd is None or self.localsgd.round_seconds is None:
+            return []
+        return [
+            "localsgd.round_seconds: an engine counts updates, merges and checkpoints alike on all "
+            "ranks, and a round that ends by time has unequal ones; use thinwire.local_sgd with an "
+            "optimizer, or leave round_seconds out"
         ]

@@ -1,0 +1,256 @@
+"""Rounds that end by time: ranks make unequal numbers of steps, and count by what they did."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import thinwire as tw
+from tests.local.test_laws import Bag, digest, gradient, set_gradients, start_values, values
+from tests.ranks import Pool, Raised
+from thinwire.local.work import RoundWork, weights_of
+
+LONG_S = 1e9
+STEPS = (5, 2, 3)
+"""That each rank makes in a round, whatever its time."""
+TOKENS = (10, 70, 20)
+ROUNDS = 6
+OUTER: dict[str, Any] = {"outer_lr": 0.7, "outer_momentum": 0.5, "outer_nesterov": True}
+
+
+def paced(rank: int, config: tw.LocalSGD, tokens: bool, each: Callable[[Any, Bag], None]) -> Bag:
+    """Train for `ROUNDS` rounds of `STEPS[rank]` steps; `each` is called before every averaging."""
+    model = Bag()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    over, RoundWork.over = RoundWork.over, lambda work, _: work.steps == STEPS[rank]  # type: ignore[method-assign]
+    try:
+        with tw.local_sgd(model, optimizer, config) as sync:
+            for step in range(1, ROUNDS * STEPS[rank] + 1):
+                set_gradients(model, step, rank)
+                sync.observe(0.0, tokens=TOKENS[rank] if tokens else None)
+                optimizer.step()
+                assert sync.synced == (step % STEPS[rank] == 0)
+                if sync.synced:
+                    each(sync, model)
+            assert sync.step == ROUNDS * max(STEPS)
+    finally:
+        RoundWork.over = over  # type: ignore[method-assign]
+    return model
+
+
+def follow(rank: int, size: int, config: tw.LocalSGD, tokens: bool) -> list[Any]:
+    found: list[Any] = []
+    paced(rank, config, tokens, lambda _, model: found.append(values(model)))
+    return found
+
+
+def expected(weights: list[float], outer: tuple[float, float, bool]) -> list[Any]:
+    """In loops over ranks, rounds and steps."""
+    rate, momentum, nesterov = outer
+    anchor = {name: value.numpy().copy() for name, value in start_values().items()}
+    velocity = {name: np.zeros_like(value) for name, value in anchor.items()}
+    done, found = [0] * len(STEPS), []
+    for _ in range(ROUNDS):
+        ends = []
+        for rank, steps in enumerate(STEPS):
+            mine = {name: value.copy() for name, value in anchor.items()}
+            for _ in range(steps):
+                done[rank] += 1
+                for name, p in mine.items():
+                    mine[name] = p - 0.1 * gradient(done[rank], rank, name, p)
+            ends.append(mine)
+        for name, before in anchor.items():
+            change = sum(w * (before - end[name]) for w, end in zip(weights, ends, strict=True))
+            change = change / sum(weights)
+            velocity[name] = momentum * velocity[name] + change
+            moved = change + momentum * velocity[name] if nesterov else velocity[name]
+            anchor[name] = before - rate * moved
+        found.append({name: value.copy() for name, value in anchor.items()})
+    return found
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+@pytest.mark.parametrize("outer", [{}, OUTER])
+def test_the_mean_is_weighted_by_what_each_rank_did(
+    ranks: Pool, tokens: bool, outer: dict[str, Any]
+) -> None:
+    config = tw.LocalSGD(99, begin_step=0, round_seconds=LONG_S, **outer)
+    found = ranks.run(follow, config, tokens, size=3)
+    weights = [s * t for s, t in zip(STEPS, TOKENS, strict=True)] if tokens else list(STEPS)
+    rule = (outer.get("outer_lr", 1.0), outer.get("outer_momentum", 0.0), bool(outer))
+    for rounds in found:
+        for mine, theirs in zip(rounds, expected(weights, rule), strict=True):
+            for name in mine:
+                # 1e-9: float64 sums in another order
+                np.testing.assert_allclose(mine[name], theirs[name], rtol=1e-9, atol=1e-9)
+    assert all(
+        np.array_equal(one[name], other[name])
+        for one, other in zip(found[0], found[1], strict=True)
+        for name in one
+    )
+
+
+def kept(rank: int, size: int, config: tw.LocalSGD) -> tuple[Any, Any, Any]:
+    """The start, the end, and what this rank has kept."""
+    last: dict[str, Any] = {}
+
+    def note(sync: Any, _: Bag) -> None:
+        averaging = sync._averager.averaging
+        last["anchors"] = {n: a.clone() for n, a in averaging.anchors.items()}
+        last["errors"] = {n: e.clone() for n, e in averaging.errors.items()}
+        weight = sync._averager._weight
+        total = last.setdefault("total", dict.fromkeys(last["change"], 0.0))
+        for name, change in last["change"].items():
+            total[name] = total[name] + weight * change
+
+    averaging = tw.local_sgd.__globals__["Averaging"]
+    measure = averaging.measure
+
+    def measured(self: Any, step: int, given: Any, *args: Any, **kwargs: Any) -> Any:
+        pending = measure(self, step, given, *args, **kwargs)
+        last["change"] = {name: c.clone() for name, c in pending.moved.items()}
+        return pending
+
+    averaging.measure = measured
+    try:
+        paced(rank, config, False, note)
+    finally:
+        averaging.measure = measure
+    return last["total"], last["anchors"], last["errors"]
+
+
+def test_what_is_sent_and_what_is_kept_make_up_the_weighted_changes(ranks: Pool) -> None:
+    config = tw.LocalSGD(
+        99, begin_step=0, round_seconds=LONG_S, compression=tw.Quantized(4, decay=1.0)
+    )
+    found = ranks.run(kept, config, size=3)
+    for name, start in start_values().items():
+        changed = sum(total[name] for total, _, _ in found) / 3
+        left = sum(errors[name] for _, _, errors in found) / 3
+        moved = start - found[0][1][name]
+        # 1e-5: the wire carries float32 scales
+        torch.testing.assert_close(moved + left, changed, rtol=1e-5, atol=1e-5)
+
+
+def trained(rank: int, size: int, config: tw.LocalSGD) -> tuple[list[str], float]:
+    model = Bag()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    with tw.local_sgd(model, optimizer, config) as sync:
+        for step in range(1, 18):
+            set_gradients(model, step, rank)
+            optimizer.step()
+            if sync.synced:
+                found.append(digest(model))
+    return [*found, digest(model)], sync.stats()["bytes_sent"]
+
+
+@pytest.mark.parametrize(
+    "others", [{}, OUTER, {"compression": tw.Quantized(2)}, {"mixing": 0.25, "begin_step": 3}]
+)
+def test_equal_weights_give_the_bits_of_counted_rounds(ranks: Pool, others: dict[str, Any]) -> None:
+    counted = ranks.run(trained, tw.LocalSGD(4, **others), size=3)
+    timed = ranks.run(trained, tw.LocalSGD(4, round_seconds=LONG_S, **others), size=3)
+    assert [bits for bits, _ in timed] == [bits for bits, _ in counted]
+
+
+def slow_and_fast(rank: int, size: int) -> tuple[list[int], int, str, float]:
+    """Steps that this rank made in each round, and what it holds in the end."""
+    model, made = Bag(), [0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    config = tw.LocalSGD(1000, begin_step=1, round_seconds=0.4)
+    with tw.local_sgd(model, optimizer, config) as sync:
+        averagings = 0
+        while averagings < 5:
+            time.sleep((0.08, 0.01)[rank])
+            set_gradients(model, sync.step + 1, rank)
+            optimizer.step()
+            made[-1] += 1
+            if sync.synced:
+                averagings += 1
+                made.append(0)
+        waited_s = sync.stats()["wait_s"]
+        set_gradients(model, 1, rank)
+        optimizer.step()  # leaving averages what has been begun
+    return made[:-1], sync.step, digest(model), waited_s
+
+
+def test_a_slow_rank_makes_fewer_steps_and_nobody_waits_for_them(ranks: Pool) -> None:
+    (slow, step, bits, _), (fast, other_step, other_bits, waited_s) = ranks.run(slow_and_fast)
+    assert (step, bits) == (other_step, other_bits)
+    assert slow[0] == fast[0] == 1
+    assert all(0 < a < b for a, b in zip(slow[1:], fast[1:], strict=True))
+    # at the end of a round for one step of the slow one at most, and not for as many steps
+    assert waited_s < 5 * 0.25
+
+
+def test_weights() -> None:
+    assert weights_of([(3, None), (1, None)]) == [1.5, 0.5]
+    assert weights_of([(3, 10), (1, 30)]) == [0.5, 1.5]
+    assert weights_of([(7, None)] * 3) == [1.0, 1.0, 1.0]
+    assert weights_of([(7, 123_457)] * 7) == [1.0] * 7
+    assert weights_of([(0, None), (4, 8)]) == [0.0, 2.0]
+    assert weights_of([(0, None), (0, None)]) == [1.0, 1.0]
+    with pytest.raises(tw.errors.ThinwireError, match=r"ranks \[1\] told no tokens"):
+        weights_of([(3, 10), (1, None)])
+
+
+def telling(rank: int, size: int, case: str) -> None:
+    model = Bag()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = tw.LocalSGD(2, begin_step=0, round_seconds=LONG_S)
+    with tw.local_sgd(model, optimizer, config) as sync:
+        for step in range(1, 3):
+            set_gradients(model, step, rank)
+            tells = {"one rank": rank == 0, "one step": step == 1, "state": False}[case]
+            sync.observe(0.0, tokens=8 if tells else None)
+            optimizer.step()
+            if case == "state":
+                sync.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("one rank", "ranks [1] told no tokens of this round"),
+        ("one step", "1 of the 2 steps of this round told their tokens"),
+        ("state", "save right after an averaging"),
+    ],
+)
+def test_what_does_not_go_together_is_an_error_on_all(ranks: Pool, case: str, text: str) -> None:
+    for answer in ranks.run(telling, case, expect_errors=True):
+        assert isinstance(answer, Raised)
+        assert text in answer.text
+
+
+@pytest.mark.parametrize(
+    ("others", "text"),
+    [
+        ({"fragments": 2}, "needs fragments=1, got 2"),
+        ({"delay": 1}, "needs delay=0, got 1"),
+        ({"node_size": 2}, "needs node_size=None or 1, got 2"),
+        ({"compression": tw.Sparse(0.9)}, 'mean_over="all"'),
+        ({"round_seconds": 0}, "round_seconds"),
+    ],
+)
+def test_settings_that_do_not_go_with_it(others: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        tw.LocalSGD(8, **{"round_seconds": 1.0, **others})
+
+
+def test_an_engine_does_not_take_it() -> None:
+    with pytest.raises(tw.StrategyError, match=r"round_seconds.*use thinwire\.local_sgd"):
+        tw.DistributedStrategy(localsgd=tw.LocalSGD(8, round_seconds=1.0))
+
+
+def test_tokens_are_for_rounds_that_end_by_time() -> None:
+    model = Bag()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        tw.local_sgd(model, optimizer, tw.LocalSGD(2)) as sync,
+        pytest.raises(ValueError, match="round_seconds"),
+    ):
+        sync.observe(0.0, tokens=3)

@@ -1,0 +1,84 @@
+"""Members that make unequal numbers of steps in a round, and one of them goes."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import thinwire as tw
+from tests.members.places import meeting_place
+from tests.members.training import TIMEOUT_S, die, digest, interrupt, model, wait_for
+from tests.ranks import Lost, Pool
+from thinwire.local.averaging import Averaging
+from thinwire.local.work import RoundWork
+
+CONFIG = tw.LocalSGD(50, begin_step=0, round_seconds=1e9, compression=tw.Quantized(4))
+MADE = (5, 1, 3)
+"""Steps that each makes in a round; the one in the middle goes."""
+
+
+def member(rank: int, size: int, address: str, flag: str, rounds: int) -> dict[str, Any]:
+    """What is held after each averaging, and by what its mean was divided."""
+    newcomer = bool(flag) and rank == 2
+    wait_for(flag if newcomer else "")
+    net = model(rank)
+    optimizer = torch.optim.AdamW(net.parameters(), 2e-3)
+    data = torch.Generator().manual_seed(rank)
+    over, launch, commit = RoundWork.over, Averaging.launch, Averaging.commit_
+    shares: list[float] = []
+
+    def committed(self: Averaging, pending: Any, extras: Any) -> None:
+        shares.append(pending.share)
+        commit(self, pending, extras)
+
+    RoundWork.over = lambda work, _: work.steps == MADE[rank]  # type: ignore[method-assign]
+    Averaging.commit_ = committed  # type: ignore[method-assign]
+    if rank == 1 and not flag:
+        interrupt(Averaging, "launch", before=False, at=3, act=die)
+    found: dict[int, tuple[str, int]] = {}
+    try:
+        with (
+            tw.join(address, run="t", start_members=2 if flag else 3, timeout=TIMEOUT_S) as members,
+            tw.local_sgd(net, optimizer, CONFIG, members=members) as sync,
+        ):
+            entered = sync.step
+            while sync.step < rounds * max(MADE):
+                x = torch.randn(8, 24, generator=data)
+                optimizer.zero_grad()
+                (net(x) - x.roll(1, 1)).square().mean().backward()
+                optimizer.step()
+                if sync.synced:
+                    found[sync.step] = digest(sync), members.size
+                    if flag and rank == 0 and len(found) == 2:
+                        Path(flag).touch()
+                    time.sleep(0.1 if flag else 0)
+    finally:
+        RoundWork.over, Averaging.launch, Averaging.commit_ = over, launch, commit  # type: ignore[method-assign]
+    return {"rounds": found, "shares": shares, "entered": entered}
+
+
+@pytest.mark.fault
+def test_the_mean_is_that_of_those_who_are_left(ranks: Pool) -> None:
+    """The weights were agreed on with the one that went: 15/9, 3/9 and 9/9."""
+    with meeting_place(None) as address:
+        found = ranks.run(member, address, "", 8, size=3, group=False, expect_errors=True)
+    assert isinstance(found[1], Lost)
+    first, other = found[0], found[2]
+    assert first["rounds"] == other["rounds"]
+    assert [size for _, size in first["rounds"].values()] == [3, 3, 2, 2, 2, 2, 2, 2]
+    weights = [each * 3 / sum(MADE) for each in MADE]
+    expected = [1.0, 1.0, (weights[0] + weights[2]) / 2, 1.0]
+    assert first["shares"][:4] == pytest.approx(expected)
+    assert other["shares"] == first["shares"]
+
+
+def test_a_newcomer_has_the_bits_of_the_others(ranks: Pool, tmp_path: Any) -> None:
+    with meeting_place(None) as address:
+        found = ranks.run(member, address, str(tmp_path / "go"), 40, size=3, group=False)
+    assert found[2]["entered"] > 0
+    assert len(found[2]["rounds"]) > 3
+    for one in found[1:]:
+        shared = {step: one["rounds"][step] for step in one["rounds"]}
+        assert {step: found[0]["rounds"][step] for step in shared} == shared
