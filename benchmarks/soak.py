@@ -27,6 +27,7 @@ from datetime import timedelta
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from statistics import median_low
 from typing import Any
 
 from benchmarks.soak_member import CONFIGS, RUN, Part, train
@@ -378,7 +379,9 @@ class Soak:
         return found
 
     def growth(self) -> dict[str, list[tuple[int, int]]]:
-        """Of whoever saw most generations: what it held, the least in each, at its usual size."""
+        """Of whoever saw most generations: what it mostly held in each, at its usual size; others
+        may come and go meanwhile.
+        """
         seen = {one.number: {line["generation"] for line in one.lines} for one in self.all}
         oldest = max(self.all, key=lambda one: len(seen[one.number]))
         quiet = [line for line in oldest.lines if not line["gives"]]
@@ -386,12 +389,11 @@ class Soak:
         usual = size.most_common(1)[0][0]
         found = {}
         for kind in ("threads", "sockets", "descriptors"):
-            least: dict[int, int] = {}
+            seen_in: dict[int, list[int]] = {}
             for line in quiet:
                 if line["size"] == usual:
-                    n = line["generation"]
-                    least[n] = min(least.get(n, line[kind]), line[kind])
-            found[kind] = list(least.items())
+                    seen_in.setdefault(line["generation"], []).append(line[kind])
+            found[kind] = [(n, median_low(counts)) for n, counts in seen_in.items()]
             held = [value for _, value in found[kind]]
             if len(held) > 1 and held[-1] > held[0]:
                 self._problem(f"{oldest.number} held {held} {kind} in generations of {usual}")

@@ -25,6 +25,15 @@ from thinwire.members.meeting import connect
 TIMEOUT_S = 3.0
 LIMIT_S = TIMEOUT_S + 2
 CONFIG = tw.LocalSGD(2, begin_step=0)
+pytestmark = pytest.mark.slow  # time-outs that a loaded machine keeps
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _entered_before() -> None:
+    """What a process does once, on entering its first block, is no wait for the meeting place."""
+    net = model(0)
+    with tw.local_sgd(net, torch.optim.SGD(net.parameters(), 0.1), CONFIG):
+        pass
 
 
 @pytest.fixture
@@ -56,6 +65,23 @@ def test_the_line_is_cut_before_a_run_is_entered(line: Proxy) -> None:
     with joined(line) as members:
         line.cut()
         in_time(blocks(members).__enter__, PeerStalled, "meeting place did not answer within 3 s")
+
+
+def test_nothing_waits_for_the_meeting_place_any_more_once_members_are_closed(line: Proxy) -> None:
+    members = joined(line)
+    line.cut()
+    in_time(blocks(members).__enter__, PeerStalled, "meeting place did not answer")
+    members.close()
+    until = time.monotonic() + 2
+    while time.monotonic() < until and ours():
+        time.sleep(0.02)
+    assert ours() == []
+
+
+def ours() -> list[str]:
+    """The threads of members in this process."""
+    names = ("thinwire-members", "thinwire-board")
+    return [thread.name for thread in threading.enumerate() if thread.name in names]
 
 
 def test_the_line_is_cut_while_members_meet(line: Proxy) -> None:

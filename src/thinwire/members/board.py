@@ -2,6 +2,7 @@
 
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -9,12 +10,14 @@ from typing import Any, TypeVar
 from torch.distributed import DistError
 
 from thinwire._aside import Late, within
+from thinwire.comm.sockets import Connection, connections, shut_down
 from thinwire.errors import PayloadCorrupt, PeerLost, PeerStalled
 from thinwire.members.sealed import SealedStore
 
 __all__ = ["Board", "no_answer"]
 
 _log = logging.getLogger("thinwire")
+_connecting = threading.Lock()
 _T = TypeVar("_T")
 Value = Any
 """What JSON holds."""
@@ -43,10 +46,29 @@ class Board:
         self._limit_s = limit_s
         self._told: set[str] = set()
         self._asked: float | None = None
+        self._connections: list[Connection] = []
+
+    @classmethod
+    def over(
+        cls, connect: Callable[[], SealedStore], port: int, limit_s: float | None = None
+    ) -> "Board":
+        """One with a connection of its own, to a host that listens on this port."""
+        before = {each.inode for each in connections()}
+        board = cls(connect(), limit_s)
+        board._connections = [
+            each for each in connections() if each.inode not in before and each.other_port == port
+        ]
+        return board
 
     def clone(self) -> "Board":
         """The same over a connection of its own, and without a limit."""
-        return Board(self.ask(self.store.clone))
+        with _connecting:
+            return Board.over(lambda: self.ask(self.store.clone), self.store.port)
+
+    def hang_up(self) -> None:
+        """Close the connection: a call that waits for the host ends with an error."""
+        for each in self._connections:
+            shut_down(each.descriptor, each.inode)
 
     @property
     def waits_s(self) -> float:

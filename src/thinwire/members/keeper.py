@@ -238,6 +238,7 @@ class Keeper:
         self._orders.put(None)
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(_EXIT_S)
+        self.board.hang_up()  # it may still wait for the host
         if self.generation is not None and self.generation.groups is not None:
             self.generation.groups.release()
             self.generation.groups = None

@@ -188,6 +188,7 @@ class Members:
         if self._legacy is not None:
             self._legacy.close(self.timeout_s)
         self._keeper.close()
+        self._board.hang_up()
 
     # for local updates
 
@@ -376,12 +377,13 @@ def join(
     assert timeout_s is not None, "given"
     token = None if token_file is None else read_token(token_file)
     place = parse_address("address", address, scheme=True)
-    store = connect(address, run, token, datetime.timedelta(seconds=timeout_s))
+    limit = datetime.timedelta(seconds=timeout_s)
+    board = Board.over(lambda: connect(address, run, token, limit), place.port, timeout_s)
     return Members(
-        Board(store, timeout_s),
+        board,
         address=reached_from(place, timeout_s),
         min_members=min_members,
         start_members=start_members,
         timeout_s=timeout_s,
-        key=store.key_for("state") or b"",
+        key=board.store.key_for("state") or b"",
     )

@@ -54,6 +54,12 @@ class SealedStore(Store):
         """Whether values are sealed."""
         return self._key is not None
 
+    @property
+    def port(self) -> int:
+        """Of the host; -1 where the store is none of another process."""
+        port: int = getattr(self._store, "port", -1)
+        return port
+
     def key_for(self, *purpose: str) -> bytes | None:
         """A key of 32 bytes that those who share this store's secret have alike; None without."""
         return None if self._secret is None else derived_key(self._secret, "use", *purpose)
