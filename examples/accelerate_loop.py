@@ -1,16 +1,17 @@
 """Our parts in a loop of Hugging Face Accelerate: torchrun --nproc-per-node 2
 examples/accelerate_loop.py.
 
-Needs `pip install accelerate`. First a strategy with AdamW, beside the same loop without
-Accelerate; then an attached optimizer with accumulation; then local updates.
+Needs `pip install accelerate scikit-learn`. First a strategy with AdamW, beside the same loop
+without Accelerate; then an attached optimizer with accumulation; then local updates.
 """
 
 from itertools import islice
 
 import torch
 from accelerate import Accelerator
+from digits_task import digits, net
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import thinwire as tw
 from thinwire.integrations import EngineState, PerRankState
@@ -21,17 +22,7 @@ STRATEGY = tw.DistributedStrategy(
 
 
 def task() -> tuple[torch.nn.Module, DataLoader]:
-    torch.manual_seed(0)  # all ranks must start from equal parameters
-    teacher = torch.nn.Linear(64, 10)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(64, 512),
-        torch.nn.ReLU(),
-        torch.nn.Linear(512, 512),
-        torch.nn.ReLU(),
-        torch.nn.Linear(512, 10),
-    )
-    x = torch.randn(4096, 64)
-    return model, DataLoader(TensorDataset(x, teacher(x).argmax(1)), batch_size=32)
+    return net(), DataLoader(digits()[0], batch_size=32, drop_last=True)
 
 
 def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -75,7 +66,7 @@ def compressed() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model, loader = task()
     dgc = tw.optim.DGCMomentum(
-        model.named_parameters(), lr=0.1, sparsity=(0.75, 0.9375, 0.99), rampup_step=32
+        model.named_parameters(), lr=0.05, sparsity=(0.75, 0.9375, 0.99), rampup_step=32
     )
     model, optimizer, loader = accelerator.prepare(model, dgc, loader)
     dgc.attach(model)  # new, on what prepare returned: the exchange runs in its backward pass
@@ -95,11 +86,11 @@ def compressed() -> None:
 def local() -> None:
     accelerator = Accelerator(cpu=True)
     model, loader = task()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)  # or any other
-    optimizer, loader = accelerator.prepare(sgd, loader)
+    bare = adamw(model)  # or any other
+    optimizer, loader = accelerator.prepare(bare, loader)
     model = accelerator.prepare_model(model, evaluation_mode=True)  # not wrapped in DDP
 
-    with tw.local_sgd(model, sgd, tw.LocalSGD(k_steps=16, begin_step=10)) as sync:
+    with tw.local_sgd(model, bare, tw.LocalSGD(k_steps=16, begin_step=10)) as sync:
         for epoch in range(2):
             for x, y in loader:
                 loss = cross_entropy(model(x), y)

@@ -1,43 +1,33 @@
 """One update, and one exchange, for four backward passes: torchrun --nproc-per-node 2
-examples/gradient_merge.py.
+examples/gradient_merge.py. Started again, it goes on from its last checkpoint.
 """
 
-import os
-
 import torch
-import torch.distributed as dist
+from digits_task import accuracy, loaders, net, ranks
 
 import thinwire as tw
 
+EPOCHS, FOLDER = 5, "checkpoints/gradient_merge"
+
 
 def main() -> None:
-    if "RANK" in os.environ:  # under torchrun; without it the same code runs as one worker
-        dist.init_process_group("gloo")
-    rank = dist.get_rank() if dist.is_initialized() else 0
-
-    torch.manual_seed(0)
-    teacher = torch.nn.Linear(64, 10)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(64, 512),
-        torch.nn.ReLU(),
-        torch.nn.Linear(512, 512),
-        torch.nn.ReLU(),
-        torch.nn.Linear(512, 10),
-    )
-    strategy = tw.DistributedStrategy(gradient_merge=tw.GradientMerge(k_steps=4))
-    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9)
-    engine = strategy.prepare(model, optimizer, torch.nn.functional.cross_entropy)
-
-    torch.manual_seed(1 + rank)
-    for step in range(200):
-        x = torch.randn(16, 64)
-        loss = engine.train_step(x, teacher(x).argmax(1))
-        if rank == 0 and step % 50 == 49:
-            stats = engine.stats()
-            print(f"microstep {step + 1}: loss {loss.item():.3f}, {stats['step']} updates")
-    engine.flush()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    with ranks() as (rank, size):
+        train, held_out = loaders(rank, size, batch=8)
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        strategy = tw.DistributedStrategy(gradient_merge=tw.GradientMerge(k_steps=4))
+        engine = strategy.prepare(model, optimizer, torch.nn.functional.cross_entropy)
+        done = engine.extra["epochs"] if engine.load(FOLDER, if_any=True) else 0
+        for epoch in range(done, EPOCHS):
+            train.sampler.set_epoch(epoch)
+            for images, labels in train:
+                loss = engine.train_step(images, labels)
+            engine.save(FOLDER, extra={"epochs": epoch + 1})
+            if rank == 0:
+                print(f"epoch {epoch + 1}: loss {loss:.3f}, {engine.stats()['step']} updates")
+        engine.flush()
+        if rank == 0:
+            print(f"{accuracy(model, held_out):.1%} of the held-out digits after {EPOCHS} epochs")
 
 
 if __name__ == "__main__":

@@ -1,46 +1,36 @@
-"""LARS instead of an SGD, for large batches: torchrun --nproc-per-node 2 examples/lars.py."""
-
-import os
+"""LARS instead of an SGD, for large batches: torchrun --nproc-per-node 2
+examples/lars.py. Started again, it goes on from its last checkpoint.
+"""
 
 import torch
-import torch.distributed as dist
+from digits_task import accuracy, loaders, net, ranks
 
 import thinwire as tw
 
+EPOCHS, FOLDER = 15, "checkpoints/lars"
+
 
 def main() -> None:
-    if "RANK" in os.environ:  # under torchrun; without it the same code runs as one worker
-        dist.init_process_group("gloo")
-    rank = dist.get_rank() if dist.is_initialized() else 0
-
-    torch.manual_seed(0)
-    teacher = torch.nn.Linear(64, 10)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(64, 512),
-        torch.nn.ReLU(),
-        torch.nn.Linear(512, 512),
-        torch.nn.ReLU(),
-        torch.nn.Linear(512, 10),
-    )
-    strategy = tw.DistributedStrategy(
-        lars=tw.LARS(lars_coeff=0.02, exclude_from_weight_decay=("*.bias",))
-    )
-    optimizer = torch.optim.SGD(model.named_parameters(), lr=1.0, momentum=0.9)
-    engine = strategy.prepare(model, optimizer, torch.nn.functional.cross_entropy)
-
-    torch.manual_seed(1 + rank)
-    for step in range(100):
-        x = torch.randn(512, 64)
-        loss = engine.train_step(x, teacher(x).argmax(1))
-        if rank == 0 and step % 25 == 24:
-            ratios = engine.trust_ratios()
-            print(
-                f"step {step + 1}: loss {loss.item():.3f}, trust ratio of the first layer "
-                f"{ratios['0.weight']:.2g}"
-            )
-    engine.flush()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    with ranks() as (rank, size):
+        train, held_out = loaders(rank, size, batch=256)
+        model = net()
+        optimizer = torch.optim.SGD(model.named_parameters(), lr=2.0, momentum=0.9)
+        strategy = tw.DistributedStrategy(
+            lars=tw.LARS(lars_coeff=0.02, exclude_from_weight_decay=("*.bias",))
+        )
+        engine = strategy.prepare(model, optimizer, torch.nn.functional.cross_entropy)
+        done = engine.extra["epochs"] if engine.load(FOLDER, if_any=True) else 0
+        for epoch in range(done, EPOCHS):
+            train.sampler.set_epoch(epoch)
+            for images, labels in train:
+                loss = engine.train_step(images, labels)
+            engine.save(FOLDER, extra={"epochs": epoch + 1})
+            if rank == 0 and epoch % 5 == 4:
+                first = engine.trust_ratios()["0.0.weight"]
+                print(f"epoch {epoch + 1}: loss {loss:.3f}, trust ratio of the first {first:.2g}")
+        engine.flush()
+        if rank == 0:
+            print(f"{accuracy(model, held_out):.1%} of the held-out digits after {EPOCHS} epochs")
 
 
 if __name__ == "__main__":

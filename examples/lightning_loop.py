@@ -1,7 +1,7 @@
 """Our parts under Lightning's Trainer: torchrun --nproc-per-node 2 examples/lightning_loop.py.
 
-Needs `pip install lightning`. First a strategy with AdamW, beside the same loop without Lightning;
-then an attached optimizer with a schedule; then LAMB under local updates.
+Needs `pip install lightning scikit-learn`. First a strategy with AdamW, beside the same loop
+without Lightning; then an attached optimizer with a schedule; then LAMB under local updates.
 """
 
 from collections.abc import Callable
@@ -10,6 +10,7 @@ from functools import partial
 import lightning
 import torch
 import torch.distributed as dist
+from digits_task import digits, net
 from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -33,9 +34,7 @@ STRATEGY = tw.DistributedStrategy(
 class Student(lightning.LightningModule):  # an ordinary module: nothing in it is ours
     def __init__(self, make_optimizer: MakeOptimizer) -> None:
         super().__init__()
-        self.net = torch.nn.Sequential(
-            torch.nn.Linear(64, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 10)
-        )
+        self.net = net()  # the same on all ranks
         self.make_optimizer = make_optimizer
         self.losses: list[float] = []
 
@@ -49,10 +48,7 @@ class Student(lightning.LightningModule):  # an ordinary module: nothing in it i
 
 
 def task(make_optimizer: MakeOptimizer) -> tuple[Student, TensorDataset]:
-    torch.manual_seed(0)  # all ranks must start from equal parameters
-    student = Student(make_optimizer)
-    x = torch.randn(4096, 64)
-    return student, TensorDataset(x, torch.nn.Linear(64, 10)(x).argmax(1))
+    return Student(make_optimizer), digits()[0]
 
 
 def fit(
@@ -95,7 +91,7 @@ def main() -> None:
     trainer.print(f"{callback.engine.stats()['ratio']:.0f} times fewer bytes than dense")
 
     compressed = partial(
-        tw.optim.DGCMomentum, lr=CosineDecay(0.01, 0.1, 256), min_numel=4096,
+        tw.optim.DGCMomentum, lr=CosineDecay(0.005, 0.05, 96), min_numel=4096,
         sparsity=(0.75, 0.9375, 0.99), rampup_step=48,
     )  # fmt: skip
     trainer, losses = fit(compressed, DDPStrategy(), CompressedExchange())

@@ -1,47 +1,36 @@
 """A model in two stages on two ranks, in micro-batches: torchrun --nproc-per-node 2
-examples/pipeline.py.
+examples/pipeline.py. Started again, it goes on from its last checkpoint.
 """
 
-import os
-
 import torch
-import torch.distributed as dist
+from digits_task import loaders, net, ranks
 
 import thinwire as tw
 
+EPOCHS, FOLDER = 5, "checkpoints/pipeline"
+
 
 def main() -> None:
-    if "RANK" in os.environ:  # under torchrun; without it the same code runs as one worker
-        dist.init_process_group("gloo")
-    rank = dist.get_rank() if dist.is_initialized() else 0
-
-    torch.manual_seed(0)
-    teacher = torch.nn.Linear(64, 10)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(64, 512),
-        torch.nn.ReLU(),
-        torch.nn.Linear(512, 512),
-        torch.nn.ReLU(),
-        torch.nn.Linear(512, 10),
-    )
-    strategy = tw.DistributedStrategy(
-        pipeline=tw.Pipeline(
-            stages=dist.get_world_size() if dist.is_initialized() else 1, micro_batches=4
-        ),
-    )
-    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9)
-    engine = strategy.prepare(model, optimizer, torch.nn.functional.cross_entropy)
-
-    torch.manual_seed(1)
-    for step in range(100):
-        x = torch.randn(64, 64)
-        loss = engine.train_step(x, teacher(x).argmax(1))
-        if rank == 0 and step % 25 == 24:
-            print(f"step {step + 1}: loss {loss.item():.3f}")
-    engine.flush()
-    print(f"rank {rank} trained {sum(p.numel() for p in engine.model.parameters()):,} parameters")
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    with ranks() as (rank, size):
+        train, held_out = loaders(0, 1)
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        strategy = tw.DistributedStrategy(pipeline=tw.Pipeline(stages=size, micro_batches=4))
+        engine = strategy.prepare(model, optimizer, torch.nn.functional.cross_entropy)
+        done = engine.extra["epochs"] if engine.load(FOLDER, if_any=True) else 0
+        for epoch in range(done, EPOCHS):
+            train.sampler.set_epoch(epoch)
+            for images, labels in train:
+                loss = engine.train_step(images, labels)
+            engine.save(FOLDER, extra={"epochs": epoch + 1})
+            if rank == 0:
+                print(f"epoch {epoch + 1}: loss {loss:.3f}")
+        engine.flush()
+        images, labels = next(iter(held_out))
+        held_out_loss = engine.evaluate(images, labels)  # all stages take part
+        if rank == 0:
+            trained = sum(p.numel() for p in engine.model.parameters())
+            print(f"held-out loss {held_out_loss:.3f}; rank 0 trained {trained:,} parameters")
 
 
 if __name__ == "__main__":

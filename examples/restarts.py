@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from digits_task import digits
 
 import thinwire as tw
 
@@ -27,9 +28,10 @@ def main() -> None:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
+    images, labels = digits()[0].tensors
     torch.manual_seed(0)
-    teacher, model = torch.nn.Linear(64, 10), torch.nn.Linear(64, 10)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     strategy = tw.DistributedStrategy(dgc=tw.DGC(rampup_step=4, min_numel=16))
     engine = strategy.prepare(model, optimizer, torch.nn.CrossEntropyLoss(), timeout=20)
     folder.mkdir(exist_ok=True)
@@ -43,9 +45,9 @@ def main() -> None:
             flush=True,
         )
     while engine.step < steps:
-        torch.manual_seed(1000 * engine.step + rank)  # the batches of a step, of each rank
-        x = torch.randn(32, 64)
-        loss = engine.train_step(x, teacher(x).argmax(1))
+        torch.manual_seed(1000 * engine.step + rank)  # the batch of a step, of each rank
+        chosen = torch.randint(len(images), (32,))
+        loss = engine.train_step(images[chosen], labels[chosen])
         if engine.step % SAVE_EVERY == 0:
             engine.save(folder)
         if rank == 0:

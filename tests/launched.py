@@ -36,6 +36,7 @@ def as_torchrun_starts(rank: int, size: int, port: int) -> Iterator[io.StringIO]
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     texts = {key: str(value) for key, value in place.items()}
     texts |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    texts["TORCHELASTIC_RUN_ID"] = "tests"
     os.environ.update(texts)
     said, held, destroy = io.StringIO(), [], dist.destroy_process_group
 
@@ -62,10 +63,12 @@ def run_script(ranks: Pool, script: Path, cwd: Path) -> str:
 
 def _main(rank: int, size: int, script: str, cwd: str, port: int) -> str:
     words, sys.argv = sys.argv, [script]
+    sys.path.insert(0, str(Path(script).parent))  # as Python does for a script
     try:
         with as_torchrun_starts(rank, size, port) as said, contextlib.chdir(cwd):
             warnings.simplefilter("default")  # as in a process of its own
             runpy.run_path(script, run_name="__main__")
     finally:
+        sys.path.pop(0)
         sys.argv = words
     return said.getvalue()
