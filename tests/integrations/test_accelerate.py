@@ -9,6 +9,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
@@ -355,3 +357,42 @@ def test_a_merge_of_the_strategy_is_accumulation(ranks: Pool, name: str) -> None
     for steps, ours, accumulated in ranks.run(merged, name):
         assert steps == STEPS / ACCUMULATED
         assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(ours, accumulated, strict=True))
+
+
+def sharded(rank: int, size: int, name: str) -> Any:
+    """Two sites of two ranks: the loop of Accelerate, and the same batches in one without."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    found = []
+    with accelerator_for(rank, size) as accelerator:
+        for followed in (True, False):
+            model, data = task()
+            fully_shard(model, mesh=mesh["shard"])
+            optimizer, loader = accelerator.prepare(adamw(model), DataLoader(data, BATCH))
+            engine = STRATEGIES[name].prepare(
+                model, optimizer, grad_clip=tw.ClipByGlobalNorm(0.1), mesh=mesh
+            )
+            if followed:
+                engine.follow_steps()
+            losses = []
+            for x, y in loader:
+                loss = cross_entropy(model(x), y)
+                losses.append(loss.item())
+                if followed:
+                    accelerator.backward(loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                else:
+                    engine.minimize(loss)
+            engine.flush()
+            engine.close()
+            found.append((losses, [p.detach().full_tensor() for p in model.parameters()]))
+    return found
+
+
+@pytest.mark.parametrize("name", ["dgc", "localsgd"])
+def test_a_model_that_fully_shard_cut(ranks: Pool, name: str) -> None:
+    answers = ranks.run(sharded, name, size=4)
+    for (losses, ours), (expected, plain) in answers:
+        assert losses == expected
+        assert equal(ours, plain)
+        assert equal(ours, answers[0][0][1])

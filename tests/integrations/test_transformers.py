@@ -8,6 +8,7 @@ import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -427,3 +428,31 @@ def test_the_recipe_for_local_sgd_alone_averages_as_the_callback_does(
     assert first == second
     assert equal(ours, theirs)
     assert equal(theirs, others)
+
+
+@pytest.mark.parametrize(
+    ("settings", "advice"),
+    [
+        ({"scaler": "a scaler"}, "fp16=True .* use bf16=True"),
+        ({"kind": "FSDP"}, "FSDP exchanges gradients itself"),
+        ({"kind": "DEEPSPEED"}, "DEEPSPEED exchanges gradients itself"),
+        ({"n_gpu": 2}, "2 GPUs of one process: start one for each GPU by torchrun"),
+        ({"is_hyper_param_search": True}, "hyperparameter_search"),
+    ],
+    ids=str,
+)
+def test_what_needs_other_hardware_is_refused(settings: dict[str, Any], advice: str) -> None:
+    """As Accelerate and the Trainer describe it."""
+    from accelerate import DistributedType
+
+    from thinwire.integrations.transformers import ThinwireCallback
+
+    values = {"scaler": None, "kind": "MULTI_GPU", "n_gpu": 1, "is_hyper_param_search": False}
+    values |= settings
+    kind = SimpleNamespace(distributed_type=DistributedType(values["kind"]))
+    wrapper = SimpleNamespace(scaler=values["scaler"], accelerator_state=kind)
+    args = SimpleNamespace(n_gpu=values["n_gpu"], auto_find_batch_size=False)
+    state = SimpleNamespace(is_hyper_param_search=values["is_hyper_param_search"])
+    callback = ThinwireCallback(STRATEGIES["none"])
+    with pytest.raises(tw.StrategyError, match=advice):
+        callback.on_train_begin(args, state, None, model=nn.Linear(1, 1), optimizer=wrapper)
