@@ -318,6 +318,39 @@ def test_no_averaging_comes_after_the_best_model_was_loaded(ranks: Pool, tmp_pat
         assert equal(answer["parameters"], [best[name] for name in answer["names"]])
 
 
+def interrupted(rank: int, size: int, folder: Path) -> Any:
+    """A training that ends by an error in its third step, a second one, and one without it."""
+    from transformers import TrainerCallback
+
+    class Interruption(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            if state.global_step == 2:
+                raise KeyboardInterrupt
+
+    clipped = {"max_grad_norm": 0.05}
+    with trainers(rank, size):
+        trainer, _ = trainer_of(STRATEGIES["localsgd"], folder, **clipped)
+        start = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+        trainer.add_callback(Interruption)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+        trainer.remove_callback(Interruption)
+        trainer.model.load_state_dict(start)
+        trainer.optimizer = trainer.lr_scheduler = None
+        trainer.train()
+        undisturbed, _ = trainer_of(STRATEGIES["localsgd"], folder, **clipped)
+        undisturbed.train()
+    return losses(trainer), losses(undisturbed), trainer.args.max_grad_norm
+
+
+def test_a_training_after_one_that_ended_by_an_error_is_as_if_it_had_not_been(
+    ranks: Pool, tmp_path: Path
+) -> None:
+    for again, undisturbed, limit in ranks.run(interrupted, tmp_path, timeout_s=120):
+        assert again == undisturbed
+        assert limit == 0.05
+
+
 def twice(rank: int, size: int, folder: Path) -> Any:
     with trainers(rank, size):
         trainer, callback = trainer_of(STRATEGIES["dgc"], folder, make=sgd, max_grad_norm=0)

@@ -92,6 +92,7 @@ class ThinwireCallback(TrainerCallback):
         self._undo.close()  # of a training that ended by an error
         model, wrapper = kwargs["model"], kwargs["optimizer"]
         _require_arguments(args, state, wrapper)
+        self._undo.callback(setattr, args, "max_grad_norm", args.max_grad_norm)
         optimizer: Any = bare_optimizer(wrapper)
         resumed = state.global_step > 0
         if resumed:
