@@ -48,8 +48,8 @@ def make_schedule(
         grid,
         worker,
         device,
-        input_args=source.blanks(meta) if source else (),
-        output_args=result.blanks(meta) if result else (torch.empty((), device=meta),),
+        inputs=source.blanks(meta) if source else (),
+        outputs=result.blanks(meta) if result else (torch.empty((), device=meta),),
     )
     has_gain = backward and config.micro_batches >= config.stages
     kind = Schedule1F1B if config.schedule == "1f1b" and has_gain else ScheduleGPipe
@@ -66,9 +66,25 @@ class _Stage(PipelineStage):
     wrote to.
     """
 
-    def __init__(self, grid: Grid, worker: StageWorker, device: torch.device, **looks: Any) -> None:
-        self._grid, self._worker = grid, worker
-        super().__init__(worker, grid.stage, grid.stages, device, group=grid.stage_group, **looks)
+    def __init__(
+        self,
+        grid: Grid,
+        worker: StageWorker,
+        device: torch.device,
+        *,
+        inputs: tuple[Tensor, ...],
+        outputs: tuple[Tensor, ...],
+    ) -> None:
+        self._grid, self._worker, self._inputs = grid, worker, inputs
+        super().__init__(
+            worker,
+            grid.stage,
+            grid.stages,
+            device,
+            input_args=inputs,
+            output_args=outputs,
+            group=grid.stage_group,
+        )
 
     @property
     def group(self) -> ProcessGroup | None:
@@ -83,12 +99,11 @@ class _Stage(PipelineStage):
         """As torch's; an error is kept for the end of the step, and zeros go to the stage
         before.
         """
-        inputs = self._stage_meta.inputs or ()
         self.bwd_cache[bwd_chunk_id] = tuple(
-            torch.zeros(meta.shape, dtype=meta.dtype, device=self.device)
-            if meta.requires_grad
+            torch.zeros(blank.shape, dtype=blank.dtype, device=self.device)
+            if blank.requires_grad
             else None
-            for meta in inputs
+            for blank in self._inputs
         )
 
         def backward() -> None:
