@@ -7,17 +7,15 @@ from digits_task import accuracy, loaders, net, ranks
 
 import thinwire as tw
 
-EPOCHS, FOLDER = 15, "checkpoints/lamb"
+EPOCHS, FOLDER = 30, "checkpoints/lamb"
 
 
 def main() -> None:
     with ranks() as (rank, size):
         train, held_out = loaders(rank, size, batch=256)
         model = net()
-        steps = EPOCHS * len(train)
-        rate = tw.schedules.WarmUp(0.02, 10).then(
-            tw.schedules.CosineDecay(0.0, 0.02, steps - 10), at=10
-        )
+        decay = tw.schedules.CosineDecay(0.0, 0.04, EPOCHS * len(train) - 10)
+        rate = tw.schedules.WarmUp(0.04, 10).then(decay, at=10)
         optimizer = tw.optim.AdamW(model.named_parameters(), lr=rate)
         strategy = tw.DistributedStrategy(lamb=tw.LAMB(exclude_from_weight_decay=("*.bias",)))
         engine = strategy.prepare(model, optimizer, torch.nn.functional.cross_entropy)
@@ -27,7 +25,7 @@ def main() -> None:
             for images, labels in train:
                 loss = engine.train_step(images, labels)
             engine.save(FOLDER, extra={"epochs": epoch + 1})
-            if rank == 0 and epoch % 5 == 4:
+            if rank == 0 and epoch % 10 == 9:
                 print(f"epoch {epoch + 1}: loss {loss:.3f}")
         engine.flush()
         if rank == 0:

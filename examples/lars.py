@@ -1,4 +1,4 @@
-"""LARS instead of an SGD, for large batches: torchrun --nproc-per-node 2
+"""LARS instead of an SGD, for large batches, with a warm-up: torchrun --nproc-per-node 2
 examples/lars.py. Started again, it goes on from its last checkpoint.
 """
 
@@ -7,14 +7,16 @@ from digits_task import accuracy, loaders, net, ranks
 
 import thinwire as tw
 
-EPOCHS, FOLDER = 15, "checkpoints/lars"
+EPOCHS, FOLDER = 30, "checkpoints/lars"
 
 
 def main() -> None:
     with ranks() as (rank, size):
         train, held_out = loaders(rank, size, batch=256)
         model = net()
-        optimizer = torch.optim.SGD(model.named_parameters(), lr=2.0, momentum=0.9)
+        decay = tw.schedules.CosineDecay(0.0, 2.0, EPOCHS * len(train) - 10)
+        rate = tw.schedules.WarmUp(2.0, 10).then(decay, at=10)
+        optimizer = tw.optim.SGD(model.named_parameters(), lr=rate, momentum=0.9)
         strategy = tw.DistributedStrategy(
             lars=tw.LARS(lars_coeff=0.02, exclude_from_weight_decay=("*.bias",))
         )
@@ -25,7 +27,7 @@ def main() -> None:
             for images, labels in train:
                 loss = engine.train_step(images, labels)
             engine.save(FOLDER, extra={"epochs": epoch + 1})
-            if rank == 0 and epoch % 5 == 4:
+            if rank == 0 and epoch % 10 == 9:
                 first = engine.trust_ratios()["0.0.weight"]
                 print(f"epoch {epoch + 1}: loss {loss:.3f}, trust ratio of the first {first:.2g}")
         engine.flush()

@@ -190,7 +190,7 @@ def test_the_command_says_which_one_and_what_is_special(
     saved(tmp_path / "run", Tied(), steps=2)
     assert command(tmp_path / "run", tmp_path / "model.safetensors") == 0
     first, second = capsys.readouterr().out.splitlines()
-    assert "step_0000000002 (step 2, saved by 1 ranks): 7 tensors" in first
+    assert "step_0000000002 (step 2, saved by 1 rank): 7 tensors" in first
     assert second == "tied, written under both names: head.weight is embed.weight"
     assert command(tmp_path / "run", tmp_path / "model.safetensors", "--force", "--quiet") == 0
     assert capsys.readouterr() == ("", "")

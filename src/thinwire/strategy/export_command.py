@@ -65,8 +65,9 @@ def _bar(text: str, *, quiet: bool) -> AbstractContextManager[Any]:
 
 
 def _lines(made: "Exported") -> list[str]:
+    ranks = "1 rank" if made.ranks == 1 else f"{made.ranks} ranks"
     lines = [
-        f"{made.checkpoint} (step {made.step}, saved by {made.ranks} ranks): {made.tensors} "
+        f"{made.checkpoint} (step {made.step}, saved by {ranks}): {made.tensors} "
         f"tensors, {made.size_bytes:,} bytes in {made.file}"
     ]
     if made.tied:
