@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 from torch.distributed import DistError
 
 from thinwire.errors import PayloadCorrupt
-from thinwire.members.sealed import Numbered, SealedStore
+from thinwire.members.sealed import SealedStore
 
 SECRET = b"s" * 32
 LIMIT = timedelta(seconds=10)
@@ -137,23 +137,6 @@ def test_what_does_not_verify_is_refused(
         with pytest.raises(PayloadCorrupt, match="key' in the store was refused") as refused:
             read()
         assert "\n" not in str(refused.value)
-
-
-def test_a_numbered_value_does_not_go_back(plain: TCPStore) -> None:
-    store = SealedStore(plain, SECRET)
-    writer, reader = Numbered(store), Numbered(store)
-    writer.set("beat", "a")
-    old = plain.get("beat")
-    assert reader.get("beat") == (1, b"a")
-    assert reader.get("beat") == (1, b"a")
-    writer.set("beat", b"b")
-    assert reader.get("beat") == (2, b"b")
-    plain.set("beat", old)  # type: ignore[arg-type]
-    with pytest.raises(PayloadCorrupt, match="number 1 came after 2"):
-        reader.get("beat")
-    store.set("beat", "short")
-    with pytest.raises(PayloadCorrupt):
-        Numbered(store).get("beat")
 
 
 def group(store: SealedStore, rank: int, size: int, limit: timedelta = LIMIT) -> ProcessGroupGloo:

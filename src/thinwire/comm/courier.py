@@ -18,7 +18,16 @@ from thinwire.comm.sockets import connections, shut_down
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["Courier", "Sighting", "busy_until", "here", "say_busy_until", "stop_all"]
+__all__ = [
+    "Courier",
+    "Sighting",
+    "busy_until",
+    "here",
+    "idle_s",
+    "say_busy_until",
+    "stop_all",
+    "waits",
+]
 
 _KEY = "thinwire/alive"
 _SHORTEST_S, _LONGEST_S = 0.5, 5.0
@@ -45,6 +54,16 @@ def say_busy_until(moment: float | None) -> None:
 def busy_until() -> float | None:
     """The moment until which this rank has said to be busy, on the clock of `time.monotonic`."""
     return _busy_until[0]
+
+
+def idle_s() -> float | None:
+    """Since this process was known to be at long work of its own; None: it never was."""
+    return None if _busy_until[0] is None else max(time.monotonic() - _busy_until[0], 0.0)
+
+
+def waits() -> bool:
+    """Whether this process waits in an exchange."""
+    return _place[0][1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +201,7 @@ class Courier:
             "waiting": waiting,
             "for": now - since,
             "failed": self._failed,
-            "idle": None if _busy_until[0] is None else max(now - _busy_until[0], 0.0),
+            "idle": idle_s(),
         }
         return json.dumps(sign)
 

@@ -153,11 +153,20 @@ def hold(group: dist.ProcessGroup, work: dist.Work, tensors: Sequence[Tensor]) -
     _pending[id(work)] = group, work, tensors
 
 
-def forget_ended() -> None:
-    """Forget all that has ended: where groups come and go, none is kept for it."""
-    for key, (_, work, _) in list(_pending.items()):
-        if work.is_completed():
-            _pending.pop(key, None)
+def forget_ended(patience_s: float = 0.0) -> None:
+    """Forget all that has ended: where groups come and go, none is kept for it.
+
+    Args:
+        patience_s: For how long to wait for what has not, such as what was hung up just now.
+    """
+    until = time.monotonic() + patience_s
+    while True:
+        for key, (_, work, _) in list(_pending.items()):
+            if work.is_completed():
+                _pending.pop(key, None)
+        if not _pending or time.monotonic() >= until:
+            return
+        time.sleep(0.01)
 
 
 def forget(work: dist.Work) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Group, Pending, Regrouped
-from thinwire.comm.deadline import progressed
+from thinwire.comm.deadline import progressed, whole_s
 from thinwire.comm.private import forget_ended
 from thinwire.errors import PayloadCorrupt, ThinwireError
 from thinwire.members.generation import Generation
@@ -151,6 +151,9 @@ class ElasticGroup(Group):
                 raise self._broken(number, error) from error
 
         return Pending(finish)
+
+    def _more_s(self) -> float:
+        return self.keeper.more_s(whole_s(self.timeout_s))
 
     def _broken(self, number: int, error: ThinwireError) -> Regrouped:
         self.keeper.broken(number, str(error))

@@ -2,6 +2,7 @@
 in the main thread.
 """
 
+import contextlib
 import logging
 import math
 import queue
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from thinwire.comm.courier import idle_s, waits
 from thinwire.comm.direct import Direct
 from thinwire.comm.private import forget_ended
 from thinwire.errors import Evicted, PeerStalled, QuorumLost, ThinwireError
@@ -24,6 +26,8 @@ _GRACE_S = 2.0
 """For a member to announce itself once a generation is broken; it does so within `_POLL_S`."""
 _FRESH_S = 3.0
 """A process whose sign of life is older is away."""
+_AWAY_S = 1.2
+"""A member that has said that it is busy gives a sign of life within this time."""
 _LOOK_S = 1.0
 _BUILD_S = 10.0
 _MOST_BUILDS = 3
@@ -180,6 +184,20 @@ class Keeper:
             self._recorded = None
             return list(self._answers)
 
+    def more_s(self, timeout_s: float) -> float:
+        """For how long, in seconds, members that have said to be busy may still be waited for:
+        until `timeout_s` after the last of them was known to be. Takes two seconds at most.
+
+        Returns:
+            0 or less where another one than those is missing, or none is; or where the meeting
+            place does not answer.
+        """
+        found: queue.SimpleQueue[float] = queue.SimpleQueue()
+        self._orders.put(lambda: found.put(self._more_s(timeout_s)))
+        with contextlib.suppress(queue.Empty):
+            return found.get(timeout=2 * _LOOK_S)
+        return 0.0
+
     def say_hello(self, board: Board) -> int:
         """Ask to be let in; the number by which others speak of this request."""
         number = self._hello
@@ -242,7 +260,7 @@ class Keeper:
         if self.generation is not None and self.generation.groups is not None:
             self.generation.groups.release()
             self.generation.groups = None
-        forget_ended()
+        forget_ended(_EXIT_S / 4)
 
     # on the thread
 
@@ -344,7 +362,31 @@ class Keeper:
     def _beat(self) -> None:
         """A sign of life; its number grows, so that an old one is none."""
         self._beats += 1
-        self.board.put(f"hb/{self.me}", {"beat": self._beats})
+        sign = {"beat": self._beats, "idle": idle_s(), "waits": waits()}
+        self.board.put(f"hb/{self.me}", sign)
+
+    def _more_s(self, timeout_s: float) -> float:
+        formed = self.generation
+        assert formed is not None, "exchanged"
+        others = [each for each in formed.ids if each != self.me]
+        until = time.monotonic() + _AWAY_S
+        try:
+            before = [self.board.get(f"hb/{each}") for each in others]
+            while True:
+                time.sleep(_POLL_S)
+                self._beat()  # the others look too
+                signs = [self.board.get(f"hb/{each}") for each in others]
+                pairs = list(zip(before, signs, strict=True))
+                live = [was is not None and now["beat"] > was["beat"] for was, now in pairs]
+                if all(live) or time.monotonic() > until:
+                    break
+        except RuntimeError as error:
+            _log.warning("the meeting place cannot say who is busy: %s", error)
+            return 0.0
+        if not all(live):
+            return 0.0
+        idle = [math.inf if s["idle"] is None else s["idle"] for s in signs if not s["waits"]]
+        return timeout_s - max(idle, default=math.inf)
 
     def _lives(self, other: str) -> bool:
         """Look for a sign of life of another process, and say whether one came lately."""
@@ -385,7 +427,7 @@ class Keeper:
         except ThinwireError:
             raise
         except RuntimeError as error:
-            if self.store_problem is None:
+            if self.store_problem is None and not self._over.is_set():
                 _log.warning(
                     "the meeting place does not answer (%s): rounds go on, nobody can join, and a "
                     "member that is lost ends the run",

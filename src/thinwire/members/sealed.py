@@ -13,12 +13,11 @@ from torch._C._distributed_c10d import Store
 from thinwire.errors import PayloadCorrupt
 from thinwire.members.token import derived_key
 
-__all__ = ["Numbered", "SealedStore"]
+__all__ = ["SealedStore"]
 
 _MARK: Final = b"tws1"
 _PROOF_BYTES: Final = hashlib.sha256().digest_size
 _SEAL_BYTES: Final = len(_MARK) + _PROOF_BYTES
-_NUMBER_BYTES: Final = 8
 
 
 @final
@@ -29,8 +28,8 @@ class SealedStore(Store):
     verify is refused, never handed on: what a stranger wrote, what was written with another token,
     for another run, or under another key. Who can write to the store can still delete values, and
     put an older value of the same key back: keys that are written once cannot be rolled back to
-    another value, others want `Numbered`. `add` counts on the server, in plain: a stranger can
-    change what it gives, so nothing that matters may hang on it.
+    another value, others want a number in the value, as heart-beats have one. `add` counts on the
+    server, in plain: a stranger can change what it gives, so nothing that matters may hang on it.
 
     It may be handed to torch, as the store of a `ProcessGroupGloo` or of a `PrefixStore`; then keep
     a reference as long as torch has one, since torch itself keeps none to an object of Python. From
@@ -178,41 +177,3 @@ class SealedStore(Store):
             f"the value of {self._prefix + key!r} in the store was refused: it {what}. A stranger "
             "wrote it, or somebody with another token"
         )
-
-
-@final
-class Numbered:
-    """Values that change under the same key: each carries a number, and none may go back.
-
-    For what one member writes and others read, such as a heart-beat. One writer a key.
-
-    Args:
-        store: Sealed, else the numbers prove nothing.
-
-    Raises:
-        PayloadCorrupt: In `get`, where an older value was put back, or the value does not verify.
-    """
-
-    def __init__(self, store: SealedStore) -> None:
-        self._store = store
-        self._written: dict[str, int] = {}
-        self._read: dict[str, int] = {}
-
-    def set(self, key: str, value: str | bytes) -> None:
-        """Write a value with the next number."""
-        number = self._written[key] = self._written.get(key, 0) + 1
-        content = value.encode() if isinstance(value, str) else value
-        self._store.set(key, number.to_bytes(_NUMBER_BYTES, "big") + content)
-
-    def get(self, key: str) -> tuple[int, bytes]:
-        """The number and the value; the number is larger where it was written again."""
-        there = self._store.get(key)
-        number, value = int.from_bytes(there[:_NUMBER_BYTES], "big"), there[_NUMBER_BYTES:]
-        last = self._read.get(key, 0)
-        if len(there) < _NUMBER_BYTES or number < max(1, last):
-            raise PayloadCorrupt(
-                f"the value of {key!r} in the store was refused: number {number} came after "
-                f"{last}. Somebody put an older value back"
-            )
-        self._read[key] = number
-        return number, value

@@ -1,0 +1,87 @@
+"""A member that says that it is busy is waited for, and no other one is."""
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import thinwire as tw
+from tests.members.places import meeting_place
+from tests.members.training import digest, model
+from tests.ranks import Pool
+
+TIMEOUT_S = 5.0
+BUSY_S = 12.0
+CONFIG = tw.LocalSGD(2, begin_step=0)
+
+
+def member(rank: int, size: int, address: str, says: bool, stops: bool) -> dict[str, Any]:
+    """Member 1 works alone for longer than the time-out after step 5."""
+    net = model(rank)
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    data = torch.Generator().manual_seed(rank)
+    sizes: list[int] = []
+    generations: list[int] = []
+    longest_s = 0.0
+    with (
+        tw.join(address, run="t", start_members=3, timeout=TIMEOUT_S) as members,
+        tw.local_sgd(net, optimizer, CONFIG, members=members) as sync,
+    ):
+        while sync.step < 12:
+            net(torch.randn(8, 24, generator=data)).square().mean().backward()
+            if rank == 1 and sync.step == 5:
+                if stops:
+                    with tw.busy(60):
+                        time.sleep(1)
+                        os.kill(os.getpid(), signal.SIGSTOP)
+                elif says:
+                    with tw.busy(60):
+                        time.sleep(BUSY_S)
+                else:
+                    time.sleep(BUSY_S)
+            begun = time.monotonic()
+            optimizer.step()
+            longest_s = max(longest_s, time.monotonic() - begun)
+            sizes.append(members.size)
+            generations.append(members.generation)
+        seen = {"sizes": sizes, "longest_s": longest_s, "generations": generations}
+        return {**seen, "digest": digest(sync)}
+
+
+@pytest.mark.fault
+@pytest.mark.slow  # time-outs that a loaded machine keeps
+def test_a_member_that_says_that_it_is_busy_stays_one(ranks: Pool) -> None:
+    with meeting_place(None) as address:
+        found = ranks.run(member, address, True, False, size=3, group=False)
+    assert [one["sizes"] for one in found] == [[3] * 12] * 3
+    assert len({one["digest"] for one in found}) == 1
+    assert found[0]["longest_s"] > 2 * TIMEOUT_S
+    for one in found:
+        assert one["generations"][4:] == [one["generations"][4]] * 8
+
+
+@pytest.mark.fault
+@pytest.mark.slow  # time-outs that a loaded machine keeps
+def test_one_that_does_not_say_so_stays_too_since_it_is_alive_and_the_others_meet_anew(
+    ranks: Pool,
+) -> None:
+    with meeting_place(None) as address:
+        found = ranks.run(member, address, False, False, size=3, group=False)
+    assert [one["sizes"][-1] for one in found] == [3] * 3
+    assert len({one["digest"] for one in found}) == 1
+    assert found[0]["generations"][-1] > found[0]["generations"][4]
+
+
+@pytest.mark.fault
+@pytest.mark.slow  # time-outs that a loaded machine keeps
+def test_a_member_that_stops_while_it_is_busy_is_missed(ranks: Pool) -> None:
+    with meeting_place(None) as address:
+        found = ranks.run(
+            member, address, True, True, size=3, group=False, expect_errors=True, timeout_s=40
+        )
+    for rank in (0, 2):
+        assert found[rank]["sizes"][-1] == 2
+        assert found[rank]["longest_s"] < 2 * TIMEOUT_S + 4
