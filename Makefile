@@ -11,7 +11,7 @@ SITE_VENV := .venv-site
 
 # many tests wait for a time-out or for another rank, so two cores are busy with four of them
 AT_ONCE ?= 4
-PYTEST := -m pytest -n $(AT_ONCE) --dist worksteal
+PYTEST = -m pytest -n $(AT_ONCE) --dist worksteal
 # threads of torch that wait for each other would spin, on cores that other processes have work for
 test test-integrations test-triton: export OMP_WAIT_POLICY := passive
 
@@ -45,6 +45,8 @@ $(EXTRA_VENV)/.installed: pyproject.toml constraints.txt
 	$(EXTRA_VENV)/bin/python -m pip install --quiet --no-compile -c constraints.txt -e . --group integrations
 	touch $@
 
+# every process imports the packages, which takes longer than most of the tests
+test-integrations: AT_ONCE = 2
 test-integrations: $(EXTRA_VENV)/.installed  ## the loops of Accelerate, Lightning and Transformers, with the real packages
 	THINWIRE_INTEGRATIONS=required $(EXTRA_VENV)/bin/python $(PYTEST) -m integrations tests/integrations tests/test_examples.py
 
