@@ -133,19 +133,19 @@ def test_the_command_without_its_extra_says_what_to_install(tmp_path: Path) -> N
     assert "pip install 'thinwire[cli]'" in said
 
 
+@pytest.mark.timeout(260)
 def test_two_ranks_train_and_the_second_start_reads_what_the_first_compiled(
     tmp_path: Path,
 ) -> None:
-    shutil.copy(ROOT / "examples" / "dgc.py", tmp_path / "train.py")
-    cache = tmp_path / "cache"
-    torchrun = [script("torchrun"), "--standalone", "--nproc-per-node", "2", "train.py"]
+    cache, example = tmp_path / "cache", str(ROOT / "examples" / "dgc.py")
+    torchrun = [script("torchrun"), "--standalone", "--nproc-per-node", "2", example]
     first = run(*torchrun, cwd=tmp_path, NUMBA_CACHE_DIR=str(cache))
     assert "times fewer bytes than dense" in first
     compiled = {file: file.stat().st_mtime_ns for file in cache.rglob("*.loop")}
     assert compiled
     again = run(*torchrun, cwd=tmp_path, NUMBA_CACHE_DIR=str(cache))
     assert {file: file.stat().st_mtime_ns for file in cache.rglob("*.loop")} == compiled
-    losses = r"step \d+: loss [\d.]+"
+    losses = r"loss [\d.]+"
     assert re.findall(losses, again) == re.findall(losses, first) != []
 
 
