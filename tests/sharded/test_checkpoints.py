@@ -137,26 +137,6 @@ def test_the_mean_of_what_is_pending_stays(
             torch.testing.assert_close(means[name], value, rtol=1e-6, atol=1e-8)
 
 
-def refused(rank: int, size: int, folder: str) -> str:
-    mesh = mesh_of(2, 3)
-    model = sharded_model(mesh)
-    fields = {"dgc": tw.DGC(sparsity=(0.5,), min_numel=60)}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    loss = nn.functional.mse_loss
-    engine = tw.DistributedStrategy(**fields).prepare(model, optimizer, loss, mesh=mesh)
-    with pytest.raises(tw.errors.CheckpointMismatch, match="lower min_numel") as caught:
-        engine.load(folder)
-    return str(caught.value)
-
-
-def test_shards_that_are_too_small_for_what_is_pending(ranks: Pool, tmp_path: Path) -> None:
-    folder = str(tmp_path)
-    ranks.run(train, (2, 2), "dgc of AdamW", folder, 0, AT, size=4)
-    texts = ranks.run(refused, folder, size=6)
-    assert len(set(texts)) == 1
-    assert "2.weight" in texts[0]
-
-
 def parameters_alone(rank: int, size: int, folder: str) -> dict[str, Tensor]:
     mesh = mesh_of(1, 2)
     model = sharded_model(mesh, seed=11)

@@ -130,7 +130,7 @@ def optimizer_run(rank: int, size: int, settings: dict[str, Any]) -> dict[str, T
         {},
         {"value_bits": 8, "nesterov": True},
         {"weight_decay": 0.1},
-        {"exchange": "split", "value_bits": 32},
+        {"maximize": True},
     ],
     ids=str,
 )

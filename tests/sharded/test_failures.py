@@ -151,20 +151,27 @@ def clipped(rank: int, size: int, kind: str) -> dict[str, Tensor]:
     given, fields = clips.get(kind), {}
     if kind == "own":
         optimizer = tw.optim.SGD(model.parameters(), lr=0.5, grad_clip=tw.ClipByNorm(0.2))
-    if kind == "local":
+    if kind.startswith("local"):
         sparsity = tw.DGC(sparsity=(0.0,), value_bits=32, min_numel=1, local_grad_clip_norm=0.3)
         fields = {"dgc": sparsity}
+    if kind == "local, Adagrad":
+        optimizer = torch.optim.Adagrad(model.named_parameters(), lr=0.05)
+    if kind == "local, averaged":
+        fields["localsgd"] = tw.LocalSGD(2)
     engine = tw.DistributedStrategy(**fields).prepare(
         model, optimizer, mse_loss, grad_clip=given, mesh=mesh
     )
     for step in range(6):
         engine.train_step(*batch(site_of(mesh), step))
+    engine.flush()
     if mesh is None:
         return {name: p.detach().clone() for name, p in model.named_parameters()}
     return values_of(model)
 
 
-@pytest.mark.parametrize("kind", ["global", "norm", "own", "local"])
+@pytest.mark.parametrize(
+    "kind", ["global", "norm", "own", "local", "local, Adagrad", "local, averaged"]
+)
 def test_norms_are_over_all_shards(ranks: Pool, kind: str) -> None:
     whole = ranks.run(clipped, kind, size=2)[0]
     free = ranks.run(clipped, "none", size=2)[0]
@@ -259,6 +266,16 @@ def wrong(rank: int, size: int, case: str) -> str:
         "lamb": lambda: prepare(model, mesh, lamb=tw.LAMB()),
         "pipeline": lambda: prepare(model, mesh, pipeline=tw.Pipeline(2, 2)),
         "node_size": lambda: prepare(model, mesh, dgc=tw.DGC(node_size=2)),
+        "clip of an engine": lambda: tw.DistributedStrategy(dgc=DGC).prepare(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            mse_loss,
+            mesh=mesh,
+            grad_clip=tw.ClipByNorm(1.0),
+        ),
+        "muon": lambda: tw.DistributedStrategy().prepare(
+            model, tw.optim.Muon(model.named_parameters(), lr=0.1), mse_loss, mesh=mesh
+        ),
         "group": lambda: momentum(model, mesh, process_group=dist.group.WORLD),
         "clip": lambda: momentum(model, mesh, grad_clip=tw.ClipByNorm(1.0)),
         "nodes, local": lambda: local(model, mesh, config={"node_size": 2}),
@@ -284,10 +301,12 @@ def wrong(rank: int, size: int, case: str) -> str:
         ("forgotten, local", "give mesh=mesh"),
         ("forgotten, dgc", "give mesh=mesh"),
         ("low_rank", "StrategyError: mesh= does not work with low_rank"),
-        ("lars", "StrategyError: mesh= does not work with lars"),
+        ("lars", "lars: give thinwire.optim.Lars as the optimizer"),
         ("lamb", "StrategyError: mesh= does not work with lamb"),
         ("pipeline", "StrategyError: mesh= does not work with pipeline"),
         ("node_size", "leave node_size out"),
+        ("clip of an engine", "use local_grad_clip_norm"),
+        ("muon", "whose update of a matrix needs all of it"),
         ("group", "leave process_group out"),
         ("clip", "use local_grad_clip_norm"),
         ("nodes, local", "leave node_size out"),

@@ -51,7 +51,7 @@ class CheckpointReader:
         peers = [r for r, part in enumerate(parts) if part == parts[rank]]
         every = range(len(manifest.parts))
         old = [r for r in every if self._cut is not None or manifest.parts[r] == parts[rank]]
-        self._position = peers.index(rank)
+        self._position, self._rank = peers.index(rank), rank
         self._is_own = self._cut is None and len(old) == len(peers) and not combined
         self._sources = [old[self._position]] if self._is_own else old
         self.trees: list[Any] = []
@@ -85,7 +85,11 @@ class CheckpointReader:
                 combine(replicas[part], rules, rank=self._position, read=reader.read)
                 for part in sorted(replicas)
             ]
-            return self._cut.anew(shards)
+            whole = self._cut.anew(shards)
+            for key in self._cut.of_ranks:
+                own = [tree[key] for tree in self.trees]
+                whole[key] = combine(own, rules, rank=self._rank, read=reader.read)
+            return whole
 
     def _tree(self, rank: int) -> Any:
         """The tree of an old rank, with references to its tensors."""

@@ -33,12 +33,14 @@ class Cut:
         shapes: Of the whole parameters, by name.
         owner: The parameter that a tensor of a tree belongs to, from the tree and the keys on the
             way to the tensor; None for a tensor that is no part of one.
+        of_ranks: Keys of a tree under which each rank has its own, whatever it holds of the model.
     """
 
     shards: int
     shard: int
     shapes: Mapping[str, tuple[int, ...]]
     owner: Callable[[Any, Path], str | None]
+    of_ranks: tuple[str, ...] = ()
 
     def anew(self, trees: Sequence[Any]) -> Any:
         """The tree of this shard, from those of all shards of another cut.

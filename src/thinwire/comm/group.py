@@ -1,12 +1,13 @@
 """The ranks that exchange, as one object that also works alone."""
 
+import contextlib
 import datetime
 import hashlib
 import logging
 import os
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -168,6 +169,15 @@ class Group:
                 is waited for in it was launched. Never by a group that stays the same.
         """
         return nullcontext()
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Inside, what is sent is not counted in `bytes_sent`."""
+        groups = [group for group in (self, self.shards, self.replicas) if group is not None]
+        sent = [group.bytes_sent for group in groups]
+        yield
+        for group, before in zip(groups, sent, strict=True):
+            group.bytes_sent = before
 
     @property
     def global_ranks(self) -> list[int]:

@@ -87,6 +87,7 @@ class Replicas:
         self.sites = sites
         self._groups = sites.replicas, sites.job, sites.shards
         self.rank, self.size = sites.replicas.rank, sites.replicas.size
+        self._sent_before = sites.replicas.bytes_sent
 
     @property
     def bytes_sent(self) -> int:
@@ -111,7 +112,8 @@ class Replicas:
     @property
     def bytes_between_nodes(self) -> int:
         """Bytes that this rank gave to exchanges between the sites, agreements aside."""
-        return self.sites.replicas.bytes_sent
+        sites = self.sites.replicas
+        return 0 if sites.size == 1 else sites.bytes_sent - self._sent_before
 
     def abandon(self, reason: str) -> None:
         """See `Group.abandon`."""

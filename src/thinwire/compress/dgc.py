@@ -40,6 +40,7 @@ from thinwire.compress.protocol import (
 from thinwire.compress.words import bits_text, plural, share_text
 from thinwire.core.clip import ClipByNorm, clipped
 from thinwire.core.feedback import Fold, commit_list_, in_chunks, propose_list
+from thinwire.core.norms import norms_over_shards
 from thinwire.core.precision import named_state_dtype, state_dtype, stored_dtype
 from thinwire.core.rounding import rounding_seed
 from thinwire.kernels.needs import Need, needs_of
@@ -300,6 +301,41 @@ def locally_clipped(dgc: DGC, step: int, sources: int, param: Tensor, grad: Tens
     if step < dgc.rampup_begin_step or not dgc.compresses(param):
         return grad
     return limited(grad, dgc.local_grad_clip_norm, sources, state_dtype(param))
+
+
+def limited_over_shards(
+    grads: Mapping[str, Tensor],
+    shards: Mapping[str, Tensor],
+    config: Callable[[str], DGC],
+    *,
+    step: int,
+    sources: int,
+    gather: Callable[[bytes, str], list[bytes]],
+) -> dict[str, Tensor]:
+    """Gradients of shards as `locally_clipped` lets them in, by norms over all shards of a tensor.
+
+    Args:
+        grads: This rank's parts by name, the same names on all shards; read only.
+        shards: This rank's parts of the parameters.
+        config: By name.
+        step: Completed updates, from 0.
+        sources: N of the limit.
+        gather: See `norms_over_shards`.
+
+    Communication: with a local clip 8 bytes a tensor and rank inside the site.
+    """
+    within = dict(grads)
+    if all(config(name).local_grad_clip_norm is None for name in grads):
+        return within
+    norms = norms_over_shards(grads, gather)
+    for name, grad in grads.items():
+        dgc, shard = config(name), shards[name]
+        limit = dgc.local_grad_clip_norm
+        if limit is not None and step >= dgc.rampup_begin_step and dgc.compresses(shard):
+            bound = limit * math.sqrt(sources)
+            wide = grad.to(state_dtype(shard))
+            within[name] = wide * (bound / norms[name]) if norms[name] > bound else wide
+    return within
 
 
 class Rule(NamedTuple):

@@ -72,6 +72,8 @@ def norms_over_shards(
 
     Communication: 8 bytes a tensor and rank.
     """
+    if not tensors:
+        return {}
     found = [norm(tensor) for tensor in tensors.values()]
     squares = torch.stack([each.double().cpu().square() for each in found]).tolist()
     form = struct.Struct(f"<{len(squares)}d")

@@ -11,7 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Shards", "is_sharded", "require_shards", "reshard_", "shard_of", "sharded_like"]
+__all__ = [
+    "Shards",
+    "is_sharded",
+    "require_elementwise",
+    "require_shards",
+    "reshard_",
+    "shard_of",
+    "sharded_like",
+]
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -80,6 +88,21 @@ def require_shards(params: Mapping[str, Tensor], mesh: Any) -> None:
                 "dimensions torch averages over the sites itself in every backward pass; other "
                 "placements, as of tensor parallelism, are not supported"
             )
+
+
+def require_elementwise(optimizer: object) -> None:
+    """Refuse an optimizer that needs whole matrices.
+
+    Raises:
+        ValueError: It is a Muon or an Adafactor, of torch or of this library.
+    """
+    names = {kind.__name__ for kind in type(optimizer).__mro__}
+    if names & {"Muon", "Adafactor"}:
+        raise ValueError(
+            f"optimizer is {type(optimizer).__name__}, whose update of a matrix needs all of it, "
+            "and each rank has some rows only: give AdamW, or another optimizer that goes entry "
+            "by entry, with mesh="
+        )
 
 
 def _placed(param: Tensor) -> str:

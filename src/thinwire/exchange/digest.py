@@ -58,8 +58,8 @@ class RollingDigest:
     only once a digest did.
 
     Args:
-        slowly: Gives the tensors in which a difference stays: parameters. Asked at every update;
-            sharded ones, whose ranks hold different parts, are left out.
+        slowly: Gives the tensors in which a difference stays: parameters, or this rank's shards of
+            them. Asked at every update.
         at_once: Gives those in which one may fade: moments.
         every: Updates in which all of `slowly` is seen, >= 1.
 
@@ -124,11 +124,11 @@ class RollingDigest:
         Raises:
             Diverged: On every rank, with the same text.
         """
-        text = self._difference(group if group.replicas is None else group.replicas, step)
+        text = self._difference(group, group.replicas, step)
         if group.replicas is not None:
             found = group.gather_bytes(text.encode(), what=f"telling what differs at step {step}")
             shard, text = next(((r, t.decode()) for r, t in enumerate(found) if t), (0, ""))
-            text = text and f"in the shard of rank {shard}, ranks counted by sites: {text}"
+            text = text and f"in the shard of rank {shard}: {text}"
         if text:
             raise Diverged(text)
         raise Diverged(
@@ -137,8 +137,9 @@ class RollingDigest:
             "checkpoint"
         )
 
-    def _difference(self, group: Group, step: int) -> str:
-        """What differs between these ranks, in words; empty where nothing does."""
+    def _difference(self, ranks: Group, sites: Group | None, step: int) -> str:
+        """What differs between these ranks, or sites, in words; empty where nothing does."""
+        group = ranks if sites is None else sites
         slowly, at_once = _whole_ones(self._slowly()), _whole_ones(self._at_once())
         self._divide(slowly)
         pieces = [(piece, slowly[piece.name]) for each in self._slices for piece in each]
@@ -154,7 +155,8 @@ class RollingDigest:
             if len(set(held)) > 1:
                 name = places.get(place, place)
                 since = self._whole if name in at_once else self._good.get(place, self._since)
-                return _text(name, held, since, step)
+                who = "rank" if sites is None else "site"
+                return _text(name, held, since, step, who)
         return ""
 
     def _divide(self, slowly: Watched) -> None:
@@ -191,11 +193,11 @@ def optimizer_state(
 
 
 def _whole_ones(tensors: Watched) -> dict[str, Tensor]:
-    """Without those of which every rank has another part, or that hold nothing."""
+    """Without those that are not dense, or hold nothing."""
     return {
         name: tensor
         for name, tensor in tensors.items()
-        if tensor.layout is torch.strided and tensor.numel() and not hasattr(tensor, "full_tensor")
+        if tensor.layout is torch.strided and tensor.numel()
     }
 
 
@@ -213,17 +215,18 @@ def _pieces(name: str, tensor: Tensor, length: int) -> Iterator[tuple[_Piece, in
         yield _Piece(name, start, stop), (stop - start) * row_bytes
 
 
-def _text(name: str, held: Sequence[object], since: int, step: int) -> str:
-    """What to tell of a tensor of which each rank gave a checksum, or None where it has none."""
+def _text(name: str, held: Sequence[object], since: int, step: int, kind: str) -> str:
+    """What to tell of a tensor of which each rank, or site, gave a checksum, or None where it has
+    none.
+    """
     (most, count), *_ = Counter(held).most_common()
     odd = [rank for rank, each in enumerate(held) if each != most]
     if 2 * count > len(held):
-        who = (
-            f"rank {', '.join(map(str, odd))} differ{'s' if len(odd) == 1 else ''} from the others"
-        )
+        names = ", ".join(map(str, odd))
+        who = f"{kind} {names} differ{'s' if len(odd) == 1 else ''} from the others"
     else:
         who = (
-            "ranks "
+            f"{kind}s "
             + " and ".join(str(rank) for rank in range(len(held)))
             + " do not hold the same"
         )

@@ -237,6 +237,12 @@ class GradientExchange:
         return self.sources.bytes_sent + self.bytes_before
 
     @property
+    def sources_of_votes(self) -> int:
+        """How many of those who vote bring something of their own: ranks, or sites."""
+        group = self.group
+        return group.size if group.replicas is None else group.replicas.size
+
+    @property
     def in_flight(self) -> bool:
         """Whether buckets have been launched and not yet been waited for."""
         return self._launched is not None
@@ -417,11 +423,10 @@ class GradientExchange:
         if self.digest is None:
             return
         damage = None if self.own is None else self.own.damage(step, everything=True)
-        sent = self.group.bytes_sent
-        self._agree(Report(step, COMPARING, damaged=damage))
-        if self.group.size > 1:
-            self.digest.require_equal(self.group, step)
-        self.group.bytes_sent = sent  # no exchange of an update
+        with self.group.uncounted():  # no exchange of an update
+            self._agree(Report(step, COMPARING, damaged=damage))
+            if self.group.size > 1:
+                self.digest.require_equal(self.group, step)
 
     def abandon(self, reason: str) -> None:
         """Leave what is on its way to itself; ranks are at different places then, and nothing can
@@ -525,7 +530,7 @@ class GradientExchange:
     def _agree_and_compare(self, report: Report, grads: Grads) -> list[Report]:
         """Also whether all ranks bring the same, which would make the exchange useless."""
         reports = self._agree(
-            replace(report, likeness=self.likeness.of(grads.values(), self.group.size))
+            replace(report, likeness=self.likeness.of(grads.values(), self.sources_of_votes))
         )
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         self.likeness.hear(

@@ -125,7 +125,7 @@ def agree_on_step(
             only.
 
     Communication: `Group.gather_bytes`, 24 bytes a rank when all say the same. Where sites hold
-    sharded models, 24 bytes a rank inside the site before.
+    sharded models, 25 bytes a rank inside the site before.
     """
     what = f"agreeing on step {report.step}"
     if group.shards is not None:

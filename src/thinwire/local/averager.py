@@ -14,7 +14,7 @@ from thinwire.errors import PayloadCorrupt
 from thinwire.exchange.digest import OwnState, RollingDigest
 from thinwire.exchange.likeness import Likeness
 from thinwire.exchange.vote import COMPARING, Report, agree_on_step
-from thinwire.local.averaging import Averaging, PendingAveraging
+from thinwire.local.averaging import Averaging, PendingAveraging, widened
 from thinwire.local.config import LocalConfig
 from thinwire.local.fragments import fragments_of
 from thinwire.local.interval import Interval
@@ -133,18 +133,19 @@ class Averager:
     def require_equal(self) -> None:
         """See `LocalUpdates.require_equal`."""
         if self.digest is not None:
-            sent = self._group.bytes_sent
-            self._vote(Report(self.counters.step, COMPARING, damaged=self._damage()))
-            if self._group.size > 1:
-                self.digest.require_equal(self._group, self.counters.step)
-            self._group.bytes_sent = sent  # no exchange of an update
+            with self._group.uncounted():  # no exchange of an update
+                self._vote(Report(self.counters.step, COMPARING, damaged=self._damage()))
+                if self._group.size > 1:
+                    self.digest.require_equal(self._group, self.counters.step)
+
+    @property
+    def _sites(self) -> int:
+        """How many replicas there are."""
+        group = self._group
+        return group.size if group.replicas is None else group.replicas.size
 
     def _anchors(self) -> dict[str, Tensor]:
-        frozen = {
-            f"parameter {n}": p
-            for n, p in self.tensors.model.named_parameters()
-            if n not in self.tensors.params
-        }
+        frozen = {f"parameter {name}": p for name, p in self.tensors.frozen.items()}
         return {
             f"anchor of parameter {name}": anchor for name, anchor in self.averaging.anchors.items()
         } | frozen
@@ -254,7 +255,6 @@ class Averager:
         """What this rank would send, once all ranks have agreed that it may be sent."""
         step = self.counters.step
         self.averaging.make_common()
-        self.tensors.settle_buffers(self._group)
         problem = self.tensors.difference()
         with_state = self._config.averages_state(self._number)
         state = self.tensors.state(names) if with_state and problem is None else {}
@@ -276,11 +276,16 @@ class Averager:
                 )
                 problem += " gradients, or look at the data of that rank"
         likeness = (
-            None if pending is None else self.likeness.of(pending.moved.values(), self._group.size)
+            None if pending is None else self.likeness.of(pending.moved.values(), self._sites)
         )
         reports = self._agree(phase, problem, list(state), likeness)
         self.likeness.hear([report.likeness for report in reports], self.tensors.params.values())
         assert pending is not None
+        shards, buffers = self._group.shards, self.tensors.buffers()
+        if shards is not None and buffers:
+            pending.refused = self.tensors.settle_buffers(shards)
+            wide = {key: widened(buffer) for key, buffer in buffers.items()}
+            pending.extras |= {key: w.clone() if keep else w for key, w in wide.items()}
         # a rank whose parameters got no gradient yet has no state to give
         common = set(state).intersection(*(report.state for report in reports))
         pending.extras = {
@@ -348,7 +353,7 @@ class Averager:
         """What all ranks have said once everything had arrived."""
         if pending.round is None:
             self._launch(pending)
-        corrupt = None
+        corrupt = pending.refused
         try:
             pending.finish()
         except PayloadCorrupt as refusal:

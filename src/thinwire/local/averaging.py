@@ -60,6 +60,8 @@ class PendingAveraging:
     """The parameters as they were, where local steps go on before the result is applied."""
     round: Round | None = None
     """What travels densely."""
+    refused: str | None = None
+    """Why this rank could not take what other shards gave it before; the vote tells the others."""
     share: float = 1.0
     """The mean weight of those who took part: what they sent is divided by it."""
 

@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire import _validate as check
 from thinwire.comm import Group
 from thinwire.comm.replicate import copy_from_first_, make_equal_
-from thinwire.core.sharded import Shards, require_shards, reshard_, shard_of
+from thinwire.core.sharded import Shards, require_elementwise, require_shards, reshard_, shard_of
+from thinwire.errors import PayloadCorrupt
 
 __all__ = [
     "LocalModel",
@@ -39,14 +40,19 @@ class LocalModel:
         self, model: nn.Module, optimizer: torch.optim.Optimizer, shards: DeviceMesh | None = None
     ) -> None:
         _check_kinds(model, optimizer)
-        reshard_(model)
+        self._sharded = shards is not None
+        if self._sharded:
+            require_elementwise(optimizer)
+            reshard_(model)
         require_shards(dict(model.named_parameters()), shards)
         self.model = model
         self.optimizer = optimizer
         self.trained = {n: p for n, p in model.named_parameters() if p.requires_grad and p.numel()}
         """The parameters that train, by name."""
-        self.params: Mapping[str, Tensor] = self.trained if shards is None else Shards(self.trained)
+        self.params: Mapping[str, Tensor] = Shards(self.trained)
         """What is averaged: those, or this rank's part of each."""
+        self.frozen = Shards({n: p for n, p in model.named_parameters() if n not in self.trained})
+        """All other parameters, or this rank's part of each."""
         self._layout = dict(_layout(model))
         self._ids = {name: id(p) for name, p in model.named_parameters()}
         if not self.params:
@@ -83,7 +89,8 @@ class LocalModel:
 
     def difference(self) -> str | None:
         """What has changed about the model since construction, in words; None if nothing has."""
-        reshard_(self.model)
+        if self._sharded:
+            reshard_(self.model)
         now = dict(_layout(self.model))
         for name in [*self._layout, *now]:
             before, after = self._layout.get(name, "not there"), now.get(name, "not there")
@@ -133,15 +140,20 @@ class LocalModel:
             make_equal_(params, group.replicas, what="copying the shards of the first site")
             make_equal_(self.buffers(), group, what="copying the buffers of rank 0")
 
-    def settle_buffers(self, group: Group) -> None:
+    def settle_buffers(self, shards: Group) -> str | None:
         """Before an averaging: give the ranks of a site the buffers of its first one.
 
-        Communication: where sites hold sharded models, one broadcast inside each.
+        Returns:
+            Why they were refused here, for the others; None where all is well.
+
+        Communication: one broadcast inside the site.
         """
-        buffers = self.buffers()
-        if group.shards is not None and buffers:
+        try:
             what = "copying the buffers of the first shard"
-            copy_from_first_(buffers.values(), group.shards, what=what)
+            copy_from_first_(self.buffers().values(), shards, what=what)
+        except PayloadCorrupt as refusal:
+            return str(refusal)
+        return None
 
 
 def _check_kinds(model: object, optimizer: object) -> None:

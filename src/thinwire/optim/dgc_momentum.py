@@ -40,7 +40,13 @@ from thinwire.comm import (
     time_limit_s,
     while_busy,
 )
-from thinwire.compress.dgc import DGC, DGCCompressor, Rule, compressible
+from thinwire.compress.dgc import (
+    DGC,
+    DGCCompressor,
+    Rule,
+    compressible,
+    limited_over_shards,
+)
 from thinwire.compress.entries import ArrivedEntries
 from thinwire.core.arithmetic import CURES, arithmetic
 from thinwire.core.checksum import bit_sums
@@ -48,11 +54,10 @@ from thinwire.core.clip import ClipByNorm, clipped
 from thinwire.core.decay import Regularizer
 from thinwire.core.feedback import in_chunks
 from thinwire.core.merge import step_along_list_
-from thinwire.core.norms import norms_over_shards
 from thinwire.core.origin import ORIGIN, Origin, checksum_of, without_origin
 from thinwire.core.precision import named_state_dtype, narrowed, state_dtype, stored_dtype
 from thinwire.core.rounding import rounding_seed, store_
-from thinwire.core.sharded import Shards, require_shards, shard_of
+from thinwire.core.sharded import Shards, require_shards, shard_of, sharded_like
 from thinwire.core.stats import numbers
 from thinwire.exchange.digest import DIGEST_EVERY, RollingDigest
 from thinwire.exchange.gradients import GradientExchange
@@ -434,13 +439,44 @@ class DGCMomentum(CommonOptimizer):
         state = state_dict["state"]
         first = next((key for key, entries in state.items() if "residual" in entries), None)
         if first is not None:
-            origin = Origin(*place_in(self._process_group), self.position, _own_checksum(state))
+            origin = Origin(*self._own_place(), self.position, self._own_checksum(state))
             state_dict["state"] = {**state, first: {**state[first], ORIGIN: origin.packed()}}
         return state_dict
 
+    def _own_place(self) -> tuple[int, int]:
+        """This rank's number among those that exchange, and how many they are; of shards, the
+        site's.
+        """
+        mesh = self._mesh
+        if mesh is None:
+            return place_in(self._process_group)
+        return mesh.get_local_rank("replicate"), mesh["replicate"].size()
+
+    def _own_checksum(self, state: Mapping[Any, Mapping[str, Any]]) -> int:
+        """Of residuals and momentum, wherever they lie; 0 of shards, whose ranks share one origin
+        with torch's ways of saving.
+        """
+        if self._mesh is not None:
+            return 0
+        return checksum_of(
+            [entries[key] for entries in state.values() for key in _OWN if key in entries]
+        )
+
     def plain_state_dict(self) -> dict[str, Any]:
         """`state_dict` without the origin, for callers that keep ranks apart by other means."""
-        return super().state_dict()
+        state_dict = super().state_dict()
+        if self._mesh is None:
+            return state_dict
+        params = [p for group in self.param_groups for p in group["params"]]
+        # what looks like whole tensors would be taken for the same on all ranks by other savers
+        state = {
+            key: {
+                name: sharded_like(value, params[key]) if name in _OWN else value
+                for name, value in entries.items()
+            }
+            for key, entries in state_dict["state"].items()
+        }
+        return {**state_dict, "state": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch, with `position`; names decide whose state it is where named parameters were
@@ -466,7 +502,7 @@ class DGCMomentum(CommonOptimizer):
         super().load_state_dict(bare)
         problem = None
         if origin is not None:
-            problem = origin.problem(*place_in(self._process_group), _own_checksum(state))
+            problem = origin.problem(*self._own_place(), self._own_checksum(state))
         elif "position" not in bare and any("residual" in entries for entries in state.values()):
             problem = (
                 "the state has no position, so that the rampup of sparsity begins anew at update "
@@ -550,22 +586,19 @@ class DGCMomentum(CommonOptimizer):
 
         Communication: with a local clip 8 bytes a tensor and rank inside the site.
         """
-        limits = {
-            name: self._facts(self._listing.params[name]).group["local_grad_clip_norm"]
-            for name in grads
-        }
-        if self._sites is None or all(limit is None for limit in limits.values()):
+        if self._sites is None:
             return dict(grads)
-        norms = norms_over_shards(grads, self._sites.shards.gather_now)
-        trainers = self.num_trainers or self._sites.replicas.size
-        within = dict(grads)
-        for name, grad in grads.items():
-            limit, config, shard = limits[name], self._rule(name).config, self._shards[name]
-            begun = self.position >= config.rampup_begin_step
-            if limit is not None and begun and config.compresses(shard):
-                wide = grad.to(_wide(shard))
-                within[name] = wide * min(1.0, limit * trainers**0.5 / max(norms[name], 1e-38))
-        return within
+        groups = self._facts
+        return limited_over_shards(
+            grads,
+            self._shards,
+            lambda name: _config_of(
+                group := groups(self._listing.params[name]).group, group["local_grad_clip_norm"]
+            ),
+            step=self.position,
+            sources=self.num_trainers or self._sites.replicas.size,
+            gather=self._sites.shards.gather_now,
+        )
 
     def agreed(self) -> None:
         """All ranks have just agreed on the settings of this update."""
@@ -612,12 +645,13 @@ class DGCMomentum(CommonOptimizer):
     def _unscaled(self, param: Tensor, grad: Tensor) -> Tensor:
         return grad if self._inverse_scale == 1.0 else grad.to(_wide(param)) * self._inverse_scale
 
-    def _compressible(self, param: Tensor) -> bool:
+    def compresses(self, param: Tensor) -> bool:
+        """Whether this parameter, or this rank's part of it, is compressed once that begins."""
         return compressible(shard_of(param), self._facts(param).group["min_numel"])
 
     def _stored_dtype(self, param: Tensor) -> torch.dtype:
         """In what the state of this parameter is stored, before compression begins too."""
-        return stored_dtype(param, self.state_dtype) if self._compressible(param) else _wide(param)
+        return stored_dtype(param, self.state_dtype) if self.compresses(param) else _wide(param)
 
     def _as_loaded(self, param: Tensor, value: Tensor) -> Tensor:
         # flat views of it are folded, so it is contiguous whatever the layout of the parameter
@@ -679,7 +713,7 @@ class DGCMomentum(CommonOptimizer):
         for name in grads:
             param, arrived = self._listing.params[name], done.arrived[name]
             if not isinstance(arrived, ArrivedEntries):
-                lasting = name in done.row_sparse or not self._compressible(param)
+                lasting = name in done.row_sparse or not self.compresses(param)
                 rate = rates[self._facts(param).group_index]
                 mean = arrived.mean(name, shard_of(param))
                 self._apply_dense(name, mean, places[name], rate, clip=lasting)
@@ -706,7 +740,7 @@ class DGCMomentum(CommonOptimizer):
         param = self._listing.params[name]
         shard = shard_of(param).detach()
         assert self._compressor is not None
-        if self._compressible(param):
+        if self.compresses(param):
             self.state[param] = self._compressor.state_of(name)
         elif "momentum_buffer" not in self.state[param]:
             buffer = torch.zeros(shard.shape, dtype=_wide(param), device=param.device)
@@ -824,7 +858,7 @@ class DGCMomentum(CommonOptimizer):
         return {
             f"momentum_buffer of {name}": self.state[p]["momentum_buffer"]
             for name, p in self._listing.params.items()
-            if p in self.state and "momentum_buffer" in self.state[p] and not self._compressible(p)
+            if p in self.state and "momentum_buffer" in self.state[p] and not self.compresses(p)
         }
 
     def _common_facts(self, names: Sequence[str], node: int | str) -> dict[str, Any]:
@@ -1005,13 +1039,6 @@ def _config(
         local_grad_clip_norm=limit,
         min_numel=min_numel,
         state_dtype=state_dtype,
-    )
-
-
-def _own_checksum(state: Mapping[Any, Mapping[str, Any]]) -> int:
-    """Of residuals and momentum, wherever they lie."""
-    return checksum_of(
-        [entries[key] for entries in state.values() for key in _OWN if key in entries]
     )
 
 

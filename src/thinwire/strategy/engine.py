@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from thinwire import _validate as check
 from thinwire.comm import busy, long_waits_logged, require_agreement, state_told
 from thinwire.core.pace import Pace
-from thinwire.core.sharded import is_sharded, shard_of, sharded_like
+from thinwire.core.sharded import is_sharded, reshard_, shard_of, sharded_like
 from thinwire.core.stats import numbers
 from thinwire.core.storage import with_own_storage
 from thinwire.errors import CheckpointMissing, Mismatch, PeerLost, PeerStalled
@@ -63,6 +63,7 @@ class Engine:
         self._joining: Joining | None = None
         self._pace = Pace(parts.planned if parts.group.rank == 0 else None)
         self._departure: str | None = None
+        self._sharded = any(map(is_sharded, parts.params.values()))
         self._following: Following | None = None
         # the engine's hooks stand on the model and the optimizer, and must not outlive it
         self._finalizer = weakref.finalize(self, _close, parts)
@@ -143,7 +144,10 @@ class Engine:
             self._require_loss_function("evaluate")
             return self._parts.runner.evaluate(inputs, targets)
         with busy(self._parts.group.timeout_s):
-            return self._loss_of(inputs, targets, "evaluate")
+            loss = self._loss_of(inputs, targets, "evaluate")
+        if self._sharded:  # the outermost module has kept whole parameters
+            reshard_(self._parts.model)
+        return loss
 
     def minimize(self, loss: Tensor) -> tuple[list[Any], list[tuple[Parameter, Tensor]]]:
         """Backward, exchange and update from a loss that was computed outside; counts as one
@@ -275,7 +279,7 @@ class Engine:
                 "engine.join() does not work under pipeline, whose stages need the same batches: "
                 "give all replicas equally many, such as by DistributedSampler"
             )
-        if any(map(is_sharded, self._parts.params.values())):
+        if self._sharded:
             raise RuntimeError(
                 "engine.join() does not work with mesh=: the ranks of a site gather their shards "
                 "in every forward pass, and need equally many batches, as DistributedSampler gives"
@@ -371,7 +375,7 @@ class Engine:
             + sum(part.bytes_received for part in votes),
             bytes_between_nodes=None
             if between is None
-            else int(between) + sum(part.bytes_sent for part in votes),
+            else int(between) + (0 if self._sharded else sum(part.bytes_sent for part in votes)),
             bytes_dense=4 * self.step * sum(shard_of(p).numel() for p in parts.params.values()),
             wait_s=self._wait_s(),
             applied_share=counts.get("applied_share", 1.0),

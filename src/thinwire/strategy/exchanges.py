@@ -29,6 +29,10 @@ Grads = Mapping[str, Tensor]
 Clipping = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 
+Limit = Callable[[int, Grads], dict[str, Tensor]]
+"""The local clip of gradients whose tensors are in shards, of an update from 0."""
+
+
 class Exchange(Protocol):
     """One update over the ranks.
 
@@ -134,7 +138,9 @@ class MeanThenStep(_EveryStep):
         gradients: GradientExchange,
         clip: Clipping,
         sparsity: Callable[[int], float],
+        limit: Limit | None = None,
     ) -> None:
+        self._limit = limit
         self.gradients = gradients
         gradients.optimizer = optimizer
         self._optimizer, self._params, self._clip, self._sparsity = (
@@ -175,6 +181,7 @@ class MeanThenStep(_EveryStep):
         return contextlib.nullcontext()
 
     def update(self, step: int, grads: Grads) -> bool:
+        grads = grads if self._limit is None else self._limit(step, grads)
         done = self.gradients.exchange(step, grads)
         if done is not None:
             self.finish(step, grads, done)
@@ -246,11 +253,14 @@ class DGCStep(_EveryStep):
     def update(self, step: int, grads: Grads) -> bool:
         with self._optimizer.one_deadline():
             gradients = self._optimizer.joined()
-            grads = self._optimizer.limited(grads)
-            done = gradients.exchange(self._optimizer.position, grads)
+            limited = self._optimizer.limited(grads)
+            done = gradients.exchange(self._optimizer.position, limited)
             self._optimizer.agreed()
             if done is not None:
-                self.finish(step, grads, done)
+                self.finish(step, limited, done)
+                for name, grad in grads.items():  # this rank's own, as ever
+                    param = self._params[name]
+                    param.grad = sharded_like(_laid_out(grad, shard_of(param)), param)
         return done is not None
 
     def finish(self, step: int, grads: Grads, done: Round) -> None:
@@ -283,7 +293,9 @@ class LocalSteps:
         dgc: DGC | None,
         trainers: int,
         clip: Clipping,
+        limit: Limit | None = None,
     ) -> None:
+        self._limit = limit
         self._optimizer, self._params, self.sync, self._clip = optimizer, params, sync, clip
         self._dgc, self._trainers = dgc, trainers
 
@@ -322,7 +334,9 @@ class LocalSteps:
 
     def update(self, step: int, grads: Grads) -> bool:
         limited = dict(grads)
-        if self._dgc is not None and self._dgc.local_grad_clip_norm is not None:
+        if self._limit is not None:
+            limited = self._limit(self.sync.step, grads)
+        elif self._dgc is not None and self._dgc.local_grad_clip_norm is not None:
             limited = {
                 name: locally_clipped(
                     self._dgc, self.sync.step, self._trainers, self._params[name], grad

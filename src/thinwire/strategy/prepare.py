@@ -6,7 +6,7 @@ import datetime
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -34,11 +34,12 @@ from thinwire.comm import (
 from thinwire.comm.grid import Grid
 from thinwire.comm.nodes import require_divisor
 from thinwire.comm.replicate import make_equal_
+from thinwire.compress.dgc import DGC, limited_over_shards
 from thinwire.compress.protocol import Compression
 from thinwire.core.arithmetic import CURES, arithmetic
 from thinwire.core.clip import Clip, ClipByGlobalNorm, ClipByNorm, ClipByValue
 from thinwire.core.pace import Planned, planned_row
-from thinwire.core.sharded import Shards, require_shards, reshard_, shard_of
+from thinwire.core.sharded import Shards, require_elementwise, require_shards, reshard_, shard_of
 from thinwire.errors import StrategyError, ThinwireError
 from thinwire.exchange.digest import DIGEST_EVERY, RollingDigest, optimizer_state
 from thinwire.exchange.gradients import gradients_of
@@ -60,7 +61,7 @@ from thinwire.strategy.absent import AbsentAsZero
 from thinwire.strategy.across_stages import DropTogether
 from thinwire.strategy.clipping import require_one_clip, take_clip_
 from thinwire.strategy.engine import Engine
-from thinwire.strategy.exchanges import Clipping, DGCStep, Exchange, LocalSteps, MeanThenStep
+from thinwire.strategy.exchanges import Clipping, DGCStep, Exchange, Limit, LocalSteps, MeanThenStep
 from thinwire.strategy.facts import checkpoint_facts, model_facts, strategy_facts, versions
 from thinwire.strategy.fields import Fields
 from thinwire.strategy.holding import Hold, require_free
@@ -150,6 +151,7 @@ def prepare(
         _require_members_work(strategy, members, timeout)
     if mesh is not None:
         _require_mesh_works(strategy, mesh, members)
+        require_elementwise(optimizer)
     options = _Options(
         loss_fn=loss_fn,
         grad_clip=grad_clip,
@@ -247,8 +249,8 @@ def _require_mesh_works(strategy: Fields, mesh: DeviceMesh, members: Members | N
         "pipeline": "its stages are another way to divide a model: leave one of them out",
         "low_rank": "a rank sees some rows of a matrix only. Local updates can compress by "
         "LowRank, shard by shard; or use dgc",
-        "lars": "its trust ratios need norms of whole tensors in every update: leave it out",
-        "lamb": "its trust ratios need norms of whole tensors in every update: leave it out",
+        "lars": "give thinwire.optim.Lars as the optimizer, whose norms are over all shards",
+        "lamb": "give thinwire.optim.Lamb as the optimizer, whose norms are over all shards",
     }
     problems = [f"{name}: {reason}" for name, reason in reasons.items() if getattr(strategy, name)]
     sizes = [strategy.dgc, strategy.localsgd, strategy.adaptive_localsgd]
@@ -382,6 +384,11 @@ def _planned(
     restore = adopted.restore
     try:
         require_one_clip(adopted.optimizer, grad_clip)
+        if options.mesh is not None and grad_clip and isinstance(adopted.optimizer, DGCMomentum):
+            raise StrategyError(
+                f"prepare was given grad_clip={grad_clip} and mesh, and DGCMomentum would clip "
+                "shard by shard: use local_grad_clip_norm of dgc, whose norms are over all shards"
+            )
         if adopted.optimizer is not optimizer:
             restore = become_(
                 optimizer, adopted.optimizer, (strategy.dgc, strategy.lars, strategy.lamb)
@@ -557,7 +564,13 @@ def _exchange(
     """Which of the three ways this engine shares its updates."""
     if plan.sync is not None:
         return LocalSteps(
-            plan.optimizer, plan.params, plan.sync, strategy.dgc, place.replicas, clip
+            plan.optimizer,
+            plan.params,
+            plan.sync,
+            strategy.dgc,
+            place.replicas,
+            clip,
+            _limit(strategy, plan, place),
         )
     inner: Exchange
     identity = f"engine {next_identity()}"
@@ -571,18 +584,41 @@ def _exchange(
         sites = place.sites
         gradients = gradients_of(
             Group(place.replica_group) if sites is None else sites.job,
-            plan.params if sites is None else Shards(plan.params),
-            plan.compressor,
+            Shards(plan.params),
+            plan.compressor if sites is None else _without_local_clip(plan.compressor),
             check_finite=checks,
             sources=None if sites is None else Replicas(sites),
         )
         gradients.watch(_digest(plan), identity)
         compression = plan.compressor
         sparsity = (lambda step: 0.0) if compression is None else compression.sparsity_in_force
-        inner = MeanThenStep(plan.optimizer, plan.params, gradients, clip, sparsity)
+        limit = _limit(strategy, plan, place)
+        inner = MeanThenStep(plan.optimizer, plan.params, gradients, clip, sparsity, limit)
     if plan.scaler is None and place.grid is not None:
         return DropTogether(inner, Group(), [name for name, _ in model.named_parameters()])
     return inner
+
+
+def _without_local_clip(compression: Compression | None) -> Compression | None:
+    """Which would be one of single shards; see `_limit`."""
+    if isinstance(compression, DGC):
+        return replace(compression, local_grad_clip_norm=None)
+    return compression
+
+
+def _limit(strategy: Fields, plan: _Plan, place: _Place) -> Limit | None:
+    """The local clip of dgc where tensors are in shards."""
+    dgc, sites = strategy.dgc, place.sites
+    if sites is None or dgc is None or dgc.local_grad_clip_norm is None:
+        return None
+    return lambda step, grads: limited_over_shards(
+        grads,
+        Shards(plan.params),
+        lambda name: dgc,
+        step=step,
+        sources=place.replicas,
+        gather=sites.shards.gather_now,
+    )
 
 
 def _digest(plan: _Plan) -> RollingDigest | None:

@@ -75,7 +75,7 @@ def saved(parts: Parts, counters: Mapping[str, int], extra: Any = None) -> dict[
         "loss_scale": None if parts.scaler is None else parts.scaler.state_dict(),
         "merge": None if parts.merge is None else _copied(parts.merge.state_dict()),
         "random": random_state(),
-        "extra": _copied(plain(extra)),
+        "extra": _copied(plain(extra), sharded=True),
     }
 
 
@@ -285,12 +285,12 @@ def read(directory: str | Path, parts: Parts, apply: Callable[..., None]) -> Pat
     loaded = load_checkpoint(
         directory, group=parts.group, part=parts.part, rules=_OTHER_RANKS, cut=cut
     )
-    if loaded.cut_anew:
-        fitted = partial(_complete, loaded.state, parts)
-        on_all_ranks(parts.group, "cutting a checkpoint into other shards", fitted)
     changes, problems = _compared(loaded.facts, parts)
     if problems:
         raise _misfit(loaded, "; ".join(problems))
+    if loaded.cut_anew:
+        fitted = partial(_complete, loaded.state, parts)
+        on_all_ranks(parts.group, "cutting a checkpoint into other shards", fitted)
 
     def agreed(problem: Exception | None) -> None:
         def act() -> None:
@@ -368,9 +368,11 @@ def _cut(parts: Parts, facts: Mapping[str, Any]) -> Cut | None:
     def owner(tree: Any, path: tuple[Any, ...]) -> str | None:
         if path[:2] == ("optimizer", "state"):
             return _owners(tree).get(path[2])
+        if path[0] == "extra":  # of rank 0, whatever it is
+            return None
         return next((word for word in words(path) if word in shapes), None)
 
-    return Cut(shards=shards, shard=parts.part, shapes=shapes, owner=owner)
+    return Cut(shards=shards, shard=parts.part, shapes=shapes, owner=owner, of_ranks=("random",))
 
 
 def _owners(tree: Mapping[str, Any]) -> dict[Any, str]:
@@ -399,19 +401,34 @@ def _complete(state: Mapping[str, Any], parts: Parts) -> None:
             lost = saved[kind][name]
             if not isinstance(lost, Tensor) or kind == "pending":
                 continue
-            if lost.any():
-                raise CheckpointMismatch(
-                    f"{kind} of {name}: the shards that it belongs to are too small to be "
-                    "compressed now, and what is pending would be lost: lower min_numel"
-                )
+            _require_nothing_pending(f"{kind} of {name}", lost)
             del saved[kind][name]
         for name, place in places.items():
             if isinstance(place, Tensor):
                 saved[kind].setdefault(name, torch.zeros_like(place, device="cpu"))
 
+    optimizer = parts.optimizer
+    if not isinstance(optimizer, DGCMomentum):
+        return
+    owners, params = _owners(state), dict(parts.model.named_parameters())
+    for key, entries in state["optimizer"]["state"].items():
+        name = owners.get(key)
+        if name is not None and "residual" in entries and not optimizer.compresses(params[name]):
+            _require_nothing_pending(f"residual of {name}", entries["residual"])
+            del entries["residual"]
+
+
+def _require_nothing_pending(what: str, tensor: Tensor) -> None:
+    if tensor.any():
+        raise CheckpointMismatch(
+            f"{what}: the shards that it belongs to are too small to be compressed now, and what "
+            "is pending would be lost: lower min_numel"
+        )
+
 
 def _parameters(parts: Parts) -> dict[str, Tensor]:
-    reshard_(parts.model)
+    if any(map(is_sharded, parts.params.values())):
+        reshard_(parts.model)
     return {name: shard_of(param) for name, param in parts.model.named_parameters()}
 
 
@@ -430,14 +447,16 @@ def _names(parts: Parts) -> list[list[str]] | None:
     return [[names[p] for p in group] for group in groups]
 
 
-def _copied(tree: Any) -> Any:
-    """The same tree, its tensors detached and cloned."""
+def _copied(tree: Any, *, sharded: bool = False) -> Any:
+    """The same tree, its tensors detached and cloned; of a sharded one this rank's part, unless
+    they may stay `sharded`.
+    """
     if isinstance(tree, Tensor):
-        return shard_of(tree).detach().clone()
+        return (tree if sharded else shard_of(tree)).detach().clone()
     if isinstance(tree, Mapping):
-        return {key: _copied(value) for key, value in tree.items()}
+        return {key: _copied(value, sharded=sharded) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
-        return type(tree)(_copied(value) for value in tree)
+        return type(tree)(_copied(value, sharded=sharded) for value in tree)
     return tree
 
 

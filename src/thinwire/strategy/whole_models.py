@@ -40,8 +40,11 @@ def load_whole_model(path: Path, parts: Parts) -> Path:
     """
     model = parts.model
     reshard_(model)
-    places = dict(model.named_parameters()) | dict(model.named_buffers())
     known = set(parts.facts["state_dict"])
+    # a buffer that is not persistent is in no such file
+    kept = set(parts.facts["state_dict"].values())
+    places = dict(model.named_parameters()) | dict(model.named_buffers())
+    places = {name: place for name, place in places.items() if name in kept}
     taken: dict[str, Tensor] = {}
     of_file = path.suffix == ".safetensors"
     take = _from_safetensors if of_file else _from_torch
