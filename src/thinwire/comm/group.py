@@ -7,6 +7,7 @@ import logging
 import os
 import struct
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -74,8 +75,10 @@ class Group:
     Raises:
         TypeError, ValueError: `process_group` or `timeout` is none, or this rank does not belong to
             the group.
-        RuntimeError: A launcher has started several ranks, and there is no process group.
         PeerLost, PeerStalled: A rank died or did not come while the private group was made.
+
+    Warns:
+        UserWarning: A launcher has started several ranks, and there is no process group.
 
     Communication: making the first one over given ranks is collective over them. `bytes_sent`
     counts every byte given to an exchange, on one rank too; `bytes_received` what came from others,
@@ -110,7 +113,7 @@ class Group:
                     "process_group was given but torch.distributed is not initialized: call "
                     "init_process_group first"
                 )
-            _require_alone()
+            _warn_unless_alone()
             return
         self.rank = dist.get_rank(process_group)
         self.size = dist.get_world_size(process_group)
@@ -533,15 +536,17 @@ def require_process_group(value: object) -> None:
     )
 
 
-def _require_alone() -> None:
-    """Refuse what would be a training of each rank for itself, although they were started
+def _warn_unless_alone() -> None:
+    """Tell of what would be a training of each rank for itself, although they were started
     together.
     """
     rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE", "")
     if rank is not None and size.isdigit() and int(size) > 1:
-        raise RuntimeError(
+        warnings.warn(
             f"this is rank {rank} of {size} by RANK and WORLD_SIZE, and there is no process group, "
-            "so that each rank would train for itself: call "
+            "so that each rank trains for itself: call "
             'torch.distributed.init_process_group("gloo") first. To train alone, take WORLD_SIZE '
-            "out of the environment"
+            "out of the environment",
+            UserWarning,
+            stacklevel=4,
         )
