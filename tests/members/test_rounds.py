@@ -10,7 +10,7 @@ import torch
 
 import thinwire as tw
 from tests.members.places import TOKEN, meeting_place
-from tests.members.training import PHASES, TIMEOUT_S, member, model, wait_for
+from tests.members.training import PHASES, TIMEOUT_S, digest, member, model, wait_for
 from tests.ranks import Lost, Pool, Raised
 from thinwire.errors import PeerStalled
 from thinwire.local.newcomers import NewcomersWork
@@ -308,12 +308,49 @@ def _engine(rank: int, size: int, address: str, flag: str) -> Any:
             if rank == 0 and members.step == 4:
                 Path(flag).touch()
             time.sleep(0.02)
-        with pytest.raises(RuntimeError, match="members come and go"):
-            engine.save("/nowhere")
         engine.flush()
         engine.close()
         state = {name: p.detach().sum().item() for name, p in net.named_parameters()}
         return entered, (members.step, members.size), state
+
+
+def _saving(rank: int, size: int, address: str, folder: str, run: str, flag: str) -> Any:
+    """A run to step 20, of which one member saves at step 10; or one that begins from there."""
+    wait_for(flag if rank == 2 else "")
+    net = model(rank)
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+    strategy = tw.DistributedStrategy(localsgd=tw.LocalSGD(4, compression=tw.Quantized(4)))
+    with tw.join(address, run=run, start_members=2, timeout=TIMEOUT_S) as members:
+        engine = strategy.prepare(net, optimizer, torch.nn.MSELoss(), members=members)
+        loaded = engine.load(folder, if_any=True)
+        first = members.step
+        while members.step < (20 if run == "first" else 40):
+            x = torch.randn(8, 24)
+            engine.train_step(x, x.roll(1, 1))
+            if members.step == 10 and members.rank == 1:
+                engine.save(folder)
+            if members.step == 14:
+                Path(flag).touch()
+            time.sleep(0.02)
+        engine.flush()
+        digests = digest(engine._parts.exchange.sync)
+        random = torch.rand(2).tolist()
+        engine.close()
+    return loaded is not None, first, digests, random
+
+
+def test_one_member_saves_and_all_begin_from_it(ranks: Pool, tmp_path: Path) -> None:
+    folder = str(tmp_path / "copies")
+    with meeting_place(None) as address:
+        flag = str(tmp_path / "one")
+        ranks.run(_saving, address, folder, "first", flag, size=2, group=False)
+        flag = str(tmp_path / "two")
+        again = ranks.run(_saving, address, folder, "second", flag, size=3, group=False)
+    assert [each[0] for each in again] == [True, True, False]
+    assert [each[1] for each in again[:2]] == [10, 10]
+    assert again[2][1] > 10, "it took over what the others held"
+    assert len({each[2] for each in again}) == 1
+    assert again[0][3] != again[1][3]
 
 
 def _member_with(rank: int, size: int, address: str, config: Any, options: Any) -> Any:

@@ -127,6 +127,13 @@ class Group:
             self._shared = private_group(parent, self.timeout_s)
 
     @classmethod
+    def alone(cls, timeout_s: float) -> "Group":
+        """A group of this rank and nobody else, whatever process groups there are."""
+        group = cls.__new__(cls)
+        group._begin(timeout_s)
+        return group
+
+    @classmethod
     def over_private(cls, private: Private, timeout_s: float) -> "Group":
         """A group over a process group that is the library's own already."""
         assert private.group is not None, "made just now"

@@ -48,7 +48,7 @@ class Nodes:
         self.node = Group.over_private(node, all_ranks.timeout_s)
         self.leaders: Group | None = None
         if place == 0:
-            self.leaders = _Alone(all_ranks)
+            self.leaders = Group.alone(all_ranks.timeout_s)
             if leaders is not None:
                 self.leaders = Group.over_private(leaders, all_ranks.timeout_s)
 
@@ -121,13 +121,6 @@ class Nodes:
 
 Sources = Group | Nodes | Replicas
 """The sources of an exchange: ranks, nodes of ranks, or those that hold the same shard."""
-
-
-class _Alone(Group):
-    """The leader of the only node."""
-
-    def __init__(self, all_ranks: Group) -> None:
-        self._begin(all_ranks.timeout_s)
 
 
 def job_ranks() -> list[int]:

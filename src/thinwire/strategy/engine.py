@@ -437,6 +437,10 @@ class Engine:
         its rank alone, after the local steps, those dropped included, which are the same on all
         ranks.
 
+        Members that come and go save each for itself, without the others, whenever they like; what
+        one has saved is a checkpoint of one rank, which all members may load when they begin a run
+        anew.
+
         Args:
             directory: The folder of all checkpoints of this run; on a file system of all ranks, or
                 of each machine.
@@ -456,13 +460,11 @@ class Engine:
                 holds what cannot be saved; on all ranks. Training may go on.
             Diverged: Ranks do not hold the same; nothing was written.
             Mismatch: Ranks are at different places, or some of them did not call it.
-            RuntimeError: The ranks are members that come and go.
         """
-        self._require_ranks_stay("save")
-        require_agreement(
-            self._parts.group, {"place of the checkpoint": self._place()}, what="saving"
-        )
-        self._parts.exchange.require_equal(self.step)
+        if self._parts.group.stays:
+            place = {"place of the checkpoint": self._place()}
+            require_agreement(self._parts.group, place, what="saving")
+            self._parts.exchange.require_equal(self.step)
         state = partial(saving.saved, self._parts, self._counters(), extra)
         return saving.save(directory, state, self._parts, self._place(), keep)
 
@@ -490,6 +492,9 @@ class Engine:
             if_any: Whether to return None where there is nothing yet, as at the first start of a
                 run.
 
+        Members that begin a run anew load each the same checkpoint. A newcomer has what the others
+        hold, and loads nothing: with `if_any` it gets None.
+
         Returns:
             The folder that was loaded. `engine.extra` is then what `save` was given, `state_dict()`
             instead of
@@ -500,14 +505,20 @@ class Engine:
                 other way round.
 
         Raises:
+            RuntimeError: This member has taken the state of others already, and `if_any` is false.
             CheckpointMissing: There is none, not even a damaged one.
             CheckpointMismatch: It belongs to another strategy, model or optimizer; names all that
                 differs.
             CheckpointCorrupt: All that are there are damaged.
             CheckpointError: Anything else; these three are of its kind.
         """
-        self._require_ranks_stay("load")
         self._require_open()
+        if not self._parts.group.stays and self._place():
+            told = f"this member has taken the state of the others, at step {self._place()}"
+            if not if_any:
+                raise RuntimeError(f"{told}: load where a run begins, or give if_any=True")
+            _log.info("%s: nothing is loaded", told)
+            return None
         try:
             return saving.read(directory, self._parts, self._take_over)
         except CheckpointMissing:
@@ -593,14 +604,6 @@ class Engine:
             "dropped_steps": self._dropped_steps(),
             "bytes_sent": self._bytes_sent(),
         }
-
-    def _require_ranks_stay(self, name: str) -> None:
-        if not self._parts.group.stays:
-            raise RuntimeError(
-                f"engine.{name} writes one checkpoint of all ranks, and members come and go: the "
-                "others keep what a newcomer needs. To keep a copy for later, let one member save "
-                "the model and the optimizer, as with one process"
-            )
 
     def _place(self) -> int:
         """What ranks have in common: updates, or local steps, of which each rank drops or leaves

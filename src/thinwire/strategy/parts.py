@@ -59,3 +59,10 @@ class Parts:
     """The update from which on messages have their last length."""
     facts: dict[str, Any]
     """What a checkpoint must have in common with the engine that loads it."""
+
+    @property
+    def savers(self) -> Group:
+        """Those who write one checkpoint: all ranks; of members, which come and go, each by
+        itself.
+        """
+        return self.group if self.group.stays else Group.alone(self.group.timeout_s)

@@ -16,6 +16,7 @@ from thinwire.checkpoint import Loaded, on_all_ranks, random_state, set_random_s
 from thinwire.checkpoint import load as load_checkpoint
 from thinwire.checkpoint import save as save_checkpoint
 from thinwire.checkpoint.combine import Rule
+from thinwire.checkpoint.random_state import derived
 from thinwire.checkpoint.shards import Cut, words
 from thinwire.comm import place_in
 from thinwire.compress import OTHER_RANKS
@@ -270,7 +271,7 @@ def save(
         directory,
         content,
         step=step,
-        group=parts.group,
+        group=parts.savers,
         facts=parts.facts,
         part=parts.part,
         keep=keep,
@@ -283,21 +284,24 @@ def read(directory: str | Path, parts: Parts, apply: Callable[..., None]) -> Pat
     """
     cut = partial(_cut, parts)
     loaded = load_checkpoint(
-        directory, group=parts.group, part=parts.part, rules=_OTHER_RANKS, cut=cut
+        directory, group=parts.savers, part=parts.part, rules=_OTHER_RANKS, cut=cut
     )
     changes, problems = _compared(loaded.facts, parts)
     if problems:
         raise _misfit(loaded, "; ".join(problems))
     if loaded.cut_anew:
         fitted = partial(_complete, loaded.state, parts)
-        on_all_ranks(parts.group, "cutting a checkpoint into other shards", fitted)
+        on_all_ranks(parts.savers, "cutting a checkpoint into other shards", fitted)
+
+    if not parts.group.stays and parts.group.rank > 0:  # all of them read that of one member
+        loaded.state["random"] = derived(loaded.state["random"], parts.group.rank)
 
     def agreed(problem: Exception | None) -> None:
         def act() -> None:
             if problem is not None:
                 raise _misfit(loaded, str(problem)) from problem
 
-        on_all_ranks(parts.group, "taking over a checkpoint", act)
+        on_all_ranks(parts.savers, "taking over a checkpoint", act)
 
     apply(loaded.state, keep=settings_in_groups(changes), agreed=agreed)
     _tell_of_changes(str(loaded.path), changes)
@@ -322,7 +326,7 @@ def load_parameters(directory: str | Path, parts: Parts) -> Path:
     """The parameters and buffers alone; see `Engine.load_parameters`."""
     loaded = load_checkpoint(
         directory,
-        group=parts.group,
+        group=parts.savers,
         part=parts.part,
         rules=_OTHER_RANKS,
         combined=True,
@@ -338,7 +342,7 @@ def load_parameters(directory: str | Path, parts: Parts) -> Path:
             except ValueError as error:
                 raise CheckpointMismatch(f"{loaded.path}: {error}") from error
 
-    on_all_ranks(parts.group, "taking over the parameters of a checkpoint", fits)
+    on_all_ranks(parts.savers, "taking over the parameters of a checkpoint", fits)
     for kind, places in (("parameters", _parameters(parts)), ("buffers", _buffers(parts))):
         for name, place in places.items():
             place.copy_(loaded.state[kind][name])
