@@ -237,8 +237,10 @@ class _Member:
         yield
 
     def _settled(self, before: dict[str, int]) -> dict[str, int]:
-        """What this process holds once it has left the run; threads may take a moment to end."""
-        until = time.monotonic() + _SETTLE_S
+        """What this process holds once it has left the run; what still waits for the meeting place,
+        or for others, ends by the time-out.
+        """
+        until = time.monotonic() + self._part.timeout_s + _SETTLE_S
         while True:
             gc.collect()
             now = resources()
