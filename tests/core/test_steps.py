@@ -357,7 +357,7 @@ def test_state_of_another_size_is_refused_before_anything_is_written(make):
     large.data = torch.ones(100)
     fresh = make([large])
     with pytest.raises(
-        RuntimeError, match=r"gradient of a parameter has shape \(64,\) and the parameter \(100,\)"
+        RuntimeError, match=r"gradient of parameter 0 has shape \(64,\) and the parameter \(100,\)"
     ):
         fresh.step()
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 
@@ -191,6 +192,8 @@ def test_ctrl_c_ends_all_and_leaves_nothing(
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        # where these tests run in the background of a shell, it is ignored by all below
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     ) as process:
         until(lambda: len(list(tmp_path.glob("ready*"))) == 2)
         below = descendants(process.pid)
