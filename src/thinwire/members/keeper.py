@@ -254,6 +254,8 @@ class Keeper:
         """End the thread; may be called twice."""
         self._over.set()
         self._orders.put(None)
+        if self.board.waits_s > self.timeout_s:  # the host does not answer
+            self.board.hang_up()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(_EXIT_S)
         self.board.hang_up()  # it may still wait for the host
