@@ -99,6 +99,8 @@ class Group:
     proofs: Proofs | None = None
     """Of messages that the caller of `all_gather` and `all_to_all` exchanges; see `prove`."""
     _agreement_proofs: Proofs | None = None
+    _asks_ahead_s = 0.0
+    """How long before a time-out it asks whether ranks that are missing are busy."""
     _shared: Private | None
 
     def __init__(
@@ -451,11 +453,12 @@ class Group:
         """Wait for one work, for as long as it may take."""
         assert self._shared is not None, "something was launched"
         limit_s, begun, ended = left_s(self.timeout_s), time.monotonic(), False
-        longer = False
+        longer = denied = False
         while True:
+            until_s = limit_s if denied else limit_s - self._asks_ahead_s
             try:
                 if self._shared.watched_here:
-                    left = limit_s - (time.monotonic() - begun)
+                    left = until_s - (time.monotonic() - begun)
                     work.wait(datetime.timedelta(seconds=max(min(left, _SLICE_S), 0.001)))
                 else:
                     work.wait()
@@ -471,11 +474,17 @@ class Group:
                     if not ended:  # perhaps it did so just now, and well
                         ended = True
                         continue
-                elif time.monotonic() - begun < limit_s:
+                elif time.monotonic() - begun < until_s:
                     continue
-                elif (more_s := self._more_s()) > 0:
-                    longer, limit_s = True, time.monotonic() - begun + more_s
-                    continue
+                elif not denied:
+                    more_s = self._more_s()
+                    waited_s = time.monotonic() - begun
+                    if more_s > 0:
+                        longer, limit_s = True, max(limit_s, waited_s + more_s)
+                        continue
+                    denied = True
+                    if waited_s < limit_s:
+                        continue
                 raise self._explained(error, what, limit_s) from error
 
     def _more_s(self) -> float:

@@ -12,7 +12,7 @@ from thinwire.comm.deadline import progressed, whole_s
 from thinwire.comm.private import forget_ended
 from thinwire.errors import PayloadCorrupt, ThinwireError
 from thinwire.members.generation import Generation
-from thinwire.members.keeper import Keeper
+from thinwire.members.keeper import AWAY_S, Keeper
 
 if TYPE_CHECKING:
     from thinwire.comm.private import Private
@@ -151,6 +151,11 @@ class ElasticGroup(Group):
                 raise self._broken(number, error) from error
 
         return Pending(finish)
+
+    @property
+    def _asks_ahead_s(self) -> float:  # type: ignore[override]
+        # the answer takes this long where a member is silent, and the time-out is to be kept
+        return min(AWAY_S, self.timeout_s / 2)
 
     def _more_s(self) -> float:
         return self.keeper.more_s(whole_s(self.timeout_s))

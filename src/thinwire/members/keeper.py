@@ -18,7 +18,7 @@ from thinwire.errors import Evicted, PeerStalled, QuorumLost, ThinwireError
 from thinwire.members.board import Board, no_answer
 from thinwire.members.generation import Decision, Generation, agreed, packed
 
-__all__ = ["Keeper"]
+__all__ = ["AWAY_S", "Keeper"]
 
 _POLL_S = 0.2
 _STEP_S = 0.02
@@ -26,7 +26,7 @@ _GRACE_S = 2.0
 """For a member to announce itself once a generation is broken; it does so within `_POLL_S`."""
 _FRESH_S = 3.0
 """A process whose sign of life is older is away."""
-_AWAY_S = 1.2
+AWAY_S = 1.2
 """A member that has said that it is busy gives a sign of life within this time."""
 _LOOK_S = 1.0
 _BUILD_S = 10.0
@@ -210,12 +210,14 @@ class Keeper:
         """For a newcomer that waits.
 
         Raises:
-            PeerStalled: No member has given a sign of life within the time-out.
+            PeerStalled: No member has given a sign of life within the time-out, and the time that
+                connecting may take.
         """
         if self.end is not None:
             raise self.end
         silent_s = time.monotonic() - self._heard
-        if silent_s > self.timeout_s:
+        # members give none while they connect with a newcomer that died meanwhile
+        if silent_s > self.timeout_s + min(_BUILD_S, self.timeout_s):
             raise PeerStalled(
                 f"the run has begun, and none of its members was heard of for {silent_s:.0f} s: "
                 f"{', '.join(self._awaited)}. If they have ended, begin under another run="
@@ -371,7 +373,7 @@ class Keeper:
         formed = self.generation
         assert formed is not None, "exchanged"
         others = [each for each in formed.ids if each != self.me]
-        until = time.monotonic() + _AWAY_S
+        until = time.monotonic() + AWAY_S
         try:
             before = [self.board.get(f"hb/{each}") for each in others]
             while True:
