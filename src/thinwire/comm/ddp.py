@@ -2,6 +2,7 @@
 bucket.
 """
 
+import gc
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -14,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.comm.group import Group
 
-__all__ = ["BucketTap", "tap_buckets"]
+__all__ = ["BucketTap", "living_wrappers", "tap_buckets"]
 
 OnBucket = Callable[[int, Sequence[Parameter], Sequence[Tensor]], None]
 
@@ -106,3 +107,11 @@ def _refuse_join(**_: Any) -> NoReturn:
         "in step(), which a rank without batches does not call: give all ranks equally many "
         "batches, or train with DistributedStrategy(dgc=DGC(...)) inside `with engine.join():`"
     )
+
+
+def living_wrappers() -> list[DistributedDataParallel]:
+    """All wrappers of this process, which nobody keeps a list of: it looks at all objects, which
+    takes a moment.
+    """
+    # type() and not isinstance, which would ask proxies of others for their class
+    return [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]

@@ -182,6 +182,11 @@ class Group:
         """
         return nullcontext()
 
+    @property
+    def replica_count(self) -> int:
+        """How many hold a whole model: the ranks, or the sites of sharded models."""
+        return self.size if self.replicas is None else self.replicas.size
+
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
         """Inside, what is sent is not counted in `bytes_sent`."""

@@ -16,12 +16,17 @@ DIMENSIONS = ("replicate", "shard")
 """What the dimensions of the mesh are called."""
 
 
-def require_mesh(mesh: Any) -> None:
-    """Refuse what is no mesh of sites over all ranks of this job.
+def require_mesh(mesh: Any, **besides: object) -> None:
+    """Refuse what is no mesh of sites over all ranks of this job, and what else says who exchanges.
+
+    Args:
+        mesh: What the user gave.
+        besides: By name, what may not be given with a mesh; None where it was not.
 
     Raises:
         TypeError: It is none.
-        ValueError: Its dimensions have other names, or it leaves ranks out.
+        ValueError: Its dimensions have other names, it leaves ranks out, or something of `besides`
+            was given.
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
@@ -41,6 +46,12 @@ def require_mesh(mesh: Any) -> None:
             f"mesh has the ranks {ranks}, and the job {dist.get_world_size()}: a mesh must have "
             "every rank of the job once"
         )
+    for name, value in besides.items():
+        if value is not None:
+            raise ValueError(
+                f"{name} and mesh were both given: the mesh says who exchanges, each rank its own "
+                f"shards with those that hold the same; leave {name} out"
+            )
 
 
 class Sites:
@@ -51,7 +62,6 @@ class Sites:
         timeout: As for `Group`.
 
     Attributes:
-        shard_group: The process group of this site's ranks.
         job: All ranks, which vote together: a shard's bad message must stop all of them.
         shards: The ranks of this site, which hold a model together.
         replicas: The ranks that hold this rank's shard, one at each site; they exchange.
@@ -62,8 +72,7 @@ class Sites:
     def __init__(self, mesh: DeviceMesh, timeout: float | datetime.timedelta | None = None) -> None:
         require_mesh(mesh)
         self.job = Group(None, timeout)
-        self.shard_group = mesh.get_group("shard")
-        self.shards = Group(self.shard_group, timeout)
+        self.shards = Group(mesh.get_group("shard"), timeout)
         self.replicas = Group(mesh.get_group("replicate"), timeout)
         self.job.shards, self.job.replicas = self.shards, self.replicas
 

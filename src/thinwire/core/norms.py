@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from thinwire.core.rows import values_of
+from thinwire.core.sharded import is_sharded
 
 __all__ = ["global_norm", "norm", "norms", "norms_over_shards", "whole_norms"]
 
@@ -35,11 +36,11 @@ def norm(tensor: Tensor) -> Tensor:
 def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     """`norm` of each, with one reduction for all sharded tensors of one mesh and placement."""
     found: list[Tensor] = [norm(tensor) for tensor in tensors]
-    if not any(hasattr(value, "full_tensor") for value in found):
+    if not any(is_sharded(value) for value in found):
         return found
     shards: dict[object, list[int]] = {}
     for i, value in enumerate(found):
-        if hasattr(value, "full_tensor"):
+        if is_sharded(value):
             key = (getattr(value, "device_mesh"), tuple(getattr(value, "placements")), value.dtype)  # noqa: B009
             shards.setdefault(key, []).append(i)
     for places in shards.values():
@@ -54,7 +55,7 @@ def whole_norms(tensors: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
     """`norms` of dense tensors that are all sharded or all whole, stacked, by one list operation
     for whole ones.
     """
-    sharded = hasattr(tensors[0], "full_tensor")
+    sharded = is_sharded(tensors[0])
     return torch.stack(norms(tensors) if sharded else torch._foreach_norm(tensors))
 
 

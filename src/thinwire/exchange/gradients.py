@@ -237,12 +237,6 @@ class GradientExchange:
         return self.sources.bytes_sent + self.bytes_before
 
     @property
-    def sources_of_votes(self) -> int:
-        """How many of those who vote bring something of their own: ranks, or sites."""
-        group = self.group
-        return group.size if group.replicas is None else group.replicas.size
-
-    @property
     def in_flight(self) -> bool:
         """Whether buckets have been launched and not yet been waited for."""
         return self._launched is not None
@@ -530,7 +524,7 @@ class GradientExchange:
     def _agree_and_compare(self, report: Report, grads: Grads) -> list[Report]:
         """Also whether all ranks bring the same, which would make the exchange useless."""
         reports = self._agree(
-            replace(report, likeness=self.likeness.of(grads.values(), self.sources_of_votes))
+            replace(report, likeness=self.likeness.of(grads.values(), self.group.replica_count))
         )
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         self.likeness.hear(

@@ -2,7 +2,6 @@
 data.
 """
 
-import gc
 import hashlib
 import warnings
 from collections.abc import Iterable, Sequence
@@ -10,8 +9,8 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.comm.ddp import living_wrappers
 from thinwire.core.rows import coalesced, values_of
 
 __all__ = ["Likeness"]
@@ -95,12 +94,8 @@ def _advice(kind: str, *, ddp: bool) -> str:
 
 
 def _in_ddp(params: set[Tensor]) -> bool:
-    """Whether any of them is a parameter of a living DDP model; looks at all objects, which takes a
-    moment.
-    """
-    # type() and not isinstance, which would ask proxies of others for their class
-    wrapped = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
-    return any(p in params for ddp in wrapped for p in ddp.parameters())
+    """Whether any of them is a parameter of a living DDP model."""
+    return any(p in params for ddp in living_wrappers() for p in ddp.parameters())
 
 
 def _sample(tensor: Tensor) -> Tensor:

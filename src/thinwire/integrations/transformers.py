@@ -2,7 +2,6 @@
 `transformers`, which is optional.
 """
 
-import gc
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -16,6 +15,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from thinwire.checkpoint import on_all_ranks
 from thinwire.comm import Group
+from thinwire.comm.ddp import living_wrappers
 from thinwire.core.checksum import checksum
 from thinwire.core.clip import ClipByGlobalNorm
 from thinwire.errors import CheckpointMismatch, CheckpointMissing, StrategyError
@@ -248,10 +248,8 @@ def _require_arguments(args: TrainingArguments, state: TrainerState, wrapper: An
 
 
 def _wrapped_around(model: nn.Module) -> list[DistributedDataParallel]:
-    """The wrappers of a model, which nobody tells a callback of: found among all objects."""
-    # type() and not isinstance, which would ask proxies of others for their class
-    found = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
-    return [ddp for ddp in found if ddp.module is model]
+    """The wrappers of a model, which nobody tells a callback of."""
+    return [ddp for ddp in living_wrappers() if ddp.module is model]
 
 
 def _checksum(model: nn.Module) -> int:

@@ -138,12 +138,6 @@ class Averager:
                 if self._group.size > 1:
                     self.digest.require_equal(self._group, self.counters.step)
 
-    @property
-    def _sites(self) -> int:
-        """How many replicas there are."""
-        group = self._group
-        return group.size if group.replicas is None else group.replicas.size
-
     def _anchors(self) -> dict[str, Tensor]:
         frozen = {f"parameter {name}": p for name, p in self.tensors.frozen.items()}
         return {
@@ -275,9 +269,9 @@ class Averager:
                     "rate, clip"
                 )
                 problem += " gradients, or look at the data of that rank"
-        likeness = (
-            None if pending is None else self.likeness.of(pending.moved.values(), self._sites)
-        )
+        likeness = None
+        if pending is not None:
+            likeness = self.likeness.of(pending.moved.values(), self._group.replica_count)
         reports = self._agree(phase, problem, list(state), likeness)
         self.likeness.hear([report.likeness for report in reports], self.tensors.params.values())
         assert pending is not None

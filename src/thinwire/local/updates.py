@@ -128,27 +128,6 @@ def local_sgd(
     )
 
 
-def _require_mesh_works(
-    mesh: DeviceMesh,
-    process_group: dist.ProcessGroup | None,
-    members: Members | None,
-    config: LocalConfig,
-) -> None:
-    require_mesh(mesh)
-    size = getattr(config, "node_size", None)
-    given = {
-        "process_group": process_group,
-        "members": members,
-        "node_size": None if size == 1 else size,
-    }
-    for name, value in given.items():
-        if value is not None:
-            raise ValueError(
-                f"{name} and mesh were both given: the mesh says who exchanges, each rank its own "
-                f"shards with those that hold the same; leave {name} out"
-            )
-
-
 class LocalUpdates:
     """What `local_sgd` returns: follows the optimizer's steps and averages when their turn has
     come.
@@ -209,7 +188,9 @@ class LocalUpdates:
                 )
         self._members, self._mesh = members, mesh
         if mesh is not None:
-            _require_mesh_works(mesh, process_group, members, config)
+            size = getattr(config, "node_size", None)
+            size = None if size == 1 else size
+            require_mesh(mesh, process_group=process_group, members=members, node_size=size)
         self.digest_every = check.integer("digest_every", digest_every, at_least=0)
         check.instance("config", config, (LocalSGD, AdaptiveLocalSGD))
         if dgc is not None:

@@ -246,7 +246,14 @@ class DGCMomentum(CommonOptimizer):
         self.timeout_s = seconds_of(timeout)
         require_process_group(process_group)
         if mesh is not None:
-            _require_mesh_works(mesh, process_group, node_size, grad_clip)
+            size = None if node_size == 1 else node_size
+            require_mesh(mesh, process_group=process_group, node_size=size)
+            if grad_clip is not None:
+                raise ValueError(
+                    f"grad_clip={grad_clip} and mesh were both given, and a norm of what arrives "
+                    "would be one of a shard: use local_grad_clip_norm, whose norms are over all "
+                    "shards"
+                )
         self._process_group, self._mesh = process_group, mesh
         self._identity = f"optimizer {next_identity(process_group)}"
         self._samples: dict[str, Tensor] = {}
@@ -981,30 +988,6 @@ class _StateByName(MutableMapping[str, dict[str, Tensor]]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
-
-
-def _require_mesh_works(
-    mesh: DeviceMesh,
-    process_group: dist.ProcessGroup | None,
-    node_size: int | None,
-    grad_clip: ClipByNorm | None,
-) -> None:
-    require_mesh(mesh)
-    if process_group is not None:
-        raise ValueError(
-            "process_group and mesh were both given: the mesh says who exchanges; leave "
-            "process_group out"
-        )
-    if node_size not in (None, 1):
-        raise ValueError(
-            f"node_size={node_size} and mesh were both given: the shards of a site are what its "
-            "ranks hold; leave node_size out"
-        )
-    if grad_clip is not None:
-        raise ValueError(
-            f"grad_clip={grad_clip} and mesh were both given, and a norm of what arrives would be "
-            "one of a shard: use local_grad_clip_norm, whose norms are over all shards"
-        )
 
 
 _RAMP = ("rampup_begin_step", "rampup_step", "sparsity", "min_numel")

@@ -170,11 +170,7 @@ def _hidden(entries: Any) -> Any:
 def laid_out(param: Tensor, value: Tensor) -> Tensor:
     """Loaded state in `state_dtype`, on the parameter's device and in its layout."""
     value = value.to(device=param.device, dtype=state_dtype(param))
-    if (
-        value.shape != param.shape
-        or value.stride() == param.stride()
-        or hasattr(value, "full_tensor")
-    ):
+    if value.shape != param.shape or value.stride() == param.stride() or is_sharded(value):
         return value
     # fused kernels walk parameter and state alike, so both need one layout
     return torch.empty_like(param, dtype=value.dtype, requires_grad=False).copy_(value)

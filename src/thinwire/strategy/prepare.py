@@ -415,7 +415,7 @@ def _planned_for(
         raise ValueError(
             "optimizer has no parameter with requires_grad=True: there is nothing to train"
         )
-    scaler, sync = _scaler(strategy, place, local=local is not None), None
+    scaler, sync = _scaler(strategy, place, options.mesh, local=local is not None), None
     if local is not None:
         group = place.replica_group
         sync = LocalUpdates(
@@ -543,7 +543,9 @@ def _settled_step(strategy: Fields) -> int:
     return 1 if strategy.low_rank is None else strategy.low_rank.begin_step + 1
 
 
-def _scaler(strategy: Fields, place: _Place, *, local: bool) -> LossScaler | None:
+def _scaler(
+    strategy: Fields, place: _Place, mesh: DeviceMesh | None, *, local: bool
+) -> LossScaler | None:
     """Who decides about an overflow: all ranks; under local updates the ranks of one replica of the
     pipeline, or of one site.
     """
@@ -551,8 +553,8 @@ def _scaler(strategy: Fields, place: _Place, *, local: bool) -> LossScaler | Non
         return None
     if not local:
         return LossScaler(strategy.amp.loss_scale)
-    if place.sites is not None:
-        return LossScaler(strategy.amp.loss_scale, place.sites.shard_group)
+    if mesh is not None:
+        return LossScaler(strategy.amp.loss_scale, mesh.get_group("shard"))
     if place.grid is None:
         return LossScaler(strategy.amp.loss_scale, local=True)
     return LossScaler(strategy.amp.loss_scale, place.grid.stage_group)
