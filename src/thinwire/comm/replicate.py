@@ -15,7 +15,7 @@ from thinwire.comm.failures import state_after_failure
 from thinwire.comm.group import Group
 from thinwire.errors import PayloadCorrupt
 
-__all__ = ["copy_from_first_", "make_equal_"]
+__all__ = ["copy_from_first_", "make_equal_", "make_models_equal_"]
 
 _DIGEST_BYTES = 16
 _FIRST_BYTES, _SMALLEST_BYTES, _LARGEST_BYTES = 256 << 10, 16 << 10, 16 << 20
@@ -114,6 +114,30 @@ def make_equal_(tensors: Mapping[str, Tensor], group: Group, *, what: str) -> No
     for i, came in zip(moved, sources, strict=True):
         if digests[i] != wanted[i]:
             _write_(theirs[i], came)
+
+
+def make_models_equal_(
+    params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], group: Group
+) -> None:
+    """`make_equal_` of a whole model: that of rank 0, or of the first site.
+
+    Args:
+        params: By name, whole or this rank's shards.
+        buffers: By name, which all ranks hold whole.
+        group: All ranks.
+
+    Raises:
+        PayloadCorrupt, PeerLost, PeerStalled: See `make_equal_`.
+    """
+    if group.replicas is None or group.shards is None:
+        make_equal_({**params, **buffers}, group, what="copying the model of rank 0")
+        return
+    make_equal_(params, group.replicas, what="copying the shards of the first site")
+    if group.stays:
+        make_equal_(buffers, group, what="copying the buffers of rank 0")
+    else:  # members exchange with those that hold the same shard alone
+        make_equal_(buffers, group.replicas, what="copying the buffers of the first site")
+        make_equal_(buffers, group.shards, what="copying the buffers of the first shard")
 
 
 def _copy_(buffers: list[Tensor], group: Group, what: str) -> None:

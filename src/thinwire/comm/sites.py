@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.comm.group import Group, Pending
+from thinwire.comm.proofs import Proofs
 
 __all__ = ["DIMENSIONS", "Replicas", "Sites", "require_mesh"]
 
@@ -58,23 +59,33 @@ class Sites:
     """Where this rank stands in a mesh of sites and shards, and the groups that follow from it.
 
     Args:
-        mesh: With the dimensions "replicate" (the sites) and "shard"; see `require_mesh`.
-        timeout: As for `Group`.
+        job: All ranks of all sites, with `Group.shards` and `Group.replicas`.
 
     Attributes:
         job: All ranks, which vote together: a shard's bad message must stop all of them.
         shards: The ranks of this site, which hold a model together.
         replicas: The ranks that hold this rank's shard, one at each site; they exchange.
-
-    Communication: making the first one over a mesh is collective over all ranks.
     """
 
-    def __init__(self, mesh: DeviceMesh, timeout: float | datetime.timedelta | None = None) -> None:
+    def __init__(self, job: Group) -> None:
+        assert job.shards is not None and job.replicas is not None, "of sharded models"
+        self.job, self.shards, self.replicas = job, job.shards, job.replicas
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh, timeout: float | datetime.timedelta | None = None) -> "Sites":
+        """The sites of this job.
+
+        Args:
+            mesh: With the dimensions "replicate" (the sites) and "shard"; see `require_mesh`.
+            timeout: As for `Group`.
+
+        Communication: making the first one over a mesh is collective over all ranks.
+        """
         require_mesh(mesh)
-        self.job = Group(None, timeout)
-        self.shards = Group(mesh.get_group("shard"), timeout)
-        self.replicas = Group(mesh.get_group("replicate"), timeout)
-        self.job.shards, self.job.replicas = self.shards, self.replicas
+        job = Group(None, timeout)
+        job.shards = Group(mesh.get_group("shard"), timeout)
+        job.replicas = Group(mesh.get_group("replicate"), timeout)
+        return cls(job)
 
     @property
     def shard(self) -> int:
@@ -89,14 +100,27 @@ class Replicas:
     other besides; `bytes_between_nodes` is what this rank's exchange gave to other sites.
     """
 
-    proofs: None = None
     node_size = 1
 
     def __init__(self, sites: Sites) -> None:
         self.sites = sites
         self._groups = sites.replicas, sites.job, sites.shards
-        self.rank, self.size = sites.replicas.rank, sites.replicas.size
         self._sent_before = sites.replicas.bytes_sent
+
+    @property
+    def rank(self) -> int:
+        """See `Group`: which site this is."""
+        return self.sites.replicas.rank
+
+    @property
+    def size(self) -> int:
+        """See `Group`: sites."""
+        return self.sites.replicas.size
+
+    @property
+    def proofs(self) -> Proofs | None:
+        """See `Group`."""
+        return self.sites.replicas.proofs
 
     @property
     def bytes_sent(self) -> int:

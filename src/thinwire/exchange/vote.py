@@ -128,16 +128,19 @@ def agree_on_step(
     sharded models, 25 bytes a rank inside the site before.
     """
     what = f"agreeing on step {report.step}"
-    if group.shards is not None:
-        report = _of_site(report, group.shards, what)
+    shards = group.shards
+    if shards is not None and group.stays:
+        report = _of_site(report, shards, what)
     told = {name: getattr(report, name) for name in _FIELDS}
     told = {name: value for name, value in told.items() if name not in _SELDOM or value is not None}
     mine = json.dumps(told, separators=(",", ":")).encode()
     answers = group.gather_bytes(mine, what=what)
     if all(answer == mine for answer in answers):
-        reports = [report] * group.size
+        reports = [report] * len(answers)
     else:
         reports = [_parse(answer, rank, what) for rank, answer in enumerate(answers)]
+    if shards is not None and not group.stays:
+        reports = _by_sites(reports, shards.size)
     _refuse_trouble(reports)
     _refuse_different_places(reports, what)
     _refuse_different_rates(reports, what)
@@ -151,11 +154,28 @@ def _of_site(report: Report, shards: Group, what: str) -> Report:
     """The report with digests of what all shards of this site hold: the same at all sites, as
     those of single shards are not.
     """
+    return _together(report, shards.gather_now(_digests(report), what))
+
+
+def _by_sites(reports: Sequence[Report], shards: int) -> list[Report]:
+    """Likewise, of the reports of all ranks of all sites."""
+    found = []
+    for at in range(0, len(reports), shards):
+        site = reports[at : at + shards]
+        answers = [_digests(report) for report in site]
+        found += [_together(report, answers) for report in site]
+    return found
+
+
+def _digests(report: Report) -> bytes:
+    """Of what shards do not have alike."""
     mine = report.digest, report.sums, report.likeness
     digests = [hashlib.blake2b(repr(each).encode(), digest_size=8).digest() for each in mine]
     # a shard may be empty, or have nothing but zeros, and then it has no likeness of its own
-    payload = b"".join([*digests, b"\0" if report.likeness is None else b"\1"])
-    answers = shards.gather_now(payload, what)
+    return b"".join([*digests, b"\0" if report.likeness is None else b"\1"])
+
+
+def _together(report: Report, answers: Sequence[bytes]) -> Report:
     together = [
         hashlib.blake2b(b"".join(answer[at : at + 8] for answer in answers), digest_size=8)
         for at in (0, 8, 16)

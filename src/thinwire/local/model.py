@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import _validate as check
 from thinwire.comm import Group
-from thinwire.comm.replicate import copy_from_first_, make_equal_
+from thinwire.comm.replicate import copy_from_first_, make_models_equal_
 from thinwire.core.sharded import Shards, require_elementwise, require_shards, reshard_, shard_of
 from thinwire.errors import PayloadCorrupt
 
@@ -131,14 +131,10 @@ class LocalModel:
         """Give parameters, frozen ones too, and floating-point buffers the values of rank 0, or of
         the first site, where they differ.
 
-        Communication: that of `make_equal_`.
+        Communication: that of `make_models_equal_`.
         """
         params = {f"parameter {name}": shard_of(p) for name, p in self.model.named_parameters()}
-        if group.replicas is None:
-            make_equal_({**params, **self.buffers()}, group, what="copying the model of rank 0")
-        else:
-            make_equal_(params, group.replicas, what="copying the shards of the first site")
-            make_equal_(self.buffers(), group, what="copying the buffers of rank 0")
+        make_models_equal_(params, self.buffers(), group)
 
     def settle_buffers(self, shards: Group) -> str | None:
         """Before an averaging: give the ranks of a site the buffers of its first one.

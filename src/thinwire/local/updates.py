@@ -103,7 +103,8 @@ def local_sgd(
         mesh: Of sites and shards, with the dimensions "replicate" and "shard", over all ranks,
             where the model was sharded by `fully_shard(model, mesh=mesh["shard"])`: sites train on
             their own, and each rank averages its own shards with those that hold the same ones; all
-            vote together. Instead of `process_group`, `members` and `node_size`.
+            vote together. Instead of `process_group` and `node_size`. With members: the mesh that
+            `thinwire.join` was given, of this site alone.
 
     Returns:
         A context manager. Entering it compares the model over the ranks by name and copies rank 0's
@@ -190,7 +191,15 @@ class LocalUpdates:
         if mesh is not None:
             size = getattr(config, "node_size", None)
             size = None if size == 1 else size
-            require_mesh(mesh, process_group=process_group, members=members, node_size=size)
+            require_mesh(mesh, process_group=process_group, node_size=size)
+        if members is not None:
+            members.require_mesh(mesh)
+            seconds = getattr(config, "round_seconds", None)
+            if mesh is not None and seconds is not None:
+                raise ValueError(
+                    f"round_seconds={seconds} does not work with members that are "
+                    "sites of shards, whose ranks make their steps together: give k_steps"
+                )
         self.digest_every = check.integer("digest_every", digest_every, at_least=0)
         check.instance("config", config, (LocalSGD, AdaptiveLocalSGD))
         if dgc is not None:
@@ -251,11 +260,13 @@ class LocalUpdates:
 
     def _entered(self) -> "LocalUpdates":
         members, mesh = self._members, self._mesh
-        sites = None if mesh is None else Sites(mesh, self.timeout_s)
-        if sites is not None:
-            group = sites.job
+        if members is not None:
+            group = members.job
+        elif mesh is not None:
+            group = Sites.of(mesh, self.timeout_s).job
         else:
-            group = Group(self._process_group, self.timeout_s) if members is None else members.group
+            group = Group(self._process_group, self.timeout_s)
+        sites = None if mesh is None else Sites(group)
         self._group = group
         facts: dict[str, Any] = {"wire": WIRE_VERSION, "config": type(self._config).__name__}
         facts["compression"] = type(self._config.compression).__name__
@@ -373,8 +384,8 @@ class LocalUpdates:
     def _after_step(self, averager: Averager) -> None:
         assert self._group is not None and self._sources is not None, "open"
         group, sources, k_steps = self._group, self._sources, self.k_steps
-        if self._members is not None:
-            self._members.group.take_up()
+        if self._members is not None and self._mesh is None:
+            self._members.group.take_up()  # the ranks of a site do so at averagings, together
         with (
             group.one_deadline(),
             long_waits_logged(f"local step {self.step + 1}", lambda: sources.wait_s),
@@ -569,7 +580,7 @@ class LocalUpdates:
         members = self._members
         if members is None:
             return place_in(self._process_group)
-        return max(members.rank, 0), max(members.size, 1)
+        return max(members.job.rank, 0), max(members.job.size, 1)
 
     def plain_state_dict(self) -> dict[str, Any]:
         """`state_dict` without the origin, for callers that keep ranks apart by other means."""

@@ -60,6 +60,12 @@ class Board:
         ]
         return board
 
+    def under(self, prefix: str) -> "Board":
+        """The same with a prefix before all keys, over the same connection."""
+        board = Board(self.store.under(prefix), self._limit_s)
+        board._connections = self._connections
+        return board
+
     def clone(self) -> "Board":
         """The same over a connection of its own, and without a limit."""
         with _connecting:

@@ -16,7 +16,7 @@ from thinwire.comm.direct import Direct
 from thinwire.comm.private import forget_ended
 from thinwire.errors import Evicted, PeerStalled, QuorumLost, ThinwireError
 from thinwire.members.board import Board, no_answer
-from thinwire.members.generation import Decision, Generation, agreed, packed
+from thinwire.members.generation import Decision, Founded, Generation, agreed, packed
 
 __all__ = ["AWAY_S", "Keeper"]
 
@@ -74,7 +74,10 @@ class Keeper:
         """When somebody was to give a state to a newcomer, by its number."""
         self.store_problem: str | None = None
         self._answers: tuple[bytes, ...] = ()
-        self._recorded: tuple[int, tuple[bytes, ...]] | None = None
+        self.voters: tuple[str, ...] = (me,)
+        """Whose answers the last agreement has, in their order."""
+        self._recorded: tuple[int, tuple[bytes, ...], tuple[str, ...]] | None = None
+        self._founded: Founded | None = None
         self._frozen = self._voted = False
         self._hello = 0
         self._heard = time.monotonic()
@@ -93,14 +96,19 @@ class Keeper:
 
     # for the main thread
 
-    def meet(self) -> None:
+    def meet(self, founded: Founded | None = None) -> None:
         """Say hello, and wait until there is a first generation, or one that this member has to
         join.
+
+        Args:
+            founded: What the first rank of this site has met, for the others: these do not ask to
+                be let in.
 
         Raises:
             QuorumLost: Fewer than `min_members` came within the time-out.
             PeerStalled: The meeting place does not answer.
         """
+        self._founded = founded
         self._thread.start()
         there = self._came(
             lambda: self.end or self.generation or self.newcomer, self.timeout_s + _BUILDS_S
@@ -172,7 +180,7 @@ class Keeper:
             if self._frozen or now is None or now.number != number:
                 return False
             self.votes, self._answers, self._voted = vote, tuple(answers), True
-            now.base = now.ids
+            self.voters = now.base = now.ids
             return True
 
     def recorded(self, vote: int) -> list[bytes] | None:
@@ -180,7 +188,7 @@ class Keeper:
         with self._news:
             if self._recorded is None or self._recorded[0] != vote:
                 return None
-            self.votes, self._answers = self._recorded
+            self.votes, self._answers, self.voters = self._recorded
             self._recorded = None
             return list(self._answers)
 
@@ -299,6 +307,9 @@ class Keeper:
 
     def _meet(self) -> None:
         begun = time.monotonic()
+        if self._founded is not None:
+            self._meet_as(self._founded)
+            return
         number = self._latest()
         if number is not None:
             self._wait_for_admission(number)
@@ -327,6 +338,18 @@ class Keeper:
                     f"{self.timeout_s:g} s: {', '.join(found)}. Start the others, or ask for fewer"
                 )
             time.sleep(_STEP_S * 5)
+
+    def _meet_as(self, founded: Founded) -> None:
+        """Be in the run as the first rank of this site is."""
+        if founded.ids:
+            first = Decision(founded.ids, founded.ids, 0)
+            self._enter(0, Decision.from_dict(self.board.first("members/0", first.to_dict())))
+            return
+        while (number := self._latest()) is None and not self._over.is_set():
+            self._beat()
+            time.sleep(_POLL_S)
+        if number is not None:
+            self._wait_for_admission(number)
 
     def _founders(self) -> tuple[str, ...]:
         """Those who have said hello and are alive, in the order of their hellos."""
@@ -586,7 +609,8 @@ class Keeper:
                 number += 1
         with self._news:
             if self.generation is not None and decision.votes == self.votes + 1:
-                self._recorded = decision.votes, decision.answers
+                # it took all of the generation that this member was in
+                self._recorded = decision.votes, decision.answers, self.generation.ids
             old, self.generation = self.generation, formed
             self._frozen = self._voted = False
             self._news.notify_all()

@@ -11,16 +11,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from thinwire import _validate as check
+from thinwire.comm import Group
 from thinwire.comm.deadline import seconds_of
-from thinwire.errors import PayloadCorrupt, PeerLost, PeerStalled
+from thinwire.errors import PayloadCorrupt, PeerLost, PeerStalled, ThinwireError
 from thinwire.members.address import parse_address
 from thinwire.members.board import Board
-from thinwire.members.generation import Generation
+from thinwire.members.generation import Founded, Generation
 from thinwire.members.giving import Given, Giver, Heir, Taker, legacy_number
 from thinwire.members.group import ElasticGroup
 from thinwire.members.keeper import Keeper
 from thinwire.members.meeting import connect, reached_from, require_same
+from thinwire.members.site import Site, SiteGroup
 from thinwire.members.token import read_token
 
 __all__ = ["Members", "Work", "join"]
@@ -70,12 +74,16 @@ class Members:
         start_members: int,
         timeout_s: float,
         key: bytes,
+        site: Site | None = None,
     ) -> None:
-        self._board, self._address, self._key = board, address, key
+        self._meeting, self._address, self._key = board.store, address, key
+        self._board = board if site is None else board.under(f"shard/{site.rank}")
+        self.site = site
         self._min_members, self._start_members = min_members, start_members
         self.timeout_s = timeout_s
         self._keeper = self._met()
         self.group = ElasticGroup(self._keeper)
+        self.job: Group = self.group if site is None else SiteGroup(site, self.group)
         self._callbacks: list[Callable[[Members], None]] = []
         self.group.on_rebind.append(self._tell)
         self._givers: list[Giver] = []
@@ -87,7 +95,10 @@ class Members:
         self._goers: tuple[str, ...] = ()
 
     def _met(self) -> Keeper:
+        site = self.site
         me = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
+        if site is not None:
+            me = site.first_says("naming the site", me)
         keeper = Keeper(
             self._board.clone(),
             me,
@@ -96,8 +107,26 @@ class Members:
             start_members=self._start_members,
             timeout_s=self.timeout_s,
         )
-        keeper.meet()
+        if site is None:
+            keeper.meet()
+        else:
+            _meet_as_site(keeper, site)
         return keeper
+
+    def require_mesh(self, mesh: DeviceMesh | None) -> None:
+        """Refuse another mesh than `join` was given.
+
+        Raises:
+            ValueError: It is another one.
+        """
+        mine = None if self.site is None else self.site.mesh
+        if mesh != mine:
+            which = "no mesh" if mesh is None else "a mesh" if mine is None else "another mesh"
+            raise ValueError(
+                f"{which} was given with members, and join was given "
+                f"{'none' if mine is None else 'one'}: a member that is a site of shards needs the "
+                "same mesh=, (1, shards) over its ranks, in both places"
+            )
 
     def __enter__(self) -> "Members":
         return self
@@ -207,7 +236,7 @@ class Members:
             Mismatch: On this member alone.
             PeerLost, PeerStalled: The meeting place has gone, or does not answer.
         """
-        store = self._board.store.under(what)
+        store = self._meeting.under(what)
         self._board.ask(lambda: require_same(store, _flat("", facts)))
 
     def fetch(self, work: Work) -> None:
@@ -218,24 +247,87 @@ class Members:
                 answer.
             PeerLost: The meeting place has gone.
         """
+        try:
+            self._let_in(work)
+        except ThinwireError as error:
+            if self.site is not None:
+                self.site.tell_end(error)
+            raise
+        self.group.take_up()
+
+    def _let_in(self, work: Work) -> None:
         while True:
+            problem: ThinwireError | None = None
             try:
                 self._fetched(work)
-                break
             except (PeerLost, PeerStalled, PayloadCorrupt) as error:
                 if self._keeper.board.waits_s > self.timeout_s / 2:
                     raise  # it was the meeting place, and no other member can be asked either
                 self._keeper.require_life()
-                if self._is_ready:
-                    # the others may count on a member that has no state: come again as another
-                    self._keeper.close()
-                    self._keeper = self.group.keeper = self._met()
-                    self._is_ready = False
-                _log.warning("asking another member for the state: %s", error)
-        self.group.take_up()
+                problem = error
+            ready, problem = self._outcome(problem)
+            if problem is None:
+                break
+            if ready:
+                # the others may count on a member that has no state: come again as another
+                self._keeper.close()
+                self._keeper = self.group.keeper = self._met()
+                self._is_ready = False
+            _log.warning("asking another member for the state: %s", problem)
+
+    def _outcome(self, problem: ThinwireError | None) -> tuple[bool, ThinwireError | None]:
+        """Whether a rank of this site counts as ready, and why one of them is not let in."""
+        if self.site is None:
+            return self._is_ready, problem
+        mine = None if problem is None else str(problem)
+        told = self.site.all_say("being let in", [self._is_ready, mine, self.step])
+        texts = [text for _, text, _ in told if text is not None]
+        if not texts and len({step for _, _, step in told}) > 1:
+            texts = ["the ranks of this site were let in after different rounds"]
+        ready = any(is_ready for is_ready, _, _ in told)
+        return ready, PeerLost(texts[0]) if texts else None
 
     def _fetched(self, work: Work) -> None:
-        number = self._keeper.say_hello(self._board)
+        site, problem = self.site, None
+        number = self._keeper.say_hello(self._board) if site is None or site.rank == 0 else 0
+        if site is not None:
+            number = site.first_says("asking to be let in", number)
+        taker = given = None
+        try:
+            try:
+                self._wait_for_giver(number)
+                taker = self._taker(number)
+                given = taker.take(work.most_bytes)
+                work.take(given)
+            except (PeerLost, PeerStalled, PayloadCorrupt) as error:
+                if site is None:
+                    raise
+                problem = error
+            if site is not None:  # all of its ranks are ready, or none
+                site.require_none("taking the state", problem)
+            assert taker is not None and given is not None, "taken"
+            self._is_ready = True
+            if site is None or site.rank == 0:
+                self._board.put(f"ready/{number}", {"id": self._keeper.me})
+            while not given.last:
+                given = taker.take(work.most_bytes)
+                work.take(given)
+        finally:
+            if taker is not None:
+                taker.close()
+        if not self._keeper.is_let_in():
+            raise PeerStalled("the others have changed while this member was let in")
+
+    def _taker(self, number: int) -> Taker:
+        return Taker(
+            self._board,
+            number,
+            address=self._address,
+            timeout_s=self.timeout_s,
+            key=self._key,
+        )
+
+    def _wait_for_giver(self, number: int) -> None:
         asked = told = time.monotonic()
         while not self._board.has(f"giver/{number}"):
             self._keeper.require_life()
@@ -243,30 +335,11 @@ class Members:
             if time.monotonic() - told > _NEWS_S:
                 told = time.monotonic()
                 _log.info("waited %.0f s for the end of a round to join", told - asked)
-        taker = Taker(
-            self._board,
-            number,
-            address=self._address,
-            timeout_s=self.timeout_s,
-            key=self._key,
-        )
-        try:
-            given = taker.take(work.most_bytes)
-            work.take(given)
-            self._is_ready = True
-            self._board.put(f"ready/{number}", {"id": self._keeper.me})
-            while not given.last:
-                given = taker.take(work.most_bytes)
-                work.take(given)
-        finally:
-            taker.close()
-        if not self._keeper.is_let_in():
-            raise PeerStalled("the others have changed while this member was let in")
 
     def report(self) -> dict[str, Any]:
         """What this member says in the agreement that ends a round."""
         said: dict[str, Any] = {"leaving": self.id} if self._leaving else {}
-        if self.group.rank == 0:
+        if self.group.rank == 0 and (self.site is None or self.site.rank == 0):
             said |= {"serve": self._keeper.waiting(), "admit": self._keeper.ready()}
         return said
 
@@ -274,7 +347,7 @@ class Members:
         """Remember what all have said in the agreement that ends a round."""
         self._plan = said[0]
         # by name: this may be of a generation that is over by now
-        self._goers = tuple(each["leaving"] for each in said if "leaving" in each)
+        self._goers = tuple(dict.fromkeys(each["leaving"] for each in said if "leaving" in each))
 
     def end_round(self, work: Work) -> None:
         """Give, let in and let go what was agreed on; all members call it after the same round."""
@@ -328,6 +401,30 @@ class Members:
         return any(giver.works for giver in self._givers)
 
 
+def _meet_as_site(keeper: Keeper, site: Site) -> None:
+    """Let the first rank meet the other sites, and then all of them those with the same shard."""
+    problem: ThinwireError | None = None
+    ids: tuple[str, ...] = ()
+    try:
+        if site.rank == 0:
+            try:
+                keeper.meet()
+                ids = () if keeper.newcomer else keeper.current().ids
+            except ThinwireError as error:
+                problem = error
+        site.require_none("meeting the other sites", problem)
+        ids = tuple(site.first_says("telling of the other sites", ids))
+        if site.rank > 0:
+            try:
+                keeper.meet(Founded(ids))
+            except ThinwireError as error:
+                problem = error
+        site.require_none("meeting those with the same shard", problem)
+    except ThinwireError:
+        keeper.close()
+        raise
+
+
 def _flat(path: str, value: Any) -> dict[str, Any]:
     """The leaves of nested mappings and lists by their dotted paths."""
     if isinstance(value, dict | list) and value:
@@ -346,6 +443,7 @@ def join(
     min_members: int = 1,
     start_members: int | None = None,
     timeout: float | datetime.timedelta | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> Members:
     """Meet the other members of a run, without torchrun.
 
@@ -358,6 +456,9 @@ def join(
             on all of them.
         timeout: For how long to wait for others, at the start and in every round, in seconds or as
             a timedelta; 60 s by default.
+        mesh: Where this member is a site that holds its model in shards: of all ranks of the site,
+            which are a job of their own, (1, shards) with the dimensions "replicate" and "shard".
+            All of them join, and come and go together.
 
     Returns:
         The members, a context manager. Where the run has begun already this process is a newcomer
@@ -366,7 +467,8 @@ def join(
     Raises:
         QuorumLost: Fewer than `min_members` came within the time-out; names those who did.
         ThinwireError: Nobody answers at the address, or the token is another one.
-        ValueError: An argument that cannot be.
+        Mismatch: The others hold the model in another number of shards.
+        TypeError, ValueError: An argument that cannot be.
     """
     check.instance("run", run, str)
     check.integer("min_members", min_members, at_least=1)
@@ -378,7 +480,10 @@ def join(
     token = None if token_file is None else read_token(token_file)
     place = parse_address("address", address, scheme=True)
     limit = datetime.timedelta(seconds=timeout_s)
+    site = None if mesh is None else Site(mesh, timeout_s)
     board = Board.over(lambda: connect(address, run, token, limit), place.port, timeout_s)
+    shards = {"shards of a site": 1 if site is None else site.size}
+    board.ask(lambda: require_same(board.store.under("site"), shards))
     return Members(
         board,
         address=reached_from(place, timeout_s),
@@ -386,4 +491,5 @@ def join(
         start_members=start_members,
         timeout_s=timeout_s,
         key=board.store.key_for("state") or b"",
+        site=site,
     )

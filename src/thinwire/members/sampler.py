@@ -24,11 +24,17 @@ class MemberSampler(Sampler[list[int]]):
     With `num_workers` of the loader above 0 batches are drawn ahead, in this process: a change of
     members shows as many batches later.
 
+    Where a member is a site of shards, each of its ranks gets a part of the member's batch, the
+    samples r, r + shards, r + 2 shards, ... of it.
+
     Args:
         length: Samples there are.
         members: Of the run.
-        batch_size: Samples of each batch, of this member.
+        batch_size: Samples of each batch, of this member; of a site of shards, of all its ranks.
         seed: The same on all members.
+
+    Raises:
+        TypeError, ValueError: An argument that cannot be; shards that do not divide the batch.
     """
 
     def __init__(self, length: int, members: Members, batch_size: int, seed: int = 0) -> None:
@@ -37,12 +43,20 @@ class MemberSampler(Sampler[list[int]]):
         self._seed = check.integer("seed", seed)
         check.instance("members", members, Members)
         self._members = members
+        site = members.site
+        self._rank, self._ranks = (0, 1) if site is None else (site.rank, site.size)
+        if batch_size % self._ranks:
+            raise ValueError(
+                f"batch_size={batch_size} is of the whole site, and its {self._ranks} ranks must "
+                "get equally many samples: give a multiple"
+            )
 
     def __iter__(self) -> Iterator[list[int]]:
         step = self._members.step
         while True:
             step = max(step, self._members.step)
-            yield self.batch(step, self._members.rank, self._members.generation)
+            samples = self.batch(step, self._members.rank, self._members.generation)
+            yield samples[self._rank :: self._ranks]
             step += 1
 
     def batch(self, step: int, rank: int, generation: int) -> list[int]:

@@ -786,7 +786,7 @@ class DGCMomentum(CommonOptimizer):
     def _group_of_votes(self) -> Group:
         if self._mesh is None:
             return Group(self._process_group, self.timeout_s)
-        self._sites = Sites(self._mesh, self.timeout_s)
+        self._sites = Sites.of(self._mesh, self.timeout_s)
         return self._sites.job
 
     def _sources(self, group: Group, width: int) -> Sources:

@@ -94,14 +94,15 @@ class DistributedStrategy(Fields):
                 once where 20 rounds in a row, each an update or the local steps up to an averaging,
                 take less or more time than it expected.
             members: What `thinwire.join` returned, with `localsgd` or `adaptive_localsgd`: ranks
-                that come and go, without torchrun; see `thinwire.local_sgd`. Saving is up to you:
-                `engine.save` is refused.
+                that come and go, without torchrun; see `thinwire.local_sgd`. `engine.save` writes a
+                checkpoint of this member alone.
             mesh: Of sites and shards, with the dimensions "replicate" and "shard", over all ranks:
                 the model was sharded by `fully_shard(model, mesh=mesh["shard"])` before the
                 optimizer was made. Each rank exchanges its own shards with those that hold the same
                 ones, nothing else crosses the line between the sites, and all ranks vote together.
                 Norms are over all shards. With dgc, localsgd, adaptive_localsgd, gradient_merge,
-                amp and recompute.
+                amp and recompute. With members: the one that `thinwire.join` was given, of this
+                site alone.
 
         Raises:
             StrategyError: The strategy does not go with this model, optimizer or number of ranks;

@@ -63,6 +63,8 @@ class Parts:
     @property
     def savers(self) -> Group:
         """Those who write one checkpoint: all ranks; of members, which come and go, each by
-        itself.
+        itself, which may be the ranks of a site.
         """
-        return self.group if self.group.stays else Group.alone(self.group.timeout_s)
+        if self.group.stays:
+            return self.group
+        return self.group.shards or Group.alone(self.group.timeout_s)

@@ -33,7 +33,7 @@ from thinwire.comm import (
 )
 from thinwire.comm.grid import Grid
 from thinwire.comm.nodes import require_divisor
-from thinwire.comm.replicate import make_equal_
+from thinwire.comm.replicate import make_models_equal_
 from thinwire.compress.dgc import DGC, limited_over_shards
 from thinwire.compress.protocol import Compression
 from thinwire.core.arithmetic import CURES, arithmetic
@@ -149,8 +149,9 @@ def prepare(
     """See `DistributedStrategy.prepare`."""
     if members is not None:
         _require_members_work(strategy, members, timeout)
+        members.require_mesh(mesh)
     if mesh is not None:
-        _require_mesh_works(strategy, mesh, members)
+        _require_mesh_works(strategy, mesh)
         require_elementwise(optimizer)
     options = _Options(
         loss_fn=loss_fn,
@@ -181,7 +182,7 @@ def _prepared(
     timeout: float | datetime.timedelta | None,
 ) -> Engine:
     begin_s = time.perf_counter()
-    group = Group(None, timeout) if options.members is None else options.members.group
+    group = Group(None, timeout) if options.members is None else options.members.job
     facts = {
         **strategy_facts(strategy),
         "digest_every": digest_every,
@@ -192,7 +193,9 @@ def _prepared(
         options.members.begin("strategy", facts)
     require_agreement(group, facts, what="comparing strategies", cures=CURES, versions=versions())
     grid = None if strategy.pipeline is None else Grid(strategy.pipeline.stages, timeout)
-    sites = None if options.mesh is None else Sites(options.mesh, timeout)
+    sites = None
+    if options.mesh is not None:
+        sites = Sites.of(options.mesh, timeout) if options.members is None else Sites(group)
     replicas = group.size if grid is None else grid.replicas
     replicas = replicas if sites is None else sites.replicas.size
     place = _Place(grid=grid, sites=sites, replicas=replicas)
@@ -210,7 +213,7 @@ def _prepared(
     handles: list[Any] = []
     try:
         while_busy(group, "compiling loops", lambda: float(warm_up(_needs(plan)) > 0))
-        _copy_from_first(model, group, sites)
+        _copy_from_first(model, group if sites is None else sites.job)
         engine = _assembled(strategy, model, options, plan, group, place, handles)
         kind, fields = type(optimizer).__name__, ", ".join(strategy.on) or "no field"
         took_s = time.perf_counter() - begin_s
@@ -225,26 +228,15 @@ def _prepared(
         raise
 
 
-def _copy_from_first(model: nn.Module, group: Group, sites: Sites | None) -> None:
+def _copy_from_first(model: nn.Module, group: Group) -> None:
     """Give all replicas the model of rank 0, or of the first site."""
-    what = "copying the model of rank 0"
     params = {f"parameter {name}": shard_of(p) for name, p in model.named_parameters()}
     buffers = {f"buffer {name}": b for name, b in model.named_buffers()}
-    if sites is None:
-        make_equal_({**params, **buffers}, group, what=what)
-    else:
-        make_equal_(params, sites.replicas, what="copying the shards of the first site")
-        make_equal_(buffers, group, what=what)
+    make_models_equal_(params, buffers, group)
 
 
-def _require_mesh_works(strategy: Fields, mesh: DeviceMesh, members: Members | None) -> None:
+def _require_mesh_works(strategy: Fields, mesh: DeviceMesh) -> None:
     require_mesh(mesh)
-    if members is not None:
-        raise StrategyError(
-            "members= does not work with mesh=: members come and go one by one, and a site of "
-            "shards only as a whole. Start all sites with torchrun, which restarts them from a "
-            "checkpoint"
-        )
     reasons = {
         "pipeline": "its stages are another way to divide a model: leave one of them out",
         "low_rank": "a rank sees some rows of a matrix only. Local updates can compress by "

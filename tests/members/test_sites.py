@@ -1,0 +1,470 @@
+"""A member that is a site of shards comes and goes as a whole."""
+
+import hashlib
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+
+import thinwire as tw
+from tests.members.places import meeting_place
+from tests.members.training import PHASES, TIMEOUT_S, die, interrupt, model, wait_for
+from tests.ranks import Lost, Pool, Raised
+from tests.sharded.models import mesh_of
+from thinwire.comm import Pending
+from thinwire.errors import ThinwireError
+from thinwire.local.averaging import Averaging, PendingAveraging
+from thinwire.members.giving import Taker
+from thinwire.members.group import ElasticGroup
+from thinwire.members.keeper import Keeper
+
+SHARDS = 2
+SPARSE = tw.LocalSGD(4, begin_step=1, compression=tw.Sparse(0.9))
+CONFIGS = {
+    "whole": tw.LocalSGD(4, begin_step=0),
+    "one bit, late": tw.LocalSGD(4, begin_step=1, compression=tw.Quantized(1), delay=2),
+    "outer momentum, parts": tw.LocalSGD(
+        4, begin_step=1, fragments=2, outer_lr=0.7, outer_momentum=0.9, outer_nesterov=True
+    ),
+    "split, with state": tw.LocalSGD(
+        4, begin_step=1, average_state=True, compression=tw.Sparse(0.9, exchange="split")
+    ),
+    "adaptive": tw.AdaptiveLocalSGD(init_k_steps=4, begin_step=1),
+}
+
+
+def net_of(site: int, mesh: Any) -> torch.nn.Module:
+    net = model(site)
+    fully_shard(net, mesh=mesh["shard"])
+    return net
+
+
+def digest(sync: tw.LocalUpdates) -> str:
+    """Of all that those with the same shard must hold alike after an averaging."""
+    state = sync.plain_state_dict()
+    found = hashlib.blake2b(digest_size=8)
+    for kind in ("anchors", "outer_momentum"):
+        for name, tensor in sorted(state[kind].items()):
+            found.update(name.encode() + tensor.numpy().tobytes())
+    return found.hexdigest()
+
+
+def batch(generator: torch.Generator) -> Tensor:
+    return torch.randn(8, 24, generator=generator)
+
+
+def site(
+    rank: int,
+    size: int,
+    address: str,
+    folder: str,
+    config: Any,
+    *,
+    steps: int = 24,
+    founders: int | None = None,
+    flag_at: int = 4,
+    fault: dict[str, Any] | None = None,
+    leave_at: dict[int, int] | None = None,
+    step_s: float = 0.0,
+    one_start: bool = False,
+) -> dict[str, Any]:
+    """A rank of a site; `size` counts the processes of all of them, as `rank` does."""
+    number, shard = divmod(rank, SHARDS)
+    founders = size // SHARDS if founders is None else founders
+    flag = Path(folder, "go")
+    wait_for(str(flag) if number >= founders else "")
+    store = dist.FileStore(f"{folder}/site-{number}", SHARDS)
+    dist.init_process_group("gloo", store=store, rank=shard, world_size=SHARDS)
+    undo = [(k, n, getattr(k, n)) for k, n, _ in PHASES.values()] + [(Taker, "take", Taker.take)]
+    if fault is not None and fault["rank"] == rank and fault["phase"] in PHASES:
+        kind, name, before = PHASES[fault["phase"]]
+        interrupt(kind, name, before=before, at=fault["at"], act=die)
+    if fault is not None and fault["rank"] == rank and fault["phase"] == "taking":
+        interrupt(Taker, "take", before=True, at=fault["at"], act=die)
+    try:
+        mesh = mesh_of(1, SHARDS)
+        net = net_of(0 if one_start else number, mesh)
+        optimizer = torch.optim.AdamW(net.parameters(), 2e-3)
+        batches = torch.Generator().manual_seed(number)
+        rounds: dict[int, tuple[str, int]] = {}
+        longest_s = 0.0
+        with tw.join(
+            address,
+            run="test",
+            min_members=1,
+            start_members=founders,
+            timeout=TIMEOUT_S,
+            mesh=mesh,
+        ) as members:
+            with tw.local_sgd(net, optimizer, config, members=members, mesh=mesh) as sync:
+                entered = sync.step
+                while sync.step < steps and not members.left:
+                    x = batch(batches)
+                    loss = (net(x) - x.roll(1, 1)).square().mean()
+                    optimizer.zero_grad()
+                    loss.backward()
+                    if sync.step == (leave_at or {}).get(rank):
+                        members.leave()
+                    if rank == 0 and sync.step == flag_at:
+                        flag.touch()
+                    begun = time.monotonic()
+                    sync.observe(loss)
+                    optimizer.step()
+                    longest_s = max(longest_s, time.monotonic() - begun)
+                    if sync.synced and not members.left:
+                        rounds[sync.step] = digest(sync), members.size
+                    time.sleep(step_s)
+                left = members.left
+            values = {n: p.detach().full_tensor().clone() for n, p in net.named_parameters()}
+            stats = {} if left else sync.stats()
+            return {
+                "step": sync.step,
+                "entered": entered,
+                "rounds": rounds,
+                "longest_s": longest_s,
+                "left": left,
+                "values": values,
+                "stats": stats,
+            }
+    finally:
+        for kind, name, method in undo:
+            setattr(kind, name, method)
+        dist.destroy_process_group()
+
+
+def run_sites(
+    ranks: Pool, folder: Path, config: Any, *, size: int, errors: bool = False, **options: Any
+) -> list[Any]:
+    """What the ranks of each site gave, site by site."""
+    with meeting_place(None) as address:
+        found = ranks.run(
+            _site_with,
+            address,
+            str(folder),
+            config,
+            options,
+            size=size,
+            group=False,
+            expect_errors=errors,
+        )
+    return [found[at : at + SHARDS] for at in range(0, size, SHARDS)]
+
+
+def _site_with(
+    rank: int, size: int, address: str, folder: str, config: Any, options: Any
+) -> dict[str, Any]:
+    return site(rank, size, address, folder, config, **options)
+
+
+def alike(sites: list[Any], steps: int) -> dict[int, tuple[str, int]]:
+    """That all who went on to the end hold the same of each shard after every averaging."""
+    for shard in range(SHARDS):
+        first, *others = (each[shard]["rounds"] for each in sites)
+        assert first
+        for other in others:
+            assert {step: first[step] for step in other} == other
+    for each in sites:
+        assert {one["step"] for one in each} == {steps}
+        assert len({tuple(one["rounds"]) for one in each}) == 1
+    return {step: (text, size) for step, (text, size) in sites[0][0]["rounds"].items()}
+
+
+def together(rank: int, size: int, config: Any, steps: int) -> dict[str, Tensor]:
+    """The same training in one job, with a mesh of all sites."""
+    mesh = mesh_of(size // SHARDS, SHARDS)
+    number = rank // SHARDS
+    net = net_of(number, mesh)
+    optimizer = torch.optim.AdamW(net.parameters(), 2e-3)
+    batches = torch.Generator().manual_seed(number)
+    with tw.local_sgd(net, optimizer, config, mesh=mesh) as sync:
+        for _ in range(steps):
+            x = batch(batches)
+            loss = (net(x) - x.roll(1, 1)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            sync.observe(loss)
+            optimizer.step()
+    return {n: p.detach().full_tensor().clone() for n, p in net.named_parameters()}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_nobody_comes_or_goes_and_the_bits_are_those_of_one_job(
+    ranks: Pool, tmp_path: Path, name: str
+) -> None:
+    # whoever comes first gives the others its model
+    sites = run_sites(ranks, tmp_path, CONFIGS[name], size=4, one_start=True)
+    alike(sites, 24)
+    whole = ranks.run(together, CONFIGS[name], 24, size=4)
+    for number, each in enumerate(sites):
+        for key, value in whole[number * SHARDS].items():
+            assert torch.equal(each[0]["values"][key], value), key
+
+
+@pytest.mark.parametrize(("rank", "phase"), zip([1, 4] * 3, PHASES, strict=True))
+def test_one_lost_rank_is_a_lost_site_and_the_others_go_on(
+    ranks: Pool, tmp_path: Path, phase: str, rank: int
+) -> None:
+    fault = {"rank": rank, "phase": phase, "at": 3}
+    sites = run_sites(ranks, tmp_path, SPARSE, size=6, errors=True, fault=fault)
+    lost = sites.pop(rank // SHARDS)
+    assert isinstance(lost[rank % SHARDS], Lost)
+    assert isinstance(lost[1 - rank % SHARDS], Raised)
+    rounds = alike(sites, 24)
+    assert set(rounds) == {1, 5, 9, 13, 17, 21}
+    assert [size for _, size in rounds.values()][-1] == 2
+    assert max(one["longest_s"] for each in sites for one in each) < 2 * TIMEOUT_S + 4
+
+
+@pytest.mark.parametrize("name", ["whole", "one bit, late", "split, with state"])
+def test_a_site_that_comes_has_the_bits_of_the_others(
+    ranks: Pool, tmp_path: Path, name: str
+) -> None:
+    sites = run_sites(ranks, tmp_path, CONFIGS[name], size=6, founders=2, steps=100, step_s=0.05)
+    rounds = alike(sites, 100)
+    assert [size for _, size in rounds.values()][-1] == 3
+    newcomers = sites[2]
+    assert len({one["entered"] for one in newcomers}) == 1
+    assert newcomers[0]["entered"] > 1
+    assert len(newcomers[0]["rounds"]) > 3
+    for key, value in sites[0][0]["values"].items():
+        if name != "one bit, late":  # else local steps since the last averaging are each site's
+            assert torch.equal(newcomers[1]["values"][key], value), key
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_one_rank_that_leaves_takes_its_site_with_it(
+    ranks: Pool, tmp_path: Path, rank: int
+) -> None:
+    sites = run_sites(ranks, tmp_path, SPARSE, size=6, leave_at={rank: 10})
+    gone = sites.pop(rank // SHARDS)
+    assert [one["left"] for one in gone] == [True, True]
+    assert [one["step"] for one in gone] == [13, 13]
+    rounds = alike(sites, 24)
+    assert [size for _, size in rounds.values()] == [3, 3, 3, 2, 2, 2]
+    assert max(one["longest_s"] for each in sites for one in each) < 3
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_site_that_dies_while_it_comes_holds_up_nobody(
+    ranks: Pool, tmp_path: Path, at: int
+) -> None:
+    """One of its ranks dies before or after the site counts as ready."""
+    sites = run_sites(
+        ranks,
+        tmp_path,
+        SPARSE,
+        size=6,
+        errors=True,
+        founders=2,
+        steps=140,
+        step_s=0.05,
+        fault={"rank": 5, "phase": "taking", "at": at},
+    )
+    dead = sites.pop()
+    assert isinstance(dead[1], Lost)
+    assert isinstance(dead[0], Raised)
+    rounds = alike(sites, 140)
+    assert [size for _, size in rounds.values()][-1] == 2
+
+
+def test_half_of_the_sites_cannot_go_on(ranks: Pool, tmp_path: Path) -> None:
+    fault = {"rank": 3, "phase": "once sent", "at": 3}
+    sites = run_sites(ranks, tmp_path, SPARSE, size=4, errors=True, fault=fault)
+    found = [one for each in sites for one in each]
+    assert isinstance(found[3], Lost)
+    assert all(isinstance(one, Raised) for one in found[:3])
+    assert "QuorumLost" in {one.type_name for one in found[:2]}
+
+
+def test_what_one_shard_has_not_heard_it_is_told(ranks: Pool, tmp_path: Path) -> None:
+    """Nobody is lost: one rank gives the generation of its shard up before it goes along."""
+    with meeting_place(None) as address:
+        found = ranks.run(_deaf, address, str(tmp_path), size=6, group=False)
+    sites = [found[at : at + SHARDS] for at in range(0, 6, SHARDS)]
+    rounds = alike(sites, 24)
+    assert set(rounds) == {1, 5, 9, 13, 17, 21}
+    assert found[3]["deaf"] == 1
+
+
+def _deaf(rank: int, size: int, address: str, folder: str) -> Any:
+    passed, calls, deaf = Keeper.passed, 0, 0
+
+    def not_passed(self: Keeper, number: int, vote: int, answers: Any) -> bool:
+        nonlocal calls, deaf
+        calls += 1
+        if rank == 3 and calls == 9:
+            deaf += 1
+            self.broken(number, "told so by the test")
+            self.settle(number)
+        return passed(self, number, vote, answers)
+
+    Keeper.passed = not_passed  # type: ignore[method-assign]
+    try:
+        return {**site(rank, size, address, folder, SPARSE), "deaf": deaf}
+    finally:
+        Keeper.passed = passed  # type: ignore[method-assign]
+
+
+def one_bad_message(rank: int, size: int, address: str, folder: str) -> tuple[str, bool]:
+    """Of one shard, at one site: nothing is applied anywhere."""
+    whole, before = ElasticGroup.all_gather, {}
+
+    def flipped(self: ElasticGroup, message: Tensor, *, what: str) -> Pending[Tensor]:
+        pending = whole(self, message, what=what)
+
+        def finish() -> Tensor:
+            rows = pending.wait().clone()
+            if rank == 3 and rows.shape[1] > 40:
+                rows[0, 40] ^= 1
+            return rows
+
+        return Pending(finish)
+
+    def measured(averaging: Averaging, pending: PendingAveraging, **options: Any) -> None:
+        before.update({n: a.clone() for n, a in averaging.anchors.items()})
+        before["now"] = averaging.anchors
+        launch(averaging, pending, **options)
+
+    launch = Averaging.launch
+    ElasticGroup.all_gather, Averaging.launch = flipped, measured  # type: ignore[method-assign]
+    try:
+        site(rank, size, address, folder, tw.LocalSGD(4, compression=tw.Quantized(4)))
+    except ThinwireError as error:
+        now = before.pop("now")
+        return type(error).__name__, all(torch.equal(now[n], a) for n, a in before.items())
+    finally:
+        ElasticGroup.all_gather, Averaging.launch = whole, launch  # type: ignore[method-assign]
+    return "no error", False
+
+
+def test_a_bad_message_of_one_shard_stops_all(ranks: Pool, tmp_path: Path) -> None:
+    with meeting_place(None) as address:
+        found = ranks.run(one_bad_message, address, str(tmp_path), size=4, group=False)
+    assert found == [("PayloadCorrupt", True)] * 4
+
+
+def engine(rank: int, size: int, address: str, folder: str, run: str) -> Any:
+    """A run to step 20, of which one site saves at step 10; or one that begins from there."""
+    number, shard = divmod(rank, SHARDS)
+    wait_for(f"{folder}/{run}" if number == 2 else "")
+    store = dist.FileStore(f"{folder}/site-{number}-{run}", SHARDS)
+    dist.init_process_group("gloo", store=store, rank=shard, world_size=SHARDS)
+    try:
+        mesh = mesh_of(1, SHARDS)
+        net = net_of(number, mesh)
+        optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+        strategy = tw.DistributedStrategy(
+            localsgd=SPARSE, gradient_merge=tw.GradientMerge(2), amp=tw.AMP(dtype="bfloat16")
+        )
+        data = torch.randn(64, 24, generator=torch.Generator().manual_seed(9))
+        with tw.join(address, run=run, start_members=2, timeout=TIMEOUT_S, mesh=mesh) as members:
+            trained = strategy.prepare(
+                net, optimizer, torch.nn.MSELoss(), members=members, mesh=mesh
+            )
+            loaded = trained.load(f"{folder}/copies", if_any=True)
+            entered = members.step
+            batches = iter(tw.MemberSampler(len(data), members, batch_size=16))
+            while members.step < (20 if run == "first" else 60):
+                x = data[next(batches)]
+                assert len(x) == 16 // SHARDS
+                trained.train_step(x, x.roll(1, 1))
+                if members.step == 10 and members.rank == 1 and run == "first":
+                    trained.save(f"{folder}/copies")
+                if rank == 0 and members.step == 14:
+                    Path(folder, run).touch()
+                time.sleep(0.03)
+            trained.flush()
+            text = digest(trained._parts.exchange.sync)
+            trained.close()
+        return loaded is not None, entered, text
+    finally:
+        dist.destroy_process_group()
+
+
+def test_an_engine_takes_sites_and_saves(ranks: Pool, tmp_path: Path) -> None:
+    with meeting_place(None) as address:
+        first = ranks.run(engine, address, str(tmp_path), "first", size=4, group=False)
+        again = ranks.run(engine, address, str(tmp_path), "second", size=6, group=False)
+    assert first[0][2] == first[2][2]
+    assert first[1][2] == first[3][2]
+    assert [each[0] for each in again] == [True] * 4 + [False] * 2
+    assert [each[1] for each in again[:4]] == [10] * 4
+    assert again[4][1] == again[5][1] > 10, "it took over what the others held"
+    assert len({each[2] for each in again[::2]}) == 1
+    assert len({each[2] for each in again[1::2]}) == 1
+
+
+def refused(rank: int, size: int, address: str, folder: str, what: str) -> str:
+    """The error of a site beside one that is well."""
+    number, shard = divmod(rank, SHARDS)
+    if what == "other shards" and number == 1:
+        number, shard = rank, 0
+    own = 1 if number > 1 or (what == "other shards" and number) else SHARDS
+    if number:
+        wait_for(f"{folder}/joined")
+    store = dist.FileStore(f"{folder}/site-{number}", own)
+    dist.init_process_group("gloo", store=store, rank=shard, world_size=own)
+    try:
+        mesh = mesh_of(2, 1) if what == "sites" else mesh_of(1, own)
+        with tw.join(address, run="test", timeout=TIMEOUT_S, mesh=mesh) as members:
+            Path(folder, "joined").touch()
+            net = net_of(0, mesh)
+            optimizer = torch.optim.SGD(net.parameters(), 0.1)
+            config = SPARSE
+            if what == "time":
+                config = tw.LocalSGD(4, round_seconds=2.0)
+            given = None if what == "no mesh" else mesh
+            with tw.local_sgd(net, optimizer, config, members=members, mesh=given):
+                pass
+        return "no error"
+    except (ThinwireError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        dist.destroy_process_group()
+
+
+def test_what_does_not_fit_is_one_clear_error(ranks: Pool, tmp_path: Path) -> None:
+    def said(what: str, size: int = SHARDS) -> list[str]:
+        folder = tmp_path / what
+        folder.mkdir()
+        with meeting_place(None) as address:
+            found: list[str] = ranks.run(
+                refused, address, str(folder), what, size=size, group=False
+            )
+        return found
+
+    assert all("a member is one" in each for each in said("sites"))
+    assert all("no mesh was given with members" in each for each in said("no mesh"))
+    assert all("round_seconds=2.0" in each for each in said("time"))
+    found = said("other shards", 3)
+    assert found[:2] == ["no error"] * 2
+    assert found[2].startswith("Mismatch: ")
+    assert "shards of a site is 1 here and 2 there" in found[2]
+
+
+def test_a_batch_is_shared_by_the_ranks_of_a_site(ranks: Pool, tmp_path: Path) -> None:
+    with meeting_place(None) as address:
+        found = ranks.run(sampled, address, str(tmp_path), size=2, group=False)
+    (whole, first), (again, second) = found
+    assert whole == again
+    assert first == whole[::2]
+    assert second == whole[1::2]
+
+
+def sampled(rank: int, size: int, address: str, folder: str) -> Any:
+    store = dist.FileStore(f"{folder}/site", SHARDS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=SHARDS)
+    try:
+        mesh = mesh_of(1, SHARDS)
+        with tw.join(address, run="test", timeout=TIMEOUT_S, mesh=mesh) as members:
+            with pytest.raises(ValueError, match="its 2 ranks must get equally many"):
+                tw.MemberSampler(100, members, batch_size=5)
+            sampler = tw.MemberSampler(100, members, batch_size=6)
+            return sampler.batch(0, 0, 0), next(iter(sampler))
+    finally:
+        dist.destroy_process_group()
