@@ -2,6 +2,7 @@
 answer.
 """
 
+import math
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -12,6 +13,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from thinwire.comm.direct import Direct
 from thinwire.members.board import Board
+from thinwire.members.keeper import Keeper
 from thinwire.members.sealed import SealedStore
 
 LIMIT_S = 20.0
@@ -84,3 +86,25 @@ def test_a_generation_connects_after_as_many_answers_for_any_size(
         direct.release()
     assert len(made) == size
     assert {store.answers for store in stores} == {8}
+
+
+def test_who_asks_to_be_let_in_waits_no_longer_after_many_others(server: TCPStore) -> None:
+    counted = Counted(server)
+    board = Board(SealedStore(counted, None))
+
+    def keeper(name: str) -> Keeper:
+        options: dict[str, Any] = {"min_members": 1, "start_members": 1, "timeout_s": LIMIT_S}
+        return Keeper(board, name, address="127.0.0.1", **options)
+
+    numbers = [keeper(f"member-{n}").say_hello(board) for n in range(40)]
+    assert numbers == list(range(40))
+    counted.answers = 0
+    assert keeper("ann").say_hello(board) == 40
+    assert counted.answers == 2
+    leader, looked = keeper("bob"), []
+    get = board.get
+    board.get = lambda key: looked.append(key) or get(key)  # type: ignore[method-assign, func-returns-value]
+    leader._read_hellos(math.inf)
+    assert looked[:3] == ["hellos", "hello/41", "hello/40"]
+    assert sorted(leader._hellos) == list(range(41))
+    assert leader._hellos[40]["id"] == "ann"

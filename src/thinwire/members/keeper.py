@@ -32,6 +32,8 @@ _LOOK_S = 1.0
 _BUILD_S = 10.0
 _MOST_BUILDS = 3
 _EXIT_S = 2.0
+_HELLOS = "hellos"
+"""A number from which on none may be there: where to begin to look, no more."""
 _BUILDS_S = _MOST_BUILDS * (_BUILD_S + _GRACE_S) + _EXIT_S
 _log = logging.getLogger("thinwire")
 
@@ -83,6 +85,7 @@ class Keeper:
         self._heard = time.monotonic()
         self._awaited: tuple[str, ...] = ()
         self._next_hello = 0
+        self._unread: list[int] = []
         self._hellos: dict[int, dict[str, Any]] = {}
         self._ready: set[int] = set()
         self._looked: dict[int, float] = {}
@@ -208,10 +211,11 @@ class Keeper:
 
     def say_hello(self, board: Board) -> int:
         """Ask to be let in; the number by which others speak of this request."""
-        number = self._hello
+        number = max(self._hello, board.get(_HELLOS) or 0)
         while board.first(f"hello/{number}", {"id": self.me, "n": number})["id"] != self.me:
             number += 1
         self._hello = number + 1
+        board.put(_HELLOS, self._hello)
         return number
 
     def require_life(self) -> None:
@@ -484,14 +488,23 @@ class Keeper:
                 del self.served[number]
 
     def _read_hellos(self, until: float) -> None:
-        """The requests that are new, as far as time allows."""
+        """The requests that are new, as far as time allows; of old ones the last first."""
+        if self._next_hello == 0:
+            self._next_hello = self.board.get(_HELLOS) or 0
+            self._unread = list(range(self._next_hello))
         while time.monotonic() < until:
             value = self.board.get(f"hello/{self._next_hello}")
             if value is None:
-                return
+                break
             with self._news:
                 self._hellos[self._next_hello] = value
             self._next_hello += 1
+        while self._unread and time.monotonic() < until:
+            number = self._unread.pop()
+            value = self.board.get(f"hello/{number}")
+            if value is not None:
+                with self._news:
+                    self._hellos[number] = value
 
     def _is_forgotten(self, number: int) -> bool:
         """Whether nobody has begun to give a newcomer the state, though somebody was to: members
