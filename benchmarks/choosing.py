@@ -1,4 +1,5 @@
-"""Tables of what to use on which link, from the lines that `benchmarks.evidence` has written.
+"""Tables of what to use on which link: from the lines that `benchmarks.evidence` and
+`benchmarks.plan_check` have written, and from the planner.
 
 python -m benchmarks.choosing            # prints them
 python -m benchmarks.choosing --write    # into README.md and docs/choosing.md, between their marks
@@ -13,13 +14,16 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import thinwire as tw
 from benchmarks.evidence import LINKS, NAMES, RESULTS, STEPS, as_it_is
+from benchmarks.plan_check import LINES, SIZE
 from thinwire.lab.report.measures import bytes_text
 from thinwire.lab.report.results import seconds_to_loss
 from thinwire.lab.strategies import STRATEGIES
 
 ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", ROOT / "docs" / "choosing.md")
+PLANNED_LINKS = ("5mbit", "20mbit", "100mbit", "1gbit", "10gbit")
 MARK = re.compile(r"(<!-- evidence: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -133,20 +137,55 @@ def settings(lines: Iterable[Mapping[str, Any]], workers: int, size: str) -> lis
     return text
 
 
+def planned(params: str, step_seconds: float, workers: int, latency: str) -> list[str]:
+    """Markdown: what the planner recommends on each link, and how much sooner than dense the best
+    setting of each strategy has dense's last loss.
+    """
+    plans = {
+        link: tw.plan(
+            params=params, step_seconds=step_seconds, workers=workers, link=link, latency=latency
+        )
+        for link in PLANNED_LINKS
+    }
+    names = [
+        name
+        for name in dict.fromkeys(row.strategy for row in plans[PLANNED_LINKS[0]].best())
+        if name != "dense"
+    ]
+    text = ["| link | recommended | " + " | ".join(f"`{name}`" for name in names) + " |"]
+    text.append("|" + "---|" * (2 + len(names)))
+    for link, plan in plans.items():
+        best = {row.strategy: row for row in plan.best()}
+        cells = [f"{1 / best[name].time_to_dense_loss:.2g} x" for name in names]
+        text.append(f"| {link} | `{plan.recommended}` | " + " | ".join(cells) + " |")
+    return text
+
+
 def filled(page: str, lines: Sequence[Mapping[str, Any]]) -> str:
     """A page with the tables of today between its marks."""
 
     def made(match: re.Match[str]) -> str:
-        kind, size, workers = match[2].split()
-        make = {"table": table, "settings": settings}[kind]
-        return match[1] + "\n" + "\n".join(make(lines, int(workers), size)) + "\n\n" + match[3]
+        kind, *words = match[2].split()
+        if kind == "plan":
+            params, step_seconds, workers, latency = words
+            text = planned(params, float(step_seconds), int(workers), latency)
+        else:
+            size, workers = words
+            text = {"table": table, "settings": settings}[kind](lines, int(workers), size)
+        return match[1] + "\n" + "\n".join(text) + "\n\n" + match[3]
 
     return MARK.sub(made, page)
 
 
-def evidence(path: Path = RESULTS) -> list[dict[str, Any]]:
-    """All that was measured."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
+def evidence(path: Path = RESULTS, steps: Path = LINES) -> list[dict[str, Any]]:
+    """All that was measured; of `steps` those on links without latency."""
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    texts = steps.read_text().splitlines() if steps.exists() else []
+    for line in map(json.loads, texts):
+        if line["kind"] != "probe" and line["latency"] == "0ms":
+            of = {"kind": "link", "workers": line["workers"], "size": SIZE, "link": line["rate"]}
+            found.append({"cell": {**as_it_is(line["kind"]), **of}, "step_ms": line["step_ms"]})
+    return found
 
 
 def main() -> None:

@@ -66,7 +66,7 @@ class Cell:
         steps: Updates.
         lr: Peak learning rate.
         seed: Of parameters and batches.
-        link: "loopback" where the loss is measured.
+        link: "loopback" where the loss is measured; else a rate, or "20mbit + 20ms".
         options: Of the strategy.
         optimizer: "adamw", "muon" or "sgd".
     """
@@ -202,7 +202,8 @@ def _link(cell: Cell) -> Iterator[Any]:
     if cell.link == "loopback":
         yield None
         return
-    with network(cell.workers, Link.parse(cell.link, "0ms")) as emulated:
+    rate, _, latency = cell.link.partition(" + ")
+    with network(cell.workers, Link.parse(rate, latency or "0ms")) as emulated:
         yield emulated
 
 

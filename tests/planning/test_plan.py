@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 import thinwire as tw
 from thinwire.layout.message import Layout, Slot, WholeLayout, count_sent
 from thinwire.layout.shares import split_plan, whole_split
-from thinwire.planning.methods import cost_of
+from thinwire.planning.methods import BUCKETS, cost_of
 from thinwire.planning.network import Network
 from thinwire.planning.work import Work, matrices, numel_of
 
@@ -115,6 +116,34 @@ def test_bytes_of_local_updates_are_those_of_the_real_messages(
         {"localsgd": {"k_steps": 1, "compression": compression}}, "", work, Network(1e8, 0.0, 2)
     )
     assert cost.bytes - 256 == message
+
+
+def test_buckets_are_those_of_the_methods() -> None:
+    for field, method in (("dgc", tw.DGC), ("low_rank", tw.LowRank)):
+        assert BUCKETS[field] == (method.first_bytes, method.bucket_bytes)
+
+
+def test_latencies_of_several_buckets_pass_at_the_same_time() -> None:
+    work = Work(8_000_000, matrices(8_000_000), 0.1)  # more than one bucket of 25 MiB
+    line = Network(1e9, 0.1, 2)
+    for document, collectives in (
+        ({"low_rank": {"rank": 2}}, 2 * line.all_reduce_s(0)),
+        ({"dgc": {"sparsity": 0.999, "exchange": "gather"}}, line.all_gather_s(0)),
+    ):
+        step_s = cost_of(document, "", work, line).step_s
+        latency_s = collectives + line.all_gather_s(0)  # and the vote
+        assert latency_s + 0.1 <= step_s + 0.1 < latency_s + 0.35
+
+
+def test_an_update_by_muon_takes_longer_as_the_probe_has_measured() -> None:
+    work = Work(1_000_000, matrices(1_000_000), 0.1)
+    assert work.by("muon") is work
+    measured = replace(work, muon_s=0.02)
+    assert measured.by(None) is measured
+    line = Network(1e7, 0.0, 2)
+    change = {"localsgd": {"k_steps": 16, "compression": {"quantized": {"value_bits": 1}}}}
+    own, muon = (cost_of(change, "", each, line).step_s for each in (work, measured.by("muon")))
+    assert muon - own == pytest.approx(0.02)
 
 
 @pytest.mark.parametrize("value_bits", [1, 4])

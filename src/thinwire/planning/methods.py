@@ -12,11 +12,18 @@ from thinwire.layout.traffic import SPLIT, busiest, chosen_exchange, chosen_spli
 from thinwire.planning.network import Network
 from thinwire.planning.work import Shape, Work, numel_of
 
-__all__ = ["Cost", "cost_of"]
+__all__ = ["BUCKETS", "Cost", "cost_of"]
 
 _PASS_S = {False: 0.8e-9, True: 3e-12}
 """Seconds to read and write a number once, on a core and on a GPU."""
 _VOTE_BYTES = 256
+BUCKETS = {"ddp": (2**20, 4 * 2**20), "dgc": (2**20, 25 * 2**20), "low_rank": (25 * 2**20,) * 2}
+"""Bytes of gradient that travel together: in the first bucket of an update, and in the others. As
+in `thinwire compare`, where torch's DDP would make larger ones by itself."""
+GATHERED_BYTES = 64 * 2**10
+"""Up to so many bytes from all others, dense parts are gathered and added up by every rank."""
+_AT_ONCE = 2
+"""Collectives that gloo has under way at a time: it has as many threads."""
 _MOST_OWNERS = 64
 """Up to so many ranks the shares are counted one by one; that of more follows from these."""
 
@@ -44,6 +51,8 @@ class _Bucket:
     ready_s: float
     encode_s: float
     wire_s: float
+    taken_s: float
+    """Of `wire_s`, for how long nothing else goes over the wire; the rest are latencies."""
     bytes: float
 
 
@@ -70,14 +79,18 @@ def _overlapped(
 ) -> Cost:
     """A step whose buckets share one wire with the backward pass before them.
 
-    f(j) = max(f(j - 1), ready(j) + encode(1..j)) + wire(j); what is encoded holds the backward pass
-    up.
+    begin(j) = max(free(j - 1), ready(j) + encode(1..j), end(i)), where i is the one before which
+    only one other is under way; free(j) = begin(j) + taken(j), end(j) = begin(j) + wire(j). What is
+    encoded holds the backward pass up.
     """
-    finished = encoded = 0.0
+    free = encoded = 0.0
+    ends = [0.0] * _AT_ONCE
     for bucket in buckets:
         encoded += bucket.encode_s
-        finished = max(finished, bucket.ready_s + encoded) + bucket.wire_s
-    step_s = max(finished, work.step_s + encoded) + after_s
+        begin_s = max(free, bucket.ready_s + encoded, min(ends))
+        free = begin_s + bucket.taken_s
+        ends[ends.index(min(ends))] = begin_s + bucket.wire_s
+    step_s = max(*ends, work.step_s + encoded) + after_s
     return Cost(step_s, sum(bucket.bytes for bucket in buckets) + sent, state_bytes)
 
 
@@ -92,10 +105,11 @@ def _passes(work: Work, numel: float, count: float) -> float:
 def _reduced(work: Work, network: Network, *, width: int, passes: float) -> Cost:
     """DDP: every bucket is one all-reduce, `width` bytes a number."""
     buckets = []
-    for ready_s, shapes in work.buckets(2**20, 4 * 2**20):
+    for ready_s, shapes in work.buckets(*BUCKETS["ddp"]):
         numel = sum(map(numel_of, shapes))
         wire_s = network.all_reduce_s(width * numel)
-        buckets.append(_Bucket(ready_s, _passes(work, numel, passes), wire_s, 0.0))
+        taken_s = network.transfer_s(_ring_bytes(network, width * numel))
+        buckets.append(_Bucket(ready_s, _passes(work, numel, passes), wire_s, taken_s, 0.0))
     return _overlapped(work, buckets, 0.0, 0, _ring_bytes(network, width * work.numel))
 
 
@@ -119,26 +133,31 @@ def _powersgd(work: Work, network: Network) -> Cost:
             rest += numel
     sent = 4 * (left + right + rest)
     wire_s = sum(network.all_reduce_s(4 * numel) for numel in (left, right, rest) if numel)
-    bucket = _Bucket(work.step_s, _passes(work, kept, 9), wire_s, _ring_bytes(network, sent))
+    encode_s = _passes(work, kept, 9)
+    bucket = _Bucket(work.step_s, encode_s, wire_s, wire_s, _ring_bytes(network, sent))
     return _overlapped(work, [bucket], 0.0, 4 * (kept + right))
 
 
 def _low_rank(own: Mapping[str, Any], work: Work, network: Network) -> Cost:
     rank, least = own.get("rank", 2), own.get("min_numel", 16384)
-    buckets, kept, rest = [], 0, 0
-    for ready_s, shapes in work.buckets(2**20, 25 * 2**20):
+    buckets, kept, rest, all_right = [], 0, 0, 0
+    for ready_s, shapes in work.buckets(*BUCKETS["low_rank"]):
         mine = [shape for shape in shapes if len(shape) > 1 and numel_of(shape) >= least]
         numel = sum(map(numel_of, mine))
         left = sum(4 * rank * _sides(shape)[0] for shape in mine)
         right = sum(4 * rank * _sides(shape)[1] for shape in mine)
         rest += sum(map(numel_of, shapes)) - numel
         kept += numel
-        wire_s = sum(network.all_reduce_s(nbytes) for nbytes in (left, right) if nbytes)
-        buckets.append(
-            _Bucket(ready_s, _passes(work, numel, 12), wire_s, _ring_bytes(network, left + right))
-        )
-    after_s, sent = _end_of_step(4 * rest, network)
-    return _overlapped(work, buckets, after_s, 4 * kept, sent)
+        all_right += right
+        if left:
+            sent = _ring_bytes(network, left + right)
+            taken_s = network.transfer_s(_ring_bytes(network, left))
+            encode_s = _passes(work, numel, 12)
+            buckets.append(_Bucket(ready_s, encode_s, network.all_reduce_s(left), taken_s, sent))
+    # the right factors need the left ones of all, and leave together
+    right_s = network.all_reduce_s(all_right) if all_right else 0.0
+    rest_of_it, after_s = _end_of_step(4 * rest, work, network, None, network)
+    return _overlapped(work, [*buckets, *rest_of_it], right_s + after_s, 4 * kept, _VOTE_BYTES)
 
 
 def _dgc(own: Mapping[str, Any], work: Work, network: Network) -> Cost:
@@ -148,7 +167,7 @@ def _dgc(own: Mapping[str, Any], work: Work, network: Network) -> Cost:
     least = own.get("min_numel", 16384)
     node, sources = _nodes(own, network)
     buckets, kept, rest = [], 0, 0
-    for ready_s, shapes in work.buckets(2**20, 25 * 2**20):
+    for ready_s, shapes in work.buckets(*BUCKETS["dgc"]):
         mine = [n for n in map(numel_of, shapes) if n >= least]
         rest += sum(map(numel_of, shapes)) - sum(mine)
         kept += sum(mine)
@@ -158,14 +177,16 @@ def _dgc(own: Mapping[str, Any], work: Work, network: Network) -> Cost:
         dealt = _entries_dealt(layout, own.get("exchange", "auto"), sources)
         encode_s = _passes(work, sum(mine), 10)
         wire_s, nbytes = dealt.seconds(sources), dealt.sent(sources)
+        taken_s = sources.transfer_s(nbytes)
         if node is not None:
             # the mean of the gradients first, and in the end what came from other nodes
             passed_on = sources.ranks * (dealt.row_bytes + dealt.first_bytes / sources.ranks)
-            wire_s += node.all_reduce_s(4 * sum(mine)) + node.broadcast_s(passed_on)
+            inside_s = node.all_reduce_s(4 * sum(mine)) + node.broadcast_s(passed_on)
+            wire_s, taken_s = wire_s + inside_s, taken_s + inside_s
             nbytes += _ring_bytes(node, 4 * sum(mine)) + passed_on
-        buckets.append(_Bucket(ready_s, encode_s, wire_s, nbytes))
-    after_s, sent = _end_of_step(4 * rest, network)
-    return _overlapped(work, buckets, after_s, 8 * kept, sent)
+        buckets.append(_Bucket(ready_s, encode_s, wire_s, taken_s, nbytes))
+    rest_of_it, after_s = _end_of_step(4 * rest, work, network, node, sources)
+    return _overlapped(work, [*buckets, *rest_of_it], after_s, 8 * kept, _VOTE_BYTES)
 
 
 def _nodes(
@@ -237,13 +258,28 @@ def _among(first_bytes: int, row_bytes: int, few: int, ranks: int) -> _Dealt:
     return _Dealt(first_bytes + (ranks - few) * HEADER_BYTES, share)
 
 
-def _end_of_step(dense_bytes: float, network: Network) -> tuple[float, float]:
-    """What travels densely at the end of the backward pass, and the vote that all were there."""
+def _end_of_step(
+    dense_bytes: float, work: Work, network: Network, node: Network | None, sources: Network
+) -> tuple[list[_Bucket], float]:
+    """What travels densely at the end of the backward pass, beside what is on its way, and the
+    seconds of the vote that all were there.
+    """
     if network.ranks == 1:
-        return 0.0, 0.0
-    dense_s = network.all_reduce_s(dense_bytes) if dense_bytes else 0.0
-    sent = _ring_bytes(network, dense_bytes) + _VOTE_BYTES
-    return dense_s + network.all_reduce_s(_VOTE_BYTES), sent
+        return [], 0.0
+    found = []
+    if dense_bytes:
+        gathered = (sources.ranks - 1) * dense_bytes
+        if gathered <= GATHERED_BYTES:
+            sent, wire_s = gathered, sources.all_gather_s(dense_bytes)
+        else:
+            sent, wire_s = _ring_bytes(sources, dense_bytes), sources.all_reduce_s(dense_bytes)
+        taken_s = sources.transfer_s(sent)
+        if node is not None:
+            inside_s = node.all_reduce_s(dense_bytes) + node.broadcast_s(dense_bytes)
+            wire_s, taken_s = wire_s + inside_s, taken_s + inside_s
+            sent += _ring_bytes(node, dense_bytes) + dense_bytes
+        found.append(_Bucket(work.step_s, 0.0, wire_s, taken_s, sent))
+    return found, network.all_gather_s(_VOTE_BYTES)
 
 
 def _local(own: Mapping[str, Any], work: Work, network: Network) -> Cost:
@@ -258,7 +294,7 @@ def _local(own: Mapping[str, Any], work: Work, network: Network) -> Cost:
         whole = 4 * work.numel / fragments
         wire_s += node.all_reduce_s(whole) + node.broadcast_s(nbytes / fragments)
         nbytes += _ring_bytes(node, 4 * work.numel) + nbytes * ceil(log2(node.ranks))
-    wire_s += network.all_reduce_s(_VOTE_BYTES)
+    wire_s += 2 * network.all_gather_s(_VOTE_BYTES)  # before and after
     own_s = _passes(work, work.numel / fragments, passes)
     round_s = fragments * (max(0.0, wire_s - delay * work.step_s) + own_s)
     sent = nbytes + fragments * _VOTE_BYTES

@@ -40,7 +40,8 @@ class Row:
         waiting_share: The part of a step that is not spent on the step itself.
         progress: Steps of dense that a step is worth; a prior.
         progress_source: Where that is from.
-        time_to_dense_loss: Time until dense's last loss over dense's own; smaller is sooner.
+        time_to_dense_loss: Time until dense's last loss over dense's own, both with the optimizer
+            of the strategy; smaller is sooner.
         document: Content of a strategy file; None for a hook of torch.
         optimizer: The optimizer that belongs to the strategy; None for any.
     """
@@ -187,12 +188,8 @@ def plan(
             work = _assumed_work(params, step_seconds, "cpu" if device is None else device)
         else:
             work = _of_task(task, step_seconds, device, network.ranks)
-    dense_s = cost_of({}, "dense", work, network).step_s
     rows = sorted(
-        (
-            _row(*one, work, network, dense_s)
-            for one in candidates(network.ranks, network.node_size)
-        ),
+        (_row(*one, work, network) for one in candidates(network.ranks, network.node_size)),
         key=lambda row: (row.time_to_dense_loss, row.bytes_per_step, len(row.name)),
     )
     recommended, reason = _recommended(rows)
@@ -297,9 +294,11 @@ def _row(
     document: Mapping[str, Any] | None,
     work: Work,
     network: Network,
-    dense_s: float,
 ) -> Row:
+    work = work.by(recipe.optimizer)
     cost = cost_of(document or {}, recipe.name, work, network)
+    # progress is against dense with the same optimizer, so time is too
+    dense_s = cost_of({}, "dense", work, network).step_s
     progress = progress_of(recipe.name, document or {}, network.ranks)
     return Row(
         name,

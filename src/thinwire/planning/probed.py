@@ -105,4 +105,5 @@ def work_of(found: Mapping[str, Any]) -> Work:
         found["device"] == "cuda",
         found["forward_s"],
         tuple(found["ready_s"]),
+        found.get("muon_s"),
     )

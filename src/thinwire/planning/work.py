@@ -1,7 +1,7 @@
 """The model and its step, as far as an exchange sees them."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isqrt
 
 __all__ = ["Work", "matrices", "numel_of"]
@@ -24,6 +24,8 @@ class Work:
         forward: Seconds until the backward pass begins; None for a third of the step.
         ready_s: Second of the step at which each gradient is ready, in the order of `shapes`; None
             where the backward pass takes time as there are numbers.
+        muon_s: What an update by Muon takes longer; None where it was not measured, and counts for
+            nothing.
     """
 
     numel: int
@@ -32,6 +34,13 @@ class Work:
     cuda: bool = False
     forward: float | None = None
     ready_s: tuple[float, ...] | None = None
+    muon_s: float | None = None
+
+    def by(self, optimizer: str | None) -> "Work":
+        """With an update by the optimizer that a strategy brings along; None for the task's own."""
+        if optimizer != "muon" or self.muon_s is None:
+            return self
+        return replace(self, step_s=self.step_s + self.muon_s)
 
     @property
     def forward_s(self) -> float:

@@ -16,6 +16,7 @@ from thinwire.lab.run.built_in import Pair, loss_of
 from thinwire.lab.run.model import ByteTransformer
 from thinwire.lab.run.size import ModelSize
 from thinwire.lab.run.task import OwnTask, TaskError, called, device_of, made, together
+from thinwire.optim import Muon, muon_groups
 
 __all__ = ["shapes_of", "step_of_built_in", "step_of_task", "step_of_task_alone"]
 
@@ -35,7 +36,8 @@ def step_of_built_in(size: ModelSize, batch: int, device: str) -> dict[str, Any]
     Returns:
         Of this rank: `device`, `forward_s`, `backward_end_s` and `step_s`, seconds since the
         beginning of the step; `parameters`; `shapes` of the trainable ones and `ready_s`, when each
-        gradient is there. Medians of up to five steps.
+        gradient is there; `muon_s`, what an update by Muon takes longer. Medians of up to five
+        steps.
 
     Raises:
         TaskError: On all ranks, where it fails on any of them.
@@ -124,7 +126,22 @@ def _timed(
         "parameters": sum(p.numel() for p in params),
         "shapes": [list(p.shape) for p in params],
         "ready_s": [ready[key] for key in order],
+        "muon_s": together(lambda: _longer_by_muon(clock, timed), task),
     }
+
+
+def _longer_by_muon(clock: "_Clock", timed: list[dict[str, Any]]) -> float | None:
+    """Seconds that an update by Muon takes beyond the one that was timed; None where Muon cannot
+    train the model.
+    """
+    try:
+        optimizer = Muon(muon_groups(clock.model), lr=_LR)
+    except (TypeError, ValueError):
+        return None
+    runs = [clock.step(optimizer) for _ in range(_UNTIMED_STEPS + 1)][-2:]
+    by_muon, own = (median(run["end"] - run["backward"] for run in each) for each in (runs, timed))
+    longer_s: float = max(0.0, by_muon - own)
+    return longer_s
 
 
 def _steps(

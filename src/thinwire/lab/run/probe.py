@@ -20,11 +20,13 @@ from thinwire.lab.run.size import ModelSize
 __all__ = ["probe"]
 
 _MOST_BYTES = 32 * 2**20
-_PAIRS_BYTES, _TOGETHER_BYTES, _COLLECTIVES_BYTES = 12 * 2**20, 8 * 2**20, 8 * 2**20
-_PAIRS_S, _TOGETHER_S, _COLLECTIVES_S = 3.5, 1.0, 2.0
-_ROUND_TRIPS, _DROPPED = 20, 3
+_PAIRS_BYTES, _TOGETHER_BYTES, _COLLECTIVES_BYTES = 12 * 2**20, 12 * 2**20, 8 * 2**20
+_PAIRS_S, _TOGETHER_S, _COLLECTIVES_S = 3.5, 4.0, 2.0
+_ROUND_TRIPS, _FEWEST_TRIPS, _DROPPED, _TRIPS_S = 20, 4, 2, 0.3
+_OPENING, _FLIGHTS = 8, 20
+"""Latencies in which a window opens; and which the rate of a pair takes at least."""
 _PIECE_BYTES = 2**16
-_FIRST_BYTES, _LONG_ENOUGH_S = 2**16, 0.4
+_FIRST_BYTES, _DRAINING_BYTES, _LONG_ENOUGH_S = 2**16, 2**18, 0.4
 
 
 def probe(
@@ -34,7 +36,7 @@ def probe(
     device: str,
     tell: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """Measure; on all ranks at the same time.
+    """Measure; on all ranks at the same time. It takes longer where the latency is large.
 
     Args:
         task: "FILE.py:NAME" of a task of the user's; None for the model that comes with the
@@ -57,8 +59,10 @@ def probe(
     tell("latency and rate of every pair")
     pairs = line.pairs()
     tell("all ranks at once, and collectives")
-    together = line.together(min((pair["bytes_s"] for pair in pairs), default=inf))
+    together = line.together()
     collectives = line.collectives(min(together, default=inf))
+    if any(pair["bytes_s"] is None for pair in pairs):
+        line.not_measured.append("the rate of single pairs: latencies would take the time for it")
     tell("a step of the model")
     if task is None:
         compute = step_of_built_in(size, batch, device)
@@ -94,6 +98,29 @@ def _everyones(own: Any) -> list[Any]:
     return parts
 
 
+def _rate_of(nbytes: int, taken_s: float, latency_s: float) -> float:
+    """Bytes in a second once they flow: a receiver says that it is ready, and the first arrives,
+    each a latency later.
+    """
+    return nbytes / max(taken_s - 2 * latency_s, taken_s / 8)
+
+
+def _largest(own: float) -> float:
+    """The same on all ranks."""
+    value = torch.tensor(own, dtype=torch.float64)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return float(value)
+
+
+def _of_each(own: float) -> list[float]:
+    """By rank."""
+    found = torch.zeros(dist.get_world_size(), dtype=torch.float64)
+    found[dist.get_rank()] = own
+    dist.all_reduce(found)
+    values: list[float] = found.tolist()
+    return values
+
+
 def _slowest(computes: list[dict[str, Any]]) -> dict[str, Any]:
     """The step of the rank that takes longest, since the others wait for it."""
     slowest = max(range(len(computes)), key=lambda rank: computes[rank]["step_s"])
@@ -106,6 +133,8 @@ class _Line:
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.sent_bytes = 0
+        self.latency_s = 0.0
+        """The largest to another rank."""
         self.not_measured: list[str] = []
 
     def pairs(self) -> list[dict[str, Any]]:
@@ -116,12 +145,15 @@ class _Line:
         rounds = list(_tournament(self.size))
         share_s = _PAIRS_S / max(1, len(rounds))
         share_bytes = _PAIRS_BYTES // max(1, len(rounds))
+        dist.barrier()
         for other in (partners[self.rank] for partners in rounds):
-            dist.barrier()
             if other is None:
                 continue
             latency_s = self._latency(other)
-            rate, most = self._rate(other, share_bytes, share_s)
+            self.latency_s = max(self.latency_s, latency_s)
+            rate, most = None, 0
+            if not self._agreed(other, _FLIGHTS * latency_s > share_s):
+                rate, most = self._rate(other, latency_s, share_bytes, share_s)
             if other > self.rank:
                 found.append(
                     {
@@ -134,32 +166,37 @@ class _Line:
         return found
 
     def _latency(self, other: int) -> float:
-        """Half of the median round trip of eight bytes."""
-        word, taken = torch.zeros(8, dtype=torch.uint8), []
-        for _ in range(_ROUND_TRIPS):
+        """Half of the median round trip of eight bytes: of twenty, or of fewer that take long."""
+        word, taken = torch.zeros(8, dtype=torch.uint8), list[float]()
+        while len(taken) < _ROUND_TRIPS:
             begin_s = time.perf_counter()
             for sends in (self.rank < other, self.rank > other):
                 dist.send(word, other) if sends else dist.recv(word, other)
             taken.append(time.perf_counter() - begin_s)
-        self.sent_bytes += 8 * _ROUND_TRIPS
+            if len(taken) == _FEWEST_TRIPS and self._agreed(other, sum(taken) > _TRIPS_S):
+                break
+        self.sent_bytes += 8 * len(taken)
         return median(taken[_DROPPED:]) / 2
 
-    def _rate(self, other: int, most_bytes: int, most_s: float) -> tuple[float, int]:
+    def _rate(
+        self, other: int, latency_s: float, most_bytes: int, most_s: float
+    ) -> tuple[float, int]:
         """Bytes in a second of the largest transfer, the better of two, and its size.
 
-        Smaller ones tell little: burst buckets hold them whole, and after a loss TCP waits 0.2 s.
+        Smaller ones tell little: burst buckets hold them whole, after a loss TCP waits 0.2 s, and
+        the window of a connection has to open over several round trips.
         """
         nbytes, left_bytes, left_s = _FIRST_BYTES, most_bytes, most_s
         while True:
             taken_s = self._both_ways(other, other, nbytes)
             left_bytes, left_s = left_bytes - nbytes, left_s - taken_s
-            enough = taken_s >= _LONG_ENOUGH_S
+            enough = taken_s >= _LONG_ENOUGH_S + _OPENING * latency_s
             if self._agreed(other, enough or 5 * nbytes > left_bytes or 5 * taken_s > left_s):
                 break
             nbytes *= 4
         if self._agreed(other, nbytes <= left_bytes and taken_s <= left_s):
             taken_s = min(taken_s, self._both_ways(other, other, nbytes))
-        return nbytes / taken_s, nbytes
+        return _rate_of(nbytes, taken_s, latency_s), nbytes
 
     def _agreed(self, other: int, word: bool) -> bool:
         """The word of the one of the smaller number."""
@@ -179,33 +216,48 @@ class _Line:
         self.sent_bytes += nbytes
         return time.perf_counter() - begin_s
 
-    def together(self, rate: float) -> list[float]:
+    def together(self) -> list[float]:
         """Of each rank bytes in a second, the better of two, while all send to the next one."""
         if self.size == 1:
             return []
-        rate = min(_everyones(rate))
-        nbytes = int(min(_TOGETHER_BYTES, max(_FIRST_BYTES, rate * _TOGETHER_S / 2)))
-        dist.barrier()
-        taken_s = self._both_ways((self.rank + 1) % self.size, (self.rank - 1) % self.size, nbytes)
-        return [nbytes / each for each in _everyones(taken_s)]
+        self.latency_s = _largest(self.latency_s)
+        to, source = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        nbytes, left_bytes = _DRAINING_BYTES, _TOGETHER_BYTES
+        while True:
+            own_s = self._both_ways(to, source, nbytes)
+            taken_s = _largest(own_s)
+            left_bytes -= nbytes
+            enough = taken_s >= _LONG_ENOUGH_S + _OPENING * self.latency_s
+            # if all of it were bytes
+            next_s = 4 * max(taken_s - 2 * self.latency_s, 0.0)
+            if enough or 5 * nbytes > left_bytes or next_s > _TOGETHER_S:
+                break
+            nbytes *= 4
+        own_s = min(own_s, self._both_ways(to, source, nbytes))
+        return _of_each(_rate_of(nbytes, own_s, self.latency_s))
 
     def collectives(self, rate: float) -> list[dict[str, Any]]:
         """Seconds of all-reduce and all-gather, small and as large as the time allows."""
         found: list[dict[str, Any]] = []
         if self.size == 1:
             return found
-        left_bytes, begin_s = _COLLECTIVES_BYTES, time.perf_counter()
-        for kind, copies in (("all_reduce", 2.0), ("all_gather", float(self.size))):
-            for nbytes, times in ((256, 10), (2**16, 3), (2**20, 2)):
+        left_bytes, left_s = _COLLECTIVES_BYTES, _COLLECTIVES_S
+        turns = 2 * (self.size - 1)
+        for kind, copies, flight_s in (
+            ("all_reduce", 2.0, 2 * turns * self.latency_s),
+            ("all_gather", float(self.size), turns * self.latency_s),
+        ):
+            for nbytes, most_times in ((256, 10), (2**16, 3), (2**20, 2)):
+                once_s = flight_s + copies * nbytes / rate
+                times = max(1, min(most_times, int(_COLLECTIVES_S / 4 / once_s)))
                 cost = int(copies * nbytes) * times
-                late = time.perf_counter() - begin_s + cost / rate > _COLLECTIVES_S
-                if any(_everyones(late or cost > left_bytes)):
+                if (times * once_s > left_s and found) or cost > left_bytes:
                     self.not_measured.append(
                         f"{kind} of {nbytes} bytes: it would take more than the time or the bytes "
                         "that are left"
                     )
                     continue
-                left_bytes -= cost
+                left_bytes, left_s = left_bytes - cost, left_s - times * once_s
                 self.sent_bytes += cost
                 seconds = _timed_collective(kind, nbytes, times)
                 found.append({"kind": kind, "bytes": nbytes, "seconds": seconds})

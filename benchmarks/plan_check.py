@@ -1,0 +1,229 @@
+"""The planner beside real runs: seconds of a step, predicted from a probe and then measured.
+
+    python -m benchmarks.plan_check measure      # hours; goes on where it was interrupted
+    python -m benchmarks.plan_check table        # benchmarks/results/plan_check.md
+
+Needs root. On every link the ranks are probed first, as `thinwire probe` does it on real machines,
+and the plan is made from that probe. Then every strategy of `thinwire compare` trains for a few
+rounds on the same link. Nothing of the planner is fitted to these runs.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import thinwire as tw
+import thinwire.__main__
+from benchmarks.evidence import Cell, as_it_is, measured
+
+RATES = ("10mbit", "20mbit", "100mbit", "1gbit")
+LATENCIES = ("0ms", "20ms", "100ms")
+WORKERS = (2, 4)
+STRATEGIES = (
+    "dense",
+    "fp16",
+    "powersgd",
+    "low-rank",
+    "dgc",
+    "localsgd",
+    "diloco",
+    "sparse-local",
+    "muon-local",
+    "quantized-local",
+)
+SIZE, LR = "small", 0.003
+_FEWEST_STEPS, _ROUNDS = 10, 3
+_WITHIN = 1.1
+RESULTS = Path(__file__).parent / "results"
+LINES = RESULTS / "plan_check.jsonl"
+
+
+def places() -> Iterator[tuple[int, str, str]]:
+    """Workers, rate and latency, mixed, so that an interrupted run has seen some of each kind."""
+    every = [(w, rate, latency) for w in WORKERS for rate in RATES for latency in LATENCIES]
+    yield from sorted(every, key=lambda place: hash_of(str(place)))
+
+
+def hash_of(text: str) -> int:
+    """The same in every process."""
+    return sum((n + 1) * 31 * ord(c) for n, c in enumerate(text)) * 2654435761 % 2**32
+
+
+def probed(workers: int, rate: str, latency: str, folder: Path) -> dict[str, Any]:
+    """What `thinwire probe` writes on this link."""
+    out = folder / "probe.json"
+    command = [sys.executable, "-m", "thinwire", "run", "--link", rate, "--latency", latency]
+    command += ["--workers", str(workers), "--quiet", "--", str(thinwire.__main__.__file__)]
+    command += ["probe", "--out", str(out), "--size", SIZE, "--quiet"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+def predicted(probe: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Per strategy what the plan expects: low, mid and high seconds of a step, and bytes."""
+    path = folder / "probe.json"
+    path.write_text(json.dumps(probe))
+    made = tw.plan(probe=path)
+    return {
+        name: {
+            "seconds": [round(s, 5) for s in made[name].step_seconds],
+            "bytes": round(made[name].bytes_per_step),
+        }
+        for name in STRATEGIES
+    }
+
+
+def measured_step(name: str, workers: int, rate: str, latency: str) -> dict[str, Any]:
+    """A few rounds of a strategy on this link."""
+    about = as_it_is(name)
+    round_steps = about["options"].get("k_steps", 1)
+    cell = Cell(
+        kind="link",
+        workers=workers,
+        size=SIZE,
+        steps=max(_FEWEST_STEPS, _ROUNDS * round_steps),
+        lr=LR,
+        seed=1,
+        link=f"{rate} + {latency}",
+        **about,
+    )
+    return measured(cell)
+
+
+def measure(lines: Path, places_: list[tuple[int, str, str]]) -> None:
+    """Make what is missing."""
+    known = set()
+    if lines.exists():
+        for text in lines.read_text().splitlines():
+            line = json.loads(text)
+            known.add((line["workers"], line["rate"], line["latency"], line["kind"]))
+    for place in places_:
+        workers, rate, latency = place
+        for kind in ("probe", *STRATEGIES):
+            if (*place, kind) in known:
+                continue
+            begin_s = time.monotonic()
+            line = {"workers": workers, "rate": rate, "latency": latency, "kind": kind}
+            if kind == "probe":
+                with tempfile.TemporaryDirectory() as folder:
+                    line["probe"] = probed(*place, Path(folder))
+            else:
+                line |= measured_step(kind, *place)
+            line["load"] = round(os.getloadavg()[0], 1)
+            with lines.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            took_s = time.monotonic() - begin_s
+            print(f"{place} {kind}: {line.get('step_ms')} ({took_s:.0f} s)", flush=True)
+
+
+def compared(lines: Path) -> list[dict[str, Any]]:
+    """Every step that was measured, beside what the plan expects from the probe."""
+    texts = [json.loads(text) for text in lines.read_text().splitlines()]
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        for probe in texts:
+            if probe["kind"] != "probe":
+                continue
+            place = {key: probe[key] for key in ("workers", "rate", "latency")}
+            expected = predicted(probe["probe"], Path(folder))
+            for line in texts:
+                if line["kind"] in expected and all(line[k] == place[k] for k in place):
+                    seconds = line["step_ms"] / 1e3
+                    low, mid, high = expected[line["kind"]]["seconds"]
+                    found.append(
+                        {
+                            **place,
+                            "strategy": line["kind"],
+                            "predicted_s": mid,
+                            "measured_s": seconds,
+                            "error": mid / seconds - 1,
+                            "inside": low <= seconds <= high,
+                        }
+                    )
+    return found
+
+
+def table(lines: Path) -> str:
+    """The errors by strategy and by link, as Markdown."""
+    rows = compared(lines)
+    errors = sorted(abs(row["error"]) for row in rows)
+    cells = {(row["workers"], row["rate"], row["latency"]) for row in rows}
+    whole = [c for c in cells if len(_of(rows, c)) == len(STRATEGIES)]
+    good = [c for c in whole if _recommended_is_best(_of(rows, c))]
+    text = [
+        "# The planner beside real runs",
+        "",
+        "Seconds of a step: what `thinwire plan` expects from a probe of the same link, over what "
+        "was measured, minus 1. Written by `python -m benchmarks.plan_check table` from "
+        f"`plan_check.jsonl`: {len(rows)} steps on {len(cells)} of "
+        f"{len(WORKERS) * len(RATES) * len(LATENCIES)} links.",
+        "",
+        f"- error, without its sign: median {_percent(statistics.median(errors))}, 90th percentile "
+        f"{_percent(errors[int(0.9 * (len(errors) - 1))])}",
+        f"- inside the interval that the plan gives: "
+        f"{_percent(sum(row['inside'] for row in rows) / len(rows))}",
+        f"- the fastest step by the plan is the measured fastest, or within 10 % of it: "
+        f"{len(good)} of {len(whole)} links",
+        "",
+        "| ranks | link | latency | " + " | ".join(STRATEGIES) + " |",
+        "|---" * (3 + len(STRATEGIES)) + "|",
+    ]
+    for place in sorted(cells, key=lambda c: (c[0], RATES.index(c[1]), LATENCIES.index(c[2]))):
+        of = {row["strategy"]: row for row in _of(rows, place)}
+        shown = [f"{100 * of[name]['error']:+.0f} %" if name in of else "" for name in STRATEGIES]
+        text.append(f"| {place[0]} | {place[1]} | {place[2]} | " + " | ".join(shown) + " |")
+    medians = []
+    for name in STRATEGIES:
+        mine = [abs(row["error"]) for row in rows if row["strategy"] == name]
+        medians.append(_percent(statistics.median(mine)) if mine else "")
+    text.append("| median | | | " + " | ".join(medians) + " |")
+    return "\n".join([*text, ""])
+
+
+def _of(rows: list[dict[str, Any]], place: tuple[int, str, str]) -> list[dict[str, Any]]:
+    return [row for row in rows if (row["workers"], row["rate"], row["latency"]) == place]
+
+
+def _recommended_is_best(rows: list[dict[str, Any]]) -> bool:
+    chosen = min(rows, key=lambda row: row["predicted_s"])
+    best = min(row["measured_s"] for row in rows)
+    return bool(chosen["measured_s"] <= _WITHIN * best)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def main() -> None:
+    """Measure, or write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("part", choices=("measure", "table"))
+    parser.add_argument("--lines", type=Path, default=LINES)
+    parser.add_argument("--workers", type=int, nargs="+", default=WORKERS)
+    parser.add_argument("--rates", nargs="+", default=RATES)
+    parser.add_argument("--latencies", nargs="+", default=LATENCIES)
+    given = parser.parse_args()
+    if given.part == "measure":
+        chosen = [
+            (w, rate, latency)
+            for w, rate, latency in places()
+            if w in given.workers and rate in given.rates and latency in given.latencies
+        ]
+        measure(given.lines, chosen)
+    else:
+        text = table(given.lines)
+        (given.lines.parent / "plan_check.md").write_text(text)
+        print(text)
+
+
+if __name__ == "__main__":
+    main()
