@@ -124,7 +124,7 @@ def test_one_that_leaves_is_no_error_for_the_others(ranks: Pool) -> None:
     assert found[1]["left"]
     assert found[1]["step"] == 13
     rounds = _alike([found[0], found[2]])
-    assert [size for _, size, _ in rounds.values()] == [3, 3, 3, 2, 2, 2]
+    assert [size for _, size, _ in rounds.values()] == [3, 3, 3, 3, 2, 2]
     assert max(one["longest_s"] for one in found) < 2
 
 
@@ -209,7 +209,7 @@ def test_the_last_but_one_may_leave(ranks: Pool) -> None:
         found = ranks.run(_member_with, address, SPARSE, {"leave_at": {0: 10}}, size=2, group=False)
     assert found[0]["left"]
     assert found[1]["step"] == 24
-    assert [size for _, size, _ in found[1]["rounds"].values()] == [2, 2, 2, 1, 1, 1]
+    assert [size for _, size, _ in found[1]["rounds"].values()] == [2, 2, 2, 2, 1, 1]
 
 
 def test_half_of_them_cannot_go_on(ranks: Pool) -> None:

@@ -245,7 +245,7 @@ def test_one_rank_that_leaves_takes_its_site_with_it(
     assert [one["left"] for one in gone] == [True, True]
     assert [one["step"] for one in gone] == [13, 13]
     rounds = alike(sites, 24)
-    assert [size for _, size in rounds.values()] == [3, 3, 3, 2, 2, 2]
+    assert [size for _, size in rounds.values()] == [3, 3, 3, 3, 2, 2]
     assert max(one["longest_s"] for each in sites for one in each) < 3
 
 

@@ -312,7 +312,8 @@ class LocalUpdates:
                 averager.average_if_due()
         self._restore_bytes(0)  # what it takes to start is not an exchange of updates
         self._received_before, self._waited_before = sources.bytes_received, sources.wait_s
-        self._pace = Pace(self.planned if group.rank == 0 else None)
+        first = group.rank == 0 if members is None else self._place()[0] == 0
+        self._pace = Pace(self.planned if first else None)
         self._paced_step = self.step
         optimizer = self._tensors.optimizer
         self._hooks = [
@@ -384,8 +385,10 @@ class LocalUpdates:
     def _after_step(self, averager: Averager) -> None:
         assert self._group is not None and self._sources is not None, "open"
         group, sources, k_steps = self._group, self._sources, self.k_steps
-        if self._members is not None and self._mesh is None:
-            self._members.group.take_up()  # the ranks of a site do so at averagings, together
+        members = self._members
+        # the ranks of a site do so at averagings, together; and all who have agreed on a change
+        if members is not None and members.site is None and members.group.over is None:
+            members.group.take_up()
         with (
             group.one_deadline(),
             long_waits_logged(f"local step {self.step + 1}", lambda: sources.wait_s),
@@ -580,7 +583,9 @@ class LocalUpdates:
         members = self._members
         if members is None:
             return place_in(self._process_group)
-        return max(members.job.rank, 0), max(members.job.size, 1)
+        rank, size = max(members.rank, 0), max(members.size, 1)
+        site = members.site
+        return (rank, size) if site is None else (rank * site.size + site.rank, size * site.size)
 
     def plain_state_dict(self) -> dict[str, Any]:
         """`state_dict` without the origin, for callers that keep ranks apart by other means."""

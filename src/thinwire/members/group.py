@@ -30,6 +30,8 @@ class ElasticGroup(Group):
     Attributes:
         bound: The generation that was taken up.
         on_rebind: Called once this member has taken up another generation.
+        over: The generation after which the next one has been agreed on, and is being connected
+            beside the training; -1 for a newcomer. None where none is awaited.
     """
 
     stays = False
@@ -39,6 +41,7 @@ class ElasticGroup(Group):
         self._begin(keeper.timeout_s)
         self.on_rebind: list[Callable[[], None]] = []
         self.bound: Generation | None = None
+        self.over: int | None = None
         self._attempt: int | None = None
         if keeper.generation is not None:
             self.take_up()
@@ -64,11 +67,15 @@ class ElasticGroup(Group):
         return self.keeper.voters
 
     def take_up(self) -> int:
-        """Go on in the last generation that was formed; its number.
+        """Go on in the last generation that was formed, or in the one that has been agreed on; its
+        number.
 
         Raises:
             Evicted, QuorumLost: This member cannot go on.
         """
+        if self.over is not None:
+            self.keeper.settle(self.over)
+            self.over = None
         now = self.keeper.current()
         if now is not self.bound:
             self._bind(now)
@@ -109,7 +116,7 @@ class ElasticGroup(Group):
 
     def gather_bytes(self, payload: bytes, *, what: str) -> list[bytes]:
         """See `Group.gather_bytes`; numbered, see `Keeper`. A newcomer agrees with itself."""
-        if self.keeper.generation is None:
+        if self.bound is None and self.over is None:
             return [payload]
         vote = self.keeper.votes + 1
         while True:

@@ -53,6 +53,8 @@ class Keeper:
         generation: The last one that was formed; None before the first.
         end: Why this member cannot go on; None while it can.
         newcomer: Whether the run had begun without this process.
+        admitted: The number and the members of the generation that lets a newcomer in, which need
+            not be connected yet; None before that.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Keeper:
         self.end: ThinwireError | None = None
         self.votes = 0
         self.newcomer = False
+        self.admitted: tuple[int, tuple[str, ...]] | None = None
         self.served: dict[int, float] = {}
         """When somebody was to give a state to a newcomer, by its number."""
         self.store_problem: str | None = None
@@ -236,11 +239,11 @@ class Keeper:
             )
 
     def is_let_in(self) -> bool:
-        """Whether a generation has this newcomer, within the time-out."""
-        self._came(lambda: self.end or self.generation, self.timeout_s)
+        """Whether a generation is to have this newcomer, within the time-out."""
+        self._came(lambda: self.end or self.admitted, self.timeout_s)
         if self.end is not None:
             raise self.end
-        return self.generation is not None
+        return self.admitted is not None
 
     def wait_for_decision(self) -> None:
         """Wait until it is written that the others go on without this member, who leaves."""
@@ -377,7 +380,9 @@ class Keeper:
             if self._some_live(decision.ids):
                 self._heard = time.monotonic()
             if self.me in decision.ids:
-                self.votes = decision.votes
+                with self._news:
+                    self.votes, self.admitted = decision.votes, (number, decision.ids)
+                    self._news.notify_all()
                 self._enter(number, decision)
                 return
             time.sleep(_POLL_S / 2)

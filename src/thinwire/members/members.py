@@ -142,7 +142,7 @@ class Members:
     @property
     def newcomer(self) -> bool:
         """Whether the run had begun, and this process has not got its state yet."""
-        return self.group.bound is None
+        return self.group.bound is None and self.group.over is None
 
     @property
     def id(self) -> str:
@@ -152,12 +152,13 @@ class Members:
     @property
     def ids(self) -> tuple[str, ...]:
         """Of all members, in the order of their ranks; empty while this one is a newcomer."""
-        return () if self.group.bound is None else self.group.bound.ids
+        return self._present()[1]
 
     @property
     def rank(self) -> int:
         """Of this member, from 0; -1 while it is a newcomer, and once it has left."""
-        return -1 if self.newcomer or self.left else self.group.rank
+        ids = self.ids
+        return ids.index(self.id) if self.id in ids and not self.left else -1
 
     @property
     def size(self) -> int:
@@ -166,8 +167,18 @@ class Members:
 
     @property
     def generation(self) -> int:
-        """Counts the changes of the members; -1 while this one is a newcomer."""
-        return self.group.number
+        """Counts the changes of the members; -1 while this one is a newcomer. A change that was
+        agreed on at the end of a round shows from the next averaging on.
+        """
+        return self._present()[0]
+
+    def _present(self) -> tuple[int, tuple[str, ...]]:
+        """Number and members of the generation that this one is in."""
+        bound = self.group.bound
+        if bound is not None:
+            return bound.number, bound.ids
+        admitted = None if self.newcomer else self._keeper.admitted
+        return (-1, ()) if admitted is None else admitted
 
     @property
     def step(self) -> int:
@@ -253,7 +264,7 @@ class Members:
             if self.site is not None:
                 self.site.tell_end(error)
             raise
-        self.group.take_up()
+        self.group.over = -1
 
     def _let_in(self, work: Work) -> None:
         while True:
@@ -392,8 +403,7 @@ class Members:
                 self._keeper.wait_for_decision()
                 self.left = True
                 return
-            self._keeper.settle(now.number)
-            self.group.take_up()
+            self.group.over = now.number  # it connects while this member trains
 
     @property
     def gives(self) -> bool:

@@ -179,12 +179,12 @@ class SiteGroup(Group):
         alike = len(set(answers)) == 1
         told = {"ids": ids, "answers": packed(answers[:1] if alike else answers)}
         lanes = self.site.all_say(what, told)
-        common = [each for each in ids_of(lanes[0]) if all(each in ids_of(x) for x in lanes)]
-        heard = [dict(zip(ids_of(lane), _answers_of(lane), strict=True)) for lane in lanes]
+        common = [each for each in _ids_of(lanes[0]) if all(each in _ids_of(x) for x in lanes)]
+        heard = [dict(zip(_ids_of(lane), _answers_of(lane), strict=True)) for lane in lanes]
         return [lane[each] for each in common for lane in heard]
 
 
-def ids_of(lane: dict[str, Any]) -> list[str]:
+def _ids_of(lane: dict[str, Any]) -> list[str]:
     """Of the sites that one rank has heard."""
     found: list[str] = lane["ids"]
     return found
@@ -192,4 +192,4 @@ def ids_of(lane: dict[str, Any]) -> list[str]:
 
 def _answers_of(lane: dict[str, Any]) -> list[bytes]:
     answers = unpacked(lane["answers"])
-    return answers * len(ids_of(lane)) if len(answers) == 1 else answers
+    return answers * len(_ids_of(lane)) if len(answers) == 1 else answers
