@@ -17,9 +17,10 @@ __all__ = ["BUCKETS", "Cost", "cost_of"]
 _PASS_S = {False: 0.8e-9, True: 3e-12}
 """Seconds to read and write a number once, on a core and on a GPU."""
 _VOTE_BYTES = 256
-BUCKETS = {"ddp": (2**20, 4 * 2**20), "dgc": (2**20, 25 * 2**20), "low_rank": (25 * 2**20,) * 2}
-"""Bytes of gradient that travel together: in the first bucket of an update, and in the others. As
-in `thinwire compare`, where torch's DDP would make larger ones by itself."""
+BUCKETS = {"dgc": (2**20, 25 * 2**20), "low_rank": (25 * 2**20, 25 * 2**20)}
+"""Bytes of gradient that travel together: in the first bucket of an update, and in the others."""
+DDP_BUCKETS = 4 * 2**20, 25 * 2**20
+"""Likewise after a first one of 1 MiB: in `thinwire compare`, and in DDP by itself."""
 GATHERED_BYTES = 64 * 2**10
 """Up to so many bytes from all others, dense parts are gathered and added up by every rank."""
 _AT_ONCE = 2
@@ -103,14 +104,18 @@ def _passes(work: Work, numel: float, count: float) -> float:
 
 
 def _reduced(work: Work, network: Network, *, width: int, passes: float) -> Cost:
-    """DDP: every bucket is one all-reduce, `width` bytes a number."""
-    buckets = []
-    for ready_s, shapes in work.buckets(*BUCKETS["ddp"]):
-        numel = sum(map(numel_of, shapes))
-        wire_s = network.all_reduce_s(width * numel)
-        taken_s = network.transfer_s(_ring_bytes(network, width * numel))
-        buckets.append(_Bucket(ready_s, _passes(work, numel, passes), wire_s, taken_s, 0.0))
-    return _overlapped(work, buckets, 0.0, 0, _ring_bytes(network, width * work.numel))
+    """DDP: every bucket is one all-reduce, `width` bytes a number; buckets of the better size."""
+    sent = _ring_bytes(network, width * work.numel)
+    costs = []
+    for bucket_bytes in DDP_BUCKETS:
+        buckets = []
+        for ready_s, shapes in work.buckets(2**20, bucket_bytes):
+            numel = sum(map(numel_of, shapes))
+            wire_s = network.all_reduce_s(width * numel)
+            taken_s = network.transfer_s(_ring_bytes(network, width * numel))
+            buckets.append(_Bucket(ready_s, _passes(work, numel, passes), wire_s, taken_s, 0.0))
+        costs.append(_overlapped(work, buckets, 0.0, 0, sent))
+    return min(costs, key=lambda cost: cost.step_s)
 
 
 def _dense(work: Work, network: Network) -> Cost:
