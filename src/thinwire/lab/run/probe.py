@@ -190,7 +190,8 @@ class _Line:
         while True:
             taken_s = self._both_ways(other, other, nbytes)
             left_bytes, left_s = left_bytes - nbytes, left_s - taken_s
-            enough = taken_s >= _LONG_ENOUGH_S + _OPENING * latency_s
+            long = taken_s >= _LONG_ENOUGH_S + _OPENING * latency_s
+            enough = long and nbytes > _FIRST_BYTES  # a busy machine makes one of them long
             if self._agreed(other, enough or 5 * nbytes > left_bytes or 5 * taken_s > left_s):
                 break
             nbytes *= 4
