@@ -5,7 +5,7 @@ On the machine where they meet:
     thinwire host --bind 10.0.0.1:29400 --new-token token     # and copy the file to all sites
     thinwire host --bind 10.0.0.1:29400 --token-file token
 
-and at every site, now or later, as a job of its own:
+and at two sites or more, now or later, as a job of its own each:
 
     torchrun --standalone --nproc-per-node 2 examples/sharded_members.py tcp://10.0.0.1:29400 token
 
@@ -47,7 +47,10 @@ def main() -> None:
     fully_shard(model, mesh=mesh["shard"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)  # after fully_shard
     config = tw.LocalSGD(k_steps=16, begin_step=0, compression=tw.Quantized(1))
-    with tw.join(address, run="sites", token_file=token_file, timeout=20, mesh=mesh) as members:
+    joined = tw.join(
+        address, run="sites", token_file=token_file, start_members=2, timeout=60, mesh=mesh
+    )
+    with joined as members:
         if first:
             members.on_change(lambda now: print(f"step {now.step}: {now.size} sites", flush=True))
         # a batch of the site, of which each of its ranks gets a part
