@@ -102,7 +102,7 @@ def site(
             mesh=mesh,
         ) as members:
             with tw.local_sgd(net, optimizer, config, members=members, mesh=mesh) as sync:
-                entered = sync.step
+                entered, place = sync.step, members.rank
                 while sync.step < steps and not members.left:
                     x = batch(batches)
                     loss = (net(x) - x.roll(1, 1)).square().mean()
@@ -125,6 +125,7 @@ def site(
             return {
                 "step": sync.step,
                 "entered": entered,
+                "place": place,
                 "rounds": rounds,
                 "longest_s": longest_s,
                 "left": left,
@@ -174,11 +175,11 @@ def alike(sites: list[Any], steps: int) -> dict[int, tuple[str, int]]:
     return {step: (text, size) for step, (text, size) in sites[0][0]["rounds"].items()}
 
 
-def together(rank: int, size: int, config: Any, steps: int) -> dict[str, Tensor]:
-    """The same training in one job, with a mesh of all sites."""
+def together(rank: int, size: int, config: Any, steps: int, sites: list[int]) -> dict[str, Tensor]:
+    """The same training in one job, with a mesh of all sites in this order."""
     mesh = mesh_of(size // SHARDS, SHARDS)
-    number = rank // SHARDS
-    net = net_of(number, mesh)
+    number = sites[rank // SHARDS]
+    net = net_of(0, mesh)
     optimizer = torch.optim.AdamW(net.parameters(), 2e-3)
     batches = torch.Generator().manual_seed(number)
     with tw.local_sgd(net, optimizer, config, mesh=mesh) as sync:
@@ -199,10 +200,12 @@ def test_nobody_comes_or_goes_and_the_bits_are_those_of_one_job(
     # whoever comes first gives the others its model
     sites = run_sites(ranks, tmp_path, CONFIGS[name], size=4, one_start=True)
     alike(sites, 24)
-    whole = ranks.run(together, CONFIGS[name], 24, size=4)
-    for number, each in enumerate(sites):
-        for key, value in whole[number * SHARDS].items():
-            assert torch.equal(each[0]["values"][key], value), key
+    # members count as they come, and shares of a split exchange are those of their numbers
+    order = sorted(range(len(sites)), key=lambda number: sites[number][0]["place"])
+    whole = ranks.run(together, CONFIGS[name], 24, order, size=4)
+    for place, number in enumerate(order):
+        for key, value in whole[place * SHARDS].items():
+            assert torch.equal(sites[number][0]["values"][key], value), key
 
 
 @pytest.mark.parametrize(("rank", "phase"), zip([1, 4] * 3, PHASES, strict=True))
