@@ -6,7 +6,6 @@ python -m benchmarks.choosing --write    # into README.md and docs/choosing.md, 
 """
 
 import argparse
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from statistics import fmean
 from typing import Any
 
 import thinwire as tw
+from benchmarks.common import json_lines
 from benchmarks.evidence import LINKS, NAMES, RESULTS, STEPS, as_it_is
 from benchmarks.plan_check import LINES, SIZE
 from thinwire.lab.report.measures import bytes_text
@@ -179,9 +179,8 @@ def filled(page: str, lines: Sequence[Mapping[str, Any]]) -> str:
 
 def evidence(path: Path = RESULTS, steps: Path = LINES) -> list[dict[str, Any]]:
     """All that was measured; of `steps` those on links without latency."""
-    found = [json.loads(line) for line in path.read_text().splitlines()]
-    texts = steps.read_text().splitlines() if steps.exists() else []
-    for line in map(json.loads, texts):
+    found = json_lines(path)
+    for line in json_lines(steps):
         if line["kind"] != "probe" and line["latency"] == "0ms":
             of = {"kind": "link", "workers": line["workers"], "size": SIZE, "link": line["rate"]}
             found.append({"cell": {**as_it_is(line["kind"]), **of}, "step_ms": line["step_ms"]})

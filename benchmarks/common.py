@@ -10,13 +10,19 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from thinwire.lab.report.machine import describe_machine
 
 Work = Callable[[], object]
+
+
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    """What a file of JSON lines has; nothing where there is none."""
+    texts = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(text) for text in texts]
 
 
 def seconds(work: Work) -> float:

@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import json_lines
 from thinwire.lab.network.link import Link
 from thinwire.lab.network.netns import network
 from thinwire.lab.run.config import Job, Recipe, RunConfig
@@ -103,11 +104,7 @@ class Results:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.lines: dict[str, dict[str, Any]] = {}
-        if path.exists():
-            for text in path.read_text().splitlines():
-                line = json.loads(text)
-                self.lines[_key(line["cell"])] = line
+        self.lines = {_key(line["cell"]): line for line in json_lines(path)}
 
     def of(self, cell: Cell) -> dict[str, Any]:
         """What was measured; measured now if it is not there."""

@@ -11,50 +11,38 @@ rounds on the same link. Nothing of the planner is fitted to these runs.
 import argparse
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import thinwire as tw
 import thinwire.__main__
-from benchmarks.evidence import Cell, as_it_is, measured
+from benchmarks.common import json_lines
+from benchmarks.evidence import NAMES, Cell, as_it_is, measured
 
 RATES = ("10mbit", "20mbit", "100mbit", "1gbit")
 LATENCIES = ("0ms", "20ms", "100ms")
 WORKERS = (2, 4)
-STRATEGIES = (
-    "dense",
-    "fp16",
-    "powersgd",
-    "low-rank",
-    "dgc",
-    "localsgd",
-    "diloco",
-    "sparse-local",
-    "muon-local",
-    "quantized-local",
-)
+STRATEGIES = tuple(name for name in NAMES if name != "dense-muon")  # which the planner leaves out
 SIZE, LR = "small", 0.003
 _FEWEST_STEPS, _ROUNDS = 10, 3
 _WITHIN = 1.1
 RESULTS = Path(__file__).parent / "results"
 LINES = RESULTS / "plan_check.jsonl"
+Place = tuple[int, str, str]
+"""Ranks, rate and latency of a link."""
 
 
-def places() -> Iterator[tuple[int, str, str]]:
+def places() -> list[Place]:
     """Workers, rate and latency, mixed, so that an interrupted run has seen some of each kind."""
     every = [(w, rate, latency) for w in WORKERS for rate in RATES for latency in LATENCIES]
-    yield from sorted(every, key=lambda place: hash_of(str(place)))
-
-
-def hash_of(text: str) -> int:
-    """The same in every process."""
-    return sum((n + 1) * 31 * ord(c) for n, c in enumerate(text)) * 2654435761 % 2**32
+    return random.Random(0).sample(every, len(every))
 
 
 def probed(workers: int, rate: str, latency: str, folder: Path) -> dict[str, Any]:
@@ -68,18 +56,12 @@ def probed(workers: int, rate: str, latency: str, folder: Path) -> dict[str, Any
     return found
 
 
-def predicted(probe: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Per strategy what the plan expects: low, mid and high seconds of a step, and bytes."""
-    path = folder / "probe.json"
-    path.write_text(json.dumps(probe))
-    made = tw.plan(probe=path)
-    return {
-        name: {
-            "seconds": [round(s, 5) for s in made[name].step_seconds],
-            "bytes": round(made[name].bytes_per_step),
-        }
-        for name in STRATEGIES
-    }
+def predicted(probe: Mapping[str, Any]) -> tw.Plan:
+    """What is expected from a probe."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "probe.json"
+        path.write_text(json.dumps(probe))
+        return tw.plan(probe=path)
 
 
 def measured_step(name: str, workers: int, rate: str, latency: str) -> dict[str, Any]:
@@ -99,14 +81,10 @@ def measured_step(name: str, workers: int, rate: str, latency: str) -> dict[str,
     return measured(cell)
 
 
-def measure(lines: Path, places_: list[tuple[int, str, str]]) -> None:
+def measure(lines: Path, chosen: Sequence[Place]) -> None:
     """Make what is missing."""
-    known = set()
-    if lines.exists():
-        for text in lines.read_text().splitlines():
-            line = json.loads(text)
-            known.add((line["workers"], line["rate"], line["latency"], line["kind"]))
-    for place in places_:
+    known = {(*_place(line), line["kind"]) for line in json_lines(lines)}
+    for place in chosen:
         workers, rate, latency = place
         for kind in ("probe", *STRATEGIES):
             if (*place, kind) in known:
@@ -127,38 +105,38 @@ def measure(lines: Path, places_: list[tuple[int, str, str]]) -> None:
 
 def compared(lines: Path) -> list[dict[str, Any]]:
     """Every step that was measured, beside what the plan expects from the probe."""
-    texts = [json.loads(text) for text in lines.read_text().splitlines()]
+    known = json_lines(lines)
+    plans = {_place(line): predicted(line["probe"]) for line in known if line["kind"] == "probe"}
     found = []
-    with tempfile.TemporaryDirectory() as folder:
-        for probe in texts:
-            if probe["kind"] != "probe":
-                continue
-            place = {key: probe[key] for key in ("workers", "rate", "latency")}
-            expected = predicted(probe["probe"], Path(folder))
-            for line in texts:
-                if line["kind"] in expected and all(line[k] == place[k] for k in place):
-                    seconds = line["step_ms"] / 1e3
-                    low, mid, high = expected[line["kind"]]["seconds"]
-                    found.append(
-                        {
-                            **place,
-                            "strategy": line["kind"],
-                            "predicted_s": mid,
-                            "measured_s": seconds,
-                            "error": mid / seconds - 1,
-                            "inside": low <= seconds <= high,
-                        }
-                    )
+    for line in known:
+        if line["kind"] == "probe" or _place(line) not in plans:
+            continue
+        seconds = line["step_ms"] / 1e3
+        low, mid, high = plans[_place(line)][line["kind"]].step_seconds
+        found.append(
+            {
+                "place": _place(line),
+                "strategy": line["kind"],
+                "predicted_s": mid,
+                "measured_s": seconds,
+                "error": mid / seconds - 1,
+                "inside": low <= seconds <= high,
+            }
+        )
     return found
+
+
+def _place(line: Mapping[str, Any]) -> Place:
+    return line["workers"], line["rate"], line["latency"]
 
 
 def table(lines: Path) -> str:
     """The errors by strategy and by link, as Markdown."""
     rows = compared(lines)
     errors = sorted(abs(row["error"]) for row in rows)
-    cells = {(row["workers"], row["rate"], row["latency"]) for row in rows}
+    cells = {row["place"] for row in rows}
     whole = [c for c in cells if len(_of(rows, c)) == len(STRATEGIES)]
-    good = [c for c in whole if _recommended_is_best(_of(rows, c))]
+    good = [c for c in whole if _fastest_is_fast(_of(rows, c))]
     text = [
         "# The planner beside real runs",
         "",
@@ -189,11 +167,11 @@ def table(lines: Path) -> str:
     return "\n".join([*text, ""])
 
 
-def _of(rows: list[dict[str, Any]], place: tuple[int, str, str]) -> list[dict[str, Any]]:
-    return [row for row in rows if (row["workers"], row["rate"], row["latency"]) == place]
+def _of(rows: list[dict[str, Any]], place: Place) -> list[dict[str, Any]]:
+    return [row for row in rows if row["place"] == place]
 
 
-def _recommended_is_best(rows: list[dict[str, Any]]) -> bool:
+def _fastest_is_fast(rows: list[dict[str, Any]]) -> bool:
     chosen = min(rows, key=lambda row: row["predicted_s"])
     best = min(row["measured_s"] for row in rows)
     return bool(chosen["measured_s"] <= _WITHIN * best)

@@ -1,6 +1,5 @@
 """A member that is a site of shards comes and goes as a whole."""
 
-import hashlib
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 import thinwire as tw
 from tests.members.places import meeting_place
-from tests.members.training import PHASES, TIMEOUT_S, die, interrupt, model, wait_for
+from tests.members.training import PHASES, TIMEOUT_S, die, digest, interrupt, model, wait_for
 from tests.ranks import Lost, Pool, Raised
 from tests.sharded.models import mesh_of
 from thinwire.comm import Pending
@@ -42,16 +41,6 @@ def net_of(site: int, mesh: Any) -> torch.nn.Module:
     net = model(site)
     fully_shard(net, mesh=mesh["shard"])
     return net
-
-
-def digest(sync: tw.LocalUpdates) -> str:
-    """Of all that those with the same shard must hold alike after an averaging."""
-    state = sync.plain_state_dict()
-    found = hashlib.blake2b(digest_size=8)
-    for kind in ("anchors", "outer_momentum"):
-        for name, tensor in sorted(state[kind].items()):
-            found.update(name.encode() + tensor.numpy().tobytes())
-    return found.hexdigest()
 
 
 def batch(generator: torch.Generator) -> Tensor:

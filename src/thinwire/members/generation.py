@@ -7,7 +7,7 @@ from typing import Any
 
 from thinwire.comm.direct import Direct
 
-__all__ = ["Decision", "Founded", "Generation", "agreed", "packed", "unpacked"]
+__all__ = ["Decision", "Generation", "agreed", "packed", "unpacked"]
 
 
 @dataclass(frozen=True)
@@ -40,17 +40,6 @@ class Decision:
         """What `to_dict` gave."""
         answers = tuple(unpacked(value["answers"]))
         return cls(tuple(value["ids"]), tuple(value["settled"]), value["votes"], answers)
-
-
-@dataclass(frozen=True)
-class Founded:
-    """What the first rank of a site has met, for its other ranks.
-
-    Attributes:
-        ids: Of the first members; empty where the run had begun without them.
-    """
-
-    ids: tuple[str, ...]
 
 
 @dataclass

@@ -61,11 +61,6 @@ class ElasticGroup(Group):
         """Of the generation that was taken up; -1 before the first."""
         return -1 if self.bound is None else self.bound.number
 
-    @property
-    def voters(self) -> tuple[str, ...]:
-        """Whose answers the last agreement gave, in their order."""
-        return self.keeper.voters
-
     def take_up(self) -> int:
         """Go on in the last generation that was formed, or in the one that has been agreed on; its
         number.

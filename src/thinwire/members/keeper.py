@@ -16,7 +16,7 @@ from thinwire.comm.direct import Direct
 from thinwire.comm.private import forget_ended
 from thinwire.errors import Evicted, PeerStalled, QuorumLost, ThinwireError
 from thinwire.members.board import Board, no_answer
-from thinwire.members.generation import Decision, Founded, Generation, agreed, packed
+from thinwire.members.generation import Decision, Generation, agreed, packed
 
 __all__ = ["AWAY_S", "Keeper"]
 
@@ -82,7 +82,7 @@ class Keeper:
         self.voters: tuple[str, ...] = (me,)
         """Whose answers the last agreement has, in their order."""
         self._recorded: tuple[int, tuple[bytes, ...], tuple[str, ...]] | None = None
-        self._founded: Founded | None = None
+        self._founders: tuple[str, ...] | None = None
         self._frozen = self._voted = False
         self._hello = 0
         self._heard = time.monotonic()
@@ -102,19 +102,19 @@ class Keeper:
 
     # for the main thread
 
-    def meet(self, founded: Founded | None = None) -> None:
+    def meet(self, founders: tuple[str, ...] | None = None) -> None:
         """Say hello, and wait until there is a first generation, or one that this member has to
         join.
 
         Args:
-            founded: What the first rank of this site has met, for the others: these do not ask to
-                be let in.
+            founders: Whom the first rank of this site has met, for its other ranks, which do not
+                ask to be let in; empty where the run had begun without them.
 
         Raises:
             QuorumLost: Fewer than `min_members` came within the time-out.
             PeerStalled: The meeting place does not answer.
         """
-        self._founded = founded
+        self._founders = founders
         self._thread.start()
         there = self._came(
             lambda: self.end or self.generation or self.newcomer, self.timeout_s + _BUILDS_S
@@ -314,8 +314,8 @@ class Keeper:
 
     def _meet(self) -> None:
         begun = time.monotonic()
-        if self._founded is not None:
-            self._meet_as(self._founded)
+        if self._founders is not None:
+            self._meet_with(self._founders)
             return
         number = self._latest()
         if number is not None:
@@ -325,7 +325,7 @@ class Keeper:
         enough_s: float | None = None
         while not self._over.is_set():
             self._beat()
-            found = self._founders()
+            found = self._who_came()
             value = self.board.get("members/0")
             now = time.monotonic()
             if value is None and len(found) >= self._start_members:
@@ -346,10 +346,10 @@ class Keeper:
                 )
             time.sleep(_STEP_S * 5)
 
-    def _meet_as(self, founded: Founded) -> None:
+    def _meet_with(self, founders: tuple[str, ...]) -> None:
         """Be in the run as the first rank of this site is."""
-        if founded.ids:
-            first = Decision(founded.ids, founded.ids, 0)
+        if founders:
+            first = Decision(founders, founders, 0)
             self._enter(0, Decision.from_dict(self.board.first("members/0", first.to_dict())))
             return
         while (number := self._latest()) is None and not self._over.is_set():
@@ -358,7 +358,7 @@ class Keeper:
         if number is not None:
             self._wait_for_admission(number)
 
-    def _founders(self) -> tuple[str, ...]:
+    def _who_came(self) -> tuple[str, ...]:
         """Those who have said hello and are alive, in the order of their hellos."""
         self._read_hellos(math.inf)
         ids = dict.fromkeys(value["id"] for _, value in sorted(self._hellos.items()))

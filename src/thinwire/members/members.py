@@ -19,7 +19,7 @@ from thinwire.comm.deadline import seconds_of
 from thinwire.errors import PayloadCorrupt, PeerLost, PeerStalled, ThinwireError
 from thinwire.members.address import parse_address
 from thinwire.members.board import Board
-from thinwire.members.generation import Founded, Generation
+from thinwire.members.generation import Generation
 from thinwire.members.giving import Given, Giver, Heir, Taker, legacy_number
 from thinwire.members.group import ElasticGroup
 from thinwire.members.keeper import Keeper
@@ -426,7 +426,7 @@ def _meet_as_site(keeper: Keeper, site: Site) -> None:
         ids = tuple(site.first_says("telling of the other sites", ids))
         if site.rank > 0:
             try:
-                keeper.meet(Founded(ids))
+                keeper.meet(ids)
             except ThinwireError as error:
                 problem = error
         site.require_none("meeting those with the same shard", problem)

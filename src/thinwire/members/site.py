@@ -175,7 +175,7 @@ class SiteGroup(Group):
         """
         with self._ending_together():
             answers = self._lane.gather_bytes(payload, what=what)
-        ids = self._lane.voters
+        ids = self._lane.keeper.voters
         alike = len(set(answers)) == 1
         told = {"ids": ids, "answers": packed(answers[:1] if alike else answers)}
         lanes = self.site.all_say(what, told)

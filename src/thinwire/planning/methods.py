@@ -8,7 +8,13 @@ from typing import Any
 
 from thinwire.layout.message import HEADER_BYTES, Layout, Slot, WholeLayout, count_sent
 from thinwire.layout.shares import split_plan
-from thinwire.layout.traffic import SPLIT, busiest, chosen_exchange, chosen_split
+from thinwire.layout.traffic import (
+    SPLIT,
+    busiest,
+    chosen_exchange,
+    chosen_split,
+    travels_sealed,
+)
 from thinwire.planning.network import Network
 from thinwire.planning.work import Shape, Work, numel_of
 
@@ -21,8 +27,6 @@ BUCKETS = {"dgc": (2**20, 25 * 2**20), "low_rank": (25 * 2**20, 25 * 2**20)}
 """Bytes of gradient that travel together: in the first bucket of an update, and in the others."""
 DDP_BUCKETS = 4 * 2**20, 25 * 2**20
 """Likewise after a first one of 1 MiB: in `thinwire compare`, and in DDP by itself."""
-GATHERED_BYTES = 64 * 2**10
-"""Up to so many bytes from all others, dense parts are gathered and added up by every rank."""
 _AT_ONCE = 2
 """Collectives that gloo has under way at a time: it has as many threads."""
 _MOST_OWNERS = 64
@@ -273,9 +277,9 @@ def _end_of_step(
         return [], 0.0
     found = []
     if dense_bytes:
-        gathered = (sources.ranks - 1) * dense_bytes
-        if gathered <= GATHERED_BYTES:
-            sent, wire_s = gathered, sources.all_gather_s(dense_bytes)
+        if travels_sealed(round(dense_bytes), sources.ranks):
+            sent = (sources.ranks - 1) * dense_bytes
+            wire_s = sources.all_gather_s(dense_bytes)
         else:
             sent, wire_s = _ring_bytes(sources, dense_bytes), sources.all_reduce_s(dense_bytes)
         taken_s = sources.transfer_s(sent)

@@ -188,8 +188,17 @@ def plan(
             work = _assumed_work(params, step_seconds, "cpu" if device is None else device)
         else:
             work = _of_task(task, step_seconds, device, network.ranks)
+    offered = list(candidates(network.ranks, network.node_size))
+    # progress is against dense with the same optimizer, so time is too
+    dense_s = {
+        optimizer: cost_of({}, "dense", work.by(optimizer), network).step_s
+        for optimizer in {recipe.optimizer for _, recipe, _ in offered}
+    }
     rows = sorted(
-        (_row(*one, work, network) for one in candidates(network.ranks, network.node_size)),
+        (
+            _row(name, recipe, document, work, network, dense_s[recipe.optimizer])
+            for name, recipe, document in offered
+        ),
         key=lambda row: (row.time_to_dense_loss, row.bytes_per_step, len(row.name)),
     )
     recommended, reason = _recommended(rows)
@@ -294,11 +303,10 @@ def _row(
     document: Mapping[str, Any] | None,
     work: Work,
     network: Network,
+    dense_s: float,
 ) -> Row:
     work = work.by(recipe.optimizer)
     cost = cost_of(document or {}, recipe.name, work, network)
-    # progress is against dense with the same optimizer, so time is too
-    dense_s = cost_of({}, "dense", work, network).step_s
     progress = progress_of(recipe.name, document or {}, network.ranks)
     return Row(
         name,

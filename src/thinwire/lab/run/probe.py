@@ -276,9 +276,7 @@ def _timed_collective(kind: str, nbytes: int, times: int) -> float:
             dist.all_reduce(own)
         else:
             dist.all_gather(places, own)
-    taken = torch.tensor((time.perf_counter() - begin_s) / times)
-    dist.all_reduce(taken, op=dist.ReduceOp.MAX)
-    return float(taken)
+    return _largest((time.perf_counter() - begin_s) / times)
 
 
 def _tournament(size: int) -> Iterator[list[int | None]]:
