@@ -241,11 +241,6 @@ def test_settings_that_do_not_go_with_it(others: dict[str, Any], text: str) -> N
         tw.LocalSGD(8, **{"round_seconds": 1.0, **others})
 
 
-def test_an_engine_does_not_take_it() -> None:
-    with pytest.raises(tw.StrategyError, match=r"round_seconds.*use thinwire\.local_sgd"):
-        tw.DistributedStrategy(localsgd=tw.LocalSGD(8, round_seconds=1.0))
-
-
 def test_tokens_are_for_rounds_that_end_by_time() -> None:
     model = Bag()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,11 +1,13 @@
 """Members that make unequal numbers of steps in a round, and one of them goes."""
 
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import thinwire as tw
 from tests.members.places import meeting_place
@@ -19,7 +21,9 @@ MADE = (5, 1, 3)
 """Steps that each makes in a round; the one in the middle goes."""
 
 
-def member(rank: int, size: int, address: str, flag: str, rounds: int) -> dict[str, Any]:
+def member(
+    rank: int, size: int, address: str, flag: str, rounds: int, engine: bool = False
+) -> dict[str, Any]:
     """What is held after each averaging, and by what its mean was divided."""
     newcomer = bool(flag) and rank == 2
     wait_for(flag if newcomer else "")
@@ -39,16 +43,27 @@ def member(rank: int, size: int, address: str, flag: str, rounds: int) -> dict[s
         interrupt(Averaging, "launch", before=False, at=3, act=die)
     found: dict[int, tuple[str, int]] = {}
     try:
-        with (
-            tw.join(address, run="t", start_members=2 if flag else 3, timeout=TIMEOUT_S) as members,
-            tw.local_sgd(net, optimizer, CONFIG, members=members) as sync,
-        ):
+        with ExitStack() as stack:
+            joined = tw.join(address, run="t", start_members=2 if flag else 3, timeout=TIMEOUT_S)
+            members = stack.enter_context(joined)
+            trainer = None
+            if engine:
+                strategy = tw.DistributedStrategy(localsgd=CONFIG)
+                trainer = strategy.prepare(net, optimizer, nn.functional.mse_loss, members=members)
+                sync = trainer.sync
+                assert sync is not None
+            else:
+                sync = stack.enter_context(tw.local_sgd(net, optimizer, CONFIG, members=members))
             entered = sync.step
             while sync.step < rounds * max(MADE):
                 x = torch.randn(8, 24, generator=data)
-                optimizer.zero_grad()
-                (net(x) - x.roll(1, 1)).square().mean().backward()
-                optimizer.step()
+                if trainer is not None:
+                    trainer.train_step(x, x.roll(1, 1), tokens=8)
+                else:
+                    optimizer.zero_grad()
+                    nn.functional.mse_loss(net(x), x.roll(1, 1)).backward()
+                    sync.observe(0.0, tokens=8)
+                    optimizer.step()
                 if sync.synced:
                     found[sync.step] = digest(sync), members.size
                     if flag and rank == 0 and len(found) == 2:
@@ -74,9 +89,10 @@ def test_the_mean_is_that_of_those_who_are_left(ranks: Pool) -> None:
     assert other["shares"] == first["shares"]
 
 
-def test_a_newcomer_has_the_bits_of_the_others(ranks: Pool, tmp_path: Any) -> None:
+@pytest.mark.parametrize("engine", [False, True])
+def test_a_newcomer_has_the_bits_of_the_others(ranks: Pool, tmp_path: Any, engine: bool) -> None:
     with meeting_place(None) as address:
-        found = ranks.run(member, address, str(tmp_path / "go"), 40, size=3, group=False)
+        found = ranks.run(member, address, str(tmp_path / "go"), 40, engine, size=3, group=False)
     assert found[2]["entered"] > 0
     assert len(found[2]["rounds"]) > 3
     for one in found[1:]:

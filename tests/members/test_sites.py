@@ -432,7 +432,7 @@ def test_what_does_not_fit_is_one_clear_error(ranks: Pool, tmp_path: Path) -> No
 
     assert all("a member is one" in each for each in said("sites"))
     assert all("no mesh was given with members" in each for each in said("no mesh"))
-    assert all("round_seconds=2.0" in each for each in said("time"))
+    assert all("round_seconds=2.0 does not work with mesh=" in each for each in said("time"))
     found = said("other shards", 3)
     assert found[:2] == ["no error"] * 2
     assert found[2].startswith("Mismatch: ")

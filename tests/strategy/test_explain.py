@@ -128,6 +128,9 @@ def test_local_updates_exchange_no_gradient(capsys: pytest.CaptureFixture[str]) 
         assert part in text
     text = text_of(capsys, localsgd=tw.LocalSGD(4, compression=tw.Quantized(1, decay=0.9)))
     assert "every entry is sent in 1 bit; the rounding error is kept and counts 0.9 times" in text
+    text = text_of(capsys, localsgd=tw.LocalSGD(40, begin_step=0, round_seconds=2.5))
+    assert "after every 40th step or 2.5 s after the last averaging, whichever comes first" in text
+    assert "each rank's change counts by its steps or tokens" in text
 
 
 @pytest.mark.parametrize(

@@ -98,9 +98,11 @@ class Averager:
         self.counters = counters
         self.synced = False
         """Whether the last step took part in an averaging (with a delay: measured one)."""
-        seconds = getattr(config, "round_seconds", None)
+        seconds = config.round_seconds
         self.work = None if seconds is None else RoundWork(seconds)
         """What this rank has done in a round that ends by time; None where steps are counted."""
+        self.counting_only = False
+        """Whether steps are counted and no round ends by time, since all are about to flush."""
         self.likeness = Likeness("changes")
         self.pending: PendingAveraging | None = None
         """An averaging that is on its way."""
@@ -124,6 +126,12 @@ class Averager:
             self.own = OwnState(
                 lambda: {f"kept error of {name}": e for name, e in averaging.errors.items()}
             )
+
+    @property
+    def apart(self) -> bool:
+        """Whether this rank made steps since all were equal in everything."""
+        begun = self.work is not None and self.work.steps > 0
+        return begun or self.counters.step > self.counters.whole
 
     @property
     def mixing(self) -> float:
@@ -175,9 +183,16 @@ class Averager:
         """`Counters.step` moves at averagings alone, so that it is the same on all ranks."""
         self.synced = False
         work.step()
+        if self.counting_only:
+            return
+        if self.counters.step < self._config.begin_step or work.over(self.interval.k_steps):
+            self.end_round()
+
+    def end_round(self) -> None:
+        """Average what this rank has done in a round that ends by time, however little."""
         if self.counters.step < self._config.begin_step:
             self._average_all("averaging", with_loss=False)
-        elif work.over(self.interval.k_steps):
+        else:
             self._average_part()
 
     def average_if_due(self) -> None:
@@ -193,7 +208,7 @@ class Averager:
         work = None if self.work is None else self.work.told()
         reports = self._vote(Report(self.counters.step, "flushing", work=work))
         self._apply_pending()
-        some = any(report.work and report.work[0] for report in reports)
+        some = any(report.work and report.work[0] for report in reports)  # others maybe
         if some or self.counters.step > self.counters.whole:
             self._average_all("averaging for the last time", with_loss=False)
 

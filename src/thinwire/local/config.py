@@ -1,7 +1,7 @@
 """The configs of local updates: how often ranks average, and what they send."""
 
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from thinwire import _validate as check
 from thinwire.compress.changes import COMPRESSIONS, Compression
@@ -102,9 +102,9 @@ class LocalSGD(_Common):
             are made sooner: slow ranks make fewer steps in a round, and fast ones do not wait for
             them. Each change counts by what the rank did: steps, or tokens where
             `observe(tokens=)` tells them; by w the mean is sum(w change) / sum(w). `sync.step`
-            moves at averagings alone, by the most steps that a rank made. For
-            `thinwire.local_sgd`; not with fragments, delay, nodes, or a mean over senders. None:
-            all make `k_steps`, and count alike.
+            moves at averagings alone, by the most steps that a rank made. Not with fragments,
+            delay, nodes, a mean over senders, a pipeline or a mesh. None: all make `k_steps`, and
+            count alike.
 
     Raises:
         TypeError, ValueError: A wrong value.
@@ -116,6 +116,11 @@ class LocalSGD(_Common):
     k_steps: int
     begin_step: int = 1
     round_seconds: float | None = field(default=None, kw_only=True)
+
+    @property
+    def by_time(self) -> bool:
+        """Whether rounds end by time, so that ranks make unequal numbers of steps."""
+        return self.round_seconds is not None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "k_steps", check.integer("k_steps", self.k_steps, at_least=1))
@@ -177,6 +182,8 @@ class AdaptiveLocalSGD(_Common):
     init_k_steps: int
     begin_step: int = 1
     max_k_steps: int = 16
+    round_seconds: ClassVar[None] = None
+    by_time: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         object.__setattr__(

@@ -4,7 +4,8 @@ import datetime
 import logging
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any, cast
@@ -54,6 +55,7 @@ from thinwire.local.fragments import fragments_of
 from thinwire.local.interval import Interval
 from thinwire.local.model import LocalModel, bare_optimizer
 from thinwire.local.newcomers import NewcomersWork
+from thinwire.local.work import require_tokens
 from thinwire.members.members import Members
 from thinwire.wire.message import WIRE_VERSION
 
@@ -194,14 +196,13 @@ class LocalUpdates:
             require_mesh(mesh, process_group=process_group, node_size=size)
         if members is not None:
             members.require_mesh(mesh)
-            seconds = getattr(config, "round_seconds", None)
-            if mesh is not None and seconds is not None:
-                raise ValueError(
-                    f"round_seconds={seconds} does not work with members that are "
-                    "sites of shards, whose ranks make their steps together: give k_steps"
-                )
         self.digest_every = check.integer("digest_every", digest_every, at_least=0)
         check.instance("config", config, (LocalSGD, AdaptiveLocalSGD))
+        if mesh is not None and config.by_time:
+            raise ValueError(
+                f"round_seconds={config.round_seconds} does not work with mesh=: the ranks of a "
+                "site make their steps together. Leave round_seconds out, k_steps says it alone"
+            )
         if dgc is not None:
             check.instance("dgc", dgc, DGC)
             if config.compression is not None:
@@ -219,7 +220,7 @@ class LocalUpdates:
         )  # of a wrong kind, it is refused below
         self._tensors = LocalModel(model, optimizer, None if mesh is None else mesh["shard"])
         fragments_of(self._tensors.trained, config)  # refuses more fragments than parameters
-        self._config = config
+        self.config = config
         self._dgc = dgc
         self._scaler = scaler
         self._process_group = process_group
@@ -268,10 +269,10 @@ class LocalUpdates:
             group = Group(self._process_group, self.timeout_s)
         sites = None if mesh is None else Sites(group)
         self._group = group
-        facts: dict[str, Any] = {"wire": WIRE_VERSION, "config": type(self._config).__name__}
-        facts["compression"] = type(self._config.compression).__name__
+        facts: dict[str, Any] = {"wire": WIRE_VERSION, "config": type(self.config).__name__}
+        facts["compression"] = type(self.config.compression).__name__
         facts |= {
-            "settings": asdict(self._config),
+            "settings": asdict(self.config),
             "dgc": None if self._dgc is None else asdict(self._dgc),
         }
         facts |= {"digest_every": self.digest_every, "timeout in seconds": group.timeout_s}
@@ -290,13 +291,13 @@ class LocalUpdates:
         while_busy(group, "compiling loops", lambda: float(warm_up(self._needs()) > 0))
         self._tensors.copy_from_first(group)
         outer = OuterRule(
-            self._config.outer_lr, self._config.outer_momentum, self._config.outer_nesterov
+            self.config.outer_lr, self.config.outer_momentum, self.config.outer_nesterov
         )
-        changes = compression_of(self._config.compression, self._dgc)
+        changes = compression_of(self.config.compression, self._dgc)
         self._averager = averager = Averager(
             group,
             self._tensors,
-            self._config,
+            self.config,
             interval=self._interval,
             averaging=Averaging(sources, self._tensors.params, outer=outer, changes=changes),
             counters=self._counters,
@@ -318,7 +319,7 @@ class LocalUpdates:
         optimizer = self._tensors.optimizer
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(lambda *_: self._after_step(averager)),
+            optimizer.register_step_post_hook(lambda *_: self._follow(averager.after_step)),
         ]
         _open.append(self)
         call_params = getattr(optimizer, "call_params", None)  # of an optimizer of this library
@@ -328,10 +329,9 @@ class LocalUpdates:
 
     def _agreed_sources(self, group: Group) -> Sources:
         """Who counts as one source of changes, once all ranks have said the same."""
-        size = self._config.node_size
-        dense = compression_of(self._config.compression, self._dgc) is None
-        by_time = getattr(self._config, "round_seconds", None) is not None
-        if self._members is not None or by_time or (size is None and dense):
+        size = self.config.node_size
+        dense = compression_of(self.config.compression, self._dgc) is None
+        if self._members is not None or self.config.by_time or (size is None and dense):
             return group
         width, _ = node_size_of(group.global_ranks, size)
         if size is None:  # else it is a part of the config
@@ -342,7 +342,7 @@ class LocalUpdates:
         """The compiled loops that an averaging calls."""
         params, changes = (
             list(self._tensors.params.values()),
-            compression_of(self._config.compression, self._dgc),
+            compression_of(self.config.compression, self._dgc),
         )
         loops = (
             frozenset()
@@ -382,9 +382,11 @@ class LocalUpdates:
 
         return (optimizer,), {**kwargs, "closure": then_noted}
 
-    def _after_step(self, averager: Averager) -> None:
-        assert self._group is not None and self._sources is not None, "open"
-        group, sources, k_steps = self._group, self._sources, self.k_steps
+    def _follow(self, move: Callable[[], None]) -> None:
+        """What the averager does after a step, or in place of one."""
+        averager, group, sources = self._averager, self._group, self._sources
+        assert averager is not None and group is not None and sources is not None, "open"
+        k_steps = self.k_steps
         members = self._members
         # the ranks of a site do so at averagings, together; and all who have agreed on a change
         if members is not None and members.site is None and members.group.over is None:
@@ -393,7 +395,7 @@ class LocalUpdates:
             group.one_deadline(),
             long_waits_logged(f"local step {self.step + 1}", lambda: sources.wait_s),
         ):
-            averager.after_step()
+            move()
         if averager.likeness.averaged_before:
             self._sent_by_ddp += sum(
                 p.numel() * p.element_size() for p in self._tensors.params.values()
@@ -422,7 +424,7 @@ class LocalUpdates:
             time.perf_counter(),
             sources.wait_s,
             sources.rate_bit_s,
-            compare=self.step > self._config.begin_step,
+            compare=self.step > self.config.begin_step,
         )
         if told is not None:
             warnings.warn(told, UserWarning, stacklevel=5)
@@ -462,6 +464,11 @@ class LocalUpdates:
         return self._counters.whole
 
     @property
+    def apart(self) -> bool:
+        """Whether this rank made steps since all ranks were equal in everything."""
+        return self._averager is not None and self._averager.apart
+
+    @property
     def pending(self) -> PendingAveraging | None:
         """The averaging that is on its way, if there is one."""
         return None if self._averager is None else self._averager.pending
@@ -483,13 +490,14 @@ class LocalUpdates:
         """
         self._interval.observe(loss)
         if tokens is not None:
-            work = self._open_averager().work
-            if work is None:
-                raise ValueError(
-                    f"tokens={tokens} weigh the ranks of a round that ends by time: give "
-                    "LocalSGD(round_seconds=...), or leave them out. All ranks count alike here"
-                )
-            work.observe(check.integer("tokens", tokens, at_least=1))
+            self.count_tokens(tokens)
+
+    def count_tokens(self, tokens: int) -> None:
+        """The part of `observe` that is about tokens."""
+        require_tokens(tokens, self.config)
+        work = self._open_averager().work
+        assert work is not None, "it ends by time"
+        work.observe(tokens)
 
     def skip_step(self) -> None:
         """Count a step whose update this rank drops, for instance because of an overflow; call it
@@ -501,7 +509,35 @@ class LocalUpdates:
         averager = self._open_averager()
         self._interval.before_step(self.step + 1, dropped=True)
         self._skipped += 1
-        self._after_step(averager)
+        self._follow(averager.after_step)
+
+    def end_round(self) -> None:
+        """Take part in the averaging of a round that ends by time, with the steps made so far, be
+        they none: for a rank that has nothing more to do while others have.
+
+        It waits for the others until their round is over.
+
+        Raises:
+            ValueError: Rounds that are counted in steps, where `skip_step` does it.
+        """
+        if not self.config.by_time:
+            raise ValueError(
+                "end_round is for LocalSGD(round_seconds=...): where steps are counted, call "
+                "skip_step instead of step"
+            )
+        self._follow(self._open_averager().end_round)
+
+    @contextmanager
+    def counting_only(self) -> Iterator[None]:
+        """Steps inside are counted, and end no round by time: for those that ranks make before
+        they flush, each a number of its own.
+        """
+        averager = self._open_averager()
+        averager.counting_only = True
+        try:
+            yield
+        finally:
+            averager.counting_only = False
 
     def flush(self) -> None:
         """Apply a result that is on its way, and average everything if there were steps since all
@@ -545,7 +581,7 @@ class LocalUpdates:
         change. Equal on all ranks. 1, and no byte, where all is applied in time: without
         compression, with `dgc`, and at decay 1 with a mean over all ranks.
         """
-        sources, changes = self._sources, compression_of(self._config.compression, self._dgc)
+        sources, changes = self._sources, compression_of(self.config.compression, self._dgc)
         between = getattr(sources, "bytes_between_nodes", None)
         return numbers(
             step=self.step,

@@ -3,12 +3,28 @@
 import time
 from collections.abc import Sequence
 
+from thinwire import _validate as check
 from thinwire.errors import ThinwireError
+from thinwire.local.config import LocalConfig
 
-__all__ = ["RoundWork", "weights_of"]
+__all__ = ["RoundWork", "require_tokens", "weights_of"]
 
 Work = tuple[int, int | None]
 """Steps, and tokens where all of them told some."""
+
+
+def require_tokens(tokens: object, config: LocalConfig | None) -> None:
+    """Refuse what is no number of tokens, or where nothing is weighed by them.
+
+    Raises:
+        TypeError, ValueError: It is so.
+    """
+    if config is None or not config.by_time:
+        raise ValueError(
+            f"tokens={tokens} weigh the ranks of a round that ends by time: give "
+            "LocalSGD(round_seconds=...), or leave them out. All ranks count alike here"
+        )
+    check.integer("tokens", tokens, at_least=1)
 
 
 class RoundWork:

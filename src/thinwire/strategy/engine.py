@@ -24,6 +24,8 @@ from thinwire.core.storage import with_own_storage
 from thinwire.errors import CheckpointMissing, Mismatch, PeerLost, PeerStalled
 from thinwire.exchange.gradients import Verdict
 from thinwire.exchange.round import Round
+from thinwire.local.updates import LocalUpdates
+from thinwire.local.work import require_tokens
 from thinwire.optim.layerwise import LayerwiseOptimizer
 from thinwire.strategy import saving
 from thinwire.strategy.absent import Joining
@@ -65,6 +67,7 @@ class Engine:
         self._departure: str | None = None
         self._sharded = any(map(is_sharded, parts.params.values()))
         self._following: Following | None = None
+        self._tokens: int | None = None  # of the microstep that is being made
         # the engine's hooks stand on the model and the optimizer, and must not outlive it
         self._finalizer = weakref.finalize(self, _close, parts)
         self._trained = set(parts.params.values()) | {
@@ -77,6 +80,14 @@ class Engine:
         return self._parts.model
 
     @property
+    def sync(self) -> LocalUpdates | None:
+        """The local updates, as `local_sgd` returns them: `sync.step`, the same on all ranks,
+        `sync.synced`, `sync.k_steps`; None where every update is exchanged.
+        """
+        exchange = self._parts.exchange
+        return exchange.sync if isinstance(exchange, LocalSteps) else None
+
+    @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The very object that was given to `prepare`, which trains: its groups, schedulers and
         `state_dict` are live.
@@ -85,7 +96,7 @@ class Engine:
         """
         return self._parts.optimizer
 
-    def train_step(self, inputs: Any, targets: Any) -> Tensor:
+    def train_step(self, inputs: Any, targets: Any, *, tokens: int | None = None) -> Tensor:
         """Forward, backward, exchange and update from one mini-batch.
 
         Under a gradient merge only every k-th call updates.
@@ -94,6 +105,8 @@ class Engine:
             inputs: What the model takes: a tensor, a tuple of several arguments, or a mapping of
                 keyword arguments.
             targets: Second argument of the loss function.
+            tokens: Of this mini-batch, >= 1, or samples: whatever ranks shall count by in rounds
+                that end by time (`LocalSGD(round_seconds=...)`); on all ranks or on none.
 
         Returns:
             This rank's mean loss, shape (), detached and unscaled; under a pipeline that of its
@@ -103,10 +116,10 @@ class Engine:
             RuntimeError: The strategy was prepared without a loss function; a parameter became
                 trainable, or the optimizer got another one, since then.
             ValueError: The loss is no scalar; a batch that the micro-batches of a pipeline do not
-                divide.
+                divide; tokens where nothing is weighed by them.
             ThinwireError: The exchange failed: see `thinwire.errors`.
         """
-        self._begin_microstep()
+        self._begin_microstep(tokens)
         parts = self._parts
         if parts.runner is not None:
             self._require_loss_function("train_step")
@@ -149,7 +162,9 @@ class Engine:
             reshard_(self._parts.model)
         return loss
 
-    def minimize(self, loss: Tensor) -> tuple[list[Any], list[tuple[Parameter, Tensor]]]:
+    def minimize(
+        self, loss: Tensor, *, tokens: int | None = None
+    ) -> tuple[list[Any], list[tuple[Parameter, Tensor]]]:
         """Backward, exchange and update from a loss that was computed outside; counts as one
         microstep.
 
@@ -159,13 +174,15 @@ class Engine:
 
         Args:
             loss: Shape () or one element, this rank's mean loss, unscaled.
+            tokens: As in `train_step`.
 
         Returns:
             An empty list and the pairs (parameter, its gradient).
 
         Raises:
             TypeError: No tensor.
-            ValueError: More than one element, or a loss that depends on no parameter.
+            ValueError: More than one element, or a loss that depends on no parameter; tokens, as
+                in `train_step`.
             RuntimeError: Under a pipeline, where the loss lives on the last stage; other parameters
                 to train than at `prepare`, as in `train_step`.
             ThinwireError: The exchange failed: see `thinwire.errors`.
@@ -176,13 +193,13 @@ class Engine:
                 "engine.minimize does not work under pipeline: the loss lives on the last stage, "
                 "use engine.train_step(inputs, targets)"
             )
-        self._begin_microstep()
+        self._begin_microstep(tokens)
         with self._advice(), parts.group.one_deadline():
             self._minimize(loss)
         self._warn()
         return [], [(p, p.grad) for p in parts.params.values() if p.grad is not None]
 
-    def apply_gradients(self, loss: Tensor | None = None) -> None:
+    def apply_gradients(self, loss: Tensor | None = None, *, tokens: int | None = None) -> None:
         """Exchange and update from what `p.grad` holds; counts as one microstep.
 
         For a framework that makes the backward passes itself, several for one call maybe: nothing
@@ -192,14 +209,16 @@ class Engine:
         Args:
             loss: As in `minimize`, where the interval of local updates follows it; else it may be
                 left out.
+            tokens: As in `train_step`.
 
         Raises:
+            ValueError: Tokens, as in `train_step`.
             RuntimeError: Under a pipeline or a loss scale, which need the loss before its backward
                 pass; other parameters to train than at `prepare`, as in `train_step`.
             ThinwireError: The exchange failed: see `thinwire.errors`.
         """
         self._require_unscaled("apply_gradients")
-        self._require_ready()
+        self._require_ready(tokens)
         with self._advice(), self._parts.group.one_deadline():
             self._finish_microstep(loss)
         self._left.remember()
@@ -257,7 +276,7 @@ class Engine:
         Means are over all ranks, those without batches included, so the last updates are smaller
         (`divide_by_initial_world_size` of DDP's join). What a rank has kept by compression goes on
         being sent. Under local updates it changes nothing by itself, and takes part in the
-        averagings.
+        averagings; where rounds end by time it counts nothing there.
 
         Must stand around the loop on all ranks. Leave the block by the end of the loop: an error
         inside it leaves at once, as without `join`.
@@ -306,16 +325,16 @@ class Engine:
         merge = parts.merge
         with parts.group.one_deadline():
             if merge is not None:
-                place = {
-                    "step": self._place(),
-                    "microsteps of the unfinished update": merge.microsteps,
-                }
+                uneven = self._by_time
+                place = {"step": self._place()}
+                if uneven is None:
+                    place["microsteps of the unfinished update"] = merge.microsteps
                 require_agreement(parts.group, place, what="flushing")
                 if merge.microsteps:
                     self._clear_grads()  # before there is a second set of them
-                    self._update(
-                        merge.take(avg=parts.merge_avg), overflow=merge.overflowed, complete=True
-                    )
+                    left, overflow = merge.take(avg=parts.merge_avg), merge.overflowed
+                    with contextlib.nullcontext() if uneven is None else uneven.counting_only():
+                        self._update(left, overflow=overflow, complete=True)
             parts.exchange.flush()
             self._settle_buffers()
         self._left.remember()
@@ -609,8 +628,12 @@ class Engine:
         """What ranks have in common: updates, or local steps, of which each rank drops or leaves
         out its own.
         """
-        exchange = self._parts.exchange
-        return exchange.sync.step if isinstance(exchange, LocalSteps) else self.step
+        return self.step if self.sync is None else self.sync.step
+
+    @property
+    def _by_time(self) -> LocalUpdates | None:
+        """The local updates, where their rounds end by time and ranks make unequal steps."""
+        return self.sync if self.sync is not None and self.sync.config.by_time else None
 
     def _bytes_sent(self) -> int:
         parts = self._parts
@@ -632,8 +655,8 @@ class Engine:
         if not self._finalizer.alive:
             raise RuntimeError("this engine was closed: prepare a new one")
 
-    def _begin_microstep(self) -> None:
-        self._require_ready()
+    def _begin_microstep(self, tokens: int | None) -> None:
+        self._require_ready(tokens)
         self._left.look()
 
     def _require_unscaled(self, caller: str) -> None:
@@ -645,14 +668,21 @@ class Engine:
                 "backward pass: use engine.train_step(inputs, targets)"
             )
 
-    def _require_ready(self) -> None:
+    def _require_ready(self, tokens: int | None) -> None:
         self._require_open()
+        if tokens is not None:
+            require_tokens(tokens, None if self.sync is None else self.sync.config)
+        self._tokens = tokens
         self._require_known_params()
         if self._joining is not None and self._joining.due:
             self._joining.vote(active=True)
 
     def _idle_microstep(self) -> None:
         """What a rank without a batch does while others have one."""
+        if (uneven := self._by_time) is not None:
+            uneven.end_round()
+            self._settle_turn()
+            return
         self._clear_grads()
         self._add_or_update({}, 1.0, overflow=False)
 
@@ -733,6 +763,8 @@ class Engine:
         vars(parts.optimizer)["_opt_called"] = True
         if loss is not None:
             parts.exchange.observe(loss)
+        if self._tokens is not None and self.sync is not None:
+            self.sync.count_tokens(self._tokens)
         held = {n: shard_of(p.grad) for n, p in parts.params.items() if p.grad is not None}
         scaler = parts.scaler
         overflow = scaler is not None and scaler.overflowed(held.values())
@@ -831,9 +863,8 @@ class Engine:
             self._parts.merge.clear()
 
     def _settle_turn(self) -> None:
-        exchange = self._parts.exchange
-        if self._joining is not None and isinstance(exchange, LocalSteps):
-            self._joining.due = exchange.sync.synced
+        if self._joining is not None and self.sync is not None:
+            self._joining.due = self.sync.synced
 
     def _settle_buffers(self) -> None:
         if self._parts.exchange.local:

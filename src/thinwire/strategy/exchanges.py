@@ -327,7 +327,7 @@ class LocalSteps:
 
     @property
     def pending(self) -> str:
-        return "an averaging" if self.sync.step > self.sync.whole else ""
+        return "an averaging" if self.sync.apart else ""
 
     def observe(self, loss: Tensor) -> None:
         self.sync.observe(loss)

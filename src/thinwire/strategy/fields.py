@@ -110,10 +110,9 @@ class Fields:
         ]
 
     def _rounds_by_time(self) -> list[str]:
-        if self.localsgd is None or self.localsgd.round_seconds is None:
+        if self.pipeline is None or self.localsgd is None or not self.localsgd.by_time:
             return []
         return [
-            "localsgd.round_seconds: an engine counts updates, merges and checkpoints alike on all "
-            "ranks, and a round that ends by time has unequal ones; use thinwire.local_sgd with an "
-            "optimizer, or leave round_seconds out"
+            "pipeline and localsgd.round_seconds: the stages of a replica make their steps "
+            "together, and each would end a round by its own clock; leave round_seconds out"
         ]

@@ -156,6 +156,8 @@ def _averaging(strategy: Fields) -> Iterator[str]:
         if k_steps == 1 and not adaptive
         else f"{begin}after every {_ordinal(k_steps)} step"
     )
+    if config.by_time:
+        often += f" or {config.round_seconds:g} s after the last averaging, whichever comes first"
     every = int(config.average_state)
     what = " and optimizer state" if every else ""
     if every > 1:
@@ -169,7 +171,7 @@ def _averaging(strategy: Fields) -> Iterator[str]:
 
 
 def _change(strategy: Fields, config: LocalConfig) -> str:
-    said = ""
+    said = "; each rank's change counts by its steps or tokens" if config.by_time else ""
     if (config.outer_lr, config.outer_momentum) != (1.0, 0.0):
         nesterov = ", Nesterov" if config.outer_nesterov else ""
         said += f"; the mean change goes through an outer SGD, rate {config.outer_lr:g}, "
