@@ -441,10 +441,13 @@ MATRIX = _numbered(
         (
             DISAGREEMENT,
             "a wrong number of ranks, or a rank twice",
-            "an error with both numbers",
-            (),
-            "`init_process_group` of torch decides it before the library is there; members have no "
-            "numbers to get wrong",
+            "an error where no rank is left for a process; nobody trains in a wrong job",
+            (
+                "faults/test_numbers.py::test_a_wrong_number_of_ranks_ends_all",
+                "faults/test_numbers.py::test_of_two_with_the_same_rank_one_trains",
+            ),
+            "it is torch's `init_process_group` that says so, after up to six time-outs, and names "
+            "no numbers; members have none to get wrong",
         ),
         (
             DISAGREEMENT,

@@ -1,0 +1,78 @@
+"""Processes that were given a wrong number of ranks, or the rank of another one."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launched import free_port
+
+SCRIPT = Path(__file__).with_name("numbered.py")
+TIMEOUT_S = 1.0
+# init_process_group waits for its store and then five time-outs for each connection; the rest is
+# what a process needs to begin
+LIMIT_S = 6 * TIMEOUT_S + 60
+
+
+def started(folder: Path, places: list[tuple[int, int]]) -> list[tuple[int, str, str]]:
+    """Exit status, report and last words of a process for each rank and number of ranks."""
+    port, processes = str(free_port()), []
+    for number, (rank, size) in enumerate(places):
+        environment = {"RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        command = [sys.executable, "-m", "tests.faults.numbered", str(folder / f"{number}")]
+        process = subprocess.Popen(
+            [*command, str(TIMEOUT_S)],
+            env={**os.environ, **environment},
+            cwd=SCRIPT.parents[2],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        processes.append(process)
+    try:
+        said = [process.communicate(timeout=LIMIT_S)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    reports = [folder / f"{number}" for number in range(len(places))]
+    return [
+        (process.returncode, report.read_text() if report.exists() else "", words)
+        for process, report, words in zip(processes, reports, said, strict=True)
+    ]
+
+
+@pytest.mark.fault
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "places", [[(0, 2), (1, 3)], [(0, 3), (1, 2)], [(0, 3), (1, 3), (1, 3)]], ids=str
+)
+def test_a_wrong_number_of_ranks_ends_all(tmp_path: Path, places: list[tuple[int, int]]) -> None:
+    """And none of them has trained."""
+    for status, report, words in started(tmp_path, places):
+        assert status != 0
+        assert not report
+        assert "Error" in words
+
+
+@pytest.mark.fault
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("twice", [0, 1])
+def test_of_two_with_the_same_rank_one_trains(tmp_path: Path, twice: int) -> None:
+    """The job is that of as many ranks as were asked for, and the other process ends."""
+    (tmp_path / "right").mkdir()
+    (tmp_path / "wrong").mkdir()
+    right = started(tmp_path / "right", [(0, 2), (1, 2)])
+    assert [status for status, *_ in right] == [0, 0]
+    wrong = started(tmp_path / "wrong", [(0, 2), (1, 2), (twice, 2)])
+    ended = [each for each in wrong if each[0] != 0]
+    assert len(ended) == 1
+    assert not ended[0][1]
+    assert "Error" in ended[0][2]
+    assert sorted(report for status, report, _ in wrong if not status) == sorted(
+        report for _, report, _ in right
+    )
