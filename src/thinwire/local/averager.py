@@ -208,7 +208,7 @@ class Averager:
         work = None if self.work is None else self.work.told()
         reports = self._vote(Report(self.counters.step, "flushing", work=work))
         self._apply_pending()
-        some = any(report.work and report.work[0] for report in reports)  # others maybe
+        some = any(report.work and report.work[0] for report in reports)  # maybe on other ranks
         if some or self.counters.step > self.counters.whole:
             self._average_all("averaging for the last time", with_loss=False)
 

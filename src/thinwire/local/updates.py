@@ -221,6 +221,7 @@ class LocalUpdates:
         self._tensors = LocalModel(model, optimizer, None if mesh is None else mesh["shard"])
         fragments_of(self._tensors.trained, config)  # refuses more fragments than parameters
         self.config = config
+        """What it was made with."""
         self._dgc = dgc
         self._scaler = scaler
         self._process_group = process_group

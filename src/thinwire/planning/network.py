@@ -1,14 +1,15 @@
 """How long the collectives of gloo take between ranks of a network."""
 
 from dataclasses import dataclass
-from math import ceil, inf, log, log2
+from math import ceil, log, log2
 
 __all__ = ["FRAMES", "Network"]
 
 _FIRST_WINDOW_BYTES = 14_600
 FRAMES = 1448 / 1514
 """The part of what travels over Ethernet that is payload."""
-_IDLE_S = 0.2
+_LEAST_TIMEOUT_S = 0.2
+_PIECE_BYTES = 2**20
 _LN2 = log(2)
 
 
@@ -21,17 +22,21 @@ class Network:
         latency_s: One way between any two.
         ranks: W, at least 1.
         call_s: What a collective costs a rank beside its bytes and latency.
+        restarts: Whether the kernel lets connections that were idle begin with small windows: Linux
+            does by itself, but not where BBR controls congestion.
         node: Consecutive ranks that share a machine, as a network of their own; None where each
             has one to itself, or nothing is known of it.
 
-    Source: Thakur, Rabenseifner and Gropp, 2005 (rings); RFC 6928 (the first window), RFC 5681
-    (idle connections begin anew).
+    Source: Thakur, Rabenseifner and Gropp, 2005 (rings); gloo/allreduce.cc and gloo/allgather.cc
+    (two pieces on their way at a time); RFC 6928 (the first window); RFC 2861 and Linux,
+    net/ipv4/tcp_output.c (the window of an idle connection halves with every time-out).
     """
 
     bit_s: float
     latency_s: float
     ranks: int
     call_s: float = 3e-4
+    restarts: bool = True
     node: "Network | None" = None
 
     @property
@@ -46,19 +51,28 @@ class Network:
 
     def all_reduce_s(self, nbytes: float, idle_s: float = 0.0) -> float:
         """A ring: each rank sends 2(W-1)/W of the buffer, after `idle_s` seconds of silence."""
-        return self._ring_s(2 * (self.ranks - 1), nbytes / self.ranks, idle_s)
+        sent = 2 * (self.ranks - 1) / self.ranks * nbytes
+        return self._ring_s(self.reduce_pairs(nbytes), sent, idle_s)
+
+    def reduce_pairs(self, nbytes: float) -> int:
+        """How many pairs of pieces a rank sends in an all-reduce of `nbytes`: of what a rank owns
+        at least two pieces, of 1 MiB at most.
+        """
+        return (self.ranks - 1) * max(2, ceil(nbytes / self.ranks / _PIECE_BYTES))
 
     def all_gather_s(self, nbytes: float, idle_s: float = 0.0) -> float:
         """A ring: each rank passes on W-1 messages of `nbytes`, after `idle_s` seconds of
         silence.
         """
-        return self._ring_s(self.ranks - 1, nbytes, idle_s)
+        return self._ring_s(self.ranks - 1, (self.ranks - 1) * nbytes, idle_s)
 
     def all_to_all_s(self, nbytes: float, idle_s: float = 0.0) -> float:
         """Each rank sends `nbytes` in all, to the others at once, after `idle_s` seconds of
         silence.
         """
-        return self._ring_s(min(1, self.ranks - 1), nbytes, idle_s)
+        if self.ranks == 1:
+            return 0.0
+        return self.call_s + 2 * self.latency_s + self.transfer_s(nbytes, idle_s)
 
     def broadcast_s(self, nbytes: float) -> float:
         """A tree: in each round all who have it pass it on; the last round may need a little
@@ -67,31 +81,30 @@ class Network:
         if self.ranks == 1:
             return 0.0
         once_s, more = self.transfer_s(nbytes), ceil(log2(self.ranks)) - 1
-        return (
-            self.call_s
-            + max(once_s, self.latency_s)
-            + self.latency_s
-            + more * (once_s + self.latency_s)
-        )
+        return self.call_s + 2 * self.latency_s + once_s + more * (once_s + self.latency_s)
 
     def transfer_s(self, nbytes: float, idle_s: float = 0.0) -> float:
-        """One way, without latency; windows of connections that were idle grow from ten segments.
+        """One way, without latency; the window of a connection that was idle has halved with every
+        time-out, down to ten segments.
 
-        The rate doubles every round trip until it is that of the line.
+        The rate then doubles every round trip until it is that of the line.
         """
         rtt = 2 * self.latency_s
-        first = _FIRST_WINDOW_BYTES * _LN2 / rtt if rtt else inf
-        if idle_s < _IDLE_S or first >= self.bytes_s:
+        halvings = min(int(idle_s / (rtt + _LEAST_TIMEOUT_S)), 64) if self.restarts else 0
+        window = max(_FIRST_WINDOW_BYTES, self.bytes_s * rtt / 2.0**halvings)
+        if not halvings or window * _LN2 >= self.bytes_s * rtt:
             return nbytes / self.bytes_s
+        first = window * _LN2 / rtt
         grown = (self.bytes_s - first) * rtt / _LN2
         if nbytes <= grown:
-            return rtt * log2(1 + nbytes / _FIRST_WINDOW_BYTES)
+            return rtt * log2(1 + nbytes / window)
         return rtt * log2(self.bytes_s / first) + (nbytes - grown) / self.bytes_s
 
-    def _ring_s(self, turns: int, nbytes: float, idle_s: float) -> float:
-        if not turns:
+    def _ring_s(self, pairs: int, sent: float, idle_s: float) -> float:
+        """A piece leaves when the receiver, which has room for two, has said that it is ready."""
+        if not pairs:
             return 0.0
-        # gloo sends a piece when the receiver has said that it is ready, a latency later; of large
-        # buffers it says so ahead
-        flight_s = turns * self.latency_s
-        return self.call_s + flight_s + max(flight_s, self.transfer_s(turns * nbytes, idle_s))
+        piece_s = self.transfer_s(sent) / (2 * pairs)
+        waiting_s = pairs * (2 * self.latency_s + piece_s) + piece_s
+        sending_s = 2 * self.latency_s + self.transfer_s(sent, idle_s)
+        return self.call_s + max(waiting_s, sending_s)

@@ -79,7 +79,9 @@ def _network(found: Mapping[str, Any]) -> Network:
         if (one["kind"], one["bytes"]) == ("all_reduce", _SMALL_BYTES)
     ]
     call_s = max(0.0, small[0] - 4 * (ranks - 1) * latency_s) if small else Network.call_s
-    return Network(8 * rate / FRAMES, latency_s, ranks, call_s, _node(found))
+    # probes of before do not say it
+    restarts = any(found.get("idle_restarts", [True]))
+    return Network(8 * rate / FRAMES, latency_s, ranks, call_s, restarts, _node(found))
 
 
 def _node(found: Mapping[str, Any]) -> Network | None:

@@ -9,6 +9,7 @@ from math import ceil, log2
 import numpy as np
 from numpy.typing import NDArray
 
+from thinwire.planning.network import Network
 from thinwire.simulation.lines import Edges, Lines
 
 __all__ = ["Broadcast", "Collective", "Deal", "Gather", "Jitter", "Reduce", "finished"]
@@ -133,11 +134,11 @@ def finished(
     if isinstance(collective, Broadcast):
         return _broadcast(collective, lines, members, begin_s, jitter, idle_s)
     size = members.shape[1]
-    if isinstance(collective, Gather):
-        turns, nbytes = size - 1, float(collective.nbytes)
-    else:
-        turns, nbytes = 2 * (size - 1), collective.nbytes / size
-    return _ring(lines.edges(members), turns, nbytes, begin_s, jitter, idle_s)
+    pairs = size - 1
+    if isinstance(collective, Reduce):
+        pairs = Network(1.0, 0.0, size).reduce_pairs(collective.nbytes)
+    piece = float(collective.sent(size)[0]) / (2 * pairs)
+    return _ring(lines.edges(members), pairs, piece, begin_s, jitter, idle_s)
 
 
 def _closed_s(collective: Collective, lines: Lines, members: Ranks, idle_s: float) -> float | None:
@@ -155,25 +156,29 @@ def _closed_s(collective: Collective, lines: Lines, members: Ranks, idle_s: floa
 
 
 def _ring(
-    edges: Edges, turns: int, nbytes: float, begin_s: Times, jitter: Jitter, idle_s: float
+    edges: Edges, pairs: int, nbytes: float, begin_s: Times, jitter: Jitter, idle_s: float
 ) -> Times:
     """A piece goes on when it is there, the line is free and the receiver has said it is ready.
 
-    The receiver says so when its piece of the turn before is there, and that takes a latency.
+    Two pieces are on their way at a time. The receiver has room for the next one when that of the
+    pair before is there, and to say so takes a latency.
     """
-    latency_s, there, free = edges.latency_s, begin_s, begin_s
+    latency_s, free = edges.latency_s, begin_s
+    over = [begin_s, begin_s]
     steady = [kind.transfer_s(nbytes) for kind in edges.kinds]
     took, growing = np.array(steady)[edges.which], True
-    for turn in range(turns):
+    for turn in range(2 * pairs):
         if growing:  # windows are still opening
             now, before = ((turn + 1) * nbytes, turn * nbytes)
             each = [k.transfer_s(now, idle_s) - k.transfer_s(before, idle_s) for k in edges.kinds]
             growing = bool(np.abs(np.array(each) - steady).max() > 1e-12)
             took = np.array(each)[edges.which]
-        ready = np.roll(there, -1, axis=1) + latency_s
-        free = np.maximum(np.maximum(there, free) + took, ready)
+        mine = over[turn % 2]
+        ready = np.roll(mine, -1, axis=1) + latency_s
+        free = np.maximum(np.maximum(mine, free), ready) + took
         there = np.roll(free + latency_s + jitter.of(free.shape), 1, axis=1)
-    return np.maximum(there, free)
+        over[turn % 2] = np.maximum(there, free)
+    return np.maximum(*over)
 
 
 def _dealt(
@@ -190,6 +195,7 @@ def _dealt(
         latency_s = lines.far_s if far else lines.near_s
         up_s = _transfers(lines, lines.up_bit_s[ranks], latency_s, out, idle_s)
         down_s = _transfers(lines, lines.down_bit_s[ranks], latency_s, into, idle_s)
+        begin = begin + latency_s  # which it takes to hear that the others are ready
         gone = begin + up_s
         if far and np.isfinite(lines.site_bit_s):
             kept = np.bincount(site, lengths)
@@ -201,8 +207,7 @@ def _dealt(
             )
             down_s = np.maximum(down_s, comes_s[site])
             gone = np.maximum(gone, begin + leaves_s[site])
-        told = begin + np.maximum(latency_s, down_s)
-        found[group] = np.maximum(gone.max(), told) + latency_s + jitter.of(begin.shape)
+        found[group] = np.maximum(gone.max(), begin + down_s) + latency_s + jitter.of(begin.shape)
     return found
 
 
@@ -222,7 +227,7 @@ def _broadcast(
         latency_s = np.where(crosses, lines.far_s, lines.near_s)
         took = _transfers(lines, rate, latency_s, np.full(rate.shape, given.nbytes), idle_s)
         begun = np.maximum(there[:, source], free[:, source])
-        gone = np.maximum(begun + took, there[:, to] + latency_s)
+        gone = np.maximum(begun, there[:, to] + latency_s) + took
         free[:, source] = gone
         there[:, to] = gone + latency_s + jitter.of(gone.shape)
     return np.maximum(there, free)

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from math import inf
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -47,9 +48,9 @@ def probe(
         tell: Is told what is measured next.
 
     Returns:
-        What was measured, the same on all ranks: `ranks`, `hosts`, `task`, `pairs`, `together`,
-        `collectives`, `compute`, `not_measured`, `seconds` and `bytes`, the most that a rank has
-        sent.
+        What was measured, the same on all ranks: `ranks`, `hosts`, `idle_restarts` (whether each
+        kernel lets idle connections begin anew), `task`, `pairs`, `together`, `collectives`,
+        `compute`, `not_measured`, `seconds` and `bytes`, the most that a rank has sent.
 
     Raises:
         TaskError: On all ranks, where the task fails on any of them.
@@ -76,11 +77,13 @@ def probe(
             "seconds": seconds,
             "bytes": line.sent_bytes,
             "host": socket.gethostname(),
+            "restarts": idle_restarts(),
         }
     )
     return {
         "ranks": line.size,
         "hosts": [part["host"] for part in parts],
+        "idle_restarts": [part["restarts"] for part in parts],
         "task": task,
         "pairs": [pair for part in parts for pair in part["pairs"]],
         "together": [{"rank": rank, "bytes_s": rate} for rank, rate in enumerate(together)],
@@ -90,6 +93,21 @@ def probe(
         "seconds": max(part["seconds"] for part in parts),
         "bytes": max(part["bytes"] for part in parts),
     }
+
+
+def idle_restarts() -> bool:
+    """Whether windows of idle connections shrink: they do in Linux, but for a setting, and for
+    congestion control that goes by rates, such as BBR.
+
+    Source: Linux, include/net/tcp.h, tcp_slow_start_after_idle_check.
+    """
+    settings = Path("/proc/sys/net/ipv4")
+    try:
+        control = (settings / "tcp_congestion_control").read_text()
+        after_idle = (settings / "tcp_slow_start_after_idle").read_text()
+    except OSError:  # not Linux
+        return True
+    return after_idle.strip() != "0" and not control.startswith("bbr")
 
 
 def _everyones(own: Any) -> list[Any]:
