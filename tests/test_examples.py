@@ -21,6 +21,7 @@ ROOT = Path(__file__).parent.parent
 OPTIONAL = {
     "accelerate_loop.py": "accelerate",
     "lightning_loop.py": "lightning",
+    "members_resume.py": "torchdata",
     "transformers_trainer.py": "transformers",
 }
 # those in `tasks` are for `thinwire compare`, which tests/lab/test_task.py trains them by
