@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.lab.configs import config
 from tests.lab.pooled import run_workers_in
@@ -200,6 +201,8 @@ def refused(rank: int, size: int, device: str) -> str:
         work_of(config(device=device))
     except TaskError as error:
         return str(error)
+    finally:
+        dist.barrier()  # whoever is done at once would leave while others still connect
     return ""
 
 
