@@ -9,7 +9,7 @@ import pytest
 
 from tests.launched import free_port
 
-SCRIPT = Path(__file__).with_name("numbered.py")
+ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 1.0
 # init_process_group waits for its store and then five time-outs for each connection; the rest is
 # what a process needs to begin
@@ -26,7 +26,7 @@ def started(folder: Path, places: list[tuple[int, int]]) -> list[tuple[int, str,
         process = subprocess.Popen(
             [*command, str(TIMEOUT_S)],
             env={**os.environ, **environment},
-            cwd=SCRIPT.parents[2],
+            cwd=ROOT,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -58,21 +58,23 @@ def test_a_wrong_number_of_ranks_ends_all(tmp_path: Path, places: list[tuple[int
         assert "Error" in words
 
 
+@pytest.fixture(scope="module")
+def right(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What two ranks report whom nobody disturbs."""
+    found = started(tmp_path_factory.mktemp("right"), [(0, 2), (1, 2)])
+    assert [status for status, *_ in found] == [0, 0]
+    return sorted(report for _, report, _ in found)
+
+
 @pytest.mark.fault
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("twice", [0, 1])
-def test_of_two_with_the_same_rank_one_trains(tmp_path: Path, twice: int) -> None:
+def test_of_two_with_the_same_rank_one_trains(tmp_path: Path, right: list[str], twice: int) -> None:
     """The job is that of as many ranks as were asked for, and the other process ends."""
-    (tmp_path / "right").mkdir()
-    (tmp_path / "wrong").mkdir()
-    right = started(tmp_path / "right", [(0, 2), (1, 2)])
-    assert [status for status, *_ in right] == [0, 0]
-    wrong = started(tmp_path / "wrong", [(0, 2), (1, 2), (twice, 2)])
+    wrong = started(tmp_path, [(0, 2), (1, 2), (twice, 2)])
     ended = [each for each in wrong if each[0] != 0]
     assert len(ended) == 1
     assert not ended[0][1]
     assert "Error" in ended[0][2]
-    assert sorted(report for status, report, _ in wrong if not status) == sorted(
-        report for _, report, _ in right
-    )
+    assert sorted(report for status, report, _ in wrong if not status) == right

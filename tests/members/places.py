@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -56,3 +56,18 @@ def host_command(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
             yield process, found[1]
         finally:
             process.kill()
+
+
+def lines_of_two(folder: Path, command: Sequence[str], *more: str) -> list[list[str]]:
+    """The lines of two processes of a script that are members at the same time, and end well: its
+    arguments are the address, the token file, and `more`.
+    """
+    token = folder / "token"
+    token.write_bytes(TOKEN)
+    token.chmod(0o600)
+    with meeting_place() as address:
+        words = [sys.executable, *command, address, str(token), *more]
+        both = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+        told = [process.communicate(timeout=120)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    return [text.splitlines() for text in told]

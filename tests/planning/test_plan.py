@@ -17,7 +17,7 @@ import thinwire as tw
 from thinwire.layout.message import Layout, Slot, WholeLayout, count_sent
 from thinwire.layout.shares import split_plan, whole_split
 from thinwire.planning.methods import BUCKETS, cost_of
-from thinwire.planning.network import FRAMES, Network
+from thinwire.planning.network import FRAMES, Network, reduce_pairs
 from thinwire.planning.work import Work, matrices, numel_of
 
 NUMBERS: dict[str, Any] = {"params": "124M", "step_seconds": 0.35, "workers": 8}
@@ -105,7 +105,7 @@ def test_a_ring_has_two_pieces_on_their_way() -> None:
     assert line.all_to_all_s(0) == pytest.approx(0.04)
     piece_s = 2**17 / 12.5e6
     assert line.all_reduce_s(2**20) == pytest.approx(6 * (0.04 + piece_s) + piece_s)
-    assert [line.reduce_pairs(mib * 2**20) for mib in (0, 1, 8, 9, 12, 13)] == [6, 6, 6, 9, 9, 12]
+    assert [reduce_pairs(4, mib * 2**20) for mib in (0, 1, 8, 9, 12, 13)] == [6, 6, 6, 9, 9, 12]
     assert line.all_reduce_s(12 * 2**20) == pytest.approx(0.04 + 1.5 * 12 * 2**20 / 12.5e6)
     assert line.all_to_all_s(2**20) == pytest.approx(0.04 + 2**20 / 12.5e6)
 

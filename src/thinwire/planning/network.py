@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import ceil, log, log2
 
-__all__ = ["FRAMES", "Network"]
+__all__ = ["FRAMES", "Network", "reduce_pairs"]
 
 _FIRST_WINDOW_BYTES = 14_600
 FRAMES = 1448 / 1514
@@ -11,6 +11,13 @@ FRAMES = 1448 / 1514
 _LEAST_TIMEOUT_S = 0.2
 _PIECE_BYTES = 2**20
 _LN2 = log(2)
+
+
+def reduce_pairs(ranks: int, nbytes: float) -> int:
+    """How many pairs of pieces a rank sends in an all-reduce of `nbytes`: of what a rank owns at
+    least two pieces, of 1 MiB at most.
+    """
+    return (ranks - 1) * max(2, ceil(nbytes / ranks / _PIECE_BYTES))
 
 
 @dataclass(frozen=True)
@@ -52,13 +59,7 @@ class Network:
     def all_reduce_s(self, nbytes: float, idle_s: float = 0.0) -> float:
         """A ring: each rank sends 2(W-1)/W of the buffer, after `idle_s` seconds of silence."""
         sent = 2 * (self.ranks - 1) / self.ranks * nbytes
-        return self._ring_s(self.reduce_pairs(nbytes), sent, idle_s)
-
-    def reduce_pairs(self, nbytes: float) -> int:
-        """How many pairs of pieces a rank sends in an all-reduce of `nbytes`: of what a rank owns
-        at least two pieces, of 1 MiB at most.
-        """
-        return (self.ranks - 1) * max(2, ceil(nbytes / self.ranks / _PIECE_BYTES))
+        return self._ring_s(reduce_pairs(self.ranks, nbytes), sent, idle_s)
 
     def all_gather_s(self, nbytes: float, idle_s: float = 0.0) -> float:
         """A ring: each rank passes on W-1 messages of `nbytes`, after `idle_s` seconds of

@@ -9,7 +9,7 @@ from math import ceil, log2
 import numpy as np
 from numpy.typing import NDArray
 
-from thinwire.planning.network import Network
+from thinwire.planning.network import reduce_pairs
 from thinwire.simulation.lines import Edges, Lines
 
 __all__ = ["Broadcast", "Collective", "Deal", "Gather", "Jitter", "Reduce", "finished"]
@@ -136,7 +136,7 @@ def finished(
     size = members.shape[1]
     pairs = size - 1
     if isinstance(collective, Reduce):
-        pairs = Network(1.0, 0.0, size).reduce_pairs(collective.nbytes)
+        pairs = reduce_pairs(size, collective.nbytes)
     piece = float(collective.sent(size)[0]) / (2 * pairs)
     return _ring(lines.edges(members), pairs, piece, begin_s, jitter, idle_s)
 
