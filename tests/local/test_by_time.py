@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import thinwire as tw
+from tests.local.rounds import rounds_of
 from tests.local.test_laws import Bag, digest, gradient, set_gradients, start_values, values
 from tests.ranks import Pool, Raised
-from thinwire.local.work import RoundWork, weights_of
+from thinwire.local.work import weights_of
 
 LONG_S = 1e9
 STEPS = (5, 2, 3)
@@ -25,19 +26,15 @@ def paced(rank: int, config: tw.LocalSGD, tokens: bool, each: Callable[[Any, Bag
     """Train for `ROUNDS` rounds of `STEPS[rank]` steps; `each` is called before every averaging."""
     model = Bag()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    over, RoundWork.over = RoundWork.over, lambda work, _: work.steps == STEPS[rank]  # type: ignore[method-assign]
-    try:
-        with tw.local_sgd(model, optimizer, config) as sync:
-            for step in range(1, ROUNDS * STEPS[rank] + 1):
-                set_gradients(model, step, rank)
-                sync.observe(0.0, tokens=TOKENS[rank] if tokens else None)
-                optimizer.step()
-                assert sync.synced == (step % STEPS[rank] == 0)
-                if sync.synced:
-                    each(sync, model)
-            assert sync.step == ROUNDS * max(STEPS)
-    finally:
-        RoundWork.over = over  # type: ignore[method-assign]
+    with rounds_of(STEPS[rank]), tw.local_sgd(model, optimizer, config) as sync:
+        for step in range(1, ROUNDS * STEPS[rank] + 1):
+            set_gradients(model, step, rank)
+            sync.observe(0.0, tokens=TOKENS[rank] if tokens else None)
+            optimizer.step()
+            assert sync.synced == (step % STEPS[rank] == 0)
+            if sync.synced:
+                each(sync, model)
+        assert sync.step == ROUNDS * max(STEPS)
     return model
 
 

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import thinwire as tw
+from tests.local.rounds import rounds_of
 from tests.members.places import meeting_place
 from tests.members.training import TIMEOUT_S, die, digest, interrupt, model, wait_for
 from tests.ranks import Lost, Pool
 from thinwire.local.averaging import Averaging
-from thinwire.local.work import RoundWork
 
 CONFIG = tw.LocalSGD(50, begin_step=0, round_seconds=1e9, compression=tw.Quantized(4))
 MADE = (5, 1, 3)
@@ -30,20 +30,20 @@ def member(
     net = model(rank)
     optimizer = torch.optim.AdamW(net.parameters(), 2e-3)
     data = torch.Generator().manual_seed(rank)
-    over, launch, commit = RoundWork.over, Averaging.launch, Averaging.commit_
+    launch, commit = Averaging.launch, Averaging.commit_
     shares: list[float] = []
 
     def committed(self: Averaging, pending: Any, extras: Any) -> None:
         shares.append(pending.share)
         commit(self, pending, extras)
 
-    RoundWork.over = lambda work, _: work.steps == MADE[rank]  # type: ignore[method-assign]
     Averaging.commit_ = committed  # type: ignore[method-assign]
     if rank == 1 and not flag:
         interrupt(Averaging, "launch", before=False, at=3, act=die)
     found: dict[int, tuple[str, int]] = {}
     try:
         with ExitStack() as stack:
+            stack.enter_context(rounds_of(MADE[rank]))
             joined = tw.join(address, run="t", start_members=2 if flag else 3, timeout=TIMEOUT_S)
             members = stack.enter_context(joined)
             trainer = None
@@ -70,7 +70,7 @@ def member(
                         Path(flag).touch()
                     time.sleep(0.1 if flag else 0)
     finally:
-        RoundWork.over, Averaging.launch, Averaging.commit_ = over, launch, commit  # type: ignore[method-assign]
+        Averaging.launch, Averaging.commit_ = launch, commit  # type: ignore[method-assign]
     return {"rounds": found, "shares": shares, "entered": entered}
 
 

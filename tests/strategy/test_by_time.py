@@ -1,8 +1,7 @@
 """Engines whose rounds end by time: ranks make unequal numbers of updates, and count by them."""
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,9 @@ import torch
 from torch import nn
 
 import thinwire as tw
+from tests.local.rounds import rounds_of
 from tests.ranks import Pool, Raised
 from tests.strategy.training import batch, digest, make_engine, make_model, make_optimizer
-from thinwire.local.work import RoundWork
 
 UPDATES = (3, 1)
 """That each rank makes in a round, whatever its time."""
@@ -21,16 +20,6 @@ TOKENS = (16, 48)
 ROUNDS = 4
 CONFIG = tw.LocalSGD(50, begin_step=0, round_seconds=1e9)
 LOSS = nn.functional.cross_entropy
-
-
-@contextmanager
-def paced(rank: int, updates: tuple[int, ...] = UPDATES) -> Iterator[None]:
-    """Rounds end after so many updates of this rank."""
-    over, RoundWork.over = RoundWork.over, lambda work, _: work.steps == updates[rank]  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        RoundWork.over = over  # type: ignore[method-assign]
 
 
 def by_engine(rank: int, size: int, merged: int, tokens: bool) -> tuple[list[str], int, int]:
@@ -42,7 +31,7 @@ def by_engine(rank: int, size: int, merged: int, tokens: bool) -> tuple[list[str
     engine = strategy.prepare(model, optimizer, LOSS)
     torch.manual_seed(rank)  # of dropout
     found = []
-    with paced(rank):
+    with rounds_of(UPDATES[rank]):
         for step in range(ROUNDS * UPDATES[rank] * merged):
             engine.train_step(*batch(step, rank), tokens=TOKENS[rank] if tokens else None)
             assert engine.sync is not None
@@ -58,7 +47,7 @@ def by_hand(rank: int, size: int, merged: int, tokens: bool) -> tuple[list[str],
     model = make_model()
     optimizer = make_optimizer(model, ())
     found, updates = [], ROUNDS * UPDATES[rank]
-    with paced(rank), tw.local_sgd(model, optimizer, CONFIG) as sync:
+    with rounds_of(UPDATES[rank]), tw.local_sgd(model, optimizer, CONFIG) as sync:
         torch.manual_seed(rank)
         for update in range(updates):
             optimizer.zero_grad()
@@ -92,7 +81,7 @@ def test_the_bits_of_local_sgd(ranks: Pool, merged: int, tokens: bool) -> None:
 def composed(rank: int, size: int, fields: tuple[str, ...]) -> list[str]:
     engine = make_engine([*fields, "localsgd"], replace={"localsgd": CONFIG})
     found: list[str] = []
-    with paced(rank):
+    with rounds_of(UPDATES[rank]):
         microstep = 0
         while len(found) < ROUNDS:
             loss = engine.train_step(*batch(microstep, rank))
@@ -142,7 +131,7 @@ def without_batches(
     rank: int, size: int, batches: tuple[int, ...]
 ) -> tuple[torch.Tensor, int, float]:
     engine = make_engine(("localsgd",), replace={"localsgd": CONFIG}, plain=True)
-    with paced(rank, (3, 3)), engine.join():
+    with rounds_of(3), engine.join():
         for step in range(batches[rank]):
             engine.train_step(*batch(step, rank))
     engine.flush()
@@ -185,7 +174,7 @@ def saved(rank: int, size: int, folder: str, part: str) -> list[str]:
     """Train whole, or in two parts."""
     engine = make_engine(("localsgd", "dgc"), replace={"localsgd": CONFIG})
     found: list[str] = []
-    with paced(rank):
+    with rounds_of(UPDATES[rank]):
         if part == "second":
             engine.load(folder)
         first = 0 if part != "second" else 2 * UPDATES[rank]
