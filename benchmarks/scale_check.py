@@ -5,9 +5,9 @@
 
 Needs root. Every rank is a process in a network namespace of its own (token buckets; latency by the
 laboratory's forwarder; queues are deep, so that nothing is lost). The link is so slow that the wire
-and not the cores decide. A step is timed from a barrier to its end on the slowest rank; the
-simulation is given the seconds of the same step of one rank alone. Bytes must be equal, on every
-rank.
+and not the cores decide. A step is timed from a barrier to its end on the slowest rank. The
+simulation is given the seconds of the same step without a network, each rank a group of its own,
+as many at once on the same cores. Bytes must be equal, on every rank.
 """
 
 import multiprocessing as mp
@@ -36,6 +36,8 @@ from thinwire.simulation.run import simulate
 SHAPES = ((250, 1000),) * 4
 NUMELS = (250_000,) * 4
 K_STEPS = 2
+WARM_UP = 3
+"""Steps before those that are timed, in which TCP learns the rate that each connection has now."""
 QUEUE_BYTES = 8_000_000
 PLACES = tuple((ranks, "4mbit", "20ms") for ranks in (2, 4, 8, 16))
 
@@ -108,24 +110,26 @@ def of_the(method: Method, ranks: int) -> bool:
     return ranks % method.node_size == 0 and ranks // method.node_size > 1
 
 
-def work(rank: int, ranks: int, fd: int, store: str, repeats: int, answers: Any) -> None:
-    """One rank: of every method seconds and bytes of each step."""
+def work(
+    rank: int, ranks: int, fd: int | None, store: str, repeats: int, gate: Any, answers: Any
+) -> None:
+    """One rank, or a group of its own without a network: of every method seconds and bytes of each
+    step.
+    """
     torch.set_num_threads(1)
-    if fd >= 0:
+    if fd is not None:
         enter_network(fd)
         os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
-    if ranks > 1:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     found = {}
     for name, (make, method) in METHODS.items():
-        if ranks > 1 and not of_the(method, ranks):
+        if not (of_the(method, ranks) if fd is not None else method.node_size == 1):
             continue
         step = make(drawn(rank))
-        if ranks == 1 and method.node_size > 1:
-            continue
-        before, seconds, sent = step(), [], []
+        before, seconds, sent = [step() for _ in range(WARM_UP)][-1], [], []
         for _ in range(repeats):
-            if ranks > 1:
+            gate.wait()
+            if fd is not None:
                 dist.barrier()
             begin_s = time.perf_counter()
             now = step()
@@ -134,7 +138,7 @@ def work(rank: int, ranks: int, fd: int, store: str, repeats: int, answers: Any)
             before = now
         found[name] = seconds, sent
     answers.put((rank, found))
-    if ranks > 1:
+    if fd is not None:
         dist.barrier()
         dist.destroy_process_group()
 
@@ -158,15 +162,15 @@ def deepen(net: Network) -> None:
 
 
 def measured(ranks: int, net: Network | None, repeats: int) -> list[dict[str, Any]]:
-    """By rank what it found."""
+    """By rank what it found; without a network each is a group of its own."""
     context = mp.get_context("fork")
-    answers = context.Queue()
+    answers, gate = context.Queue(), context.Barrier(ranks)
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder, "store"))
         processes = []
         for rank in range(ranks):
-            fd = -1 if net is None else net.namespace_fds[rank]
-            arguments = (rank, ranks, fd, store, repeats, answers)
+            fd = None if net is None else net.namespace_fds[rank]
+            arguments = (rank, ranks, fd, store, repeats, gate, answers)
             processes.append(context.Process(target=work, args=arguments, daemon=True))
             processes[-1].start()
         found = dict(answers.get(timeout=1800) for _ in processes)
@@ -175,7 +179,12 @@ def measured(ranks: int, net: Network | None, repeats: int) -> list[dict[str, An
     return [found[rank] for rank in range(ranks)]
 
 
-def rows(ranks: int, link: Link, repeats: int, alone_s: dict[str, float]) -> list[dict[str, Any]]:
+def rows(ranks: int, link: Link, repeats: int) -> list[dict[str, Any]]:
+    alone = measured(ranks, None, max(repeats, 3))
+    alone_s = {
+        name: statistics.median(map(max, zip(*(each[name][0] for each in alone), strict=True)))
+        for name in alone[0]
+    }
     with network(ranks, link) as net:
         deepen(net)
         found = measured(ranks, net, repeats)
@@ -229,12 +238,10 @@ def main() -> None:
     arguments = parser.parse_args()
     repeats = 1 if arguments.quick else arguments.repeats
     places = [(2, "20mbit", "20ms")] if arguments.quick else list(PLACES)
-    [alone] = measured(1, None, max(repeats, 3))
-    alone_s = {name: statistics.median(seconds) for name, (seconds, _) in alone.items()}
     found: list[dict[str, Any]] = []
     result = {**surroundings(repeats), "rows": found}
     for ranks, rate, latency in places:
-        found += rows(ranks, Link.parse(rate, latency), repeats, alone_s)
+        found += rows(ranks, Link.parse(rate, latency), repeats)
         print(printed({**result, "rows": found}).splitlines()[-1], flush=True)
         save(result, arguments.out)
     print(printed(result))

@@ -7,7 +7,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,9 @@ from thinwire.lab.settings import Settings
 from thinwire.lab.strategies import choose
 
 BAD = ("Raises", "Diverges", "Dies")
+START_S = 150.0
+"""Until a command has begun to train, where other tests want the same cores."""
+Start = Callable[[list[str]], "subprocess.Popen[str]"]
 EXAMPLES = Path(__file__).parents[2] / "examples" / "strategies"
 
 
@@ -281,16 +284,20 @@ def test_no_strategy_compiles_on_its_clock(tmp_path: Path, monkeypatch: pytest.M
     assert max(run["step_ms"]) < 1000
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("number", "status", "by"), [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 143, "SIGTERM")]
 )
 def test_what_has_finished_survives_an_interruption(
-    number: int, status: int, by: str, tmp_path: Path
+    number: int, status: int, by: str, tmp_path: Path, start: Start
 ) -> None:
     out = tmp_path / "out"
     more = ["--link", "loopback", "--seconds", "1", "--strategies", "dense", "localsgd", "fp16"]
-    process = started(command(out, *more))
-    until(lambda: (out / ".work" / "localsgd" / "job.json").exists() or process.poll() is not None)
+    process = start(command(out, *more))
+    until(
+        lambda: (out / ".work" / "localsgd" / "job.json").exists() or process.poll() is not None,
+        START_S,
+    )
     before = json.loads((out / "results.json").read_text())
     assert before["interrupted"] == {
         "by": None,
@@ -324,14 +331,27 @@ def test_what_has_finished_survives_an_interruption(
     ]
 
 
-def started(words: list[str]) -> subprocess.Popen[str]:
-    """A command that Ctrl-C reaches, even where the tests run in a shell's background, which
-    ignores it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    finally:
-        signal.signal(signal.SIGINT, before)
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts a command that Ctrl-C reaches, even where the tests run in a shell's background, which
+    ignores it; what a test leaves is killed."""
+    begun = []
+
+    def started(words: list[str]) -> subprocess.Popen[str]:
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            begun.append(
+                subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            )
+        finally:
+            signal.signal(signal.SIGINT, before)
+        return begun[-1]
+
+    yield started
+    for process in begun:
+        if process.returncode is None:
+            process.kill()
+            process.communicate()
 
 
 def workers_below(pid: int) -> list[int]:
@@ -351,12 +371,12 @@ def workers_below(pid: int) -> list[int]:
 class Running:
     """The command at work, in a namespace each, with all that belongs to it."""
 
-    def __init__(self, out: Path, *more: str) -> None:
+    def __init__(self, start: Start, out: Path, *more: str) -> None:
         self.out = out
-        self.process = started(
+        self.process = start(
             command(out, "--link", "20mbit", "--strategies", "dense", "--steps", "100000", *more)
         )
-        until(lambda: list(out.glob(".work/*/rank0.jsonl")) and "step" in self._events())
+        until(lambda: list(out.glob(".work/*/rank0.jsonl")) and "step" in self._events(), START_S)
         self.family = descendants(self.process.pid)
         mine = namespace_of(os.getpid())
         self.namespaces = {
@@ -390,15 +410,17 @@ def test_two_comparisons_do_not_share_a_folder(tmp_path: Path) -> None:
 
 
 @needs_netns
-def test_nothing_survives_a_killed_command(tmp_path: Path) -> None:
+@pytest.mark.timeout(300)
+def test_nothing_survives_a_killed_command(tmp_path: Path, start: Start) -> None:
     # a latency adds a process that carries the packets to all that there is without one
-    running = Running(tmp_path / "out", "--latency", "1ms")
+    running = Running(start, tmp_path / "out", "--latency", "1ms")
     running.process.kill()
     assert running.end()[0] == -signal.SIGKILL
     running.all_gone()
 
 
 @needs_netns
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("number", "status", "text"),
     [
@@ -407,9 +429,9 @@ def test_nothing_survives_a_killed_command(tmp_path: Path) -> None:
     ],
 )
 def test_an_interrupted_command_cleans_up(
-    number: int, status: int, text: str, tmp_path: Path
+    number: int, status: int, text: str, tmp_path: Path, start: Start
 ) -> None:
-    running = Running(tmp_path / "out")
+    running = Running(start, tmp_path / "out")
     running.process.send_signal(number)
     assert running.end() == (status, text)
     running.all_gone()
@@ -418,8 +440,9 @@ def test_an_interrupted_command_cleans_up(
 
 @needs_netns
 @pytest.mark.fault
-def test_a_killed_worker_ends_the_comparison(tmp_path: Path) -> None:
-    running = Running(tmp_path / "out")
+@pytest.mark.timeout(300)
+def test_a_killed_worker_ends_the_comparison(tmp_path: Path, start: Start) -> None:
+    running = Running(start, tmp_path / "out")
     os.kill(workers_below(running.process.pid)[1], signal.SIGKILL)
     status, errors = running.end()
     assert status == 1

@@ -3,6 +3,8 @@ what cannot be."""
 
 import itertools
 import json
+import random
+import statistics
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -17,7 +19,7 @@ import thinwire as tw
 from thinwire.layout.message import Layout, Slot, WholeLayout, count_sent
 from thinwire.layout.shares import split_plan, whole_split
 from thinwire.planning.methods import BUCKETS, cost_of
-from thinwire.planning.network import FRAMES, Network, reduce_pairs
+from thinwire.planning.network import FRAMES, Network, crowding, reduce_pairs
 from thinwire.planning.work import Work, matrices, numel_of
 
 NUMBERS: dict[str, Any] = {"params": "124M", "step_seconds": 0.35, "workers": 8}
@@ -107,7 +109,25 @@ def test_a_ring_has_two_pieces_on_their_way() -> None:
     assert line.all_reduce_s(2**20) == pytest.approx(6 * (0.04 + piece_s) + piece_s)
     assert [reduce_pairs(4, mib * 2**20) for mib in (0, 1, 8, 9, 12, 13)] == [6, 6, 6, 9, 9, 12]
     assert line.all_reduce_s(12 * 2**20) == pytest.approx(0.04 + 1.5 * 12 * 2**20 / 12.5e6)
-    assert line.all_to_all_s(2**20) == pytest.approx(0.04 + 2**20 / 12.5e6)
+    sent_s = 2**20 / 12.5e6
+    assert line.all_to_all_s(2**20) == pytest.approx(0.04 + sent_s * (1 + crowding(4, 3)))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8, 16, 64])
+def test_strings_to_one_receiver_wait_for_each_other(ranks: int) -> None:
+    """Strings of one second, one after another in an order that each rank draws: a receiver takes
+    one in a second."""
+    drawn, over_s = random.Random(ranks), []
+    for _ in range(100):
+        queued = [0] * ranks
+        orders = [
+            drawn.sample([r for r in range(ranks) if r != mine], ranks - 1) for mine in range(ranks)
+        ]
+        for come in zip(*orders, strict=True):
+            queued = [max(0, queued[r] + come.count(r) - 1) for r in range(ranks)]
+        over_s.append(ranks - 1 + max(queued))
+    expected_s = (ranks - 1) * (1 + crowding(ranks, ranks - 1))
+    assert statistics.mean(over_s) == pytest.approx(expected_s, rel=0.06)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 """How long the collectives of gloo take between ranks of a network."""
 
 from dataclasses import dataclass
-from math import ceil, log, log2
+from math import ceil, log, log2, sqrt
 
-__all__ = ["FRAMES", "Network", "reduce_pairs"]
+__all__ = ["FRAMES", "Network", "crowding", "reduce_pairs"]
 
 _FIRST_WINDOW_BYTES = 14_600
 FRAMES = 1448 / 1514
@@ -18,6 +18,21 @@ def reduce_pairs(ranks: int, nbytes: float) -> int:
     least two pieces, of 1 MiB at most.
     """
     return (ranks - 1) * max(2, ceil(nbytes / ranks / _PIECE_BYTES))
+
+
+def crowding(receivers: int, strings: int) -> float:
+    """How much longer an all-to-all takes than the bytes of a receiver, relative to these.
+
+    Senders do not agree on an order. So a line gets several strings at once and none at another
+    time, and ends late by what is still queued when the last string has been sent: with orders at
+    random the highest point of a Brownian bridge, the largest of all receivers. Two ranks have
+    nobody to meet.
+
+    Args:
+        receivers: Lines that receive at once, at least 2.
+        strings: That each of them gets.
+    """
+    return sqrt((receivers - 2) / (receivers - 1) * log(receivers) / (2 * strings))
 
 
 @dataclass(frozen=True)
@@ -73,7 +88,9 @@ class Network:
         """
         if self.ranks == 1:
             return 0.0
-        return self.call_s + 2 * self.latency_s + self.transfer_s(nbytes, idle_s)
+        sending_s = self.transfer_s(nbytes, idle_s)
+        crowded_s = crowding(self.ranks, self.ranks - 1) * sending_s
+        return self.call_s + 2 * self.latency_s + sending_s + crowded_s
 
     def broadcast_s(self, nbytes: float) -> float:
         """A tree: in each round all who have it pass it on; the last round may need a little

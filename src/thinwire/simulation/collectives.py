@@ -9,7 +9,7 @@ from math import ceil, log2
 import numpy as np
 from numpy.typing import NDArray
 
-from thinwire.planning.network import reduce_pairs
+from thinwire.planning.network import crowding, reduce_pairs
 from thinwire.simulation.lines import Edges, Lines
 
 __all__ = ["Broadcast", "Collective", "Deal", "Gather", "Jitter", "Reduce", "finished"]
@@ -184,7 +184,10 @@ def _ring(
 def _dealt(
     deal: Deal, lines: Lines, members: Ranks, begin_s: Times, jitter: Jitter, idle_s: float
 ) -> Times:
-    """The strings of a rank share its line; those that leave or reach a site, the site's."""
+    """The strings of a rank share its line; those that leave or reach a site, the site's.
+
+    Those that reach a line crowd there, since senders do not agree on an order.
+    """
     size, lengths = members.shape[1], np.array(deal.lengths, np.float64)
     out, into = lengths.sum() - lengths, (size - 1) * lengths
     found = np.empty_like(begin_s)
@@ -195,6 +198,7 @@ def _dealt(
         latency_s = lines.far_s if far else lines.near_s
         up_s = _transfers(lines, lines.up_bit_s[ranks], latency_s, out, idle_s)
         down_s = _transfers(lines, lines.down_bit_s[ranks], latency_s, into, idle_s)
+        down_s = _crowded(up_s, down_s, crowding(size, size - 1))
         begin = begin + latency_s  # which it takes to hear that the others are ready
         gone = begin + up_s
         if far and np.isfinite(lines.site_bit_s):
@@ -205,10 +209,21 @@ def _dealt(
             leaves_s, comes_s = (
                 _transfers(lines, shared, latency_s, each, idle_s) for each in (leaves, comes)
             )
+            strings = int((count * (size - count)).min())
+            comes_s = _crowded(leaves_s, comes_s, crowding(len(count), strings))
             down_s = np.maximum(down_s, comes_s[site])
             gone = np.maximum(gone, begin + leaves_s[site])
         found[group] = np.maximum(gone.max(), begin + down_s) + latency_s + jitter.of(begin.shape)
     return found
+
+
+def _crowded(up_s: Times, down_s: Times, crowding: float) -> Times:
+    """Until all has reached each line: what is queued there when the last sender is through waits,
+    unless the line had no pause anyway.
+    """
+    last_s = float(up_s.max())
+    over_s: Times = np.maximum(down_s, last_s + crowding * np.minimum(down_s, last_s))
+    return over_s
 
 
 def _broadcast(
