@@ -13,12 +13,12 @@ SITE_VENV := .venv-site
 AT_ONCE ?= 4
 PYTEST = -m pytest -n $(AT_ONCE) --dist worksteal
 # threads of torch that wait for each other would spin, on cores that other processes have work for
-test test-integrations test-triton: export OMP_WAIT_POLICY := passive
+test test-slow test-integrations test-triton: export OMP_WAIT_POLICY := passive
 
 # the tests start hundreds of processes: where nobody keeps byte code, each would compile all sources
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-again test-integrations test-triton test-soak soak check format bench docs site package clean
+.PHONY: help demo test test-slow test-again test-integrations test-triton test-soak soak check format bench docs site package clean
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
@@ -32,8 +32,11 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)  ## train dense and compressed over the same slow link, side by side (within three minutes)
 	$(BIN)/thinwire compare --workers 2 --link 100mbit --strategies muon-local quantized-local dense powersgd --size small --seconds 18 --out runs/demo
 
-test: $(INSTALLED)  ## everything that must hold
-	$(BIN)/python $(PYTEST)
+test: $(INSTALLED)  ## what must hold, but for the slowest tests (minutes)
+	$(BIN)/python $(PYTEST) -m "not slow"
+
+test-slow: $(INSTALLED)  ## the slowest tests: whole commands, lost machines, kernels compiled anew, hundreds of steps
+	$(BIN)/python $(PYTEST) -m slow
 
 test-again: $(INSTALLED)  ## those that failed last, one after another: some wait for a time-out, and other work on the machine can make them late
 	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none

@@ -13,7 +13,7 @@ import json
 import re
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -123,7 +123,8 @@ def circles() -> list[list[str]]:
     """Groups of modules that import each other in a circle when they are loaded, inside packages
     too.
     """
-    graph = {_module(path): _imports(path) for path in files()}
+    modules = {_module(path): path for path in files()}
+    graph = {name: _imports(path, modules.keys()) for name, path in modules.items()}
     return [sorted(group) for group in _strong(graph) if len(group) > 1]
 
 
@@ -132,9 +133,8 @@ def _module(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def _imports(path: Path) -> set[str]:
-    """Modules that are imported, in functions and for types too."""
-    names = {_module(each) for each in files()}
+def _imports(path: Path, names: Set[str]) -> set[str]:
+    """Which of the modules `names` are imported, in functions and for types too."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):

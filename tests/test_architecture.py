@@ -122,6 +122,7 @@ def test_importing_thinwire_does_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.slow
 def test_the_packages_are_attributes_after_the_import_alone() -> None:
     """In a process of its own: here other tests have imported them."""
     code = (

@@ -290,6 +290,7 @@ except SystemExit as stop:
     )
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_ends_the_command_quietly(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("gradient_merge: {k_steps: 2}\n", encoding="utf-8")
@@ -300,6 +301,7 @@ def test_a_reader_that_leaves_ends_the_command_quietly(tmp_path: Path) -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.slow
 def test_under_torchrun_the_interpreter_is_not_shut_down(tmp_path: Path) -> None:
     """Ranks have aborted there, in a thread of torch's."""
     path = Path(__file__).parent.parent / "examples" / "strategies" / "slow_network.yaml"

@@ -14,6 +14,7 @@ CELL = Cell(
 )
 
 
+@pytest.mark.slow
 def test_a_cell_is_trained_on_real_ranks_and_not_twice(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     first = Results(path).of(CELL)

@@ -53,6 +53,7 @@ def lines_of(path: Path) -> int:
     return len(path.read_text(encoding="utf-8").splitlines())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(220)
 @pytest.mark.parametrize(
     "path", [p for p in EXAMPLES if p.name not in OPTIONAL], ids=lambda path: path.name

@@ -86,6 +86,7 @@ def test_the_page_shows_what_changes_in_the_files() -> None:
     assert page == written(page)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", *MOVED])
 def test_resumed_in_the_middle_it_ends_as_undisturbed(
     ranks: Pool, tmp_path: Path, name: str
@@ -97,6 +98,7 @@ def test_resumed_in_the_middle_it_ends_as_undisturbed(
     assert_same(whole, first | second, within=0)
 
 
+@pytest.mark.slow
 def test_the_engine_is_ddp(ranks: Pool, tmp_path: Path) -> None:
     """But for the clipping, whose factor is 1 / max(norm, 1) here and 1 / (norm + 1e-6) in
     torch."""
@@ -107,6 +109,7 @@ def test_the_engine_is_ddp(ranks: Pool, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_dgc_before_its_ramp_in_ddp_is_sgd_in_ddp(ranks: Pool, tmp_path: Path) -> None:
     plain = losses(ranks, "plain", tmp_path / "plain", changes={**SGD, **WITHOUT_CLIPPING})
     dense = {
@@ -116,6 +119,7 @@ def test_dgc_before_its_ramp_in_ddp_is_sgd_in_ddp(ranks: Pool, tmp_path: Path) -
     assert_same(plain, losses(ranks, "attach", tmp_path / "attach", changes=dense), within=1e-6)
 
 
+@pytest.mark.slow
 def test_averaging_in_every_step_is_sgd_in_ddp(ranks: Pool, tmp_path: Path) -> None:
     """For an update that is linear in the gradient; clipping and AdamW are not, so the mean of
     updates is another."""
@@ -128,6 +132,7 @@ def test_averaging_in_every_step_is_sgd_in_ddp(ranks: Pool, tmp_path: Path) -> N
     )
 
 
+@pytest.mark.slow
 def test_averaging_in_every_step_over_equal_batches_is_adamw_in_ddp(
     ranks: Pool, tmp_path: Path
 ) -> None:

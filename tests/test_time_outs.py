@@ -86,6 +86,7 @@ def unequal_speed(rank: int, size: int) -> tuple[float, list[float]]:
     ]
 
 
+@pytest.mark.slow
 def test_a_slow_rank_may_fall_behind_by_the_time_out_between_two_averagings_and_not_in_all(
     ranks: Pool,
 ) -> None:
@@ -146,6 +147,7 @@ def rank_0_alone(
     return time.monotonic() - begin_s, str([p.tolist() for p in model.parameters()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "how"), [*((way, "busy") for way in WAYS), ("engine", "evaluate")])
 def test_a_rank_that_says_that_it_is_busy_is_waited_for(ranks: Pool, way: str, how: str) -> None:
     (seconds, first), (waited, second) = ranks.run(rank_0_alone, way, 10.0, how, 6.0)
@@ -154,6 +156,7 @@ def test_a_rank_that_says_that_it_is_busy_is_waited_for(ranks: Pool, way: str, h
     assert first.startswith("[[")
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 def test_a_rank_is_waited_for_as_long_as_it_said_and_a_time_out_longer(ranks: Pool) -> None:
     _, (waited, told) = ranks.run(rank_0_alone, "engine", 12.0, "too short", 3.0)

@@ -10,6 +10,7 @@ from tests.ranks import Pool
 QUICK = [attack for attack in ATTACKS if attack.quick]
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 @pytest.mark.parametrize("attack", QUICK, ids=lambda attack: f"{attack.letter}: {attack.name}")
 def test_the_attack_is_held(ranks: Pool, attack: Attack) -> None:

@@ -40,6 +40,7 @@ def require_named(root: Path, path: Path, file: str) -> None:
     raise AssertionError(f"damage in {file} was not found: {state}")
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
     """More than 10 000 of them: every bit of every file, one after the other."""
     path = save(

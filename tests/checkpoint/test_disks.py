@@ -55,6 +55,7 @@ def can_mount() -> bool:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 @pytest.mark.skipif(not can_mount(), reason="needs a mount namespace: root, or user namespaces")
 def test_a_full_and_a_read_only_disk(tmp_path: Path) -> None:

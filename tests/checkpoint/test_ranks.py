@@ -339,6 +339,7 @@ def test_a_disk_that_hangs_is_an_error_on_all_within_the_time_out(
         assert good
 
 
+@pytest.mark.slow
 def test_cleaning_up_on_a_disk_that_hangs_does_not_hold_a_save(ranks: Pool, tmp_path: Path) -> None:
     for text, taken, good in ranks.run(hung, str(tmp_path), "unlink", size=2, group_timeout_s=6):
         assert taken < 18

@@ -158,6 +158,8 @@ def long_training(rank: int, size: int, steps: int) -> tuple[float, float, str]:
     return sum(losses[:10]) / 10, sum(losses[-10:]) / 10, digest(engine.model)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_four_ranks_hold_the_same_bits_after_500_steps_in_ten_buckets(ranks: Pool) -> None:
     answers = ranks.run(long_training, 500, size=4, timeout_s=300)
     assert len({answer[2] for answer in answers}) == 1
@@ -317,6 +319,7 @@ LOCAL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOCAL)
 def test_changes_of_local_updates_travel_as_factors(ranks: Pool, tmp_path: Path, name: str) -> None:
     straight = ranks.run(local_training, LOCAL[name], 23, str(tmp_path), False, size=3)

@@ -56,6 +56,7 @@ def refusal(layout, row, where=WHERE):
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_zeros", [False, True])
 @pytest.mark.parametrize("bits", VALUE_BITS)
 def test_the_bytes_and_what_is_read_are_those_of_the_host(bits, with_zeros):
@@ -115,6 +116,7 @@ def test_a_gradient_that_is_not_finite_makes_the_hosts_alarm(finite):
     assert arrived.parts[0].counts.tolist() == [0, 17]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [1, 32])
 def test_single_bit_flips_are_found_and_explained_as_on_the_host(bits):
     layout = Layout(SLOTS, bits)
@@ -135,6 +137,7 @@ def test_single_bit_flips_are_found_and_explained_as_on_the_host(bits):
         assert str(found.value) == refusal(layout, damaged)
 
 
+@pytest.mark.slow
 def test_whatever_came_with_a_fitting_checksum_is_judged_as_on_the_host():
     generator = torch.Generator().manual_seed(3)
     legal = 0

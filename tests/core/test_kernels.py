@@ -249,6 +249,7 @@ def test_the_environment_and_a_missing_numba_choose_torch(monkeypatch):
     kernels._numba_kernels.cache_clear()
 
 
+@pytest.mark.slow
 def test_numba_that_compiles_nothing_leaves_the_work_to_the_reference():
     code = """
 import torch
@@ -258,6 +259,7 @@ assert kernels.for_device(torch.device("cpu")).__name__.endswith("reference")
     assert_succeeds(run_python(code, NUMBA_DISABLE_JIT="1"))
 
 
+@pytest.mark.slow
 def test_a_package_in_an_archive_compiles_into_the_cache_of_the_user(tmp_path):
     archive = shutil.make_archive(
         str(tmp_path / "thinwire"), "zip", Path(kernels.__file__).parents[2], "thinwire"
@@ -315,6 +317,7 @@ def assert_succeeds(process):
     assert process.returncode == 0, output
 
 
+@pytest.mark.slow
 def test_numba_is_not_imported_before_it_is_needed():
     assert_succeeds(
         run_python("import sys, thinwire, thinwire.wire.message\nassert 'numba' not in sys.modules")
@@ -355,6 +358,7 @@ def stepped(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_second_process_compiles_nothing(stepped):
     assert_succeeds(run_python(COMPILES_NOTHING, NUMBA_CACHE_DIR=str(stepped)))
 
@@ -368,11 +372,13 @@ assert jit_steps.lars.stats.cache_misses and not jit_steps.lars.stats.cache_hits
 """
 
 
+@pytest.mark.slow
 def test_a_change_in_any_file_compiles_all_anew(stepped, tmp_path):
     cache = shutil.copytree(stepped, tmp_path / "cache")
     assert_succeeds(run_python(SOURCES_HAVE_CHANGED, NUMBA_CACHE_DIR=str(cache)))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_has_threads_of_its_own():
     child = (
@@ -386,6 +392,7 @@ def test_a_forked_child_has_threads_of_its_own():
     assert_succeeds(run_python(code))
 
 
+@pytest.mark.slow
 def test_no_byte_is_read_or_written_out_of_bounds_whatever_came(tmp_path):
     code = """
 import torch
@@ -413,6 +420,7 @@ for numel, k in [(1, 1), (7, 3), (100, 3), (100, 100), (1000, 9), (513, 256)] * 
     assert_succeeds(run_python(code, NUMBA_BOUNDSCHECK="1", NUMBA_CACHE_DIR=str(tmp_path)))
 
 
+@pytest.mark.slow
 def test_a_selection_stays_in_its_memory_whatever_it_is_from(tmp_path):
     code = """
 import torch

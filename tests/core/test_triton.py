@@ -285,6 +285,7 @@ assert len(names) >= 27, names
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_every_kernel_compiles_for_a_gpu_and_rounds_after_every_operation(tmp_path):
     """No GPU is needed for it: the compiler shows that no product is fused with a sum, no division

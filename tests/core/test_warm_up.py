@@ -210,6 +210,7 @@ def test_training_with_dgc_compiles_nothing_that_was_not_compiled_ahead(starts, 
     starts.run(code, None, strict=False)
 
 
+@pytest.mark.slow
 def test_steps_and_changes_compile_nothing_that_was_not_compiled_ahead(starts):
     uses = """[
         lambda: train(optim.Lamb(ps := params_of(torch.float32, (5, 100_000))), ps),
@@ -225,6 +226,7 @@ def test_steps_and_changes_compile_nothing_that_was_not_compiled_ahead(starts):
     starts.run(code, None, strict=False)
 
 
+@pytest.mark.slow
 def test_one_line_says_that_loops_are_compiled_and_a_warm_start_is_silent(starts, tmp_path):
     first, second = starts.run(LARS, tmp_path), starts.run(LARS, tmp_path)
     assert "INFO compiling the loops of this training, once per machine" in first
@@ -232,6 +234,7 @@ def test_one_line_says_that_loops_are_compiled_and_a_warm_start_is_silent(starts
     assert second == ""
 
 
+@pytest.mark.slow
 def test_nothing_is_warmed_where_nothing_is_compiled(starts, tmp_path):
     code = f"{WARM}\nassert warm('sparse') == 0"
     assert output_of(start(code, tmp_path, NUMBA_DISABLE_JIT="1")) == ""
@@ -252,6 +255,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_a_damaged_file_is_made_anew_once_with_a_warning(starts, warm_cache, tmp_path, kind):
     cache = copied(warm_cache, tmp_path / "cache")
@@ -264,6 +268,7 @@ def test_a_damaged_file_is_made_anew_once_with_a_warning(starts, warm_cache, tmp
     assert second == ""
 
 
+@pytest.mark.slow
 def test_damage_is_mended_by_processes_that_start_together(starts, warm_cache, tmp_path):
     cache = copied(warm_cache, tmp_path / "cache")
     the_loop(cache).write_bytes(b"")
@@ -271,6 +276,7 @@ def test_damage_is_mended_by_processes_that_start_together(starts, warm_cache, t
     assert starts.run(LARS, cache) == ""
 
 
+@pytest.mark.slow
 def test_a_folder_in_the_place_of_a_file_does_not_end_a_start(starts, warm_cache, tmp_path):
     cache = copied(warm_cache, tmp_path / "cache")
     path = the_loop(cache)
@@ -281,6 +287,7 @@ def test_a_folder_in_the_place_of_a_file_does_not_end_a_start(starts, warm_cache
     assert output.count("RuntimeWarning: compiled loops cannot be written to") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("obstacle", ["file", "read-only"])
 def test_a_cache_that_cannot_be_written_is_said_once_and_loops_work(starts, tmp_path, obstacle):
     cache = tmp_path / "cache"
@@ -316,6 +323,7 @@ def test_what_was_compiled_is_read_where_nothing_can_be_written(starts, warm_cac
         subprocess.run(["umount", str(cache)], check=True)
 
 
+@pytest.mark.slow
 def test_processes_that_start_together_share_the_work(starts, tmp_path):
     code = f"{WARM}\nfor work in ('lamb', 'lars', 'outer'): warm(work)"
     outputs = starts.run_together([code] * 3, tmp_path)
@@ -330,6 +338,7 @@ def test_processes_that_start_together_share_the_work(starts, tmp_path):
     assert sum(compiled) == sum(inner), "no loop was compiled twice"
 
 
+@pytest.mark.slow
 def test_a_process_that_was_stopped_while_it_compiled_holds_nobody_up_for_ever(starts, tmp_path):
     hold = """
 import sys, time
@@ -355,6 +364,7 @@ jit_steps.lars._cache = Holding("jit_steps.lars")
             first.kill()
 
 
+@pytest.mark.slow
 def test_a_lock_ends_with_its_process(starts, tmp_path):
     dying = """
 import os

@@ -26,6 +26,7 @@ def doctor(*options: str, **environment: str) -> subprocess.CompletedProcess[str
     )
 
 
+@pytest.mark.slow
 def test_one_machine_is_looked_at() -> None:
     done = doctor("--json", GLOO_SOCKET_IFNAME="lo")
     assert (done.returncode, done.stderr) == (0, "")
@@ -46,6 +47,7 @@ def test_one_machine_is_looked_at() -> None:
     }
 
 
+@pytest.mark.slow
 def test_what_is_wrong_is_status_1_and_quiet_prints_nothing_else() -> None:
     done = doctor("--quiet", GLOO_SOCKET_IFNAME="no-such", MASTER_ADDR="127.0.0.1")
     assert (done.returncode, done.stderr) == (1, "")
@@ -67,6 +69,7 @@ def test_two_ranks_of_one_machine_have_nothing_wrong() -> None:
         assert levels[check] == "ok"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "told"),
     [("0", "rank 0 waited in vain for all: "), ("1", "rank 1 does not come to the store: ")],

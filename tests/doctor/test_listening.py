@@ -25,6 +25,7 @@ def own_address() -> str:
     return "" if is_loopback(address) else address
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("address", ["0.0.0.0", "::", "127.0.0.1", "::1", "own"])
 def test_a_process_with_torch_is_found_with_its_address(address: str) -> None:
     named = own_address() if address == "own" else address

@@ -58,6 +58,7 @@ def firewall(net: Network, ports: str = "29500, 32768-60999") -> None:
     )
 
 
+@pytest.mark.slow
 def test_two_machines_have_nothing_wrong(net: Network) -> None:
     commands = [f"{block(f'on {host}', net).rstrip()} {SLOW_MACHINE}" for host in HOSTS]
     done = in_hosts(net, commands, [{}, {}])
@@ -114,6 +115,7 @@ def joined(text: str) -> str:
     return " ".join(text.split())
 
 
+@pytest.mark.slow
 def test_an_interface_that_is_not_there(net: Network) -> None:
     found, done = doctors(net, [{}, {"GLOO_SOCKET_IFNAME": "eth7"}], SLOW_MACHINE)
     assert [one.returncode for one in done] == [1, 1]
@@ -123,6 +125,7 @@ def test_an_interface_that_is_not_there(net: Network) -> None:
     assert "set GLOO_SOCKET_IFNAME=eth0" in only
 
 
+@pytest.mark.slow
 def test_hosts_whose_name_is_loopback(net: Network, tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {socket.gethostname()}\n", "utf-8")
@@ -135,6 +138,7 @@ def test_hosts_whose_name_is_loopback(net: Network, tmp_path: Path) -> None:
     assert "set GLOO_SOCKET_IFNAME=eth0 in the environment of torchrun" in gloo
 
 
+@pytest.mark.slow
 def test_a_path_that_loses_large_packets(net: Network) -> None:
     for fd in net.namespace_fds:  # else the kernel hands over 64 KiB at once
         inside(fd, lambda: shell("ip link set dev eth0 gso_max_segs 1"))
@@ -152,6 +156,7 @@ def test_a_path_that_loses_large_packets(net: Network) -> None:
     assert worst(found) == []
 
 
+@pytest.mark.slow
 def test_the_latency_of_a_line_is_measured() -> None:
     with network(2, Link.parse("5mbit", "20ms")) as net:
         found, _ = doctors(net, [{}, {}], SLOW_MACHINE)
@@ -164,6 +169,7 @@ def test_the_latency_of_a_line_is_measured() -> None:
     assert re.fullmatch(r"all within [\d.]+ ms of rank 0's", told)
 
 
+@pytest.mark.slow
 def test_another_version_on_one_side(net: Network, tmp_path: Path) -> None:
     copy = tmp_path / "thinwire"
     shutil.copytree(ROOT / "src" / "thinwire", copy, ignore=shutil.ignore_patterns("__pycache__"))
@@ -181,6 +187,7 @@ def test_another_version_on_one_side(net: Network, tmp_path: Path) -> None:
     assert any(re.fullmatch(r"thinwire is \S+ on rank 0 and 0.0.1 on rank 1", one) for one in notes)
 
 
+@pytest.mark.slow
 def test_two_of_three_machines_without_a_way_between_them() -> None:
     with network(3, Link.parse("none")) as net:
         away = net.addresses[2]

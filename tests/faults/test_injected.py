@@ -122,6 +122,7 @@ def test_a_rank_stops_for_less_than_the_time_out(ranks: Pool, way: str) -> None:
     assert not any(one.error for one in answers)
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 def test_a_rank_holds_the_lock_of_the_interpreter_for_twice_the_time_out(ranks: Pool) -> None:
     fault = Fault("hold the lock", 1, 5, "forward")

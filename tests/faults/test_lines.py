@@ -26,6 +26,7 @@ def undisturbed(ranks: Pool, folder: Path, way: str, size: int, last: int) -> li
     return [one.common for one in seen]
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 @needs_netns
 @pytest.mark.parametrize("way", ["dgc", "local"])
@@ -92,6 +93,7 @@ def test_two_halves_without_a_way_between_them_both_stop(ranks: Pool, tmp_path: 
     assert len({one.common for one in seen}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 @needs_netns
 def test_a_line_becomes_fifty_times_slower_and_the_bytes_that_are_told_are_those_on_the_wire(
@@ -116,6 +118,7 @@ def test_a_line_becomes_fifty_times_slower_and_the_bytes_that_are_told_are_those
     assert rows[5][2] > 4 * rows[2][2]
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 @needs_netns
 def test_a_step_over_a_late_line_takes_as_many_round_trips_as_it_has_exchanges(

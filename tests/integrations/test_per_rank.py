@@ -59,6 +59,7 @@ def there_and_back(rank: int, size: int, folder: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_every_rank_gets_its_own_state_back(ranks: Pool, tmp_path: Path) -> None:
     answers = ranks.run(there_and_back, str(tmp_path / "new" / "folder"))
     assert answers[0]["saved"] == answers[1]["saved"], "any rank may be the one that writes it"

@@ -71,6 +71,7 @@ def pooled(ranks: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparison, "run_workers", run_workers_in(ranks))
 
 
+@pytest.mark.slow
 @needs_netns
 @pytest.mark.timeout(300)  # eight processes beside what else the machine does
 def test_the_command_trains_over_a_shaped_link_and_reports(tmp_path: Path) -> None:
@@ -183,6 +184,7 @@ def test_settings_are_chosen_on_other_text_than_is_reported_on(tmp_path: Path) -
         assert Path(files["train_file"]).read_bytes() == b"train"
 
 
+@pytest.mark.slow
 def test_a_failing_worker_is_named_and_nothing_is_left(tmp_path: Path) -> None:
     done = subprocess.run(
         command(tmp_path / "out", "--link", "loopback", "--strategies", "dense", "--lr", "1e30"),
@@ -216,6 +218,7 @@ def test_what_was_measured_before_a_failure_is_kept(
     assert results["interrupted"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 @pytest.mark.timeout(400)
 def test_a_strategy_that_raises_diverges_or_dies_does_not_stop_the_others(
@@ -245,6 +248,7 @@ def test_a_strategy_that_raises_diverges_or_dies_does_not_stop_the_others(
     assert "worker 1 was killed by SIGKILL" in why["Dies"]
 
 
+@pytest.mark.slow
 def test_a_file_that_does_not_go_with_the_model_is_refused_before_anything_trains(
     tmp_path: Path,
 ) -> None:
@@ -284,6 +288,7 @@ def test_no_strategy_compiles_on_its_clock(tmp_path: Path, monkeypatch: pytest.M
     assert max(run["step_ms"]) < 1000
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("number", "status", "by"), [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 143, "SIGTERM")]
@@ -409,6 +414,7 @@ def test_two_comparisons_do_not_share_a_folder(tmp_path: Path) -> None:
     assert compare(settings(tmp_path, link="loopback", steps=4), Silent())["strategies"]
 
 
+@pytest.mark.slow
 @needs_netns
 @pytest.mark.timeout(300)
 def test_nothing_survives_a_killed_command(tmp_path: Path, start: Start) -> None:
@@ -419,6 +425,7 @@ def test_nothing_survives_a_killed_command(tmp_path: Path, start: Start) -> None
     running.all_gone()
 
 
+@pytest.mark.slow
 @needs_netns
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
@@ -438,6 +445,7 @@ def test_an_interrupted_command_cleans_up(
     assert list((tmp_path / "out").iterdir()) == []
 
 
+@pytest.mark.slow
 @needs_netns
 @pytest.mark.fault
 @pytest.mark.timeout(300)
@@ -450,6 +458,7 @@ def test_a_killed_worker_ends_the_comparison(tmp_path: Path, start: Start) -> No
     running.all_gone()
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 def test_a_silent_worker_is_not_waited_for_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -88,6 +88,7 @@ def drawn(rank: int, size: int, run: RunConfig) -> tuple[list[list[int]], float,
     return [targets.tolist() for _, targets in batches], work.evaluate(work.model), first
 
 
+@pytest.mark.slow
 def test_ranks_draw_their_own_digits_and_evaluate_together(ranks: Pool, tmp_path: Path) -> None:
     run = run_config(tmp_path)
     one, other = ranks.run(drawn, run, size=2)
@@ -144,6 +145,7 @@ def pooled(ranks: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparison, "run_workers", run_workers_in(ranks))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("pooled")
 def test_it_learns_its_digits_under_every_kind_of_strategy(tmp_path: Path) -> None:
     names = ["dense", "dgc", "low-rank", "quantized-local"]

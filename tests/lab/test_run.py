@@ -144,6 +144,7 @@ def test_over_a_link_every_rank_is_a_machine(tmp_path: Path) -> None:
         assert (place["MASTER_ADDR"], place["GLOO_SOCKET_IFNAME"]) == ("10.77.0.1", "eth0")
 
 
+@pytest.mark.slow
 @needs_netns
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("latency", ["0ms", "5ms"])
@@ -181,6 +182,7 @@ def test_the_first_rank_that_fails_ends_the_others(
     assert [alive(pid) for pid in children] == [False, False]
 
 
+@pytest.mark.slow
 @needs_netns
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_ctrl_c_ends_all_and_leaves_nothing(

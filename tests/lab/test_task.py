@@ -151,6 +151,7 @@ def test_what_is_wrong_with_it_is_one_line_and_nothing_trains(case: str, tmp_pat
     assert not (tmp_path / "out" / "results.json").exists()
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_status_2(tmp_path: Path) -> None:
     def ran(*more: str) -> tuple[int, str]:
         line = [
@@ -213,6 +214,7 @@ def test_a_gpu_that_is_not_there(ranks: Pool) -> None:
     assert ranks.run(refused, "auto", size=2) == ["", ""]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_under_torchrun_the_ranks_train_over_their_network(tmp_path: Path) -> None:
     out = tmp_path / "out"
@@ -235,6 +237,7 @@ def test_under_torchrun_the_ranks_train_over_their_network(tmp_path: Path) -> No
     assert "leave --link and --latency out" in wrong.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("pooled")
 def test_the_example_learns_its_digits(tmp_path: Path) -> None:
     example = Path(__file__).parents[2] / "examples" / "tasks" / "digits.py"

@@ -254,6 +254,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_training_ends_where_it_ends_with_float32() -> None:
     pairs = [[final_loss(seed, choice) for choice in ("float32", "bfloat16")] for seed in range(3)]

@@ -209,6 +209,7 @@ def telling(rank: int, size: int, case: str) -> None:
                 sync.state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "text"),
     [

@@ -149,6 +149,7 @@ def keep_books(rank: int, size: int, compression: Any) -> float:
     return worst
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "compression",
     [
@@ -197,6 +198,7 @@ def add_up(rank: int, size: int, bits: int, exchange: str) -> float:
     return worst
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exchange", ["gather", "split"])
 @pytest.mark.parametrize("bits", BITS)
 def test_nothing_is_lost_over_ranks_and_200_rounds(ranks: Pool, bits: int, exchange: str) -> None:
@@ -246,6 +248,7 @@ def test_nothing_is_lost_by_shares(ranks: Pool, size: int, own: bool) -> None:
     assert applied.count_nonzero() > applied.numel() / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("mean_over", ["senders", "all"])
 def test_shares_with_room_for_everything_are_gathered_messages(
@@ -323,6 +326,7 @@ def sent_in_turns(rank: int, size: int, compression: Any, dgc: Any) -> list[tupl
     return pairs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("compression", "dgc"),
     [
@@ -454,6 +458,7 @@ def mean_of_clipped(
     return mean
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mean_over", ["senders", "all"])
 @pytest.mark.parametrize(("size", "limit"), [(2, 1.0), (2, 3.0), (3, 1.5), (4, 1.0)])
 def test_a_rank_that_sends_far_more_is_scaled_down(
@@ -469,6 +474,7 @@ def test_a_rank_that_sends_far_more_is_scaled_down(
             np.testing.assert_allclose(moved[0][name].reshape(-1), value, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_an_outlier_moves_the_mean_by_no_more_than_the_bound(ranks: Pool) -> None:
     """Of three ranks two send what they send beside a third one of their size: all but its share,
     of at most 2 medians, stays. Without the limit it moves the mean by ten times as much."""
@@ -485,6 +491,7 @@ def test_an_outlier_moves_the_mean_by_no_more_than_the_bound(ranks: Pool) -> Non
     assert shifts[None] > 10 * (2 + 1) * 17 / 3
 
 
+@pytest.mark.slow
 def test_a_limit_that_nobody_reaches_changes_no_bit(ranks: Pool) -> None:
     for mean_over in ("senders", "all"):
         bits = []
@@ -512,6 +519,7 @@ def many_steps(rank: int, size: int, compression: Any, steps: int) -> list[tuple
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "compression",
     [
@@ -555,6 +563,7 @@ def steady(rank: int, size: int, config: Any, rounds: int) -> tuple[float, float
     return share, products[0] / products[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("compression", "low", "high"),
     [

@@ -239,6 +239,7 @@ def train_on_until_pending(model: nn.Module, optimizer: Any, sync: Any, rank: in
         optimizer.step()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", ALL_IN_TIME)
 def test_a_run_goes_on_bit_for_bit_with_a_result_on_its_way(

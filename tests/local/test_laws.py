@@ -129,6 +129,7 @@ CASES: dict[str, tuple[tw.LocalSGD, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("size", [1, 3])
 def test_training_is_that_of_the_simulation(ranks: Pool, case: str, size: int) -> None:
@@ -204,6 +205,7 @@ def many_steps(rank: int, size: int, config: Any, steps: int) -> list[tuple[bool
     return [*found, (True, digest(model))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [
@@ -264,6 +266,7 @@ CURVES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CURVES)
 @pytest.mark.parametrize("begin", [0, 1, 4])
 def test_the_interval_follows_loss_and_rate(ranks: Pool, name: str, begin: int) -> None:
@@ -309,6 +312,7 @@ def keep_books(rank: int, size: int, bits: int, dtype: torch.dtype) -> float:
     return worst
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float64, 1e-10), (torch.float32, 1e-4)])
 @pytest.mark.parametrize("bits", [1, 2, 32])
 @pytest.mark.parametrize("size", [1, 2])

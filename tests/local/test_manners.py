@@ -398,6 +398,7 @@ def spoil(model: nn.Module, way: str) -> None:
         model.a = nn.Parameter(model.a.detach().clone())  # type: ignore[operator]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "text"),
     [

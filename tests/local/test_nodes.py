@@ -50,6 +50,7 @@ def trained(rank: int, size: int, config: Any, alike: int, dgc: Any = None) -> d
     return {"digest": digest(model), "errors": errors, "stats": stats}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of", CONFIGS)
 @pytest.mark.parametrize("name", [*COMPRESSIONS, "dgc"])
 def test_a_node_of_two_is_one_rank_with_their_data(ranks: Pool, name: str, of: str) -> None:
@@ -88,6 +89,7 @@ def conserved(rank: int, size: int, compression: Any, loaded: Any) -> dict[str, 
     return {**state, "digest": digest(model)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sparse, split", "quantized", "quantized, split", "low rank"])
 def test_nothing_is_lost_of_what_nodes_change(ranks: Pool, name: str) -> None:
     """What all ranks changed on the mean is what the anchors moved by and what nodes keep, float64;
@@ -151,6 +153,7 @@ def width(rank: int, size: int, config: Any, local: int) -> int:
             del os.environ[name]
 
 
+@pytest.mark.slow
 def test_the_launcher_says_who_shares_a_node_where_changes_are_compressed(ranks: Pool) -> None:
     for config, expected in [
         (tw.LocalSGD(2, compression=tw.Sparse(0.5)), 2),
@@ -250,6 +253,7 @@ def dying(rank: int, size: int, who: int) -> None:
             one_step(model, optimizer, step, rank)
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 @pytest.mark.parametrize("who", [2, 3])
 def test_a_killed_rank_is_lost_to_all_nodes(ranks: Pool, who: int) -> None:

@@ -151,6 +151,7 @@ def some_steps(rank: int, size: int, config: Any, mean: Any, dgc: Any) -> dict[s
     return {**state, "after": digest(model)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*CONFIGS, "dgc"])
 def test_another_number_of_ranks_goes_on_from_the_mean(ranks: Pool, name: str) -> None:
     """4 to 2 to 4 ranks: the mean of errors, parameters and what is on its way; ranks agree at the

@@ -89,6 +89,7 @@ def test_the_mean_is_that_of_those_who_are_left(ranks: Pool) -> None:
     assert other["shares"] == first["shares"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", [False, True])
 def test_a_newcomer_has_the_bits_of_the_others(ranks: Pool, tmp_path: Any, engine: bool) -> None:
     with meeting_place(None) as address:

@@ -95,6 +95,7 @@ WAYS: list[Callable[[random.Random, Tensor, tuple[int, int]], Tensor]] = [
 ]
 
 
+@pytest.mark.slow
 def test_ten_thousand_forged_messages() -> None:
     rng = random.Random(7)
     reader = Proofs(KEY, "messages", 0)

@@ -158,6 +158,7 @@ def ended(process: subprocess.Popen[str], number: int) -> str:
     return out
 
 
+@pytest.mark.slow
 @LINUX
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1"])
 def test_it_listens_on_the_given_address_and_on_no_other(host: str) -> None:
@@ -173,6 +174,7 @@ def test_it_listens_on_the_given_address_and_on_no_other(host: str) -> None:
         assert ended(process, signal.SIGTERM) == ""
 
 
+@pytest.mark.slow
 @LINUX
 def test_public_is_said_and_done(tmp_path: Path) -> None:
     path = token_file(tmp_path)
@@ -196,6 +198,7 @@ def write_generation(store: SealedStore, generation: int, *members: str) -> None
     store.set("gen", json.dumps(generation))
 
 
+@pytest.mark.slow
 def test_it_says_who_takes_part_when_that_changes(tmp_path: Path) -> None:
     options = ("--bind", "127.0.0.1:0", "--token-file", str(token_file(tmp_path)))
     with host_command(*options) as (process, address):
@@ -262,6 +265,7 @@ def noise(rng: random.Random) -> bytes:
     )
 
 
+@pytest.mark.slow
 def test_noise_neither_stops_it_nor_fills_its_output() -> None:
     """Nobody reads the host's error output here; where torch tells of each such message, which is
     its way, the store stops as soon as the pipe is full."""

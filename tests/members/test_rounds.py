@@ -86,6 +86,7 @@ def test_every_method_goes_on_without_a_member_that_was_killed(ranks: Pool, name
     _alike([found[0], found[2]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_newcomer_has_the_bits_of_the_others(ranks: Pool, tmp_path: Path, name: str) -> None:
     options = {"founders": 2, "flag": str(tmp_path / "go"), "step_s": 0.05, "steps": 80}
@@ -229,6 +230,7 @@ def test_half_of_them_cannot_go_on(ranks: Pool) -> None:
     assert "1 members are left of 2" in found[0].text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["taking", "giving"])
 def test_who_dies_in_the_copy_holds_up_nobody(ranks: Pool, tmp_path: Path, what: str) -> None:
     """A newcomer that loses its giver asks another member; one that dies is not let in."""
@@ -255,6 +257,7 @@ def test_who_dies_in_the_copy_holds_up_nobody(ranks: Pool, tmp_path: Path, what:
         assert [size for _, size, _ in rounds.values()][-1] == len(alive)
 
 
+@pytest.mark.slow
 def test_one_that_was_stopped_finds_itself_evicted(ranks: Pool, tmp_path: Path) -> None:
     options = {"stop_at": {1: 10}, "steps": 120, "step_s": 0.15}
     with meeting_place(None) as address:

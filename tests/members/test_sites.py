@@ -182,6 +182,7 @@ def together(rank: int, size: int, config: Any, steps: int, sites: list[int]) ->
     return {n: p.detach().full_tensor().clone() for n, p in net.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_nobody_comes_or_goes_and_the_bits_are_those_of_one_job(
     ranks: Pool, tmp_path: Path, name: str
@@ -197,6 +198,7 @@ def test_nobody_comes_or_goes_and_the_bits_are_those_of_one_job(
             assert torch.equal(sites[number][0]["values"][key], value), key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rank", "phase"), zip([1, 4] * 3, PHASES, strict=True))
 def test_one_lost_rank_is_a_lost_site_and_the_others_go_on(
     ranks: Pool, tmp_path: Path, phase: str, rank: int
@@ -212,6 +214,7 @@ def test_one_lost_rank_is_a_lost_site_and_the_others_go_on(
     assert max(one["longest_s"] for each in sites for one in each) < 2 * TIMEOUT_S + 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["whole", "one bit, late", "split, with state"])
 def test_a_site_that_comes_has_the_bits_of_the_others(
     ranks: Pool, tmp_path: Path, name: str
@@ -241,6 +244,7 @@ def test_one_rank_that_leaves_takes_its_site_with_it(
     assert max(one["longest_s"] for each in sites for one in each) < 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [1, 2])
 def test_a_site_that_dies_while_it_comes_holds_up_nobody(
     ranks: Pool, tmp_path: Path, at: int
@@ -264,6 +268,7 @@ def test_a_site_that_dies_while_it_comes_holds_up_nobody(
     assert [size for _, size in rounds.values()][-1] == 2
 
 
+@pytest.mark.slow
 def test_half_of_the_sites_cannot_go_on(ranks: Pool, tmp_path: Path) -> None:
     fault = {"rank": 3, "phase": "once sent", "at": 3}
     sites = run_sites(ranks, tmp_path, SPARSE, size=4, errors=True, fault=fault)
@@ -378,6 +383,7 @@ def engine(rank: int, size: int, address: str, folder: str, run: str) -> Any:
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_an_engine_takes_sites_and_saves(ranks: Pool, tmp_path: Path) -> None:
     with meeting_place(None) as address:
         first = ranks.run(engine, address, str(tmp_path), "first", size=4, group=False)

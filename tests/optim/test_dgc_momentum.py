@@ -517,6 +517,7 @@ def unscaled_before_step(rank: int, size: int, attach: bool) -> list[Tensor]:
     return [p.detach() for p in model.parameters()]
 
 
+@pytest.mark.slow
 def test_grad_scaler_may_unscale_before_the_step(ranks: Pool) -> None:
     attached, stepped = (
         ranks.run(unscaled_before_step, True),

@@ -126,6 +126,7 @@ def train_locally(rank: int, size: int) -> list[Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
+@pytest.mark.slow
 def test_ranks_are_equal_after_local_updates(ranks: Pool) -> None:
     first, second = ranks.run(train_locally, size=2)
     assert all(map(torch.equal, first, second))

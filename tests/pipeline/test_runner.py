@@ -533,6 +533,7 @@ def lose_a_stage(rank: int, size: int, how: int) -> None:
                 runner.step(*batch(6))
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 @pytest.mark.parametrize(
     ("how", "kinds"), [(signal.SIGKILL, {"PeerLost"}), (signal.SIGSTOP, {"PeerStalled"})]

@@ -241,6 +241,7 @@ def test_what_cannot_be_is_one_clear_line(change: dict, error: type, says: str) 
         tw.plan(**{**NUMBERS, **change})
 
 
+@pytest.mark.slow
 def test_the_command_prints_json_and_writes_a_strategy_file(tmp_path: Path) -> None:
     words = ["--params", "124M", "--step-seconds", "0.35", "--link", "20mbit"]
     said = command(*words, "--json", "--out", str(tmp_path / "best.yaml"))

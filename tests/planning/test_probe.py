@@ -43,6 +43,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_every_pair_and_every_gradient_is_measured(file: Path) -> None:
     found = json.loads(file.read_text())
     assert sorted(pair["ranks"] for pair in found["pairs"]) == [[0, 1], [0, 2], [1, 2]]
@@ -193,6 +194,7 @@ def task(seed):
 """
 
 
+@pytest.mark.slow
 def test_a_task_of_ones_own_is_measured_and_planned_with(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(TASK)
     task, path = f"{tmp_path / 'mine.py'}:task", tmp_path / "probe.json"
@@ -208,6 +210,7 @@ def test_a_task_of_ones_own_is_measured_and_planned_with(tmp_path: Path) -> None
     assert longer.link == plain.link
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after", "says"),
     [
@@ -233,6 +236,7 @@ def test_a_task_that_fails_on_one_rank_is_one_line_on_all(
     assert not (tmp_path / "p.json").exists()
 
 
+@pytest.mark.slow
 def test_a_rank_that_leaves_is_one_line_on_the_others(tmp_path: Path) -> None:
     leaving = "if os.environ['RANK'] == '1': os._exit(5)"
     (tmp_path / "mine.py").write_text(TASK.replace("torch.manual_seed(seed)", leaving))
@@ -244,6 +248,7 @@ def test_a_rank_that_leaves_is_one_line_on_the_others(tmp_path: Path) -> None:
     assert "planning/command.py" not in said.stderr
 
 
+@pytest.mark.slow
 @needs_netns
 def test_a_shaped_line_is_measured_as_it_is(tmp_path: Path) -> None:
     link = Link.parse("20mbit", "10ms")

@@ -69,6 +69,7 @@ def task(seed):
     assert plan["dense"].bytes_per_step == 4 * (4 * 3 + 3 + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "says"),
     [

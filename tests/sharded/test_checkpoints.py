@@ -52,6 +52,7 @@ def train(
     return whole(model, mesh), engine.stats()["step"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_bits_again(ranks: Pool, name: str, tmp_path: Path) -> None:
     folder = str(tmp_path)
@@ -63,6 +64,7 @@ def test_the_same_bits_again(ranks: Pool, name: str, tmp_path: Path) -> None:
         assert steps == others
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [(2, 1), (2, 3), (2, 0)], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_another_number_of_shards(
@@ -96,6 +98,7 @@ def load_only(
     return whole(model, mesh)
 
 
+@pytest.mark.slow
 def test_from_whole_models_to_shards(ranks: Pool, tmp_path: Path) -> None:
     folder = str(tmp_path)
     ranks.run(train, (2, 0), "no field", folder, 0, AT, size=2)
@@ -123,6 +126,7 @@ def pending(rank: int, size: int, place: tuple[int, int], folder: str) -> dict[s
     return means
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [(3, 2), (1, 2), (2, 1)], ids=str)
 def test_the_mean_of_what_is_pending_stays(
     ranks: Pool, place: tuple[int, int], tmp_path: Path
@@ -162,6 +166,7 @@ def from_file(rank: int, size: int, path: str) -> dict[str, Tensor]:
     return whole(model, mesh)
 
 
+@pytest.mark.slow
 def test_one_file_of_the_whole_model_and_back(ranks: Pool, tmp_path: Path) -> None:
     before = ranks.run(train, (2, 2), "dgc of AdamW", str(tmp_path), 0, AT, size=4)
     file = tmp_path / "model.safetensors"
@@ -174,6 +179,7 @@ def test_one_file_of_the_whole_model_and_back(ranks: Pool, tmp_path: Path) -> No
             same(values, before[0][0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nested", [False, True])
 def test_from_a_checkpoint_of_torch(ranks: Pool, nested: bool, tmp_path: Path) -> None:
     values = plain_model(21).state_dict()
@@ -193,12 +199,14 @@ def to_torch(rank: int, size: int, folder: str) -> dict[str, Tensor]:
     return values_of(model)
 
 
+@pytest.mark.slow
 def test_torch_saves_what_an_engine_trains(ranks: Pool, tmp_path: Path) -> None:
     before = ranks.run(to_torch, str(tmp_path), size=4)[0]
     for loaded in ranks.run(from_file, str(tmp_path), size=2):
         same(loaded, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["shape", "lacks", "strange", "damaged"])
 def test_a_file_of_another_model_is_refused(ranks: Pool, kind: str, tmp_path: Path) -> None:
     values, file = plain_model(21).state_dict(), tmp_path / "model.safetensors"

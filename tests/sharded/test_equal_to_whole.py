@@ -82,6 +82,7 @@ def engine_run(rank: int, size: int, name: str, clip: bool) -> tuple[dict[str, T
     return whole_values(model), engine.stats()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ENGINES)
 def test_an_engine(ranks: Pool, name: str) -> None:
     clip = name == "no field"
@@ -105,6 +106,7 @@ def local_run(rank: int, size: int, name: str) -> tuple[dict[str, Tensor], Any]:
     return whole_values(model), sync.stats()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_local_updates(ranks: Pool, name: str) -> None:
     sharded, whole = ranks.run(local_run, name, size=4), ranks.run(local_run, name, size=2)
@@ -124,6 +126,7 @@ def optimizer_run(rank: int, size: int, settings: dict[str, Any]) -> dict[str, T
     return whole_values(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

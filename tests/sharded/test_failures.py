@@ -112,6 +112,7 @@ def one_changed_shard(rank: int, size: int, local: bool) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("local", [False, True])
 def test_a_shard_that_was_changed_is_found(ranks: Pool, local: bool) -> None:
     texts = ranks.run(one_changed_shard, local, size=4)
@@ -133,6 +134,7 @@ def one_lost(rank: int, size: int) -> str:
     return "went on"
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 def test_a_rank_that_dies_is_an_error_on_all(ranks: Pool) -> None:
     results = ranks.run(one_lost, size=4, expect_errors=True, group_timeout_s=10)
@@ -169,6 +171,7 @@ def clipped(rank: int, size: int, kind: str) -> dict[str, Tensor]:
     return values_of(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["global", "norm", "own", "local", "local, Adagrad", "local, averaged"]
 )
@@ -219,6 +222,7 @@ def bytes_of(rank: int, size: int, field: str) -> float:
     return stats["bytes_between_nodes" if mesh is not None else "bytes_sent"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("field", ["dense", "dgc", "local"])
 def test_sites_exchange_as_much_as_whole_replicas(ranks: Pool, field: str) -> None:
     whole = ranks.run(bytes_of, field, size=2)[0]

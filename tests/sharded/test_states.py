@@ -86,6 +86,7 @@ def optimizer_and_updates(rank: int, size: int, local: bool) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("local", [False, True])
 def test_the_parts_go_on_from_their_states(ranks: Pool, local: bool) -> None:
     assert all(ranks.run(optimizer_and_updates, local, size=4))
@@ -103,6 +104,7 @@ def explained(rank: int, size: int) -> tuple[str, str]:
     return text, str(caught.value)
 
 
+@pytest.mark.slow
 def test_explain_and_join(ranks: Pool) -> None:
     for text, _ in ranks.run(explained, size=4):
         assert "DGCMomentum" in text
@@ -173,6 +175,7 @@ def one_site_evaluates(rank: int, size: int, folder: str) -> tuple[bool, float, 
     return sharded, before, engine.stats()["bytes_sent"]
 
 
+@pytest.mark.slow
 def test_an_evaluation_and_a_save_leave_no_trace(ranks: Pool, tmp_path: Path) -> None:
     for sharded, before, after in ranks.run(one_site_evaluates, str(tmp_path), size=4):
         assert sharded
@@ -210,6 +213,7 @@ def at_one_site(rank: int, size: int, name: str) -> dict[str, float]:
     return engine.stats()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["no field", "dgc of an SGD", "local"])
 def test_one_site_sends_nothing_and_warns_of_nothing(ranks: Pool, name: str) -> None:
     for stats in ranks.run(at_one_site, name, size=4):
@@ -243,6 +247,7 @@ def random_numbers(rank: int, size: int, folder: str, shards: int) -> list[float
     return torch.rand(3).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shards", [1, 4])
 def test_each_rank_goes_on_with_its_own_random_numbers(
     ranks: Pool, shards: int, tmp_path: Path
@@ -281,6 +286,7 @@ def residuals(rank: int, size: int, folder: str, shards: int, name: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dgc of SGD", "dgc of AdamW"])
 def test_what_is_pending_is_not_lost(ranks: Pool, name: str, tmp_path: Path) -> None:
     ranks.run(residuals, str(tmp_path), 2, name, size=4)
@@ -339,5 +345,6 @@ def saved_by_torch(rank: int, size: int, folder: str) -> bool:
     return torch.equal(optimizer.state[model.weight]["residual"], before)
 
 
+@pytest.mark.slow
 def test_torch_saves_the_residuals_of_each_shard(ranks: Pool, tmp_path: Path) -> None:
     assert ranks.run(saved_by_torch, str(tmp_path)) == [True, True]

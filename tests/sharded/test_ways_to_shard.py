@@ -96,6 +96,7 @@ def trained(rank: int, size: int, way: str, field: str) -> dict[str, Tensor]:
     return values | {name: b.clone() for name, b in model.named_buffers()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("field", FIELDS)
 @pytest.mark.parametrize(
     "way", ["one group", "mixed", "offload", "kept", "tied", "compiled", "meta"]

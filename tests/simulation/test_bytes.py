@@ -166,6 +166,7 @@ def sent_by_changes(rank: int, size: int, config: tw.LocalSGD, steps: int) -> li
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(
     ("config", "method"),

@@ -193,6 +193,7 @@ def test_what_does_not_divide_is_refused() -> None:
         simulate(METHODS["local"], switch(8, 1e9, 0), step_s=1.0, steps=6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dense", "nodes"])
 def test_ten_thousand_ranks_take_less_than_a_minute(name: str) -> None:
     lines = sites(10_000, 100, bit_s=1e9, near_s=2e-4, site_bit_s=1e9, far_s=0.02)

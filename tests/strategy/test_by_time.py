@@ -189,6 +189,7 @@ def saved(rank: int, size: int, folder: str, part: str) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_resume_bit_for_bit(ranks: Pool, tmp_path: Path) -> None:
     whole = ranks.run(saved, str(tmp_path), "whole")
     first = ranks.run(saved, str(tmp_path), "first")

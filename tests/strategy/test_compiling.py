@@ -113,6 +113,7 @@ def trained_beside_a_slow_compiler(rank, size, way):
     return len(compiled), ready_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_compilation_longer_than_the_time_out_does_not_end_a_run(ranks, way):
     answers = ranks.run(trained_beside_a_slow_compiler, way, group_timeout_s=WAIT_S)

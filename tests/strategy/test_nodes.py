@@ -26,6 +26,7 @@ def trained(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exchange", ["gather", "split"])
 @pytest.mark.parametrize(
     "fields",

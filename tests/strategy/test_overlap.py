@@ -249,6 +249,7 @@ ON_FOUR = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("name", "size"), [(name, 2) for name in CASES] + [(name, 4) for name in ON_FOUR]

@@ -97,6 +97,7 @@ def test_what_is_no_plan_is_refused_before_anything_is_sent() -> None:
         tw.local_sgd(model, optimizer, tw.LocalSGD(2), plan=3)
 
 
+@pytest.mark.slow
 @needs_netns
 def test_the_rate_is_that_of_the_line(tmp_path: Path) -> None:
     link = Link.parse("20mbit", "5ms")

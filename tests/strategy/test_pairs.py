@@ -88,6 +88,7 @@ def test_every_field_alone_works(field: str, ranks: Pool) -> None:
     check_training((field,), ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", some_combinations(40), ids="-".join)
 def test_more_than_two_fields_work(fields: tuple[str, ...], ranks: Pool) -> None:
     check_training(fields, ranks)

@@ -79,6 +79,7 @@ def interrupted(
     return digest(straight), digest(resumed), expected, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [4, 7])
 @pytest.mark.parametrize("case", CASES)
 def test_resumed_training_is_the_same_bit_for_bit(
@@ -191,6 +192,7 @@ def mean_of(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", RESHARD)
 def test_four_ranks_to_two_to_four_keep_the_update_still_pending(
     case: str, ranks: Pool, tmp_path: Path

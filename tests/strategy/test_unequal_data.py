@@ -153,6 +153,7 @@ def test_under_local_updates_ranks_that_ran_out_take_part_in_averagings(
     assert first == second
 
 
+@pytest.mark.slow
 def test_the_averaged_change_of_local_updates_is_over_all_ranks(ranks: Pool) -> None:
     (got, taken, _), (_, others, _) = ranks.run(local_joined, "localsgd", [4, 1])
     assert (taken, others) == (4, 1)

@@ -74,6 +74,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_parameters_and_state_have_the_bits_of_the_host_path(ranks: Pool, name: str) -> None:
     attached, options, bad_step = CASES[name]
@@ -102,6 +103,7 @@ def average(rank: int, size: int, static: bool, compression: Any) -> Any:
         return [p.detach().numpy() for p in net.parameters()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "compression",
     [
@@ -234,12 +236,14 @@ def reads_of_a_step(rank: int, size: int, attached: bool) -> Counter[str]:
         return sites
 
 
+@pytest.mark.slow
 def test_the_host_reads_once_for_the_vote_of_an_attached_step(ranks: Pool) -> None:
     for sites in ranks.run(reads_of_a_step, True, timeout_s=PATIENCE_S):
         agreement = {site: count for site, count in sites.items() if site.startswith("group.")}
         assert dict(sites) == {"vote._read": 1, **agreement}
 
 
+@pytest.mark.slow
 def test_the_host_reads_once_for_the_vote_of_a_step_that_is_not_attached(ranks: Pool) -> None:
     for sites in ranks.run(reads_of_a_step, False, timeout_s=PATIENCE_S):
         agreement = {site: count for site, count in sites.items() if site.startswith("group.")}

@@ -332,6 +332,7 @@ def change_sparsity(rank: int, size: int, way: str) -> None:
         optimizer.step()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["engine", "attached", "alone"])
 def test_a_sparsity_changed_on_one_rank_is_a_mismatch_on_all(way: str, ranks: Pool) -> None:
     for answer in ranks.run(change_sparsity, way, expect_errors=True):
@@ -452,6 +453,7 @@ def flip_in_a_sum(rank: int, size: int, kind: str, where: str) -> None:
             raise
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "where"),
     [
@@ -526,6 +528,7 @@ def updates_until_found(engine: Engine, rank: int, begin: int) -> int:
     return -1
 
 
+@pytest.mark.slow
 def test_every_bit_that_flips_is_found_within_the_promised_number_of_updates(ranks: Pool) -> None:
     first, second = ranks.run(flip_at_random, 90, timeout_s=100)  # ten of each place
     assert first == second

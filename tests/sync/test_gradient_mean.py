@@ -132,6 +132,7 @@ def keep_books(
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bits", "dtype"), [(1, torch.float32), (2, torch.float32), (32, torch.bfloat16)]
 )

@@ -172,6 +172,7 @@ def run_net(
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTION_SETS, ids=str)
 def test_attached_or_not_the_numbers_are_the_same(ranks: Pool, options: dict[str, Any]) -> None:
     # one tensor to a bucket and one tensor to a message cut the index space alike only where
@@ -201,6 +202,7 @@ def launched_by(
             del os.environ[key]
 
 
+@pytest.mark.slow
 def test_what_torchrun_says_is_what_is_done(ranks: Pool) -> None:
     by_itself = ranks.run(launched_by, {"LOCAL_WORLD_SIZE": "2"}, {}, size=4)
     told = ranks.run(launched_by, {}, {"node_size": 2}, size=4)
@@ -275,6 +277,7 @@ def resumed(rank: int, size: int, attach: bool, options: dict[str, Any]) -> bool
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attach", [False, True])
 @pytest.mark.parametrize("options", OPTION_SETS, ids=str)
 def test_save_load_continue_is_bit_exact(
@@ -519,6 +522,7 @@ def _die_at(optimizer: tw.optim.DGCMomentum, phase: str) -> None:
     Group._launched = launched  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 @pytest.mark.parametrize(
     ("options", "who", "phase"),

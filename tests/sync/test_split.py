@@ -113,6 +113,7 @@ def keep_books(
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bits", "dtype", "nodes", "tolerance"),
     [
@@ -155,6 +156,7 @@ def momentum_books(rank: int, size: int, bits: int) -> list[tuple[Tensor, Tensor
     return history
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [1, 32])
 def test_with_momentum_what_is_not_applied_stays(ranks: Pool, bits: int) -> None:
     """1e-4 of sums of size 40: float32 throughout, and the update is a difference of parameters."""
@@ -184,6 +186,7 @@ def learn(rank: int, size: int, exchange: str) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_training_falls_as_with_a_gather(ranks: Pool) -> None:
     """A quarter of the entries is delivered; 1.5 times the loss is allowed for that, after a fall
     by more than that."""
