@@ -36,10 +36,10 @@ test: $(INSTALLED)  ## what must hold, but for the slowest tests (minutes)
 	$(BIN)/python $(PYTEST) -m "not slow"
 
 test-slow: $(INSTALLED)  ## the slowest tests: whole commands, lost machines, kernels compiled anew, hundreds of steps
-	$(BIN)/python $(PYTEST) -m slow
+	$(BIN)/python $(PYTEST) -m slow --timeout 300
 
 test-again: $(INSTALLED)  ## those that failed last, one after another: some wait for a time-out, and other work on the machine can make them late
-	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none
+	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none --timeout 300
 
 $(EXTRA_VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(EXTRA_VENV)

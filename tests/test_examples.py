@@ -4,9 +4,7 @@ The code of the README and what needs other packages is started by torchrun, the
 processes of the pool.
 """
 
-import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +13,7 @@ import pytest
 
 from tests.integrations.packages import needs
 from tests.launched import run_script
+from tests.processes import running
 from tests.ranks import Pool
 
 ROOT = Path(__file__).parent.parent
@@ -39,12 +38,8 @@ def torchrun(script: Path, cwd: Path) -> str:
         str(script),
     ]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, cwd=cwd, start_new_session=True, **pipes) as process:  # type: ignore[call-overload]
-        try:
-            out, err = process.communicate(timeout=200)
-        finally:
-            if process.poll() is None:  # with its workers, which would go on without it
-                os.killpg(process.pid, signal.SIGKILL)
+    with running(command, cwd=cwd, **pipes) as process:
+        out, err = process.communicate(timeout=200)
     assert process.returncode == 0, out + err
     return str(out)
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.processes import kill_all
 from thinwire.lab.network import enter
 from thinwire.lab.network.netns import Network
 
@@ -44,7 +45,7 @@ def in_hosts(
             done.append(subprocess.CompletedProcess(command, process.returncode, out, err))
     finally:
         for process in started:
-            process.kill()
+            kill_all(process)
             process.wait()
     return done
 

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from tests.processes import running
 from thinwire.doctor.interfaces import is_loopback, source_towards
 from thinwire.doctor.listening import listening
 
@@ -32,9 +33,7 @@ def test_a_process_with_torch_is_found_with_its_address(address: str) -> None:
     if not named:
         pytest.skip("this machine has loopback only")
     command = [sys.executable, "-c", LISTENER, named]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
+    with running(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         port = process.stdout.readline().strip()
         found = listening()

@@ -87,6 +87,7 @@ def _when_reached(folder: Path, at: int, act: Callable[[], None]) -> None:
     while at >= 0 and not (folder / "over").exists() and time.monotonic() < until:
         if (folder / f"at{at}").exists():
             act()
+            (folder / "acted").touch()
             return
         time.sleep(0.01)
 
@@ -150,9 +151,12 @@ def alike(trainer: Trainer) -> str:
     return digest({n: t for n, t in trainer.tensors().items() if n.startswith(kind)})
 
 
-def wide(rank: int, size: int, folder: str, fields: dict[str, Any], last: int) -> Any:
+def wide(
+    rank: int, size: int, folder: str, fields: dict[str, Any], last: int, after: int = -1
+) -> Any:
     """Steps of a model of a million parameters: per step the bytes that the library says it has
-    given to exchanges, those that left the interface, and seconds."""
+    given to exchanges, those that left the interface, and seconds. Step `after` begins once the
+    line is another one."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(1024, 512), torch.nn.Linear(512, 1024))
     optimizer = torch.optim.SGD(model.named_parameters(), lr=0.01, momentum=0.9)
@@ -164,6 +168,8 @@ def wide(rank: int, size: int, folder: str, fields: dict[str, Any], last: int) -
     for number in range(last):
         x = torch.randn(8, 1024, generator=data)
         reach(folder, number)
+        while number == after and not Path(folder, "acted").exists():
+            time.sleep(0.01)
         before = engine.stats()["bytes_sent"], traffic(), time.monotonic()
         engine.train_step(x, x)
         rows.append(

@@ -2,7 +2,6 @@
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.launched import free_port
+from tests.processes import kill_all
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "restarts.py"
 STEPS, KILL_AT = 1500, 50
@@ -34,18 +34,6 @@ def _agent(port: int, folder: Path, *, host: int) -> "subprocess.Popen[str]":
     )
 
 
-def _children(parent: int) -> list[int]:
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            text = stat.read_text()
-        except OSError:
-            continue
-        if int(text.rpartition(")")[2].split()[1]) == parent:
-            found.append(int(stat.parent.name))
-    return found
-
-
 def _reached(folder: Path) -> int:
     file = folder / "reached"
     text = file.read_text().split() if file.exists() else []
@@ -62,13 +50,11 @@ def test_the_other_machine_goes_on_alone_and_says_what_was_lost(tmp_path: Path) 
         until = time.monotonic() + 100
         while _reached(tmp_path) < KILL_AT and time.monotonic() < until:
             time.sleep(0.02)
-        for process in [*_children(second.pid), second.pid]:
-            os.kill(process, signal.SIGKILL)
+        kill_all(second)
         out, _ = first.communicate(timeout=120)
     finally:
         for agent in (first, second):
-            for process in [*_children(agent.pid), agent.pid] if agent.poll() is None else []:
-                os.kill(process, signal.SIGKILL)
+            kill_all(agent)
             agent.wait()
     assert first.returncode == 0, out
     told = re.search(r"1 ranks go on from step (\d+): (\d+) steps are made again", out)

@@ -37,37 +37,12 @@ def processes_in(namespace: str) -> list[int]:
     return found
 
 
-def descendants(pid: int) -> list[int]:
-    """All processes below `pid`."""
-    parents = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parents[int(folder.name)] = int(
-                (folder / "stat").read_text().rpartition(")")[2].split()[1]
-            )
-        except OSError:
-            continue
-    found, new = set(), {pid}
-    while new:
-        new = {child for child, parent in parents.items() if parent in new} - found
-        found |= new
-    return sorted(found)
-
-
 def namespace_of(pid: int) -> str | None:
     """The network namespace of a process; None when it has ended."""
     try:
         return str(Path(f"/proc/{pid}/ns/net").readlink())
     except OSError:
         return None
-
-
-def alive(pid: int) -> bool:
-    """Whether the process exists and is no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def until(condition: Callable[[], object], seconds: float = 60.0) -> None:

@@ -15,14 +15,13 @@ from typing import Any
 import pytest
 
 from tests.lab.namespaces import (
-    alive,
-    descendants,
     namespace_of,
     needs_netns,
     processes_in,
     until,
 )
 from tests.lab.pooled import run_workers_in
+from tests.processes import alive, descendants, kill_all
 from tests.ranks import Pool
 from thinwire.lab import compare as comparison
 from thinwire.lab.compare import compare
@@ -354,9 +353,8 @@ def start() -> Iterator[Start]:
 
     yield started
     for process in begun:
-        if process.returncode is None:
-            process.kill()
-            process.communicate()
+        kill_all(process)
+        process.communicate()
 
 
 def workers_below(pid: int) -> list[int]:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.lab.namespaces import alive, descendants, namespace_of, needs_netns, processes_in, until
+from tests.lab.namespaces import namespace_of, needs_netns, processes_in, until
+from tests.processes import alive, descendants, running
 from thinwire import cli
 from thinwire.lab import run_command
 from thinwire.lab.run.prefixed import Prefixed
@@ -189,13 +190,13 @@ def test_ctrl_c_ends_all_and_leaves_nothing(
     tmp_path: Path, number: signal.Signals, status: int
 ) -> None:
     script = str(write(tmp_path, WAITING.replace("END", "pass")))
-    with subprocess.Popen(
+    with running(
         command("--link", "20mbit", "--", script),
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         # where these tests run in the background of a shell, it is ignored by all below
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     ) as process:
         until(lambda: len(list(tmp_path.glob("ready*"))) == 2)
         below = descendants(process.pid)
@@ -214,7 +215,7 @@ def test_ranks_end_with_a_command_that_is_killed(tmp_path: Path) -> None:
     script = str(
         write(tmp_path, "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)")
     )
-    with subprocess.Popen(
+    with running(
         command("--link", "20mbit", "--", script), cwd=tmp_path, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
@@ -230,7 +231,7 @@ def test_a_reader_that_leaves_ends_the_run(tmp_path: Path) -> None:
             tmp_path, "import time\nwhile True:\n    print('on', flush=True)\n    time.sleep(0.01)"
         )
     )
-    with subprocess.Popen(
+    with running(
         command("--link", "loopback", "--", script),
         cwd=tmp_path,
         stdout=subprocess.PIPE,

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 
+from tests.processes import running
 from thinwire.members.host import serve
 
 TOKEN = b"0123456789abcdef0123456789abcdef"
@@ -45,17 +46,13 @@ def meeting_place(token: bytes | None = TOKEN, host: str = "127.0.0.1") -> Itera
 def host_command(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`thinwire host` as a process, and the address that it printed."""
     command = [sys.executable, "-m", "thinwire", "host", *options]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path.cwd()
-    ) as process:
-        try:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            found = re.fullmatch(r"listening on (tcp://\S+)\n", line)
-            assert found, line
-            yield process, found[1]
-        finally:
-            process.kill()
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with running(command, cwd=Path.cwd(), **pipes) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        found = re.fullmatch(r"listening on (tcp://\S+)\n", line)
+        assert found, line
+        yield process, found[1]
 
 
 def lines_of_two(folder: Path, command: Sequence[str], *more: str) -> list[list[str]]:
@@ -65,9 +62,10 @@ def lines_of_two(folder: Path, command: Sequence[str], *more: str) -> list[list[
     token = folder / "token"
     token.write_bytes(TOKEN)
     token.chmod(0o600)
-    with meeting_place() as address:
+    with meeting_place() as address, contextlib.ExitStack() as ends:
         words = [sys.executable, *command, address, str(token), *more]
-        both = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-        told = [process.communicate(timeout=120)[0] for process in both]
+        pipes = {"stdout": subprocess.PIPE, "text": True}
+        both = [ends.enter_context(running(words, **pipes)) for _ in range(2)]
+        told = [process.communicate()[0] for process in both]
     assert [process.returncode for process in both] == [0, 0]
     return [text.splitlines() for text in told]

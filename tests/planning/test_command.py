@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import thinwire as tw
+from tests.processes import running
 from thinwire.planning import command
 
 NUMBERS = ["--params", "124M", "--step-seconds", "0.35"]
@@ -39,9 +40,7 @@ def test_what_cannot_be_is_one_line(words: list[str], says: str, tmp_path: Path)
 @pytest.mark.parametrize("more", [[], ["--json"], ["--all"]])
 def test_a_reader_that_leaves_early_gets_the_files(more: list[str], tmp_path: Path) -> None:
     words = [*PLAN, *NUMBERS, *more, "--out", "best.yaml", "--html", "plan.html"]
-    with subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path
-    ) as process:
+    with running(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path) as process:
         assert process.stdout is not None
         process.stdout.close()
         assert process.wait(60) == 0

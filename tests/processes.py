@@ -1,0 +1,55 @@
+"""Processes that a test starts; none is left, however the test ends."""
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["alive", "descendants", "kill_all", "running"]
+
+
+def alive(pid: int) -> bool:
+    """Whether the process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes below `pid`."""
+    parents = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parents[int(folder.name)] = int(
+                (folder / "stat").read_text().rpartition(")")[2].split()[1]
+            )
+        except OSError:
+            continue
+    found, new = set(), {pid}
+    while new:
+        new = {child for child, parent in parents.items() if parent in new} - found
+        found |= new
+    return sorted(found)
+
+
+def kill_all(process: "subprocess.Popen[Any]") -> None:
+    """Kills what is left of a process and of those below it: a worker of torchrun has a session of
+    its own, and would go on without it."""
+    if process.poll() is None:
+        for pid in (process.pid, *descendants(process.pid)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def running(command: Sequence[str], **options: Any) -> Iterator["subprocess.Popen[Any]"]:
+    """`subprocess.Popen` that waits for nobody when a test fails or runs out of time."""
+    with subprocess.Popen(command, **options) as process:
+        try:
+            yield process
+        finally:
+            kill_all(process)
