@@ -11,7 +11,7 @@ SITE_VENV := .venv-site
 
 # many tests wait for a time-out or for another rank, so two cores are busy with four of them
 AT_ONCE ?= 4
-PYTEST = -m pytest -n $(AT_ONCE) --dist worksteal
+PYTEST = -m pytest -n $(AT_ONCE) --dist worksteal --durations 40
 # threads of torch that wait for each other would spin, on cores that other processes have work for
 test test-slow test-integrations test-triton: export OMP_WAIT_POLICY := passive
 
