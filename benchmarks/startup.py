@@ -122,11 +122,11 @@ def compiling(arguments: str) -> dict[str, Any]:
         return in_a_process(code, NUMBA_CACHE_DIR=folder)
 
 
-def measure(repeats: int) -> dict[str, Any]:
+def measure(repeats: int, works: int, optimizers: int) -> dict[str, Any]:
     in_a_process(IMPORTS)  # byte code is compiled and the files are in memory
     imports = medians([in_a_process(IMPORTS) for _ in range(repeats)])
     rows = []
-    for name, make in OPTIMIZERS.items():
+    for name, make in list(OPTIMIZERS.items())[:optimizers]:
         code = STEPS.replace("MAKE", make)
         with tempfile.TemporaryDirectory() as folder:
             kinds = {
@@ -137,8 +137,10 @@ def measure(repeats: int) -> dict[str, Any]:
         rows += [
             {"optimizer": name, "cache": kind, **medians(runs)} for kind, runs in kinds.items()
         ]
-    works = [{"work": name, **compiling(arguments)} for name, arguments in WORKS.items()]
-    return {"imports_s": imports, "compiling_s": works, "steps_s": rows}
+    compiled = [
+        {"work": name, **compiling(arguments)} for name, arguments in list(WORKS.items())[:works]
+    ]
+    return {"imports_s": imports, "compiling_s": compiled, "steps_s": rows}
 
 
 def printed(result: dict[str, Any]) -> str:
@@ -176,8 +178,10 @@ def main() -> None:
     arguments = parser_for(__doc__).parse_args()
     if arguments.threads:
         os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
-    repeats = 1 if arguments.quick else min(arguments.repeats, 5)
-    result = {**surroundings(repeats), **measure(repeats)}
+    repeats, works, optimizers = min(arguments.repeats, 5), len(WORKS), len(OPTIMIZERS)
+    if arguments.quick:
+        repeats = works = optimizers = 1
+    result = {**surroundings(repeats), **measure(repeats, works, optimizers)}
     print(printed(result))
     save(result, arguments.out)
 

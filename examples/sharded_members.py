@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import thinwire as tw
 
-STEPS = 400
+STEPS = 160
 
 
 def digits() -> tuple[TensorDataset, torch.Tensor, torch.Tensor]:

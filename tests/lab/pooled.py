@@ -35,7 +35,7 @@ def run_workers_in(ranks: Pool) -> Callable[..., Iterator[dict[str, Any]]]:
             if event["event"] == "error"
         ]
         if errors:
-            raise failure_of(errors, work)
+            raise failure_of(errors, [None] * workers, work)
         assert answers == [None] * workers, answers
         yield from first
 

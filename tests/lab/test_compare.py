@@ -358,16 +358,10 @@ def start() -> Iterator[Start]:
 
 
 def workers_below(pid: int) -> list[int]:
-    """The training processes; the agents above them have the same words in their command line, and
-    more."""
-    lines = {
-        child: Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
-        for child in descendants(pid)
-    }
     return [
         child
-        for child, words in lines.items()
-        if b"thinwire.lab.run.worker" in words and b"torch.distributed.run" not in words
+        for child in descendants(pid)
+        if b"thinwire.lab.run.worker" in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
     ]
 
 

@@ -23,4 +23,4 @@ def test_sites_of_the_example_train_together(tmp_path: Path) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     lines = lines_of_two(tmp_path, [*launcher, str(EXAMPLES / "sharded_members.py")])
     assert all(each[0].startswith("site ") for each in lines)
-    assert lines[0][-1].startswith("step 400: ")
+    assert lines[0][-1].startswith("step 160: ")

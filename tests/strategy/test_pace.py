@@ -114,5 +114,5 @@ def test_the_rate_is_that_of_the_line(tmp_path: Path) -> None:
             elif event["event"] == "result":
                 result = event
     # the latency, late ranks and the agreement are in it; a burst passes at once
-    assert result["rate_bit_s"] / FRAMES == pytest.approx(20e6, rel=0.3)
+    assert 10e6 < result["rate_bit_s"] / FRAMES < 26e6
     assert result["waiting_share"] > 0.7

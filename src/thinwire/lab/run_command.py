@@ -12,7 +12,8 @@ from thinwire.lab.commands import Count
 from thinwire.lab.network.link import Link
 from thinwire.lab.network.netns import Network, network, why_unavailable
 from thinwire.lab.run.joined import place_in_torchrun
-from thinwire.lab.run.script import Ranks, environments
+from thinwire.lab.run.ranks import environments
+from thinwire.lab.run.script import Ranks
 from thinwire.lab.settings import require_workers
 
 __all__ = ["EXAMPLES", "run"]

@@ -49,7 +49,6 @@ def main(arguments: list[str]) -> None:
     if namespace_fd >= 0:
         enter_network(namespace_fd)
         os.close(namespace_fd)
-    os.environ["THINWIRE_LAB_AGENT_PID"] = str(os.getpid())
     os.execvp(arguments[2], arguments[2:])
 
 

@@ -1,10 +1,8 @@
-"""Start the workers of one strategy through torchrun, watch over them, and end them whatever
-happens.
-"""
+"""Start the workers of one strategy, watch over them, and end them whatever happens."""
 
 import contextlib
-import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -13,27 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.errors import ThinwireError
-from thinwire.lab.network import enter
 from thinwire.lab.network.netns import Network
 from thinwire.lab.run.config import Job
 from thinwire.lab.run.events import EventReader
+from thinwire.lab.run.ranks import environments, signal_group, start
 
 __all__ = [
     "TaskRefused",
     "WorkerError",
-    "cores",
     "explain",
     "failure_of",
-    "loopback_name",
     "run_workers",
 ]
 
-_PORT = 29500
 _POLL_S, _GRACE_S = 0.1, 3.0
 _START_UP_S = 90.0
 _MOST_LINES, _LONGEST_LINE = 5, 300
-# torchrun's own summary; SIGTERM is what it sends to the others when one has failed
-_DEATH = re.compile(r"rank\s*:\s*(\d+)[^\n]*\n\s*exitcode\s*:\s*-\d+[^\n]*\((SIG(?!TERM)\w+)\)")
 
 
 class WorkerError(ThinwireError):
@@ -66,19 +59,22 @@ def run_workers(
     path = work / "job.json"
     job.write(path)
     readers = [EventReader(work, rank) for rank in range(workers)]
-    with _agents(_commands(path, workers, network), network, workers, work) as agents:
-        yield from _watch(agents, readers, job.timeout_s, work)
+    with _started(path, workers, network, work) as started:
+        yield from _watch(started, readers, job.timeout_s, work)
 
 
 def _watch(
-    agents: list[subprocess.Popen[bytes]], readers: list[EventReader], timeout_s: float, work: Path
+    workers: list["subprocess.Popen[bytes]"],
+    readers: list[EventReader],
+    timeout_s: float,
+    work: Path,
 ) -> Iterator[dict[str, Any]]:
     errors: list[dict[str, Any]] = []
     last_news_s = time.monotonic() + _START_UP_S
     failed_s: float | None = None
     finished = False
     while True:
-        running = [agent.poll() is None for agent in agents]
+        statuses = [worker.poll() for worker in workers]
         for rank, reader in enumerate(readers):
             for event in reader.read():
                 last_news_s = max(last_news_s, time.monotonic())
@@ -89,12 +85,12 @@ def _watch(
                     finished = event["event"] == "result"
         if finished:
             return
-        if failed_s is None and (errors or not all(running)):
+        if failed_s is None and (errors or any(status is not None for status in statuses)):
             failed_s = time.monotonic()
         # The worker that fails first is not always the one whose line is read first: its peers fail
         # a moment later.
         if failed_s is not None and time.monotonic() - failed_s > _GRACE_S:
-            raise failure_of(errors, work)
+            raise failure_of(errors, statuses, work)
         if time.monotonic() - last_news_s > timeout_s + 30:
             raise WorkerError(
                 f"the workers have been silent for {timeout_s + 30:.0f} "
@@ -103,98 +99,52 @@ def _watch(
         time.sleep(_POLL_S)
 
 
-def _commands(job: Path, workers: int, network: Network | None) -> list[list[str]]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--max-restarts=0"]
-    script = ["-m", "thinwire.lab.run.worker", str(job)]
-    if network is None:
-        local = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={workers}"]
-        return [[*torchrun, *local, *script]]
-    node = [f"--nnodes={workers}", "--nproc-per-node=1", f"--master-addr={network.addresses[0]}"]
-    return [
-        [*torchrun, *node, f"--master-port={_PORT}", f"--node-rank={rank}", *script]
-        for rank in range(workers)
-    ]
-
-
 @contextlib.contextmanager
-def _agents(
-    commands: list[list[str]], network: Network | None, workers: int, work: Path
-) -> Iterator[list[subprocess.Popen[bytes]]]:
-    fds = network.namespace_fds if network else (-1,)
+def _started(
+    job: Path, workers: int, network: Network | None, work: Path
+) -> Iterator[list["subprocess.Popen[bytes]"]]:
+    command = [sys.executable, "-m", "thinwire.lab.run.worker", str(job)]
+    fds = network.namespace_fds if network else (-1,) * workers
+    places = zip(environments(workers, network), fds, strict=True)
     started: list[subprocess.Popen[bytes]] = []
     try:
-        for number, (command, fd) in enumerate(zip(commands, fds, strict=True)):
-            with (work / f"agent{number}.log").open("wb") as log:
-                started.append(
-                    subprocess.Popen(
-                        [
-                            sys.executable,
-                            "-P",
-                            str(Path(enter.__file__)),
-                            str(fd),
-                            str(os.getpid()),
-                            *command,
-                        ],
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        pass_fds=[fd] if fd >= 0 else [],
-                        # Ctrl-C is for the command, which then ends the workers in order
-                        start_new_session=True,
-                        env=_environment(network, workers),
-                    )
-                )
+        for rank, (environment, fd) in enumerate(places):
+            with (work / f"worker{rank}.log").open("wb") as log:
+                started.append(start(command, environment, fd, log, subprocess.STDOUT))
         yield started
-        for agent in started:
+        for worker in started:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                agent.wait(timeout=_GRACE_S)
+                worker.wait(timeout=_GRACE_S)
     finally:
-        for agent in started:
-            agent.kill()  # its workers asked the kernel to follow it
-        for agent in started:
-            agent.wait()
+        for worker in started:
+            signal_group(worker.pid, signal.SIGKILL)
+        for worker in started:
+            worker.wait()
 
 
-def _environment(network: Network | None, workers: int) -> dict[str, str]:
-    return {
-        **os.environ,
-        "OMP_NUM_THREADS": str(max(1, cores() // workers)),
-        "GLOO_SOCKET_IFNAME": network.interface if network else loopback_name(),
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "PYTHONUNBUFFERED": "1",
-    }
-
-
-def cores() -> int:
-    """How many this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-
-
-def loopback_name() -> str:
-    """The interface by which the processes of this machine reach each other."""
-    return "lo" if sys.platform == "linux" else "lo0"
-
-
-def failure_of(errors: Sequence[Mapping[str, Any]], work: Path) -> WorkerError | TaskRefused:
+def failure_of(
+    errors: Sequence[Mapping[str, Any]], statuses: Sequence[int | None], work: Path
+) -> WorkerError | TaskRefused:
     """The error to raise for what the workers have told before they ended; see `explain`."""
     refusals = [error["message"] for error in errors if error["kind"] == "TaskError"]
-    return TaskRefused(refusals[0]) if refusals else WorkerError(explain(errors, work))
+    return TaskRefused(refusals[0]) if refusals else WorkerError(explain(errors, statuses, work))
 
 
-def explain(errors: Sequence[Mapping[str, Any]], work: Path) -> str:
+def explain(errors: Sequence[Mapping[str, Any]], statuses: Sequence[int | None], work: Path) -> str:
     """The cause, and not its consequences on the other ranks, as far as that can be told.
 
     Args:
         errors: The `error` events of all ranks, each with its `rank`.
-        work: Folder with the agents' logs.
+        statuses: Of each rank, what it ended with, minus a signal's number where one has killed
+            it; None where it had not.
+        work: Folder with the workers' logs.
     """
-    spoke = {
-        str(error["rank"]) for error in errors
-    }  # a rank that dies after an error of its own died of that
+    # a rank that dies after an error of its own died of that
+    spoke = {error["rank"] for error in errors}
     deaths = [
-        f"worker {rank} was killed by {signal}"
-        for rank, signal in _DEATH.findall(_logs(work))
-        if rank not in spoke
+        f"worker {rank} was killed by {signal.Signals(-status).name}"
+        for rank, status in enumerate(statuses)
+        if status is not None and status < 0 and rank not in spoke
     ]
     if deaths:
         return "; ".join(deaths)
@@ -209,7 +159,7 @@ def explain(errors: Sequence[Mapping[str, Any]], work: Path) -> str:
 
 
 def _log_tail(work: Path) -> str:
-    """The last lines of the agents' logs that speak of an error."""
+    """The last lines of the workers' logs that speak of an error."""
     found = [
         line.strip()[:_LONGEST_LINE]
         for line in _logs(work).splitlines()
@@ -219,6 +169,5 @@ def _log_tail(work: Path) -> str:
 
 
 def _logs(work: Path) -> str:
-    return "\n".join(
-        log.read_text(encoding="utf-8", errors="replace") for log in sorted(work.glob("agent*.log"))
-    )
+    logs = sorted(work.glob("worker*.log"))
+    return "\n".join(log.read_text(encoding="utf-8", errors="replace") for log in logs)

@@ -1,5 +1,5 @@
-"""The training script: what every rank runs, started by torchrun as
-`-m thinwire.lab.run.worker JOB.json`. The event logs are in the folder of that file.
+"""The training script: what every rank runs, as `-m thinwire.lab.run.worker JOB.json`. The event
+logs are in the folder of that file.
 """
 
 import os
@@ -7,7 +7,6 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
-from thinwire.lab.network.enter import die_with_parent
 from thinwire.lab.run.config import Job, imported
 from thinwire.lab.run.events import EventLog
 
@@ -34,5 +33,4 @@ def main(job_path: str) -> None:
 
 
 if __name__ == "__main__":
-    die_with_parent(int(os.environ["THINWIRE_LAB_AGENT_PID"]))
     main(sys.argv[1])
