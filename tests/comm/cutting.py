@@ -5,7 +5,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.launched import free_port
 
 __all__ = ["Ended", "Trainees", "trainees"]
 
@@ -96,8 +97,7 @@ def trainees(
     namespaces: tuple[int, ...] = (),
 ) -> Iterator[Trainees]:
     """Ranks that train, rank 0 with the store; all are killed in the end."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     processes = []
     try:
         for rank in range(size):
@@ -127,7 +127,7 @@ def trainees(
             line = process.stdout.readline()
             while line.startswith(b"[Gloo]"):
                 line = process.stdout.readline()
-            assert b"trains" in line
+            assert b"trains" in line, (line, process.poll())
         yield Trainees(processes)
     finally:
         for process in processes:
