@@ -10,8 +10,10 @@ simulation is given the seconds of the same step without a network, each rank a 
 as many at once on the same cores. Bytes must be equal, on every rank.
 """
 
+import contextlib
 import multiprocessing as mp
 import os
+import queue
 import statistics
 import tempfile
 import time
@@ -36,8 +38,9 @@ from thinwire.simulation.run import simulate
 SHAPES = ((250, 1000),) * 4
 NUMELS = (250_000,) * 4
 K_STEPS = 2
-WARM_UP = 3
-"""Steps before those that are timed, in which TCP learns the rate that each connection has now."""
+WARM_UP, GATE_S = 3, 300.0
+"""Steps before those that are timed, in which TCP learns the rate that each connection has now; and
+how long ranks wait for each other before a step."""
 QUEUE_BYTES = 8_000_000
 PLACES = tuple((ranks, "4mbit", "20ms") for ranks in (2, 4, 8, 16))
 
@@ -164,7 +167,7 @@ def deepen(net: Network) -> None:
 def measured(ranks: int, net: Network | None, repeats: int) -> list[dict[str, Any]]:
     """By rank what it found; without a network each is a group of its own."""
     context = mp.get_context("fork")
-    answers, gate = context.Queue(), context.Barrier(ranks)
+    answers, gate = context.Queue(), context.Barrier(ranks, timeout=GATE_S)
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder, "store"))
         processes = []
@@ -173,7 +176,12 @@ def measured(ranks: int, net: Network | None, repeats: int) -> list[dict[str, An
             arguments = (rank, ranks, fd, store, repeats, gate, answers)
             processes.append(context.Process(target=work, args=arguments, daemon=True))
             processes[-1].start()
-        found = dict(answers.get(timeout=1800) for _ in processes)
+        found: dict[int, Any] = {}
+        while len(found) < ranks:
+            with contextlib.suppress(queue.Empty):
+                found |= [answers.get(timeout=5)]
+            if any(process.exitcode for process in processes):
+                raise RuntimeError(f"a rank of {ranks} failed; what it said is above")
         for process in processes:
             process.join()
     return [found[rank] for rank in range(ranks)]

@@ -4,9 +4,7 @@ takes."""
 import contextlib
 import io
 import os
-import random
 import runpy
-import socket
 import sys
 import warnings
 from collections.abc import Iterator
@@ -15,16 +13,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from tests.ranks import Pool
+from thinwire.lab.run.ranks import free_port
 
 __all__ = ["as_torchrun_starts", "free_port", "run_script"]
-
-
-def free_port() -> int:
-    """A port that nobody listens on now, of those that the kernel gives to no connection."""
-    while True:
-        port = random.randrange(15_000, 32_000)
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Processes that a test starts; none is left, however the test ends."""
+"""Processes that a test starts, and their ends: also where it fails or runs out of time."""
 
 import contextlib
 import os
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["alive", "descendants", "kill_all", "running"]
+__all__ = ["alive", "descendants", "kill_all", "ran", "running"]
 
 
 def alive(pid: int) -> bool:
@@ -37,7 +37,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def kill_all(process: "subprocess.Popen[Any]") -> None:
-    """Kills what is left of a process and of those below it: a worker of torchrun has a session of
+    """Kills a process that still runs, and those below it: a worker of torchrun has a session of
     its own, and would go on without it."""
     if process.poll() is None:
         for pid in (process.pid, *descendants(process.pid)):
@@ -53,3 +53,11 @@ def running(command: Sequence[str], **options: Any) -> Iterator["subprocess.Pope
             yield process
         finally:
             kill_all(process)
+
+
+def ran(command: Sequence[str], **options: Any) -> "subprocess.CompletedProcess[str]":
+    """What `subprocess.run` makes of a command, with its output as text."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with running(command, **pipes, **options) as process:
+        out, err = process.communicate()
+    return subprocess.CompletedProcess(command, process.returncode, out, err)

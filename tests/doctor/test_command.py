@@ -9,6 +9,7 @@ import time
 import pytest
 
 from tests.launched import free_port
+from tests.processes import ran
 from thinwire import cli
 
 CLEARED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME")
@@ -61,7 +62,7 @@ def test_what_is_wrong_is_status_1_and_quiet_prints_nothing_else() -> None:
 def test_two_ranks_of_one_machine_have_nothing_wrong() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", "-m", "thinwire", "doctor", "--json", "--timeout", "90"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
+    done = ran(command)
     told = json.loads(done.stdout)
     assert (told["title"], told["status"], done.returncode) == ("2 ranks on 1 machine", 0, 0)
     levels = {one["check"]: one["level"] for one in told["findings"]}

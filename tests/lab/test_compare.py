@@ -226,7 +226,7 @@ def test_a_strategy_that_raises_diverges_or_dies_does_not_stop_the_others(
     real, in_pool = comparison.run_workers, run_workers_in(ranks)
 
     def run_workers(job: Job, *rest: Any) -> Iterator[dict[str, Any]]:
-        dies = job.config["recipe"]["name"] == "Dies"  # which torchrun tells
+        dies = job.config["recipe"]["name"] == "Dies"  # which a process can alone
         return (real if dies else in_pool)(job, *rest)
 
     monkeypatch.setattr(comparison, "run_workers", run_workers)

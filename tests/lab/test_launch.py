@@ -13,6 +13,10 @@ def test_a_killed_worker_is_the_cause_and_its_peers_are_not(tmp_path: Path) -> N
     assert told == "worker 1 was killed by SIGKILL"
 
 
+def test_a_signal_without_a_name_is_told_by_its_number(tmp_path: Path) -> None:
+    assert explain([], [None, -40], tmp_path) == "worker 1 was killed by signal 40"
+
+
 def test_a_worker_that_aborts_after_its_error_died_of_the_error(tmp_path: Path) -> None:
     told = explain([error(1, 1.0, "diverged")], [None, -SIGABRT], tmp_path)
     assert told == "worker 1 failed: RuntimeError: diverged"

@@ -222,7 +222,8 @@ def test_ranks_end_with_a_command_that_is_killed(tmp_path: Path) -> None:
         pids = [int(process.stdout.readline().split()[1]) for _ in range(2)]
         assert all(alive(pid) for pid in pids)
         process.kill()
-    until(lambda: not any(alive(pid) for pid in pids))
+        process.wait()
+        until(lambda: not any(alive(pid) for pid in pids))
 
 
 def test_a_reader_that_leaves_ends_the_run(tmp_path: Path) -> None:

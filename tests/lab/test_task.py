@@ -14,6 +14,7 @@ import torch.distributed as dist
 from tests.lab.configs import config
 from tests.lab.pooled import run_workers_in
 from tests.lab.test_compare import settings
+from tests.processes import ran
 from tests.ranks import Pool
 from thinwire.lab import compare as comparison
 from thinwire.lab.compare import compare
@@ -222,17 +223,13 @@ def test_under_torchrun_the_ranks_train_over_their_network(tmp_path: Path) -> No
     compared = ["-m", "thinwire", "compare", "--task", file(tmp_path), "--steps", "8"]
     more = ["--strategies", "dense", "sparse-local", "--out", str(out), "--quiet"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*torchrun, *compared, *more], capture_output=True, text=True, check=False, env=environment
-    )
+    done = ran([*torchrun, *compared, *more], env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("report: ") == 1
     assert "2 workers, started by torchrun, over the network between them" in (
         out / "results.json"
     ).read_text(encoding="utf-8")
-    wrong = subprocess.run(
-        [*torchrun, *compared, "--link", "20mbit"], capture_output=True, text=True, check=False
-    )
+    wrong = ran([*torchrun, *compared, "--link", "20mbit"])
     assert wrong.returncode != 0
     assert "leave --link and --latency out" in wrong.stderr
 

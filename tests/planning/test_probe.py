@@ -12,6 +12,7 @@ import pytest
 
 import thinwire as tw
 from tests.lab.namespaces import needs_netns
+from tests.processes import ran
 from thinwire.lab.network.link import Link
 from thinwire.lab.network.netns import network
 from thinwire.lab.run.config import Job
@@ -26,12 +27,7 @@ RANKS = 3
 
 def torchrun(*words: str) -> subprocess.CompletedProcess[str]:
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    return subprocess.run(
-        [sys.executable, *start, "-m", "thinwire", *words],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return ran([sys.executable, *start, "-m", "thinwire", *words])
 
 
 @pytest.fixture(scope="module")

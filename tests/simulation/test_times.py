@@ -1,6 +1,9 @@
 """When exchanges are over: event by event as by the formulas, and what goes wrong is said."""
 
+import random
+import statistics
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -107,6 +110,44 @@ def test_a_home_receives_at_its_own_rate() -> None:
     rate = Network(1e6, 0, 2).bytes_s
     assert over(to_one, lines) == pytest.approx(7 * 70_000 / (5 * rate), rel=0.01)
     assert over(Gather(10_000), lines) == pytest.approx(70_000 / rate, rel=0.01)
+
+
+@pytest.mark.parametrize("ranks", [4, 8, 16])
+@pytest.mark.parametrize("speed", [0.5, 0.8, 1.0, 1.25, 2.0, 5.0])
+def test_lines_that_receive_faster_or_slower_than_they_send(ranks: int, speed: float) -> None:
+    """Strings of one second in an order that each rank draws, as they queue at the receivers."""
+    drawn, over_s = random.Random(ranks), []
+    for _ in range(100):
+        queued = [0.0] * ranks
+        orders = [
+            drawn.sample([r for r in range(ranks) if r != mine], ranks - 1) for mine in range(ranks)
+        ]
+        for come in zip(*orders, strict=True):
+            queued = [max(0, queued[r] + come.count(r) / speed - 1) for r in range(ranks)]
+        over_s.append(ranks - 1 + max(queued))
+    rate = 1e6 / Network(8e6, 0.0, 2).bytes_s
+    lines = homes(ranks, 8e6 * rate, 0.0)
+    lines = replace(lines, down_bit_s=lines.up_bit_s * speed, call_s=0.0)
+    took = over(Deal((1_000_000,) * ranks), lines)
+    assert took == pytest.approx(statistics.mean(over_s), rel=0.06)
+
+
+def test_one_slow_line_among_fast_ones_has_no_pause() -> None:
+    lines = switch(8, 1e8, 0.0).slowed(3, 10.0)
+    slow = Network(1e7, 0.0, 2)
+    assert over(Deal((1_000_000,) * 8), lines) == pytest.approx(slow.transfer_s(7e6), rel=0.03)
+
+
+def test_leaders_of_nodes_need_not_be_at_every_site() -> None:
+    """Of four sites the leaders of two nodes are at two."""
+    result = simulate(
+        Method((1_000_000,), Entries(0.99, 8, "split"), node_size=2),
+        sites(4, 4, bit_s=1e10, near_s=1e-4, site_bit_s=1e9, far_s=1e-2),
+        step_s=0.1,
+        steps=1,
+        trouble=Trouble(jitter_s=1e-3),
+    )
+    assert 0.1 < result.seconds < 1.0
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 16])

@@ -192,13 +192,14 @@ def _dealt(
     out, into = lengths.sum() - lengths, (size - 1) * lengths
     found = np.empty_like(begin_s)
     for group, ranks in enumerate(members):
-        begin, site = begin_s[group], lines.site[ranks]
+        begin, (_, site) = begin_s[group], np.unique(lines.site[ranks], return_inverse=True)
         count = np.bincount(site)
         far = count.max() < size
         latency_s = lines.far_s if far else lines.near_s
         up_s = _transfers(lines, lines.up_bit_s[ranks], latency_s, out, idle_s)
         down_s = _transfers(lines, lines.down_bit_s[ranks], latency_s, into, idle_s)
-        down_s = _crowded(up_s, down_s, crowding(size, size - 1))
+        strings = min(max(np.count_nonzero(lengths), 1), size - 1)
+        down_s = _received(_last_other(up_s), down_s, crowding(strings + 1, size - 1))
         begin = begin + latency_s  # which it takes to hear that the others are ready
         gone = begin + up_s
         if far and np.isfinite(lines.site_bit_s):
@@ -209,21 +210,33 @@ def _dealt(
             leaves_s, comes_s = (
                 _transfers(lines, shared, latency_s, each, idle_s) for each in (leaves, comes)
             )
-            strings = int((count * (size - count)).min())
-            comes_s = _crowded(leaves_s, comes_s, crowding(len(count), strings))
+            crowded = crowding(len(count), int((count * (size - count)).min()))
+            comes_s = _received(_last_other(leaves_s), comes_s, crowded)
             down_s = np.maximum(down_s, comes_s[site])
             gone = np.maximum(gone, begin + leaves_s[site])
         found[group] = np.maximum(gone.max(), begin + down_s) + latency_s + jitter.of(begin.shape)
     return found
 
 
-def _crowded(up_s: Times, down_s: Times, crowding: float) -> Times:
-    """Until all has reached each line: what is queued there when the last sender is through waits,
-    unless the line had no pause anyway.
+def _received(sent_s: Times, down_s: Times, crowding: float) -> Times:
+    """Until all has reached each line, whose bytes take it `down_s`.
+
+    Where nobody sends after `sent_s`, what is queued then is the highest point of a Brownian bridge
+    over a line whose slope is the rate that the receiver has to spare. A line that is slower than
+    its senders pauses in the beginning at most.
     """
-    last_s = float(up_s.max())
-    over_s: Times = np.maximum(down_s, last_s + crowding * np.minimum(down_s, last_s))
+    spare_s = sent_s - down_s
+    spread = 4 * crowding**2 * down_s * np.minimum(down_s, sent_s)
+    over_s: Times = sent_s + (np.sqrt(spare_s**2 + spread) - spare_s) / 2
     return over_s
+
+
+def _last_other(each: Times) -> Times:
+    """For each the largest of all the others."""
+    first = int(each.argmax())
+    found = np.full(each.shape, each[first])
+    found[first] = np.delete(each, first).max(initial=0.0)
+    return found
 
 
 def _broadcast(

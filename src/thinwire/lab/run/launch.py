@@ -14,7 +14,7 @@ from thinwire.errors import ThinwireError
 from thinwire.lab.network.netns import Network
 from thinwire.lab.run.config import Job
 from thinwire.lab.run.events import EventReader
-from thinwire.lab.run.ranks import environments, signal_group, start
+from thinwire.lab.run.ranks import cores, environments, signal_group, start
 
 __all__ = [
     "TaskRefused",
@@ -106,11 +106,13 @@ def _started(
     command = [sys.executable, "-m", "thinwire.lab.run.worker", str(job)]
     fds = network.namespace_fds if network else (-1,) * workers
     places = zip(environments(workers, network), fds, strict=True)
+    # whatever the shell says, since figures of one machine are compared with those of another
+    threads = {"OMP_NUM_THREADS": str(max(1, cores() // workers))}
     started: list[subprocess.Popen[bytes]] = []
     try:
         for rank, (environment, fd) in enumerate(places):
             with (work / f"worker{rank}.log").open("wb") as log:
-                started.append(start(command, environment, fd, log, subprocess.STDOUT))
+                started.append(start(command, environment | threads, fd, log, subprocess.STDOUT))
         yield started
         for worker in started:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -142,7 +144,7 @@ def explain(errors: Sequence[Mapping[str, Any]], statuses: Sequence[int | None],
     # a rank that dies after an error of its own died of that
     spoke = {error["rank"] for error in errors}
     deaths = [
-        f"worker {rank} was killed by {signal.Signals(-status).name}"
+        f"worker {rank} was killed by {_signal_name(-status)}"
         for rank, status in enumerate(statuses)
         if status is not None and status < 0 and rank not in spoke
     ]
@@ -156,6 +158,13 @@ def explain(errors: Sequence[Mapping[str, Any]], statuses: Sequence[int | None],
             [f"worker {first['rank']} failed: {first['kind']}: {short[0]}", *short[1:]]
         )
     return f"a worker ended without a result\n{_log_tail(work)}".rstrip()
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
 def _log_tail(work: Path) -> str:

@@ -1,6 +1,8 @@
 """Ranks as processes of this machine: their environment, start and end."""
 
+import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -12,7 +14,7 @@ from typing import IO, Any
 from thinwire.lab.network import enter
 from thinwire.lab.network.netns import Network
 
-__all__ = ["environments", "signal_group", "start"]
+__all__ = ["cores", "environments", "free_port", "signal_group", "start"]
 
 _PORT = 29500
 
@@ -26,13 +28,13 @@ def environments(workers: int, network: Network | None) -> list[dict[str, str]]:
         workers: Number of ranks.
         network: Where they run; None is the loopback of this machine.
     """
-    default = {"OMP_NUM_THREADS": max(1, _cores() // workers), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    default = {"OMP_NUM_THREADS": max(1, cores() // workers), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     common = {
         "WORLD_SIZE": workers,
         "LOCAL_WORLD_SIZE": workers if network is None else 1,
         "GROUP_WORLD_SIZE": 1 if network is None else workers,
         "MASTER_ADDR": "127.0.0.1" if network is None else network.addresses[0],
-        "MASTER_PORT": _free_port() if network is None else _PORT,
+        "MASTER_PORT": free_port() if network is None else _PORT,
         "GLOO_SOCKET_IFNAME": _loopback_name() if network is None else network.interface,
         "TORCHELASTIC_RUN_ID": "thinwire",  # for torch.distributed.is_torchelastic_launched()
         "PYTHONUNBUFFERED": 1,
@@ -52,19 +54,24 @@ def _texts(values: Mapping[str, Any]) -> dict[str, str]:
     return {key: str(value) for key, value in values.items()}
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+def _loopback_name() -> str:
+    """The interface by which the processes of this machine reach each other."""
+    return "lo" if sys.platform == "linux" else "lo0"
 
 
-def _cores() -> int:
+def cores() -> int:
     """How many this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
-def _loopback_name() -> str:
-    """The interface by which the processes of this machine reach each other."""
-    return "lo" if sys.platform == "linux" else "lo0"
+def free_port() -> int:
+    """A port that nobody listens on now, of those that the kernel gives to no connection: a rank
+    takes it seconds later.
+    """
+    while True:
+        port = random.randrange(15_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def start(
