@@ -61,22 +61,28 @@ class Row:
         return None if None in found else fmean(step for step in found if step is not None)
 
 
-def rows(lines: Iterable[Mapping[str, Any]], workers: int, size: str) -> list[Row]:
+@dataclass(frozen=True)
+class Place:
+    """What a table is about."""
+
+    workers: int
+    size: str
+    steps: int = STEPS
+
+    def holds(self, cell: Mapping[str, Any]) -> bool:
+        """Whether a cell was trained here; the few steps of a timed one stand for any number."""
+        steps = self.steps if cell["kind"] == "link" else cell["steps"]
+        return (cell["workers"], cell["size"], steps) == (self.workers, self.size, self.steps)
+
+
+def rows(lines: Iterable[Mapping[str, Any]], place: Place) -> list[Row]:
     """Of every strategy whose loss was measured, in the order of the evidence."""
-    mine = [
-        line
-        for line in lines
-        if line["cell"]["workers"] == workers and line["cell"]["size"] == size
-    ]
+    mine = [line for line in lines if place.holds(line["cell"])]
     found = []
     for name in NAMES:
         today = as_it_is(name)
         of_name = [line for line in mine if {key: line["cell"][key] for key in today} == today]
-        trained = [
-            line
-            for line in of_name
-            if line["cell"]["kind"] == "training" and line["cell"]["steps"] == STEPS
-        ]
+        trained = [line for line in of_name if line["cell"]["kind"] == "training"]
         if trained:
             found.append(
                 Row(
@@ -95,12 +101,12 @@ def rows(lines: Iterable[Mapping[str, Any]], workers: int, size: str) -> list[Ro
     return found
 
 
-def table(lines: Iterable[Mapping[str, Any]], workers: int, size: str) -> list[str]:
+def table(lines: Iterable[Mapping[str, Any]], place: Place) -> list[str]:
     """Markdown: loss and bytes at equal steps, and on every link the time to dense's last loss."""
-    found = rows(lines, workers, size)
+    found = rows(lines, place)
     dense = next(row for row in found if row.name == "dense")
     links = [link for link in LINKS if link in dense.step_s]
-    titles = ["", f"loss after {STEPS:,} steps", "over dense", "bytes a step", "fewer by"]
+    titles = ["", f"loss after {place.steps:,} steps", "over dense", "bytes a step", "fewer by"]
     titles += [f"time at {link}" for link in links]
     text = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
     for row in found:
@@ -112,27 +118,72 @@ def table(lines: Iterable[Mapping[str, Any]], workers: int, size: str) -> list[s
             bytes_text(row.bytes_per_step),
             f"{dense.bytes_per_step / row.bytes_per_step:,.0f}",
         ]
-        cells += [_time(row, dense, link) for link in links]
+        cells += [_time(row, dense, link, place.steps) for link in links]
         text.append("| " + " | ".join(cells) + " |")
     return text
 
 
-def _time(row: Row, dense: Row, link: str) -> str:
+def _time(row: Row, dense: Row, link: str, dense_steps: int) -> str:
     """Seconds until a strategy has dense's last loss, and which part of dense's time that is."""
     if row is dense:
-        return f"{STEPS * dense.step_s[link]:,.0f} s"
+        return f"{dense_steps * dense.step_s[link]:,.0f} s"
     steps = row.steps_to(dense.loss)
     if steps is None or link not in row.step_s:
         return "-"
     seconds = steps * row.step_s[link]
-    whole = STEPS * dense.step_s[link]
+    whole = dense_steps * dense.step_s[link]
     return f"{seconds:,.0f} s, {whole / seconds:.2g} x"
 
 
-def settings(lines: Iterable[Mapping[str, Any]], workers: int, size: str) -> list[str]:
+def whole(lines: Iterable[Mapping[str, Any]], place: Place) -> list[str]:
+    """Markdown: trainings on a link from the first to the last step, beside the loss without a link
+    and the seconds that few steps promise; and what it took to have the loss that dense ends with.
+    """
+    mine = [line for line in lines if place.holds(line["cell"])]
+    text = ["| | link | loss | without a link | seconds | from few steps | to dense's | bytes |"]
+    text.append("|" + "---|" * 8)
+    for line in mine:
+        cell = line["cell"]
+        if cell["kind"] != "whole":
+            continue
+        same = {key: cell[key] for key in ("strategy", "options", "optimizer")}
+        alone = _only(mine, kind="training", seed=cell["seed"], lr=cell["lr"], **same)
+        few = _only(mine, kind="link", link=cell["link"], **same)
+        dense = _only(mine, kind="whole", seed=cell["seed"], link=cell["link"], strategy="dense")
+        seconds, sent = (_until(line, key, dense) for key in ("seconds", "sent"))
+        cells = [
+            f"`{cell['strategy']}`",
+            cell["link"],
+            f"{line['loss']:.5f}",
+            f"{alone['loss']:.5f}" if alone else "-",
+            f"{line['seconds'][-1]:,.1f} s",
+            f"{place.steps * few['step_ms'] / 1e3:,.1f} s" if few else "-",
+            "-" if seconds is None else f"{seconds:,.1f} s",
+            "-" if sent is None else bytes_text(sent),
+        ]
+        text.append("| " + " | ".join(cells) + " |")
+    return text
+
+
+def _only(lines: Sequence[Mapping[str, Any]], **wanted: Any) -> Mapping[str, Any] | None:
+    """The last line whose cell has these values."""
+    fits = [line for line in lines if wanted.items() <= line["cell"].items()]
+    return fits[-1] if fits else None
+
+
+def _until(line: Mapping[str, Any], measure: str, dense: Mapping[str, Any] | None) -> float | None:
+    """Seconds or bytes until a training has the loss that dense ends with."""
+    if dense is None:
+        return None
+    losses = [loss for _, loss in line["losses"]]
+    points = [{"loss": loss, measure: at} for loss, at in zip(losses, line[measure], strict=True)]
+    return seconds_to_loss(points, dense["loss"], measure)
+
+
+def settings(lines: Iterable[Mapping[str, Any]], place: Place) -> list[str]:
     """Markdown: what each strategy is, and its rate."""
     text = ["| | what it is | peak rate |", "|---|---|---|"]
-    for row in rows(lines, workers, size):
+    for row in rows(lines, place):
         text.append(f"| `{row.name}` | {STRATEGIES[row.name].summary} | {row.lr:g} |")
     return text
 
@@ -170,8 +221,9 @@ def filled(page: str, lines: Sequence[Mapping[str, Any]]) -> str:
             params, step_seconds, workers, latency = words
             text = planned(params, float(step_seconds), int(workers), latency)
         else:
-            size, workers = words
-            text = {"table": table, "settings": settings}[kind](lines, int(workers), size)
+            size, workers, *steps = words
+            place = Place(int(workers), size, *map(int, steps))
+            text = {"table": table, "settings": settings, "whole": whole}[kind](lines, place)
         return match[1] + "\n" + "\n".join(text) + "\n\n" + match[3]
 
     return MARK.sub(made, page)
@@ -199,13 +251,14 @@ def main() -> None:
             page.write_text(filled(page.read_text(), lines))
         return
     shown = {
-        (line["cell"]["workers"], line["cell"]["size"])
+        Place(line["cell"]["workers"], line["cell"]["size"], line["cell"]["steps"])
         for line in lines
         if line["cell"]["kind"] == "training"
     }
-    for workers, size in sorted(shown):
-        print(f"{size}, {workers} workers")
-        print("\n".join([*settings(lines, workers, size), *table(lines, workers, size)]))
+    for place in sorted(shown, key=lambda place: (place.size, place.workers, place.steps)):
+        print(f"{place.size}, {place.workers} workers, {place.steps:,} steps")
+        for made in (settings, table, whole):
+            print("\n".join(made(lines, place)))
 
 
 if __name__ == "__main__":

@@ -8,21 +8,56 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
 from thinwire.lab.report.machine import describe_machine
 
 Work = Callable[[], object]
+AnyCell = TypeVar("AnyCell")
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
     """What a file of JSON lines has; nothing where there is none."""
     texts = path.read_text().splitlines() if path.exists() else []
     return [json.loads(text) for text in texts]
+
+
+class Results(Generic[AnyCell]):
+    """What was measured, by cell: the lines of a file, which what is measured now is added to.
+
+    Args:
+        path: Of the file.
+        measure: Measures a cell, a dataclass that JSON can hold; says what the line has beside it.
+    """
+
+    def __init__(self, path: Path, measure: Callable[[AnyCell], dict[str, Any]]) -> None:
+        self.path, self.measure = path, measure
+        self.lines = {_key(line["cell"]): line for line in json_lines(path)}
+
+    def of(self, cell: AnyCell) -> dict[str, Any]:
+        """What was measured; measured now if it is not there."""
+        fields = asdict(cell)
+        key = _key(fields)
+        if key not in self.lines:
+            begin_s = time.monotonic()
+            line = {"cell": fields, **self.measure(cell)}
+            self.lines[key] = line
+            with self.path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            taken_s = time.monotonic() - begin_s
+            print(
+                f"{cell}: {line.get('loss') or line.get('step_ms')} ({taken_s:.0f} s)", flush=True
+            )
+        return self.lines[key]
+
+
+def _key(cell: Mapping[str, Any]) -> str:
+    return json.dumps(cell, sort_keys=True)
 
 
 def seconds(work: Work) -> float:

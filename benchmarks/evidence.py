@@ -1,17 +1,18 @@
 """Loss against steps of every strategy, seconds and bytes of a step on every link, and the tables
 that both give together.
 
-python -m benchmarks.evidence tune train links
+python -m benchmarks.evidence tune train links whole
 python -m benchmarks.choosing
 
 Loss per step does not depend on the link, nor the time of a step on the seed: so the loss is
 measured on real ranks without a limit on the link, once per seed, and the time in few steps on
-every link. Each measurement is one line of a file beside the results; what is there already is not
+every link. "whole" trains all steps on a link, which shows whether both may be put together
+so. Each measurement is one line of a file beside the results; what is there already is not
 made again, so the command goes on where it was interrupted.
 
-Rates come from the validation part, by one rule for all: 0.003, 0.006 and 0.012 with the same
-number of steps, and one further to the side as long as the best is at the edge. Tuning takes seed
-1, the training others.
+Rates come from the validation part, by one rule for all: 0.003, 0.006 and 0.012 (for SGD 0.05, 0.1
+and 0.2) with the same number of steps, and one further to the side as long as the best is at the
+edge. Tuning takes seed 1, the training others.
 """
 
 import argparse
@@ -19,12 +20,13 @@ import contextlib
 import json
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import json_lines
+from benchmarks.common import AnyCell, Results
 from thinwire.lab.network.link import Link
 from thinwire.lab.network.netns import network
 from thinwire.lab.run.config import Job, Recipe, RunConfig
@@ -50,7 +52,7 @@ NAMES = (
 )
 LINKS = ("5mbit", "20mbit", "100mbit", "1gbit")
 STEPS, BATCH, EVALUATIONS, HELD_OUT_SEQUENCES = 1500, 8, 15, 256
-RATES, TUNING_SEED, SEEDS = (0.003, 0.006, 0.012), 1, (5, 6, 7)
+RATES, SGD_RATES, TUNING_SEED, SEEDS = (0.003, 0.006, 0.012), (0.05, 0.1, 0.2), 1, (5, 6, 7)
 _TIMED_ROUNDS, _FEWEST_TIMED_STEPS = 4, 16
 _TIMEOUT_S = 600.0
 
@@ -60,7 +62,8 @@ class Cell:
     """One measurement; a line of the results begins with these.
 
     Attributes:
-        kind: "tuning" (loss on the validation part), "training" (on the held-out part) or "link".
+        kind: "tuning" (loss on the validation part), "training" (on the held-out part), "link" (a
+            few steps on it) or "whole" (the training on a link).
         strategy: Name of the strategy.
         workers: Ranks.
         size: Of the model.
@@ -83,49 +86,26 @@ class Cell:
     options: Mapping[str, Any]
     optimizer: str
 
+    def __str__(self) -> str:
+        return (
+            f"{self.kind} {self.strategy} x{self.workers} {self.size} lr {self.lr:g} "
+            f"seed {self.seed} {self.link} {self.optimizer} {json.dumps(self.options)}"
+        )
+
     def recipe(self) -> Recipe:
         """The strategy with the options and the optimizer of the cell."""
         recipe = STRATEGIES[self.strategy]
         return replace(recipe, options=self.options, optimizer=self.optimizer)
 
 
-def as_it_is(name: str) -> dict[str, Any]:
-    """What a cell says of a strategy of `thinwire compare`."""
+def as_it_is(name: str, optimizer: str = "adamw") -> dict[str, Any]:
+    """What a cell says of a strategy of `thinwire compare`; `optimizer` where it has none."""
     recipe = STRATEGIES[name]
     return {
         "strategy": name,
         "options": dict(recipe.options),
-        "optimizer": recipe.optimizer or "adamw",
+        "optimizer": recipe.optimizer or optimizer,
     }
-
-
-class Results:
-    """The lines of a file, by cell."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.lines = {_key(line["cell"]): line for line in json_lines(path)}
-
-    def of(self, cell: Cell) -> dict[str, Any]:
-        """What was measured; measured now if it is not there."""
-        key = _key(asdict(cell))
-        if key not in self.lines:
-            begin_s = time.monotonic()
-            line = {"cell": asdict(cell), **measured(cell)}
-            self.lines[key] = line
-            with self.path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-            taken_s = time.monotonic() - begin_s
-            about = f"{cell.kind} {cell.strategy} x{cell.workers} {cell.size} lr {cell.lr:g}"
-            about += f" seed {cell.seed} {cell.link} {cell.optimizer} {json.dumps(cell.options)}"
-            print(
-                f"{about}: {line.get('loss') or line.get('step_ms')} ({taken_s:.0f} s)", flush=True
-            )
-        return self.lines[key]
-
-
-def _key(cell: Mapping[str, Any]) -> str:
-    return json.dumps(cell, sort_keys=True)
 
 
 def measured(cell: Cell) -> dict[str, Any]:
@@ -142,13 +122,18 @@ def measured(cell: Cell) -> dict[str, Any]:
             "bare_step_ms": round(result["median_bare_step_ms"], 3),
             "kernel_bytes_per_step": result["kernel_sent_bytes_per_step"],
         }
-    return {
+    found = {
         "loss": round(result["evaluations"][-1]["loss"], 5),
         "losses": [[point["step"], round(point["loss"], 5)] for point in result["evaluations"]],
         "parameters": result["parameters"],
         "bytes_per_step": round(result["library_bytes_per_step"], 1),
         "bytes": round(result["evaluations"][-1]["library_bytes"]),
     }
+    if cell.kind == "whole":
+        points = result["evaluations"]
+        found["seconds"] = [round(point["seconds"], 3) for point in points]
+        found["sent"] = [round(point["library_bytes"]) for point in points]
+    return found
 
 
 def _trained(cell: Cell) -> dict[str, Any]:
@@ -204,15 +189,21 @@ def _link(cell: Cell) -> Iterator[Any]:
         yield emulated
 
 
-def tuned(results: Results, base: Cell) -> float:
-    """The best rate of the grid, which goes on by factors of two while the best is at its edge."""
+def tuned(results: Results[AnyCell], base: AnyCell, grid: Sequence[float]) -> float:
+    """The best rate of the grid, which goes on by factors of two while the best is at its edge.
+
+    Args:
+        results: Where losses are, or come to.
+        base: The cell, with any `lr`.
+        grid: Rates to begin with.
+    """
     losses: dict[float, float] = {}
 
     def loss(rate: float) -> float:
         found = results.of(replace(base, lr=rate))["loss"]
         return float("inf") if found is None else found
 
-    for rate in RATES:
+    for rate in grid:
         losses[rate] = loss(rate)
     while True:
         best = min(losses, key=losses.__getitem__)
@@ -236,13 +227,16 @@ def timed(cell: Cell) -> Cell:
 def main() -> None:
     """Make what is missing."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="+", choices=("tune", "train", "links"))
+    parser.add_argument("parts", nargs="+", choices=("tune", "train", "links", "whole"))
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--size", default="small")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--strategies", nargs="+", default=NAMES)
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     parser.add_argument("--links", nargs="+", default=LINKS)
+    parser.add_argument(
+        "--optimizer", choices=("adamw", "sgd"), default="adamw", help="of strategies without one"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument(
         "--settings",
@@ -250,11 +244,11 @@ def main() -> None:
         help="JSON list of {strategy, options, optimizer} to try, instead of --strategies",
     )
     arguments = parser.parse_args()
-    results = Results(arguments.results)
-    tried = [as_it_is(name) for name in arguments.strategies]
+    results = Results(arguments.results, measured)
+    tried = [as_it_is(name, arguments.optimizer) for name in arguments.strategies]
     if arguments.settings is not None:
         settings = json.loads(arguments.settings.read_text())
-        tried = [{**as_it_is(one["strategy"]), **one} for one in settings]
+        tried = [{**as_it_is(one["strategy"], arguments.optimizer), **one} for one in settings]
     for workers in arguments.workers:
         for one in tried:
             base = Cell(
@@ -266,14 +260,18 @@ def main() -> None:
                 steps=arguments.steps,
                 **one,
             )
-            if {"tune", "train"} & set(arguments.parts):
-                rate = tuned(results, base)
+            if {"tune", "train", "whole"} & set(arguments.parts):
+                grid = SGD_RATES if base.optimizer == "sgd" else RATES
+                rate = tuned(results, base, grid)
             if "train" in arguments.parts:
                 for seed in arguments.seeds:
                     results.of(replace(base, kind="training", lr=rate, seed=seed))
             if "links" in arguments.parts:
                 for link in arguments.links:
                     results.of(replace(timed(base), lr=RATES[0], link=link))
+            if "whole" in arguments.parts:
+                for link, seed in product(arguments.links, arguments.seeds):
+                    results.of(replace(base, kind="whole", lr=rate, seed=seed, link=link))
 
 
 if __name__ == "__main__":

@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 
 from benchmarks import choosing, evidence
-from benchmarks.evidence import Cell, Results, as_it_is, timed, tuned
+from benchmarks.choosing import Place
+from benchmarks.common import Results
+from benchmarks.evidence import RATES, Cell, as_it_is, measured, timed, tuned
 
+TINY = Place(2, "tiny")
 CELL = Cell(
     kind="tuning", workers=2, size="tiny", steps=8, lr=0.003, seed=1, **as_it_is("muon-local")
 )
@@ -17,13 +20,13 @@ CELL = Cell(
 @pytest.mark.slow
 def test_a_cell_is_trained_on_real_ranks_and_not_twice(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
-    first = Results(path).of(CELL)
+    first = Results(path, measured).of(CELL)
     assert 2 < first["loss"] < 8
     assert first["losses"][0][0] == 0
     assert first["losses"][-1] == [8, first["loss"]]
     # a dense averaging at the first step, and a last one
     assert 0 < first["bytes"] < 4 * first["parameters"] * 2
-    again = Results(path).of(CELL)
+    again = Results(path, measured).of(CELL)
     assert again == first
     assert len(path.read_text().splitlines()) == 1
 
@@ -37,16 +40,15 @@ def test_a_cell_is_trained_on_real_ranks_and_not_twice(tmp_path: Path) -> None:
     ],
 )
 def test_the_grid_goes_on_until_the_best_has_neighbours(
-    best: float, tried: set[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    best: float, tried: set[float], tmp_path: Path
 ) -> None:
     seen = set()
 
-    def measured(cell: Cell) -> dict[str, Any]:
+    def lost(cell: Cell) -> dict[str, Any]:
         seen.add(cell.lr)
         return {"loss": abs(cell.lr / best - 1) if cell.lr < 0.04 else None}
 
-    monkeypatch.setattr(evidence, "measured", measured)
-    assert tuned(Results(tmp_path / "lines.jsonl"), CELL) == best
+    assert tuned(Results(tmp_path / "lines.jsonl", lost), CELL, RATES) == best
     assert seen == tried
 
 
@@ -70,12 +72,31 @@ def lines() -> list[dict[str, Any]]:
 
 
 def test_tables_put_loss_and_time_of_a_step_together() -> None:
-    dense, other = choosing.table(lines(), 2, "tiny")[2:]
+    dense, other = choosing.table(lines(), TINY)[2:]
     assert "2.000 (2.000 to 2.000)" in dense
     assert "150 s" in dense
     assert "-50.0 %" in other
     assert "| 512 |" in other
     assert "75 s, 2 x" in other
+
+
+def test_trainings_on_a_link_stand_beside_what_was_put_together() -> None:
+    made = lines()
+    for line, seconds in ((made[0], 160.0), (made[2], 150.0)):
+        cell = {**line["cell"], "kind": "whole", "link": "20mbit"}
+        at = [seconds * step / evidence.STEPS for step, _ in line["losses"]]
+        made.append({**line, "cell": cell, "seconds": at, "sent": [1e6 * s for s in at]})
+    dense, other = choosing.whole(made, TINY)[2:]
+    assert dense == (
+        "| `dense` | 20mbit | 2.00000 | 2.00000 | 160.0 s | 150.0 s | 160.0 s | 160 MB |"
+    )
+    assert "| 1.00000 | 1.00000 | 150.0 s | 150.0 s | 75.0 s | 75 MB |" in other
+    assert choosing.whole(made, Place(2, "tiny", 60))[2:] == []
+
+
+def test_a_strategy_without_an_optimizer_takes_the_one_that_is_given() -> None:
+    assert as_it_is("dense", "sgd")["optimizer"] == "sgd"
+    assert as_it_is("muon-local", "sgd")["optimizer"] == "muon"
 
 
 def test_pages_are_filled_between_their_marks() -> None:
