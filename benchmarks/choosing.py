@@ -1,8 +1,8 @@
-"""Tables of what to use on which link: from the lines that `benchmarks.evidence` and
-`benchmarks.plan_check` have written, and from the planner.
+"""Tables of what to use on which link: from the lines that `benchmarks.evidence`,
+`benchmarks.plan_check` and `benchmarks.lag` have written, and from the planner.
 
 python -m benchmarks.choosing            # prints them
-python -m benchmarks.choosing --write    # into README.md and docs/choosing.md, between their marks
+python -m benchmarks.choosing --write    # into the pages, between their marks
 """
 
 import argparse
@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import Any
 
 import thinwire as tw
+from benchmarks import lag
 from benchmarks.common import json_lines
 from benchmarks.evidence import LINKS, NAMES, RESULTS, STEPS, as_it_is
 from benchmarks.plan_check import LINES, SIZE
@@ -22,7 +23,7 @@ from thinwire.lab.report.results import seconds_to_loss
 from thinwire.lab.strategies import STRATEGIES
 
 ROOT = Path(__file__).parent.parent
-PAGES = (ROOT / "README.md", ROOT / "docs" / "choosing.md")
+PAGES = tuple(ROOT / name for name in ("README.md", "docs/choosing.md", "docs/notes/dgc.md"))
 PLANNED_LINKS = ("5mbit", "20mbit", "100mbit", "1gbit", "10gbit")
 MARK = re.compile(r"(<!-- evidence: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -220,6 +221,9 @@ def filled(page: str, lines: Sequence[Mapping[str, Any]]) -> str:
         if kind == "plan":
             params, step_seconds, workers, latency = words
             text = planned(params, float(step_seconds), int(workers), latency)
+        elif kind == "lag":
+            size, steps = words
+            text = lag.table(json_lines(lag.RESULTS), size, int(steps))
         else:
             size, workers, *steps = words
             place = Place(int(workers), size, *map(int, steps))

@@ -1,7 +1,7 @@
 """How far deep gradient compression stays behind dense training at equal steps, and what helps.
 
 python -m benchmarks.lag --size small --steps 3000 --variants dense "0.1 %" "1 %"
-python -m benchmarks.lag table --size small
+python -m benchmarks.choosing --write       # the table of docs/notes/dgc.md
 
 One process plays all ranks, one after the other, with the model, the text, the batches and the rate
 schedule of `thinwire compare`; values travel as they are, in 32 bits. `tests/test_lag.py` compares
@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.common import Results, json_lines
+from benchmarks.common import Results
 from benchmarks.evidence import (
     BATCH,
     HELD_OUT_SEQUENCES,
@@ -318,11 +318,10 @@ def table(lines: Iterable[Mapping[str, Any]], size: str, steps: int) -> list[str
 
 
 def main() -> None:
-    """Make what is missing, or print the table."""
+    """Make what is missing."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("part", nargs="?", choices=("train", "table"), default="train")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--size", default="small")
     parser.add_argument("--steps", type=int, default=3000)
@@ -330,9 +329,6 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     parser.add_argument("--results", type=Path, default=RESULTS)
     given = parser.parse_args()
-    if given.part == "table":
-        print("\n".join(table(json_lines(given.results), given.size, given.steps)))
-        return
     results = Results(given.results, train)
     for variant in given.variants:
         base = Cell(

@@ -98,3 +98,18 @@ def test_a_tensor_sends_more_while_its_gradient_changes() -> None:
     assert sent[100:199] == [1] * 99
     assert sent[199:249] == [10] * 50
     assert sent[249] == 1
+
+
+def test_the_table_sets_each_beside_dense_of_the_same_seeds() -> None:
+    lines = []
+    for name, seed, loss in (
+        ("dense", 5, 2.0),
+        ("dense", 6, 3.0),
+        ("1 %", 5, 2.1),
+        ("1 %", 7, 9.0),
+    ):
+        cell = replace(CELL, kind="training", variant=name, seed=seed)
+        lines.append({"cell": asdict(cell), "loss": loss, "sent_share": 0.0123})
+    dense, other = lag.table(lines, CELL.size, CELL.steps)[2:]
+    assert dense.endswith("| 2 | 2.500 | +0.0 % |")
+    assert other == "| 1 % | 1 % of every tensor: 1.23 % | 0.1 | 1 | 2.100 | +5.0 % |"

@@ -1,4 +1,6 @@
-"""Muon and AdamW as one optimizer: the bits of the two side by side, and who gets which."""
+"""Muon and AdamW as one optimizer: the bits of the two side by side, the formula, and who gets
+which.
+"""
 
 import copy
 
@@ -41,7 +43,9 @@ def give_gradients(model: nn.Module, seed: int) -> None:
 def test_the_bits_are_those_of_torchs_two_side_by_side(adjust_lr_fn: str) -> None:
     ours, theirs = Language(), Language()
     shared = {"lr": 0.02, "weight_decay": 0.2}
-    optimizer = Muon(muon_groups(ours), **shared, adjust_lr_fn=adjust_lr_fn)
+    optimizer = Muon(
+        muon_groups(ours), **shared, adjust_lr_fn=adjust_lr_fn, ns_dtype=torch.bfloat16
+    )
     matrices = [theirs.layers[0].weight, theirs.layers[2].weight]
     rest = [p for p in theirs.parameters() if all(p is not m for m in matrices)]
     muon = torch.optim.Muon(matrices, **shared, momentum=0.95, eps=1e-8, adjust_lr_fn=adjust_lr_fn)
@@ -56,6 +60,54 @@ def test_the_bits_are_those_of_torchs_two_side_by_side(adjust_lr_fn: str) -> Non
     for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert torch.equal(p, q), name
         assert not torch.equal(p, before[name]), name
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("shape", [(8, 16), (16, 8), (12, 12)])
+def test_a_matrix_follows_the_formula_on_its_singular_values(
+    shape: tuple[int, int], *, nesterov: bool
+) -> None:
+    generator = torch.Generator().manual_seed(5)
+    p = nn.Parameter(torch.randn(shape, generator=generator))
+    optimizer = Muon([p], lr=0.02, weight_decay=0.3, momentum=0.9, nesterov=nesterov)
+    expected, buffer = p.detach().double(), torch.zeros(shape, dtype=torch.float64)
+    for _ in range(3):
+        p.grad = torch.randn(shape, generator=generator)
+        grad = p.grad.double()
+        optimizer.step()
+        buffer = 0.9 * buffer + 0.1 * grad
+        left, sigma, right = torch.linalg.svd(
+            0.9 * buffer + 0.1 * grad if nesterov else buffer, full_matrices=False
+        )
+        sigma = sigma / sigma.square().sum().sqrt()
+        for _ in range(5):
+            sigma = 3.4445 * sigma - 4.775 * sigma**3 + 2.0315 * sigma**5
+        expected = expected * (1 - 0.02 * 0.3)
+        expected -= 0.02 * 0.2 * max(shape) ** 0.5 * (left * sigma) @ right
+        torch.testing.assert_close(p.detach().double(), expected, rtol=0, atol=2e-5)
+        torch.testing.assert_close(
+            optimizer.state[p]["momentum_buffer"].double(), buffer, rtol=0, atol=1e-6
+        )
+
+
+def test_on_a_cpu_float32_is_what_is_computed_in() -> None:
+    def trained(ns_dtype: object) -> Tensor:
+        model = Language()
+        optimizer = Muon(muon_groups(model), lr=0.02, ns_dtype=ns_dtype)
+        give_gradients(model, 0)
+        optimizer.step()
+        return model.layers[0].weight.detach()
+
+    assert torch.equal(trained(None), trained("float32"))
+    assert not torch.equal(trained(None), trained("bfloat16"))
+
+
+def test_a_sparse_gradient_is_refused() -> None:
+    embedding = nn.Embedding(5, 4, sparse=True)
+    optimizer = Muon(embedding.parameters(), lr=0.1)
+    embedding(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises((RuntimeError, ValueError, TypeError), match="sparse=False"):
+        optimizer.step()
 
 
 def test_embeddings_and_the_output_layer_are_adamws() -> None:
@@ -96,6 +148,8 @@ def test_it_goes_on_from_a_state_dict_with_the_same_bits() -> None:
     ("wrong", "error", "says"),
     [
         ({"ns_steps": 0}, ValueError, "ns_steps"),
+        ({"ns_dtype": "float16"}, ValueError, "ns_dtype.*bfloat16"),
+        ({"ns_dtype": 32}, TypeError, "ns_dtype"),
         ({"adjust_lr_fn": "mean"}, ValueError, "adjust_lr_fn.*match_rms_adamw"),
         ({"betas": (0.9, 1.0)}, ValueError, r"betas\[1\]"),
         ({"momentum": -1}, ValueError, "momentum"),

@@ -41,7 +41,7 @@ from thinwire.compress.words import bits_text, plural, share_text
 from thinwire.core.clip import ClipByNorm, clipped
 from thinwire.core.feedback import Fold, commit_list_, in_chunks, propose_list
 from thinwire.core.norms import norms_over_shards
-from thinwire.core.precision import named_state_dtype, state_dtype, stored_dtype
+from thinwire.core.precision import named_dtype, state_dtype, stored_dtype
 from thinwire.core.rounding import rounding_seed
 from thinwire.kernels.needs import Need, needs_of
 from thinwire.layout.message import VALUE_BITS, Layout, Slot, count_sent
@@ -140,7 +140,7 @@ class DGC:
         set_(self, "min_numel", check.integer("min_numel", self.min_numel, at_least=1))
         set_(self, "value_bits", check.integer("value_bits", self.value_bits))
         check.one_of("value_bits", self.value_bits, VALUE_BITS)
-        set_(self, "state_dtype", named_state_dtype(self.state_dtype))
+        set_(self, "state_dtype", named_dtype("state_dtype", self.state_dtype))
         if self.node_size is not None:
             set_(self, "node_size", check.integer("node_size", self.node_size, at_least=1))
         check.instance("exchange", self.exchange, str)
@@ -152,7 +152,7 @@ class DGC:
 
     def stored_dtype(self, param: Tensor) -> torch.dtype:
         """In what the residual of this tensor is stored."""
-        return stored_dtype(param, named_state_dtype(self.state_dtype))
+        return stored_dtype(param, named_dtype("state_dtype", self.state_dtype))
 
     def sparsity_in_force(self, step: int) -> float:
         """Fraction of a compressed tensor that update `step` (from 0) does not send; 0 before

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from thinwire import _validate as check
 
-__all__ = ["named_state_dtype", "narrowed", "state_dtype", "stored_dtype"]
+__all__ = ["named_dtype", "narrowed", "state_dtype", "stored_dtype"]
 
 _CHOICES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -17,10 +17,11 @@ def state_dtype(param: Tensor) -> torch.dtype:
     return torch.float64 if param.dtype == torch.float64 else torch.float32
 
 
-def named_state_dtype(choice: object) -> str | None:
-    """The name of the type in which momentum buffer and residual are stored, as a user gave it.
+def named_dtype(argument: str, choice: object) -> str | None:
+    """The name of a type that a user gave.
 
     Args:
+        argument: What the user knows it by.
         choice: "float32", "bfloat16", the torch dtype of one of these names, or None.
 
     Returns:
@@ -34,8 +35,8 @@ def named_state_dtype(choice: object) -> str | None:
         return None
     name = str(choice).removeprefix("torch.") if isinstance(choice, torch.dtype) else choice
     advice = "write 'float32' or 'bfloat16', or leave it out"
-    check.instance("state_dtype", name, str, advice=advice)
-    check.one_of("state_dtype", name, _CHOICES)
+    check.instance(argument, name, str, advice=advice)
+    check.one_of(argument, name, _CHOICES)
     return str(name)
 
 

@@ -55,7 +55,7 @@ from thinwire.core.decay import Regularizer
 from thinwire.core.feedback import in_chunks
 from thinwire.core.merge import step_along_list_
 from thinwire.core.origin import ORIGIN, Origin, checksum_of, without_origin
-from thinwire.core.precision import named_state_dtype, narrowed, state_dtype, stored_dtype
+from thinwire.core.precision import named_dtype, narrowed, state_dtype, stored_dtype
 from thinwire.core.rounding import rounding_seed, store_
 from thinwire.core.sharded import Shards, require_shards, shard_of, sharded_like
 from thinwire.core.stats import numbers
@@ -230,7 +230,7 @@ class DGCMomentum(CommonOptimizer):
         )
         self.value_bits = check.integer("value_bits", value_bits)
         check.one_of("value_bits", self.value_bits, VALUE_BITS)
-        self.state_dtype = named_state_dtype(state_dtype)
+        self.state_dtype = named_dtype("state_dtype", state_dtype)
         self.num_trainers = (
             None
             if num_trainers is None

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from thinwire import _validate as check
 from thinwire.core.clip import Clip
 from thinwire.core.decay import Regularizer
+from thinwire.core.muon import MuonRule, muon_
+from thinwire.core.precision import named_dtype
 from thinwire.optim.groups import Exclusion
 from thinwire.optim.torch_adapter import TorchOptimizer, unhooked_step
 
@@ -24,8 +26,8 @@ _ADAMW_ONLY = {
 
 
 class _MuonAndAdamW(torch.optim.Optimizer):
-    """torch's Muon on the matrices of the groups that say so and torch's AdamW on the rest, over
-    one state.
+    """Muon on the matrices of the groups that say so and torch's AdamW on the rest, over one
+    state.
     """
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -34,23 +36,53 @@ class _MuonAndAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for kind in (torch.optim.Muon, torch.optim.AdamW):
-            of_muon = kind is torch.optim.Muon
-            groups = [
-                {**g, "params": [p for p in g["params"] if _is_of_muon(p, g) is of_muon]}
-                for g in self.param_groups
-            ]
-            params = [p for g in groups for p in g["params"]]
-            if params:
-                optimizer = kind(params[:1])
-                optimizer.param_groups, optimizer.state = groups, self.state
-                unhooked_step(kind)(optimizer)
+        rest = []
+        for group in self.param_groups:
+            params: tuple[list[Tensor], list[Tensor]] = ([], [])
+            for p in group["params"]:
+                params[_is_of_muon(p, group)].append(p)
+            self._update_matrices(params[True], group)
+            rest.append({**group, "params": params[False]})
+        others = [p for group in rest for p in group["params"]]
+        if others:
+            optimizer = torch.optim.AdamW(others[:1])
+            optimizer.param_groups, optimizer.state = rest, self.state
+            unhooked_step(torch.optim.AdamW)(optimizer)
         return loss
+
+    def _update_matrices(self, matrices: list[Tensor], group: Mapping[str, Any]) -> None:
+        for p in matrices:
+            if p.grad is None:
+                continue
+            if p.grad.is_sparse:
+                raise RuntimeError(
+                    "Muon needs dense gradients and got a sparse one: build the embedding with "
+                    "sparse=False"
+                )
+            state = self.state[p]
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(p.grad)
+            muon_(p, p.grad, state["momentum_buffer"], float(group["lr"]), _rule(p, group))
+
+
+def _rule(param: Tensor, group: Mapping[str, Any]) -> MuonRule:
+    # a CPU without instructions for bfloat16 takes five times as long in it
+    usual = "float32" if param.device.type == "cpu" else "bfloat16"
+    return MuonRule(
+        group["weight_decay"],
+        group["momentum"],
+        group["nesterov"],
+        tuple(group["ns_coefficients"]),
+        group["ns_steps"],
+        group["eps"],
+        group["adjust_lr_fn"] == "match_rms_adamw",
+        getattr(torch, group["ns_dtype"] or usual),
+    )
 
 
 class Muon(TorchOptimizer, _MuonAndAdamW):
-    """`torch.optim.Muon` for matrices and `torch.optim.AdamW` for the rest; same bits as the two
-    side by side.
+    """Muon for matrices and `torch.optim.AdamW` for the rest; with `ns_dtype="bfloat16"` the same
+    bits as `torch.optim.Muon` and AdamW side by side.
 
     Of a group whose key `muon` is true, as it is without the key, the real parameters of two
     dimensions go to Muon; all else is AdamW's. Embeddings and the output layer are matrices too and
@@ -69,6 +101,9 @@ class Muon(TorchOptimizer, _MuonAndAdamW):
         eps: Of AdamW, and the least norm that Muon divides by.
         ns_coefficients: Three, of the Newton-Schulz iteration, as in torch.
         ns_steps: Iterations of it, as in torch.
+        ns_dtype: What it is computed in, "float32" or "bfloat16" (a torch dtype will do); None for
+            float32 on a CPU, where bfloat16 takes about five times as long unless the processor
+            has instructions for it, and for bfloat16 elsewhere, as in torch.
         adjust_lr_fn: "match_rms_adamw" or "original", as in torch.
         maximize: Go up instead of down.
         foreach: Of AdamW, as in torch; changes speed only.
@@ -82,7 +117,7 @@ class Muon(TorchOptimizer, _MuonAndAdamW):
             given.
 
     Source: Jordan et al., 2024, kellerjordan.github.io/posts/muon; the rate that matches AdamW's:
-    Liu et al., 2025, arXiv 2502.16982; torch.optim.Muon, torch.optim.AdamW.
+    Liu et al., 2025, arXiv 2502.16982; torch.optim.Muon and its defaults, torch.optim.AdamW.
     """
 
     _torch_class = _MuonAndAdamW
@@ -99,6 +134,7 @@ class Muon(TorchOptimizer, _MuonAndAdamW):
         *,
         ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
         ns_steps: int = 5,
+        ns_dtype: str | torch.dtype | None = None,
         adjust_lr_fn: str = "match_rms_adamw",
         maximize: bool = False,
         foreach: bool | None = None,
@@ -123,6 +159,7 @@ class Muon(TorchOptimizer, _MuonAndAdamW):
             "eps": eps,
             "ns_coefficients": ns_coefficients,
             "ns_steps": ns_steps,
+            "ns_dtype": named_dtype("ns_dtype", ns_dtype),
             "adjust_lr_fn": adjust_lr_fn,
             "maximize": maximize,
             "foreach": foreach,
@@ -140,11 +177,13 @@ class Muon(TorchOptimizer, _MuonAndAdamW):
                 check.real(f"betas[{i}]", beta, at_least=0, below=1)
         if "ns_steps" in values:
             check.integer("ns_steps", values["ns_steps"], at_least=1)
+        if "ns_dtype" in values:
+            named_dtype("ns_dtype", values["ns_dtype"])
         if "adjust_lr_fn" in values:
             check.one_of("adjust_lr_fn", values["adjust_lr_fn"], ("match_rms_adamw", "original"))
 
     def _is_plain(self) -> bool:
-        # torch's Muon does not know maximize
+        # the update of matrices does not know maximize
         return super()._is_plain() and not any(g["maximize"] for g in self.param_groups)
 
 

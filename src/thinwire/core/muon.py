@@ -1,0 +1,76 @@
+"""Muon's update of a matrix: its momentum with all singular values brought near 1."""
+
+from math import sqrt
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["MuonRule", "muon_", "newton_schulz"]
+
+
+class MuonRule(NamedTuple):
+    """The constants of an update."""
+
+    weight_decay: float
+    """Decoupled, >= 0."""
+    momentum: float
+    """>= 0: share of the old buffer in the new one."""
+    nesterov: bool
+    coefficients: tuple[float, float, float]
+    """a, b and c of X <- (a + b X Xᵀ + c (X Xᵀ)²) X."""
+    iterations: int
+    eps: float
+    """The least Frobenius norm that is divided by."""
+    match_rms_adamw: bool
+    """Whether the rate is multiplied by 0.2 sqrt(max(rows, columns)); otherwise by sqrt(rows /
+    columns) where there are more rows."""
+    dtype: torch.dtype
+    """What the iteration is computed in."""
+
+
+@torch.no_grad()
+def muon_(param: Tensor, grad: Tensor, momentum_buffer: Tensor, lr: float, rule: MuonRule) -> None:
+    """Update a matrix and its momentum buffer in place.
+
+    Args:
+        param: Shape (rows, columns), real.
+        grad: The same shape, not sparse.
+        momentum_buffer: The same shape, zeros before the first update.
+        lr: >= 0.
+        rule: The constants.
+
+    Source: Jordan et al., 2024, kellerjordan.github.io/posts/muon; the rate that matches AdamW's:
+    Liu et al., 2025, arXiv 2502.16982.
+    """
+    momentum_buffer.lerp_(grad, 1 - rule.momentum)
+    update = grad.lerp(momentum_buffer, rule.momentum) if rule.nesterov else momentum_buffer
+    update = newton_schulz(update, rule)
+    rows, columns = param.shape
+    if rule.match_rms_adamw:
+        factor = 0.2 * sqrt(max(rows, columns))
+    else:
+        factor = sqrt(max(1, rows / columns))
+    param.mul_(1 - lr * rule.weight_decay)
+    param.add_(update, alpha=-lr * factor)
+
+
+def newton_schulz(matrix: Tensor, rule: MuonRule) -> Tensor:
+    """A matrix with the singular vectors of `matrix`, and singular values near 1.
+
+    Args:
+        matrix: Shape (m, n); not changed.
+        rule: Coefficients, iterations, eps and dtype.
+
+    Returns:
+        Shape (m, n) and the rule's dtype; zeros where `matrix` is zero.
+    """
+    a, b, c = rule.coefficients
+    tall = matrix.size(0) > matrix.size(1)
+    x = matrix.to(rule.dtype)
+    x = x.T if tall else x
+    x = x / x.norm().clamp(min=rule.eps)
+    for _ in range(rule.iterations):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
