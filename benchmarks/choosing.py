@@ -222,8 +222,8 @@ def filled(page: str, lines: Sequence[Mapping[str, Any]]) -> str:
             params, step_seconds, workers, latency = words
             text = planned(params, float(step_seconds), int(workers), latency)
         elif kind == "lag":
-            size, steps = words
-            text = lag.table(json_lines(lag.RESULTS), size, int(steps))
+            size, workers, steps = words
+            text = lag.table(json_lines(lag.RESULTS), size, int(workers), int(steps))
         else:
             size, workers, *steps = words
             place = Place(int(workers), size, *map(int, steps))
@@ -234,13 +234,19 @@ def filled(page: str, lines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def evidence(path: Path = RESULTS, steps: Path = LINES) -> list[dict[str, Any]]:
-    """All that was measured; of `steps` those on links without latency."""
-    found = json_lines(path)
+    """All that was measured and did not diverge, but SGD; those of `steps` on links without
+    latency first.
+    """
+    found = []
     for line in json_lines(steps):
         if line["kind"] != "probe" and line["latency"] == "0ms":
             of = {"kind": "link", "workers": line["workers"], "size": SIZE, "link": line["rate"]}
             found.append({"cell": {**as_it_is(line["kind"]), **of}, "step_ms": line["step_ms"]})
-    return found
+    return found + [
+        line
+        for line in json_lines(path)
+        if line["cell"]["optimizer"] != "sgd" and line.get("loss", 0.0) is not None
+    ]
 
 
 def main() -> None:

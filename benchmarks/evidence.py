@@ -1,13 +1,14 @@
 """Loss against steps of every strategy, seconds and bytes of a step on every link, and the tables
 that both give together.
 
-python -m benchmarks.evidence tune train links whole
+python -m benchmarks.evidence tune train links
+python -m benchmarks.evidence whole --workers 2 --strategies muon-local --links 20mbit --seeds 5
 python -m benchmarks.choosing
 
 Loss per step does not depend on the link, nor the time of a step on the seed: so the loss is
 measured on real ranks without a limit on the link, once per seed, and the time in few steps on
-every link. "whole" trains all steps on a link, which shows whether both may be put together
-so. Each measurement is one line of a file beside the results; what is there already is not
+every link. "whole" trains all steps on a link, which shows whether both may be put
+together. Each measurement is one line of a file beside the results; what is there already is not
 made again, so the command goes on where it was interrupted.
 
 Rates come from the validation part, by one rule for all: 0.003, 0.006 and 0.012 (for SGD 0.05, 0.1

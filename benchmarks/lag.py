@@ -35,7 +35,7 @@ from benchmarks.evidence import (
     TUNING_SEED,
     tuned,
 )
-from thinwire.lab.run.budget import rate_factor
+from thinwire.lab.run.budget import BySteps, rate_factor
 from thinwire.lab.run.built_in import NextByte
 from thinwire.lab.run.config import RunConfig
 from thinwire.lab.run.size import ModelSize, parse_size
@@ -43,9 +43,8 @@ from thinwire.lab.run.text import read_standard_library
 from thinwire.lab.strategies import STRATEGIES
 
 RESULTS = Path(__file__).parent / "results" / "lag.jsonl"
-MOMENTUM, MIN_NUMEL = 0.9, {"tiny": 1024}
-"""Tensors with fewer entries travel whole; the tiny model has none as large as usual."""
-_USUAL_MIN_NUMEL = 16_384
+MOMENTUM, MIN_NUMEL = 0.9, 16_384
+"""Tensors with fewer entries travel whole: three tenths of the tiny model's."""
 _RAMP = tuple(1 - sparsity for sparsity in (0.75, 0.9375, 0.984375, 0.996))
 _SWITCH_STEPS, _SWITCH_CHANGE, _SWITCHED_DENSITY = 50, 0.5, 0.01
 _THRESHOLD_GAIN = 0.1
@@ -57,14 +56,16 @@ class Variant:
 
     Attributes:
         says: What it is.
-        stages: Each until a share of the steps, and the density from there back; in the first
-            hundred steps 25, 6.25, 1.6 and 0.4 % where that is more. None sends all.
+        stages: Shares of the steps, each with the density until there; in the first eighty steps
+            (fewer in a short run) 25, 6.25, 1.6 and 0.4 % where that is more. None sends all.
         masking: Whether momentum is cleared where entries were sent.
         senders: Whether sums are divided by the ranks that sent the entry, not by all.
         threshold: Whether one magnitude for all tensors decides, which is adjusted slowly until the
             mean density is that of the stages, not the largest entries of each tensor.
-        switch: Whether a tensor sends 1 % while the norm of its gradient changes by more than a
-            half in 50 steps.
+        switch: Whether a tensor sends 1 % at first and wherever the norm of the sum of 50 mean
+            gradients differs by a half or more from that of the 50 before. After Agarwal et al.,
+            arXiv 2010.16248 (Accordion). Differs: steps, not epochs; a falling rate is no reason;
+            no real rank has the dense mean.
         late: Whether momentum is that of the mean, after the exchange.
     """
 
@@ -98,8 +99,8 @@ VARIANTS = {
     ),
     "0.1 %, unmasked": Variant("momentum is not cleared", ((1, 0.001),), masking=False),
     "1 %, unmasked": Variant("momentum is not cleared", ((1, 0.01),), masking=False),
-    "0.1 %, senders": Variant("sums by the ranks that sent", ((1, 0.001),), senders=True),
-    "1 %, senders": Variant("sums by the ranks that sent", ((1, 0.01),), senders=True),
+    "0.1 %, senders": Variant("sums divided by the ranks that sent", ((1, 0.001),), senders=True),
+    "1 %, senders": Variant("sums divided by the ranks that sent", ((1, 0.01),), senders=True),
     "0.1 %, threshold": Variant("one magnitude for all tensors", ((1, 0.001),), threshold=True),
     "1 %, threshold": Variant("one magnitude for all tensors", ((1, 0.01),), threshold=True),
     "0.1 %, switch": Variant("1 % where gradients change (Accordion)", ((1, 0.001),), switch=True),
@@ -119,7 +120,6 @@ class Cell:
     steps: int
     lr: float
     seed: int
-    optimizer: str = "sgd"
 
     def __str__(self) -> str:
         return (
@@ -142,7 +142,7 @@ class Exchange:
         self.variant, self.dense = variant, dense
         self.grads, self.residual = torch.zeros(workers, numel), torch.zeros(workers, numel)
         self.buffer, self.mean_buffer = torch.zeros(workers, numel), torch.zeros(numel)
-        self.sent = self.steps = 0
+        self.sent = self._steps = 0
         self._sum, self._norm, self._changing = torch.zeros(numel), 0.0, variant.switch
 
     def fold(self) -> None:
@@ -160,8 +160,8 @@ class Exchange:
     def _watch(self) -> None:
         """Accordion: compare the gradient of these steps with that of as many before."""
         self._sum += self.grads.mean(0)
-        self.steps += 1
-        if self.steps % _SWITCH_STEPS == 0:
+        self._steps += 1
+        if self._steps % _SWITCH_STEPS == 0:
             norm = float(self._sum.norm())
             self._changing = abs(self._norm - norm) >= _SWITCH_CHANGE * self._norm
             self._norm = norm
@@ -193,10 +193,10 @@ class Threshold:
     def __init__(self) -> None:
         self.value, self.density = 0.0, 0.0
 
-    def at(self, exchanges: list[Exchange], density: float) -> float:
+    def follow(self, exchanges: list[Exchange], density: float) -> float:
         """That of this step; exact where the density is another than in the step before."""
         rows = [exchange.residual for exchange in exchanges]
-        if density != self.density:
+        if density != self.density or not self.value:
             magnitudes = torch.cat([row.flatten() for row in rows]).abs()
             count = max(1, round(len(magnitudes) * density))
             self.value, self.density = float(magnitudes.topk(count).values[-1]), density
@@ -211,19 +211,17 @@ class Threshold:
 @torch.no_grad()
 def train(cell: Cell, evaluations: int = 15) -> dict[str, Any]:
     """Loss at the end and on the way, and the share of the entries that was sent."""
-    torch.set_num_threads(1)
     variant = VARIANTS[cell.variant]
     with _texts(cell) as (works, held_out):
         model = works[0].model
         parameters = list(model.parameters())
-        fewest = MIN_NUMEL.get(cell.size, _USUAL_MIN_NUMEL)
         exchanges = [
-            Exchange(variant, p.numel(), cell.workers, not variant.stages or p.numel() < fewest)
+            Exchange(variant, p.numel(), cell.workers, not variant.stages or p.numel() < MIN_NUMEL)
             for p in parameters
         ]
         sparse = [exchange for exchange in exchanges if not exchange.dense]
         threshold = Threshold() if variant.threshold else None
-        marks = {round(cell.steps * (i + 1) / evaluations) for i in range(evaluations)}
+        budget = BySteps(cell.steps, evaluations)
         losses: list[list[float]] = []
         for step in range(cell.steps):
             for rank, work in enumerate(works):
@@ -238,11 +236,11 @@ def train(cell: Cell, evaluations: int = 15) -> dict[str, Any]:
             for exchange in exchanges:
                 exchange.fold()
             density = variant.density(step, cell.steps)
-            least = None if threshold is None else threshold.at(sparse, density)
-            lr = cell.lr * rate_factor(step / cell.steps)
+            least = None if threshold is None else threshold.follow(sparse, density)
+            lr = cell.lr * rate_factor(budget.progress(step))
             for parameter, exchange in zip(parameters, exchanges, strict=True):
                 parameter.sub_(exchange.update(density, least).view_as(parameter), alpha=lr)
-            if step + 1 in marks:
+            if step + 1 in budget.marks:
                 losses.append([step + 1, round(held_out.evaluate(model), 5)])
                 if not math.isfinite(losses[-1][1]):
                     return {"loss": None}
@@ -295,13 +293,14 @@ def _texts(cell: Cell) -> Iterator[tuple[list[NextByte], NextByte]]:
         dist.destroy_process_group()
 
 
-def table(lines: Iterable[Mapping[str, Any]], size: str, steps: int) -> list[str]:
+def table(lines: Iterable[Mapping[str, Any]], size: str, workers: int, steps: int) -> list[str]:
     """Markdown: every variant beside dense, where both were trained with the same seeds."""
     text = ["| | what is sent | peak rate | seeds | loss | over dense |", "|" + "---|" * 6]
     trained: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for line in lines:
         cell = line["cell"]
-        if (cell["kind"], cell["size"], cell["steps"]) == ("training", size, steps):
+        place = (cell["kind"], cell["size"], cell["workers"], cell["steps"])
+        if place == ("training", size, workers, steps) and line["loss"] is not None:
             trained[cell["variant"]].append(line)
     dense = {line["cell"]["seed"]: line["loss"] for line in trained["dense"]}
     for name, variant in VARIANTS.items():
@@ -329,6 +328,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     parser.add_argument("--results", type=Path, default=RESULTS)
     given = parser.parse_args()
+    torch.set_num_threads(1)
     results = Results(given.results, train)
     for variant in given.variants:
         base = Cell(

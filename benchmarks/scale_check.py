@@ -179,7 +179,8 @@ def measured(ranks: int, net: Network | None, repeats: int) -> list[dict[str, An
         found: dict[int, Any] = {}
         while len(found) < ranks:
             with contextlib.suppress(queue.Empty):
-                found |= [answers.get(timeout=5)]
+                rank, told = answers.get(timeout=5)
+                found[rank] = told
             if any(process.exitcode for process in processes):
                 raise RuntimeError(f"a rank of {ranks} failed; what it said is above")
         for process in processes:

@@ -79,7 +79,7 @@ def test_one_threshold_for_all_tensors_keeps_the_density() -> None:
         loud.grads.copy_(grads)
         for exchange in exchanges:
             exchange.fold()
-        least = threshold.at(exchanges, 0.01)
+        least = threshold.follow(exchanges, 0.01)
         for exchange in exchanges:
             exchange.update(0.01, least)
     assert loud.sent > 3 * quiet.sent
@@ -110,6 +110,6 @@ def test_the_table_sets_each_beside_dense_of_the_same_seeds() -> None:
     ):
         cell = replace(CELL, kind="training", variant=name, seed=seed)
         lines.append({"cell": asdict(cell), "loss": loss, "sent_share": 0.0123})
-    dense, other = lag.table(lines, CELL.size, CELL.steps)[2:]
+    dense, other = lag.table(lines, CELL.size, 2, CELL.steps)[2:]
     assert dense.endswith("| 2 | 2.500 | +0.0 % |")
     assert other == "| 1 % | 1 % of every tensor: 1.23 % | 0.1 | 1 | 2.100 | +5.0 % |"

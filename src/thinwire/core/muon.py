@@ -15,7 +15,7 @@ class MuonRule(NamedTuple):
     weight_decay: float
     """Decoupled, >= 0."""
     momentum: float
-    """>= 0: share of the old buffer in the new one."""
+    """>= 0: factor of the old buffer; that of the gradient is what is left of 1."""
     nesterov: bool
     coefficients: tuple[float, float, float]
     """a, b and c of X <- (a + b X Xᵀ + c (X Xᵀ)²) X."""
@@ -41,7 +41,8 @@ def muon_(param: Tensor, grad: Tensor, momentum_buffer: Tensor, lr: float, rule:
         rule: The constants.
 
     Source: Jordan et al., 2024, kellerjordan.github.io/posts/muon; the rate that matches AdamW's:
-    Liu et al., 2025, arXiv 2502.16982.
+    Liu et al., 2025, arXiv 2502.16982. Differs: without Nesterov, torch.optim.Muon normalises the
+    buffer itself where that is bfloat16.
     """
     momentum_buffer.lerp_(grad, 1 - rule.momentum)
     update = grad.lerp(momentum_buffer, rule.momentum) if rule.nesterov else momentum_buffer
@@ -50,7 +51,7 @@ def muon_(param: Tensor, grad: Tensor, momentum_buffer: Tensor, lr: float, rule:
     if rule.match_rms_adamw:
         factor = 0.2 * sqrt(max(rows, columns))
     else:
-        factor = sqrt(max(1, rows / columns))
+        factor = sqrt(max(1, rows / max(1, columns)))
     param.mul_(1 - lr * rule.weight_decay)
     param.add_(update, alpha=-lr * factor)
 
@@ -63,7 +64,7 @@ def newton_schulz(matrix: Tensor, rule: MuonRule) -> Tensor:
         rule: Coefficients, iterations, eps and dtype.
 
     Returns:
-        Shape (m, n) and the rule's dtype; zeros where `matrix` is zero.
+        Shape (m, n) and the rule's dtype; zeros where `matrix` is zero and eps is not.
     """
     a, b, c = rule.coefficients
     tall = matrix.size(0) > matrix.size(1)

@@ -10,7 +10,7 @@ from thinwire import _validate as check
 from thinwire.core.clip import Clip
 from thinwire.core.decay import Regularizer
 from thinwire.core.muon import MuonRule, muon_
-from thinwire.core.precision import named_dtype
+from thinwire.core.precision import named_dtype, state_dtype
 from thinwire.optim.groups import Exclusion
 from thinwire.optim.torch_adapter import TorchOptimizer, unhooked_step
 
@@ -30,59 +30,57 @@ class _MuonAndAdamW(torch.optim.Optimizer):
     state.
     """
 
+    # torch.compile leaves out the step of an optimizer that is made in what it compiles
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make one update of each."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        rest = []
-        for group in self.param_groups:
-            params: tuple[list[Tensor], list[Tensor]] = ([], [])
-            for p in group["params"]:
-                params[_is_of_muon(p, group)].append(p)
-            self._update_matrices(params[True], group)
-            rest.append({**group, "params": params[False]})
-        others = [p for group in rest for p in group["params"]]
-        if others:
-            optimizer = torch.optim.AdamW(others[:1])
-            optimizer.param_groups, optimizer.state = rest, self.state
+        given = [(p, g) for g in self.param_groups for p in g["params"] if p.grad is not None]
+        if any(p.grad.is_sparse for p, _ in given):
+            raise RuntimeError(
+                "Muon needs dense gradients and got a sparse one: build the embedding with "
+                "sparse=False"
+            )
+        for p, group in given:
+            if _is_of_muon(p, group):
+                state = self.state[p]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(p.grad)
+                muon_(p, p.grad, state["momentum_buffer"], float(group["lr"]), _rule(p, group))
+        groups = [
+            {**g, "params": [p for p in g["params"] if not _is_of_muon(p, g)]}
+            for g in self.param_groups
+        ]
+        rest = [p for g in groups for p in g["params"]]
+        if rest:
+            optimizer = torch.optim.AdamW(rest[:1])
+            optimizer.param_groups, optimizer.state = groups, self.state
             unhooked_step(torch.optim.AdamW)(optimizer)
         return loss
 
-    def _update_matrices(self, matrices: list[Tensor], group: Mapping[str, Any]) -> None:
-        for p in matrices:
-            if p.grad is None:
-                continue
-            if p.grad.is_sparse:
-                raise RuntimeError(
-                    "Muon needs dense gradients and got a sparse one: build the embedding with "
-                    "sparse=False"
-                )
-            state = self.state[p]
-            if "momentum_buffer" not in state:
-                state["momentum_buffer"] = torch.zeros_like(p.grad)
-            muon_(p, p.grad, state["momentum_buffer"], float(group["lr"]), _rule(p, group))
-
 
 def _rule(param: Tensor, group: Mapping[str, Any]) -> MuonRule:
-    # a CPU without instructions for bfloat16 takes five times as long in it
-    usual = "float32" if param.device.type == "cpu" else "bfloat16"
+    # a CPU without instructions for bfloat16 takes four times as long in it
+    usual = state_dtype(param) if param.device.type == "cpu" else torch.bfloat16
+    chosen = named_dtype("ns_dtype", group["ns_dtype"])
     return MuonRule(
-        group["weight_decay"],
-        group["momentum"],
-        group["nesterov"],
-        tuple(group["ns_coefficients"]),
-        group["ns_steps"],
-        group["eps"],
-        group["adjust_lr_fn"] == "match_rms_adamw",
-        getattr(torch, group["ns_dtype"] or usual),
+        weight_decay=group["weight_decay"],
+        momentum=group["momentum"],
+        nesterov=group["nesterov"],
+        coefficients=tuple(group["ns_coefficients"]),
+        iterations=group["ns_steps"],
+        eps=group["eps"],
+        match_rms_adamw=group["adjust_lr_fn"] == "match_rms_adamw",
+        dtype=getattr(torch, chosen) if chosen else usual,
     )
 
 
 class Muon(TorchOptimizer, _MuonAndAdamW):
     """Muon for matrices and `torch.optim.AdamW` for the rest; with `ns_dtype="bfloat16"` the same
-    bits as `torch.optim.Muon` and AdamW side by side.
+    bits as `torch.optim.Muon` and AdamW side by side, for parameters in float32.
 
     Of a group whose key `muon` is true, as it is without the key, the real parameters of two
     dimensions go to Muon; all else is AdamW's. Embeddings and the output layer are matrices too and
@@ -102,8 +100,9 @@ class Muon(TorchOptimizer, _MuonAndAdamW):
         ns_coefficients: Three, of the Newton-Schulz iteration, as in torch.
         ns_steps: Iterations of it, as in torch.
         ns_dtype: What it is computed in, "float32" or "bfloat16" (a torch dtype will do); None for
-            float32 on a CPU, where bfloat16 takes about five times as long unless the processor
-            has instructions for it, and for bfloat16 elsewhere, as in torch.
+            float32 on a CPU (float64 for float64 parameters), where bfloat16 takes about four times
+            as long unless the processor has instructions for it, and for bfloat16 elsewhere, as in
+            torch.
         adjust_lr_fn: "match_rms_adamw" or "original", as in torch.
         maximize: Go up instead of down.
         foreach: Of AdamW, as in torch; changes speed only.
@@ -117,7 +116,8 @@ class Muon(TorchOptimizer, _MuonAndAdamW):
             given.
 
     Source: Jordan et al., 2024, kellerjordan.github.io/posts/muon; the rate that matches AdamW's:
-    Liu et al., 2025, arXiv 2502.16982; torch.optim.Muon and its defaults, torch.optim.AdamW.
+    Liu et al., 2025, arXiv 2502.16982; the coefficients and iterations of torch.optim.Muon;
+    torch.optim.AdamW.
     """
 
     _torch_class = _MuonAndAdamW
@@ -175,6 +175,12 @@ class Muon(TorchOptimizer, _MuonAndAdamW):
         if "betas" in values:
             for i, beta in enumerate(values["betas"]):
                 check.real(f"betas[{i}]", beta, at_least=0, below=1)
+        if "ns_coefficients" in values:
+            numbers = tuple(values["ns_coefficients"])
+            if len(numbers) != 3:
+                raise ValueError(f"ns_coefficients has {len(numbers)} numbers; give three")
+            for i, number in enumerate(numbers):
+                check.real(f"ns_coefficients[{i}]", number)
         if "ns_steps" in values:
             check.integer("ns_steps", values["ns_steps"], at_least=1)
         if "ns_dtype" in values:

@@ -198,8 +198,9 @@ def _dealt(
         latency_s = lines.far_s if far else lines.near_s
         up_s = _transfers(lines, lines.up_bit_s[ranks], latency_s, out, idle_s)
         down_s = _transfers(lines, lines.down_bit_s[ranks], latency_s, into, idle_s)
-        strings = min(max(np.count_nonzero(lengths), 1), size - 1)
-        down_s = _received(_last_other(up_s), down_s, crowding(strings + 1, size - 1))
+        dealt = min(max(np.count_nonzero(lengths), 1), size - 1)
+        # those that receive are those that a sender deals to, and itself
+        down_s = _received(_last_other(up_s), down_s, crowding(dealt + 1, size - 1))
         begin = begin + latency_s  # which it takes to hear that the others are ready
         gone = begin + up_s
         if far and np.isfinite(lines.site_bit_s):
@@ -218,15 +219,17 @@ def _dealt(
     return found
 
 
-def _received(sent_s: Times, down_s: Times, crowding: float) -> Times:
+def _received(sent_s: Times, down_s: Times, excess: float) -> Times:
     """Until all has reached each line, whose bytes take it `down_s`.
+
+    `excess` is what `crowding` says: the share that it takes longer where both are equal.
 
     Where nobody sends after `sent_s`, what is queued then is the highest point of a Brownian bridge
     over a line whose slope is the rate that the receiver has to spare. A line that is slower than
     its senders pauses in the beginning at most.
     """
     spare_s = sent_s - down_s
-    spread = 4 * crowding**2 * down_s * np.minimum(down_s, sent_s)
+    spread = 4 * excess**2 * down_s * np.minimum(down_s, sent_s)
     over_s: Times = sent_s + (np.sqrt(spare_s**2 + spread) - spare_s) / 2
     return over_s
 

@@ -14,7 +14,7 @@ from thinwire.errors import ThinwireError
 from thinwire.lab.network.netns import Network
 from thinwire.lab.run.config import Job
 from thinwire.lab.run.events import EventReader
-from thinwire.lab.run.ranks import cores, environments, signal_group, start
+from thinwire.lab.run.ranks import environments, signal_group, start, threads_of
 
 __all__ = [
     "TaskRefused",
@@ -107,7 +107,7 @@ def _started(
     fds = network.namespace_fds if network else (-1,) * workers
     places = zip(environments(workers, network), fds, strict=True)
     # whatever the shell says, since figures of one machine are compared with those of another
-    threads = {"OMP_NUM_THREADS": str(max(1, cores() // workers))}
+    threads = {"OMP_NUM_THREADS": str(threads_of(workers))}
     started: list[subprocess.Popen[bytes]] = []
     try:
         for rank, (environment, fd) in enumerate(places):

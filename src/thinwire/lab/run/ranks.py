@@ -16,7 +16,7 @@ from thinwire.lab.network.netns import Network
 
 __all__ = ["cores", "environments", "free_port", "signal_group", "start"]
 
-_PORT = 29500
+_PORT, _PORTS_TRIED = 29500, 1000
 
 
 def environments(workers: int, network: Network | None) -> list[dict[str, str]]:
@@ -28,7 +28,7 @@ def environments(workers: int, network: Network | None) -> list[dict[str, str]]:
         workers: Number of ranks.
         network: Where they run; None is the loopback of this machine.
     """
-    default = {"OMP_NUM_THREADS": max(1, cores() // workers), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    default = {"OMP_NUM_THREADS": threads_of(workers), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     common = {
         "WORLD_SIZE": workers,
         "LOCAL_WORLD_SIZE": workers if network is None else 1,
@@ -64,14 +64,23 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
+def threads_of(workers: int) -> int:
+    """How many threads each of as many ranks on this machine gets."""
+    return max(1, cores() // workers)
+
+
 def free_port() -> int:
-    """A port that nobody listens on now, of those that the kernel gives to no connection: a rank
-    takes it seconds later.
+    """A port that nobody listens on. The kernel gives none of this range to a connection, so it is
+    still free when a rank takes it seconds later.
+
+    Raises:
+        OSError: A thousand of them could not be listened on.
     """
-    while True:
+    for _ in range(_PORTS_TRIED):
         port = random.randrange(15_000, 32_000)
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
+    raise OSError("no port of this machine between 15,000 and 32,000 could be listened on")
 
 
 def start(
