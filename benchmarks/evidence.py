@@ -11,8 +11,8 @@ every link. "whole" trains all steps on a link, which shows whether both may be 
 together. Each measurement is one line of a file beside the results; what is there already is not
 made again, so the command goes on where it was interrupted.
 
-Rates come from the validation part, by one rule for all: 0.003, 0.006 and 0.012 (for SGD 0.05, 0.1
-and 0.2) with the same number of steps, and one further to the side as long as the best is at the
+Rates come from the validation part, by one rule for all: 0.003, 0.006 and 0.012 (for SGD 0.2, 0.4
+and 0.8) with the same number of steps, and one further to the side as long as the best is at the
 edge. Tuning takes seed 1, the training others.
 """
 
@@ -53,7 +53,7 @@ NAMES = (
 )
 LINKS = ("5mbit", "20mbit", "100mbit", "1gbit")
 STEPS, BATCH, EVALUATIONS, HELD_OUT_SEQUENCES = 1500, 8, 15, 256
-RATES, SGD_RATES, TUNING_SEED, SEEDS = (0.003, 0.006, 0.012), (0.05, 0.1, 0.2), 1, (5, 6, 7)
+RATES, SGD_RATES, TUNING_SEED, SEEDS = (0.003, 0.006, 0.012), (0.2, 0.4, 0.8), 1, (5, 6, 7)
 _TIMED_ROUNDS, _FEWEST_TIMED_STEPS = 4, 16
 _TIMEOUT_S = 600.0
 

@@ -114,7 +114,7 @@ def test_on_a_cpu_float32_is_what_is_computed_in() -> None:
         ("cpu", torch.float64, None, torch.float64),
         ("cpu", torch.bfloat16, None, torch.float32),
         ("meta", torch.float32, None, torch.bfloat16),
-        ("meta", torch.float32, torch.float32, torch.float32),
+        ("meta", torch.float32, "float32", torch.float32),
     ],
 )
 def test_what_a_matrix_is_iterated_in(
@@ -186,9 +186,13 @@ def test_bad_arguments_say_what_is_allowed(wrong: dict, error: type, says: str) 
         Muon(Language().parameters(), **wrong)
 
 
-def test_a_groups_word_must_be_true_or_false() -> None:
-    with pytest.raises(TypeError, match="muon"):
-        Muon([{"params": list(Language().parameters()), "muon": "yes"}])
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [({"muon": "yes"}, TypeError), ({"ns_dtype": torch.bfloat16}, ValueError)],
+)
+def test_what_a_group_says_is_checked(wrong: dict, error: type) -> None:
+    with pytest.raises(error, match=next(iter(wrong))):
+        Muon([{"params": list(Language().parameters()), **wrong}])
 
 
 def train_locally(rank: int, size: int) -> list[Tensor]:

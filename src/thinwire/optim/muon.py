@@ -65,7 +65,7 @@ class _MuonAndAdamW(torch.optim.Optimizer):
 def _rule(param: Tensor, group: Mapping[str, Any]) -> MuonRule:
     # a CPU without instructions for bfloat16 takes four times as long in it
     usual = state_dtype(param) if param.device.type == "cpu" else torch.bfloat16
-    chosen = named_dtype("ns_dtype", group["ns_dtype"])
+    chosen = group["ns_dtype"]
     return MuonRule(
         weight_decay=group["weight_decay"],
         momentum=group["momentum"],
@@ -183,8 +183,8 @@ class Muon(TorchOptimizer, _MuonAndAdamW):
                 check.real(f"ns_coefficients[{i}]", number)
         if "ns_steps" in values:
             check.integer("ns_steps", values["ns_steps"], at_least=1)
-        if "ns_dtype" in values:
-            named_dtype("ns_dtype", values["ns_dtype"])
+        if values.get("ns_dtype") is not None:
+            check.one_of("ns_dtype", values["ns_dtype"], ("float32", "bfloat16"))
         if "adjust_lr_fn" in values:
             check.one_of("adjust_lr_fn", values["adjust_lr_fn"], ("match_rms_adamw", "original"))
 
