@@ -300,18 +300,20 @@ def table(lines: Iterable[Mapping[str, Any]], size: str, workers: int, steps: in
     for line in lines:
         cell = line["cell"]
         place = (cell["kind"], cell["size"], cell["workers"], cell["steps"])
-        if place == ("training", size, workers, steps) and line["loss"] is not None:
+        if place == ("training", size, workers, steps):
             trained[cell["variant"]].append(line)
-    dense = {line["cell"]["seed"]: line["loss"] for line in trained["dense"]}
+    dense = {line["cell"]["seed"]: line["loss"] for line in trained["dense"] if line["loss"]}
     for name, variant in VARIANTS.items():
-        mine = [line for line in trained[name] if line["cell"]["seed"] in dense]
+        mine = [line for line in trained[name] if line["loss"] and line["cell"]["seed"] in dense]
+        diverged = sum(line["loss"] is None for line in trained[name])
         if mine:
             loss = fmean(line["loss"] for line in mine)
             beside = fmean(dense[line["cell"]["seed"]] for line in mine)
             share = fmean(line["sent_share"] for line in mine)
+            seeds = f"{len(mine)}, {diverged} diverged" if diverged else f"{len(mine)}"
             text.append(
                 f"| {name} | {variant.says}: {100 * share:.3g} % | {mine[0]['cell']['lr']:g} "
-                f"| {len(mine)} | {loss:.3f} | {100 * (loss / beside - 1):+.1f} % |"
+                f"| {seeds} | {loss:.3f} | {100 * (loss / beside - 1):+.1f} % |"
             )
     return text
 

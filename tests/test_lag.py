@@ -105,14 +105,16 @@ def test_a_tensor_sends_more_while_its_gradient_changes() -> None:
 
 def test_the_table_sets_each_beside_dense_of_the_same_seeds() -> None:
     lines = []
-    for name, seed, loss in (
-        ("dense", 5, 2.0),
-        ("dense", 6, 3.0),
-        ("1 %", 5, 2.1),
-        ("1 %", 7, 9.0),
+    for name, seed, loss, workers in (
+        ("dense", 5, 2.0, 2),
+        ("dense", 6, 3.0, 2),
+        ("dense", 5, 9.0, 4),
+        ("1 %", 5, 2.1, 2),
+        ("1 %", 6, None, 2),
+        ("1 %", 7, 9.0, 2),
     ):
-        cell = replace(CELL, kind="training", variant=name, seed=seed)
+        cell = replace(CELL, kind="training", variant=name, seed=seed, workers=workers)
         lines.append({"cell": asdict(cell), "loss": loss, "sent_share": 0.0123})
     dense, other = lag.table(lines, CELL.size, 2, CELL.steps)[2:]
     assert dense.endswith("| 2 | 2.500 | +0.0 % |")
-    assert other == "| 1 % | 1 % of every tensor: 1.23 % | 0.1 | 1 | 2.100 | +5.0 % |"
+    assert other == "| 1 % | 1 % of every tensor: 1.23 % | 0.1 | 1, 1 diverged | 2.100 | +5.0 % |"
