@@ -137,32 +137,37 @@ def measured(cell: Cell) -> dict[str, Any]:
     return found
 
 
-def _trained(cell: Cell) -> dict[str, Any]:
+def configured(cell: Cell, folder: Path, interface: str | None = None) -> RunConfig:
+    """The run of a cell, whose texts are written into a folder."""
     corpus = read_standard_library()
+    held_out = corpus.validation if cell.kind == "tuning" else corpus.held_out
+    (folder / "train.bin").write_bytes(corpus.train)
+    (folder / "held_out.bin").write_bytes(held_out)
+    return RunConfig(
+        recipe=cell.recipe(),
+        optimizer="adamw",
+        lr=cell.lr,
+        task=None,
+        device="cpu",
+        model=parse_size(cell.size),
+        seed=cell.seed,
+        steps=cell.steps,
+        seconds=None,
+        evaluations=1 if cell.kind == "link" else EVALUATIONS,
+        ramp_steps=max(1, min(100, cell.steps // 4)),
+        train_file=str(folder / "train.bin"),
+        held_out_file=str(folder / "held_out.bin"),
+        held_out_sequences=HELD_OUT_SEQUENCES,
+        batch=BATCH,
+        interface=interface,
+        launched_unix_s=time.time(),
+    )
+
+
+def _trained(cell: Cell) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, _link(cell) as emulated:
         work = Path(folder)
-        held_out = corpus.validation if cell.kind == "tuning" else corpus.held_out
-        (work / "train.bin").write_bytes(corpus.train)
-        (work / "held_out.bin").write_bytes(held_out)
-        config = RunConfig(
-            recipe=cell.recipe(),
-            optimizer="adamw",
-            lr=cell.lr,
-            task=None,
-            device="cpu",
-            model=parse_size(cell.size),
-            seed=cell.seed,
-            steps=cell.steps,
-            seconds=None,
-            evaluations=1 if cell.kind == "link" else EVALUATIONS,
-            ramp_steps=max(1, min(100, cell.steps // 4)),
-            train_file=str(work / "train.bin"),
-            held_out_file=str(work / "held_out.bin"),
-            held_out_sequences=HELD_OUT_SEQUENCES,
-            batch=BATCH,
-            interface=None if emulated is None else emulated.interface,
-            launched_unix_s=time.time(),
-        )
+        config = configured(cell, work, None if emulated is None else emulated.interface)
         job = Job(
             task="thinwire.lab.run.training:TrainingRun",
             config=config.to_dict(),

@@ -14,10 +14,9 @@ import argparse
 import contextlib
 import math
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -26,21 +25,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks import evidence
 from benchmarks.common import Results
-from benchmarks.evidence import (
-    BATCH,
-    HELD_OUT_SEQUENCES,
-    SEEDS,
-    SGD_RATES,
-    TUNING_SEED,
-    tuned,
-)
+from benchmarks.evidence import SEEDS, SGD_RATES, TUNING_SEED, as_it_is, configured, tuned
 from thinwire.lab.run.budget import BySteps, rate_factor
 from thinwire.lab.run.built_in import NextByte
-from thinwire.lab.run.config import RunConfig
-from thinwire.lab.run.size import ModelSize, parse_size
-from thinwire.lab.run.text import read_standard_library
-from thinwire.lab.strategies import STRATEGIES
+from thinwire.lab.run.size import ModelSize
 
 RESULTS = Path(__file__).parent / "results" / "lag.jsonl"
 MOMENTUM, MIN_NUMEL = 0.9, 16_384
@@ -252,43 +242,17 @@ def train(cell: Cell, evaluations: int = 15) -> dict[str, Any]:
 @contextlib.contextmanager
 def _texts(cell: Cell) -> Iterator[tuple[list[NextByte], NextByte]]:
     """The batches of every rank, and the part that is evaluated."""
-    corpus = read_standard_library()
+    place = {key: value for key, value in asdict(cell).items() if key != "variant"}
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            train_file, held_out_file = Path(folder, "train.bin"), Path(folder, "held_out.bin")
-            train_file.write_bytes(corpus.train)
-            held_out = corpus.validation if cell.kind == "tuning" else corpus.held_out
-            held_out_file.write_bytes(held_out)
-            size = parse_size(cell.size)
-            assert isinstance(size, ModelSize)
-            config = RunConfig(
-                recipe=STRATEGIES["dense"],
-                optimizer="sgd",
-                lr=cell.lr,
-                task=None,
-                device="cpu",
-                model=size,
-                seed=cell.seed,
-                steps=cell.steps,
-                seconds=None,
-                evaluations=1,
-                ramp_steps=1,
-                train_file=str(train_file),
-                held_out_file=str(held_out_file),
-                held_out_sequences=HELD_OUT_SEQUENCES,
-                batch=BATCH,
-                interface=None,
-                launched_unix_s=time.time(),
-            )
-            device = torch.device("cpu")
-            yield (
-                [
-                    NextByte(config, size, rank, cell.workers, device)
-                    for rank in range(cell.workers)
-                ],
-                NextByte(config, size, 0, 1, device),
-            )
+            config = configured(evidence.Cell(**place, **as_it_is("dense", "sgd")), Path(folder))
+            assert isinstance(config.model, ModelSize)
+            texts = [
+                NextByte(config, config.model, rank, world, torch.device("cpu"))
+                for rank, world in (*((r, cell.workers) for r in range(cell.workers)), (0, 1))
+            ]
+            yield texts[:-1], texts[-1]
     finally:
         dist.destroy_process_group()
 

@@ -3,8 +3,6 @@ what cannot be."""
 
 import itertools
 import json
-import random
-import statistics
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -16,6 +14,7 @@ import pytest
 import torch
 
 import thinwire as tw
+from tests.drawn_orders import seconds_of_drawn_orders
 from thinwire.layout.message import Layout, Slot, WholeLayout, count_sent
 from thinwire.layout.shares import split_plan, whole_split
 from thinwire.planning.methods import BUCKETS, cost_of
@@ -115,19 +114,8 @@ def test_a_ring_has_two_pieces_on_their_way() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8, 16, 64])
 def test_strings_to_one_receiver_wait_for_each_other(ranks: int) -> None:
-    """Strings of one second, one after another in an order that each rank draws: a receiver takes
-    one in a second."""
-    drawn, over_s = random.Random(ranks), []
-    for _ in range(100):
-        queued = [0] * ranks
-        orders = [
-            drawn.sample([r for r in range(ranks) if r != mine], ranks - 1) for mine in range(ranks)
-        ]
-        for come in zip(*orders, strict=True):
-            queued = [max(0, queued[r] + come.count(r) - 1) for r in range(ranks)]
-        over_s.append(ranks - 1 + max(queued))
     expected_s = (ranks - 1) * (1 + crowding(ranks, ranks - 1))
-    assert statistics.mean(over_s) == pytest.approx(expected_s, rel=0.06)
+    assert seconds_of_drawn_orders(ranks) == pytest.approx(expected_s, rel=0.06)
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,12 @@
 """When exchanges are over: event by event as by the formulas, and what goes wrong is said."""
 
-import random
-import statistics
 import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from tests.drawn_orders import seconds_of_drawn_orders
 from thinwire.planning.network import Network
 from thinwire.simulation.collectives import Broadcast, Deal, Gather, Jitter, Reduce, finished
 from thinwire.simulation.lines import Lines, homes, sites, switch
@@ -115,21 +114,11 @@ def test_a_home_receives_at_its_own_rate() -> None:
 @pytest.mark.parametrize("ranks", [4, 8, 16])
 @pytest.mark.parametrize("speed", [0.5, 0.8, 1.0, 1.25, 2.0, 5.0])
 def test_lines_that_receive_faster_or_slower_than_they_send(ranks: int, speed: float) -> None:
-    """Strings of one second in an order that each rank draws, as they queue at the receivers."""
-    drawn, over_s = random.Random(ranks), []
-    for _ in range(100):
-        queued = [0.0] * ranks
-        orders = [
-            drawn.sample([r for r in range(ranks) if r != mine], ranks - 1) for mine in range(ranks)
-        ]
-        for come in zip(*orders, strict=True):
-            queued = [max(0, queued[r] + come.count(r) / speed - 1) for r in range(ranks)]
-        over_s.append(ranks - 1 + max(queued))
     rate = 1e6 / Network(8e6, 0.0, 2).bytes_s
     lines = homes(ranks, 8e6 * rate, 0.0)
     lines = replace(lines, down_bit_s=lines.up_bit_s * speed, call_s=0.0)
     took = over(Deal((1_000_000,) * ranks), lines)
-    assert took == pytest.approx(statistics.mean(over_s), rel=0.06)
+    assert took == pytest.approx(seconds_of_drawn_orders(ranks, speed), rel=0.06)
 
 
 def test_one_slow_line_among_fast_ones_has_no_pause() -> None:

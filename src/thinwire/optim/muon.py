@@ -30,7 +30,8 @@ class _MuonAndAdamW(torch.optim.Optimizer):
     state.
     """
 
-    # torch.compile leaves out the step of an optimizer that is made in what it compiles
+    # torch.compile leaves out the step of an optimizer that is made in what it compiles;
+    # torch.compiler.disable would import the compiler with this module
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make one update of each."""
