@@ -48,6 +48,10 @@ class Pool:
         moment they start."""
         self._fresh = fresh
         self._workers: list[tuple[mp.process.BaseProcess, Connection]] = []
+        # For the stores of the groups, as long as the processes live: a store that is collected
+        # late opens its file again and waits minutes for a folder that is gone.
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._jobs = 0
 
     def run(
         self,
@@ -69,15 +73,17 @@ class Pool:
         """
         count = max(size, 1)
         self._grow(count)
-        with tempfile.TemporaryDirectory() as folder:
-            job = (function, args, size, group, str(Path(folder, "store")), group_timeout_s)
-            try:
-                for rank in range(count):
-                    self._workers[rank][1].send((rank, *job))
-                results = self._collect(count, timeout_s)
-            except BaseException:  # such as a test's time-out: answers to come are nobody's
-                self.close()
-                raise
+        self._folder = self._folder or tempfile.TemporaryDirectory()
+        self._jobs += 1
+        store = Path(self._folder.name, f"store-{self._jobs}")
+        job = (function, args, size, group, str(store), group_timeout_s)
+        try:
+            for rank in range(count):
+                self._workers[rank][1].send((rank, *job))
+            results = self._collect(count, timeout_s)
+        except BaseException:  # such as a test's time-out: answers to come are nobody's
+            self.close()
+            raise
         broken = {r: a for r, a in enumerate(results) if isinstance(a, Lost | Raised | None)}
         # dead or hung; or it could not join, and torch counts groups under other names there now
         if any(
@@ -134,6 +140,9 @@ class Pool:
         for process, _ in self._workers:
             process.join(10)
         self._workers.clear()
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
 
 
 def _is_stopped(process: mp.process.BaseProcess) -> bool:
