@@ -11,7 +11,6 @@ counts with its file.
 import ast
 import json
 import re
-import socket
 import sys
 from collections.abc import Callable, Iterator, Set
 from pathlib import Path
@@ -24,6 +23,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 import thinwire as tw
+from thinwire.lab.run.ranks import free_port
 
 SOURCE = Path(tw.__file__).parent
 STEP = 3
@@ -97,10 +97,8 @@ def _engine_steps(model: nn.Module, rank: int) -> Iterator[Callable[[], Any]]:
 
 def traced(*, engine: bool) -> dict[str, int]:
     """See `way`, in two processes."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     context = mp.get_context("spawn")
+    port = free_port()
     answers = context.Queue()
     ranks = [context.Process(target=way, args=(rank, port, engine, answers)) for rank in range(2)]
     for process in ranks:
