@@ -110,6 +110,14 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 def test_all_names_what_there_is() -> None:
     assert set(thinwire.__all__) == {"__version__", *thinwire._MODULES, *thinwire._HOMES}
+    for_types = ast.parse(Path(str(thinwire.__file__)).read_text(encoding="utf-8"))
+    named = [
+        alias.name
+        for node in ast.walk(for_types)
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("thinwire")
+        for alias in node.names
+    ]
+    assert set(named) == set(thinwire.__all__)
     assert dir(thinwire) == sorted(thinwire.__all__)
     for name in thinwire.__all__:
         assert getattr(thinwire, name) is not None

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from thinwire.core.clip import ClipByGlobalNorm, ClipByNorm, ClipByValue
     from thinwire.core.decay import L1Decay, L2Decay
     from thinwire.core.loss_scale import DynamicLossScale, FixedLossScale
-    from thinwire.errors import StrategyError
+    from thinwire.errors import Diverged, StrategyError
     from thinwire.local.config import AdaptiveLocalSGD, LocalSGD
     from thinwire.local.updates import LocalUpdates, local_sgd
     from thinwire.logs import log_stats

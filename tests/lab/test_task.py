@@ -132,6 +132,15 @@ WRONG: dict[str, tuple[tuple[tuple[str, str], ...], str]] = {
         ),
         "AssertionError: no data (on rank 1)",
     ),
+    "evaluate fails on one rank": (
+        (
+            (
+                "evaluate=lambda m:",
+                "evaluate=lambda m: torch.distributed.get_rank() / 0 if rank else",
+            ),
+        ),
+        "raised ZeroDivisionError: division by zero (on rank 1)",
+    ),
     "no pairs": ((("yield x, x.sum(1, keepdim=True)", "yield x"),), "pairs (inputs, targets)"),
 }
 

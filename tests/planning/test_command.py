@@ -25,7 +25,8 @@ PLAN = [sys.executable, "-m", "thinwire", "plan"]
         (["--params", "124M"], "step_seconds is missing: give params and step_seconds, or a task"),
         ([], "params is missing"),
         ([*NUMBERS, "--out", "missing/best.yaml"], "out='missing/best.yaml' cannot be written"),
-        ([*NUMBERS, "--html", "."], "html='.' cannot be written"),
+        ([*NUMBERS, "--html", "."], "html='.' cannot be written: Is a directory"),
+        ([*NUMBERS, "--out", "/proc/best.yaml"], "out='/proc/best.yaml' cannot be written"),
     ],
 )
 def test_what_cannot_be_is_one_line(words: list[str], says: str, tmp_path: Path) -> None:
@@ -62,15 +63,33 @@ def test_a_link_so_fast_that_nothing_helps_says_so_and_why(tmp_path: Path) -> No
     assert not tw.DistributedStrategy.load(tmp_path / "best.yaml").on
 
 
-def test_where_a_hook_of_torch_is_best_there_is_no_file_and_the_plan_is_told(
+def test_where_a_hook_of_torch_is_best_the_next_one_is_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = tw.plan(params="1M", step_seconds=1.0)
     monkeypatch.setattr(command, "predicted", lambda **_: replace(made, recommended="powersgd"))
-    with pytest.raises(ValueError, match=r"powersgd is a hook of torch.*leave --out out"):
-        command.plan(params="1M", step_seconds=1.0, out=tmp_path / "best.yaml")
-    assert "powersgd" in capsys.readouterr().out
-    assert not (tmp_path / "best.yaml").exists()
+    command.plan(params="1M", step_seconds=1.0, out=tmp_path / "best.yaml")
+    soonest = next(row for row in made.strategies if row.document is not None)
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"strategy file of {soonest.name}: " in said
+    assert said.endswith("; powersgd is a hook of torch")
+    assert tw.DistributedStrategy.load(tmp_path / "best.yaml").on
+    assert f"# {soonest.name}. Expected: " in (tmp_path / "best.yaml").read_text()
+
+
+def test_a_probe_of_a_batch_of_nothing_is_refused(tmp_path: Path) -> None:
+    place = {"TORCHELASTIC_RUN_ID": "a run", "RANK": "0", "WORLD_SIZE": "2"}
+    words = [sys.executable, "-m", "thinwire", "probe", "--out", "probe.json", "--batch", "0"]
+    said = subprocess.run(
+        words,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env={**os.environ, **place},
+    )
+    assert said.returncode == 2
+    assert "batch=0 is out of range: 1 to 4096 is allowed" in said.stderr
 
 
 def test_a_probe_of_one_rank_is_refused_where_it_is_made(tmp_path: Path) -> None:

@@ -237,6 +237,37 @@ def test_a_bit_that_flips_under_local_updates_is_found_at_an_averaging(
     assert ("0.bias" if harm == "frozen" else "2.weight") in first[1]
 
 
+def train_with_intervals_that_grow(rank: int, size: int) -> tuple[int, int]:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    config = tw.AdaptiveLocalSGD(init_k_steps=1, max_k_steps=16)
+    with tw.local_sgd(model, optimizer, config, digest_every=64) as sync:
+        for step in range(200):
+            if step == 60:
+                optimizer.param_groups[0]["lr"] = 1e-6  # the interval grows as the rate falls
+            if step == 70 and rank == 1:
+                assert sync._averager is not None
+                flip_(sync._averager.averaging.anchors["2.weight"], 7, 3)
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(data(rank, step)[0]), data(rank, step)[1])
+            loss.backward()
+            sync.observe(loss)
+            try:
+                optimizer.step()
+            except tw.Diverged:
+                sync.close()
+                return step, sync.k_steps
+    return -1, sync.k_steps
+
+
+def test_a_long_interval_does_not_put_the_comparison_off(ranks: Pool) -> None:
+    first, second = ranks.run(train_with_intervals_that_grow)
+    assert first == second
+    step, k_steps = first
+    assert k_steps == 16
+    assert 70 <= step <= 70 + 64 + 16
+
+
 def save_harmed(rank: int, size: int, kind: str, harm: str, folder: str) -> None:
     engine = engine_of(kind, model_of(), digest_every=64)
     for step in range(4):

@@ -14,7 +14,7 @@ from thinwire.lab.run.joined import place_in_torchrun
 from thinwire.lab.run.size import MODELS, ConvolutionSize, ModelSize, size_of
 from thinwire.lab.strategies import choose
 
-__all__ = ["Settings", "require_device", "require_task", "require_workers"]
+__all__ = ["Settings", "require_device", "require_task", "require_within", "require_workers"]
 
 _MOST_WORKERS = 64
 DEVICES = ("auto", "cpu", "cuda")
@@ -103,9 +103,9 @@ class Settings:
         link = "100mbit" if link is None else link
         if place is None:
             require_workers(workers)
-        _within("batch", batch, 1, 4096)
-        _within("seed", seed, 0, 2**31)
-        _within("seeds", seeds, 1, 100)
+        require_within("batch", batch, 1, 4096)
+        require_within("seed", seed, 0, 2**31)
+        require_within("seeds", seeds, 1, 100)
         if steps is not None and seconds is not None:
             raise ValueError(
                 "steps and seconds exclude each other: give the number of updates, or the time for "
@@ -114,7 +114,7 @@ class Settings:
         if steps is None and seconds is None:
             steps = 200
         if steps is not None:
-            _within("steps", steps, 1, 10_000_000)
+            require_within("steps", steps, 1, 10_000_000)
         if seconds is not None and not (isfinite(seconds) and seconds >= 1):
             raise ValueError(
                 f"seconds={seconds:g} is not allowed: at least 1 second for each strategy"
@@ -234,7 +234,7 @@ def _require_no_muon(optimizer: str, recipes: Sequence[Recipe]) -> None:
 
 def require_workers(workers: int) -> None:
     """Raise ValueError for a number of ranks that the command does not start."""
-    _within("workers", workers, 1, _MOST_WORKERS)
+    require_within("workers", workers, 1, _MOST_WORKERS)
 
 
 def require_device(device: str) -> None:
@@ -262,6 +262,7 @@ def _require_nothing_beside(task: str, text: Path | None, *, tune: bool) -> None
         )
 
 
-def _within(name: str, value: int, least: int, most: int) -> None:
+def require_within(name: str, value: int, least: int, most: int) -> None:
+    """Refuse a number of the command line that cannot be used."""
     if not least <= value <= most:
         raise ValueError(f"{name}={value} is out of range: {least} to {most} is allowed")

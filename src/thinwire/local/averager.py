@@ -120,7 +120,7 @@ class Averager:
         self.own: OwnState | None = None
         """Of what this rank has kept back."""
         if digest_every:
-            slices = max(1, digest_every // interval.k_steps)
+            slices = max(1, digest_every // interval.longest)
             self.digest = RollingDigest(self._anchors, self._outer_momentum, every=slices)
             self.digest.start_from(counters.step)
             self.own = OwnState(

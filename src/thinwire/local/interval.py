@@ -32,6 +32,7 @@ class Interval:
             config.init_k_steps if isinstance(config, AdaptiveLocalSGD) else config.k_steps
         )
         self._fixed = self.k_steps
+        self.longest = self.k_steps if self._adaptive is None else self._adaptive.max_k_steps
         self.first_loss: float | None = None
         self.first_rate: float | None = None
         if self._adaptive is not None and "lr" not in optimizer.param_groups[0]:

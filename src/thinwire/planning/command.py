@@ -21,7 +21,7 @@ from thinwire.lab.report.page import write_page
 from thinwire.lab.report.progress import display_for
 from thinwire.lab.run.joined import joined, place_in_torchrun
 from thinwire.lab.run.size import parse_size
-from thinwire.lab.settings import require_device, require_task
+from thinwire.lab.settings import require_device, require_task, require_within
 from thinwire.planning.page import render, seconds_text
 from thinwire.planning.plan import Plan, Row
 from thinwire.planning.plan import plan as predicted
@@ -73,7 +73,8 @@ def plan(
             where there is one.
         probe: The file of thinwire probe, instead of all of these.
         task: A model of your own, FILE.py:NAME, instead of --params.
-        out: Writes the recommended strategy as a strategy file.
+        out: Writes the recommended strategy as a strategy file; where that is a hook of torch, the
+            soonest that is none.
         html: Writes a page with table and plots, which loads nothing from elsewhere.
         all_rows: Prints every setting, instead of the soonest of each strategy.
         as_json: Prints the plan as JSON, every setting in it.
@@ -99,20 +100,15 @@ def plan(
     told = [] if html is None else [f"page: {html}"]
     if html is not None:
         write_page(render(made, shlex.join(["thinwire", *sys.argv[1:]])), html)
-    best = made[made.recommended]
-    if out is not None and best.document is not None:
-        _write(made, best.document, out)
-        told.append(f"strategy file of {made.recommended}: {out}")
+    if out is not None:
+        row = _write(made, out)
+        hook = "" if row.name == made.recommended else f"; {made.recommended} is a hook of torch"
+        told.append(f"strategy file of {row.name}: {out}{hook}")
     if as_json:
         print(json.dumps(made.to_dict(), indent=1))
     else:
         _print(made, made.strategies if all_rows else made.best())
         print("".join(f"{line}\n" for line in told), end="")
-    if out is not None and best.document is None:
-        raise ValueError(
-            f"out={str(out)!r}: {made.recommended} is a hook of torch for DistributedDataParallel, "
-            "for which there is no strategy file: leave --out out"
-        )
 
 
 def _print(made: Plan, rows: Sequence[Row]) -> None:
@@ -158,23 +154,36 @@ def _print(made: Plan, rows: Sequence[Row]) -> None:
 
 
 def _require_place(name: str, path: Path | None) -> None:
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+    if path is None:
+        return
+    new = not path.exists()
+    try:
+        path.open("ab").close()
+    except OSError as error:
         raise ValueError(
-            f"{name}={str(path)!r} cannot be written: name a file in a folder that exists"
-        )
+            f"{name}={str(path)!r} cannot be written: {error.strerror}; name a file in a folder "
+            "that exists"
+        ) from error
+    if new:
+        path.unlink(missing_ok=True)
 
 
-def _write(made: Plan, document: Mapping[str, Any], out: Path) -> None:
+def _write(made: Plan, out: Path) -> Row:
+    """Write the soonest strategy that a file can hold."""
     from thinwire.strategy.distributed_strategy import DistributedStrategy
     from thinwire.strategy.yaml_files import text_of
 
-    low, _, high = made[made.recommended].step_seconds
+    rows = (made[made.recommended], *made.strategies)
+    row = next(row for row in rows if row.document is not None)
+    low, _, high = row.step_seconds
     text = (
         f"# Written by thinwire plan: {made.reason}\n"
-        f"# Expected: {seconds_text(low)} to {seconds_text(high)} s a step. prepare(..., plan=) "
-        "warns where a run leaves this.\n"
+        f"# {row.name}. Expected: {seconds_text(low)} to {seconds_text(high)} s a step. "
+        "prepare(..., plan=) warns where a run leaves this.\n"
     )
-    out.write_text(text + text_of(DistributedStrategy.from_dict(document)), encoding="utf-8")
+    strategy = DistributedStrategy.from_dict(row.document or {})
+    out.write_text(text + text_of(strategy), encoding="utf-8")
+    return row
 
 
 def probe(
@@ -213,6 +222,7 @@ def probe(
             "as will train"
         )
     require_device(device)
+    require_within("batch", batch, 1, 4096)
     if task is not None:
         require_task(task)
     shape = parse_size(size)

@@ -155,7 +155,8 @@ class Engine:
         self._require_open()
         if self._parts.runner is not None:
             self._require_loss_function("evaluate")
-            return self._parts.runner.evaluate(inputs, targets)
+            with self._parts.group.one_deadline():
+                return self._parts.runner.evaluate(inputs, targets)
         with busy(self._parts.group.timeout_s):
             loss = self._loss_of(inputs, targets, "evaluate")
         if self._sharded:  # the outermost module has kept whole parameters
@@ -684,7 +685,8 @@ class Engine:
             self._settle_turn()
             return
         self._clear_grads()
-        self._add_or_update({}, 1.0, overflow=False)
+        with self._parts.group.one_deadline():
+            self._add_or_update({}, 1.0, overflow=False)
 
     @contextlib.contextmanager
     def _advice(self) -> Iterator[None]:

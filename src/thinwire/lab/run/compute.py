@@ -20,24 +20,28 @@ from thinwire.optim import Muon, muon_groups
 
 __all__ = ["shapes_of", "step_of_built_in", "step_of_task", "step_of_task_alone"]
 
-_STEPS_S = 2.0
+STEPS_S = 4.0
+"""Seconds for a model's steps, half of them for Muon's; each is made at least once."""
 _UNTIMED_STEPS, _MOST_STEPS = 2, 5
 _LR = 1e-4
 
 
-def step_of_built_in(size: ModelSize, batch: int, device: str) -> dict[str, Any]:
+def step_of_built_in(
+    size: ModelSize, batch: int, device: str, most_s: float = STEPS_S
+) -> dict[str, Any]:
     """Measure a step of the model that comes with the command; on all ranks at the same time.
 
     Args:
         size: Of the model.
         batch: Sequences of a step.
         device: "auto", "cpu" or "cuda".
+        most_s: Seconds for the steps, but for one step that takes longer.
 
     Returns:
         Of this rank: `device`, `forward_s`, `backward_end_s` and `step_s`, seconds since the
         beginning of the step; `parameters`; `shapes` of the trainable ones and `ready_s`, when each
-        gradient is there; `muon_s`, what an update by Muon takes longer. Medians of up to five
-        steps.
+        gradient is there; `muon_s`, what an update by Muon takes longer, None where there is no
+        time for it or Muon cannot train the model. Medians of up to five steps.
 
     Raises:
         TaskError: On all ranks, where it fails on any of them.
@@ -46,23 +50,24 @@ def step_of_built_in(size: ModelSize, batch: int, device: str) -> dict[str, Any]
     model = ByteTransformer(size).to(place)
     inputs, targets = torch.randint(256, (2, batch, size.context)).to(place)
     clock = _Clock(model, loss_of, (inputs, targets), place)
-    return _timed(None, clock, lambda: torch.optim.AdamW(model.parameters(), lr=_LR))
+    return _timed(None, clock, lambda: torch.optim.AdamW(model.parameters(), lr=_LR), most_s)
 
 
-def step_of_task(task: str, device: str, workers: int) -> dict[str, Any]:
+def step_of_task(task: str, device: str, workers: int, most_s: float = STEPS_S) -> dict[str, Any]:
     """The same of a task of the user's, with its own optimizer.
 
     Args:
         task: "FILE.py:NAME".
         device: "auto", "cpu" or "cuda".
         workers: Ranks that are to train; those of the process group may be fewer.
+        most_s: As there.
     """
     rank = dist.get_rank()
     place = together(lambda: device_of(device, rank), task)
     own = OwnTask(task, 0, rank, workers, place)
     make = own.make_optimizer or (lambda params: torch.optim.AdamW(params, lr=_LR))
     clock = _Clock(own.model, own.loss_fn, own.some_batch(0), place)
-    return _timed(task, clock, lambda: make(list(own.model.parameters())))
+    return _timed(task, clock, lambda: make(list(own.model.parameters())), most_s)
 
 
 def step_of_task_alone(task: str, device: str, workers: int) -> dict[str, Any]:
@@ -105,17 +110,20 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _timed(
-    task: str | None, clock: "_Clock", make_optimizer: Callable[[], torch.optim.Optimizer]
+    task: str | None,
+    clock: "_Clock",
+    make_optimizer: Callable[[], torch.optim.Optimizer],
+    most_s: float,
 ) -> dict[str, Any]:
     params = _trained(clock.model)
     hooks = [p.register_post_accumulate_grad_hook(clock.ready) for p in params]  # type: ignore[no-untyped-call]
     dist.barrier()
     try:
-        runs = together(lambda: _steps(task, clock, make_optimizer), task)
+        runs = together(lambda: _steps(task, clock, make_optimizer, most_s / 2), task)
     finally:
         for hook in hooks:
             hook.remove()
-    timed = runs[_UNTIMED_STEPS:]
+    timed = runs[min(_UNTIMED_STEPS, len(runs) - 1) :]
     order = [id(p) for p in params]
     ready = {key: median(run["ready"].get(key, run["backward"]) for run in timed) for key in order}
     return {
@@ -126,14 +134,16 @@ def _timed(
         "parameters": sum(p.numel() for p in params),
         "shapes": [list(p.shape) for p in params],
         "ready_s": [ready[key] for key in order],
-        "muon_s": together(lambda: _longer_by_muon(clock, timed), task),
+        "muon_s": together(lambda: _longer_by_muon(clock, timed, most_s / 2), task),
     }
 
 
-def _longer_by_muon(clock: "_Clock", timed: list[dict[str, Any]]) -> float | None:
+def _longer_by_muon(clock: "_Clock", timed: list[dict[str, Any]], most_s: float) -> float | None:
     """Seconds that an update by Muon takes beyond the one that was timed; None where Muon cannot
-    train the model.
+    train the model, or three such steps take more than `most_s`.
     """
+    if (_UNTIMED_STEPS + 1) * timed[-1]["end"] > most_s:
+        return None
     try:
         optimizer = Muon(muon_groups(clock.model), lr=_LR)
     except (TypeError, ValueError):
@@ -145,16 +155,21 @@ def _longer_by_muon(clock: "_Clock", timed: list[dict[str, Any]]) -> float | Non
 
 
 def _steps(
-    task: str | None, clock: "_Clock", make_optimizer: Callable[[], torch.optim.Optimizer]
+    task: str | None,
+    clock: "_Clock",
+    make_optimizer: Callable[[], torch.optim.Optimizer],
+    most_s: float,
 ) -> list[dict[str, Any]]:
     runs: list[dict[str, Any]] = []
     begin_s = time.perf_counter()
     optimizer = make_optimizer()
+    last_s = 0.0
     while len(runs) < _UNTIMED_STEPS + _MOST_STEPS and (
-        len(runs) <= _UNTIMED_STEPS or time.perf_counter() - begin_s < _STEPS_S
+        not runs or time.perf_counter() - begin_s + last_s < most_s
     ):
         try:
             runs.append(clock.step(optimizer))
+            last_s = runs[-1]["end"]
         except Exception as error:
             begin = "" if task is None else f"task={task!r}: "
             raise TaskError(

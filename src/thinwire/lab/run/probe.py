@@ -15,12 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from thinwire.lab.run.compute import step_of_built_in, step_of_task
+from thinwire.lab.run.compute import STEPS_S, step_of_built_in, step_of_task
 from thinwire.lab.run.size import ModelSize
 
 __all__ = ["probe"]
 
-_MOST_BYTES = 32 * 2**20
+_MOST_BYTES, _MOST_S = 32 * 2**20, 10.0
 _PAIRS_BYTES, _TOGETHER_BYTES, _COLLECTIVES_BYTES = 12 * 2**20, 12 * 2**20, 8 * 2**20
 _PAIRS_S, _TOGETHER_S, _COLLECTIVES_S = 3.5, 4.0, 2.0
 _ROUND_TRIPS, _FEWEST_TRIPS, _DROPPED, _TRIPS_S = 20, 4, 2, 0.3
@@ -37,7 +37,8 @@ def probe(
     device: str,
     tell: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """Measure; on all ranks at the same time. It takes longer where the latency is large.
+    """Measure; on all ranks at the same time. It takes longer where the latency is large, or one
+    step of the model.
 
     Args:
         task: "FILE.py:NAME" of a task of the user's; None for the model that comes with the
@@ -65,10 +66,11 @@ def probe(
     if any(pair["bytes_s"] is None for pair in pairs):
         line.not_measured.append("the rate of single pairs: latencies would take the time for it")
     tell("a step of the model")
+    left_s = min(STEPS_S, max(0.0, _MOST_S - (time.perf_counter() - begin_s)))
     if task is None:
-        compute = step_of_built_in(size, batch, device)
+        compute = step_of_built_in(size, batch, device, left_s)
     else:
-        compute = step_of_task(task, device, line.size)
+        compute = step_of_task(task, device, line.size, left_s)
     seconds = time.perf_counter() - begin_s
     parts = _everyones(
         {
@@ -80,6 +82,9 @@ def probe(
             "restarts": idle_restarts(),
         }
     )
+    slowest = _slowest([part["compute"] for part in parts])
+    if slowest["muon_s"] is None:
+        line.not_measured.append("an update by Muon: it cannot train the model, or has no time")
     return {
         "ranks": line.size,
         "hosts": [part["host"] for part in parts],
@@ -88,7 +93,7 @@ def probe(
         "pairs": [pair for part in parts for pair in part["pairs"]],
         "together": [{"rank": rank, "bytes_s": rate} for rank, rate in enumerate(together)],
         "collectives": collectives,
-        "compute": _slowest([part["compute"] for part in parts]),
+        "compute": slowest,
         "not_measured": line.not_measured,
         "seconds": max(part["seconds"] for part in parts),
         "bytes": max(part["bytes"] for part in parts),
@@ -162,16 +167,18 @@ class _Line:
         found = []
         rounds = list(_tournament(self.size))
         share_s = _PAIRS_S / max(1, len(rounds))
+        trips_s = min(_TRIPS_S, share_s / 2)
+        rate_s = share_s - trips_s
         share_bytes = _PAIRS_BYTES // max(1, len(rounds))
         dist.barrier()
         for other in (partners[self.rank] for partners in rounds):
             if other is None:
                 continue
-            latency_s = self._latency(other)
+            latency_s = self._latency(other, trips_s)
             self.latency_s = max(self.latency_s, latency_s)
             rate, most = None, 0
-            if not self._agreed(other, _FLIGHTS * latency_s > share_s):
-                rate, most = self._rate(other, latency_s, share_bytes, share_s)
+            if not self._agreed(other, _FLIGHTS * latency_s > rate_s):
+                rate, most = self._rate(other, latency_s, share_bytes, rate_s)
             if other > self.rank:
                 found.append(
                     {
@@ -183,7 +190,7 @@ class _Line:
                 )
         return found
 
-    def _latency(self, other: int) -> float:
+    def _latency(self, other: int, most_s: float) -> float:
         """Half of the median round trip of eight bytes: of twenty, or of fewer that take long."""
         word, taken = torch.zeros(8, dtype=torch.uint8), list[float]()
         while len(taken) < _ROUND_TRIPS:
@@ -191,7 +198,7 @@ class _Line:
             for sends in (self.rank < other, self.rank > other):
                 dist.send(word, other) if sends else dist.recv(word, other)
             taken.append(time.perf_counter() - begin_s)
-            if len(taken) == _FEWEST_TRIPS and self._agreed(other, sum(taken) > _TRIPS_S):
+            if len(taken) % _FEWEST_TRIPS == 0 and self._agreed(other, sum(taken) > most_s):
                 break
         self.sent_bytes += 8 * len(taken)
         return median(taken[_DROPPED:]) / 2

@@ -162,11 +162,9 @@ class OwnTask:
     def evaluate(self, model: nn.Module) -> float:
         """See `Work`."""
         model.eval()
+        what = f"evaluate(model) after {self.taken} batches"
         with torch.no_grad():
-            loss = self._own(
-                f"evaluate(model) after {self.taken} batches",
-                lambda: float(self.task.evaluate(model)),
-            )
+            loss = self._together(lambda: self._own(what, lambda: float(self.task.evaluate(model))))
         model.train()
         total = torch.tensor(loss, dtype=torch.float64)
         dist.all_reduce(total)
