@@ -189,6 +189,11 @@ def settings(lines: Iterable[Mapping[str, Any]], place: Place) -> list[str]:
     return text
 
 
+def _times(factor: float) -> str:
+    """To two digits."""
+    return f"{float(f'{factor:.2g}'):,g} x"
+
+
 def planned(params: str, step_seconds: float, workers: int, latency: str) -> list[str]:
     """Markdown: what the planner recommends on each link, and how much sooner than dense the best
     setting of each strategy has dense's last loss.
@@ -208,7 +213,7 @@ def planned(params: str, step_seconds: float, workers: int, latency: str) -> lis
     text.append("|" + "---|" * (2 + len(names)))
     for link, plan in plans.items():
         best = {row.strategy: row for row in plan.best()}
-        cells = [f"{1 / best[name].time_to_dense_loss:.2g} x" for name in names]
+        cells = [_times(1 / best[name].time_to_dense_loss) for name in names]
         text.append(f"| {link} | `{plan.recommended}` | " + " | ".join(cells) + " |")
     return text
 

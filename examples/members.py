@@ -2,12 +2,13 @@
 
 On the machine where they meet:
 
-    thinwire host --bind 10.0.0.1:29400 --new-token token     # and copy the file to all
+    thinwire host --new-token token     # and copy the file to all
     thinwire host --bind 10.0.0.1:29400 --token-file token
 
 and on every machine, now or later: python examples/members.py tcp://10.0.0.1:29400 token
 
 Kill one, start another one: the rest goes on. Ctrl-C leaves after the running round.
+Needs pip install scikit-learn.
 """
 
 import signal

@@ -1,7 +1,7 @@
 """Members that come and go, with a `StatefulDataLoader`, and a run that is begun anew from a copy.
 
-On the machine where they meet: thinwire host --bind 10.0.0.1:29400 --new-token token, then
---token-file token; and on every machine, now or later:
+On the machine where they meet: thinwire host --new-token token, then thinwire
+host --bind 10.0.0.1:29400 --token-file token; and on every machine, now or later:
 
     pip install torchdata
     python examples/members_resume.py tcp://10.0.0.1:29400 token copies

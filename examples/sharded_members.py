@@ -2,7 +2,7 @@
 
 On the machine where they meet:
 
-    thinwire host --bind 10.0.0.1:29400 --new-token token     # and copy the file to all sites
+    thinwire host --new-token token     # and copy the file to all sites
     thinwire host --bind 10.0.0.1:29400 --token-file token
 
 and at two sites or more, now or later, as a job of its own each:
@@ -10,6 +10,7 @@ and at two sites or more, now or later, as a job of its own each:
     torchrun --standalone --nproc-per-node 2 examples/sharded_members.py tcp://10.0.0.1:29400 token
 
 Kill all or one of a site's ranks: the other sites go on.
+Needs pip install scikit-learn.
 """
 
 import sys

@@ -161,6 +161,16 @@ def test_what_is_wrong_with_it_is_one_line_and_nothing_trains(case: str, tmp_pat
     assert not (tmp_path / "out" / "results.json").exists()
 
 
+def test_muon_is_compared_only_where_it_has_hidden_matrices(tmp_path: Path) -> None:
+    def compared(**more: Any) -> list[str]:
+        found = settings(tmp_path / "out", link="loopback", strategies=None, steps=6, **more)
+        return [recipe.name for recipe in found.strategies]
+
+    assert compared() == ["dense", "quantized-local", "muon-local"]
+    for other in ({"task": file(tmp_path)}, {"model": "convolution"}):
+        assert compared(**other) == ["dense", "quantized-local"]
+
+
 @pytest.mark.slow
 def test_the_command_ends_with_status_2(tmp_path: Path) -> None:
     def ran(*more: str) -> tuple[int, str]:

@@ -12,7 +12,7 @@ from cyclopts import App, Parameter, Token
 
 from thinwire._version import __version__
 from thinwire.lab.settings import Settings
-from thinwire.lab.strategies import STRATEGIES
+from thinwire.lab.strategies import STRATEGIES, USUAL
 
 __all__ = ["Count", "app", "compare"]
 
@@ -20,8 +20,8 @@ app = App(
     name="thinwire",
     version=__version__,
     help="Train neural networks over ordinary networks.",
-    help_epilogue="Example: thinwire compare --workers 2 --link 100mbit --strategies dense dgc "
-    "--steps 200",
+    help_epilogue="Example: thinwire compare --workers 2 --link 100mbit --strategies dense "
+    "muon-local --steps 200",
     help_format="plaintext",
     suppress_keyboard_interrupt=False,  # the command ends its workers and says so
 )
@@ -41,7 +41,7 @@ Count = Annotated[int, Parameter(converter=_whole_number)]
 
 _EXAMPLES = """Examples:
 
-thinwire compare --workers 2 --link 100mbit --strategies dense fp16 dgc --steps 200 --out runs/first
+thinwire compare --workers 2 --link 100mbit --strategies dense muon-local --steps 200 --out runs/a
 
 thinwire compare --workers 2 --link 20mbit --strategies dense sparse-local mine.yaml --seconds 300
 
@@ -49,8 +49,9 @@ thinwire compare --workers 4 --link 20mbit --latency 10ms --seconds 300 --text ~
 
 thinwire compare --workers 2 --link 20mbit --task my_task.py:task --seconds 300
 
-torchrun --nnodes 2 --nproc-per-node 1 --rdzv-endpoint host:29400 --rdzv-backend c10d
+torchrun --nnodes 2 --node-rank 0 --nproc-per-node 1 --master-addr 10.0.0.1 --master-port 29500
     -m thinwire compare --strategies dense sparse-local --seconds 300
+    (and the same with --node-rank 1 on the other machine)
 """
 
 
@@ -60,10 +61,9 @@ def compare(
     workers: Count | None = None,
     link: str | None = None,
     latency: str = "0ms",
-    strategies: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="")] = (
-        "dense",
-        "dgc",
-    ),
+    strategies: Annotated[
+        tuple[str, ...] | None, Parameter(consume_multiple=True, negative="")
+    ] = None,
     steps: Count | None = None,
     seconds: float | None = None,
     model: str = "transformer",
@@ -192,5 +192,6 @@ def _print(results: Mapping[str, Any], out: Path) -> None:
 
 compare.__doc__ = (compare.__doc__ or "").replace(
     "strategies: What to compare.",
-    f"strategies: What to compare, {', '.join(STRATEGIES)}, or strategy files (.yaml).",
+    f"strategies: What to compare, {', '.join(STRATEGIES)}, or strategy files (.yaml); "
+    f"{' '.join(USUAL)} unless it is given, the last of them for the transformer only.",
 )

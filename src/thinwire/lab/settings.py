@@ -12,7 +12,7 @@ from thinwire.lab.run.config import OPTIMIZERS, Recipe
 from thinwire.lab.run.digits import require_digits
 from thinwire.lab.run.joined import place_in_torchrun
 from thinwire.lab.run.size import MODELS, ConvolutionSize, ModelSize, size_of
-from thinwire.lab.strategies import choose
+from thinwire.lab.strategies import USUAL, choose
 
 __all__ = ["Settings", "require_device", "require_task", "require_within", "require_workers"]
 
@@ -74,7 +74,7 @@ class Settings:
         workers: int | None,
         link: str | None,
         latency: str,
-        strategies: Sequence[str],
+        strategies: Sequence[str] | None,
         steps: int | None,
         seconds: float | None,
         size: str,
@@ -139,7 +139,9 @@ class Settings:
             )
         if text is not None and not text.is_dir():
             raise ValueError(f"text={str(text)!r} is not a folder; name a folder with text files")
-        recipes = choose(strategies)
+        # Muon trains hidden matrices, which any model need not have
+        usual = USUAL if model == "transformer" and task is None else USUAL[:-1]
+        recipes = choose(usual if strategies is None else strategies)
         if model == "convolution":
             _require_no_muon(optimizer, recipes)
         return cls(

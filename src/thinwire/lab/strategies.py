@@ -10,7 +10,10 @@ from thinwire.lab.run.config import Recipe
 if TYPE_CHECKING:
     from thinwire.strategy.distributed_strategy import DistributedStrategy
 
-__all__ = ["STRATEGIES", "choose", "register"]
+__all__ = ["STRATEGIES", "USUAL", "choose", "register"]
+
+USUAL = ("dense", "quantized-local", "muon-local")
+"""What is compared where nothing is named."""
 
 # Those of dense and of the local strategies. LAMB and LARS scale their updates by the parameters;
 # theirs are the best of 0.01, 0.03 and 0.1, and of 1, 2 and 4, in 60 steps of the tiny model: a

@@ -461,7 +461,8 @@ def join(
         address: Of the meeting place (`thinwire host`), such as "tcp://10.0.0.1:29400".
         run: Its name; members of one run train together.
         token_file: Holds the secret of the run; None where the meeting place has none.
-        min_members: How many must have come before anybody begins, and must be left to go on.
+        min_members: How many must have come before anybody begins, and must be left where one is
+            lost; `leave` may take a run below it.
         start_members: How many must have come before anybody begins, where that is more; the same
             on all of them.
         timeout: For how long to wait for others, at the start and in every round, in seconds or as

@@ -34,9 +34,8 @@ EXAMPLE = (
     "--latency 20ms --out best.yaml"
 )
 PROBE_EXAMPLE = (
-    "Example: torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint "
-    "HOST:29400 "
-    "-m thinwire probe --out probe.json"
+    "Example: torchrun --nnodes 2 --node-rank 0 --nproc-per-node 1 --master-addr 10.0.0.1 "
+    "--master-port 29500 -m thinwire probe --out probe.json"
 )
 _TIMEOUT_S = 60.0
 
@@ -140,8 +139,8 @@ def _print(made: Plan, rows: Sequence[Row]) -> None:
         "k: local steps between averagings. d: steps that a result may come late. f: parts of the "
         "model that are averaged in turn. b: bits of a value. %: entries that are sent. r: rank."
         f"{nodes}\n"
-        "sent: by a rank in a step. waits: for the wire. sooner: how many times, at dense's last "
-        "loss. worth: steps of dense that one step is worth; not predicted: of "
+        "sent: by a rank in a step. waits: for the wire. sooner: how many times, than dense at the "
+        "loss that it ends with. worth: steps of dense that one step is worth; not predicted: of "
         f"{made.strategies[0].name} {made.strategies[0].progress_source}. thinwire compare "
         "measures it."
         + (f"\n{hidden} more settings: --all; with the source of each: --json." if hidden else "")
@@ -213,8 +212,8 @@ def probe(
     if place is None:
         raise ValueError(
             "probe measures the network between ranks, and torchrun has started none here: "
-            "torchrun --nnodes 2 --nproc-per-node 1 --rdzv-endpoint HOST:29400 --rdzv-backend c10d "
-            "-m thinwire probe --out probe.json"
+            "torchrun --nnodes 2 --node-rank 0 --nproc-per-node 1 --master-addr 10.0.0.1 "
+            "--master-port 29500 -m thinwire probe --out probe.json"
         )
     if place[1] == 1:
         raise ValueError(

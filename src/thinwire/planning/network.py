@@ -109,8 +109,19 @@ class Network:
         The rate then doubles every round trip until it is that of the line.
         """
         rtt = 2 * self.latency_s
-        halvings = min(int(idle_s / (rtt + _LEAST_TIMEOUT_S)), 64) if self.restarts else 0
-        window = max(_FIRST_WINDOW_BYTES, self.bytes_s * rtt / 2.0**halvings)
+        if not self.restarts:
+            return nbytes / self.bytes_s
+        halvings = int(idle_s / (rtt + _LEAST_TIMEOUT_S))
+        # where latency is a little lower there is one halving more; it must not look slower
+        shorter_s = idle_s / (halvings + 1) - _LEAST_TIMEOUT_S
+        return max(
+            self._growing_s(nbytes, rtt, halvings),
+            self._growing_s(nbytes, max(0.0, shorter_s), halvings + 1),
+        )
+
+    def _growing_s(self, nbytes: float, rtt: float, halvings: int) -> float:
+        """One way, by a window that has halved so often."""
+        window = max(_FIRST_WINDOW_BYTES, self.bytes_s * rtt / 2.0 ** min(halvings, 64))
         if not halvings or window * _LN2 >= self.bytes_s * rtt:
             return nbytes / self.bytes_s
         first = window * _LN2 / rtt

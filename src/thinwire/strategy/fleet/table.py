@@ -62,8 +62,9 @@ CONFIG_KEYS: dict[str, dict[str, Any]] = {
 """The keys of the configs that are read, with fleet's defaults; tuples stand for lists."""
 
 _NAME_FEATURES = "name the features you want"
+_SHARDED = "it is not read from a description: call fully_shard, and give prepare its mesh="
 REFUSED: dict[str, tuple[Any, str]] = {
-    "sharding": (False, "optimizer state and parameters are not sharded"),
+    "sharding": (False, _SHARDED),
     "tensor_parallel": (False, "tensors are not split over ranks"),
     "fp16_allreduce": (
         False,
@@ -86,7 +87,7 @@ REFUSED_KEYS: dict[tuple[str, str], str] = {
     ("amp_configs", "custom_black_varnames"): _AUTOCAST,
     ("amp_configs", "use_pure_fp16"): "convert the model's dtype yourself",
     ("hybrid_configs", "mp_degree"): "tensors are not split over ranks",
-    ("hybrid_configs", "sharding_degree"): "optimizer state and parameters are not sharded",
+    ("hybrid_configs", "sharding_degree"): _SHARDED,
     ("gradient_scale_configs", "scale_strategy"): _AVERAGED,
     ("gradient_scale_configs", "scale_gradient"): _AVERAGED,
 }
