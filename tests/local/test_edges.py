@@ -12,6 +12,7 @@ import thinwire as tw
 from tests.local.test_laws import CURVES, Bag, gradient, net, set_gradients, start_values, values
 from tests.ranks import Pool
 from tests.reference.local_training import Simulation, intervals
+from thinwire.local.averager import Averager
 
 
 def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:
@@ -260,3 +261,111 @@ def test_a_closure_may_observe_the_loss(make: Any) -> None:
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
         sync.observe(1.0)
         optimizer.step()
+
+
+class WithTables(nn.Module):
+    """A causal mask and a table that nobody changes, and a running mean."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mask", torch.triu(torch.full((4, 4), -torch.inf), 1))
+        self.register_buffer("table", 1 + torch.rand(1000))
+        self.register_buffer("mean", torch.zeros(4))
+        self.rank = rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean += self.rank + 1
+        return self.linear(x)
+
+
+def with_tables(rank: int, size: int, delay: int, spoil: bool) -> tuple[bool, list[float], float]:
+    model = WithTables(rank)
+    table, mask = model.table.clone(), model.mask.clone()
+    optimizer = sgd(model)
+    with tw.local_sgd(model, optimizer, tw.LocalSGD(4, delay=delay)) as sync:
+        for step in range(12):
+            if spoil and step == 6 and rank == 1:
+                model.mean[0] = torch.nan
+            optimizer.zero_grad()
+            model(torch.ones(3, 4) + rank).square().mean().backward()
+            optimizer.step()
+    same = torch.equal(model.table, table) and torch.equal(model.mask, mask)
+    return same, model.mean.tolist(), sync.stats()["bytes_sent"]
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_buffers_that_nobody_changes_are_neither_sent_nor_refused(ranks: Pool, delay: int) -> None:
+    """The mean of three equal float32 numbers is not always that number."""
+    found = ranks.run(with_tables, delay, False, size=3)
+    for same, mean, nbytes in found:
+        assert same
+        # what moved while a mean was on its way is overwritten by it
+        assert mean == pytest.approx([16.0 if delay else 24.0] * 4)
+        assert nbytes < 4 * 1000
+    assert found[0][1] == found[2][1]
+
+
+def test_a_buffer_that_became_nan_is_refused(ranks: Pool) -> None:
+    for answer in ranks.run(with_tables, 0, True, expect_errors=True):
+        assert "buffer mean is not finite" in answer.text
+
+
+def test_one_bad_loss_is_one_bad_averaging() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = sgd(model)
+    refused = []
+    with tw.local_sgd(model, optimizer, tw.AdaptiveLocalSGD(2, begin_step=0)) as sync:
+        for step in range(1, 8):
+            model.weight.grad = torch.ones(1, 4)
+            sync.observe(float("nan") if step == 2 else 1.0)
+            try:
+                optimizer.step()
+            except tw.errors.ThinwireError:
+                refused.append(step)
+    assert refused == [2]
+
+
+def test_a_round_by_time_without_a_step_leaves_no_plan() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = sgd(model)
+    plan = tw.plan(params="1M", step_seconds=1.0)["dense"]
+    config = tw.LocalSGD(4, begin_step=0, round_seconds=100.0)
+    with tw.local_sgd(model, optimizer, config, plan=plan) as sync:
+        for _ in range(9):
+            model.weight.grad = torch.ones(1, 4)
+            optimizer.step()
+        sync.end_round()
+        sync.end_round()
+        assert sync.step == 9
+
+
+@pytest.mark.parametrize("by_time", [False, True])
+def test_a_failed_averaging_counts_the_steps_once(
+    by_time: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tw.LocalSGD(2, begin_step=0, round_seconds=1e6 if by_time else None)
+    model = nn.Linear(4, 1)
+    optimizer = sgd(model)
+    engine = tw.DistributedStrategy(localsgd=config).prepare(model, optimizer, nn.MSELoss())
+    x, y = torch.ones(3, 4), torch.ones(3, 1)
+    verified, failures = Averager._verified, iter([True])
+
+    def failing(self: Averager, pending: Any) -> Any:
+        if next(failures, False):
+            raise tw.errors.PayloadCorrupt("said so by the test")
+        return verified(self, pending)
+
+    monkeypatch.setattr(Averager, "_verified", failing)
+    engine.train_step(x, y)
+    with pytest.raises(tw.errors.PayloadCorrupt):
+        engine.train_step(x, y)
+    assert engine.step == 2
+    for _ in range(2):
+        engine.train_step(x, y)
+    assert engine.step == 4
+    assert engine.sync is not None
+    engine.flush()
+    assert engine.sync.step == 4
+    engine.close()

@@ -1,6 +1,8 @@
 """A run that is stopped between two averagings and resumed goes on bit for bit."""
 
 import io
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import thinwire as tw
 from tests.local.test_laws import digest, net
 from tests.ranks import Pool
 from thinwire.local.updates import LocalUpdates
+from thinwire.local.work import RoundWork
 
 CONFIGS = {
     "plain": tw.LocalSGD(6),
@@ -212,3 +215,134 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
         again = sync.state_dict()
         assert again["step"] == 0
         assert all(torch.equal(good["anchors"][n], again["anchors"][n]) for n in good["anchors"])
+
+
+def with_a_longer_begin(rank: int, size: int) -> list[float]:
+    """A run, and the same that is stopped with a result on its way and goes on averaging in every
+    step for a while."""
+    found = []
+    for longer in (False, True):
+        model = nn.Linear(2, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+        def steps(count: int, model: nn.Linear = model, optimizer: Any = optimizer) -> None:
+            for _ in range(count):
+                model.weight.grad = torch.full((1, 2), 1.0 + rank)
+                optimizer.step()
+
+        with tw.local_sgd(model, optimizer, tw.LocalSGD(8, delay=4)) as sync:
+            steps(10)
+            state = sync.state_dict()
+            if not longer:
+                steps(10)
+        if longer:
+            with tw.local_sgd(model, optimizer, tw.LocalSGD(8, begin_step=15, delay=4)) as sync:
+                sync.load_state_dict(state)
+                steps(10)
+        found.append(model.weight.tolist()[0][0])
+    return found
+
+
+def test_a_result_on_its_way_is_applied_once_where_a_loaded_run_averages_in_every_step(
+    ranks: Pool,
+) -> None:
+    assert ranks.run(with_a_longer_begin) == [[-30.0, -30.0]] * 2
+
+
+def merging(config: Any) -> tw.Engine:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    merge = tw.GradientMerge(k_steps=4)
+    field = "adaptive_localsgd" if isinstance(config, tw.AdaptiveLocalSGD) else "localsgd"
+    strategy = tw.DistributedStrategy(gradient_merge=merge, **{field: config})
+
+    def loss_fn(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return y.mean() + 1e-3 * out.square().mean()
+
+    return strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-4), loss_fn)
+
+
+def intervals_of(engine: tw.Engine, first: int, last: int) -> list[float]:
+    found = []
+    for step in range(first, last):
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
+        engine.train_step(x, torch.full((3,), 1.0 if step % 4 else 100.0))
+        found.append(engine.stats()["k_steps"])
+    return found
+
+
+@pytest.mark.parametrize("stop", [5, 6, 7])
+def test_the_losses_of_merged_microsteps_are_saved(stop: int, tmp_path: Path) -> None:
+    config = tw.AdaptiveLocalSGD(2, begin_step=0)
+    with closing(merging(config)) as engine:
+        intervals_of(engine, 0, stop)
+        engine.save(tmp_path)
+        wanted = intervals_of(engine, stop, 24)
+        engine.load(tmp_path)  # what was observed since is gone
+        assert intervals_of(engine, stop, 24) == wanted
+    with closing(merging(config)) as engine:
+        engine.load(tmp_path)
+        assert intervals_of(engine, stop, 24) == wanted
+    with closing(merging(config)) as engine:
+        engine.load(tmp_path)
+        engine.flush()  # the leftovers of the merge are an update, which needs a loss
+        assert engine.step == 2
+
+
+def test_the_tokens_of_merged_microsteps_are_saved(tmp_path: Path) -> None:
+    config = tw.LocalSGD(2, begin_step=0, round_seconds=1e6)
+    x, y = torch.ones(3, 4), torch.ones(3)
+    found = []
+    for loads in (False, True):
+        with closing(merging(config)) as engine:
+            if loads:
+                engine.load(tmp_path)
+            else:
+                for _ in range(10):  # two updates are a round
+                    engine.train_step(x, y, tokens=100)
+                engine.save(tmp_path)
+            assert engine.sync is not None
+            found.append(engine.sync.state_dict())
+    assert [state["tokens"] for state in found] == [200, 200]
+
+
+def test_tokens_before_a_step_are_saved_and_loaded() -> None:
+    work = RoundWork(1e6)
+    assert work.tokens_before_step is None
+    work.observe(30)
+    work.observe(40)
+    assert work.tokens_before_step == 70
+    work.step()
+    assert work.tokens_before_step is None
+    assert work.told() == (1, 70)
+
+
+def without_its_state(rank: int, size: int) -> tuple[str, bool]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    config = tw.LocalSGD(4, begin_step=0, delay=2, average_state=True)
+
+    def step(optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        (model(torch.randn(3, 4)) - rank).square().mean().backward()
+        optimizer.step()
+
+    with tw.local_sgd(model, optimizer := torch.optim.Adam(model.parameters()), config) as sync:
+        for _ in range(5):
+            step(optimizer)
+        state = sync.state_dict()
+    sync = tw.local_sgd(model, torch.optim.Adam(model.parameters()), config)
+    sync.__enter__()
+    sync.load_state_dict(state)
+    before = model.weight.detach().clone()
+    with pytest.raises(tw.errors.ThinwireError, match="load the optimizer's state before") as error:
+        sync.flush()
+    sync.close()
+    return str(error.value), torch.equal(before, model.weight)
+
+
+def test_a_mean_for_state_that_is_not_there_is_refused_before_anything_moves(ranks: Pool) -> None:
+    for text, unmoved in ranks.run(without_its_state):
+        assert "state weight exp_avg" in text
+        assert unmoved

@@ -358,3 +358,29 @@ def test_one_member_saves_and_all_begin_from_it(ranks: Pool, tmp_path: Path) -> 
 
 def _member_with(rank: int, size: int, address: str, config: Any, options: Any) -> Any:
     return member(rank, size, address, config, **options)
+
+
+def test_one_may_leave_while_a_result_is_on_its_way(ranks: Pool) -> None:
+    with meeting_place(None) as address:
+        found = ranks.run(_leaving_at_the_end, address, size=2, group=False)
+    assert found[0] == (True, 8)
+    assert found[1] == (False, 8)
+
+
+def _leaving_at_the_end(rank: int, size: int, address: str) -> tuple[bool, int]:
+    net = model(rank)
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    config = tw.LocalSGD(6, begin_step=0, delay=3)
+    with (
+        tw.join(address, run="test", start_members=2, timeout=TIMEOUT_S) as members,
+        tw.local_sgd(net, optimizer, config, members=members) as sync,
+    ):
+        for step in range(1, 9):
+            optimizer.zero_grad()
+            net(torch.randn(3, 24)).square().mean().backward()
+            if step == 8 and rank == 0:
+                members.leave()
+            optimizer.step()
+        assert sync.pending is not None
+        sync.flush()
+        return members.left, sync.step

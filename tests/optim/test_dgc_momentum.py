@@ -790,3 +790,82 @@ def test_ddps_own_join_is_refused_while_attached(ranks: Pool) -> None:
             "RuntimeError: DistributedDataParallel.join() does not work with an attached"
         )
         assert afterwards == ""
+
+
+class WithSpare(nn.Module):
+    """One of its layers is used by choice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.spare, self.last = nn.Linear(8, 32), nn.Linear(32, 32), nn.Linear(32, 4)
+        self.uses_spare = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        if self.uses_spare:
+            hidden = hidden + self.spare(hidden)
+        return self.last(hidden)
+
+
+def unused(rank: int, size: int, attach: bool, bucket_mb: float) -> dict[str, Tensor]:
+    model = WithSpare()
+    optimizer = dgc(model)
+    ddp = DistributedDataParallel(model, find_unused_parameters=True, bucket_cap_mb=bucket_mb)
+    if attach:
+        optimizer.attach(ddp)
+    for step in range(6):
+        model.uses_spare = step not in (2, 3)
+        optimizer.zero_grad()
+        net = ddp if attach else model
+        net(
+            torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+        ).square().mean().backward()
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        optimizer.step()
+        for name, p in model.named_parameters():
+            moves = model.uses_spare or not name.startswith("spare")
+            assert torch.equal(p, before[name]) != moves or "bias" in name
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("bucket_mb", [25.0, 0.0005])
+def test_what_no_rank_has_used_is_left_out_of_an_attached_step(
+    ranks: Pool, bucket_mb: float
+) -> None:
+    attached, stepped = (ranks.run(unused, way, bucket_mb) for way in (True, False))
+    for other in (attached[1], *stepped):
+        torch.testing.assert_close(other, attached[0], rtol=0, atol=0)
+
+
+def taken_away(rank: int, size: int, name: str, everywhere: bool) -> list[str]:
+    model = nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 4))
+    torch.manual_seed(0)
+    for p in model.parameters():
+        nn.init.normal_(p)
+    optimizer = dgc(model)
+    ddp = DistributedDataParallel(model)
+    optimizer.attach(ddp)
+    found = []
+    for step in range(4):
+        optimizer.zero_grad()
+        ddp(data(rank, step)[:, :8]).square().mean().backward()
+        if step == 2 and (everywhere or rank == 0):
+            model.get_parameter(name).grad = None
+        before = [p.detach().clone() for p in model.parameters()]
+        try:
+            optimizer.step()
+            found.append("stepped")
+        except tw.errors.Mismatch as error:
+            assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("name", ["0.weight", "0.bias"])
+def test_a_gradient_taken_away_before_an_attached_step(ranks: Pool, name: str) -> None:
+    for found in ranks.run(taken_away, name, True):
+        assert found == ["stepped"] * 4
+    for found in ranks.run(taken_away, name, False):
+        assert [text == "stepped" for text in found] == [True, True, False, True]
+        assert f"parameter {name} has a gradient on ranks [1] but none on ranks [0]" in found[2]

@@ -595,3 +595,21 @@ def test_an_optimizer_that_raises_after_the_exchange_is_heard_of_in_the_next_upd
     assert "came after the exchange" in told
     assert first == second
     assert "rank 1: after the exchange of update 5" in first
+
+
+@pytest.mark.parametrize("kind", ["dgc", "dgc adamw"])
+def test_after_damage_a_checkpoint_can_be_loaded_in_the_same_process(
+    kind: str, tmp_path: Path
+) -> None:
+    engine = engine_of(kind, model_of())
+    for step in range(3):
+        engine.train_step(*data(0, step))
+    engine.save(tmp_path)
+    hurt_residual(engine)
+    with pytest.raises(tw.Diverged, match=r"residual of 2\.weight"):
+        for step in range(3, 6):
+            engine.train_step(*data(0, step))
+    engine.load(tmp_path)
+    for step in range(3, 6):
+        engine.train_step(*data(0, step))
+    engine.save(tmp_path)

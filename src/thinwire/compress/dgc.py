@@ -406,7 +406,8 @@ class DGCCompressor:
         """See `Compressor`."""
         assert isinstance(arrived, ArrivedEntries)
         keys = {name: key for key, name in enumerate(self._params)}
-        for names in in_chunks({name: self._params[name].numel() for name in arrived.names}):
+        mine = {name: self._params[name].numel() for name in arrived.names if name in grads}
+        for names in in_chunks(mine):
             folds = []
             for name in names:
                 self._state[name] = self.state_of(name)

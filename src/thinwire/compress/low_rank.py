@@ -222,7 +222,7 @@ class LowRankCompressor:
     ) -> None:
         """See `Compressor`."""
         assert isinstance(arrived, LowRankMeans)
-        for name in arrived.names:
+        for name in (name for name in arrived.names if name in grads):
             left, right = arrived.factors[name]
             error = self._errors[name]
             error.add_(self._matrix(name, arrived.node_means.get(name, grads[name])))

@@ -314,6 +314,11 @@ class OwnState:
             self._seals[name] = _Seal(weakref.ref(tensor), tensor._version, words, by_loop=False)
         self._step = step
 
+    def start_anew(self) -> None:
+        """All of it has been loaded: what was found before is gone with it."""
+        self._seals.clear()
+        self._found = None
+
     def damage(self, step: int, *, everything: bool = False) -> str | None:
         """What has changed since, in words, or None.
 

@@ -227,7 +227,7 @@ class GradientExchange:
         for kind in kinds:
             for name, entry in here[kind].items():
                 entry.copy_(narrowed(state[kind][name], entry.dtype))
-        self._nodes_compared = False
+        self.state_loaded()
         if bytes_sent:
             self.likeness.skip()
         self.drops.total, self.drops.in_a_row = total, in_a_row
@@ -383,7 +383,8 @@ class GradientExchange:
 
         Args:
             done: What `exchange` or `vote` returned.
-            grads: Those that it was given, unchanged since.
+            grads: Those that it was given, unchanged since; what was launched and is not among them
+                changes nothing.
         """
         for arrived in dict.fromkeys(done.arrived.values()):
             assert arrived.sender is not None, "said when it was sent"
@@ -450,7 +451,10 @@ class GradientExchange:
         launched, self._launched = self._launched, None
         assert launched is not None
         misuse = misuse or _stray(launched.names, grads)
-        report = Report(step, "attached", overflow=overflow, misuse=misuse)
+        # one that is None on all ranks by now, such as where none has used it, is left out
+        report = Report(
+            step, "attached", kinds=self._kinds(grads), overflow=overflow, misuse=misuse
+        )
         reports = self._vote(launched, report, grads, unchanged)
         return None if self._dropped(reports) else launched
 
@@ -562,8 +566,13 @@ class GradientExchange:
             self._nodes_compared = True
 
     def state_loaded(self) -> None:
-        """State of the compressors was put in from elsewhere: it may differ inside a node."""
+        """State of the compressors was put in from elsewhere, on all ranks: it may differ inside a
+        node, and what was wrong with it before, or with the last update, is over.
+        """
         self._nodes_compared = False
+        self.spoiled = None
+        if self.own is not None:
+            self.own.start_anew()
 
     def _buckets_of(self, grads: Grads) -> list[tuple[int, list[str]]]:
         """Number and names of each bucket, as far as there are gradients."""

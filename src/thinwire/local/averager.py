@@ -2,9 +2,9 @@
 verify, apply.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -74,7 +74,8 @@ class Counters:
 class Averager:
     """Follows the local steps and averages when a turn has come.
 
-    An averaging that fails, on whichever rank, changes nothing on any rank but `Counters.step`.
+    An averaging that fails, on whichever rank, changes nothing on any rank but `Counters.step`,
+    which counts the local steps that were made.
     """
 
     def __init__(
@@ -90,8 +91,9 @@ class Averager:
         identity: str = "",
         digest_every: int = 0,
         roll: Roll | None = None,
-        after_averaging: Callable[[], None] = lambda: None,
+        after_averaging: Callable[[], bool] = lambda: True,
     ) -> None:
+        """`after_averaging` says whether this rank goes on with the others."""
         self.tensors = tensors
         self.interval = interval
         self.averaging = averaging
@@ -101,6 +103,8 @@ class Averager:
         seconds = config.round_seconds
         self.work = None if seconds is None else RoundWork(seconds)
         """What this rank has done in a round that ends by time; None where steps are counted."""
+        self.steps_made = 0
+        """Local steps since this was made, dropped ones too."""
         self.counting_only = False
         """Whether steps are counted and no round ends by time, since all are about to flush."""
         self.likeness = Likeness("changes")
@@ -165,19 +169,26 @@ class Averager:
 
     def after_step(self) -> None:
         """Count a local step and do what follows from it."""
+        self.steps_made += 1
+        try:
+            if self.work is not None:
+                self._after_step_of(self.work)
+            else:
+                self._after_counted_step()
+        finally:  # a loss that an averaging was refused for is not seen again
+            self.interval.forget()
+
+    def _after_counted_step(self) -> None:
         at = self.counters
-        if self.work is not None:
-            self._after_step_of(self.work)
-            return
         at.step += 1
         self.synced = False
-        if self.pending is not None and at.step >= self.pending.step + self._config.delay:
-            self._apply_pending()
+        due = self.pending is not None and at.step >= self.pending.step + self._config.delay
+        if due and not self._apply_pending():
+            return
         if at.step <= self._config.begin_step:
             self._average_all("averaging", with_loss=True)
         else:
             self.average_if_due()
-        self.interval.forget()
 
     def _after_step_of(self, work: RoundWork) -> None:
         """`Counters.step` moves at averagings alone, so that it is the same on all ranks."""
@@ -207,13 +218,16 @@ class Averager:
         """See `LocalUpdates.flush`."""
         work = None if self.work is None else self.work.told()
         reports = self._vote(Report(self.counters.step, "flushing", work=work))
-        self._apply_pending()
+        if not self._apply_pending():
+            return
         some = any(report.work and report.work[0] for report in reports)  # maybe on other ranks
         if some or self.counters.step > self.counters.whole:
             self._average_all("averaging for the last time", with_loss=False)
 
     def _average_all(self, phase: str, *, with_loss: bool) -> None:
         at = self.counters
+        if not self._apply_pending():  # one is left where a loaded run begins with these
+            return
         pending, reports = self._measure(phase, list(self.tensors.params))
         if with_loss:
             self.interval.read(reports, at.step)
@@ -224,7 +238,8 @@ class Averager:
         self._after_averaging()
 
     def _average_part(self) -> None:
-        self._apply_pending()
+        if not self._apply_pending():
+            return
         at = self.counters
         part = at.turn % len(self._parts)
         delayed = self._config.delay > 0
@@ -234,8 +249,10 @@ class Averager:
         )
         k_steps = self.interval.read(reports, at.step, adapt=True)
         if delayed:
-            with suppress(Regrouped):  # then it is launched when it is waited for
+            try:
                 self._launch(pending)
+            except Regrouped:  # then it is launched when it is waited for
+                pending.round = None
             self.pending = pending
         else:
             self._finish(pending)
@@ -268,8 +285,10 @@ class Averager:
         with_state = self._config.averages_state(self._number)
         state = self.tensors.state(names) if with_state and problem is None else {}
         pending = None
+        changed: dict[str, bool] = {}
         if problem is None:
             values = {name: self.tensors.params[name] for name in names}
+            changed = self.tensors.changed_buffers()
             pending = self.averaging.measure(
                 step,
                 values,
@@ -278,7 +297,8 @@ class Averager:
                 keep=keep,
                 fold=self.work is None,
             )
-            if (culprit := pending.first_not_finite()) is not None:
+            # a mask of infinities that nobody changes is no fault
+            if (culprit := pending.first_not_finite(changed)) is not None:
                 problem = (
                     f"{culprit} is not finite at the averaging of step {step}: lower the learning "
                     "rate, clip"
@@ -287,7 +307,7 @@ class Averager:
         likeness = None
         if pending is not None:
             likeness = self.likeness.of(pending.moved.values(), self._group.replica_count)
-        reports = self._agree(phase, problem, list(state), likeness)
+        reports = self._agree(phase, problem, [*state, *changed], likeness)
         self.likeness.hear([report.likeness for report in reports], self.tensors.params.values())
         assert pending is not None
         shards, buffers = self._group.shards, self.tensors.buffers()
@@ -295,11 +315,11 @@ class Averager:
             pending.refused = self.tensors.settle_buffers(shards)
             wide = {key: widened(buffer) for key, buffer in buffers.items()}
             pending.extras |= {key: w.clone() if keep else w for key, w in wide.items()}
-        # a rank whose parameters got no gradient yet has no state to give
+        # a rank whose parameters got no gradient yet has no state to give; buffers that no rank has
+        # changed stay as they are
         common = set(state).intersection(*(report.state for report in reports))
-        pending.extras = {
-            key: v for key, v in pending.extras.items() if key not in state or key in common
-        }
+        common |= set(buffers).intersection(chain(*(report.state for report in reports)))
+        pending.extras = {key: value for key, value in pending.extras.items() if key in common}
         if self.work is not None:
             self._weigh(pending, reports)
         return pending, reports
@@ -309,7 +329,7 @@ class Averager:
         works = [(report.work[0] or 0, report.work[1]) for report in reports if report.work]
         self._weight = weights_of(works)[self._group.rank]
         self.averaging.weigh_(pending, self._weight)
-        pending.step = self.counters.step = pending.step + max(steps for steps, _ in works)
+        pending.step += max(steps for steps, _ in works)
 
     def _agree(
         self, phase: str, problem: str | None, state: list[str], likeness: str | None = None
@@ -346,11 +366,13 @@ class Averager:
                 pending.round = None
         names = list(pending.moved)
         if self.work is not None:
+            self.counters.step = pending.step
             # some may have gone since the weights were agreed on
             weights = [report.weight for report in reports if report.weight is not None]
             pending.share = sum(weights) / len(weights)
             self.work.begin()
         self.averaging.commit_(pending, {**self.tensors.buffers(), **self.tensors.state(names)})
+        self.tensors.made_common(pending.extras)
         self.counters.averagings += 1
         if self.own is not None:
             self.own.seal(self.counters.step)
@@ -367,7 +389,11 @@ class Averager:
             pending.finish()
         except PayloadCorrupt as refusal:
             corrupt = str(refusal)
-        report = Report(pending.step, "averaged", corrupt=corrupt, misuse=self.tensors.difference())
+        misuse = self.tensors.difference()
+        if misuse is None:
+            there = {*self.tensors.buffers(), *self.tensors.state(pending.moved)}
+            misuse = _not_there(key for key in pending.extras if key not in there)
+        report = Report(pending.step, "averaged", corrupt=corrupt, misuse=misuse)
         if self.digest is not None and self._group.size > 1:
             report = replace(
                 report,
@@ -380,8 +406,21 @@ class Averager:
             report = replace(report, weight=self._weight)
         return self._vote(report, self.digest)
 
-    def _apply_pending(self) -> None:
-        if self.pending is not None:
-            pending, self.pending = self.pending, None
-            self._finish(pending)
-            self._after_averaging()
+    def _apply_pending(self) -> bool:
+        """Whether this rank goes on with the others."""
+        if self.pending is None:
+            return True
+        pending, self.pending = self.pending, None
+        self._finish(pending)
+        return self._after_averaging()
+
+
+def _not_there(keys: Iterable[str]) -> str | None:
+    """What is wrong where a result on its way belongs to optimizer state that is gone."""
+    key = next(iter(keys), None)
+    if key is None:
+        return None
+    return (
+        f"{key} was sent and is not there any more, so the mean cannot be put into it: load the "
+        "optimizer's state before that of local updates"
+    )

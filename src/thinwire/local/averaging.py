@@ -89,11 +89,16 @@ class PendingAveraging:
         assert self.round is not None, "launched"
         return self.round.sums_digest
 
-    def first_not_finite(self) -> str | None:
-        """The first tensor that must not be given to others."""
-        for kind, tensors in (("parameter", self.moved), ("buffer or state", self.extras)):
+    def first_not_finite(self, buffers: Mapping[str, bool]) -> str | None:
+        """The first tensor that must not be given to others; of buffers those that hold."""
+        extras = {
+            key: value
+            for key, value in self.extras.items()
+            if buffers.get(key, key.startswith("state "))
+        }
+        for kind, tensors in (("parameter ", self.moved), ("", extras)):
             for name in not_finite(tensors):
-                return f"{kind} {name}"
+                return f"{kind}{name}"
         return None
 
 

@@ -68,6 +68,14 @@ class Interval:
         if self._adaptive is not None:
             self._observed.append(loss)
 
+    def observed(self) -> list[float]:
+        """The losses observed since the last step, as numbers."""
+        return [float(loss) for loss in self._observed]
+
+    def observe_again(self, losses: Sequence[float]) -> None:
+        """Have observed these and no others."""
+        self._observed = list(losses)
+
     def before_step(self, step: int, *, dropped: bool = False) -> None:
         """Note the rate that the update will use.
 

@@ -19,6 +19,7 @@ from thinwire.errors import PayloadCorrupt
 __all__ = [
     "LocalModel",
     "bare_optimizer",
+    "changed_since",
     "looks",
 ]
 
@@ -53,6 +54,7 @@ class LocalModel:
         """What is averaged: those, or this rank's part of each."""
         self.frozen = Shards({n: p for n, p in model.named_parameters() if n not in self.trained})
         """All other parameters, or this rank's part of each."""
+        self._seen: dict[str, Tensor] = {}
         self._layout = dict(_layout(model))
         self._ids = {name: id(p) for name, p in model.named_parameters()}
         if not self.params:
@@ -113,6 +115,22 @@ class LocalModel:
         """Floating-point buffers by name, as they are now."""
         return {f"buffer {name}": b for name, b in self.model.named_buffers() if _averaged(b)}
 
+    def changed_buffers(self) -> dict[str, bool]:
+        """Those that are not as all ranks had them last; true where that is known."""
+        now = self.buffers()
+        return {name: name in self._seen for name in changed_since(self._seen, now)}
+
+    def made_common(self, names: Iterable[str] | None = None) -> None:
+        """All ranks hold these buffers alike, or all of them."""
+        now = self.buffers()
+        self._seen.update(
+            {name: now[name].clone() for name in (now if names is None else names) if name in now}
+        )
+
+    def forget_common(self) -> None:
+        """It is not known any more what all ranks hold alike."""
+        self._seen.clear()
+
     def state(self, names: Iterable[str]) -> dict[str, Tensor]:
         """The optimizer's floating-point tensors of a parameter's shape, by parameter and key; no
         step counters.
@@ -135,6 +153,7 @@ class LocalModel:
         """
         params = {f"parameter {name}": shard_of(p) for name, p in self.model.named_parameters()}
         make_models_equal_(params, self.buffers(), group)
+        self.made_common()
 
     def settle_buffers(self, shards: Group) -> str | None:
         """Before an averaging: give the ranks of a site the buffers of its first one.
@@ -174,6 +193,28 @@ def _layout(model: nn.Module) -> Iterator[tuple[str, str]]:
     for name, b in model.named_buffers():
         if _averaged(b):
             yield f"buffer {name}", looks(b)
+
+
+def changed_since(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> list[str]:
+    """The names under which other values are now; by value, since batch norm writes its statistics
+    without raising their version.
+    """
+    flags = [_differs(tensor, before.get(name)) for name, tensor in now.items()]
+    if not flags:
+        return []
+    together = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
+    return [name for name, flag in zip(now, together, strict=True) if flag]
+
+
+def _differs(now: Tensor, before: Tensor | None) -> Tensor:
+    if (
+        before is None
+        or before.shape != now.shape
+        or before.dtype != now.dtype
+        or before.device != now.device
+    ):
+        return torch.ones((), dtype=torch.bool, device=now.device)
+    return (now != before).any()
 
 
 def looks(tensor: Tensor) -> str:

@@ -76,6 +76,7 @@ class NewcomersWork:
         else:
             self._replay(given)
         averaging, counters = self._averager.averaging, self._averager.counters
+        self._averager.tensors.forget_common()
         for kind in self._own_kinds():
             for tensor in averaging.kept[kind].values():
                 tensor.zero_()

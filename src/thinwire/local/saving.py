@@ -36,6 +36,8 @@ def saved(averager: Averager, bytes_sent: int) -> dict[str, Any]:
     return {
         **asdict(counters),
         **{key: getattr(averager.interval, key) for key in INTERVAL},
+        "observed": averager.interval.observed(),
+        "tokens": None if averager.work is None else averager.work.tokens_before_step,
         "bytes_sent": bytes_sent,
         "anchors": _copied(averaging.anchors),
         "outer_momentum": _copied(averaging.momentum),
@@ -65,7 +67,9 @@ def load(state: Mapping[str, Any], averager: Averager) -> None:
     averaging, tensors = averager.averaging, averager.tensors
     places = {"anchors": averaging.anchors, "outer_momentum": averaging.momentum, **averaging.kept}
     wanted = {*_COUNTERS, *INTERVAL, *places, "bytes_sent", "sketches", "pending", "local"}
-    state = {"sketches": torch.zeros_like(averaging.sketches), **state}  # states of 0.1 have none
+    wanted |= {"observed", "tokens"}
+    later = {"sketches": torch.zeros_like(averaging.sketches), "observed": [], "tokens": None}
+    state = {**later, **state}  # states of 0.1 have none of these
     if wanted != state.keys():
         raise ValueError(
             f"state is not one of local_sgd: missing {sorted(wanted - state.keys())}, "
@@ -85,16 +89,21 @@ def load(state: Mapping[str, Any], averager: Averager) -> None:
         for name, tensor in current.items():
             tensor.copy_(state[kind][name])
     averaging.state_loaded()
+    if averager.own is not None:
+        averager.own.start_anew()
     averaging.sketches.copy_(state["sketches"])
     for key in _COUNTERS:
         setattr(averager.counters, key, state[key])
     for key in INTERVAL:
         setattr(averager.interval, key, state[key])
     averager.interval.k_steps = averager.interval.allowed(state["k_steps"])
+    averager.interval.observe_again(state["observed"])
     averager.synced = False
     averager.pending = None
     if averager.work is not None:
         averager.work.begin()
+        if state["tokens"] is not None:
+            averager.work.observe(state["tokens"])
     if averager.counters.averagings:
         averager.likeness.skip()
     if pending is not None:  # it travels again when its time has come

@@ -409,17 +409,23 @@ class LocalUpdates:
                 "ranks average every %d steps from now on, not every %d", self.k_steps, k_steps
             )
 
-    def _after_averaging(self) -> None:
-        """Between two averagings, with none on its way: members come and go."""
+    def _after_averaging(self) -> bool:
+        """Between two averagings, with none on its way: members come and go. Whether this one goes
+        on.
+        """
         members, averager = self._members, self._averager
         if members is not None and averager is not None:
             members.end_round(NewcomersWork(averager, members.group))
             averager.last = None
             if members.left:
                 self.close()
+                return False
+        return True
 
     def _round_over(self, sources: Sources) -> None:
         steps, self._paced_step = self.step - self._paced_step, self.step
+        if not steps:  # a round by time in which no rank made one
+            return
         told = self._pace.round(
             steps,
             time.perf_counter(),
@@ -441,6 +447,11 @@ class LocalUpdates:
         if self._averager is not None:
             self._averager.pending = None
         _open[:] = [other for other in _open if other is not self]
+
+    @property
+    def steps_made(self) -> int:
+        """Local steps of this rank inside the block, dropped ones too."""
+        return 0 if self._averager is None else self._averager.steps_made
 
     @property
     def k_steps(self) -> int:

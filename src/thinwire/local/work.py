@@ -45,6 +45,13 @@ class RoundWork:
         self._tokens += tokens
         self._tells = True
 
+    @property
+    def tokens_before_step(self) -> int | None:
+        """Those observed since the round began, in which no step was made yet; None where none
+        were.
+        """
+        return self._tokens if self._tells else None
+
     def step(self) -> None:
         """A step was made.
 

@@ -795,10 +795,8 @@ class Engine:
         out of batches.
         """
         parts, exchange = self._parts, self._parts.exchange
-        if exchange.local:
-            # the step is this rank's own, and made before an averaging can fail
-            self._forget_merged()
         if exchange.local and not grads:
+            self._forget_merged()
             exchange.skip()  # it counts, for the averagings
             self._settle_turn()
             return
@@ -817,6 +815,7 @@ class Engine:
         if overflow:
             _log.info("step %d was dropped for an overflow", self.step)
             self._dropped_before += 1
+            self._forget_merged()
             exchange.skip()
         elif verdict is not Verdict.DROP:
             self._exchange(grads, done, complete=complete)
@@ -856,8 +855,9 @@ class Engine:
             elif exchange.update(self.step, grads):
                 self.step += 1
         except BaseException:
-            if exchange.moved:  # others have made the update
+            if exchange.moved:  # others have made the update, or it was this rank's own
                 self._forget_merged()
+                self.step += exchange.local
             raise
 
     def _forget_merged(self) -> None:

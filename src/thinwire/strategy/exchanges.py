@@ -44,7 +44,7 @@ class Exchange(Protocol):
         k_steps: Updates between two exchanges that are in force.
         pending: What `flush` would do, in words; empty if nothing.
         moved: Whether an `update` that raised did so after its exchange, so that others have made
-            it.
+            it; or after this rank's own step.
     """
 
     local: bool
@@ -282,7 +282,8 @@ class LocalSteps:
     parameters.
     """
 
-    local = moved = True
+    local = True
+    moved = False
     dropped_steps = 0
 
     def __init__(
@@ -343,7 +344,11 @@ class LocalSteps:
                 )
                 for name, grad in grads.items()
             }
-        apply_(self._optimizer, self._params, self._clip(limited))
+        made = self.sync.steps_made
+        try:
+            apply_(self._optimizer, self._params, self._clip(limited))
+        finally:  # the step is this rank's own, and made before an averaging can fail
+            self.moved = self.sync.steps_made > made
         return True
 
     def skip(self) -> None:

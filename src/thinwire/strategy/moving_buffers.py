@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from thinwire.comm import Group, elsewhere, mapping_of
 from thinwire.comm.replicate import copy_from_first_
 from thinwire.errors import Mismatch, PayloadCorrupt
-from thinwire.local.model import looks
+from thinwire.local.model import changed_since, looks
 
 __all__ = ["MovingBuffers"]
 
@@ -71,9 +71,9 @@ class MovingBuffers:
             return
         buffers = dict(self._model.named_buffers())
         gone = sorted(self._seen.keys() - buffers.keys())
-        mine = {name: looks(buffers[name]) for name in self._changed(buffers)} | dict.fromkeys(
-            gone, "not there"
-        )
+        mine = {
+            name: looks(buffers[name]) for name in changed_since(self._seen, buffers)
+        } | dict.fromkeys(gone, "not there")
         what = "comparing which buffers changed"
         report = (
             {"buffers": mine} if self._damage is None else {"buffers": mine, "damage": self._damage}
@@ -105,15 +105,6 @@ class MovingBuffers:
                 raise
         self._seen.update({name: buffers[name].detach().clone() for name in moved})
 
-    def _changed(self, buffers: dict[str, Tensor]) -> list[str]:
-        # by value: batch norm writes its statistics without raising their version counter
-        names = list(buffers)
-        if not names:
-            return []
-        flags = [_differs(buffers[name], self._seen.get(name)) for name in names]
-        together = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
-        return [name for name, flag in zip(names, together, strict=True) if flag]
-
 
 def _require_alike(name: str, by_rank: list[str]) -> None:
     for rank, each in enumerate(by_rank):
@@ -124,14 +115,3 @@ def _require_alike(name: str, by_rank: list[str]) -> None:
                 "cache, in a plain attribute of the module. The update before this was made, and "
                 "no buffer was copied"
             )
-
-
-def _differs(now: Tensor, before: Tensor | None) -> Tensor:
-    if (
-        before is None
-        or before.shape != now.shape
-        or before.dtype != now.dtype
-        or before.device != now.device
-    ):
-        return torch.ones((), dtype=torch.bool, device=now.device)
-    return (now != before).any()
