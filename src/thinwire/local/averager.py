@@ -131,6 +131,22 @@ class Averager:
                 lambda: {f"kept error of {name}": e for name, e in averaging.errors.items()}
             )
 
+    def begin_anew(self, tokens: int | None) -> None:
+        """All state has been loaded, but for a result on its way.
+
+        Args:
+            tokens: Observed since the last step; None where none were told.
+        """
+        self.synced, self.pending = False, None
+        if self.own is not None:
+            self.own.start_anew()
+        if self.work is not None:
+            self.work.begin()
+            if tokens is not None:
+                self.work.observe(tokens)
+        if self.counters.averagings:
+            self.likeness.skip()
+
     @property
     def apart(self) -> bool:
         """Whether this rank made steps since all were equal in everything."""

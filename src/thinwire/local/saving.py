@@ -89,8 +89,6 @@ def load(state: Mapping[str, Any], averager: Averager) -> None:
         for name, tensor in current.items():
             tensor.copy_(state[kind][name])
     averaging.state_loaded()
-    if averager.own is not None:
-        averager.own.start_anew()
     averaging.sketches.copy_(state["sketches"])
     for key in _COUNTERS:
         setattr(averager.counters, key, state[key])
@@ -98,14 +96,7 @@ def load(state: Mapping[str, Any], averager: Averager) -> None:
         setattr(averager.interval, key, state[key])
     averager.interval.k_steps = averager.interval.allowed(state["k_steps"])
     averager.interval.observe_again(state["observed"])
-    averager.synced = False
-    averager.pending = None
-    if averager.work is not None:
-        averager.work.begin()
-        if state["tokens"] is not None:
-            averager.work.observe(state["tokens"])
-    if averager.counters.averagings:
-        averager.likeness.skip()
+    averager.begin_anew(state["tokens"])
     if pending is not None:  # it travels again when its time has come
         devices = {name: p.device for name, p in tensors.params.items()}
         measured = {name: value.to(devices[name]) for name, value in pending["measured"].items()}

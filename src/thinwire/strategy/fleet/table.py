@@ -62,7 +62,10 @@ CONFIG_KEYS: dict[str, dict[str, Any]] = {
 """The keys of the configs that are read, with fleet's defaults; tuples stand for lists."""
 
 _NAME_FEATURES = "name the features you want"
-_SHARDED = "it is not read from a description: call fully_shard, and give prepare its mesh="
+_SHARDED = (
+    "optimizer state and parameters are not sharded from a description: call fully_shard, and give "
+    "prepare its mesh="
+)
 REFUSED: dict[str, tuple[Any, str]] = {
     "sharding": (False, _SHARDED),
     "tensor_parallel": (False, "tensors are not split over ranks"),
