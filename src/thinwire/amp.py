@@ -20,6 +20,7 @@ from thinwire.core.loss_scale import (
     initial_scale,
     next_scale,
 )
+from thinwire.core.storage import with_own_storage
 
 __all__ = ["DynamicLossScale", "FixedLossScale", "LossScaler"]
 
@@ -126,14 +127,16 @@ class LossScaler:
         Raises:
             NonFinite: More than 1000 steps in a row have been dropped.
         """
-        grads = [param.grad for param in params if param.grad is not None]
+        mine = [param for param in params if param.grad is not None]
+        grads = [param.grad for param in mine if param.grad is not None]
         overflow = self.checks and self.agree(self.overflowed(grads))
         factor = self.inverse_scale
         self.update(overflow)
         if not overflow:
             with torch.no_grad():
-                for grad in grads:
-                    grad.mul_(factor)
+                own = with_own_storage(dict(enumerate(grads)))
+                for place, (param, grad) in enumerate(zip(mine, grads, strict=True)):
+                    param.grad = grad.mul_(factor) if place in own else grad * factor
         return not overflow
 
     def overflowed(self, grads: Iterable[Tensor]) -> bool:

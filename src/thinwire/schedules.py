@@ -460,7 +460,8 @@ class ScheduledLR(LRScheduler):
         TypeError: `schedule` is no `Schedule`.
         ValueError: A schedule of its own drives the optimizer, or a value is negative or not
             finite.
-        IndexError: `step()` goes past the end of a table.
+        IndexError: `step()` goes past the end of a table: not after the update of its last value,
+            when the rate stays, but after the next one.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, schedule: Schedule) -> None:
@@ -476,7 +477,12 @@ class ScheduledLR(LRScheduler):
 
     def get_lr(self) -> list[float | torch.Tensor]:
         """The rate of every group at the current count."""
-        rate = rate_at(self.schedule, self.last_epoch)
+        try:
+            rate = rate_at(self.schedule, self.last_epoch)
+        except IndexError:
+            if self.last_epoch == 0:
+                raise
+            rate = rate_at(self.schedule, self.last_epoch - 1)
         return [rate for _ in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:

@@ -109,7 +109,7 @@ class CommonOptimizer(TwoPhase):
         ):
             where = f"the learning rate of group {i} at step {position}"
             rate = (
-                check.scalar(where, group["lr"], at_least=0)
+                check.scalar(where, _without_rounding(group["lr"]), at_least=0)
                 if schedule is None
                 else rate_at(schedule, position)
             )
@@ -221,3 +221,10 @@ class CommonOptimizer(TwoPhase):
         with restoring(self, self._read_extra_state, self._set_extra_state, as_loaded, self._label):
             super().load_state_dict(state_dict)
         self._show_rates()
+
+
+def _without_rounding(rate: Any) -> Any:
+    """0 for what a scheduler of torch leaves where it means 0, such as `LinearLR` with
+    end_factor=0: it multiplies the rate before by a quotient in every step.
+    """
+    return 0.0 if isinstance(rate, float) and -1e-12 < rate < 0 else rate

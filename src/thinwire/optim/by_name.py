@@ -1,11 +1,13 @@
 """Whose state it is: names decide, not the order in which an optimizer was given its parameters."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 __all__ = ["in_order", "names_of"]
 
 Groups = Sequence[Mapping[str, Any]]
+_Name = tuple[str, int]
 _WRAPPERS = ("module", "_orig_mod")
 """The prefixes that DistributedDataParallel and torch.compile put into the names of a model inside
 them."""
@@ -44,26 +46,64 @@ def in_order(
         or [len(names) for names in came] != [len(g["params"]) for g in groups]
     ):
         return groups
-    known = [[_plain(name) for name in names] for names in came]
-    same_count = len(known) == len(here)
+    places = _matched(list(map(_numbered, came)), list(map(_numbered, here)))
+    if places is None:  # one of both may have been wrapped since
+        plain = [[_plain_names(names) for names in each] for each in (came, here)]
+        told = [len(set(names)) for each in (came, here) for names in each]
+        apart = [len(set(names)) for each in plain for names in each] == told
+        known, wanted = ([_numbered(names) for names in each] for each in plain)
+        places = _matched(known, wanted) if apart else None
+    if places is None:
+        _refuse(*([_plain_names(names) for names in each] for each in (came, here)))
     result = []
-    for i, names in enumerate(map(_plain_names, here)):
+    for group_place, params in places:
+        group = groups[group_place]
+        ordered = {**group, "params": [group["params"][place] for place in params]}
+        if "param_names" in group:
+            ordered["param_names"] = [group["param_names"][place] for place in params]
+        result.append(ordered)
+    return result
+
+
+def _numbered(names: Sequence[str]) -> list[tuple[str, int]]:
+    """Each name with how often it was there before: a group may hold those of several models."""
+    seen: Counter[str] = Counter()
+    found = []
+    for name in names:
+        found.append((name, seen[name]))
+        seen[name] += 1
+    return found
+
+
+def _matched(
+    known: Sequence[Sequence[_Name]], wanted: Sequence[Sequence[_Name]]
+) -> list[tuple[int, list[int]]] | None:
+    """For every wanted group the place of the known one with the same names, and of each of its
+    names; None where there is none.
+    """
+    if len(known) != len(wanted):
+        return None
+    found = []
+    for i, names in enumerate(wanted):
         # groups without parameters, such as those of other stages, all look alike: they keep their
         # place
-        match = (
-            next((k for k in [i, *range(len(known))] if set(known[k]) == set(names)), None)
-            if same_count
-            else None
-        )
+        match = next((k for k in [i, *range(len(known))] if set(known[k]) == set(names)), None)
         if match is None:
-            raise ValueError(_difference(i, names, known, len(here)))
-        keys = dict(zip(known[match], groups[match]["params"], strict=True))
-        group = {**groups[match], "params": [keys[name] for name in names]}
-        if "param_names" in group:
-            labels = dict(zip(known[match], group["param_names"], strict=True))
-            group["param_names"] = [labels[name] for name in names]
-        result.append(group)
-    return result
+            return None
+        places = {name: place for place, name in enumerate(known[match])}
+        found.append((match, [places[name] for name in names]))
+    return found
+
+
+def _refuse(known: list[list[str]], wanted: list[list[str]]) -> NoReturn:
+    """Say what differs; of names that are told apart by their prefixes only, all of them."""
+    for i, names in enumerate(wanted):
+        if len(known) != len(wanted) or all(sorted(names) != sorted(each) for each in known):
+            raise ValueError(_difference(i, names, known, len(wanted)))
+    raise ValueError(
+        "the groups of the state hold parameters of the same names under other prefixes, which "
+        "cannot be told apart. Load it into a model that is wrapped as the saved one was"
+    )
 
 
 def _difference(i: int, names: list[str], known: list[list[str]], count: int) -> str:
@@ -77,7 +117,8 @@ def _difference(i: int, names: list[str], known: list[list[str]], count: int) ->
     if new is not None:
         return f"parameter group {i} has {new}, which is in no group of the state. {advice}"
     closest = max(known, key=lambda theirs: len(set(theirs) & set(names)))
-    name = next(iter(sorted(set(names) ^ set(closest))))
+    more = (Counter(names) - Counter(closest)) + (Counter(closest) - Counter(names))
+    name = min(more)
     return (
         f"parameter group {i} and the groups of the state are divided otherwise: {name} is in one, "
         f"not in the other. {advice}"

@@ -45,7 +45,9 @@ def ftrl_(
     accumulator.addcmul_(grad, grad)
     after = accumulator.pow(-lr_power)
     linear.add_(grad).addcmul_((after - before).div_(lr), param, value=-1)
-    moved = (linear.sign() * l1 - linear) / (after / lr + 2 * l2)
+    denominator = after.div_(lr).add_(2 * l2)
+    moved = (linear.sign() * l1 - linear) / denominator
+    moved = torch.where(denominator == 0, param, moved)  # g^2 is 0 where g is too small for it
     param.copy_(torch.where(linear.abs() <= l1, torch.zeros_like(param), moved))
 
 

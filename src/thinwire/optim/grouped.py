@@ -413,6 +413,8 @@ def _users_level() -> int:
     """The `stacklevel` with which a warning of the caller names the line of the user's code."""
     frame: FrameType | None = sys._getframe(1)
     level = 1
-    while frame is not None and frame.f_globals["__name__"].startswith(("thinwire.", "torch.")):
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(
+        ("thinwire.", "torch.")
+    ):
         frame, level = frame.f_back, level + 1
     return level

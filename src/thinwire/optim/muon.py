@@ -173,11 +173,9 @@ class Muon(TorchOptimizer, _MuonAndAdamW):
         super()._check_hyperparameters(values)
         if "muon" in values:
             check.boolean("muon", values["muon"])
-        if "betas" in values:
-            for i, beta in enumerate(values["betas"]):
-                check.real(f"betas[{i}]", beta, at_least=0, below=1)
         if "ns_coefficients" in values:
-            numbers = tuple(values["ns_coefficients"])
+            numbers = values["ns_coefficients"]
+            check.instance("ns_coefficients", numbers, (tuple, list), advice="give three numbers")
             if len(numbers) != 3:
                 raise ValueError(f"ns_coefficients has {len(numbers)} numbers; give three")
             for i, number in enumerate(numbers):

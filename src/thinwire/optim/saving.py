@@ -18,7 +18,18 @@ from thinwire.optim.by_name import in_order, names_of
 __all__ = ["laid_out", "packed", "remembered", "restoring", "state_dtype"]
 
 _REGULARIZERS: dict[str, type[L1Decay | L2Decay]] = {"L1Decay": L1Decay, "L2Decay": L2Decay}
-_LIKE_THE_PARAMETER = ("momentum_buffer", "residual", "exp_avg", "exp_avg_sq")
+_LIKE_THE_PARAMETER = (
+    "momentum_buffer",
+    "residual",
+    "exp_avg",
+    "exp_avg_sq",
+    "max_exp_avg_sq",
+    "accumulator",
+    "linear",
+    "sum",
+    "square_avg",
+    "grad_avg",
+)
 """State that has the shape of its parameter."""
 
 

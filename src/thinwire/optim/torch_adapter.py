@@ -11,6 +11,7 @@ from torch import Tensor
 
 from thinwire import _validate as check
 from thinwire.optim.base import CommonOptimizer, ParamFacts
+from thinwire.optim.own import check_betas
 from thinwire.optim.two_phase import ParamGrad
 
 __all__ = ["TorchOptimizer", "unhooked_step"]
@@ -31,6 +32,18 @@ class TorchOptimizer(CommonOptimizer):
         for key in self._numbers:
             if key in values and not isinstance(values[key], Tensor):
                 check.real(key, values[key], at_least=0 if key != "dampening" else None)
+        betas = values.get("betas")
+        if "betas" in values and not (
+            isinstance(betas, tuple | list) and any(isinstance(beta, Tensor) for beta in betas)
+        ):
+            check_betas(values)
+        if "nesterov" in values and check.boolean("nesterov", values["nesterov"]):
+            momentum, dampening = values.get("momentum", 1), values.get("dampening", 0)
+            if momentum == 0 or dampening != 0:
+                raise ValueError(
+                    "nesterov needs a momentum above 0 and no dampening, got "
+                    f"momentum={momentum} and dampening={dampening}"
+                )
 
     def _coupled_decay(self, facts: ParamFacts) -> float:
         # torch adds the decay itself, before the update; only what comes between the two takes it

@@ -725,6 +725,9 @@ class Engine:
     def _clear_grads(self) -> None:
         for param in self._parts.params.values():
             param.grad = None
+        # of frozen ones too, as zero_grad() does: the optimizer would go on updating from them
+        for each in _params_of(self._parts.optimizer):
+            each.grad = None
 
     def _minimize(self, loss: Tensor) -> None:
         _check_loss(loss)
@@ -784,6 +787,10 @@ class Engine:
         elif merge.microsteps + 1 < parts.merge_steps:
             merge.add(held, factor)
             merge.overflowed = merge.overflowed or overflow
+            if factor != 1.0:
+                for param in map(parts.params.__getitem__, held):
+                    assert param.grad is not None
+                    param.grad = param.grad * factor
         else:
             grads = merge.completed_(held, factor, parts.merge_avg)
             self._update(grads, overflow=overflow or merge.overflowed)

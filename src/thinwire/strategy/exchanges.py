@@ -181,6 +181,7 @@ class MeanThenStep(_EveryStep):
         return contextlib.nullcontext()
 
     def update(self, step: int, grads: Grads) -> bool:
+        self.moved = False
         grads = grads if self._limit is None else self._limit(step, grads)
         done = self.gradients.exchange(step, grads)
         if done is not None:
@@ -251,6 +252,7 @@ class DGCStep(_EveryStep):
         return self._optimizer.launching()
 
     def update(self, step: int, grads: Grads) -> bool:
+        self.moved = False
         with self._optimizer.one_deadline():
             gradients = self._optimizer.joined()
             limited = self._optimizer.limited(grads)
@@ -334,6 +336,7 @@ class LocalSteps:
         self.sync.observe(loss)
 
     def update(self, step: int, grads: Grads) -> bool:
+        self.moved = False
         limited = dict(grads)
         if self._limit is not None:
             limited = self._limit(self.sync.step, grads)

@@ -50,8 +50,11 @@ class MovingBuffers:
         """Of this rank."""
         return self._group.wait_s
 
-    def forget(self) -> None:
-        """Take the buffers as they are now for equal: after loading a state."""
+    def forget(self, *, equal: bool = True) -> None:
+        """Take the buffers as they are now for equal, or, where they need not be, send all of them
+        at the next time: after loading a state.
+        """
+        self._equal = equal
         if self._group.size > 1:
             self._seen = {
                 name: buffer.detach().clone() for name, buffer in self._model.named_buffers()
@@ -71,9 +74,9 @@ class MovingBuffers:
             return
         buffers = dict(self._model.named_buffers())
         gone = sorted(self._seen.keys() - buffers.keys())
-        mine = {
-            name: looks(buffers[name]) for name in changed_since(self._seen, buffers)
-        } | dict.fromkeys(gone, "not there")
+        changed_here = changed_since(self._seen if self._equal else {}, buffers)
+        mine = {name: looks(buffers[name]) for name in changed_here}
+        mine |= dict.fromkeys(gone, "not there")
         what = "comparing which buffers changed"
         report = (
             {"buffers": mine} if self._damage is None else {"buffers": mine, "damage": self._damage}
@@ -104,6 +107,7 @@ class MovingBuffers:
                 self._damage = str(error)
                 raise
         self._seen.update({name: buffers[name].detach().clone() for name in moved})
+        self._equal = True
 
 
 def _require_alike(name: str, by_rank: list[str]) -> None:

@@ -27,6 +27,7 @@ from thinwire.errors import CheckpointMismatch
 from thinwire.optim.by_name import in_order
 from thinwire.optim.dgc_momentum import DGCMomentum
 from thinwire.optim.saving import remembered
+from thinwire.optim.two_phase import TwoPhase
 from thinwire.strategy import schedulers
 from thinwire.strategy.extra import plain
 from thinwire.strategy.fitting import Change, changes_of, misfits, settings_in_groups
@@ -167,7 +168,8 @@ def load_all(
     ):
         for name, place in places.items():
             place.copy_(values[name])
-    parts.buffers.forget()
+    # those that a merge has changed on each rank are made equal by its update
+    parts.buffers.forget(equal=parts.merge is None or parts.merge.microsteps == 0)
     set_random_state(state["random"])
     _tell_of_schedulers(found)
     return {**counters, "extra": state["extra"]}
@@ -214,10 +216,31 @@ def _load_optimizer(state: Mapping[str, Any], parts: Parts, keep: Collection[str
         keys = (key for group in ordered for key in group["params"])
         places = (param for group in groups for param in group["params"])
         owners = dict(zip(keys, places, strict=False))
-        entries = {key: _as_sharded(values, owners[key]) for key, values in entries.items()}
+        entries = {  # a key that is no parameter's is the optimizer's own
+            key: _as_sharded(values, owners[key]) if key in owners else values
+            for key, values in entries.items()
+        }
     parts.optimizer.load_state_dict({"state": entries, "param_groups": ordered, **_rest_of(state)})
+    if not isinstance(parts.optimizer, TwoPhase):  # those take their state as it is
+        same = all(
+            state["parameters"][name].dtype == p.dtype for name, p in _parameters(parts).items()
+        )
+        if same:
+            _put_back_types(parts.optimizer, entries, owners)
     for group, values in zip(parts.optimizer.param_groups, kept, strict=True):
         group.update(values)
+
+
+def _put_back_types(
+    optimizer: torch.optim.Optimizer, saved: Mapping[Any, Any], owners: Mapping[Any, Tensor]
+) -> None:
+    """Undo the cast to the parameter's type that torch makes of all floating-point state."""
+    for key, owner in owners.items():
+        here = optimizer.state.get(owner, {})
+        for name, value in saved.get(key, {}).items():
+            now = here.get(name)
+            if isinstance(value, Tensor) and isinstance(now, Tensor) and now.dtype != value.dtype:
+                here[name] = value.to(now.device, copy=True)
 
 
 def _rest_of(state: Mapping[str, Any]) -> dict[str, Any]:
