@@ -196,3 +196,13 @@ def agreed_bytes(rank: int, size: int) -> tuple[bool, int]:
 def test_an_agreement_is_counted_in_bytes(ranks: Pool) -> None:
     """24 bytes to compare, and a byte more where the answers differ."""
     assert ranks.run(agreed_bytes) == [(True, 25), (True, 25)]
+
+
+def test_gradients_that_share_storage_are_unscaled_once() -> None:
+    a, b = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(4))
+    scaler = LossScaler(FixedLossScale(128.0))
+    scaler.scaled(((a.view(-1) + b.view(-1)) * torch.arange(4.0)).sum()).backward()
+    assert scaler.unscale_([a, b])
+    assert a.grad is not None
+    assert b.grad is not None
+    assert a.grad.view(-1).tolist() == b.grad.tolist() == [0.0, 1.0, 2.0, 3.0]

@@ -278,3 +278,20 @@ def test_noise_neither_stops_it_nor_fills_its_output() -> None:
         store.set("key", "value")
         assert store.get("key") == b"value"
         assert ended(process, signal.SIGTERM) == ""
+
+
+def test_no_key_or_value_of_a_stranger_ends_it() -> None:
+    with host_command("--bind", "127.0.0.1:0") as (process, address):
+        host, port = address.removeprefix("tcp://").split(":")
+        store = TCPStore(host, int(port), None, False, TIMEOUT, wait_for_workers=False)
+        for value in ('"\\ud800"', "[" * 100_000, "{}", "true"):
+            store.set("run/x/gen", value)
+            time.sleep(1.2)  # it looks once a second
+            assert process.poll() is None
+        with socket.create_connection((host, int(port))) as raw:
+            # as torch's client greets, then SET with a key that is no text
+            key = b"/\xff\xfe"
+            parts = [struct.pack("<Q", len(part)) + part for part in (key, b"v")]
+            raw.sendall(bytes.fromhex("00cef7853c0d6312000001") + b"".join(parts))
+            time.sleep(1.2)
+        assert process.poll() is None

@@ -1,5 +1,8 @@
 """A member that goes, in whatever moment, costs the others a part of one averaging."""
 
+import os
+import signal
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +17,7 @@ from tests.members.training import PHASES, TIMEOUT_S, digest, member, model, wai
 from tests.ranks import Lost, Pool, Raised
 from thinwire.errors import PeerStalled
 from thinwire.local.newcomers import NewcomersWork
+from thinwire.members import keeper
 from thinwire.members.board import Board
 from thinwire.members.generation import Decision
 from thinwire.members.giving import Given
@@ -384,3 +388,59 @@ def _leaving_at_the_end(rank: int, size: int, address: str) -> tuple[bool, int]:
         assert sync.pending is not None
         sync.flush()
         return members.left, sync.step
+
+
+def _walled_off(rank: int, size: int, address: str, flag: str) -> Any:
+    """The last one reaches the meeting place and the member that copies to it, but not all."""
+    made = keeper.Direct
+
+    def refused(*args: Any) -> Any:
+        time.sleep(1.0)
+        raise PeerStalled("said so by the test")
+
+    if rank == size - 1:
+        keeper.Direct = refused  # type: ignore[assignment,misc]
+    options = {"founders": size - 1, "flag": flag, "step_s": 0.05, "steps": 120}
+    try:
+        return member(rank, size, address, SPARSE, **options)  # type: ignore[arg-type]
+    finally:
+        keeper.Direct = made  # type: ignore[misc]
+
+
+@pytest.mark.slow
+def test_a_newcomer_that_cannot_reach_all_ends_nobody_elses_run(
+    ranks: Pool, tmp_path: Path
+) -> None:
+    with meeting_place(None) as address:
+        found = ranks.run(
+            _walled_off, address, str(tmp_path / "go"), size=3, group=False, expect_errors=True
+        )
+    assert isinstance(found[2], Raised)
+    assert found[2].type_name == "Evicted"
+    assert "could not be connected with all of them (said so by the test)" in found[2].text
+    rounds = _alike(found[:2], 120)
+    assert {size for _, size, _ in rounds.values()} == {2}
+
+
+def _interrupted(rank: int, size: int, address: str) -> list[str]:
+    """Threads that are left of a `join` that Ctrl-C ends."""
+    hello = keeper.Keeper.say_hello
+
+    def interrupts(self: Keeper, board: Board) -> Any:
+        number = hello(self, board)
+        threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        return number
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    keeper.Keeper.say_hello = interrupts  # type: ignore[method-assign]
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            tw.join(address, run="test", start_members=2, timeout=30)
+    finally:
+        keeper.Keeper.say_hello = hello  # type: ignore[method-assign]
+    return [thread.name for thread in threading.enumerate() if "thinwire" in thread.name]
+
+
+def test_an_interrupted_join_leaves_no_member_behind(ranks: Pool) -> None:
+    with meeting_place(None) as address:
+        assert ranks.run(_interrupted, address, size=1, group=False) == [[]]

@@ -1,6 +1,8 @@
 """Groups: keys, decay exclusion, centralization, order of the parameters."""
 
+import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -385,3 +387,90 @@ def test_centralization_is_per_group() -> None:
     assert a.tolist() == [[1.0, 0.0, -1.0], [1.0, 1.0, -2.0]]
     assert torch.equal(b, -give)
     assert same([a.grad, b.grad], [give, give])
+
+
+def test_parameters_of_one_name_keep_their_own_state(case: Case) -> None:
+    def made() -> tuple[list[torch.nn.Linear], torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        models = [torch.nn.Linear(4, 4, bias=False) for _ in range(2)]
+        both = [pair for each in models for pair in each.named_parameters()]
+        return models, case(both)
+
+    def step(models: list[torch.nn.Linear], optimizer: torch.optim.Optimizer) -> None:
+        for factor, each in enumerate(models, start=1):
+            each.weight.grad = torch.full((4, 4), 5.0 * factor)
+        optimizer.step()
+
+    models, optimizer = made()
+    step(models, optimizer)
+    others, loaded = made()
+    for mine, other in zip(models, others, strict=True):
+        other.load_state_dict(mine.state_dict())
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for _ in range(3):
+        step(models, optimizer)
+        step(others, loaded)
+    for mine, other in zip(models, others, strict=True):
+        assert torch.equal(mine.weight, other.weight)
+
+
+class Adapter(torch.nn.Module):
+    """Has `weight` and `module.weight`, which a wrapper's prefix would make one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = torch.nn.Linear(3, 3, bias=False)
+        self.weight = torch.nn.Parameter(torch.zeros(3, 3))
+
+
+def test_names_that_look_like_those_of_a_wrapper() -> None:
+    adapter = Adapter()
+    optimizer = optim.Adam(adapter.named_parameters(), lr=0.1)
+    adapter.weight.grad, adapter.module.weight.grad = torch.ones(3, 3), torch.full((3, 3), 5.0)
+    optimizer.step()
+    again = optim.Adam(reversed(list(adapter.named_parameters())), lr=0.1)
+    again.load_state_dict(optimizer.state_dict())
+    for p in adapter.parameters():
+        assert torch.equal(again.state[p]["exp_avg"], optimizer.state[p]["exp_avg"])
+    wrapped = torch.nn.Module()
+    wrapped.module = adapter
+    in_ddp = optim.Adam(wrapped.named_parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="cannot be told apart"):
+        in_ddp.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda p: optim.Adam([{"params": [p], "betas": (2.0, 0.9)}]), r"betas\[0\].*got 2.0"),
+        (lambda p: optim.Adam([{"params": [p], "betas": 0.9}]), "betas must be two numbers"),
+        (lambda p: optim.SGD([{"params": [p], "nesterov": True}], lr=0.1), "needs a momentum"),
+        (lambda p: optim.SGD([{"params": [p], "nesterov": "x"}], lr=0.1), "nesterov must be"),
+        (lambda p: optim.Muon([p], betas=(0.9, 0.95, 0.99)), "betas must be two numbers"),
+        (lambda p: optim.Muon([p], nesterov="no"), "nesterov must be"),
+        (lambda p: optim.Muon([p], ns_coefficients=3.0), "ns_coefficients.*three"),
+    ],
+)
+def test_what_a_group_cannot_have_is_said_where_it_is_made(make: Any, told: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=told):
+        make(torch.nn.Parameter(torch.ones(2, 2)))
+
+
+def test_a_rate_that_rounding_left_below_zero_is_zero() -> None:
+    p = torch.nn.Parameter(torch.ones(2))
+    optimizer = optim.SGD([p], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, end_factor=0.0, total_iters=5)
+    for _ in range(8):
+        before = p.detach().clone()
+        p.grad = torch.ones(2)
+        optimizer.step()
+        scheduler.step()
+    assert torch.equal(p, before)
+
+
+def test_a_gradient_too_small_for_its_square_leaves_ftrl_finite() -> None:
+    p = torch.nn.Parameter(torch.ones(3))
+    p.grad = torch.tensor([1e-25, 0.0, 1.0])
+    optim.Ftrl([p], lr=0.1, initial_accumulator=0.0).step()
+    assert bool(p.isfinite().all())
+    assert p[0] == 1

@@ -466,3 +466,27 @@ def resumed(case: str) -> bool:
 @ALL
 def test_an_engine_resumes_bit_for_bit(case: str) -> None:
     assert resumed(case)
+
+
+def test_a_frozen_parameter_with_an_old_gradient_stays_as_it_is() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 1))
+    model(torch.ones(2, 3)).sum().backward()
+    model[0].requires_grad_(False)
+    before = model[0].weight.clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = tw.DistributedStrategy().prepare(model, optimizer, torch.nn.functional.mse_loss)
+    for _ in range(2):
+        engine.train_step(torch.ones(2, 3), torch.ones(2, 1))
+    assert torch.equal(model[0].weight, before)
+
+
+def test_gradients_of_a_merge_under_a_loss_scale_are_unscaled() -> None:
+    model = torch.nn.Linear(2, 1, bias=False)
+    strategy = tw.DistributedStrategy(
+        gradient_merge=tw.GradientMerge(2),
+        amp=tw.AMP(dtype="bfloat16", loss_scale=tw.FixedLossScale(1024.0)),
+    )
+    engine = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    for _ in range(2):
+        _, pairs = engine.minimize((model.weight * torch.tensor([1.0, 3.0])).sum())
+        assert [grad.tolist() for _, grad in pairs] == [[[1.0, 3.0]]]

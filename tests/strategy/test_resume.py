@@ -1,6 +1,7 @@
 """Training that was interrupted goes on as if it had not been: at every phase, and on another
 number of ranks."""
 
+import contextlib
 import math
 from pathlib import Path
 from typing import Any
@@ -403,3 +404,140 @@ def test_a_state_of_something_else_is_refused_before_anything_changes() -> None:
         engine.load_state_dict(other)
     assert digest(engine) == before
     assert make_optimizer(engine.model, ()) is not None
+
+
+class FromFirstBatch(torch.nn.Module):
+    """A buffer that each rank sets from its first batch, as an observer does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = torch.nn.Linear(3, 1)
+        self.register_buffer("seen", torch.tensor(False))
+        self.register_buffer("middle", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.seen:
+            self.middle.copy_(x.mean(0))
+            self.seen.fill_(True)
+        return self.linear(x - self.middle)
+
+
+def merged_over_a_buffer(rank: int, size: int, folder: str) -> list[dict[str, Tensor]]:
+    def engine() -> tw.Engine:
+        model = FromFirstBatch()
+        strategy = tw.DistributedStrategy(gradient_merge=tw.GradientMerge(2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return strategy.prepare(model, optimizer, torch.nn.functional.mse_loss)
+
+    generator = torch.Generator().manual_seed(rank)
+    batches = [torch.randn(4, 4, generator=generator) + rank for _ in range(4)]
+    found = []
+    for loads in (False, True):
+        one = engine()
+        if loads:
+            one.load(folder)
+        else:
+            one.train_step(batches[0][:, :3], batches[0][:, 3:])
+            one.save(folder)
+        for each in batches[1:]:
+            one.train_step(each[:, :3], each[:, 3:])
+        found.append({k: v.clone() for k, v in one.model.state_dict().items()})
+        one.close()
+    return found
+
+
+def test_a_buffer_that_a_merge_has_changed_is_made_equal_after_a_resume(
+    ranks: Pool, tmp_path: Path
+) -> None:
+    (first, resumed), others = ranks.run(merged_over_a_buffer, str(tmp_path))
+    for other in (resumed, *others):
+        torch.testing.assert_close(other, first, rtol=0, atol=0)
+
+
+def failing_twice(rank: int, size: int, folder: str) -> list[float]:
+    """A hook fails on one rank, all load, and then one rank lacks a gradient in one call."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fails = [rank == 1]
+
+    def hook(*_: Any) -> None:
+        if fails[0]:
+            fails[0] = False
+            raise ValueError("the user's hook")
+
+    optimizer.register_step_post_hook(hook)
+    engine = tw.DistributedStrategy(gradient_merge=tw.GradientMerge(2)).prepare(
+        model, optimizer, torch.nn.functional.mse_loss
+    )
+    engine.save(folder)
+    x, y = torch.randn(4, 3) + rank, torch.randn(4, 1)
+    for _ in range(2):
+        with contextlib.suppress(ValueError):
+            engine.train_step(x, y)
+    engine.load(folder)
+    for _ in range(2):
+        loss = model(x).square().mean() if rank == 0 else model[1](torch.ones(1, 2)).sum()
+        with contextlib.suppress(tw.errors.Mismatch):
+            engine.minimize(loss)
+    found = []
+    for _ in range(4):
+        engine.train_step(x, y)
+        found += [engine.step, engine.stats()["microsteps"]]
+    return found
+
+
+def test_ranks_stay_in_step_after_a_failure_a_load_and_another_failure(
+    ranks: Pool, tmp_path: Path
+) -> None:
+    first, second = ranks.run(failing_twice, str(tmp_path))
+    assert first == second
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_state_in_another_type_than_its_parameter_is_loaded_as_it_was(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    def engine() -> tw.Engine:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 2).to(dtype)
+        optimizer = torch.optim.NAdam(model.parameters(), lr=0.1)
+        return tw.DistributedStrategy().prepare(model, optimizer, torch.nn.functional.mse_loss)
+
+    batches = torch.randn(12, 8, 6, generator=torch.Generator().manual_seed(1)).to(dtype)
+    found = []
+    for loads in (False, True):
+        one = engine()
+        if loads:
+            one.load(tmp_path)
+        for step, each in enumerate(batches[5 if loads else 0 :]):
+            if not loads and step == 5:
+                one.save(tmp_path)
+            one.train_step(each[:, :4], each[:, 4:])
+        [state, *_] = one.optimizer.state.values()
+        found.append((one.model.weight.detach().clone(), state["mu_product"]))
+        one.close()
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+class WithTotal(torch.optim.SGD):
+    """Keeps something for all parameters together, under a key of its own."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["total"]["steps"] = self.state["total"].get("steps", 0) + 1
+        return super().step(closure)
+
+
+def test_state_under_a_key_that_is_no_parameter_is_kept(tmp_path: Path) -> None:
+    for steps in (3, 5):
+        model = torch.nn.Linear(4, 2)
+        engine = tw.DistributedStrategy().prepare(
+            model, WithTotal(model.parameters(), lr=0.1), torch.nn.functional.mse_loss
+        )
+        engine.load(tmp_path, if_any=True)
+        while engine.step < steps:
+            engine.train_step(torch.ones(2, 4), torch.ones(2, 2))
+        engine.save(tmp_path)
+        assert engine.optimizer.state["total"]["steps"] == steps
+        engine.close()

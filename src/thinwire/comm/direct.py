@@ -19,6 +19,7 @@ __all__ = ["Direct", "Line"]
 
 _NEVER = datetime.timedelta(days=30)
 _PIECE_BYTES = 4 << 20
+_DEVICES_TRIED = 20
 _listening = threading.Lock()
 
 
@@ -211,10 +212,16 @@ def _device(address: str) -> tuple[Any, int]:
     """What gloo listens with, and the port."""
     kind: Any = ProcessGroupGloo  # torch has it, its stub not
     with _listening:  # the new one is recognised by what was there before
-        before = listeners()
-        device = kind.create_device(hostname=address, lazy_init=False)
-        (port,) = {port for one, port in listeners().items() if one not in before}
-    return device, port
+        for _ in range(_DEVICES_TRIED):
+            before = listeners()
+            device = kind.create_device(hostname=address, lazy_init=False)
+            ports = {port for one, port in listeners().items() if one not in before}
+            if len(ports) == 1:  # else threads that are not ours have begun to listen meanwhile
+                return device, ports.pop()
+    raise RuntimeError(
+        f"{_DEVICES_TRIED} times in a row another thread of this process began to listen while "
+        "this one did"
+    )
 
 
 def _gloo(store: Store, rank: int, size: int, timeout_s: float, device: Any) -> ProcessGroup:

@@ -62,7 +62,11 @@ def serve(
 def _runs(store: TCPStore) -> list[str]:
     """Names of runs that have a generation; a stranger may have put anything in there."""
     found = []
-    for key in store.list_keys():
+    try:
+        keys = store.list_keys()
+    except UnicodeDecodeError:  # whoever put it there must not end the host
+        return []
+    for key in keys:
         parts = key.split("/")
         if len(parts) == 3 and parts[0] == "run" and parts[2] == "gen":
             try:
@@ -78,11 +82,13 @@ def _state(store: TCPStore, run: str, token: bytes | None, session: str) -> str:
     of_run = run_store(store, run, token, session)
     try:
         generation = json.loads(of_run.get("gen"))
+        if type(generation) is not int:
+            raise ValueError(f"it is {_shown(generation)}, no number")
         key = f"members/{generation}"
         members = json.loads(of_run.get(key)) if of_run.check([key]) else None
     except PayloadCorrupt as error:
         return str(error)
-    except (ValueError, DistError) as error:
+    except (ValueError, RecursionError, DistError) as error:
         return f"its generation cannot be read: {error}"
     ids = members.get("ids") if isinstance(members, dict) else None
     names = ", ".join(map(_shown, ids)) if isinstance(ids, list) else ""

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch.distributed import DistNetworkError
+
 from thinwire.comm.courier import idle_s, waits
 from thinwire.comm.direct import Direct
 from thinwire.comm.private import forget_ended
@@ -32,9 +34,11 @@ _LOOK_S = 1.0
 _BUILD_S = 10.0
 _MOST_BUILDS = 3
 _EXIT_S = 2.0
+_LOST_S = 30.0
+"""Between two looks at a meeting place whose connection is lost."""
 _HELLOS = "hellos"
 """A number from which on none may be there: where to begin to look, no more."""
-_BUILDS_S = _MOST_BUILDS * (_BUILD_S + _GRACE_S) + _EXIT_S
+_BUILDS_S = (_MOST_BUILDS + 1) * (_BUILD_S + _GRACE_S) + _EXIT_S
 _log = logging.getLogger("thinwire")
 
 
@@ -78,6 +82,7 @@ class Keeper:
         self.served: dict[int, float] = {}
         """When somebody was to give a state to a newcomer, by its number."""
         self.store_problem: str | None = None
+        self._silent_until = 0.0
         self._answers: tuple[bytes, ...] = ()
         self.voters: tuple[str, ...] = (me,)
         """Whose answers the last agreement has, in their order."""
@@ -303,6 +308,11 @@ class Keeper:
                     f"formed: {error}"
                 )
             )
+        except Exception as error:  # who waits for this thread must not wait for ever
+            _log.exception("the thread that keeps this member in its run has failed")
+            self._ended(
+                ThinwireError(f"keeping this member in its run: {type(error).__name__}: {error}")
+            )
 
     def _ended(self, error: ThinwireError) -> None:
         with self._news:
@@ -448,6 +458,8 @@ class Keeper:
         """Look whether the others have left the generation, and who wants to come in."""
         now = self.generation
         assert now is not None, "entered"
+        if time.monotonic() < self._silent_until:
+            return
         try:
             self._beat()
             if self.board.has(f"break/{now.number}"):
@@ -470,6 +482,8 @@ class Keeper:
                     error,
                 )
             self.store_problem = str(error)
+            if isinstance(error, DistNetworkError):  # each call over it prints where it is lost
+                self._silent_until = time.monotonic() + _LOST_S
 
     def _look_for_newcomers(self) -> None:
         """For a while: many may have asked, most of whom have gone, and others wait for a beat."""
@@ -558,9 +572,12 @@ class Keeper:
         self.board.put(f"break/{old.number}", {"by": self.me, "why": why})
         self._give_up(old)
         _log.warning("generation %d is broken: %s", old.number, why)
-        self._enter(old.number + 1, self._decided(old))
+        self._enter(old.number + 1, self._decided(old, old.ids))
 
-    def _decided(self, old: Generation) -> Decision:
+    def _decided(self, old: Generation, ids: tuple[str, ...]) -> Decision:
+        """The next generation, of those of `ids` who are still there and, where this member is not
+        among them, from what they say.
+        """
         number, begun = old.number + 1, time.monotonic()
         mine = {"votes": self.votes, "answers": packed(self._answers), "voted": self._voted}
         self.board.put(f"alive/{number}/{self.me}", mine)
@@ -571,35 +588,41 @@ class Keeper:
                 return Decision.from_dict(value)
             announced = {
                 each: said
-                for each in old.ids
+                for each in ids
                 if (said := self.board.get(f"alive/{number}/{each}")) is not None
             }
             waited_s = time.monotonic() - begun
-            if len(announced) == old.size or waited_s > _GRACE_S:
-                decision, needed = agreed(old.ids, announced, old.base)
+            if self.me not in ids:
+                if waited_s > self.timeout_s + _GRACE_S:
+                    raise QuorumLost(
+                        f"the members of the run have not formed a generation for {waited_s:.1f} s"
+                    )
+            elif len(announced) == len(ids) or waited_s > _GRACE_S:
+                decision, needed = agreed(ids, announced, old.base)
                 left = sum(each in decision.ids for each in needed)
                 if 2 * left > len(needed) and len(decision.ids) >= self._min_members:
                     return Decision.from_dict(
                         self.board.first(f"members/{number}", decision.to_dict())
                     )
                 if waited_s > self.timeout_s:
-                    away = ", ".join(each for each in old.ids if each not in announced)
+                    away = ", ".join(each for each in ids if each not in announced)
                     raise QuorumLost(
-                        f"{len(decision.ids)} members are left of {old.size}, and more than half "
+                        f"{len(decision.ids)} members are left of {len(ids)}, and more than half "
                         f"of {len(needed)} and at least min_members={self._min_members} are "
                         f"needed; not heard of for {waited_s:.1f} s: {away}"
                     )
             time.sleep(_STEP_S)
 
     def _enter(self, number: int, decision: Decision) -> None:
-        """Form the groups of a generation, or the next one where that fails."""
-        builds = 0
+        """Form the groups of a generation, or the next one where that fails: without newcomers, one
+        of whom may not reach all members.
+        """
+        builds, trouble = 0, "it was not heard of in time, or has left"
         while True:
             if self.me not in decision.ids:
                 raise Evicted(
-                    f"generation {number} was formed without this member: it was not heard of in "
-                    f"time, or has left. Join again to take part; the others are "
-                    f"{', '.join(decision.ids)}"
+                    f"generation {number} was formed without this member: {trouble}. Join again to "
+                    f"take part; the others are {', '.join(decision.ids)}"
                 )
             self.board.put("gen", number)
             self._were_in.update(decision.ids)
@@ -616,14 +639,16 @@ class Keeper:
                 )
                 break
             except ThinwireError as error:
-                builds += 1
+                staying = decision.settled or decision.ids
+                trouble = f"it could not be connected with all of them ({error})"
+                builds += staying == decision.ids
                 if builds == _MOST_BUILDS:
                     raise ThinwireError(
                         f"{builds} generations in a row could not connect, though their members "
                         f"reach the meeting place: {error}. Run `thinwire doctor` on them"
                     ) from error
                 self.board.put(f"break/{number}", {"by": self.me, "why": str(error)})
-                decision = self._decided(formed)
+                decision = self._decided(formed, staying)
                 number += 1
         with self._news:
             if self.generation is not None and decision.votes == self.votes + 1:

@@ -79,7 +79,7 @@ def connect(address: str, run: str, token: bytes | None, timeout: timedelta) -> 
             f"tcp://{place} took the connection and did not answer within {limit_s:g} s: it is "
             "stopped, cut off, or no meeting place of thinwire"
         ) from None
-    except DistStoreError:
+    except (DistStoreError, MemoryError):  # the length that it announces is allocated
         raise Mismatch(
             f"tcp://{place} is a store and no meeting place of thinwire: `thinwire host --bind "
             f"{place}` makes one"
@@ -161,11 +161,14 @@ def reached_from(place: Address, limit_s: float) -> str:
     """
     # torch tries again and again where nobody listens, until the time-out
     try:
-        with socket.create_connection(place, timeout=limit_s) as connection:
+        found = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
+        # one after the other: the first may be of a kind that has no route from here
+        with socket.create_connection(place, timeout=limit_s / len(found)) as connection:
             address: str = connection.getsockname()[0]
             return address
-    except socket.gaierror as error:
-        raise PeerLost(f"{place.host} does not resolve to an address: {error.strerror}") from None
+    except (socket.gaierror, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise PeerLost(f"{place.host} does not resolve to an address: {why}") from None
     except TimeoutError:
         raise PeerStalled(
             f"nothing answers at tcp://{place} within {limit_s:g} s: is the machine up, and does a "

@@ -96,7 +96,7 @@ class Members:
 
     def _met(self) -> Keeper:
         site = self.site
-        me = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
+        me = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         if site is not None:
             me = site.first_says("naming the site", me)
         keeper = Keeper(
@@ -107,10 +107,17 @@ class Members:
             start_members=self._start_members,
             timeout_s=self.timeout_s,
         )
-        if site is None:
-            keeper.meet()
-        else:
-            _meet_as_site(keeper, site)
+        try:
+            if site is None:
+                keeper.meet()
+            else:
+                _meet_as_site(keeper, site)
+        except (
+            BaseException
+        ):  # such as Ctrl-C: its thread would go on as a member that does nothing
+            keeper.close()
+            self._board.hang_up()
+            raise
         return keeper
 
     def require_mesh(self, mesh: DeviceMesh | None) -> None:
@@ -146,7 +153,7 @@ class Members:
 
     @property
     def id(self) -> str:
-        """Of this member: host, process and four digits."""
+        """Of this member: host, process and eight digits."""
         return self._keeper.me
 
     @property
