@@ -3,11 +3,11 @@
 python -m benchmarks.progress            # prints what was measured
 python -m benchmarks.progress --write    # into src/thinwire/planning/progress.json
 
-A method that ends below dense's last loss is worth dense's steps over its own steps to that loss;
-any other, the steps after which dense has the loss that the method ends with, over all steps. Both
-from runs with equal steps and the same optimizer, each at the rate that its tuning chose. What was
-not measured keeps its prior (results/priors.json), scaled like the nearest setting of the same
-method that was.
+A step of a method that ends at dense's last loss or below is worth one of dense: what is below is
+chance, with the same optimizer. Of any other it is worth the steps after which dense has the loss
+that the method ends with, over all steps. From runs with equal steps, each at the rate that its
+tuning chose. What was not measured keeps its prior (results/priors.json), scaled like the nearest
+setting of the same method that was.
 """
 
 import argparse
@@ -115,9 +115,8 @@ def _entry(
 
 
 def _share(own: Curve, dense: Curve) -> float:
-    here = _steps_to(own, dense[-1][1])
-    if here is not None:
-        return STEPS / here
+    if own[-1][1] <= dense[-1][1]:  # with the same optimizer: seeds differ by more than that
+        return 1.0
     there = _steps_to(dense, own[-1][1])
     return 0.01 if there is None else there / STEPS
 
@@ -134,17 +133,20 @@ def _settings(options: Mapping[str, Any]) -> dict[str, Any]:
         found["sent"] = round(1 - own["sparsity"], 6)
     if "value_bits" in own:
         found["value_bits"] = own["value_bits"]
+    if options.get("delay"):
+        found["delay"] = options["delay"]
     return found
 
 
 def merged(priors: Sequence[Mapping[str, Any]], new: Sequence[dict[str, Any]]) -> list[Any]:
     """The priors, scaled where their method was measured, and all that was measured."""
     found: list[dict[str, Any]] = []
+    in_time = [run for run in new if "delay" not in run]
     for prior in priors:
-        own = [run for run in new if run["method"] == prior["method"]]
+        own = [run for run in in_time if run["method"] == prior["method"]]
         if any(_place(prior).items() <= _place(run).items() for run in own):
             continue
-        runs = own or [run for run in new if run["method"] == RELATIVES.get(prior["method"])]
+        runs = own or [run for run in in_time if run["method"] == RELATIVES.get(prior["method"])]
         scale, told = 1.0, f"{PRIOR}, not measured here"
         if runs:
             run = min(runs, key=lambda run: abs(log(run["k_steps"] / prior["k_steps"])))

@@ -1,8 +1,10 @@
 """Settings that a plan compares: valid ones, a progress with a true source, quick to predict."""
 
+import json
 import subprocess
 import sys
 import time
+from importlib.resources import files
 from typing import Any
 
 import pytest
@@ -52,7 +54,7 @@ def test_a_progress_that_belongs_to_other_settings_says_to_which() -> None:
     for name, says in {
         "dgc 1% b4 split": "known for value_bits=1, exchange=auto",
         "low-rank r8": "known for rank=2",
-        "sparse-local k32 d8 25% b2": "known for density=0.1, delay=0",
+        "sparse-local k32 d8 25% b2": "from quantized-local k16 d4; known for density=0.1",
         "localsgd k32 f4": "known for fragments=1",
         "quantized-local k64 b2": "known for value_bits=4",
     }.items():
@@ -112,3 +114,18 @@ def test_the_table_shows_the_best_of_each_and_all_of_them_when_asked() -> None:
     assert max(map(len, said[0].splitlines())) <= 80
     assert "--all" in said[0]
     assert "not predicted" in said[0]
+
+
+def test_a_delay_costs_what_one_has_cost_and_a_shorter_one_less() -> None:
+    plan = tw.plan(**NUMBERS, workers=2)
+    known = {
+        run.get("delay", 0): run["progress"]
+        for run in json.loads(files("thinwire.planning").joinpath("progress.json").read_text())
+        if (run["method"], run["k_steps"], run.get("value_bits")) == ("quantized-local", 16, 4)
+    }
+    assert known[4] < known[0]
+    share = {name: plan[name].progress for name in ("localsgd", "localsgd k32 d8")}
+    assert share["localsgd k32 d8"] / share["localsgd"] == pytest.approx(known[4] / known[0])
+    assert plan["quantized-local k16 d4"].progress == known[4]
+    shorter = plan["quantized-local k16 d1 f4"].progress
+    assert known[4] < shorter < known[0]

@@ -56,22 +56,49 @@ def progress_of(method: str, document: Mapping[str, Any], workers: int) -> Progr
     def distance(run: Mapping[str, Any]) -> tuple[float, ...]:
         known = {**_known(method), **run}
         return (
-            *(
-                abs(log(known[key] / asked[key]))
-                for key in ("k_steps", "sent", "value_bits", "rank")
-            ),
+            abs(log(known["k_steps"] / asked["k_steps"])),
+            abs(_lateness(known) - _lateness(asked)),
+            *(abs(log(known[key] / asked[key])) for key in ("sent", "value_bits", "rank")),
             abs(log(run["workers"] / workers)),
         )
 
     nearest = min((run for run in _measured() if run["method"] == method), key=distance)
     known = {**_known(method), **nearest}
+    share, told = nearest["progress"], ""
+    if _lateness(asked) > _lateness(known) and "localsgd" in document:
+        late, loses, source = _loss_by_lateness()
+        factor = 1 - min(1.0, loses * (_lateness(asked) - _lateness(known)) / late)
+        share, told = share * factor, f"; times {factor:.2g} for the delay, from {source}"
     others = [
-        f"{words}={known[key]:g}" for key, words in _WORDS.items() if known[key] != asked[key]
+        f"{words}={known[key]:g}"
+        for key, words in _WORDS.items()
+        if known[key] != asked[key] and not (told and key == "delay")
     ]
     if known["exchange"] != asked["exchange"]:
         others.append(f"exchange={known['exchange']}")
-    source = nearest["source"] + (f"; known for {', '.join(others)}" if others else "")
-    return Progress(nearest["progress"], source)
+    known_for = f"; known for {', '.join(others)}" if others else ""
+    return Progress(share, nearest["source"] + told + known_for)
+
+
+def _lateness(settings: Mapping[str, Any]) -> float:
+    """A delay as a part of the interval."""
+    return float(settings["delay"] / settings["k_steps"])
+
+
+@cache
+def _loss_by_lateness() -> tuple[float, float, str]:
+    """A delay that was measured, as a part of the interval; the part of the progress that it cost
+    beside the same setting without; and where that is from.
+    """
+    for run in _measured():
+        if "delay" in run:
+            alike = {key: run[key] for key in run if key not in ("delay", "progress", "source")}
+            for other in _measured():
+                if "delay" not in other and alike.items() <= other.items():
+                    lost = max(0.0, 1 - run["progress"] / other["progress"])
+                    name = f"{run['method']} k{run['k_steps']} d{run['delay']}"
+                    return run["delay"] / run["k_steps"], lost, name
+    raise LookupError("progress.json has no setting with a delay beside the same without")
 
 
 def _settings(document: Mapping[str, Any]) -> dict[str, Any]:
