@@ -133,7 +133,7 @@ def _time(row: Row, dense: Row, link: str, dense_steps: int) -> str:
         return "-"
     seconds = steps * row.step_s[link]
     whole = dense_steps * dense.step_s[link]
-    return f"{seconds:,.0f} s, {whole / seconds:.2g} x"
+    return f"{seconds:,.0f} s, {_times(whole / seconds)}"
 
 
 def whole(lines: Iterable[Mapping[str, Any]], place: Place) -> list[str]:

@@ -127,16 +127,15 @@ class LossScaler:
         Raises:
             NonFinite: More than 1000 steps in a row have been dropped.
         """
-        mine = [param for param in params if param.grad is not None]
-        grads = [param.grad for param in mine if param.grad is not None]
-        overflow = self.checks and self.agree(self.overflowed(grads))
+        grads = {param: param.grad for param in params if param.grad is not None}
+        overflow = self.checks and self.agree(self.overflowed(grads.values()))
         factor = self.inverse_scale
         self.update(overflow)
         if not overflow:
             with torch.no_grad():
-                own = with_own_storage(dict(enumerate(grads)))
-                for place, (param, grad) in enumerate(zip(mine, grads, strict=True)):
-                    param.grad = grad.mul_(factor) if place in own else grad * factor
+                own = with_own_storage(grads)
+                for param, grad in grads.items():
+                    param.grad = grad.mul_(factor) if param in own else grad * factor
         return not overflow
 
     def overflowed(self, grads: Iterable[Tensor]) -> bool:

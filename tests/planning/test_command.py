@@ -77,32 +77,28 @@ def test_where_a_hook_of_torch_is_best_the_next_one_is_the_file(
     assert f"# {soonest.name}. Expected: " in (tmp_path / "best.yaml").read_text()
 
 
-def test_a_probe_of_a_batch_of_nothing_is_refused(tmp_path: Path) -> None:
-    place = {"TORCHELASTIC_RUN_ID": "a run", "RANK": "0", "WORLD_SIZE": "2"}
-    words = [sys.executable, "-m", "thinwire", "probe", "--out", "probe.json", "--batch", "0"]
-    said = subprocess.run(
+def probed(folder: Path, ranks: int, *more: str) -> "subprocess.CompletedProcess[str]":
+    """The command as rank 0 of a run of torchrun's."""
+    place = {"TORCHELASTIC_RUN_ID": "a run", "RANK": "0", "WORLD_SIZE": str(ranks)}
+    words = [sys.executable, "-m", "thinwire", "probe", "--out", "probe.json", *more]
+    return subprocess.run(
         words,
         capture_output=True,
         text=True,
         check=False,
-        cwd=tmp_path,
+        cwd=folder,
         env={**os.environ, **place},
     )
+
+
+def test_a_probe_of_a_batch_of_nothing_is_refused(tmp_path: Path) -> None:
+    said = probed(tmp_path, 2, "--batch", "0")
     assert said.returncode == 2
     assert "batch=0 is out of range: 1 to 4096 is allowed" in said.stderr
 
 
 def test_a_probe_of_one_rank_is_refused_where_it_is_made(tmp_path: Path) -> None:
-    place = {"TORCHELASTIC_RUN_ID": "a run", "RANK": "0", "WORLD_SIZE": "1"}
-    words = [sys.executable, "-m", "thinwire", "probe", "--out", "probe.json"]
-    said = subprocess.run(
-        words,
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-        env={**os.environ, **place},
-    )
+    said = probed(tmp_path, 1)
     assert said.returncode == 2
     assert "torchrun has started one" in said.stderr
     assert not list(tmp_path.iterdir())

@@ -112,9 +112,7 @@ class Members:
                 keeper.meet()
             else:
                 _meet_as_site(keeper, site)
-        except (
-            BaseException
-        ):  # such as Ctrl-C: its thread would go on as a member that does nothing
+        except BaseException:  # such as Ctrl-C: the thread would stay as a member without work
             keeper.close()
             self._board.hang_up()
             raise

@@ -48,13 +48,12 @@ def in_order(
         return groups
     places = _matched(list(map(_numbered, came)), list(map(_numbered, here)))
     if places is None:  # one of both may have been wrapped since
-        plain = [[_plain_names(names) for names in each] for each in (came, here)]
-        told = [len(set(names)) for each in (came, here) for names in each]
-        apart = [len(set(names)) for each in plain for names in each] == told
-        known, wanted = ([_numbered(names) for names in each] for each in plain)
-        places = _matched(known, wanted) if apart else None
-    if places is None:
-        _refuse(*([_plain_names(names) for names in each] for each in (came, here)))
+        known, wanted = (list(map(_plain_names, each)) for each in (came, here))
+        told = [len(set(names)) for names in (*came, *here)]
+        if [len(set(names)) for names in (*known, *wanted)] == told:  # prefixes tell none apart
+            places = _matched(list(map(_numbered, known)), list(map(_numbered, wanted)))
+        if places is None:
+            _refuse(known, wanted)
     result = []
     for group_place, params in places:
         group = groups[group_place]
