@@ -13,7 +13,6 @@ from thinwire.lab.strategies import STRATEGIES
 __all__ = ["Progress", "progress_of"]
 
 
-_NEARNESS = ("k_steps", "sent", "value_bits", "rank")
 _WORDS = {
     "k_steps": "k_steps",
     "sent": "density",
