@@ -75,7 +75,10 @@ class Generation:
 
 
 def agreed(
-    ids: Sequence[str], announced: Mapping[str, Mapping[str, Any]], base: Sequence[str]
+    ids: Sequence[str],
+    announced: Mapping[str, Mapping[str, Any]],
+    base: Sequence[str],
+    staying: Sequence[str],
 ) -> tuple[Decision, Sequence[str]]:
     """The next generation, of those who have announced themselves.
 
@@ -83,6 +86,7 @@ def agreed(
         ids: The members of the last one.
         announced: By member its `votes`, `answers` and whether it has `voted` in this generation.
         base: Of whom more than half must be there while nobody has voted.
+        staying: Of whom the next one is, as far as they are there.
 
     Returns:
         The decision; and those of whom more than half must be in it.
@@ -92,7 +96,9 @@ def agreed(
     votes = announced[furthest]["votes"]
     needed = ids if any(announced[each]["voted"] for each in there) else base
     answers = tuple(unpacked(announced[furthest]["answers"]))
-    return Decision(there, there, votes, answers), needed
+    next_ids = tuple(each for each in there if each in staying)
+    settled = tuple(each for each in next_ids if each in needed)
+    return Decision(next_ids, settled, votes, answers), needed
 
 
 def packed(answers: Sequence[bytes]) -> list[str]:

@@ -38,7 +38,7 @@ _LOST_S = 30.0
 """Between two looks at a meeting place whose connection is lost."""
 _HELLOS = "hellos"
 """A number from which on none may be there: where to begin to look, no more."""
-_BUILDS_S = (_MOST_BUILDS + 1) * (_BUILD_S + _GRACE_S) + _EXIT_S
+_BUILDS_S = (_MOST_BUILDS + 2) * (_BUILD_S + _GRACE_S) + _EXIT_S
 _log = logging.getLogger("thinwire")
 
 
@@ -572,12 +572,17 @@ class Keeper:
         self.board.put(f"break/{old.number}", {"by": self.me, "why": why})
         self._give_up(old)
         _log.warning("generation %d is broken: %s", old.number, why)
-        self._enter(old.number + 1, self._decided(old, old.ids))
+        self._enter(old.number + 1, self._decided(old))
 
-    def _decided(self, old: Generation, ids: tuple[str, ...]) -> Decision:
-        """The next generation, of those of `ids` who are still there and, where this member is not
-        among them, from what they say.
+    def _decided(self, old: Generation, connecting_s: float | None = None) -> Decision:
+        """The next generation, of those who are still there.
+
+        Args:
+            old: The one that is broken.
+            connecting_s: Where this one could not be connected: for how long others may still try.
+                Where all are there nevertheless, only those go on who were in the run before.
         """
+        grace_s = _GRACE_S + (connecting_s or 0.0)
         number, begun = old.number + 1, time.monotonic()
         mine = {"votes": self.votes, "answers": packed(self._answers), "voted": self._voted}
         self.board.put(f"alive/{number}/{self.me}", mine)
@@ -588,34 +593,32 @@ class Keeper:
                 return Decision.from_dict(value)
             announced = {
                 each: said
-                for each in ids
+                for each in old.ids
                 if (said := self.board.get(f"alive/{number}/{each}")) is not None
             }
             waited_s = time.monotonic() - begun
-            if self.me not in ids:
-                if waited_s > self.timeout_s + _GRACE_S:
-                    raise QuorumLost(
-                        f"the members of the run have not formed a generation for {waited_s:.1f} s"
-                    )
-            elif len(announced) == len(ids) or waited_s > _GRACE_S:
-                decision, needed = agreed(ids, announced, old.base)
+            all_there = len(announced) == old.size
+            if all_there or waited_s > grace_s:
+                apart = all_there and connecting_s is not None
+                staying = old.base if apart else old.ids
+                decision, needed = agreed(old.ids, announced, old.base, staying)
                 left = sum(each in decision.ids for each in needed)
                 if 2 * left > len(needed) and len(decision.ids) >= self._min_members:
                     return Decision.from_dict(
                         self.board.first(f"members/{number}", decision.to_dict())
                     )
                 if waited_s > self.timeout_s:
-                    away = ", ".join(each for each in ids if each not in announced)
+                    away = ", ".join(each for each in old.ids if each not in announced)
                     raise QuorumLost(
-                        f"{len(decision.ids)} members are left of {len(ids)}, and more than half "
+                        f"{len(decision.ids)} members are left of {old.size}, and more than half "
                         f"of {len(needed)} and at least min_members={self._min_members} are "
                         f"needed; not heard of for {waited_s:.1f} s: {away}"
                     )
             time.sleep(_STEP_S)
 
     def _enter(self, number: int, decision: Decision) -> None:
-        """Form the groups of a generation, or the next one where that fails: without newcomers, one
-        of whom may not reach all members.
+        """Form the groups of a generation, or the next one where that fails: without those who have
+        died or, where nobody has, without newcomers, one of whom may not reach all members.
         """
         builds, trouble = 0, "it was not heard of in time, or has left"
         while True:
@@ -629,26 +632,27 @@ class Keeper:
             formed = Generation(number, decision, decision.ids.index(self.me))
             if formed.size == 1:
                 break
+            limit_s = min(_BUILD_S, self.timeout_s)
+            until = time.monotonic() + limit_s
             try:
                 formed.groups = Direct(
                     self.board.store.under(f"gloo/{number}"),
                     formed.rank,
                     formed.size,
-                    min(_BUILD_S, self.timeout_s),
+                    limit_s,
                     self.address,
                 )
                 break
             except ThinwireError as error:
-                staying = decision.settled or decision.ids
                 trouble = f"it could not be connected with all of them ({error})"
-                builds += staying == decision.ids
+                builds += formed.base == decision.ids
                 if builds == _MOST_BUILDS:
                     raise ThinwireError(
                         f"{builds} generations in a row could not connect, though their members "
                         f"reach the meeting place: {error}. Run `thinwire doctor` on them"
                     ) from error
                 self.board.put(f"break/{number}", {"by": self.me, "why": str(error)})
-                decision = self._decided(formed, staying)
+                decision = self._decided(formed, max(until - time.monotonic(), 0.0))
                 number += 1
         with self._news:
             if self.generation is not None and decision.votes == self.votes + 1:
