@@ -89,6 +89,9 @@ def test_connections_that_were_idle_begin_slowly_and_never_slower_on_a_faster_li
         took = [line.transfer_s(nbytes, idle_s=1.0) for line in lines]
         assert took == sorted(took, reverse=True)
         assert all(line.transfer_s(nbytes) <= s for line, s in zip(lines, took, strict=True))
+    for idle_s, nbytes in itertools.product((0.3, 1.0, 4.0), (1e4, 1e6, 1e8)):
+        far = [Network(1e8, ms / 1e3, 2).transfer_s(nbytes, idle_s) for ms in range(200)]
+        assert all(near <= s * (1 + 1e-12) for near, s in itertools.pairwise(far))
     lines = [Network(1e8, 0.05, 2).transfer_s(1e6, idle_s) for idle_s in (0.2, 0.4, 1, 3, 30)]
     assert lines == sorted(lines)
     assert lines[0] == Network(1e8, 0.05, 2).transfer_s(1e6) < lines[1]

@@ -112,12 +112,13 @@ class Network:
         if not self.restarts:
             return nbytes / self.bytes_s
         halvings = int(idle_s / (rtt + _LEAST_TIMEOUT_S))
-        # where latency is a little lower there is one halving more; it must not look slower
-        shorter_s = idle_s / (halvings + 1) - _LEAST_TIMEOUT_S
-        return max(
-            self._growing_s(nbytes, rtt, halvings),
-            self._growing_s(nbytes, max(0.0, shorter_s), halvings + 1),
-        )
+        slowest_s = self._growing_s(nbytes, rtt, halvings)
+        # where latency is lower there are more halvings; it must not look slower
+        while self.bytes_s * rtt > _FIRST_WINDOW_BYTES * 2.0 ** min(halvings, 64):
+            halvings += 1
+            rtt = max(0.0, idle_s / halvings - _LEAST_TIMEOUT_S)
+            slowest_s = max(slowest_s, self._growing_s(nbytes, rtt, halvings))
+        return slowest_s
 
     def _growing_s(self, nbytes: float, rtt: float, halvings: int) -> float:
         """One way, by a window that has halved so often."""
