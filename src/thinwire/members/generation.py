@@ -75,18 +75,17 @@ class Generation:
 
 
 def agreed(
-    ids: Sequence[str],
-    announced: Mapping[str, Mapping[str, Any]],
-    base: Sequence[str],
-    staying: Sequence[str],
+    ids: Sequence[str], announced: Mapping[str, Mapping[str, Any]], base: Sequence[str]
 ) -> tuple[Decision, Sequence[str]]:
-    """The next generation, of those who have announced themselves.
+    """The next generation, of those who have announced themselves; where all have, though some
+    could not be connected, without newcomers, one of whom may not reach all.
 
     Args:
         ids: The members of the last one.
-        announced: By member its `votes`, `answers` and whether it has `voted` in this generation.
-        base: Of whom more than half must be there while nobody has voted.
-        staying: Of whom the next one is, as far as they are there.
+        announced: By member its `votes`, `answers`, whether it has `voted` in this generation, and
+            `connecting_s`, which is None for those who were connected.
+        base: Those who were in the run before; more than half of them must be there while nobody
+            has voted.
 
     Returns:
         The decision; and those of whom more than half must be in it.
@@ -96,9 +95,11 @@ def agreed(
     votes = announced[furthest]["votes"]
     needed = ids if any(announced[each]["voted"] for each in there) else base
     answers = tuple(unpacked(announced[furthest]["answers"]))
-    next_ids = tuple(each for each in there if each in staying)
-    settled = tuple(each for each in next_ids if each in needed)
-    return Decision(next_ids, settled, votes, answers), needed
+    apart = any(said["connecting_s"] is not None for said in announced.values())
+    if apart and len(there) == len(ids):
+        there = tuple(each for each in there if each in base)
+    settled = tuple(each for each in there if each in needed)
+    return Decision(there, settled, votes, answers), needed
 
 
 def packed(answers: Sequence[bytes]) -> list[str]:

@@ -281,6 +281,9 @@ class Keeper:
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(_EXIT_S)
         self.board.hang_up()  # it may still wait for the host
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            # the process would be aborted at its end by a thread of the backend that still connects
+            self._thread.join(_BUILD_S)
         if self.generation is not None and self.generation.groups is not None:
             self.generation.groups.release()
             self.generation.groups = None
@@ -579,12 +582,15 @@ class Keeper:
 
         Args:
             old: The one that is broken.
-            connecting_s: Where this one could not be connected: for how long others may still try.
-                Where all are there nevertheless, only those go on who were in the run before.
+            connecting_s: Where it could not be connected: for how long others may still try.
         """
-        grace_s = _GRACE_S + (connecting_s or 0.0)
         number, begun = old.number + 1, time.monotonic()
-        mine = {"votes": self.votes, "answers": packed(self._answers), "voted": self._voted}
+        mine = {
+            "votes": self.votes,
+            "answers": packed(self._answers),
+            "voted": self._voted,
+            "connecting_s": connecting_s,
+        }
         self.board.put(f"alive/{number}/{self.me}", mine)
         while True:
             self._beat()
@@ -597,11 +603,10 @@ class Keeper:
                 if (said := self.board.get(f"alive/{number}/{each}")) is not None
             }
             waited_s = time.monotonic() - begun
-            all_there = len(announced) == old.size
-            if all_there or waited_s > grace_s:
-                apart = all_there and connecting_s is not None
-                staying = old.base if apart else old.ids
-                decision, needed = agreed(old.ids, announced, old.base, staying)
+            connecting = [said["connecting_s"] or 0.0 for said in announced.values()]
+            grace_s = _GRACE_S + max(connecting, default=0.0)
+            if len(announced) == old.size or waited_s > grace_s:
+                decision, needed = agreed(old.ids, announced, old.base)
                 left = sum(each in decision.ids for each in needed)
                 if 2 * left > len(needed) and len(decision.ids) >= self._min_members:
                     return Decision.from_dict(
@@ -621,6 +626,8 @@ class Keeper:
         died or, where nobody has, without newcomers, one of whom may not reach all members.
         """
         builds, trouble = 0, "it was not heard of in time, or has left"
+        with self._news:
+            self._voted = False
         while True:
             if self.me not in decision.ids:
                 raise Evicted(
@@ -659,7 +666,7 @@ class Keeper:
                 # it took all of the generation that this member was in
                 self._recorded = decision.votes, decision.answers, self.generation.ids
             old, self.generation = self.generation, formed
-            self._frozen = self._voted = False
+            self._frozen = False
             self._news.notify_all()
         if old is not None and old.groups is not None:
             old.groups.hang_up()
