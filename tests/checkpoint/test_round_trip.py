@@ -91,12 +91,17 @@ class Colour(enum.IntEnum):
     red = 1
 
 
+class Word(str, enum.Enum):  # noqa: UP042 (whose str is no plain value)
+    yes = "y"
+
+
 Pair = namedtuple("Pair", "x y")
 
 
 def test_subclasses_come_back_as_the_plain_type(tmp_path: Path) -> None:
     state = {"a": OrderedDict(x=1), "b": Colour.red, "c": Pair(1, 2.0), "d": torch.Size([2, 3])}
     assert same(returned(state, tmp_path), {"a": {"x": 1}, "b": 1, "c": (1, 2.0), "d": (2, 3)})
+    assert same(returned({Word.yes: [Word.yes]}, tmp_path), {"y": ["y"]})
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,11 @@ import torch
 import torch.distributed.checkpoint
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 import thinwire as tw
 from tests.ranks import Pool
-from tests.sharded.models import batch, mesh_of, plain_model, same, sharded_model, site_of
+from tests.sharded.models import IN, batch, mesh_of, plain_model, same, sharded_model, site_of
 from tests.sharded.models import whole_values as values_of
 from tests.sharded.test_equal_to_whole import ENGINES
 
@@ -230,3 +231,80 @@ def test_a_file_of_another_model_is_refused(ranks: Pool, kind: str, tmp_path: Pa
         kinds = {"damaged": "CheckpointCorrupt"}
         assert told.type_name == kinds.get(kind, "CheckpointMismatch")
         assert wanted[kind] in told.text
+
+
+def rows(rank: int, size: int, shards: int, out: int, folder: str, save: bool) -> None:
+    mesh = mesh_of(1, shards) if shards else None
+    model = nn.Linear(4, out, bias=False)
+    if mesh is not None:
+        fully_shard(model, mesh=mesh["shard"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = tw.DistributedStrategy().prepare(model, optimizer, mesh=mesh)
+    if save:
+        engine.save(folder)
+    else:
+        engine.load_parameters(folder)
+
+
+@pytest.mark.parametrize(("before", "now"), [((2, 10), (0, 5)), ((0, 5), (2, 10))])
+def test_parameters_of_another_model_whose_rows_fit_by_chance(
+    ranks: Pool, before: tuple[int, int], now: tuple[int, int], tmp_path: Path
+) -> None:
+    ranks.run(rows, *before, str(tmp_path), True, size=before[0] or 1)
+    for told in ranks.run(rows, *now, str(tmp_path), False, size=now[0] or 1, expect_errors=True):
+        assert told.type_name == "CheckpointMismatch"
+        assert f"shape [{before[1]}, 4] in it and [{now[1]}, 4] here" in told.text
+
+
+def low_rank(
+    rank: int, size: int, place: tuple[int, int], folder: str, first: int, last: int
+) -> list[bool]:
+    """Whether the first averaging of this part moved the anchor of each compressed matrix."""
+    mesh = mesh_of(*place)
+    config = tw.LocalSGD(4, compression=tw.LowRank(2, begin_step=1, min_numel=40))
+    model = sharded_model(mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    engine = tw.DistributedStrategy(localsgd=config).prepare(
+        model, optimizer, nn.functional.mse_loss, mesh=mesh
+    )
+    if first:
+        engine.load(folder)
+    before = engine.state_dict()["exchange"]
+    for step in range(first, last):
+        engine.train_step(*batch(site_of(mesh), step))
+    if not first:
+        engine.save(folder)
+    after = engine.state_dict()["exchange"]["anchors"]
+    return [not torch.equal(before["anchors"][name], after[name]) for name in before["factors"]]
+
+
+@pytest.mark.slow
+def test_a_matrix_that_is_compressed_only_since_the_new_cut(ranks: Pool, tmp_path: Path) -> None:
+    """Its factor is drawn, not zero, which would make its first averaging nothing."""
+    ranks.run(low_rank, (1, 2), str(tmp_path), 0, 5, size=2)
+    for moved in ranks.run(low_rank, (2, 1), str(tmp_path), 5, 10, size=2):
+        assert moved == [True, True]
+    for moved in ranks.run(low_rank, (1, 2), str(tmp_path), 5, 10, size=2):  # factors go: no error
+        assert moved == [True]
+
+
+def moving_buffers(rank: int, size: int, folder: str) -> Tensor:
+    mesh = mesh_of(1, 2)
+    model = nn.Sequential(nn.Linear(IN, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    fully_shard(model, mesh=mesh["shard"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    engine = tw.DistributedStrategy(localsgd=tw.LocalSGD(8)).prepare(
+        model, optimizer, nn.functional.mse_loss, mesh=mesh
+    )
+    for step in range(3):
+        engine.train_step(*batch(rank, step))
+    engine.save(folder)
+    return model.get_buffer("1.running_mean").clone()
+
+
+def test_a_file_has_the_buffers_of_the_first_shard(ranks: Pool, tmp_path: Path) -> None:
+    first, second = ranks.run(moving_buffers, str(tmp_path), size=2)
+    assert not torch.equal(first, second)
+    tw.checkpoint.export(tmp_path, tmp_path / "model.safetensors")
+    found = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(found["1.running_mean"], first)

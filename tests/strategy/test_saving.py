@@ -60,6 +60,17 @@ def test_nothing_there_yet_is_none_where_that_is_allowed(
     assert engine.load(tmp_path / "run", if_any=True) == path
 
 
+def test_what_is_there_is_not_nothing_because_the_argument_is_wrong(tmp_path: Path) -> None:
+    engine = prepared()
+    path = engine.save(tmp_path)
+    with pytest.raises(CheckpointError, match="is one checkpoint itself: pass the directory"):
+        engine.load(path, if_any=True)
+    with pytest.raises(TypeError, match="if_any must be True or False, got 'no'"):
+        engine.load(tmp_path, if_any="no")  # type: ignore[arg-type]
+    with pytest.raises(CheckpointMissing, match=r"there is no file .*model\.safetensors"):
+        engine.load_parameters(tmp_path / "model.safetensors")
+
+
 def test_a_damaged_one_is_not_nothing(tmp_path: Path) -> None:
     engine = prepared()
     (engine.save(tmp_path) / "rank_00000.json").write_text("?")

@@ -178,12 +178,15 @@ def _whole(stages: list[CheckpointReader]) -> tuple[dict[str, Tensor], set[str]]
     values: dict[str, Tensor] = {}
     averaged: set[str] = set()
     shards: dict[str, list[Tensor]] = {}
-    for stage in stages:
+    sharded = _are_shards(stages)
+    for place, stage in enumerate(stages):
         with TensorReader(stage.path) as reader:
             for kind in _KINDS:
+                if sharded and place and kind == "buffers":
+                    continue  # every shard has all; those of the first count, as in `load`
                 replicas = [_kept(tree, kind, stage.path) for tree in stage.trees]
                 values |= combine(replicas, read=reader.read)
-                if kind == "parameters" and _are_shards(stages):
+                if kind == "parameters" and sharded:
                     for name in replicas[0]:
                         shards.setdefault(name, []).append(values[name])
                 averaged |= {

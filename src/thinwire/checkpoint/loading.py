@@ -105,6 +105,11 @@ def load(
 
 def _look(root: Path, part: int, whole: dict[str, Found]) -> dict[str, Any]:
     """List what this rank sees, for the others; fill `whole` by the key of the manifest."""
+    if (root / MANIFEST).is_file():
+        raise CheckpointError(
+            f"{root} is one checkpoint itself: pass the directory that was given to save, "
+            f"{root.parent}"
+        )
     entries = found(root)
     whole.update({entry.key: entry for entry in entries if entry.manifest})
     newest = max((entry.step for entry in whole.values()), default=-1)

@@ -15,7 +15,13 @@ from thinwire.checkpoint.tensor_file import TensorReader
 from thinwire.checkpoint.tree import decoded, parsed_table, with_tensors
 from thinwire.errors import CheckpointCorrupt, CheckpointMismatch
 
-__all__ = ["CheckpointReader"]
+__all__ = ["EXPORTED", "CheckpointReader"]
+
+EXPORTED = (
+    "`thinwire export DIRECTORY model.safetensors` writes the whole model, which "
+    "engine.load_parameters('model.safetensors') takes"
+)
+"""The way from stages of a pipeline to others, for messages."""
 
 
 class CheckpointReader:
@@ -45,7 +51,7 @@ class CheckpointReader:
             raise CheckpointMismatch(
                 f"{path} has the state of pipeline stages {sorted(set(manifest.parts))}, and the "
                 f"ranks are now stages {sorted(set(parts))}: a checkpoint is loaded with the "
-                "number of stages that saved it"
+                f"number of stages that saved it; {EXPORTED}"
             )
         self.path, self.manifest = path, manifest
         peers = [r for r, part in enumerate(parts) if part == parts[rank]]

@@ -162,9 +162,10 @@ def decoded(node: Any, leaf: Callable[[str], Any]) -> Any:  # noqa: PLR0911 - on
 
 
 def _scalar(value: Any) -> Any:
-    for kind in (int, str):
-        if isinstance(value, kind) and not isinstance(value, bool):
-            return kind(value)  # an enumeration's or a subclass's plain value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return int(value)  # an enumeration's or a subclass's plain value
+    if isinstance(value, str):
+        return str.__str__(value)  # `str` itself gives the name of an enumeration's member
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"float": str(float(value))}
     return value
@@ -189,7 +190,7 @@ def _key(key: object, path: str) -> int | str:
         raise TypeError(
             f"state{path} has the key {key!r} of type {type(key).__name__}; keys are str or int"
         )
-    return int(key) if isinstance(key, int) else str(key)
+    return int(key) if isinstance(key, int) else str.__str__(key)
 
 
 def with_tensors(tree: Any, read: Callable[[Any], Tensor]) -> Any:

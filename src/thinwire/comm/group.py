@@ -333,18 +333,18 @@ class Group:
             wire_bytes=2 * (self.size - 1) / self.size * buffer.nbytes,
         )
 
-    def broadcast_(self, buffer: Tensor, *, what: str) -> Pending[Tensor]:
-        """Launch a broadcast that overwrites `buffer` with that of rank 0, whose bytes are counted
-        there.
+    def broadcast_(self, buffer: Tensor, *, what: str, source: int = 0) -> Pending[Tensor]:
+        """Launch a broadcast that overwrites `buffer` with that of rank `source`, whose bytes are
+        counted there.
         """
         if self.size == 1:
             return Pending(lambda: buffer)
-        if self.rank == 0:
+        if self.rank == source:
             self.bytes_sent += buffer.numel() * buffer.element_size()
         else:
             self.bytes_received += buffer.numel() * buffer.element_size()
         pieces = pieces_of(buffer, piece_bytes(self.timeout_s))
-        launches = [partial(dist.broadcast, piece, group_src=0) for piece in pieces]
+        launches = [partial(dist.broadcast, piece, group_src=source) for piece in pieces]
         return self._launched(launches, lambda: buffer, what, [buffer], wire_bytes=0)
 
     def gather_bytes(self, payload: bytes, *, what: str) -> list[bytes]:

@@ -62,17 +62,19 @@ def copy_from_first_(tensors: Iterable[Tensor], group: Group, *, what: str) -> N
 
 
 @torch.no_grad()
-def make_equal_(tensors: Mapping[str, Tensor], group: Group, *, what: str) -> None:
-    """Give those of `tensors` that differ between ranks the value of rank 0, all of them or none.
+def make_equal_(tensors: Mapping[str, Tensor], group: Group, *, what: str, source: int = 0) -> None:
+    """Give those of `tensors` that differ between ranks the value of rank `source`, all of them or
+    none.
 
     However slow the line is: the copy goes in pieces whose size follows the speed, so that each
     takes a small part of the time-out, and the log of `thinwire` tells the progress every 5 s. What
-    has arrived is compared with the digests of rank 0 before anything is written.
+    has arrived is compared with the digests of `source` before anything is written.
 
     Args:
         tensors: By name; the same names, shapes, dtypes and order on all ranks.
         group: The ranks.
         what: The occasion in plain words, for errors and the log.
+        source: The rank whose values count.
 
     Raises:
         PayloadCorrupt: A tensor arrived damaged on some rank; on every rank, and nothing was
@@ -80,7 +82,7 @@ def make_equal_(tensors: Mapping[str, Tensor], group: Group, *, what: str) -> No
         PeerLost, PeerStalled: See `thinwire.errors`.
 
     Communication: 24 bytes a rank where all are equal. Else 16 bytes for every tensor, the bytes of
-    those that differ from rank 0 to all, and 8 bytes a rank for every piece of 16 KiB to 16 MiB.
+    those that differ from `source` to all, and 8 bytes a rank for every piece of 16 KiB to 16 MiB.
     """
     if group.size == 1:
         return
@@ -88,19 +90,20 @@ def make_equal_(tensors: Mapping[str, Tensor], group: Group, *, what: str) -> No
     with own_deadlines():
         digests = [_digest(_bytes_of(tensor)) for tensor in held.values()]
         rows = group.gather_bytes(b"".join(digests), what=f"{what}: comparing it")
-        wanted = [rows[0][at : at + _DIGEST_BYTES] for at in range(0, len(rows[0]), _DIGEST_BYTES)]
+        theirs = rows[source]
+        wanted = [theirs[at : at + _DIGEST_BYTES] for at in range(0, len(theirs), _DIGEST_BYTES)]
         moved = [
             i
             for i in range(len(wanted))
             if len({row[i * _DIGEST_BYTES :][:_DIGEST_BYTES] for row in rows}) > 1
         ]
-        names, theirs = list(held), list(held.values())
-        sources = [_bytes_of(theirs[i]).to(group.device) for i in moved]
-        if group.rank > 0:
-            sources = [torch.empty_like(source) for source in sources]
-        _copy_(sources, group, what)
+        names, ours = list(held), list(held.values())
+        copies = [_bytes_of(ours[i]).to(group.device) for i in moved]
+        if group.rank != source:
+            copies = [torch.empty_like(copy) for copy in copies]
+        _copy_(copies, group, what, source)
         bad = [
-            names[i] for i, came in zip(moved, sources, strict=True) if _digest(came) != wanted[i]
+            names[i] for i, came in zip(moved, copies, strict=True) if _digest(came) != wanted[i]
         ]
         if moved:
             answers = group.gather_bytes("\n".join(bad).encode(), what=f"{what}: verifying it")
@@ -111,26 +114,32 @@ def make_equal_(tensors: Mapping[str, Tensor], group: Group, *, what: str) -> No
                         f"{what}: {name} arrived damaged on rank {rank}. Nothing was written on "
                         "any rank: start again"
                     )
-    for i, came in zip(moved, sources, strict=True):
+    for i, came in zip(moved, copies, strict=True):
         if digests[i] != wanted[i]:
-            _write_(theirs[i], came)
+            _write_(ours[i], came)
 
 
 def make_models_equal_(
-    params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], group: Group
+    params: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    group: Group,
+    *,
+    source: int = 0,
 ) -> None:
-    """`make_equal_` of a whole model: that of rank 0, or of the first site.
+    """`make_equal_` of a whole model: that of rank `source`, or of the first site.
 
     Args:
         params: By name, whole or this rank's shards.
         buffers: By name, which all ranks hold whole.
         group: All ranks.
+        source: The rank whose model counts, where ranks are no sites.
 
     Raises:
         PayloadCorrupt, PeerLost, PeerStalled: See `make_equal_`.
     """
     if group.replicas is None or group.shards is None:
-        make_equal_({**params, **buffers}, group, what="copying the model of rank 0")
+        told = f"copying the model of rank {source}"
+        make_equal_({**params, **buffers}, group, what=told, source=source)
         return
     make_equal_(params, group.replicas, what="copying the shards of the first site")
     if group.stays:
@@ -140,8 +149,8 @@ def make_models_equal_(
         make_equal_(buffers, group.shards, what="copying the buffers of the first shard")
 
 
-def _copy_(buffers: list[Tensor], group: Group, what: str) -> None:
-    """Overwrite byte tensors, one stream, with those of rank 0."""
+def _copy_(buffers: list[Tensor], group: Group, what: str, source: int) -> None:
+    """Overwrite byte tensors, one stream, with those of rank `source`."""
     total, done = sum(buffer.numel() for buffer in buffers), 0
     size = max(min(_FIRST_BYTES, int(group.timeout_s * 8192)), _SMALLEST_BYTES)
     target_s = min(group.timeout_s / 20, _PIECE_S)
@@ -149,7 +158,7 @@ def _copy_(buffers: list[Tensor], group: Group, what: str) -> None:
     while done < total:
         parts = list(_parts(buffers, done, done + size))
         piece, begin_s = torch.cat(parts), time.monotonic()
-        group.broadcast_(piece, what=what).wait()
+        group.broadcast_(piece, what=what, source=source).wait()
         taken_s = time.monotonic() - begin_s
         at = 0
         for part in parts:

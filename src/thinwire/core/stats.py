@@ -12,6 +12,7 @@ def numbers(
     bytes_dense: int,
     bytes_received: int = 0,
     bytes_between_nodes: int | None = None,
+    bytes_between_stages: int = 0,
     wait_s: float = 0.0,
     sparsity: float = 0.0,
     microsteps: int = 0,
@@ -31,6 +32,8 @@ def numbers(
         bytes_dense: What dense gradients would have been: 4 bytes per trainable element and update.
         bytes_received: What came from other ranks, in this process.
         bytes_between_nodes: Of `bytes_sent` what left the node; all of it where that is None.
+        bytes_between_stages: That this rank gave to the other stages of its pipeline, in this
+            process; in no other sum.
         wait_s: Seconds in which this rank was blocked until an exchange was over, in this process.
         sparsity: Fraction of a compressed tensor that is not sent in the next exchange; 0 where
             nothing is left out.
@@ -64,6 +67,7 @@ def numbers(
         "bytes_sent": bytes_sent,
         "bytes_received": bytes_received,
         "bytes_between_nodes": bytes_sent if bytes_between_nodes is None else bytes_between_nodes,
+        "bytes_between_stages": bytes_between_stages,
         "bytes_dense": bytes_dense,
         "ratio": bytes_dense / bytes_sent if bytes_sent else math.inf,
         "wait_s": wait_s,

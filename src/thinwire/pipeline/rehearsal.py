@@ -48,6 +48,11 @@ def rehearse(worker: StageWorker, inputs: Any, peers: Group, device: torch.devic
                 with _undone(worker.stage, device):
                     answer = _parcel(worker, inputs, parcels[-1] if parcels else None, device)
             except Exception as problem:  # raised below, once the others know
+                if stage:
+                    problem.add_note(
+                        f"In the rehearsal of stage {stage + 1}, which runs once on zeros of the "
+                        "shapes and types that it will get, to learn what it sends."
+                    )
                 error, answer = problem, {"error": [type(problem).__name__, str(problem)]}
         answers = peers.gather_bytes(
             json.dumps(answer).encode(), what="describing what stages send"

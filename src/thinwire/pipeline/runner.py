@@ -90,7 +90,7 @@ class PipelineRunner:
         """Bytes that this rank gave to the other stages so far, agreements included."""
         return self._passed_bytes + self._grid.peers.bytes_sent
 
-    def step(self, inputs: Any, targets: Any) -> Tensor:
+    def step(self, inputs: Any, targets: Any, problem: Exception | None = None) -> Tensor:
         """Forward and backward passes of all micro-batches.
 
         Args:
@@ -98,6 +98,7 @@ class PipelineRunner:
                 keyword arguments, cut along their first dimension. Used by the first stage.
             targets: Tensor, or tensors nested in tuples, lists and mappings; a first dimension is B
                 or a multiple of it. Used by the last stage; equal on all stages.
+            problem: An error of this stage before the step; raised, and told to the others.
 
         Returns:
             The mean loss over the micro-batches, shape (), detached, unscaled, the same on all
@@ -109,7 +110,7 @@ class PipelineRunner:
             Mismatch: The stages were given different mini-batches.
             ThinwireError: Another stage failed.
         """
-        return self._run(inputs, targets, backward=True)
+        return self._run(inputs, targets, backward=True, problem=problem)
 
     @torch.no_grad()
     def evaluate(self, inputs: Any, targets: Any) -> Tensor:
@@ -118,13 +119,15 @@ class PipelineRunner:
         """
         return self._run(inputs, targets, backward=False)
 
-    def _run(self, inputs: Any, targets: Any, *, backward: bool) -> Tensor:
+    def _run(
+        self, inputs: Any, targets: Any, *, backward: bool, problem: Exception | None = None
+    ) -> Tensor:
         if self._broken:
             raise ThinwireError(
                 "this pipeline broke in an earlier step: restart from the last checkpoint"
             )
         count, worker = self._config.micro_batches, self._worker
-        parts, key, known = self._agreed(inputs, targets, backward=backward)
+        parts, key, known = self._agreed(inputs, targets, problem, backward=backward)
         self._broken = True  # until the stages have come to an end together
         if not known:
             self._remember(key, self._new_plan(parts[0][0], backward=backward))
@@ -142,18 +145,20 @@ class PipelineRunner:
         return loss
 
     def _agreed(
-        self, inputs: Any, targets: Any, *, backward: bool
+        self, inputs: Any, targets: Any, problem: Exception | None, *, backward: bool
     ) -> tuple[list[tuple[Any, Any]], str, bool]:
         """The micro-batches, the key of their plan, whether all stages have it; or an error on all
         stages.
         """
-        problem: Exception | None = None
         parts: list[tuple[Any, Any]] = []
-        facts: dict[str, Any] = {"call": "step" if backward else "evaluate"}
+        facts: dict[str, Any] = {"call": "step" if backward else "evaluate", "problem": None}
         try:
+            if problem is not None:
+                raise problem
             if self._worker.loss_fn is None:
                 raise RuntimeError(
-                    "a pipeline needs a loss function, and was given none: pass loss_fn"
+                    "a pipeline needs a loss function, and prepare was given none on this rank: "
+                    "pass prepare(model, optimizer, loss_fn)"
                 )
             if backward and not torch.is_grad_enabled():
                 raise RuntimeError(
@@ -167,7 +172,8 @@ class PipelineRunner:
             }
         except (TypeError, ValueError, RuntimeError) as error:
             problem = error
-        facts["problem"] = None if problem is None else f"{type(problem).__name__}: {problem}"
+        if problem is not None:
+            facts["problem"] = f"{type(problem).__name__}: {problem}"
         key = json.dumps(
             [
                 facts["call"],

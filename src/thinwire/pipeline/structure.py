@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["content", "describe", "micro_batches", "pack", "tensors_of", "unpack"]
+__all__ = ["content", "describe", "mapped", "micro_batches", "pack", "tensors_of", "unpack"]
 
 _PLAIN = (type(None), bool, int, float, str)
 _SAMPLE = 256
@@ -71,7 +71,7 @@ def tensors_of(value: Any) -> list[Tensor]:
         found.append(tensor)
         return tensor
 
-    _mapped(note, value)
+    mapped(note, value)
     return found
 
 
@@ -96,7 +96,7 @@ def content(value: Any) -> str:
     for tensor in tensors_of(value):
         flat = tensor.detach().reshape(-1)
         for end in (flat[:_SAMPLE], flat[-_SAMPLE:]):
-            digest.update(end.contiguous().cpu().view(torch.uint8).numpy().tobytes())
+            digest.update(end.resolve_conj().contiguous().cpu().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -149,17 +149,17 @@ def _part(value: Any, index: int, count: int) -> Any:
         size = tensor.shape[0] // count
         return tensor[index * size : (index + 1) * size]
 
-    return _mapped(part, value)
+    return mapped(part, value)
 
 
-def _mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+def mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     """The value with every tensor changed; mappings become dicts."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, Mapping):
-        return {key: _mapped(change, entry) for key, entry in value.items()}
+        return {key: mapped(change, entry) for key, entry in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_mapped(change, entry) for entry in value))
+        return type(value)(*(mapped(change, entry) for entry in value))
     if isinstance(value, tuple | list):
-        return type(value)(_mapped(change, entry) for entry in value)
+        return type(value)(mapped(change, entry) for entry in value)
     return value

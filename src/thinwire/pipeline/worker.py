@@ -1,5 +1,6 @@
 """The work of a stage on one micro-batch, as a module that torch's schedules can run."""
 
+import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.pipeline.structure import pack, unpack
+from thinwire.pipeline.structure import mapped, pack, unpack
 
 __all__ = ["Parcel", "StageWorker"]
 
@@ -29,6 +30,12 @@ class Parcel:
         return cls(
             layout, tuple((_short(t.dtype), tuple(t.shape), t.requires_grad) for t in tensors)
         ), tensors
+
+    def looks_like(self, other: "Parcel | None") -> bool:
+        """Whether both are the same; a NaN among plain values equals itself here."""
+        if other is None or self.tensors != other.tensors:
+            return False
+        return self.layout == other.layout or json.dumps(self.layout) == json.dumps(other.layout)
 
     def blanks(self, device: torch.device) -> tuple[Tensor, ...]:
         """Zeros that look like the tensors: leaves, which need a gradient where these do."""
@@ -126,7 +133,7 @@ class StageWorker(nn.Module):
             self.losses.append(loss.detach())
             return loss * self._factor
         parcel, tensors = Parcel.of(self.output(inputs, received), what="the output of a stage")
-        if parcel != self._result:
+        if not parcel.looks_like(self._result):
             raise ValueError(
                 "the output of a stage must look the same for all micro-batches, plain values "
                 f"included, since the next stage was told it before: got {parcel} for number "
@@ -139,9 +146,10 @@ class StageWorker(nn.Module):
         received.
         """
         with self._precision():
+            # copies, since the stage may begin with a module that works in place, on the user's
+            # mini-batch, of which all micro-batches are views, or on what torch still needs
             if self._source is None:
-                return _called(self.stage, inputs)
-            # a copy, since the stage may begin with a module that works in place
+                return _called(self.stage, mapped(Tensor.clone, inputs))
             tensors = [tensor.clone() if tensor.requires_grad else tensor for tensor in received]
             return self.stage(unpack(self._source.layout, tensors))
 

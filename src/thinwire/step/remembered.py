@@ -1,16 +1,20 @@
-"""Mode and buffers of a forward pass, kept so that it can be repeated."""
+"""Mode, buffers and random numbers of a forward pass, kept so that it can be repeated."""
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 __all__ = ["Remembered"]
 
 Buffers = dict[str, Tensor | None]
+_Generators = tuple[Any, Any]
+"""States of Python's and NumPy's, each a copy."""
 
 
 class _Part(NamedTuple):
@@ -23,8 +27,8 @@ class _Part(NamedTuple):
 
 
 class Remembered:
-    """Mode and buffers of a module as they are now; inside the context its forward finds them
-    again.
+    """Mode and buffers of a module, and the random numbers of Python and NumPy, as they are now;
+    inside the context its forward finds them again. Those of torch are up to torch's checkpoint.
 
     There the module has copies instead of its buffers. The real ones, which the first pass has
     advanced, are not written to: a backward pass may need their memory, and they must not advance
@@ -41,6 +45,7 @@ class Remembered:
         self._module = module
         self._versions: list[tuple[str, Tensor, int]] = []
         self._real: list[tuple[bool, Buffers]] = []
+        self._drawn = self._now = _generators()
 
     @contextmanager
     def first_pass(self) -> Iterator[None]:
@@ -57,6 +62,8 @@ class Remembered:
                     "repeats the forward pass with the new value: call backward() before the "
                     "optimizer's step"
                 )
+        self._now = _generators()
+        _set_generators(self._drawn)
         # a graph that is kept is walked again, and the forward pass repeated from the same values
         copies: dict[Tensor, Tensor] = {}
         self._real = [(part.module.training, part.module._buffers) for part in self._parts]
@@ -75,6 +82,16 @@ class Remembered:
         for part, (training, buffers) in zip(self._parts, self._real, strict=True):
             part.module.training, part.module._buffers = training, buffers
         self._real = []
+        _set_generators(self._now)
+
+
+def _generators() -> _Generators:
+    return random.getstate(), np.random.get_state()
+
+
+def _set_generators(states: _Generators) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
 
 
 def _copied(buffers: Buffers, copies: dict[Tensor, Tensor]) -> Buffers:

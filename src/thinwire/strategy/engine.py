@@ -21,12 +21,13 @@ from thinwire.core.pace import Pace
 from thinwire.core.sharded import is_sharded, reshard_, shard_of, sharded_like
 from thinwire.core.stats import numbers
 from thinwire.core.storage import with_own_storage
-from thinwire.errors import CheckpointMissing, Mismatch, PeerLost, PeerStalled
+from thinwire.errors import CheckpointMissing, Mismatch, PeerLost, PeerStalled, ThinwireError
 from thinwire.exchange.gradients import Verdict
 from thinwire.exchange.round import Round
 from thinwire.local.updates import LocalUpdates
 from thinwire.local.work import require_tokens
 from thinwire.optim.layerwise import LayerwiseOptimizer
+from thinwire.pipeline.runner import PipelineRunner
 from thinwire.strategy import saving
 from thinwire.strategy.absent import Joining
 from thinwire.strategy.exchanges import LocalSteps
@@ -119,22 +120,34 @@ class Engine:
                 divide; tokens where nothing is weighed by them.
             ThinwireError: The exchange failed: see `thinwire.errors`.
         """
-        self._begin_microstep(tokens)
         parts = self._parts
         if parts.runner is not None:
-            self._require_loss_function("train_step")
-            self._clear_grads()
-            with parts.group.one_deadline():
-                loss = parts.runner.step(inputs, targets)
-                self._finish_microstep(loss)
-            self._left.remember()
-            self._warn()
-            return loss
+            return self._train_stages(parts.runner, inputs, targets, tokens)
+        self._begin_microstep(tokens)
         loss = self._loss_of(inputs, targets, "train_step")
         with self._advice(), parts.group.one_deadline():
             self._minimize(loss)
         self._warn()
         return loss.detach().reshape(())
+
+    def _train_stages(
+        self, runner: PipelineRunner, inputs: Any, targets: Any, tokens: int | None
+    ) -> Tensor:
+        self._require_open()
+        problem: Exception | None = None
+        try:
+            self._begin_microstep(tokens)
+            self._clear_grads()
+        except ThinwireError:
+            raise
+        except (TypeError, ValueError, RuntimeError) as error:  # of this stage; others are told
+            problem = error
+        with self._parts.group.one_deadline():
+            loss = runner.step(inputs, targets, problem)
+            self._finish_microstep(loss)
+        self._left.remember()
+        self._warn()
+        return loss
 
     @torch.no_grad()
     def evaluate(self, inputs: Any, targets: Any) -> Tensor:
@@ -151,17 +164,20 @@ class Engine:
         Returns:
             This rank's mean loss, shape (); under a pipeline, where all stages must call it, that
             of its replica.
+
+        Raises:
+            TypeError, ValueError: The loss is no tensor, or no scalar.
         """
         self._require_open()
         if self._parts.runner is not None:
-            self._require_loss_function("evaluate")
             with self._parts.group.one_deadline():
                 return self._parts.runner.evaluate(inputs, targets)
         with busy(self._parts.group.timeout_s):
             loss = self._loss_of(inputs, targets, "evaluate")
+            _check_mean(loss)
         if self._sharded:  # the outermost module has kept whole parameters
             reshard_(self._parts.model)
-        return loss
+        return loss.detach().reshape(())
 
     def minimize(
         self, loss: Tensor, *, tokens: int | None = None
@@ -372,7 +388,8 @@ class Engine:
             and agreements included, and of these `bytes_between_nodes`; `bytes_received`;
             `bytes_dense` 4 bytes per trainable element and update; `ratio` bytes_dense /
             bytes_sent, larger is better; `wait_s` seconds of waiting for exchanges; `applied_share`
-            as in `LocalUpdates.stats`; `rate_bit_s` payload that this rank's line carries, in bits
+            as in `LocalUpdates.stats`; `bytes_between_stages` of a pipeline, in no other sum;
+            `rate_bit_s` payload that this rank's line carries, in bits
             a second, a moving mean over about the last 20 exchanges of 64 KiB and more that it was
             blocked for, late ranks included; `waiting_share` part of the time for which it was
             blocked, a moving mean over about the last 20 rounds (an update, or the local steps up
@@ -396,6 +413,7 @@ class Engine:
             bytes_between_nodes=None
             if between is None
             else int(between) + (0 if self._sharded else sum(part.bytes_sent for part in votes)),
+            bytes_between_stages=0 if parts.runner is None else parts.runner.bytes_sent,
             bytes_dense=4 * self.step * sum(shard_of(p).numel() for p in parts.params.values()),
             wait_s=self._wait_s(),
             applied_share=counts.get("applied_share", 1.0),
@@ -533,6 +551,7 @@ class Engine:
             CheckpointError: Anything else; these three are of its kind.
         """
         self._require_open()
+        check.boolean("if_any", if_any)
         if not self._parts.group.stays and self._place():
             told = f"this member has taken the state of the others, at step {self._place()}"
             if not if_any:
@@ -918,7 +937,7 @@ def _called(model: nn.Module, inputs: Any) -> Any:
     return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
 
-def _check_loss(loss: object) -> None:
+def _check_mean(loss: object) -> None:
     check.instance("loss", loss, Tensor)
     assert isinstance(loss, Tensor)
     if loss.numel() != 1:
@@ -926,6 +945,10 @@ def _check_loss(loss: object) -> None:
             f"the loss must be a scalar, got shape {tuple(loss.shape)}: take its mean over the "
             "batch"
         )
+
+
+def _check_loss(loss: Tensor) -> None:
+    _check_mean(loss)
     if not loss.requires_grad:
         raise ValueError(
             "the loss depends on no parameter that requires a gradient: nothing can be learned "

@@ -66,6 +66,13 @@ from thinwire.strategy.facts import checkpoint_facts, model_facts, strategy_fact
 from thinwire.strategy.fields import Fields
 from thinwire.strategy.holding import Hold, require_free
 from thinwire.strategy.in_place import become_
+from thinwire.strategy.left_in_stages import (
+    Cut,
+    cut_of,
+    gather_stages_,
+    holds_one_stage,
+    remember_cut,
+)
 from thinwire.strategy.moving_buffers import MovingBuffers
 from thinwire.strategy.parts import Parts
 from thinwire.strategy.replace import adopt
@@ -213,7 +220,12 @@ def _prepared(
     handles: list[Any] = []
     try:
         while_busy(group, "compiling loops", lambda: float(warm_up(_needs(plan)) > 0))
-        _copy_from_first(model, group if sites is None else sites.job)
+        cut = cut_of(model)
+        if cut is None:
+            _copy_from_first(model, group if sites is None else sites.job)
+        else:
+            gather_stages_(model, cut, group)
+            remember_cut(model, [model])
         engine = _assembled(strategy, model, options, plan, group, place, handles)
         kind, fields = type(optimizer).__name__, ", ".join(strategy.on) or "no field"
         took_s = time.perf_counter() - begin_s
@@ -316,7 +328,15 @@ def _agreed_plan(
     """
     whole = place.sites is None
     facts = model_facts(model, optimizer, digest=strategy.local is None and whole)
+    names = {p: name for name, p in model.named_parameters()}
+    cut = cut_of(model)
+    of_stage = {}
+    if holds_one_stage(cut, optimizer, names):  # equal over the replicas of this stage alone
+        of_stage["state of the optimizer"] = facts.pop("state of the optimizer")
+        of_stage["params"] = [group.pop("params") for group in facts["group"]]
     facts |= {
+        "stages of the engine before": 1 if cut is None else [sorted(stage) for stage in cut],
+        "parameters of one stage in the optimizer": bool(of_stage),
         "grad_clip of prepare": repr(options.grad_clip),
         "find_unused_parameters of prepare": options.find_unused_parameters,
     }
@@ -329,6 +349,9 @@ def _agreed_plan(
     reason = None if problem is None else f"{type(problem).__name__}: {problem}"
     try:
         require_agreement(group, {"problem": reason, **facts}, what="preparing the engine")
+        if of_stage:
+            replicas = Group(place.replica_group, group.timeout_s)
+            require_agreement(replicas, of_stage, what="comparing the replicas of a stage")
     except BaseException as error:
         if plan is not None:
             plan.restore()
@@ -358,9 +381,11 @@ def _planned(
         require_divisor(strategy.compression.node_size, place.replicas)
     if strategy.local is not None:
         require_divisor(strategy.local.node_size, place.replicas)
-    stage = (
-        model if strategy.pipeline is None else split_model(model, strategy.pipeline)[place.part]
-    )
+    stages = [model] if strategy.pipeline is None else split_model(model, strategy.pipeline)
+    _require_cut_works(cut_of(model), optimizer, stages, names, options)
+    if strategy.local is not None and len(stages) > 1:
+        _require_averages(stages)
+    stage = stages[place.part if len(stages) > 1 else 0]
     mine = set(stage.parameters())
     adopted = adopt(
         optimizer,
@@ -431,6 +456,41 @@ def _planned_for(
     )
 
 
+def _require_cut_works(
+    cut: Cut | None,
+    optimizer: torch.optim.Optimizer,
+    stages: list[nn.Module],
+    names: dict[Parameter, str],
+    options: _Options,
+) -> None:
+    """After an engine with a pipeline: refuse what cannot go on from what it has left."""
+    if cut is None:
+        return
+    for name in ("mesh", "members"):
+        if getattr(options, name) is not None:
+            raise StrategyError(
+                f"this model was trained in stages, and each rank has the current values of its "
+                f"own only: {name}= needs a model that was not; load a file that `thinwire export` "
+                "has made of a checkpoint into a new one"
+            )
+    now = [{name for name, _ in stage.named_parameters()} for stage in stages]
+    alike = len(now) == len(cut) and all(new <= old for new, old in zip(now, cut, strict=True))
+    if not alike and holds_one_stage(cut, optimizer, names):
+        raise StrategyError(
+            "the optimizer holds the parameters of one stage, as an engine with a pipeline has "
+            "left it, and the stages are others now: give a new one over model.parameters()"
+        )
+
+
+def _require_averages(stages: list[nn.Module]) -> None:
+    for number, stage in enumerate(stages, 1):
+        if not any(p.requires_grad for p in stage.parameters()):
+            raise StrategyError(
+                f"stage {number} of {len(stages)} has no parameter with requires_grad=True, and "
+                "localsgd averages the parameters of each stage: move a split point"
+            )
+
+
 def _require_own_params(names: Mapping[Parameter, str], optimizer: torch.optim.Optimizer) -> None:
     foreign = [p for group in optimizer.param_groups for p in group["params"] if p not in names]
     if foreign:
@@ -463,6 +523,7 @@ def _assembled(
     scaler, runner = plan.scaler, None
     if strategy.pipeline is not None:
         assert place.grid is not None, "made for the pipeline"
+        remember_cut(model, split_model(model, strategy.pipeline))
         scale = (lambda: 1.0) if scaler is None else (lambda: scaler.scale)
         runner = PipelineRunner(
             plan.stage, strategy.pipeline, place.grid, options.loss_fn, dtype=dtype, scale=scale

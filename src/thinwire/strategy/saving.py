@@ -17,6 +17,7 @@ from thinwire.checkpoint import load as load_checkpoint
 from thinwire.checkpoint import save as save_checkpoint
 from thinwire.checkpoint.combine import Rule
 from thinwire.checkpoint.random_state import derived
+from thinwire.checkpoint.reader import EXPORTED
 from thinwire.checkpoint.shards import Cut, words
 from thinwire.comm import place_in
 from thinwire.compress import OTHER_RANKS
@@ -56,6 +57,10 @@ _OTHER_RANKS: dict[str, Rule] = {
 }
 """On another number of ranks, what is not simply the mean of those that have it: sums (absent ranks
 gave 0), counts."""
+_SAME_EVERYWHERE = {
+    kind for each in COMPRESSIONS.values() for kind, rule in each.kept.items() if rule == "first"
+}
+"""What compression keeps that all ranks hold alike, and that is nothing pending."""
 
 
 def saved(parts: Parts, counters: Mapping[str, int], extra: Any = None) -> dict[str, Any]:
@@ -347,6 +352,9 @@ def _tell_of_changes(what: str, changes: list[Change]) -> None:
 @torch.no_grad()
 def load_parameters(directory: str | Path, parts: Parts) -> Path:
     """The parameters and buffers alone; see `Engine.load_parameters`."""
+    fit = "Load a checkpoint of the same model"
+    if parts.runner is not None:
+        fit += f", cut into the same stages; else {EXPORTED}"
     loaded = load_checkpoint(
         directory,
         group=parts.savers,
@@ -357,11 +365,16 @@ def load_parameters(directory: str | Path, parts: Parts) -> Path:
     )
 
     def fits() -> None:
+        theirs, ours = (_shapes(facts) for facts in (loaded.facts, parts.facts))
+        if loaded.cut_anew and theirs != ours:  # rows of shards may fit by chance
+            name = next(n for n in {**theirs, **ours} if theirs.get(n) != ours.get(n))
+            raise CheckpointMismatch(
+                f"{loaded.path}: parameter {name} has shape {theirs.get(name, 'none')} in it and "
+                f"{ours.get(name, 'none')} here. Load a checkpoint of the same model"
+            )
         for kind, places in (("parameters", _parameters(parts)), ("buffers", _buffers(parts))):
             try:
-                check.same_shapes(
-                    kind, loaded.state[kind], places, advice="Load a checkpoint of the same model"
-                )
+                check.same_shapes(kind, loaded.state[kind], places, advice=fit)
             except ValueError as error:
                 raise CheckpointMismatch(f"{loaded.path}: {error}") from error
 
@@ -369,15 +382,31 @@ def load_parameters(directory: str | Path, parts: Parts) -> Path:
     for kind, places in (("parameters", _parameters(parts)), ("buffers", _buffers(parts))):
         for name, place in places.items():
             place.copy_(loaded.state[kind][name])
-    parts.buffers.forget()
-    parts.exchange.start_anew()
+    begin_anew(parts)
     return loaded.path
 
 
+def begin_anew(parts: Parts) -> None:
+    """Forget what was on its way for other parameters."""
+    parts.buffers.forget()
+    if parts.merge is not None:
+        parts.merge.clear()
+    parts.exchange.start_anew()
+
+
+def _shapes(facts: Mapping[str, Any]) -> dict[str, str]:
+    """The whole shapes of the parameters by name, from the facts of a checkpoint."""
+    split = (entry.rsplit(" [", 1) for entry in facts.get("parameters", ()))
+    return {named.rsplit(" ", 1)[0]: f"[{shape}" for named, shape in split}
+
+
 def _misfit(loaded: Loaded, problem: str) -> CheckpointMismatch:
+    alone = "engine.load_parameters(directory)"
+    if (loaded.facts.get("strategy") or {}).get("pipeline") is not None:
+        alone = EXPORTED
     return CheckpointMismatch(
         f"{loaded.path} does not fit: {problem}. Prepare the engine as it was then, or begin anew "
-        "with the parameters alone: engine.load_parameters(directory)"
+        f"with the parameters alone: {alone}"
     )
 
 
@@ -415,7 +444,8 @@ def _owners(tree: Mapping[str, Any]) -> dict[Any, str]:
 
 
 def _complete(state: Mapping[str, Any], parts: Parts) -> None:
-    """After a new cut: what compression keeps of a shard that was not compressed before is zero.
+    """After a new cut: what compression keeps of a shard that was not compressed before is zero, or
+    as drawn where all ranks hold the same.
 
     Raises:
         CheckpointMismatch: What was kept belongs to a shard that is not compressed now.
@@ -428,11 +458,15 @@ def _complete(state: Mapping[str, Any], parts: Parts) -> None:
             lost = saved[kind][name]
             if not isinstance(lost, Tensor) or kind == "pending":
                 continue
-            _require_nothing_pending(f"{kind} of {name}", lost)
+            if kind not in _SAME_EVERYWHERE:
+                _require_nothing_pending(f"{kind} of {name}", lost)
             del saved[kind][name]
         for name, place in places.items():
-            if isinstance(place, Tensor):
-                saved[kind].setdefault(name, torch.zeros_like(place, device="cpu"))
+            if not isinstance(place, Tensor):
+                continue
+            drawn = place.detach().cpu().clone()
+            new = drawn if kind in _SAME_EVERYWHERE else torch.zeros_like(drawn)
+            saved[kind].setdefault(name, new)
 
     optimizer = parts.optimizer
     if not isinstance(optimizer, DGCMomentum):
@@ -449,7 +483,8 @@ def _require_nothing_pending(what: str, tensor: Tensor) -> None:
     if tensor.any():
         raise CheckpointMismatch(
             f"{what}: the shards that it belongs to are too small to be compressed now, and what "
-            "is pending would be lost: lower min_numel"
+            "is pending would be lost: lower min_numel (of LowRank, or its rank), or load with the "
+            "shards that saved"
         )
 
 

@@ -16,8 +16,14 @@ from thinwire.checkpoint import on_all_ranks
 from thinwire.checkpoint.files import checksum
 from thinwire.checkpoint.shards import rows_of
 from thinwire.core.sharded import is_sharded, reshard_, shard_of
-from thinwire.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch
+from thinwire.errors import (
+    CheckpointCorrupt,
+    CheckpointError,
+    CheckpointMismatch,
+    CheckpointMissing,
+)
 from thinwire.strategy.parts import Parts
+from thinwire.strategy.saving import begin_anew
 
 __all__ = ["is_whole_model", "load_whole_model"]
 
@@ -54,6 +60,8 @@ def load_whole_model(path: Path, parts: Parts) -> Path:
             taken.update(take(path, places, known, parts.part))
             files = [path] if of_file else sorted(each for each in path.iterdir() if each.is_file())
             return " ".join(checksum(file) for file in files)
+        except FileNotFoundError as error:
+            raise CheckpointMissing(f"there is no file {path}") from error
         except (OSError, SafetensorError) as error:
             raise CheckpointCorrupt(f"{path} cannot be read: {error}") from error
 
@@ -69,8 +77,7 @@ def load_whole_model(path: Path, parts: Parts) -> Path:
     on_all_ranks(parts.group, "comparing the files", same)
     for name, place in places.items():
         shard_of(place).copy_(taken[name])
-    parts.buffers.forget()
-    parts.exchange.start_anew()
+    begin_anew(parts)
     return path
 
 
