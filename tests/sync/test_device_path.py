@@ -2,6 +2,7 @@
 the device."""
 
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -120,6 +121,24 @@ def test_averaged_changes_have_the_bits_of_the_host_path(ranks: Pool, compressio
     for static, host in zip(answers, ranks.run(average, False, compression), strict=True):
         for a, b in zip(static, host, strict=True):
             assert a.tobytes() == b.tobytes()
+
+
+def overflow(rank: int, size: int) -> tuple[float, float]:
+    with triton_kernels(256):
+        param = nn.Parameter(torch.zeros(64))
+        optimizer = tw.optim.DGCMomentum(
+            [param], lr=0.1, min_numel=1, sparsity=(0.9,), value_bits=32
+        )
+        param.grad = torch.zeros(64)
+        param.grad[3] = 3e38
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # numpy's in the interpreter, and that it was dropped
+            optimizer.step()
+        return float(param.detach().abs().max()), optimizer.stats()["dropped_steps"]
+
+
+def test_finite_gradients_whose_sum_is_not_drop_the_step(ranks: Pool) -> None:
+    assert ranks.run(overflow, timeout_s=PATIENCE_S) == [(0.0, 1)] * 2
 
 
 def receive_damage(rank: int, size: int, position: int) -> None:

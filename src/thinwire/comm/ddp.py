@@ -55,12 +55,30 @@ class BucketTap:
     def _hook(self, _state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
         buffer = bucket.buffer()
         if self.on_bucket is not None:
-            self.on_bucket(bucket.index(), bucket.parameters(), bucket.gradients())
+            self.on_bucket(bucket.index(), bucket.parameters(), _gradients(bucket))
         future: torch.futures.Future[Tensor] = torch.futures.Future(
             devices=[buffer.device] if buffer.device.type == "cuda" else None
         )
         future.set_result(buffer)
         return future
+
+
+# torch.distributed has it, its stub not
+def _gradients(bucket: dist.GradBucket) -> list[Tensor]:  # type: ignore[name-defined]
+    """Views of a bucket in the layouts of the parameters, as DDP's reducer lays them out;
+    `bucket.gradients()` reads those of channels_last, for instance, in the wrong order.
+
+    Source: torch/csrc/distributed/c10d/reducer.cpp, `initialize_bucket_views`: the strides of the
+    parameter where it is dense without overlap, else contiguous.
+    """
+    buffer, at, found = bucket.buffer(), 0, []
+    for param in bucket.parameters():
+        part = buffer.narrow(0, at, param.numel())
+        at += param.numel()
+        dense = torch.empty_like(param, device="meta").stride() == param.stride()
+        view = part.as_strided(param.shape, param.stride(), part.storage_offset())
+        found.append(view if dense else part.view(param.shape))
+    return found
 
 
 def tap_buckets(ddp: DistributedDataParallel, group: Group, on_bucket: OnBucket) -> BucketTap:

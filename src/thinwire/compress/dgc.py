@@ -466,7 +466,7 @@ class DGCCompressor:
             grad = self._decayed(name, grad)
         u = state["momentum_buffer"].view(-1) if rule.momentum is not None else None
         v = state["residual"].view(-1)
-        return Fold(grad.reshape(-1), v, u, rule.momentum or 0.0, rule.nesterov)
+        return Fold(grad.reshape(-1).contiguous(), v, u, rule.momentum or 0.0, rule.nesterov)
 
     def _watched(
         self,

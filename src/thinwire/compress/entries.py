@@ -75,6 +75,8 @@ class ArrivedEntries(Arrived):
 
     def first_bad_sum(self) -> str | None:
         """See `Arrived`."""
+        if self.rows:
+            return _overflowed_on_device(self.rows)
         return self.bad_sum
 
     def refuse(self, checks: Sequence[int]) -> None:
@@ -211,6 +213,15 @@ def _overflowed(arrived: ArrivedEntries) -> str | None:
     return None
 
 
+def _overflowed_on_device(rows: "Mapping[str, tuple[Rows, int]]") -> str | None:
+    from thinwire.wire import device_message
+
+    for name, (part, numel) in rows.items():
+        if not device_message.sum_rows(part, numel, torch.float32)[1].isfinite().all():
+            return name
+    return None
+
+
 def _gathered_on_device(
     context: Context, proposed: Mapping[str, Proposed], layout: Layout, arrived: ArrivedEntries
 ) -> _Steps:
@@ -226,6 +237,9 @@ def _gathered_on_device(
     for (name, item), part in zip(proposed.items(), read.parts, strict=True):
         arrived.rows[name] = (part, item.numel)
     arrived.checks, arrived.refused = read.verdicts, (layout, rows)
+    largest = torch.stack([part.values.abs().amax(1) for part in read.parts]).amax(0).sum()
+    finite = largest < torch.finfo(torch.float32).max  # else some sum may not be
+    arrived.sums = [finite.long().view(1)]
 
 
 def _split(

@@ -109,7 +109,8 @@ class Arrived:
         finite: Whether this rank's own gradients are finite, as far as the method knows.
         sums_finite: Whether the sums over the sources are, as far as the host knows.
         sums: What `checked_mean_` found in each of the sums that are the same bits on all ranks
-            unless a message was damaged: int64, shape (2,), where the host has not looked yet.
+            unless a message was damaged: int64, shape (2,), or (1,) without bits to compare, where
+            the host has not looked yet.
         checks: What is wrong with each message, 0 for nothing, int64 (sources,), where the host
             has not looked yet.
         node_means: The gradients that were folded in, where they are means over a node.

@@ -77,7 +77,7 @@ def flat_bytes(tensor: Tensor) -> Tensor:
     local = tensor.detach().resolve_neg()
     if local.is_complex():
         local = torch.view_as_real(local.resolve_conj())
-    flat = local.reshape(-1).view(torch.uint8)
+    flat = local.reshape(-1).contiguous().view(torch.uint8)  # a column stays strided
     return flat if flat.storage_offset() % 8 == 0 else flat.clone()
 
 

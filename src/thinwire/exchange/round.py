@@ -143,8 +143,9 @@ class Round:
         for (each, _), numbers in zip(checked, read, strict=False):
             each.refuse(numbers)
         suspects = [each for each in self._ended if not each.sums_finite]
-        for (each, _), (finite, bits) in zip(summed, read[len(checked) :], strict=True):
-            self.sums_digest = (self.sums_digest * 1_000_003 + bits) % (1 << 64)
+        for (each, _), (finite, *digest) in zip(summed, read[len(checked) :], strict=True):
+            for bits in digest:
+                self.sums_digest = (self.sums_digest * 1_000_003 + bits) % (1 << 64)
             suspects += [] if finite else [each]
         bad_sums = [name for each in suspects if (name := each.first_bad_sum()) is not None]
         bad_sum = min(bad_sums, key=lambda name: 0 if order is None else order[name], default=None)

@@ -61,7 +61,8 @@ class _Common:
         if not isinstance(self.average_state, bool):
             advice = "True is every averaging, k every k-th one"
             check.instance("average_state", self.average_state, int, advice=advice)
-            check.integer("average_state", self.average_state, at_least=0)
+            every = check.integer("average_state", self.average_state, at_least=0)
+            set_(self, "average_state", every)
 
     def averages_state(self, number: int) -> bool:
         """Whether the averaging of this number, from 1, is one of the optimizer's state too."""

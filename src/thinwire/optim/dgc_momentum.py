@@ -170,6 +170,9 @@ class DGCMomentum(CommonOptimizer):
     _sites: Sites | None = None
     _cached_listing: _Listing | None = None
     _compressor: DGCCompressor | None = None
+    _apart: frozenset[str] | None = frozenset()
+    """Tensors of which ranks hold momentum of their own since they were compressed; None: not
+    known, after a load."""
     _buckets: Sequence[Sequence[str]] = ()
     _names_of_engine: Mapping[Tensor, str] = {}
     _done: Round | None = None
@@ -301,9 +304,10 @@ class DGCMomentum(CommonOptimizer):
 
         From now on `p.grad` holds, after the backward pass, the rank's own gradient (not the mean),
         and `step` waits for what is on its way, checks it and updates; leave `p.grad` alone in
-        between. Parameters and state end up bit-identical to `step` alone for compressed tensors.
-        Under `ddp.no_sync()` gradients accumulate locally. A `torch.amp.GradScaler` reveals its
-        scale only in `step`: with one, the exchange happens there.
+        between. Parameters and state end up bit-identical to `step` alone for compressed tensors
+        that are gathered; in a split exchange, owners follow the buckets. Under `ddp.no_sync()`
+        gradients accumulate locally. A `torch.amp.GradScaler` reveals its scale only in `step`:
+        with one, the exchange happens there.
 
         Args:
             ddp: A model whose parameters are exactly those of this optimizer.
@@ -507,6 +511,7 @@ class DGCMomentum(CommonOptimizer):
         if origin is not None and "position" not in bare:
             bare["position"] = origin.position
         super().load_state_dict(bare)
+        self._apart = None
         problem = None
         if origin is not None:
             problem = origin.problem(*self._own_place(), self._own_checksum(state))
@@ -715,6 +720,11 @@ class DGCMomentum(CommonOptimizer):
     ) -> None:
         # what decides here must be common to all ranks: one of them may hold a row-sparse gradient,
         # another a dense one
+        sparse = {
+            n: self._shards[n].numel() for n in grads if isinstance(done.arrived[n], ArrivedEntries)
+        }
+        self._make_momentum_common(exchange, [n for n in grads if n not in sparse])
+        self._apart = None if self._apart is None else self._apart | sparse.keys()
         exchange.commit_(done, grads)
         places = {name: place for place, name in enumerate(self._listing.params)}
         for name in grads:
@@ -724,12 +734,44 @@ class DGCMomentum(CommonOptimizer):
                 rate = rates[self._facts(param).group_index]
                 mean = arrived.mean(name, shard_of(param))
                 self._apply_dense(name, mean, places[name], rate, clip=lasting)
-        sparse = {
-            n: self._shards[n].numel() for n in grads if isinstance(done.arrived[n], ArrivedEntries)
-        }
         for names in in_chunks(sparse):
             self._step_along(names, rates, done)
         exchange.seal(self.position + 1)
+
+    def _make_momentum_common(self, exchange: GradientExchange, dense: Sequence[str]) -> None:
+        """Before a dense update of what was compressed before: each rank has accumulated momentum
+        of its own, and all go on from the mean, as another number of ranks would.
+
+        Communication: only then; 24 bytes where all are equal, else what differs, and an agreement.
+        """
+        group = exchange.group if self._sites is None else self._sites.replicas
+        held: dict[str, Tensor] = {}
+        for name in [n for n in dense if self._apart is None or n in self._apart]:
+            param = self._listing.params[name]
+            assert self._compressor is not None
+            state = self.state[param]
+            if self.compresses(param):
+                state = self._compressor.state_of(name)
+            if self._facts(param).group["momentum"] and "momentum_buffer" in state:
+                held[name] = state["momentum_buffer"]
+        if not held or group.size == 1:
+            return
+        what = "making momentum common"
+        sums = torch.stack(bit_sums(list(held.values()))).cpu().numpy().tobytes()
+        rows = group.gather_bytes(sums, what=what)
+        differ = [
+            name
+            for at, name in enumerate(held)
+            if len({row[8 * at : 8 * at + 8] for row in rows}) > 1
+        ]
+        wide = {name: held[name].to(_wide(self._listing.params[name])) for name in differ}
+        totals = [group.all_reduce_(each.clone(), what=what) for each in wide.values()]
+        means = [total.wait().div_(group.size) for total in totals]
+        if differ:
+            group.gather_bytes(b"", what=what)  # nothing has moved where one of them failed
+        for name, mean in zip(differ, means, strict=True):
+            held[name].copy_(mean)
+        self._apart = (self._apart or frozenset()) - set(dense)
 
     def _step_along(self, names: Sequence[str], rates: Sequence[float], done: Round) -> None:
         """P <- p - lr * mean, at the entries that anybody sent."""
@@ -930,6 +972,7 @@ class DGCMomentum(CommonOptimizer):
         self.digest_every = self.__dict__.get("digest_every", DIGEST_EVERY)
         self.timeout_s = self.__dict__.get("timeout_s")
         self._identity = "a copied optimizer"
+        self._apart = None
         if self._exchange is not None:
             self._exchange.state_loaded()
         self._samples = self.__dict__.get("_samples", {})
@@ -1031,4 +1074,5 @@ def _wide(param: Tensor) -> torch.dtype:
 
 
 def _crc(param: Tensor) -> int:
-    return zlib.crc32(param.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    flat = param.detach().cpu().reshape(-1).contiguous()
+    return zlib.crc32(flat.view(torch.uint8).numpy().tobytes())

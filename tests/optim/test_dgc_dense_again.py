@@ -1,0 +1,160 @@
+"""`DGCMomentum` where a tensor travels densely after it was compressed: each rank has momentum of
+its own then; and gradients and parameters that are not contiguous."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire as tw
+from tests.ranks import Pool
+
+OPTIONS: dict[str, Any] = {"lr": 0.1, "min_numel": 1, "sparsity": (0.9,)}
+
+
+def drawn(step: int, rank: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def now_and_then(rank: int, size: int, what: str, momentum: float) -> list[Tensor]:
+    torch.manual_seed(0)
+    param = nn.Parameter(torch.randn(40, 8))
+    optimizer = tw.optim.DGCMomentum([param], momentum=momentum, digest_every=1, **OPTIONS)
+    seen = []
+    for step in range(9):
+        param.grad = drawn(step, rank, 40, 8)
+        if what == "row-sparse" and step % 3 == 2:
+            rows = torch.tensor([[1, 4, 7]])
+            param.grad = torch.sparse_coo_tensor(
+                rows, drawn(step, rank, 3, 8), (40, 8), check_invariants=True
+            )
+        if what == "begins later" and step == 4:
+            optimizer.param_groups[0]["rampup_begin_step"] = 7
+        optimizer.step()
+        seen.append(param.detach().clone())
+    return seen
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("what", ["row-sparse", "begins later"])
+def test_replicas_stay_equal(ranks: Pool, what: str, momentum: float) -> None:
+    first, *others = ranks.run(now_and_then, what, momentum, size=3)
+    for other in others:
+        for a, b in zip(first, other, strict=True):
+            assert torch.equal(a, b)
+
+
+def begins_later(rank: int, size: int, folder: str) -> list[Tensor]:
+    for begin, first in ((0, True), (20, False)):
+        torch.manual_seed(0)
+        model = nn.Linear(16, 16)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        dgc = tw.DGC(rampup_begin_step=begin, min_numel=1, sparsity=(0.9,))
+        engine = tw.DistributedStrategy(dgc=dgc).prepare(
+            model, optimizer, nn.functional.mse_loss, digest_every=1
+        )
+        if not first:
+            engine.load(folder)
+        for step in range(4):
+            engine.train_step(drawn(step, rank, 4, 16), drawn(step + 50, rank, 4, 16))
+        if first:
+            engine.save(folder)
+            engine.close()
+    return [p.detach() for p in model.parameters()]
+
+
+def test_compression_that_begins_later_in_a_resumed_run(ranks: Pool, tmp_path: Any) -> None:
+    first, second = ranks.run(begins_later, str(tmp_path), size=2)
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+
+
+class Net(nn.Module):
+    """A parameter whose entries lie in the order of its columns, and a convolution in that of
+    channels."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(3, 8, 3, dtype=dtype).to(memory_format=torch.channels_last)
+        self.matrix = nn.Parameter(torch.randn(20, 8, dtype=dtype).t())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x).mean((2, 3)) @ self.matrix
+
+
+def attached(rank: int, size: int, dtype: torch.dtype, sparsity: float, attach: bool) -> Any:
+    net = Net(dtype)
+    optimizer = tw.optim.DGCMomentum(
+        net.parameters(),
+        lr=0.05,
+        min_numel=10**9 if sparsity == 0 else 1,
+        sparsity=(sparsity or 0.9,),
+    )
+    called: nn.Module = net
+    if attach:
+        called = DistributedDataParallel(net)
+        optimizer.attach(called)
+    for step in range(3):
+        optimizer.zero_grad()
+        x = drawn(step, rank, 4, 3, 6, 6).to(dtype).contiguous(memory_format=torch.channels_last)
+        called(x).square().mean().backward()
+        optimizer.step()
+    return [p.detach() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_attached_to_tensors_in_another_order(
+    ranks: Pool, dtype: torch.dtype, sparsity: float
+) -> None:
+    alone = ranks.run(attached, dtype, sparsity, False, size=2)
+    inside = ranks.run(attached, dtype, sparsity, True, size=2)
+    for one, other in zip(alone, inside, strict=True):
+        for a, b in zip(one, other, strict=True):
+            assert torch.equal(a, b)
+
+
+def strided(rank: int, size: int, what: str) -> list[Tensor]:
+    torch.manual_seed(0)
+    values = torch.randn(60, 3)
+    param = nn.Parameter(values[:, 0] if what == "parameter" else values[:, 0].clone())
+    optimizer = tw.optim.DGCMomentum([param], digest_every=1, **OPTIONS)
+    for step in range(4):
+        grad = drawn(step, rank, 60, 2)
+        if what == "gradient":
+            param.grad = grad[:, 0]
+        elif what == "expanded":
+            param.grad = grad[0, 0].expand(60)
+        else:
+            param.grad = grad[:, 0].clone()
+        optimizer.step()
+    return [param.detach().clone()]
+
+
+@pytest.mark.parametrize("what", ["parameter", "gradient", "expanded"])
+def test_strides_change_nothing(ranks: Pool, what: str) -> None:
+    first, second = ranks.run(strided, what, size=2)
+    assert torch.equal(first[0], second[0])
+    if what != "expanded":
+        assert torch.equal(first[0], ranks.run(strided, "none", size=2)[0][0])
+
+
+def strided_engine(rank: int, size: int, fields: Any) -> bool:
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.row = nn.Parameter(torch.randn(50, 2)[:, 0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    engine = tw.DistributedStrategy(**fields).prepare(model, optimizer, digest_every=1)
+    for step in range(3):
+        engine.minimize((model.row * drawn(step, rank, 50)).square().sum())
+    return bool(model.row.isfinite().all())
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"dgc": tw.DGC(sparsity=(0.9,), min_numel=1)}], ids=["dense", "dgc"]
+)
+def test_an_engine_of_a_column(ranks: Pool, fields: Any) -> None:
+    assert ranks.run(strided_engine, fields, size=2) == [True, True]
