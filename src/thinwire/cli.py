@@ -34,7 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     typed = list(sys.argv[1:] if arguments is None else arguments)
     status = 0
     if typed == ["--version"]:  # works without any extra
-        print(__version__)
+        try:
+            print(__version__, flush=True)
+        except OSError as error:
+            _exit(_FAILED, str(error))
         sys.exit(0)
     missing = [name for name in _EXTRAS if importlib.util.find_spec(name) is None]
     if missing:
@@ -66,7 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
                 app(typed, exit_on_error=False, print_error=False)
             except SystemExit as end:  # cyclopts raises it after every command
                 status = end.code if isinstance(end.code, int) else int(end.code is not None)
-            sys.stdout.flush()  # here, where a reader that has left is seen
+            if sys.stdout is not None:  # None where it was closed
+                sys.stdout.flush()  # here, where a reader that has left is seen
     except (CycloptsError, ValueError) as error:
         _exit(_BAD_INPUT, _meant(error) + _advice(error, typed))
     except (
@@ -127,7 +131,8 @@ def _leave(status: int) -> NoReturn:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # the process has aborted in 3 of 70 runs of three ranks while the interpreter shut down, in
         # a thread of torch's
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
         os._exit(status)
     sys.exit(status)

@@ -56,6 +56,8 @@ def settings(out: Path, **changes: Any) -> Settings:
         "lr": None,
         "tune": False,
     }
+    if "task" in changes:  # which has a model and data of its own
+        typed |= {"size": None, "batch": None}
     return Settings.check(**{**typed, **changes})
 
 

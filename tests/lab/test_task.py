@@ -234,6 +234,71 @@ def test_a_gpu_that_is_not_there(ranks: Pool) -> None:
     assert ranks.run(refused, "auto", size=2) == ["", ""]
 
 
+@pytest.mark.usefixtures("pooled")
+def test_strategies_begin_alike_where_a_task_seeds_nothing(tmp_path: Path) -> None:
+    task = file(tmp_path, ("    torch.manual_seed(seed)\n", ""))
+    results = compare(
+        settings(tmp_path / "out", link="loopback", strategies=["dense", "dgc"], task=task),
+        Silent(),
+    )
+    first, second = (run["evaluations"][0]["loss"] for run in results["strategies"])
+    assert first == second
+
+
+@pytest.mark.usefixtures("pooled")
+@pytest.mark.parametrize("kind", ["frozen", "double"])
+def test_bytes_are_those_of_what_is_trained(kind: str, tmp_path: Path) -> None:
+    text = (
+        TASK.replace("    return tw.Task(", "    task = tw.Task(")
+        + {
+            "frozen": "    task.model[0].requires_grad_(False)\n    return task\n",
+            "double": "    task.model.double()\n    return task\n",
+        }[kind]
+    )
+    if kind == "double":
+        text = text.replace(
+            "torch.randn(8, 6, generator=random)",
+            "torch.randn(8, 6, generator=random, dtype=torch.float64)",
+        ).replace("torch.randn(64, 6)", "torch.randn(64, 6, dtype=torch.float64)")
+    path = tmp_path / "my_task.py"
+    path.write_text(text)
+    results = compare(
+        settings(
+            tmp_path / "out", link="loopback", strategies=["dense", "fp16"], task=f"{path}:task"
+        ),
+        Silent(),
+    )
+    entries = {"frozen": 17, "double": 6 * 16 + 16 + 17}[kind]
+    dense, half = results["strategies"]
+    assert dense["library_bytes_per_step"] == entries * {"frozen": 4, "double": 8}[kind]
+    assert half["library_bytes_per_step"] == entries * 2
+    assert dense["ratio_to_dense"] == 1
+
+
+def modes(rank: int, size: int, word: str) -> tuple[list[bool], str]:
+    work = work_of(config(task=word))
+    work.evaluate(work.model)
+    inputs, _ = work.next_batch()
+    return [module.training for module in work.model], type(inputs).__name__
+
+
+def test_what_a_task_keeps_in_evaluation_mode_stays_there(ranks: Pool, tmp_path: Path) -> None:
+    kept = ("torch.nn.Tanh()", "torch.nn.BatchNorm1d(16).eval()")
+    named = ("yield x, x", "yield Pair(x), x")
+    made = (
+        "import os,",
+        "from typing import NamedTuple\nclass Pair(NamedTuple):\n    input: object\nimport os,",
+    )
+    found = ranks.run(modes, file(tmp_path, kept, named, made), size=2)
+    assert found == [([True, False, True], "Pair")] * 2
+
+
+@pytest.mark.parametrize("more", [{"size": "large"}, {"batch": 64}, {"tune": True}], ids=str)
+def test_options_that_a_task_would_ignore_are_refused(more: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"--{next(iter(more))} is for the task that comes"):
+        settings(tmp_path / "out", task=file(tmp_path), **more)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_under_torchrun_the_ranks_train_over_their_network(tmp_path: Path) -> None:
@@ -245,9 +310,9 @@ def test_under_torchrun_the_ranks_train_over_their_network(tmp_path: Path) -> No
     done = ran([*torchrun, *compared, *more], env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("report: ") == 1
-    assert "2 workers, started by torchrun, over the network between them" in (
-        out / "results.json"
-    ).read_text(encoding="utf-8")
+    told = (out / "results.json").read_text(encoding="utf-8")
+    assert "2 workers, started by torchrun, over the network between them" in told
+    assert "Over this machine's loopback" not in told
     wrong = ran([*torchrun, *compared, "--link", "20mbit"])
     assert wrong.returncode != 0
     assert "leave --link and --latency out" in wrong.stderr
@@ -273,7 +338,7 @@ def test_the_example_learns_its_digits(tmp_path: Path) -> None:
 
 def buffers_of(rank: int, size: int, word: str) -> tuple[list[float], int]:
     """The running mean, and the state of torch's random numbers, where a task has been made."""
-    torch.manual_seed(7)
+    torch.manual_seed(config(task=word).seed)  # as a task finds it
     before = torch.get_rng_state()
     work = work_of(config(task=word))
     assert torch.equal(torch.get_rng_state(), before)

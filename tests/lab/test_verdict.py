@@ -53,6 +53,20 @@ def test_what_a_person_would_repeat() -> None:
     )
 
 
+def test_who_did_not_begin_alike_is_not_compared() -> None:
+    found = judged(dense(), run("dgc", [2.0, 1.5], 0.5, 80))
+    assert "did not begin from the same parameters" in found.text
+    found = judged(run("dgc", [5.0, 4.0], 0.5, 80), run("low-rank", [3.0, 2.0], 0.5, 80))
+    assert found.winner is None
+    assert "did not begin from the same parameters" in found.text
+
+
+def test_ranks_of_torchrun_have_a_network_between_them() -> None:
+    link = {**results()["link"], "emulated": False, "reason": None, "joined": True}
+    found = judged(dense(), run("dgc", [5.0, 3.5, 2.5, 2.0], 0.5, 80), link=link)
+    assert found.text.startswith("Over the network between the ranks dgc reached dense's loss")
+
+
 def test_where_dense_wins_it_says_so() -> None:
     found = judged(dense(), run("dgc", [5.0, 4.5, 4.0], 1.0, 80))
     assert found.winner == "dense"

@@ -67,10 +67,10 @@ def compare(
     steps: Count | None = None,
     seconds: float | None = None,
     model: str = "transformer",
-    size: str = "medium",
+    size: str | None = None,
     text: Path | None = None,
     out: Path | None = None,
-    batch: Count = 8,
+    batch: Count | None = None,
     seed: Count = 0,
     seeds: Count = 1,
     lr: float | None = None,
@@ -100,11 +100,11 @@ def compare(
         model: transformer, which predicts the next byte of a text, or convolution, which tells the
             1,797 scanned digits of scikit-learn apart, by a net with batch normalisation.
         size: Of the model: tiny (0.1M parameters), small (0.9M), medium (3.3M), large (19M), or a
-            number such as 2M.
+            number such as 2M; medium unless given.
         text: Folder with text to train on; otherwise the source files of Python's own standard
             library.
         out: Folder for the report; otherwise runs/compare-DATE-TIME.
-        batch: Sequences of 128 bytes, or digits, per worker and step.
+        batch: Sequences of 128 bytes, or digits, per worker and step; 8 unless given.
         seed: Of the parameters and of the order of the data.
         seeds: Runs of every strategy, each with the next seed; the report gives mean and range.
         lr: Peak learning rate for all strategies, instead of each one's own.

@@ -77,10 +77,10 @@ class Settings:
         strategies: Sequence[str] | None,
         steps: int | None,
         seconds: float | None,
-        size: str,
+        size: str | None,
         text: Path | None,
         out: Path,
-        batch: int,
+        batch: int | None,
         seed: int,
         seeds: int = 1,
         lr: float | None,
@@ -103,6 +103,8 @@ class Settings:
         link = "100mbit" if link is None else link
         if place is None:
             require_workers(workers)
+        given = {"text": text, "tune": tune, "size": size, "batch": batch}
+        size, batch = "medium" if size is None else size, 8 if batch is None else batch
         require_within("batch", batch, 1, 4096)
         require_within("seed", seed, 0, 2**31)
         require_within("seeds", seeds, 1, 100)
@@ -129,7 +131,7 @@ class Settings:
             require_digits()
         if task is not None:
             require_task(task)
-            _require_nothing_beside(task, text, tune=tune)
+            require_nothing_beside(task, **given)
         blocked = next(
             (path for path in (out, *out.parents) if path.exists() and not path.is_dir()), None
         )
@@ -255,13 +257,14 @@ def require_task(task: str) -> None:
         raise ValueError(f"task={task!r}: there is no file {file}")
 
 
-def _require_nothing_beside(task: str, text: Path | None, *, tune: bool) -> None:
-    if text is not None or tune:
-        option = "--text" if text is not None else "--tune"
-        raise ValueError(
-            f"{option} is for the task that comes with the command, and task={task!r} has data of "
-            "its own: leave one of them out"
-        )
+def require_nothing_beside(task: str, **options: object) -> None:
+    """Refuse options that a task of the user's would ignore."""
+    for name, value in options.items():
+        if value is not None and value is not False:
+            raise ValueError(
+                f"--{name} is for the task that comes with the command, and task={task!r} has a "
+                "model and data of its own: leave one of them out"
+            )
 
 
 def require_within(name: str, value: int, least: int, most: int) -> None:

@@ -60,7 +60,8 @@ class _Common:
             set_(self, "node_size", check.integer("node_size", self.node_size, at_least=1))
         if not isinstance(self.average_state, bool):
             advice = "True is every averaging, k every k-th one"
-            check.instance("average_state", self.average_state, int, advice=advice)
+            if not hasattr(self.average_state, "__index__"):
+                check.instance("average_state", self.average_state, int, advice=advice)
             every = check.integer("average_state", self.average_state, at_least=0)
             set_(self, "average_state", every)
 

@@ -21,7 +21,12 @@ from thinwire.lab.report.page import write_page
 from thinwire.lab.report.progress import display_for
 from thinwire.lab.run.joined import joined, place_in_torchrun
 from thinwire.lab.run.size import parse_size
-from thinwire.lab.settings import require_device, require_task, require_within
+from thinwire.lab.settings import (
+    require_device,
+    require_nothing_beside,
+    require_task,
+    require_within,
+)
 from thinwire.planning.page import render, seconds_text
 from thinwire.planning.plan import Plan, Row
 from thinwire.planning.plan import plan as predicted
@@ -189,8 +194,8 @@ def probe(
     *,
     out: Path,
     task: str | None = None,
-    size: str = "medium",
-    batch: Count = 8,
+    size: str | None = None,
+    batch: Count | None = None,
     device: str = "auto",
     quiet: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
@@ -203,8 +208,8 @@ def probe(
     Args:
         out: The file to write, for thinwire plan --probe.
         task: A model of your own instead of the one that comes with the command: FILE.py:NAME.
-        size: Of the model that comes with the command.
-        batch: Sequences of a step of that model.
+        size: Of the model that comes with the command; medium unless given.
+        batch: Sequences of a step of that model; 8 unless given.
         device: auto, cpu or cuda.
         quiet: Show no progress.
     """
@@ -221,9 +226,11 @@ def probe(
             "as will train"
         )
     require_device(device)
-    require_within("batch", batch, 1, 4096)
     if task is not None:
         require_task(task)
+        require_nothing_beside(task, size=size, batch=batch)
+    size, batch = "medium" if size is None else size, 8 if batch is None else batch
+    require_within("batch", batch, 1, 4096)
     shape = parse_size(size)
     _require_place("out", out)
     said = {"task": task, "size": size, "batch": batch, "device": device}

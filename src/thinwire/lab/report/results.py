@@ -130,6 +130,7 @@ def summarise(
     dense_target = next(
         (run["evaluations"][-1]["loss"] for run in runs if run["strategy"] == "dense"), None
     )
+    joined = settings.joined_rank
     results = {
         "format": FORMAT,
         "thinwire": __version__,
@@ -139,17 +140,18 @@ def summarise(
         "winner": None,
         "command": settings.command,
         "link": {
-            "asked": str(settings.link),
+            "asked": str(settings.link) if joined is None else "the network between the ranks",
             "rate_bit_s": settings.link.rate_bit_s,
             "latency_s": settings.link.latency_s,
             "emulated": emulated,
             "reason": reason,
+            "joined": joined is not None,
         },
         "settings": {
             "workers": settings.workers,
             "steps": settings.steps,
             "seconds": settings.seconds,
-            "batch_per_worker": settings.batch,
+            "batch_per_worker": settings.batch if settings.task is None else None,
             "seed": settings.seed,
             "seeds": settings.seeds,
             "loss_of": "the validation part" if settings.tune else "the held-out part",
@@ -224,7 +226,7 @@ def _derive(
 ) -> dict[str, Any]:
     recipe = next(recipe for recipe in settings.strategies if recipe.name == run["strategy"])
     points = run["evaluations"]
-    dense_bytes = 2 * (settings.workers - 1) / settings.workers * 4 * run["parameters"]
+    dense_bytes = 2 * (settings.workers - 1) / settings.workers * run["gradient_bytes"]
     sent = run["library_bytes_per_step"]
     derived = {
         "summary": recipe.summary,

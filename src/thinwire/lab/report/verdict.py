@@ -44,6 +44,12 @@ def verdict(results: Mapping[str, Any]) -> Verdict:
     return Verdict(" ".join([main.text, *_lowest(runs, main), *_missing(results)]), main.winner)
 
 
+_UNLIKE = (
+    "some strategies began below the loss that others ended with, so they did not begin from the "
+    "same parameters, and nothing can be said: let the task make the same model for the same seed."
+)
+
+
 class _Clock:
     """Times to a loss on the link that was asked for, and how to speak of it."""
 
@@ -52,6 +58,8 @@ class _Clock:
         self.rate_bit_s = None if link["emulated"] else link["rate_bit_s"]
         if link["emulated"]:
             self.place = f"On this link ({link['asked']})"
+        elif link.get("joined"):
+            self.place = "Over the network between the ranks"
         elif link["reason"] is None:
             self.place = "Over this machine's loopback"
         elif self.rate_bit_s is None:
@@ -90,6 +98,8 @@ def _against_dense(results: Mapping[str, Any], dense: Run, clock: _Clock) -> Ver
             None,
         )
     others = [run for run in results["strategies"] if run is not dense]
+    if any(target >= run["evaluations"][0]["loss"] for run in others):
+        return Verdict(f"{clock.place} {_UNLIKE}", None)
     reached = sorted(
         ((seconds, run) for run in others if (seconds := clock.to_loss(run, "dense")) is not None),
         key=lambda pair: pair[0],
@@ -149,6 +159,8 @@ def _among(results: Mapping[str, Any], clock: _Clock, place: str) -> Verdict:
         stuck = [
             run["strategy"] for run in runs if run["best_loss"] >= run["evaluations"][0]["loss"]
         ]
+        if not stuck:
+            return Verdict(f"{place} {_UNLIKE}", None)
         return Verdict(
             f"{place} {_listed(stuck)} learned nothing in this run, so there is no loss that all "
             "reached: let it run longer.",

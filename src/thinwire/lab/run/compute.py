@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from thinwire.checkpoint import random_state, set_random_state
 from thinwire.lab.run.built_in import Pair, loss_of
 from thinwire.lab.run.model import ByteTransformer
 from thinwire.lab.run.size import ModelSize
@@ -91,18 +92,22 @@ def shapes_of(task: str) -> list[list[int]]:
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """A process group of this process, for tasks that ask which rank they are."""
+    """A process group of this process, for tasks that ask which rank they are; random numbers go on
+    as if they had not been there.
+    """
     if dist.is_initialized():
         raise ValueError(
             "task is measured in a process by itself, and this one belongs to a process group: use "
             "thinwire probe --task under torchrun, and give its file as probe"
         )
+    drawn = random_state()
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         yield
     finally:
         dist.destroy_process_group()
+        set_random_state(drawn)
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:

@@ -2,12 +2,14 @@
 
 import copy
 import importlib.util
+import random
 import sys
 from collections.abc import Callable, Mapping
 from math import isfinite
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, final
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -141,6 +143,7 @@ class OwnTask:
     def __init__(self, word: str, seed: int, rank: int, world: int, device: torch.device) -> None:
         self.word, self.rank, self.world, self.device = word, rank, world, device
         self.taken, self.evaluated = 0, False
+        seed_all(seed)  # a task may draw its parameters without a word of seeds
         self.task = self._together(lambda: made(word, seed))
         self._together(self._compared)
         self.model = self.task.model.to(device)
@@ -161,11 +164,13 @@ class OwnTask:
 
     def evaluate(self, model: nn.Module) -> float:
         """See `Work`."""
+        modes = [(module, module.training) for module in model.modules()]
         model.eval()
         what = f"evaluate(model) after {self.taken} batches"
         with torch.no_grad():
             loss = self._together(lambda: self._own(what, lambda: float(self.task.evaluate(model))))
-        model.train()
+        for module, training in modes:  # some may be kept in evaluation mode
+            module.training = training
         total = torch.tensor(loss, dtype=torch.float64)
         dist.all_reduce(total)
         mean = float(total) / dist.get_world_size()
@@ -288,6 +293,13 @@ def made(word: str, seed: int) -> Task:
     return task
 
 
+def seed_all(seed: int) -> None:
+    """Seed the generators of torch, Python and NumPy."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
 def _look(entry: tuple[str, tuple[int, ...], str] | None) -> str:
     if entry is None:
         return "no further parameter"
@@ -300,6 +312,8 @@ def _moved(value: Any, device: torch.device) -> Any:
         return value.to(device)
     if isinstance(value, Mapping):
         return {key: _moved(each, device) for key, each in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_moved(each, device) for each in value))
     if isinstance(value, (tuple, list)):
         return type(value)(_moved(each, device) for each in value)
     return value

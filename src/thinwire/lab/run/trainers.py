@@ -26,6 +26,7 @@ __all__ = [
     "Trainer",
     "bare_step",
     "build_trainer",
+    "gradient_bytes",
 ]
 
 # buckets leave while backward goes on; one bucket of everything would wait for its end
@@ -140,6 +141,12 @@ def bare_step(
     return loss.detach()
 
 
+def gradient_bytes(model: nn.Module, width: int | None = None) -> float:
+    """Bytes of the gradients of a model, in `width` bytes an entry or else their own."""
+    trained = (p for p in model.parameters() if p.requires_grad)
+    return float(sum(p.numel() * (width or p.element_size()) for p in trained))
+
+
 def ring_bytes(message_bytes: float) -> float:
     """Bytes that each rank sends in a ring all-reduce of `message_bytes`: 2(W-1)/W of them."""
     world = dist.get_world_size()
@@ -167,9 +174,9 @@ class DDPTrainer:
         self.steps += 1
         return bare_step(self.setup, self.ddp, self.optimizer, inputs, targets)
 
-    def dense_bytes(self) -> float:
-        """Bytes of all gradients in float32."""
-        return 4.0 * sum(p.numel() for p in self.module.parameters())
+    def dense_bytes(self, width: int | None = None) -> float:
+        """Bytes of all gradients; with `width` bytes an entry instead of their own."""
+        return gradient_bytes(self.module, width)
 
     def finish(self) -> None:
         """Every step has been exchanged."""
@@ -197,7 +204,7 @@ class HalfPrecision(DDPTrainer):
 
     def sent_bytes(self) -> float:
         """See `Trainer`."""
-        return self.steps * ring_bytes(self.dense_bytes() / 2)
+        return self.steps * ring_bytes(self.dense_bytes(2))
 
 
 @final
@@ -225,4 +232,5 @@ class PowerSGD(DDPTrainer):
         """See `Trainer`."""
         dense_steps = min(self.steps, self._DENSE_STEPS)
         _, _, factors_numel = self.state.compression_stats()  # type: ignore[no-untyped-call]
-        return dense_steps * ring_bytes(self.dense_bytes()) + ring_bytes(4.0 * factors_numel)
+        width = self.dense_bytes() / self.dense_bytes(1)
+        return dense_steps * ring_bytes(self.dense_bytes()) + ring_bytes(width * factors_numel)

@@ -16,7 +16,7 @@ from thinwire.lab.run.events import Events
 from thinwire.lab.run.measure import BareStep, kernel_bytes
 from thinwire.lab.run.rehearsal import rehearse
 from thinwire.lab.run.task import work_of
-from thinwire.lab.run.trainers import Setup, build_trainer
+from thinwire.lab.run.trainers import Setup, build_trainer, gradient_bytes
 
 __all__ = ["TrainingRun"]
 
@@ -179,6 +179,7 @@ class TrainingRun:
             "seconds": sum(self.step_s),
             "preparation_seconds": self.preparation_s,
             "parameters": sum(p.numel() for p in self.trainer.module.parameters()),
+            "gradient_bytes": gradient_bytes(self.trainer.module),
             "evaluations": self.evaluations,
             "steady_from_step": steady,
             "step_ms": [1e3 * s for s in self.step_s],
