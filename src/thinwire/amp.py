@@ -192,7 +192,7 @@ class LossScaler:
         return asdict(self._state)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave.
+        """Take back what `state_dict` gave; a scale that is fixed stays that of this object.
 
         Raises:
             ValueError: A key is missing or unknown, or a value is out of range.
@@ -205,6 +205,7 @@ class LossScaler:
                 f"{sorted(state_dict)}"
             )
         counts = {k: check.integer(k, state_dict[k], at_least=0) for k in expected if k != "scale"}
-        self._state = ScaleState(
-            scale=check.real("scale", state_dict["scale"], at_least=1), **counts
-        )
+        scale = check.real("scale", state_dict["scale"], at_least=1)
+        if isinstance(self.config, FixedLossScale):
+            scale = self.config.loss_scale
+        self._state = ScaleState(scale=scale, **counts)

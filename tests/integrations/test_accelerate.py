@@ -325,6 +325,28 @@ def test_a_strategy_resumes_bit_for_bit(ranks: Pool, tmp_path: Path, name: str) 
     assert (tmp_path / "thinwire").is_dir()
 
 
+def two_engines(rank: int, size: int, folder: Path) -> list[bool]:
+    with accelerator_for(rank, size) as accelerator:
+        engines = []
+        for seed in (0, 1):
+            model, _ = task(seed)
+            engines.append(tw.DistributedStrategy().prepare(model, adamw(model)))
+            EngineState(engines[-1]).register(accelerator)
+        kept = [parameters(engine.model) for engine in engines]
+        accelerator.save_state(str(folder))
+        with torch.no_grad():
+            for engine in engines:
+                for p in engine.model.parameters():
+                    p.zero_()
+        accelerator.load_state(str(folder))
+        return [equal(k, parameters(e.model)) for k, e in zip(kept, engines, strict=True)]
+
+
+def test_two_engines_of_one_accelerator_keep_their_own(ranks: Pool, tmp_path: Path) -> None:
+    assert ranks.run(two_engines, tmp_path) == [[True, True]] * 2
+    assert (tmp_path / "thinwire_1").is_dir()
+
+
 def averaged_by_ddp(rank: int, size: int) -> None:
     with accelerator_for(rank, size) as accelerator:
         model, data = task()

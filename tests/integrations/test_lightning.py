@@ -169,6 +169,32 @@ def test_the_losses_observed_are_those_of_the_batches(ranks: Pool, tmp_path: Pat
         assert seen == pytest.approx(losses, rel=1e-6)
 
 
+def losses_of_updates(rank: int, size: int, folder: Path) -> tuple[list[float], list[float]]:
+    with as_under_torchrun(rank, size):
+        from thinwire.integrations.lightning import ThinwireCallback, UnwrappedDDP
+
+        heard: list[float] = []
+        loss = ThinwireCallback._loss
+
+        def listening(callback: Any) -> Any:
+            value = loss(callback)
+            heard.append(float(value))
+            return value
+
+        student, callback = module(adamw), ThinwireCallback(STRATEGIES["adaptive_localsgd"])
+        accumulated = {"accumulate_grad_batches": 3, "limit_train_batches": 4}
+        trainer = trainer_of(UnwrappedDDP(), callback, folder, max_epochs=2, **accumulated)
+        with patch.object(ThinwireCallback, "_loss", listening):
+            trainer.fit(student, loader(rank))
+    return heard, student.losses
+
+
+def test_the_loss_of_an_update_is_a_mean_also_of_the_last_ones(ranks: Pool, tmp_path: Path) -> None:
+    for heard, losses in ranks.run(losses_of_updates, tmp_path):
+        groups = losses[:3], losses[3:4], losses[4:7], losses[7:]
+        assert heard == pytest.approx([sum(group) / len(group) for group in groups], rel=1e-6)
+
+
 def by_strategy(
     rank: int, size: int, folder: Path, name: str, arguments: dict[str, Any]
 ) -> dict[str, Any]:

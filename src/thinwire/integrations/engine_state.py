@@ -1,6 +1,7 @@
 """An engine's part of the checkpoints that a framework writes."""
 
 import shutil
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,10 @@ from thinwire.strategy.distributed_strategy import DistributedStrategy
 from thinwire.strategy.engine import Engine
 
 __all__ = ["EngineState", "as_made_", "require_fields"]
+
+
+_taken: "weakref.WeakKeyDictionary[Accelerates, set[str]]" = weakref.WeakKeyDictionary()
+"""The names that each accelerator has."""
 
 
 class EngineState:
@@ -43,11 +48,17 @@ class EngineState:
 
     def register(self, accelerator: Accelerates) -> "EngineState":
         """Let Accelerate save and load it: the folder lies in that of `save_state` and
-        `load_state`.
+        `load_state`. Several may be registered with one accelerator; a name that is taken
+        becomes `NAME_1`, and so on.
 
         Returns:
             This object.
         """
+        taken, name = _taken.setdefault(accelerator, set()), self.name
+        for number in range(1, len(taken) + 1):
+            if self.name in taken:
+                self.name = f"{name}_{number}"
+        taken.add(self.name)
 
         def at_save(_: object, __: object, output_dir: str) -> None:
             self.folder = output_dir

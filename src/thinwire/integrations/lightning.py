@@ -248,7 +248,7 @@ class ThinwireCallback(_Part):
         """Hear the loss of one batch: Lightning has divided it by the batches that it
         accumulates.
         """
-        self._losses.append(loss.detach())
+        self._losses.append(loss.detach() * trainer.accumulate_grad_batches)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Average once more and close the engine; what saves checkpoints stays, for one that is
@@ -268,10 +268,10 @@ class ThinwireCallback(_Part):
             trainer.gradient_clip_val = self._limit
 
     def _loss(self) -> Tensor:
-        """Of the update that is due."""
-        total = torch.stack(self._losses).sum()
+        """Of the update that is due; the last one of an epoch may be of fewer batches."""
+        mean = torch.stack(self._losses).mean()
         self._losses.clear()
-        return total
+        return mean
 
 
 def _require_unwrapped(trainer: Trainer, pl_module: LightningModule) -> None:

@@ -158,6 +158,11 @@ class Averager:
         """The part of its local value that a parameter keeps."""
         return self._config.mixing
 
+    @property
+    def begin_step(self) -> int:
+        """Until which every step is averaged."""
+        return self._config.begin_step
+
     def require_equal(self) -> None:
         """See `LocalUpdates.require_equal`."""
         if self.digest is not None:

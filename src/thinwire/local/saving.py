@@ -92,6 +92,8 @@ def load(state: Mapping[str, Any], averager: Averager) -> None:
     averaging.sketches.copy_(state["sketches"])
     for key in _COUNTERS:
         setattr(averager.counters, key, state[key])
+    if averager.counters.last > averager.counters.step:  # nothing has been averaged yet
+        averager.counters.last = averager.begin_step
     for key in INTERVAL:
         setattr(averager.interval, key, state[key])
     averager.interval.k_steps = averager.interval.allowed(state["k_steps"])

@@ -573,7 +573,7 @@ class LocalUpdates:
         Raises:
             Diverged: On every rank.
         """
-        self._open_averager().require_equal()
+        self._entered_averager().require_equal()
 
     def stats(self) -> dict[str, float]:
         """This rank so far, flat and in numbers only; the names are those of
@@ -637,7 +637,7 @@ class LocalUpdates:
 
     def plain_state_dict(self) -> dict[str, Any]:
         """`state_dict` without the origin, for callers that keep ranks apart by other means."""
-        return saving.saved(self._open_averager(), int(self.stats()["bytes_sent"]))
+        return saving.saved(self._entered_averager(), int(self.stats()["bytes_sent"]))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict` of the same rank, bit for bit; inside the block, on all
@@ -671,6 +671,10 @@ class LocalUpdates:
     def _restore_bytes(self, bytes_sent: int) -> None:
         assert self._sources is not None, "open"
         self._bytes_elsewhere = bytes_sent - self._sources.bytes_sent
+
+    def _entered_averager(self) -> Averager:
+        """Also after the block, for who saves what it ended with."""
+        return self._open_averager() if self._averager is None else self._averager
 
     def _open_averager(self) -> Averager:
         if not self._hooks or self._averager is None:

@@ -367,6 +367,8 @@ class Engine:
 
         Communication: 8 bytes a rank.
         """
+        if isinstance(loss, bool) or not torch.as_tensor(loss).is_floating_point():
+            raise TypeError(f"loss must be a floating-point number or tensor, got {loss!r}")
         value = torch.as_tensor(loss, dtype=torch.float64).detach().reshape(-1).clone()
         if value.numel() != 1:
             raise ValueError(

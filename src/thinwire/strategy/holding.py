@@ -4,14 +4,15 @@ closed.
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import Parameter
 
-__all__ = ["Hold", "is_passing", "passing", "require_free", "step_replaced_"]
+__all__ = ["Hold", "is_passing", "passing", "require_free", "require_trained", "step_replaced_"]
 
 
 class Hold:
@@ -129,3 +130,11 @@ def require_free(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def _ids(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+
+
+def require_trained(params: Mapping[str, Parameter]) -> None:
+    """Refuse an optimizer that has nothing to train."""
+    if not params:
+        raise ValueError(
+            "optimizer has no parameter with requires_grad=True: there is nothing to train"
+        )

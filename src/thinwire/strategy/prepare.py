@@ -64,7 +64,7 @@ from thinwire.strategy.engine import Engine
 from thinwire.strategy.exchanges import Clipping, DGCStep, Exchange, Limit, LocalSteps, MeanThenStep
 from thinwire.strategy.facts import checkpoint_facts, model_facts, strategy_facts, versions
 from thinwire.strategy.fields import Fields
-from thinwire.strategy.holding import Hold, require_free
+from thinwire.strategy.holding import Hold, require_free, require_trained
 from thinwire.strategy.in_place import become_
 from thinwire.strategy.left_in_stages import (
     Cut,
@@ -428,10 +428,8 @@ def _planned_for(
     local = strategy.local
     trained = {p for group in optimizer.param_groups for p in group["params"]}
     params = {name: p for name, p in stage.named_parameters() if p.requires_grad and p in trained}
-    if not params and strategy.pipeline is None:
-        raise ValueError(
-            "optimizer has no parameter with requires_grad=True: there is nothing to train"
-        )
+    if strategy.pipeline is None:
+        require_trained(params)
     scaler, sync = _scaler(strategy, place, options.mesh, local=local is not None), None
     if local is not None:
         group = place.replica_group

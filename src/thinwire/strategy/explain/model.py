@@ -9,10 +9,12 @@ from torch.optim import Optimizer
 
 from thinwire.compress.protocol import Compression
 from thinwire.core.clip import Clip
+from thinwire.local.fragments import fragments_of
 from thinwire.pipeline.split import split_model
 from thinwire.step.recompute import matches
 from thinwire.strategy.clipping import require_one_clip
 from thinwire.strategy.fields import Fields
+from thinwire.strategy.holding import require_trained
 from thinwire.strategy.replace import adopt
 
 __all__ = ["about_model", "about_optimizer"]
@@ -23,6 +25,9 @@ _SHOWN = 6
 def about_model(strategy: Fields, model: nn.Module, optimizer: Optimizer | None) -> list[str]:
     """The stages, the modules that are recomputed, and which tensors are compressed or dense, and
     why.
+
+    Raises:
+        ValueError: The optimizer trains nothing, or too little for the fragments of local updates.
     """
     trained = (
         None
@@ -34,6 +39,10 @@ def about_model(strategy: Fields, model: nn.Module, optimizer: Optimizer | None)
         for name, p in model.named_parameters()
         if p.requires_grad and (trained is None or p in trained)
     }
+    if optimizer is not None and strategy.pipeline is None:
+        require_trained(params)
+    if strategy.local is not None and strategy.pipeline is None and params:
+        fragments_of(params, strategy.local)
     resting = [name for name, _ in model.named_parameters() if name not in params]
     return [
         *_stages(strategy, model),
