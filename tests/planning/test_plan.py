@@ -224,6 +224,9 @@ def test_nothing_is_compressed_where_the_link_is_fast_enough() -> None:
         ({"workers": 0}, ValueError, "workers=0"),
         ({"link": ""}, ValueError, "link=''"),
         ({"workers": 2.0}, TypeError, "workers"),
+        ({"link": 100}, TypeError, "link must be str, got 100"),
+        ({"latency": 0.02}, TypeError, "latency must be str, got 0.02"),
+        ({"step_seconds": True}, TypeError, "step_seconds"),
         ({"device": "tpu"}, ValueError, "device='tpu'.*cpu, cuda"),
     ],
 )

@@ -3,10 +3,10 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from thinwire import _validate as check
 from thinwire.lab.network.link import Link
 from thinwire.lab.run.config import OPTIMIZERS, Recipe
 from thinwire.lab.settings import require_task
@@ -160,7 +160,7 @@ def plan(
         The strategies, the soonest at dense's loss first.
 
     Raises:
-        ValueError: An argument that cannot be; says what came and what is allowed.
+        TypeError, ValueError: An argument that cannot be; says what came and what is allowed.
     """
     if task is not None and params is not None:
         raise ValueError(
@@ -239,6 +239,8 @@ def _assumed_network(workers: int, link: str, latency: str) -> Network:
         raise TypeError(f"workers must be a whole number, got {workers!r}")
     if not 2 <= workers <= _MOST_WORKERS:
         raise ValueError(f"workers={workers} is out of range: 2 to {_MOST_WORKERS} is allowed")
+    check.instance("link", link, str, advice='write a rate such as "100mbit"')
+    check.instance("latency", latency, str, advice='write a time such as "20ms"')
     line = Link.parse(link, latency, at_most=_FASTEST_BIT_S)
     return Network(line.rate_bit_s or _UNLIMITED_BIT_S, line.latency_s, workers)
 
@@ -278,7 +280,8 @@ def _require_one_device(device: str) -> None:
 
 
 def _require_seconds(seconds: float) -> None:
-    if not (isinstance(seconds, int | float) and isfinite(seconds) and seconds > 0):
+    check.real("step_seconds", seconds)
+    if not seconds > 0:
         raise ValueError(f"step_seconds={seconds!r} is not allowed: a positive number")
 
 
