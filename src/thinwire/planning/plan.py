@@ -3,10 +3,10 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from thinwire import _validate as check
 from thinwire.lab.network.link import Link
 from thinwire.lab.run.config import OPTIMIZERS, Recipe
 from thinwire.lab.settings import require_task
@@ -239,8 +239,9 @@ def _assumed_network(workers: int, link: str, latency: str) -> Network:
         raise TypeError(f"workers must be a whole number, got {workers!r}")
     if not 2 <= workers <= _MOST_WORKERS:
         raise ValueError(f"workers={workers} is out of range: 2 to {_MOST_WORKERS} is allowed")
-    check.instance("link", link, str, advice='write a rate such as "100mbit"')
-    check.instance("latency", latency, str, advice='write a time such as "20ms"')
+    for name, value, sample in (("link", link, "100mbit"), ("latency", latency, "20ms")):
+        if not isinstance(value, str):
+            raise TypeError(f"{name} must be a text such as {sample!r}, got {value!r}")
     line = Link.parse(link, latency, at_most=_FASTEST_BIT_S)
     return Network(line.rate_bit_s or _UNLIMITED_BIT_S, line.latency_s, workers)
 
@@ -280,8 +281,9 @@ def _require_one_device(device: str) -> None:
 
 
 def _require_seconds(seconds: float) -> None:
-    check.real("step_seconds", seconds)
-    if not seconds > 0:
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        raise TypeError(f"step_seconds must be a number, got {seconds!r}")
+    if not (isfinite(seconds) and seconds > 0):
         raise ValueError(f"step_seconds={seconds!r} is not allowed: a positive number")
 
 
