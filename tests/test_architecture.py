@@ -46,7 +46,7 @@ MAY_IMPORT = {
     # the only one that knows two methods at once
     "strategy": METHODS
     | {"comm", "exchange", "local", "members", "optim", "amp", "step", "pipeline", "checkpoint"},
-    "lab": BASE | {"schedules", "optim", "amp", "strategy", "local", "task"},
+    "lab": BASE | {"schedules", "optim", "amp", "checkpoint", "strategy", "local", "task"},
     # numbers alone: without torch
     "planning": BASE | {"layout", "lab", "strategy"},
     # steps of many ranks, on the network of the plan

@@ -28,6 +28,7 @@ NAMES = {
     "bytes_sent",
     "bytes_received",
     "bytes_between_nodes",
+    "bytes_between_stages",
     "bytes_dense",
     "ratio",
     "wait_s",

@@ -49,8 +49,8 @@ def test_only_what_differs_travels(ranks: Pool) -> None:
 def flipped(rank: int, size: int) -> bool:
     held, group, real = tensors(rank), Group(), Group.broadcast_
 
-    def damaging(self: Group, buffer: Tensor, *, what: str) -> object:
-        pending = real(self, buffer, what=what)
+    def damaging(self: Group, buffer: Tensor, *, what: str, source: int) -> object:
+        pending = real(self, buffer, what=what, source=source)
         if rank == 1:
             pending.wait()
             buffer[buffer.numel() // 2] ^= 4
@@ -82,9 +82,9 @@ def slow_line(rank: int, size: int) -> tuple[float, list[str]]:
         def emit(self, record: logging.LogRecord) -> None:
             told.append(record.getMessage())
 
-    def slowly(self: Group, buffer: Tensor, *, what: str) -> object:
+    def slowly(self: Group, buffer: Tensor, *, what: str, source: int) -> object:
         time.sleep(buffer.numel() / 200e3)
-        return real(self, buffer, what=what)
+        return real(self, buffer, what=what, source=source)
 
     group = Group(timeout=3)
     log = logging.getLogger("thinwire")
