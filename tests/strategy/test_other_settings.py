@@ -78,7 +78,7 @@ def test_explain_refuses_what_prepare_refuses(what: str) -> None:
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("loss", [True, torch.tensor(3), torch.tensor(1j)], ids=str)
+@pytest.mark.parametrize("loss", [True, torch.tensor(True), torch.tensor(1j)], ids=str)
 def test_only_a_loss_has_a_mean(loss: Any) -> None:
-    with pytest.raises(TypeError, match="loss must be a floating-point number"):
+    with pytest.raises(TypeError, match="loss must be a real number"):
         prepared().mean_loss(loss)

@@ -52,7 +52,8 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 }
 MICROSTEPS = 11
 TIMES = ("wait_s", "rate_bit_s", "waiting_share")
-TRAFFIC = ("bytes_sent", "bytes_received", "bytes_between_nodes", "ratio", *TIMES)
+PROCESS = ("bytes_received", "bytes_between_stages", *TIMES)
+TRAFFIC = ("bytes_sent", "bytes_between_nodes", "ratio", *PROCESS)
 
 
 def interrupted(
@@ -248,7 +249,7 @@ def overflown(
 
     resumed = make_engine(fields, replace=replace)
     resumed.load(folder)
-    of_this_process = ("bytes_received", *TIMES)
+    of_this_process = PROCESS
     assert {k: v for k, v in resumed.stats().items() if k not in of_this_process} == {
         k: v for k, v in told.items() if k not in of_this_process
     }

@@ -771,7 +771,8 @@ class DGCMomentum(CommonOptimizer):
             group.gather_bytes(b"", what=what)  # nothing has moved where one of them failed
         for name, mean in zip(differ, means, strict=True):
             held[name].copy_(mean)
-        self._apart = (self._apart or frozenset()) - set(dense)
+        known = frozenset(self._listing.params) if self._apart is None else self._apart
+        self._apart = known - set(dense)
 
     def _step_along(self, names: Sequence[str], rates: Sequence[float], done: Round) -> None:
         """P <- p - lr * mean, at the entries that anybody sent."""

@@ -367,9 +367,10 @@ class Engine:
 
         Communication: 8 bytes a rank.
         """
-        if isinstance(loss, bool) or not torch.as_tensor(loss).is_floating_point():
-            raise TypeError(f"loss must be a floating-point number or tensor, got {loss!r}")
-        value = torch.as_tensor(loss, dtype=torch.float64).detach().reshape(-1).clone()
+        came = torch.as_tensor(loss)
+        if came.dtype == torch.bool or came.is_complex():
+            raise TypeError(f"loss must be a real number or a tensor of one, got {loss!r}")
+        value = came.to(torch.float64).detach().reshape(-1).clone()
         if value.numel() != 1:
             raise ValueError(
                 f"loss must have one element, got {value.numel()}: take its mean first"
