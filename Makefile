@@ -11,14 +11,14 @@ SITE_VENV := .venv-site
 
 # many tests wait for a time-out or for another rank, so two cores are busy with four of them
 AT_ONCE ?= 4
-PYTEST = -m pytest -n $(AT_ONCE) --dist worksteal --durations 40
+PYTEST = -m pytest -n $(AT_ONCE) --dist worksteal --durations 40 $(ONLY)
 # threads of torch that wait for each other would spin, on cores that other processes have work for
 test test-slow test-integrations test-triton: export OMP_WAIT_POLICY := passive
 
 # the tests start hundreds of processes: where nobody keeps byte code, each would compile all sources
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-slow test-again test-integrations test-triton test-soak soak check format bench docs site package clean
+.PHONY: help demo test test-slow test-integrations test-triton test-soak soak check format bench docs site package clean
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
@@ -37,9 +37,6 @@ test: $(INSTALLED)  ## what must hold, but for the slowest tests (minutes)
 
 test-slow: $(INSTALLED)  ## the slowest tests: whole commands, lost machines, kernels compiled anew, hundreds of steps
 	$(BIN)/python $(PYTEST) -m slow --timeout 300
-
-test-again: $(INSTALLED)  ## those that failed last, one after another: some wait for a time-out, and other work on the machine can make them late
-	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none --timeout 300
 
 $(EXTRA_VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(EXTRA_VENV)

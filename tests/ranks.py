@@ -175,6 +175,8 @@ def _serve(pipe: Connection) -> None:
                         world_size=size,
                         timeout=timedelta(seconds=group_timeout_s),
                     )
+                    # who ends at once would close what another one still connects
+                    dist.barrier()
                 answer: Any = (function(rank, size, *args),)
             except BaseException as error:  # the test decides; the process goes on to report it
                 bases = tuple(kind.__name__ for kind in type(error).__mro__)

@@ -334,6 +334,7 @@ def two_engines(rank: int, size: int, folder: Path) -> list[bool]:
             EngineState(engines[-1]).register(accelerator)
         kept = [parameters(engine.model) for engine in engines]
         accelerator.save_state(str(folder))
+        accelerator.wait_for_everyone()  # the first rank alone writes what says who has states
         with torch.no_grad():
             for engine in engines:
                 for p in engine.model.parameters():

@@ -360,6 +360,53 @@ def test_one_member_saves_and_all_begin_from_it(ranks: Pool, tmp_path: Path) -> 
     assert again[0][3] != again[1][3]
 
 
+@pytest.mark.parametrize("ends", ["done", "failed"])
+def test_one_may_hear_the_last_agreement_after_all_others_have_gone(
+    ranks: Pool, tmp_path: Path, ends: str
+) -> None:
+    """Those who end by themselves are not lost, however many they are; those who fail are."""
+    with meeting_place(None) as address:
+        found = ranks.run(
+            _last_to_hear, address, str(tmp_path), ends, size=3, group=False, expect_errors=True
+        )
+    if ends == "done":
+        assert len(set(found)) == 1
+        assert found[2][0] == 8
+    else:
+        assert isinstance(found[2], Raised)
+        assert found[2].type_name == "QuorumLost"
+
+
+def _last_to_hear(rank: int, size: int, address: str, folder: str, ends: str) -> Any:
+    net = model(rank)
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+    config = tw.LocalSGD(4, begin_step=0)
+    passed = Keeper.passed
+
+    def late(self: Keeper, number: int, vote: int, answers: Any) -> bool:
+        for other in range(2):
+            wait_for(f"{folder}/{other}")
+        self.broken(number, "told so by the test")
+        self.settle(number)
+        return passed(self, number, vote, answers)
+
+    try:
+        with tw.join(address, run="test", min_members=3, timeout=TIMEOUT_S) as members:
+            with tw.local_sgd(net, optimizer, config, members=members) as sync:
+                while sync.step < 8:
+                    optimizer.zero_grad()
+                    net(torch.randn(8, 24)).square().mean().backward()
+                    optimizer.step()
+                if rank == 2:
+                    Keeper.passed = late  # type: ignore[method-assign]
+            if ends == "failed" and rank < 2:
+                raise RuntimeError("of the test")
+            return members.step, digest(sync)
+    finally:
+        Keeper.passed = passed  # type: ignore[method-assign]
+        Path(folder, str(rank)).touch()
+
+
 def _member_with(rank: int, size: int, address: str, config: Any, options: Any) -> Any:
     return member(rank, size, address, config, **options)
 

@@ -77,23 +77,26 @@ class Generation:
 def agreed(
     ids: Sequence[str], announced: Mapping[str, Mapping[str, Any]], base: Sequence[str]
 ) -> tuple[Decision, Sequence[str]]:
-    """The next generation, of those who have announced themselves; where all have, though some
-    could not be connected, without newcomers, one of whom may not reach all.
+    """The next generation, of those who are there; where all are, though some could not be
+    connected, without newcomers, one of whom may not reach all.
 
     Args:
         ids: The members of the last one.
-        announced: By member its `votes`, `answers`, whether it has `voted` in this generation, and
-            `connecting_s`, which is None for those who were connected.
+        announced: By member its `votes`, `answers`, whether it has `voted` in this generation,
+            `connecting_s`, which is None for those who were connected, and whether it has `left`
+            by itself: what it heard holds, and nobody waits for it.
         base: Those who were in the run before; more than half of them must be there while nobody
             has voted.
 
     Returns:
-        The decision; and those of whom more than half must be in it.
+        The decision; and those of whom more than half must be in it, if it is anybody.
     """
-    there = tuple(each for each in ids if each in announced)
-    furthest = max(there, key=lambda each: announced[each]["votes"])
+    heard = [each for each in ids if each in announced]
+    there = tuple(each for each in heard if not announced[each]["left"])
+    furthest = max(heard, key=lambda each: announced[each]["votes"])
     votes = announced[furthest]["votes"]
-    needed = ids if any(announced[each]["voted"] for each in there) else base
+    base = ids if any(announced[each]["voted"] for each in heard) else base
+    needed = [each for each in base if each in there or each not in heard]
     answers = tuple(unpacked(announced[furthest]["answers"]))
     apart = any(said["connecting_s"] is not None for said in announced.values())
     if apart and len(there) == len(ids):

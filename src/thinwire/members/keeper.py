@@ -103,6 +103,7 @@ class Keeper:
         self._news = threading.Condition()
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._over = threading.Event()
+        self._leaves = False
         self._thread = threading.Thread(target=self._run, name="thinwire-members", daemon=True)
 
     # for the main thread
@@ -272,8 +273,14 @@ class Keeper:
             found = [self._hellos[n]["id"] for n in sorted(self._ready) if n in self._hellos]
         return [each for each in dict.fromkeys(found) if self._is_fresh(each)]
 
-    def close(self) -> None:
-        """End the thread; may be called twice."""
+    def close(self, *, leaves: bool = False) -> None:
+        """End the thread; may be called twice.
+
+        Args:
+            leaves: By itself: the others go on without this member however many they are, and who
+                has not heard the last agreement takes it from what is left at the meeting place.
+        """
+        self._leaves = leaves
         self._over.set()
         self._orders.put(None)
         if self.board.waits_s > self.timeout_s:  # the host does not answer
@@ -302,6 +309,8 @@ class Keeper:
                     continue
                 if order is not None:
                     order()
+            if self._leaves and self.store_problem is None:
+                self._say_left()
         except ThinwireError as error:
             self._ended(error)
         except RuntimeError as error:
@@ -407,6 +416,30 @@ class Keeper:
         while self.board.has(f"members/{number + 1}"):
             number += 1
         return None if number < 0 else number
+
+    def _say_left(self) -> None:
+        now = self.generation
+        number = -1 if now is None else now.number
+        try:
+            self.board.put(f"left/{self.me}", self._announcement() | {"after": number})
+        except RuntimeError as error:  # the meeting place has gone, and with it who could ask
+            _log.info("left without a word at the meeting place: %s", error)
+
+    def _announcement(self, connecting_s: float | None = None) -> dict[str, Any]:
+        return {
+            "votes": self.votes,
+            "answers": packed(self._answers),
+            "voted": self._voted,
+            "connecting_s": connecting_s,
+        }
+
+    def _announced(self, number: int, other: str) -> dict[str, Any] | None:
+        """What a member has said for the generation of this number, or when it left."""
+        said: dict[str, Any] | None = self.board.get(f"left/{other}")
+        if said is not None:
+            return said | {"left": True, "voted": said["voted"] and said["after"] == number - 1}
+        said = self.board.get(f"alive/{number}/{other}")
+        return None if said is None else said | {"left": False}
 
     def _beat(self) -> None:
         """A sign of life; its number grows, so that an old one is none."""
@@ -585,13 +618,7 @@ class Keeper:
             connecting_s: Where it could not be connected: for how long others may still try.
         """
         number, begun = old.number + 1, time.monotonic()
-        mine = {
-            "votes": self.votes,
-            "answers": packed(self._answers),
-            "voted": self._voted,
-            "connecting_s": connecting_s,
-        }
-        self.board.put(f"alive/{number}/{self.me}", mine)
+        self.board.put(f"alive/{number}/{self.me}", self._announcement(connecting_s))
         while True:
             self._beat()
             value = self.board.get(f"members/{number}")
@@ -600,15 +627,17 @@ class Keeper:
             announced = {
                 each: said
                 for each in old.ids
-                if (said := self.board.get(f"alive/{number}/{each}")) is not None
+                if (said := self._announced(number, each)) is not None
             }
             waited_s = time.monotonic() - begun
             connecting = [said["connecting_s"] or 0.0 for said in announced.values()]
             grace_s = _GRACE_S + max(connecting, default=0.0)
             if len(announced) == old.size or waited_s > grace_s:
                 decision, needed = agreed(old.ids, announced, old.base)
-                left = sum(each in decision.ids for each in needed)
-                if 2 * left > len(needed) and len(decision.ids) >= self._min_members:
+                there = sum(each in decision.ids for each in needed)
+                gone = sum(said["left"] for said in announced.values())
+                enough = len(decision.ids) + gone >= self._min_members
+                if enough and (2 * there > len(needed) or not needed):
                     return Decision.from_dict(
                         self.board.first(f"members/{number}", decision.to_dict())
                     )

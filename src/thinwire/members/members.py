@@ -62,7 +62,7 @@ class Work(Protocol):
 class Members:
     """What `join` returns: the members of a run, of which this process is one.
 
-    Leaving the `with` block ends this member's part.
+    Leaving the `with` block ends this member's part; by an error, as one that is lost.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Members:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        self._close(leaves=kind is None)
 
     @property
     def newcomer(self) -> bool:
@@ -226,13 +226,18 @@ class Members:
             callback(self)
 
     def close(self) -> None:
-        """End this member's part at once; may be called twice."""
+        """End this member's part at once; may be called twice. The others go on without it, however
+        many they are.
+        """
+        self._close(leaves=True)
+
+    def _close(self, *, leaves: bool) -> None:
         for giver in self._givers:
             giver.close()
         self._givers = []
         if self._legacy is not None:
             self._legacy.close(self.timeout_s)
-        self._keeper.close()
+        self._keeper.close(leaves=leaves)
         self._board.hang_up()
 
     # for local updates
