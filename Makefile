@@ -35,6 +35,8 @@ demo: $(INSTALLED)  ## train dense and compressed over the same slow link, side 
 test: $(INSTALLED)  ## what must hold, but for the slowest tests (minutes)
 	$(BIN)/python $(PYTEST) -m "not slow"
 
+# most of them start several processes each
+test-slow: AT_ONCE = 2
 test-slow: $(INSTALLED)  ## the slowest tests: whole commands, lost machines, kernels compiled anew, hundreds of steps
 	$(BIN)/python $(PYTEST) -m slow --timeout 300
 

@@ -10,13 +10,12 @@ import pytest
 from tests.launched import free_port
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 1.0
-# init_process_group waits for its store and then five time-outs for each connection; the rest is
-# what a process needs to begin
-LIMIT_S = 6 * TIMEOUT_S + 60
+TIMEOUT_S, AMPLE_S = 1.0, 10.0
 
 
-def started(folder: Path, places: list[tuple[int, int]]) -> list[tuple[int, str, str]]:
+def started(
+    folder: Path, places: list[tuple[int, int]], timeout_s: float = AMPLE_S
+) -> list[tuple[int, str, str]]:
     """Exit status, report and last words of a process for each rank and number of ranks."""
     port, processes = str(free_port()), []
     for number, (rank, size) in enumerate(places):
@@ -24,7 +23,7 @@ def started(folder: Path, places: list[tuple[int, int]]) -> list[tuple[int, str,
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         command = [sys.executable, "-m", "tests.faults.numbered", str(folder / f"{number}")]
         process = subprocess.Popen(
-            [*command, str(TIMEOUT_S)],
+            [*command, str(timeout_s)],
             env={**os.environ, **environment},
             cwd=ROOT,
             stdout=subprocess.DEVNULL,
@@ -32,8 +31,11 @@ def started(folder: Path, places: list[tuple[int, int]]) -> list[tuple[int, str,
             text=True,
         )
         processes.append(process)
+    # init_process_group waits for its store and then five time-outs for each connection; the rest is
+    # what a process needs to begin
+    limit_s = 6 * timeout_s + 60
     try:
-        said = [process.communicate(timeout=LIMIT_S)[1] for process in processes]
+        said = [process.communicate(timeout=limit_s)[1] for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -52,7 +54,7 @@ def started(folder: Path, places: list[tuple[int, int]]) -> list[tuple[int, str,
 )
 def test_a_wrong_number_of_ranks_ends_all(tmp_path: Path, places: list[tuple[int, int]]) -> None:
     """And none of them has trained."""
-    for status, report, words in started(tmp_path, places):
+    for status, report, words in started(tmp_path, places, TIMEOUT_S):
         assert status != 0
         assert not report
         assert "Error" in words

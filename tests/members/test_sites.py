@@ -141,6 +141,7 @@ def run_sites(
             size=size,
             group=False,
             expect_errors=errors,
+            timeout_s=150,
         )
     return [found[at : at + SHARDS] for at in range(0, size, SHARDS)]
 
