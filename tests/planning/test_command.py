@@ -26,6 +26,7 @@ PLAN = [sys.executable, "-m", "thinwire", "plan"]
         ([], "params is missing"),
         ([*NUMBERS, "--out", "missing/best.yaml"], "out='missing/best.yaml' cannot be written"),
         ([*NUMBERS, "--html", "."], "html='.' cannot be written: Is a directory"),
+        ([*NUMBERS, "--out", "a", "--html", "./a"], "out and html are the same file, 'a'; name"),
         ([*NUMBERS, "--out", "/proc/best.yaml"], "out='/proc/best.yaml' cannot be written"),
     ],
 )

@@ -86,6 +86,8 @@ def plan(
     """
     for name, path in (("out", out), ("html", html)):
         _require_place(name, path)
+    if out is not None and html is not None and out.resolve() == html.resolve():
+        raise ValueError(f"out and html are the same file, {str(out)!r}; name two")
     measures = task is not None and step_seconds is None and sys.stderr.isatty()
     with display_for(quiet=quiet or not measures).strategy("plan") as bar:
         bar.note(f"a step of {task}")
