@@ -54,6 +54,15 @@ def test_norms_of_narrow_types_are_accumulated_in_float32(dtype: torch.dtype) ->
     assert norm(out).item() == pytest.approx(1.0, rel=1e-2)
 
 
+@pytest.mark.parametrize("limit", [0.01, 1.0])
+def test_half_precision_is_rounded_once(limit: float) -> None:
+    big = torch.full((4096,), 1000.0, dtype=torch.float16)
+    for clip in (ClipByGlobalNorm(limit), ClipByNorm(limit)):
+        (out,) = clipped(clip, [big])
+        (right,) = clipped(clip, [big.float()])
+        assert torch.equal(out, right.half())
+
+
 def test_the_global_norm_mixes_types_shapes_and_layouts() -> None:
     tensors = [
         THREE_FOUR,

@@ -31,8 +31,8 @@ def started(
             text=True,
         )
         processes.append(process)
-    # init_process_group waits for its store and then five time-outs for each connection; the rest is
-    # what a process needs to begin
+    # init_process_group waits for its store and then five time-outs for each connection; the rest
+    # is what a process needs to begin
     limit_s = 6 * timeout_s + 60
     try:
         said = [process.communicate(timeout=limit_s)[1] for process in processes]

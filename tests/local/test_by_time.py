@@ -202,7 +202,9 @@ def telling(rank: int, size: int, case: str) -> None:
     with tw.local_sgd(model, optimizer, config) as sync:
         for step in range(1, 3):
             set_gradients(model, step, rank)
-            tells = {"one rank": rank == 0, "one step": step == 1, "state": False}[case]
+            tells = {"one rank": rank == 0, "one step": step == 1 or rank == 0, "state": False}[
+                case
+            ]
             sync.observe(0.0, tokens=8 if tells else None)
             optimizer.step()
             if case == "state":

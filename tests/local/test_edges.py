@@ -271,6 +271,7 @@ class WithTables(nn.Module):
         torch.manual_seed(0)
         self.linear = nn.Linear(4, 4)
         self.register_buffer("mask", torch.triu(torch.full((4, 4), -torch.inf), 1))
+        self.register_buffer("unknown", torch.tensor([1.0, torch.nan]))
         self.register_buffer("table", 1 + torch.rand(1000))
         self.register_buffer("mean", torch.zeros(4))
         self.rank = rank

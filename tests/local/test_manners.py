@@ -1,6 +1,7 @@
 """What local updates leave alone, what they refuse, and how they fail: on all ranks, with nothing
 applied."""
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable
@@ -37,6 +38,25 @@ def test_alone_plain_averaging_does_not_change_a_bit() -> None:
                     one_step(local, ours, step)
                     one_step(plain, theirs, step)
             assert digest_of_all(local) == digest_of_all(plain)
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_alone_buffers_and_state_stay_as_they_are(delay: int) -> None:
+    """What came since a late result was measured is not lost."""
+    models = []
+    for is_local in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        config = tw.LocalSGD(4, begin_step=0, delay=delay, average_state=True)
+        with tw.local_sgd(model, optimizer, config) if is_local else contextlib.nullcontext():
+            for _ in range(20):
+                optimizer.zero_grad()
+                model(torch.randn(8, 4)).square().sum().backward()
+                optimizer.step()
+        models.append(model)
+    for name, value in models[0].state_dict().items():
+        assert torch.equal(models[1].state_dict()[name], value), name
 
 
 def digest_of_all(model: nn.Module) -> list[bytes]:

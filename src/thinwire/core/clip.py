@@ -95,9 +95,15 @@ def clipped(clip: Clip, grads: Sequence[Tensor]) -> list[Tensor]:
     # c / max(norm, c) is exactly 1 below the limit, where the product changes no bit
     factors = [clip.c / size.clamp(min=clip.c) for size in sizes]
     return [
-        with_values(grad, values_of(grad) * factor.to(grad.device, values_of(grad).dtype))
+        with_values(grad, _scaled(values_of(grad), factor))
         for grad, factor in zip(grads, factors, strict=True)
     ]
+
+
+def _scaled(values: Tensor, factor: Tensor) -> Tensor:
+    # in half precision the factor itself could round to zero
+    wide = torch.promote_types(values.dtype, torch.float32)
+    return (values.to(wide) * factor.to(values.device, wide)).to(values.dtype)
 
 
 def _limited(values: Tensor, clip: ClipByValue) -> Tensor:

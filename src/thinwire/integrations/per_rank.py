@@ -195,10 +195,20 @@ _registered: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
 
 
 def _mean(values: Sequence[Any], where: str) -> Any:
-    """The common value, with floating-point tensors averaged; `where` is for the error."""
+    """The common value, with floating-point tensors and numbers averaged; of the bytes that each
+    has sent, which are for people, the first. `where` is for the error.
+    """
     first = values[0]
+    if all(isinstance(v, float) for v in values):
+        same = all(v == first for v in values)
+        return first if same else sum(values) / len(values)
     if all(isinstance(v, Mapping) and v.keys() == first.keys() for v in values):
-        return {key: _mean([v[key] for v in values], f"{where}, {key}") for key in first}
+        return {
+            key: first[key]
+            if key == "bytes_sent"
+            else _mean([v[key] for v in values], f"{where}, {key}")
+            for key in first
+        }
     if all(isinstance(v, list | tuple) and len(v) == len(first) for v in values):
         return type(first)(
             _mean(entries, f"{where}[{i}]") for i, entries in enumerate(zip(*values, strict=True))
@@ -211,6 +221,6 @@ def _mean(values: Sequence[Any], where: str) -> Any:
     elif not any(isinstance(v, Tensor) for v in values) and all(v == first for v in values):
         return first
     raise ValueError(
-        f"the states of {where} differ in more than floating-point tensors, so there is no mean of "
+        f"the states of {where} differ in more than floating-point values, so there is no mean of "
         "them: resume on as many ranks as saved them"
     )

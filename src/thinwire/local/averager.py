@@ -303,6 +303,8 @@ class Averager:
         step = self.counters.step
         self.averaging.make_common()
         problem = self.tensors.difference()
+        if problem is None and self.work is not None:
+            problem = self.work.problem
         with_state = self._config.averages_state(self._number)
         state = self.tensors.state(names) if with_state and problem is None else {}
         pending = None

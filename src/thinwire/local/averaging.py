@@ -330,7 +330,9 @@ class Averaging:
                 step = outer_step_(change, self.momentum.get(name), self._outer)
                 self._move(name, pending, step)
         for key, value in pending.extras.items():
-            real_view(extras[key]).copy_(pending.mean_of(_extra(key), value))
+            mean = pending.mean_of(_extra(key), value)
+            if not (self._alone and torch.equal(mean, value)):  # what came since would be lost
+                real_view(extras[key]).copy_(mean)
         if before is not None:
             applied = before - self.sketch_of({n: self.anchors[n] for n in pending.moved})
             assert pending.sketch is not None, "there was one before"

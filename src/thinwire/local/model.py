@@ -214,7 +214,8 @@ def _differs(now: Tensor, before: Tensor | None) -> Tensor:
         or before.device != now.device
     ):
         return torch.ones((), dtype=torch.bool, device=now.device)
-    return (now != before).any()
+    # a NaN that stays is no change
+    return ((now != before) & ~(now.isnan() & before.isnan())).any()
 
 
 def looks(tensor: Tensor) -> str:

@@ -39,6 +39,7 @@ class RoundWork:
         self._until = time.monotonic() + self._seconds
         self.steps = self._tokens = self._told_steps = 0
         self._tells = False
+        self.problem: str | None = None
 
     def observe(self, tokens: int) -> None:
         """The tokens of the step that is being made."""
@@ -53,16 +54,14 @@ class RoundWork:
         return self._tokens if self._tells else None
 
     def step(self) -> None:
-        """A step was made.
-
-        Raises:
-            ThinwireError: It told tokens, and one before it did not, or the other way round.
+        """A step was made; `problem` where it told tokens and one before it did not, or the other
+        way round, which all ranks hear of when they average.
         """
         self.steps += 1
         self._told_steps += self._tells
         self._tells = False
         if self._told_steps not in (0, self.steps):
-            raise ThinwireError(
+            self.problem = (
                 f"{self._told_steps} of the {self.steps} steps of this round told their tokens: "
                 "call sync.observe(loss, tokens=n) before every optimizer.step(), or never"
             )
