@@ -302,6 +302,27 @@ def test_a_reader_that_leaves_ends_the_command_quietly(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("closed", "words", "status"),
+    [
+        (">&-", "run --link none -- there.py", 0),
+        ("2>&-", "run --link none -- there.py", 0),
+        (">&-", "explain missing.yaml", 2),
+        ("2>&-", "explain missing.yaml", 2),
+    ],
+)
+def test_closed_streams_change_no_status(
+    tmp_path: Path, closed: str, words: str, status: int
+) -> None:
+    (tmp_path / "there.py").write_text("print('said')")
+    line = f"{sys.executable} -m thinwire {words} {closed}"
+    done = subprocess.run(
+        line, shell=True, capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert done.returncode == status
+    assert "Traceback" not in done.stderr
+
+
 def test_under_torchrun_the_interpreter_is_not_shut_down(tmp_path: Path) -> None:
     """Ranks have aborted there, in a thread of torch's."""
     path = Path(__file__).parent.parent / "examples" / "strategies" / "slow_network.yaml"

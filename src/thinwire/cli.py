@@ -11,6 +11,7 @@ import re
 import signal
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from thinwire._version import __version__
@@ -33,6 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """
     typed = list(sys.argv[1:] if arguments is None else arguments)
     status = 0
+    # None where they were closed
+    sys.stdout = sys.stdout or Path(os.devnull).open("w", encoding="utf-8")
+    sys.stderr = sys.stderr or Path(os.devnull).open("w", encoding="utf-8")
     if typed == ["--version"]:  # works without any extra
         try:
             print(__version__, flush=True)
@@ -69,8 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
                 app(typed, exit_on_error=False, print_error=False)
             except SystemExit as end:  # cyclopts raises it after every command
                 status = end.code if isinstance(end.code, int) else int(end.code is not None)
-            if sys.stdout is not None:  # None where it was closed
-                sys.stdout.flush()  # here, where a reader that has left is seen
+            sys.stdout.flush()  # here, where a reader that has left is seen
     except (CycloptsError, ValueError) as error:
         _exit(_BAD_INPUT, _meant(error) + _advice(error, typed))
     except (
@@ -132,7 +135,6 @@ def _leave(status: int) -> NoReturn:
         # the process has aborted in 3 of 70 runs of three ranks while the interpreter shut down, in
         # a thread of torch's
         for stream in (sys.stdout, sys.stderr):
-            if stream is not None:
-                stream.flush()
+            stream.flush()
         os._exit(status)
     sys.exit(status)

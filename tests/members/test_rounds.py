@@ -16,6 +16,7 @@ from tests.members.places import TOKEN, meeting_place
 from tests.members.training import PHASES, TIMEOUT_S, digest, member, model, wait_for
 from tests.ranks import Lost, Pool, Raised
 from thinwire.errors import PeerStalled
+from thinwire.local.averaging import Averaging
 from thinwire.local.newcomers import NewcomersWork
 from thinwire.members import keeper
 from thinwire.members.board import Board
@@ -405,6 +406,137 @@ def _last_to_hear(rank: int, size: int, address: str, folder: str, ends: str) ->
     finally:
         Keeper.passed = passed  # type: ignore[method-assign]
         Path(folder, str(rank)).touch()
+
+
+@pytest.mark.parametrize("case", ["one after another", "closed inside", "forgotten"])
+def test_some_end_by_themselves(ranks: Pool, tmp_path: Path, case: str) -> None:
+    """None is lost by that; and what was heard from who has gone is not forgotten where the next
+    generation fails to connect.
+    """
+    with meeting_place(None) as address:
+        found = ranks.run(
+            _ending, address, str(tmp_path), case, size=3, group=False, expect_errors=True
+        )
+    if case == "one after another":
+        assert [step for step, _ in found] == [6, 14, 22]
+    elif case == "closed inside":
+        assert isinstance(found[2], Raised)
+        assert "has been closed" in found[2].text
+        assert [step for step, _ in found[:2]] == [14, 14]
+    else:
+        assert len(set(found)) == 1
+
+
+def _ending(rank: int, size: int, address: str, folder: str, case: str) -> tuple[int, list[float]]:
+    net = model(rank)
+    optimizer = torch.optim.SGD(net.parameters(), 0.05)
+    strategy = tw.DistributedStrategy(localsgd=tw.LocalSGD(4, begin_step=0))
+    passed, connect_all = Keeper.passed, keeper.Direct
+    heard = failures = 0
+    last = {"one after another": (6, 14, 22), "closed inside": (14, 14, 6), "forgotten": (8, 8, 8)}
+
+    def late(self: Keeper, number: int, vote: int, answers: Any) -> bool:
+        nonlocal heard
+        heard += 1
+        if heard == 2:  # of step 8: what all have got
+            wait_for(f"{folder}/gone")
+            self.broken(number, "told so by the test")
+            self.settle(number)
+        return passed(self, number, vote, answers)
+
+    def cut(*given: Any) -> Any:
+        nonlocal failures
+        failures += 1
+        if failures == 1:
+            time.sleep(0.5)
+            raise PeerStalled("told so by the test")
+        return connect_all(*given)
+
+    try:
+        with tw.join(address, run="test", min_members=3, timeout=TIMEOUT_S) as members:
+            engine = strategy.prepare(net, optimizer, torch.nn.MSELoss(), members=members)
+            for step in range(1, last[case][rank] + 1):
+                if case == "forgotten" and rank and step == 8:
+                    Keeper.passed, keeper.Direct = late, cut  # type: ignore[method-assign,misc,assignment]
+                x = torch.randn(8, 24)
+                engine.train_step(x, x)
+            if case == "closed inside" and rank == 2:
+                members.close()
+                engine.flush()
+            values = [p.sum().item() for p in net.parameters()] if case == "forgotten" else []
+            return members.step, tuple(values)
+    finally:
+        Keeper.passed, keeper.Direct = passed, connect_all  # type: ignore[method-assign,misc]
+        if rank == 0:
+            Path(folder, "gone").touch()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["admits", "lets go"])
+def test_a_break_at_the_agreement_that_changes_the_members(
+    ranks: Pool, tmp_path: Path, what: str
+) -> None:
+    """Nobody dies: one gives the generation up while the others still apply what was averaged."""
+    with meeting_place(None) as address:
+        found = ranks.run(
+            _breaking, address, str(tmp_path / "go"), what, size=3, group=False, timeout_s=120
+        )
+    assert sum(broke for broke, *_ in found) == 1
+    if what == "admits":
+        assert {step for _, step, *_ in found} == {200}
+        assert len({state for *_, state in found}) == 1
+    else:
+        assert [step for _, step, *_ in found] == [24, 24, 8]
+        assert max(longest_s for _, _, longest_s, _ in found) < TIMEOUT_S / 2
+
+
+def _breaking(
+    rank: int, size: int, address: str, flag: str, what: str
+) -> tuple[bool, int, float, str]:
+    admits = what == "admits"
+    net = model(rank)
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    wait_for(flag if admits and rank == 2 else "")
+    passed, commit, broke, longest_s = Keeper.passed, Averaging.commit_, False, 0.0
+
+    def late(self: Keeper, number: int, vote: int, answers: Any) -> bool:
+        nonlocal broke
+        word = b'"admit":["' if admits else b'"leaving"'
+        if not broke and any(word in each for each in answers):
+            broke = True
+            self.broken(number, "told so by the test")
+            self.settle(number)
+        return passed(self, number, vote, answers)
+
+    def slow(self: Averaging, *given: Any) -> None:
+        time.sleep(1.0 if broke or not admits else 0.0)
+        commit(self, *given)
+
+    if rank == 1:
+        Keeper.passed = late  # type: ignore[method-assign]
+    else:
+        Averaging.commit_ = slow  # type: ignore[method-assign]
+    try:
+        founders = 2 if admits else 3
+        with (
+            tw.join(address, run="test", start_members=founders, timeout=TIMEOUT_S) as members,
+            tw.local_sgd(net, optimizer, CONFIGS["whole"], members=members) as sync,
+        ):
+            while sync.step < (200 if admits else 24) and not members.left:
+                if rank == 2 and not admits and sync.step == 6:
+                    members.leave()
+                begun = time.monotonic()
+                optimizer.zero_grad()
+                net(torch.randn(8, 24)).square().mean().backward()
+                optimizer.step()
+                longest_s = max(longest_s, time.monotonic() - begun)
+                if admits:
+                    time.sleep(0.1)
+                if rank == 0 and sync.step == 4:
+                    Path(flag).touch()
+            return broke, sync.step, longest_s, digest(sync)
+    finally:
+        Keeper.passed, Averaging.commit_ = passed, commit  # type: ignore[method-assign]
 
 
 def _member_with(rank: int, size: int, address: str, config: Any, options: Any) -> Any:

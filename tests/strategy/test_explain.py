@@ -100,7 +100,7 @@ def test_local_updates_exchange_no_gradient(capsys: pytest.CaptureFixture[str]) 
     text = text_of(capsys, adaptive_localsgd=config, dgc=tw.DGC(10, min_numel=100))
     for part in (
         "No exchange of gradients",
-        "after each of the steps 1 to 30, then after every 8th step",
+        "after each of the steps 1 to 30, then one part after every 4th step",
         "outer SGD, rate 0.7, momentum 0.9, Nesterov",
         "the first 10 updates dense, then of each tensor's change the largest 0.1 % are sent, 1 "
         "bit an entry",

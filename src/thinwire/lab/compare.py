@@ -167,7 +167,7 @@ def _check(configs: Sequence[RunConfig], settings: Settings, work: Path, display
     runs = [run.to_dict() for run in files.values()]
     job = Job(task=_CHECK, config={"runs": runs}, timeout_s=_timeout_s(settings))
     refused: dict[str, str] = {}
-    name = ""
+    name = "a strategy file"
     try:
         with (
             display.strategy("checking") as bar,
@@ -305,6 +305,7 @@ def _work_folder(settings: Settings) -> Iterator[Path]:
 @contextlib.contextmanager
 def _claimed(out: Path) -> Iterator[None]:
     """Keep other comparisons out of a folder; the kernel frees it however this process ends."""
+    made = not out.exists()
     try:
         out.mkdir(parents=True, exist_ok=True)
         folder = os.open(out, os.O_RDONLY)
@@ -320,6 +321,8 @@ def _claimed(out: Path) -> Iterator[None]:
         yield
     finally:
         os.close(folder)
+        if made and not any(out.iterdir()):
+            out.rmdir()
 
 
 def _not_writable(out: Path, error: OSError) -> ValueError:

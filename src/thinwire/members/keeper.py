@@ -103,7 +103,6 @@ class Keeper:
         self._news = threading.Condition()
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._over = threading.Event()
-        self._leaves = False
         self._thread = threading.Thread(target=self._run, name="thinwire-members", daemon=True)
 
     # for the main thread
@@ -164,6 +163,9 @@ class Keeper:
 
     def change(self, number: int, ids: Sequence[str], settled: Sequence[str]) -> None:
         """Go over from a generation to one of these members, as all its members have agreed."""
+        with self._news:
+            # whoever is not let in now has missed a round, and has to come as another
+            self._were_in.update(ids)
         self._orders.put(lambda: self._go_over(number, tuple(ids), tuple(settled)))
 
     def settle(self, number: int) -> Generation:
@@ -271,16 +273,26 @@ class Keeper:
         """Newcomers that have the state of the run."""
         with self._news:
             found = [self._hellos[n]["id"] for n in sorted(self._ready) if n in self._hellos]
+            found = [each for each in found if each not in self._were_in]
         return [each for each in dict.fromkeys(found) if self._is_fresh(each)]
 
-    def close(self, *, leaves: bool = False) -> None:
-        """End the thread; may be called twice.
-
-        Args:
-            leaves: By itself: the others go on without this member however many they are, and who
-                has not heard the last agreement takes it from what is left at the meeting place.
+    def say_left(self, board: Board) -> None:
+        """Tell the others that this member ends by itself, so that they go on without it however
+        many they are, and who has not heard the last agreement takes it from there.
         """
-        self._leaves = leaves
+        now = self.generation
+        said = self._announcement() | {"after": -1 if now is None else now.number}
+        try:
+            board.put(f"left/{self.me}", said)
+        except (RuntimeError, ThinwireError) as error:  # nobody can ask there either
+            _log.info("left without a word at the meeting place: %s", error)
+
+    def close(self) -> None:
+        """End the thread; may be called twice."""
+        with self._news:
+            if self.end is None:
+                self.end = ThinwireError("this member has been closed, and takes part no more")
+            self._news.notify_all()
         self._over.set()
         self._orders.put(None)
         if self.board.waits_s > self.timeout_s:  # the host does not answer
@@ -309,8 +321,6 @@ class Keeper:
                     continue
                 if order is not None:
                     order()
-            if self._leaves and self.store_problem is None:
-                self._say_left()
         except ThinwireError as error:
             self._ended(error)
         except RuntimeError as error:
@@ -417,18 +427,12 @@ class Keeper:
             number += 1
         return None if number < 0 else number
 
-    def _say_left(self) -> None:
-        now = self.generation
-        number = -1 if now is None else now.number
-        try:
-            self.board.put(f"left/{self.me}", self._announcement() | {"after": number})
-        except RuntimeError as error:  # the meeting place has gone, and with it who could ask
-            _log.info("left without a word at the meeting place: %s", error)
-
     def _announcement(self, connecting_s: float | None = None) -> dict[str, Any]:
+        with self._news:  # what was taken from another counts before the main thread asks for it
+            votes, answers, _ = self._recorded or (self.votes, self._answers, ())
         return {
-            "votes": self.votes,
-            "answers": packed(self._answers),
+            "votes": votes,
+            "answers": packed(answers),
             "voted": self._voted,
             "connecting_s": connecting_s,
         }
@@ -579,7 +583,10 @@ class Keeper:
 
     def _go_over(self, number: int, ids: tuple[str, ...], settled: tuple[str, ...]) -> None:
         old = self.generation
-        if old is None or old.number != number:
+        if old is None or old.number != number:  # another one was formed meanwhile
+            if self.me not in ids:
+                self.say_left(self.board)
+                raise Evicted("this member has left")
             return
         with self._news:
             self._frozen = True
@@ -624,19 +631,20 @@ class Keeper:
             value = self.board.get(f"members/{number}")
             if value is not None:
                 return Decision.from_dict(value)
+            waited_s = time.monotonic() - begun  # of which all of them had a chance to be seen
             announced = {
                 each: said
                 for each in old.ids
                 if (said := self._announced(number, each)) is not None
             }
-            waited_s = time.monotonic() - begun
             connecting = [said["connecting_s"] or 0.0 for said in announced.values()]
             grace_s = _GRACE_S + max(connecting, default=0.0)
             if len(announced) == old.size or waited_s > grace_s:
                 decision, needed = agreed(old.ids, announced, old.base)
                 there = sum(each in decision.ids for each in needed)
                 gone = sum(said["left"] for said in announced.values())
-                enough = len(decision.ids) + gone >= self._min_members
+                # where nobody is lost, as many as have not left are enough
+                enough = there == len(needed) or len(decision.ids) + gone >= self._min_members
                 if enough and (2 * there > len(needed) or not needed):
                     return Decision.from_dict(
                         self.board.first(f"members/{number}", decision.to_dict())
@@ -663,6 +671,10 @@ class Keeper:
                     f"generation {number} was formed without this member: {trouble}. Join again to "
                     f"take part; the others are {', '.join(decision.ids)}"
                 )
+            with self._news:
+                if self.generation is not None and decision.votes == self.votes + 1:
+                    # it took all of the generation that this member was in
+                    self._recorded = decision.votes, decision.answers, self.generation.ids
             self.board.put("gen", number)
             self._were_in.update(decision.ids)
             formed = Generation(number, decision, decision.ids.index(self.me))
@@ -691,9 +703,6 @@ class Keeper:
                 decision = self._decided(formed, max(until - time.monotonic(), 0.0))
                 number += 1
         with self._news:
-            if self.generation is not None and decision.votes == self.votes + 1:
-                # it took all of the generation that this member was in
-                self._recorded = decision.votes, decision.answers, self.generation.ids
             old, self.generation = self.generation, formed
             self._frozen = False
             self._news.notify_all()

@@ -32,6 +32,8 @@ __all__ = ["Members", "Work", "join"]
 _TIMEOUT_S = 60.0
 _POLL_S = 0.1
 _NEWS_S = 10.0
+_LEAVE_S = 2.0
+"""For the word of a member that ends by itself."""
 _log = logging.getLogger("thinwire")
 Said = Mapping[str, Any]
 
@@ -237,7 +239,9 @@ class Members:
         self._givers = []
         if self._legacy is not None:
             self._legacy.close(self.timeout_s)
-        self._keeper.close(leaves=leaves)
+        if leaves and self._keeper.end is None and self._keeper.store_problem is None:
+            self._keeper.say_left(Board(self._board.store, min(_LEAVE_S, self.timeout_s)))
+        self._keeper.close()
         self._board.hang_up()
 
     # for local updates

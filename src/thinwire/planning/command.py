@@ -4,6 +4,7 @@ only.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import sys
@@ -89,7 +90,10 @@ def plan(
     if out is not None and html is not None and out.resolve() == html.resolve():
         raise ValueError(f"out and html are the same file, {str(out)!r}; name two")
     measures = task is not None and step_seconds is None and sys.stderr.isatty()
-    with display_for(quiet=quiet or not measures).strategy("plan") as bar:
+    with (
+        contextlib.redirect_stdout(sys.stderr),  # what a task prints is not of the plan
+        display_for(quiet=quiet or not measures).strategy("plan") as bar,
+    ):
         bar.note(f"a step of {task}")
         made = predicted(
             params=params,

@@ -106,8 +106,12 @@ def write_report(results: Mapping[str, Any], path: Path) -> None:
 def write_page(page: str, path: Path) -> None:
     """Write a file in one piece."""
     draft = path.with_name(path.name + ".tmp")
-    draft.write_text(page, encoding="utf-8")
-    draft.replace(path)
+    try:
+        # a file's name need not be text
+        draft.write_bytes(page.encode("utf-8", "backslashreplace"))
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def resource(name: str) -> str:

@@ -151,11 +151,11 @@ def _averaging(strategy: Fields) -> Iterator[str]:
     k_steps = config.init_k_steps if isinstance(config, AdaptiveLocalSGD) else config.k_steps
     peers = "the replicas of each stage" if strategy.pipeline is not None else "all ranks"
     begin = f"after each of the steps 1 to {config.begin_step}, then " if config.begin_step else ""
-    often = (
-        "after every step"
-        if k_steps == 1 and not adaptive
-        else f"{begin}after every {_ordinal(k_steps)} step"
-    )
+    period = max(1, k_steps // config.fragments)  # from one part's turn to the next one's
+    part = "one part " if config.fragments > 1 else ""
+    often = f"{begin}{part}after every {_ordinal(period)} step"
+    if period == 1 and not adaptive:
+        often = f"{part}after every step"
     if config.by_time:
         often += f" or {config.round_seconds:g} s after the last averaging, whichever comes first"
     every = int(config.average_state)
