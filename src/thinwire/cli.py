@@ -35,8 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     typed = list(sys.argv[1:] if arguments is None else arguments)
     status = 0
     # None where they were closed
-    sys.stdout = sys.stdout or Path(os.devnull).open("w", encoding="utf-8")
-    sys.stderr = sys.stderr or Path(os.devnull).open("w", encoding="utf-8")
+    sys.stdout = sys.stdout or Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
+    sys.stderr = sys.stderr or Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
     if typed == ["--version"]:  # works without any extra
         try:
             print(__version__, flush=True)
