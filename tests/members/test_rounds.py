@@ -603,7 +603,7 @@ def test_a_newcomer_that_cannot_reach_all_ends_nobody_elses_run(
 
 def _interrupted(rank: int, size: int, address: str) -> list[str]:
     """Threads that are left of a `join` that Ctrl-C ends."""
-    hello = keeper.Keeper.say_hello
+    hello, before = keeper.Keeper.say_hello, set(threading.enumerate())
 
     def interrupts(self: Keeper, board: Board) -> Any:
         number = hello(self, board)
@@ -617,7 +617,8 @@ def _interrupted(rank: int, size: int, address: str) -> list[str]:
             tw.join(address, run="test", start_members=2, timeout=30)
     finally:
         keeper.Keeper.say_hello = hello  # type: ignore[method-assign]
-    return [thread.name for thread in threading.enumerate() if "thinwire" in thread.name]
+    left = set(threading.enumerate()) - before
+    return [thread.name for thread in left if "thinwire" in thread.name]
 
 
 def test_an_interrupted_join_leaves_no_member_behind(ranks: Pool) -> None:
