@@ -318,11 +318,14 @@ def _claimed(out: Path) -> Iterator[None]:
             f"out={str(out)!r} is in use by another comparison: wait for it, or name another"
         ) from error
     else:
-        yield
+        try:
+            yield
+        except BaseException:
+            if made and not any(out.iterdir()):
+                out.rmdir()
+            raise
     finally:
         os.close(folder)
-        if made and not any(out.iterdir()):
-            out.rmdir()
 
 
 def _not_writable(out: Path, error: OSError) -> ValueError:
