@@ -52,7 +52,7 @@ MAY_IMPORT = {
     # steps of many ranks, on the network of the plan
     "simulation": BASE | {"layout", "planning"},
     # looks at what is between machines before anything of the library is made
-    "doctor": BASE | {"wire"},
+    "doctor": BASE | {"wire", "comm"},
     # members that come and go: who meets, who is admitted
     "members": BASE | {"comm", "exchange"},
     "cli": BASE | {"lab", "planning", "strategy", "doctor", "members"},

@@ -1,6 +1,7 @@
 """The rule for another number of ranks, against NumPy and plain loops."""
 
 import math
+import pickle
 import random
 from typing import Any
 
@@ -225,10 +226,27 @@ def test_random_numbers_go_on_where_they_were() -> None:
     assert draws() == expected
 
 
-def test_numpys_other_generators_are_kept_too() -> None:
+def test_they_are_kept_by_pickle_too() -> None:
+    state = pickle.loads(pickle.dumps(random_state()))
+    expected = draws()
+    set_random_state(state)
+    assert draws() == expected
+
+
+def test_those_of_older_checkpoints_are_taken() -> None:
+    state = random_state()
+    expected = draws()
+    key = state["numpy"]["state"]["key"]
+    state["numpy"]["state"]["key"] = key.view(torch.uint32)
+    set_random_state(state)
+    assert draws() == expected
+
+
+@pytest.mark.parametrize("kind", [np.random.PCG64, np.random.Philox])
+def test_numpys_other_generators_are_kept_too(kind: type[np.random.BitGenerator]) -> None:
     before = np.random.get_bit_generator()
     try:
-        np.random.set_bit_generator(np.random.PCG64(3))
+        np.random.set_bit_generator(kind(3))
         state = random_state()
         expected = draws()
         set_random_state(state)

@@ -137,7 +137,10 @@ def test_the_meeting_point_is_tried() -> None:
         ("127.0.0.1", "", "MASTER_ADDR is set and MASTER_PORT is not"),
         ("127.0.0.1", "99999", "MASTER_PORT is '99999'"),
         ("127.0.0.1", "http", "MASTER_PORT is 'http'"),
+        ("127.0.0.1", "²", "MASTER_PORT is '²'"),
         ("no.such.invalid", "29500", "does not resolve"),
+        ("node..local", "29500", "does not resolve: it is no name"),
+        (f"{'a' * 64}.local", "29500", "does not resolve: it is no name"),
     ],
 )
 def test_a_meeting_point_that_cannot_be(host: str, port: str, told: str) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from tests.processes import running
 from thinwire.doctor.interfaces import is_loopback, source_towards
-from thinwire.doctor.listening import listening
+from thinwire.doctor.listening import listening, program_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -48,3 +48,26 @@ def test_a_process_with_torch_is_found_with_its_address(address: str) -> None:
         assert told.startswith(f"port {port}: {who}")
     for told in outward:
         assert told.startswith(f"{named}:{port}: {who}")
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("/usr/bin/python3 -u -X dev /home/me/train.py --token abc", "python3 train.py"),
+        (
+            "python -m torch.distributed.run --nproc-per-node 2 train.py",
+            "python -m torch.distributed.run",
+        ),
+        ("python -c print(1) abc", "python -c"),
+        ("/venv/bin/python /venv/bin/thinwire host --token-file t", "thinwire host"),
+        ("python --token=abc", "python"),
+        ("/opt/trainer --token abc", "trainer"),
+    ],
+)
+def test_a_process_is_named_without_its_options(command: str, told: str) -> None:
+    assert program_of(command.split()) == told
+
+
+def test_a_process_that_names_itself_is_too() -> None:
+    assert program_of(["trainer: --token abc"]) == "trainer:"
+    assert program_of([]) == ""

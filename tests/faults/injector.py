@@ -90,7 +90,7 @@ def raise_error() -> None:
 def reset() -> None:
     """Close all connections of this process, which lives on."""
     for each in connections():
-        shut_down(each.descriptor, each.inode)
+        shut_down(each)
 
 
 def grow() -> None:

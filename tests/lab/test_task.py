@@ -104,11 +104,32 @@ def test_seeds_are_means_with_a_range(tmp_path: Path) -> None:
     assert ends[0] != ends[1]
 
 
+LATE = """class Late:
+    calls = 0
+    def __call__(self, outputs, targets):
+        self.calls += 1
+        if self.calls > 3:
+            raise ValueError("late")
+        return torch.nn.functional.mse_loss(outputs, targets)
+
+def task("""
 WRONG: dict[str, tuple[tuple[tuple[str, str], ...], str]] = {
     "import": ((("import os,", "import nothing_of_this_name, os,"),), "cannot be imported"),
     "no function": ((("def task(", "def other("),), "has no function task"),
     "raises": ((("    torch.manual_seed(seed)", "    raise KeyError('x')"),), "KeyError"),
     "no Task": ((("return tw.Task(", "return dict("),), "must give a thinwire.Task, got dict"),
+    "raises later": (
+        (("loss_fn=torch.nn.functional.mse_loss,", "loss_fn=Late(),"), ("def task(", LATE)),
+        "loss_fn raised ValueError: late",
+    ),
+    "exits": (
+        (("evaluate=lambda m:", "evaluate=lambda m: exit(0) if rank else"),),
+        "SystemExit: 0 (on rank 1)",
+    ),
+    "cannot be moved": (
+        (("torch.nn.Linear(6, 16)", 'torch.nn.Linear(6, 16, device="meta")'),),
+        "model.to(cpu) raised NotImplementedError",
+    ),
     "no evaluate": ((("        evaluate=", "        optimizer=None) or dict("),), "evaluate"),
     "ends": ((("    while True:", "    for _ in range(3):"),), "ended after 3 batches"),
     "NaN": (

@@ -19,6 +19,7 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from tests.members.places import TIMEOUT, TOKEN, host_command
+from tests.processes import running
 from thinwire import cli
 from thinwire.errors import Mismatch, PeerLost, PeerStalled
 from thinwire.members.meeting import connect
@@ -295,3 +296,44 @@ def test_no_key_or_value_of_a_stranger_ends_it() -> None:
             raw.sendall(bytes.fromhex("00cef7853c0d6312000001") + b"".join(parts))
             time.sleep(1.2)
         assert process.poll() is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("log", ["/dev/full", "a pipe that nobody reads"])
+def test_it_goes_on_where_what_it_says_cannot_be_written(log: str, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    token = token_file(tmp_path)
+    command = [sys.executable, "-m", "thinwire", "host", "--bind", f"127.0.0.1:{port}"]
+    read, write = os.pipe()
+    os.close(read)
+    out = write if log != "/dev/full" else os.open(log, os.O_WRONLY)
+    with running([*command, "--token-file", str(token)], stdout=out) as process:
+        until = time.monotonic() + ENDS_S
+        while True:
+            try:
+                store = connect(f"tcp://127.0.0.1:{port}", "llm", TOKEN, TIMEOUT)
+                break
+            except PeerLost:
+                assert process.poll() is None
+                assert time.monotonic() < until
+                time.sleep(0.2)
+        for generation in ("0", "1"):
+            store.set("gen", generation)
+            time.sleep(1.5)  # it says so
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(ENDS_S) == 0
+    os.close(out)
+
+
+def test_a_token_that_could_not_be_written_leaves_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    no_room = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); " + (
+        f"from thinwire.members.token import new_token; new_token({str(path)!r})"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", no_room], capture_output=True, text=True, check=False
+    )
+    assert "token cannot be written: File too large" in ended.stderr
+    assert not path.exists()

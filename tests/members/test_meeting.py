@@ -1,16 +1,23 @@
 """Who comes to a meeting place is admitted, or is told at once why not; nobody else notices."""
 
 import json
+import os
+import shutil
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
+from tests.lab.namespaces import needs_netns
 from tests.members.places import TIMEOUT, TOKEN, meeting_place
+from tests.processes import ran
 from thinwire.errors import Mismatch, PayloadCorrupt, PeerLost, PeerStalled, ThinwireError
 from thinwire.members import meeting
 from thinwire.members.address import Address, parse_address
@@ -184,3 +191,42 @@ def test_a_store_is_refused_that_a_stranger_filled_beforehand(place: str) -> Non
     store: SealedStore = connect(place, "squat", TOKEN, TIMEOUT)
     with pytest.raises(PayloadCorrupt, match="run/squat/facts"):
         require_same(store, {"wire": 1})
+
+
+def silent_name_server(work: str) -> str:
+    """What a script prints where the name server of its network keeps silent."""
+    name = f"tw{os.getpid()}names"
+    folder = Path("/etc/netns") / name
+    folder.mkdir(parents=True)
+    try:
+        (folder / "resolv.conf").write_text("nameserver 192.0.2.53\n")
+        for words in (
+            f"netns add {name}",
+            f"-n {name} link set lo up",
+            f"-n {name} link add d0 type veth peer name d1",
+            f"-n {name} link set d1 up",
+            f"-n {name} addr add 192.0.2.1/24 dev d0",
+            f"-n {name} link set d0 up",
+            f"-n {name} neigh add 192.0.2.53 lladdr 02:00:00:00:00:53 dev d0",
+        ):
+            subprocess.run(["ip", *words.split()], check=True)
+        command = ["ip", "netns", "exec", name, sys.executable, "-c", work]
+        return ran(command).stdout
+    finally:
+        subprocess.run(["ip", "netns", "del", name], check=False)
+        shutil.rmtree(folder)
+
+
+@needs_netns
+def test_a_name_server_that_keeps_silent_is_not_waited_for_longer_than_the_time_out() -> None:
+    told = silent_name_server(
+        "import time, thinwire as tw\n"
+        "begun = time.monotonic()\n"
+        "try: tw.join('tcp://head.cluster:29400', run='a', timeout=1)\n"
+        "except tw.errors.PeerLost as error: print(time.monotonic() - begun, error)\n"
+    )
+    seconds, _, text = told.partition(" ")
+    assert float(seconds) < 4.0
+    assert text.strip() == (
+        "head.cluster does not resolve to an address: no name server answered within 1 s"
+    )

@@ -1,5 +1,6 @@
 """A sealed store gives back what a holder of the token wrote under this key, and nothing else."""
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
 from torch.distributed import DistError
 
 from thinwire.errors import PayloadCorrupt
@@ -179,3 +180,34 @@ def test_gloo_gives_up_at_its_time_out(plain: TCPStore) -> None:
     with pytest.raises(DistError, match="timeout"):
         group(SealedStore(plain, SECRET).under("g"), 0, 2, timedelta(seconds=1))
     assert time.monotonic() - begun < 5
+
+
+class Read(Store):
+    """What a stranger reads of a store's questions."""
+
+    def __init__(self, store: TCPStore) -> None:
+        super().__init__()
+        self.store: Any = store
+        self.seen: list[bytes] = []
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        self.seen += [
+            value.encode() if isinstance(value, str) else value for value in (expected, desired)
+        ]
+        answer: bytes = self.store.compare_set(key, expected, desired)
+        return answer
+
+
+def test_what_a_question_shows_cannot_be_put_back_as_an_answer(plain: TCPStore) -> None:
+    wire = Read(plain)
+    sealed = SealedStore(wire, SECRET, "run/a/")
+    assert sealed.peek("hello") is None
+    for value in tuple(wire.seen):
+        plain.set("run/a/hello", value)
+        with contextlib.suppress(PayloadCorrupt):
+            assert sealed.peek("hello") is None
+        with pytest.raises(PayloadCorrupt):
+            sealed.compare_set("hello", "", "mine")
+    plain.delete_key("run/a/hello")
+    assert sealed.compare_set("hello", "", "mine") == b"mine"
+    assert sealed.peek("hello") == b"mine"

@@ -93,6 +93,8 @@ def test_callbacks_are_called_in_order_once_for_each_pair() -> None:
     assert len(pairs) == 6
     with pytest.raises(TypeError, match=r"callbacks\[0\]"):
         optimizer.backward(loss_of(net), callbacks=[3])
+    with pytest.raises(TypeError, match="callbacks must be Iterable, got 3"):
+        optimizer.backward(loss_of(net), callbacks=3)  # type: ignore[arg-type]
 
 
 def test_backward_refuses_what_is_not_its_own() -> None:

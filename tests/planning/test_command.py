@@ -103,3 +103,23 @@ def test_a_probe_of_one_rank_is_refused_where_it_is_made(tmp_path: Path) -> None
     assert said.returncode == 2
     assert "torchrun has started one" in said.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_behind_a_link_is_written_and_the_link_stays(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    (tmp_path / "best.yaml").symlink_to("store/best.yaml")
+    for words, there in ((["--link", "fast"], False), ([], True)):
+        command = [*PLAN, *NUMBERS, *words, "--out", "best.yaml"]
+        subprocess.run(command, capture_output=True, check=False, cwd=tmp_path)
+        assert (tmp_path / "best.yaml").is_symlink()
+        assert (tmp_path / "store" / "best.yaml").exists() == there
+    assert tw.DistributedStrategy.load(tmp_path / "store" / "best.yaml").on
+
+
+def test_whoever_reads_from_a_pipe_gets_the_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with running([*PLAN, *NUMBERS, "--out", "pipe"], stdout=subprocess.PIPE, cwd=tmp_path) as plan:
+        text = (tmp_path / "pipe").read_text()
+        assert plan.communicate()[0]
+        assert plan.returncode == 0
+    assert text.startswith("# Written by thinwire plan")

@@ -57,6 +57,15 @@ def test_every_pair_and_every_gradient_is_measured(file: Path) -> None:
     assert compute["ready_s"][-1] < compute["ready_s"][0]
 
 
+@pytest.mark.slow
+def test_a_file_that_rank_0_cannot_write_is_one_line_of_all_at_once() -> None:
+    said = torchrun("probe", "--out", "/no/such/probe.json", "--size", "tiny", "--batch", "2")
+    assert said.returncode == 1  # of torchrun
+    line = "thinwire: out='/no/such/probe.json' cannot be written: No such file or directory"
+    assert said.stderr.count(line) >= 1
+    assert "did not answer" not in said.stderr
+
+
 def test_it_stays_within_what_it_may_send(file: Path) -> None:
     assert json.loads(file.read_text())["bytes"] <= 32 * 2**20
 
@@ -82,6 +91,7 @@ def test_a_plan_follows_from_it(file: Path) -> None:
         ({}, {"link": "1gbit"}, "link='1gbit' is given.*probe.json"),
         ({"pairs": 3}, {}, "not whole.*probe again"),
         ({"compute": {}}, {}, "not whole.*probe again"),
+        ({"hosts": []}, {}, "not whole.*probe again"),
     ],
 )
 def test_what_does_not_fit_is_one_clear_line(
@@ -126,6 +136,11 @@ def test_ranks_of_a_machine_average_first_where_the_probe_saw_them(
     far = tw.plan(probe=on_machines(file, "aaaabbbb", 1, tmp_path / "far.json"))
     assert far["dgc"].step_seconds[1] > far["dgc 0.1% b1 n1"].step_seconds[1]
     assert far["dgc 0.1% b1 n1"].step_seconds == alone.step_seconds
+    found = json.loads((tmp_path / "near.json").read_text())
+    for pair in found["pairs"]:
+        pair["bytes_s"] = None  # latencies took all the time
+    (tmp_path / "unknown.json").write_text(json.dumps(found))
+    assert tw.plan(probe=tmp_path / "unknown.json").link["node_size"] == 1
     for hosts in ("aaaaabbb", "abababab", "abcdefgh", "aaaaaaaa"):
         plan = tw.plan(probe=on_machines(file, hosts, 1000, tmp_path / "other.json"))
         assert plan.link["node_size"] == 1

@@ -1,6 +1,7 @@
 """When exchanges are over: event by event as by the formulas, and what goes wrong is said."""
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -232,3 +233,33 @@ def test_ten_thousand_ranks_take_less_than_a_minute(name: str) -> None:
     assert time.process_time() - begin_s < 60
     assert outcome.error is None
     assert outcome.seconds > 2 * 9999 * 2 * 0.02, "two agreements go round a ring"
+
+
+DENSE = Method(NUMELS)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: switch(2, 0.0, 0.01), "up_bit_s must be above 0"),
+        (lambda: switch(2, float("nan"), 0.01), "up_bit_s must be above 0"),
+        (lambda: switch(2, 1e6, -0.01), "near_s must be a latency"),
+        (lambda: sites(4, 0, bit_s=1e9, near_s=0, site_bit_s=1e7, far_s=0.1), "at least 1 site"),
+        (lambda: Entries(0.9, 2, "splt"), "exchange must be one of"),
+        (lambda: Whole(4, "splt"), "exchange must be one of"),
+        (lambda: Method(NUMELS, node_size=0), "node_size is 0"),
+        (lambda: Method(NUMELS, k_steps=4, delay=4), "delay=4 must be below 4"),
+        (lambda: Method(NUMELS, delay=1), "needs k_steps"),
+        (lambda: simulate(DENSE, switch(2, 1e6, 0.0), step_s=-1.0, steps=1), "step_s must be"),
+        (lambda: with_trouble(Trouble(lost={2: 1})), "lost names rank 2; there are ranks 0 to 1"),
+        (lambda: with_trouble(Trouble(slow={-1: 2.0})), "slow names rank -1"),
+        (lambda: with_trouble(Trouble(slow_lines={0: 0.0})), "slow by 0"),
+    ],
+)
+def test_what_cannot_be_is_refused(make: Callable[[], object], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        make()
+
+
+def with_trouble(trouble: Trouble) -> object:
+    return simulate(DENSE, switch(2, 1e6, 0.0), step_s=0.1, steps=1, trouble=trouble)

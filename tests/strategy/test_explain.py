@@ -4,6 +4,7 @@ optimizer."""
 import contextlib
 import io
 import itertools
+import re
 from typing import Any
 
 import pytest
@@ -83,6 +84,21 @@ def test_the_parts_come_in_the_order_of_a_step(capsys: pytest.CaptureFixture[str
     ]
     places = [text.index(part) for part in parts]
     assert places == sorted(places)
+
+
+@pytest.mark.parametrize(
+    "others", [{}, {"localsgd": tw.LocalSGD(4)}, {"lars": tw.LARS()}], ids=["", "localsgd", "lars"]
+)
+def test_the_loss_scale_divides_once(
+    others: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for scale in (tw.DynamicLossScale(), tw.FixedLossScale(8.0)):
+        fields = {"amp": tw.AMP("float16", scale), **others}
+        plain = text_of(capsys, **fields)
+        merged = text_of(capsys, **fields, gradient_merge=tw.GradientMerge(2))
+        for text in (plain, merged):
+            steps = text.partition("Together")[0]
+            assert len(re.findall(r"divided? by\s+the\s+(loss\s+)?scale", steps)) == 1, steps
 
 
 def test_local_updates_exchange_no_gradient(capsys: pytest.CaptureFixture[str]) -> None:

@@ -94,10 +94,15 @@ def _cuda_state(seed: int, like: Tensor) -> Tensor:
 def _from_numpy(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _from_numpy(entry) for key, entry in value.items()}
-    return torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
+    if not isinstance(value, np.ndarray):
+        return value
+    # torch 2.13 pickles tensors of unsigned words of 32 bits, and cannot read them back
+    return torch.from_numpy(value.view(f"i{value.itemsize}").copy())
 
 
 def _to_numpy(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _to_numpy(entry) for key, entry in value.items()}
-    return value.cpu().numpy() if isinstance(value, Tensor) else value
+    if not isinstance(value, Tensor):
+        return value
+    return value.cpu().numpy().view(f"u{value.itemsize}")  # as which checkpoints of before hold it

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from thinwire.comm.sockets import connections, shut_down
+from thinwire.comm.sockets import Connection, connections, shut_down
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -110,8 +110,8 @@ class Courier:
         self._failed = ""
         self._wanted: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
         self._host = _host_of(store)
-        self._others: set[int] = set()
-        self._mine: set[int] | None = None
+        self._others: set[Connection] = set()
+        self._mine: set[Connection] | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(
             target=self._run, args=(store,), name="thinwire-alive", daemon=True
@@ -177,10 +177,10 @@ class Courier:
         # whatever the store says or does not: it is asked only to make an error clearer
         with contextlib.suppress(RuntimeError, ValueError):
             with _connecting:
-                self._others = _sockets_to(self._host)
+                self._others = _connections_to(self._host)
                 # torch has it, its stub not
                 own: Store = store.clone()  # type: ignore[attr-defined]
-                self._mine = _sockets_to(self._host) - self._others
+                self._mine = _connections_to(self._host) - self._others
             del store
             own.set_timeout(timedelta(seconds=_LONGEST_S))
             while not self._over.is_set():
@@ -238,9 +238,9 @@ class Courier:
         """Close the connection under a call that waits for an answer, or for the connection
         itself.
         """
-        mine = self._mine if self._mine is not None else _sockets_to(self._host) - self._others
-        for descriptor in mine & _sockets_to(self._host):
-            shut_down(descriptor)
+        mine = self._mine if self._mine is not None else _connections_to(self._host) - self._others
+        for each in mine:
+            shut_down(each)
 
 
 class _Question:
@@ -266,8 +266,6 @@ def _host_of(store: "Store") -> int | None:
     return port if isinstance(port, int) else None
 
 
-def _sockets_to(port: int | None) -> set[int]:
-    """The descriptors of this process that are connected to a port, where the system tells."""
-    if port is None:
-        return set()
-    return {each.descriptor for each in connections() if each.other_port == port}
+def _connections_to(port: int | None) -> set[Connection]:
+    """Those of this process to a port, where the system tells."""
+    return {each for each in connections() if each.there[1] == port}

@@ -1,8 +1,10 @@
 """Process groups over a store alone, without `init_process_group`: for ranks that come and go."""
 
 import datetime
+import json
 import threading
 import time
+from collections.abc import Set
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from thinwire.comm.failures import explain_failure
 from thinwire.comm.private import forget, hold, made_within, released_at_exit
-from thinwire.comm.sockets import Connection, connections, listeners, shut_down
+from thinwire.comm.sockets import Connection, Place, connections, listeners, shut_down
 from thinwire.errors import PeerLost, PeerStalled
 
 __all__ = ["Direct", "Line"]
@@ -75,18 +77,19 @@ class Direct:
     def _made(
         self, store: Store, rank: int, size: int, timeout_s: float, address: str
     ) -> tuple[ProcessGroup, ProcessGroup]:
-        device, port = _device(address)
+        device, here = _device(address)
         ahead = _Ahead(store, size)
-        ahead.set(f"port/{rank}", str(port))
+        ahead.set(f"place/{rank}", json.dumps(here))
+        before = {each.inode for each in connections()}
         made = [
             _gloo(PrefixStore(kind, ahead), rank, size, timeout_s, device)
             for kind in ("data", "control")
         ]
-        ports = {int(ahead.get(f"port/{other}")) for other in range(size) if other != rank}
+        there = {
+            tuple(json.loads(ahead.get(f"place/{other}"))) for other in range(size) if other != rank
+        }
         self._store = ahead
-        self._connections = [
-            each for each in connections() if each.port == port or each.other_port in ports
-        ]
+        self._connections = [each for each in between(here, there) if each.inode not in before]
         return made[0], made[1]
 
     @property
@@ -97,12 +100,21 @@ class Direct:
     def hang_up(self) -> None:
         """Close the connections: every wait of this process and of the others ends at once."""
         for each in self._connections:
-            shut_down(each.descriptor, each.inode)
+            shut_down(each)
 
     def release(self) -> None:
         """Hang up and let go of the groups, which joins their threads; may be called twice."""
         self.hang_up()
         self.group = self.control = None
+
+
+def between(here: Place, there: Set[Place]) -> list[Connection]:
+    """The connections of this process that it accepted at a place, or made to one of others.
+
+    A port alone says too little: another network of this process may have the same, on another
+    machine.
+    """
+    return [each for each in connections() if each.here == here or each.there in there]
 
 
 class _Ahead(Store):
@@ -208,16 +220,16 @@ class Line:
         self._ends.release()
 
 
-def _device(address: str) -> tuple[Any, int]:
-    """What gloo listens with, and the port."""
+def _device(address: str) -> tuple[Any, Place]:
+    """What gloo listens with, and where."""
     kind: Any = ProcessGroupGloo  # torch has it, its stub not
     with _listening:  # the new one is recognised by what was there before
         for _ in range(_DEVICES_TRIED):
             before = listeners()
             device = kind.create_device(hostname=address, lazy_init=False)
-            ports = {port for one, port in listeners().items() if one not in before}
-            if len(ports) == 1:  # else threads that are not ours have begun to listen meanwhile
-                return device, ports.pop()
+            places = {place for one, place in listeners().items() if one not in before}
+            if len(places) == 1:  # else threads that are not ours have begun to listen meanwhile
+                return device, places.pop()
     raise RuntimeError(
         f"{_DEVICES_TRIED} times in a row another thread of this process began to listen while "
         "this one did"

@@ -56,13 +56,22 @@ def require_agreement(
         _warn_of_versions(builds)
     first, *others = (dict(_entries("", row)) for row in rows)
     for rank, other in enumerate(others, start=1):
-        for where in [*first, *other]:
-            ours, theirs = (entries.get(where, "nothing") for entries in (first, other))
-            if ours != theirs:
-                cure = (cures or {}).get(where.split(".")[0], _SAME_SCRIPT)
-                raise Mismatch(
-                    f"{what}: {where} differs: rank 0 has {ours}, rank {rank} has {theirs}. {cure}"
-                )
+        pairs = {
+            where: (first.get(where, "nothing"), other.get(where, "nothing"))
+            for where in [*first, *other]
+        }
+        differ = {
+            where: (ours, theirs) for where, (ours, theirs) in pairs.items() if ours != theirs
+        }
+        # where one rank has an empty mapping or list, what is in the other one's says more
+        clear = [where for where, both in differ.items() if not {"{}", "[]"} & {*both}]
+        clear = clear or list(differ)
+        if clear:
+            where, (ours, theirs) = clear[0], differ[clear[0]]
+            cure = (cures or {}).get(where.split(".")[0], _SAME_SCRIPT)
+            raise Mismatch(
+                f"{what}: {where} differs: rank 0 has {ours}, rank {rank} has {theirs}. {cure}"
+            )
 
 
 def _warn_of_versions(rows: Sequence[Mapping[str, Any]]) -> None:

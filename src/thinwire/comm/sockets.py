@@ -1,14 +1,24 @@
 """The connections of this process, found by its descriptors, and an end to them."""
 
 import contextlib
+import ctypes
 import os
 import socket
 import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Connection", "connections", "listeners", "shut_down"]
+__all__ = ["Connection", "Place", "connections", "listeners", "shut_down"]
+
+_SYSTEM = ctypes.CDLL(None)
+"""The C library of this process; of its calls here 0 is success."""
+_LONGEST_NAME_BYTES = 128
+"""Of a `sockaddr_storage`."""
+
+Place = tuple[str, int]
+"""An address as text, and a port."""
 
 
 class Connection(NamedTuple):
@@ -16,47 +26,80 @@ class Connection(NamedTuple):
 
     descriptor: int
     inode: int
-    port: int
-    other_port: int
+    here: Place
+    there: Place
 
 
 def connections() -> list[Connection]:
-    """All of this process over the internet protocols, where the system tells."""
+    """All of this process over the internet protocols; none where the system is not Linux."""
     found = []
-    for descriptor, inode, beside in _sockets():
-        with contextlib.suppress(OSError):  # one that listens has no other end
-            other_port = beside.getpeername()[1]
-            found.append(Connection(descriptor, inode, beside.getsockname()[1], other_port))
+    for descriptor, inode, held in _streams():
+        here, there = _place("getsockname", held), _place("getpeername", held)
+        if here is not None and there is not None:  # one that listens has no other end
+            found.append(Connection(descriptor, inode, here, there))
     return found
 
 
-def listeners() -> dict[int, int]:
-    """Ports on which this process listens, by inode."""
-    return {
-        inode: beside.getsockname()[1]
-        for _, inode, beside in _sockets()
-        if beside.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-    }
+def listeners() -> dict[int, Place]:
+    """Where this process listens, by inode."""
+    found = {}
+    for _, inode, held in _streams():
+        here = _place("getsockname", held)
+        if here is not None and _option(held, socket.SO_ACCEPTCONN):
+            found[inode] = here
+    return found
 
 
-def shut_down(descriptor: int, inode: int | None = None) -> None:
+def shut_down(each: Connection) -> None:
     """End a connection for both sides; nothing where it has been closed, or is another by now."""
-    with contextlib.suppress(OSError):
-        about = os.fstat(descriptor)
-        if stat.S_ISSOCK(about.st_mode) and inode in (None, about.st_ino):
-            with socket.socket(fileno=os.dup(descriptor)) as beside:
-                beside.shutdown(socket.SHUT_RDWR)
+    with contextlib.suppress(OSError), _held(each.descriptor) as (inode, held):
+        if inode == each.inode:
+            _SYSTEM.shutdown(held, socket.SHUT_RDWR)
 
 
-def _sockets() -> Iterator[tuple[int, int, socket.socket]]:
-    """Descriptor and inode of every stream, and a socket beside it, to be closed on its own."""
-    linux = Path("/proc/self/fd")
-    for entry in list((linux if linux.is_dir() else Path("/dev/fd")).iterdir()):
-        with contextlib.suppress(OSError):
-            descriptor = int(entry.name)
-            about = os.fstat(descriptor)
-            if stat.S_ISSOCK(about.st_mode):
-                with socket.socket(fileno=os.dup(descriptor)) as beside:
-                    # the other end of a pipe within this machine has a text for its name
-                    if beside.family != socket.AF_UNIX and beside.type == socket.SOCK_STREAM:
-                        yield descriptor, about.st_ino, beside
+def _streams() -> Iterator[tuple[int, int, int]]:
+    """Descriptor and inode of every stream of this process, and another descriptor of it."""
+    folder = Path("/proc/self/fd")
+    for entry in list(folder.iterdir()) if folder.is_dir() else ():
+        # the one through which the folder was read is closed by now
+        with contextlib.suppress(OSError), _held(int(entry.name)) as (inode, held):
+            if inode is not None and _option(held, socket.SO_TYPE) == socket.SOCK_STREAM:
+                yield int(entry.name), inode, held
+
+
+@contextlib.contextmanager
+def _held(descriptor: int) -> Iterator[tuple[int | None, int]]:
+    """Inode of a socket, None of anything else, and a descriptor that nobody else closes."""
+    # no object of Python's socket: under socket.setdefaulttimeout it would make the connection
+    # itself non-blocking, for torch and whoever else uses it
+    held = os.dup(descriptor)
+    try:
+        about = os.fstat(held)
+        yield about.st_ino if stat.S_ISSOCK(about.st_mode) else None, held
+    finally:
+        os.close(held)
+
+
+def _option(descriptor: int, option: int) -> int:
+    value = ctypes.c_int()
+    length = ctypes.c_uint32(ctypes.sizeof(value))
+    _SYSTEM.getsockopt(
+        descriptor, socket.SOL_SOCKET, option, ctypes.byref(value), ctypes.byref(length)
+    )
+    return value.value
+
+
+def _place(function: str, descriptor: int) -> Place | None:
+    """What `getsockname` or `getpeername` tells; None where that is no internet address."""
+    name = ctypes.create_string_buffer(_LONGEST_NAME_BYTES)
+    if getattr(_SYSTEM, function)(descriptor, name, ctypes.byref(ctypes.c_uint32(len(name)))) != 0:
+        return None
+    raw = name.raw
+    family = int.from_bytes(raw[:2], sys.byteorder)
+    if family == socket.AF_INET:
+        address = raw[4:8]
+    elif family == socket.AF_INET6:
+        address = raw[8:24]
+    else:  # the other end of a pipe within this machine
+        return None
+    return socket.inet_ntop(family, address), int.from_bytes(raw[2:4], "big")

@@ -2,12 +2,12 @@
 
 import difflib
 import ipaddress
-import socket
 from collections.abc import Iterator
 
 from thinwire.doctor.findings import Finding, note, ok, wrong
 from thinwire.doctor.interfaces import is_loopback
 from thinwire.doctor.machine import Machine
+from thinwire.doctor.names import resolved
 
 __all__ = ["elsewhere", "machine_findings"]
 
@@ -47,11 +47,9 @@ def elsewhere(meeting: str, own: tuple[str, ...]) -> bool | None:
         meeting: The variable; empty where it is not set.
         own: Addresses of this machine.
     """
-    try:
-        address = str(socket.getaddrinfo(meeting, None)[0][4][0]) if meeting else ""
-    except OSError:  # a finding of its own
-        return None
-    return True if address and address not in own and not is_loopback(address) else None
+    # no address is a finding of its own
+    addresses = resolved(meeting).addresses[:1] if meeting else ()
+    return True if any(a not in own and not is_loopback(a) for a in addresses) else None
 
 
 def _host(machine: Machine) -> Finding:

@@ -1,10 +1,10 @@
 """The addresses that gloo announces, from torch itself."""
 
 import os
-import socket
-from pathlib import Path
 
 import torch.distributed as dist
+
+from thinwire.comm.sockets import listeners
 
 __all__ = ["announced_addresses", "named_interfaces"]
 
@@ -22,7 +22,7 @@ def announced_addresses() -> tuple[str, ...]:
     Raises:
         RuntimeError: With gloo's own words, such as those for an interface that is not there.
     """
-    before = _listening()
+    before = listeners()
     names = named_interfaces()
     gloo = dist.ProcessGroupGloo
     devices = (
@@ -30,25 +30,6 @@ def announced_addresses() -> tuple[str, ...]:
         if names
         else [gloo.create_default_device()]
     )
-    found = [address for key, address in _listening().items() if key not in before]
+    found = [address for one, (address, _) in listeners().items() if one not in before]
     del devices
     return tuple(dict.fromkeys(found))
-
-
-def _listening() -> dict[str, str]:
-    """Address of every socket on which this process listens, by its name in /proc."""
-    found = {}
-    folder = Path("/proc/self/fd")
-    for link in folder.iterdir() if folder.exists() else ():
-        try:
-            name, copy = str(link.readlink()), os.dup(int(link.name))
-        except OSError:  # the one through which the folder is read is closed by now
-            continue
-        if not name.startswith("socket:"):
-            os.close(copy)
-            continue
-        with socket.socket(fileno=copy) as held:
-            internet = held.family in (socket.AF_INET, socket.AF_INET6)
-            if internet and held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                found[name] = str(held.getsockname()[0])
-    return found

@@ -8,6 +8,8 @@ import socket
 import sys
 from dataclasses import dataclass
 
+from thinwire.doctor.names import resolved
+
 __all__ = ["Interface", "interfaces", "is_loopback", "source_towards"]
 
 _INTERNAL = re.compile(r"(docker\d+|br-[0-9a-f]{12}|virbr\d+|cni\d+|lxcbr\d+|podman\d+)")
@@ -76,11 +78,9 @@ def source_towards(host: str = "") -> str:
     Args:
         host: Name or address; empty for whatever is outside. Nothing is sent to it.
     """
-    with contextlib.suppress(OSError):
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host or _SOMEWHERE, 9, type=socket.SOCK_DGRAM
-        )[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)
+    for address in resolved(host or _SOMEWHERE).addresses[:1]:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))
             return str(probe.getsockname()[0])
     return ""

@@ -4,17 +4,16 @@ import ipaddress
 import os
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from thinwire.doctor.interfaces import is_loopback
 
-__all__ = ["Listening", "listening", "ports_in_use"]
+__all__ = ["Listening", "listening", "ports_in_use", "program_of"]
 
 _LISTEN = "0A"
 _PROC = Path("/proc")
-_LONGEST_COMMAND = 60
 
 
 class Listening(NamedTuple):
@@ -66,9 +65,28 @@ def _of_process(folder: Path, places: Mapping[str, tuple[str, int]]) -> list[tup
     mine = {place for inode, place in places.items() if f"socket:[{inode}]" in links}
     if not mine or "libtorch" not in (folder / "maps").read_text():
         return []
-    command = (folder / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ").strip()
-    said = command if len(command) <= _LONGEST_COMMAND else f"{command[:_LONGEST_COMMAND]}..."
+    said = program_of((folder / "cmdline").read_bytes().decode(errors="replace").split("\0"))
     return [(*place, f"pid {folder.name} ({said})") for place in mine]
+
+
+def program_of(command: Sequence[str]) -> str:
+    """Program, and script or module, of a command line; the rest may be secret."""
+    words = iter(command)
+    program = next(words, "").partition(" ")[0]  # of some that name themselves, options follow
+    told = Path(program).name
+    if not told.startswith("python"):
+        return told
+    for word in words:
+        if word in ("-X", "-W"):
+            next(words, None)
+        elif word == "-m":
+            return f"{told} -m {next(words, '')}"
+        elif word == "-c":
+            return f"{told} -c"
+        elif not word.startswith("-"):
+            script = Path(word).name
+            return f"{script} {next(words, '')}" if script == "thinwire" else f"{told} {script}"
+    return told
 
 
 def _as_text(address: str) -> str:

@@ -17,9 +17,10 @@ from typing import Any, Self
 from thinwire._aside import Late, within
 from thinwire._version import __version__
 from thinwire.doctor.clock import follows_a_time_server
-from thinwire.doctor.gloo import announced_addresses
+from thinwire.doctor.gloo import announced_addresses, named_interfaces
 from thinwire.doctor.interfaces import Interface, interfaces, is_loopback, source_towards
 from thinwire.doctor.listening import listening, ports_in_use
+from thinwire.doctor.names import LOOK_UP_S, resolved
 from thinwire.wire.message import WIRE_VERSION
 
 __all__ = ["Machine"]
@@ -81,8 +82,10 @@ class Machine:
     def look(cls) -> Self:
         """This machine as it is now."""
         host = socket.gethostname()
-        names, names_error = _resolved(host)
-        gloo, gloo_error = _of_gloo()
+        begun = time.monotonic()
+        names, names_error = resolved(host)
+        silent = time.monotonic() - begun >= LOOK_UP_S
+        gloo, gloo_error = ((), names_error) if silent and not named_interfaces() else _of_gloo()
         everywhere, outward = listening()
         return cls(
             host=host,
@@ -133,14 +136,6 @@ class Machine:
     def interface_of(self, address: str) -> Interface | None:
         """The interface that has an address."""
         return next((one for one in self.interfaces if address in one.addresses), None)
-
-
-def _resolved(host: str) -> tuple[tuple[str, ...], str]:
-    try:
-        rows = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError as error:
-        return (), error.strerror or str(error)
-    return tuple(dict.fromkeys(str(row[4][0]) for row in rows)), ""
 
 
 def _of_gloo() -> tuple[tuple[str, ...], str]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from thinwire.doctor.findings import Finding, note, ok, wrong
 from thinwire.doctor.interfaces import is_loopback
+from thinwire.doctor.names import resolved
 
 __all__ = ["meeting_point", "one_wait_s", "why_not"]
 
@@ -52,16 +53,16 @@ def meeting_point(
     if not host or not port:
         there, away = ("MASTER_ADDR", "MASTER_PORT") if host else ("MASTER_PORT", "MASTER_ADDR")
         return wrong(_CHECK, f"{there} is set and {away} is not", f"set {away} or let torchrun do")
-    if not (port.isdigit() and 0 < int(port) < 65536):
+    if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
         return wrong(_CHECK, f"MASTER_PORT is {port!r}", "a number from 1 to 65535 is required")
-    try:
-        address = str(socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0][4][0])
-    except OSError as error:
+    addresses, why_not_found = resolved(host)
+    if not addresses:
         return wrong(
             _CHECK,
-            f"MASTER_ADDR={host} does not resolve: {error.strerror or error}",
+            f"MASTER_ADDR={host} does not resolve: {why_not_found}",
             "give the address of rank 0's machine, or a name that every machine resolves",
         )
+    address = addresses[0]
     where = f"{host}:{port}" if host == address else f"{host}:{port} ({address})"
     return _tried(where, address, int(port), own, patience_s, started=started)
 

@@ -193,8 +193,11 @@ class Examination:
         """Rank 0 hears nothing of this rank, so it prints by itself."""
         own = tuple(a for one in self._machine.interfaces for a in one.addresses)
         store = meeting_point(os.environ, own, self._wait_s, started=True)
-        lost = wrong("ranks", f"rank {self._rank} {what}", "mend what is wrong below, if anything")
         rest = [f for f in machine_findings(self._machine) if f.level != "ok"]
+        cure = "mend what is wrong below, or what the other ranks print"
+        if any(finding.check == "name server" for finding in rest):
+            cure = "mend the name server first: torch waits for it before it meets the others"
+        lost = wrong("ranks", f"rank {self._rank} {what}", cure)
         self._report(f"rank {self._rank}", (lost, store, *rest))
         return Ended(1, stuck=True)
 

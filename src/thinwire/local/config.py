@@ -83,7 +83,8 @@ class LocalSGD(_Common):
         outer_momentum: Its momentum, in [0, 1).
         outer_nesterov: Whether it looks ahead; needs outer_momentum.
         compression: `Sparse` to send only the largest entries of the change, `Quantized` to send
-            all of them in a few bits; None sends all of it.
+            all of them in a few bits, `LowRank` to send matrices as two thin factors; None sends
+            all of it.
         fragments: Parts of the model that take turns, 1 to k_steps; after `begin_step` one part is
             averaged every k_steps // fragments steps.
         fragment_order: "contiguous": neighbours in the model make a part, parts of nearly equal

@@ -21,8 +21,6 @@ _connecting = threading.Lock()
 _T = TypeVar("_T")
 Value = Any
 """What JSON holds."""
-_NOTHING = "null"
-"""What a store gives back that was to replace it by itself, where there is no value."""
 
 
 class Board:
@@ -56,7 +54,7 @@ class Board:
         before = {each.inode for each in connections()}
         board = cls(connect(), limit_s)
         board._connections = [
-            each for each in connections() if each.inode not in before and each.other_port == port
+            each for each in connections() if each.inode not in before and each.there[1] == port
         ]
         return board
 
@@ -74,7 +72,7 @@ class Board:
     def hang_up(self) -> None:
         """Close the connection: a call that waits for the host ends with an error."""
         for each in self._connections:
-            shut_down(each.descriptor, each.inode)
+            shut_down(each)
 
     @property
     def waits_s(self) -> float:
@@ -114,8 +112,8 @@ class Board:
 
     def get(self, key: str) -> Value:
         """What is there; None where nothing is."""
-        # one way there and back, where `check` and `get` take three
-        return json.loads(self.ask(lambda: self.store.compare_set(key, _NOTHING, _NOTHING)))
+        there = self.ask(lambda: self.store.peek(key))
+        return None if there is None else json.loads(there)
 
     def has(self, key: str) -> bool:
         """Whether a member has written something there; what a stranger wrote does not count."""

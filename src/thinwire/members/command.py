@@ -1,10 +1,12 @@
 """`thinwire host`: addresses and the token are checked before torch is loaded."""
 
+import contextlib
 import errno
 import ipaddress
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,15 +78,22 @@ def _hold(listener: socket.socket, where: Address, token: bytes | None, *, quiet
 
     def say(line: str) -> None:
         if not quiet:
-            print(line, flush=True)
+            _print(line)
 
     def ready() -> None:
-        print(f"listening on tcp://{where}", flush=True)
+        _print(f"listening on tcp://{where}")
         for line in _remarks(where, with_token=token is not None):
             say(line)
 
     serve(listener, token, say=say, ready=ready, stop=stop)
     say("ended: members go on until one of them comes or goes")
+
+
+def _print(line: str) -> None:
+    """A line, and nothing where it cannot be written: members need the host, and not its log."""
+    # its reader has gone, or the disk is full; what print keeps would fail once more at the end
+    with contextlib.suppress(OSError):
+        os.write(sys.stdout.fileno(), f"{line}\n".encode(errors="backslashreplace"))
 
 
 def _listener(asked: Address, *, public: bool) -> socket.socket:

@@ -12,7 +12,7 @@ from typing import Any, Final
 from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed import DistError, DistStoreError
 
-from thinwire._aside import Late, within
+from thinwire._aside import Late, addresses_of, within
 from thinwire._version import __version__
 from thinwire.errors import Mismatch, PayloadCorrupt, PeerLost, PeerStalled
 from thinwire.members.address import Address, parse_address
@@ -37,6 +37,7 @@ _GREETING: Final = "host"
 _RUN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _GREETING_S: Final = 5.0
 _SLACK_S: Final = 1.0
+_SHORTEST_S: Final = 0.1
 _THREAD: Final = "thinwire-meeting"
 _SESSION_BYTES: Final = 16
 
@@ -161,14 +162,11 @@ def reached_from(place: Address, limit_s: float) -> str:
     """
     # torch tries again and again where nobody listens, until the time-out
     try:
-        found = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
-        # one after the other: the first may be of a kind that has no route from here
-        with socket.create_connection(place, timeout=limit_s / len(found)) as connection:
-            address: str = connection.getsockname()[0]
-            return address
-    except (socket.gaierror, UnicodeError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise PeerLost(f"{place.host} does not resolve to an address: {why}") from None
+        return _own_end(place, time.monotonic() + limit_s)
+    except socket.gaierror as error:
+        raise PeerLost(
+            f"{place.host} does not resolve to an address: {error.strerror or error}"
+        ) from None
     except TimeoutError:
         raise PeerStalled(
             f"nothing answers at tcp://{place} within {limit_s:g} s: is the machine up, and does a "
@@ -179,6 +177,22 @@ def reached_from(place: Address, limit_s: float) -> str:
             f"nobody listens at tcp://{place} ({error.strerror}): start `thinwire host --bind "
             f"{place}` there first"
         ) from None
+
+
+def _own_end(place: Address, until: float) -> str:
+    """The address at this end of a connection to a place, made for a moment."""
+    addresses = addresses_of(place.host, until - time.monotonic())
+    # one after the other: the first may be of a kind that has no route from here
+    for tried, address in enumerate(addresses, 1):
+        rest = len(addresses) - tried
+        part_s = max(until - time.monotonic(), _SHORTEST_S) / (1 + rest)
+        try:
+            with socket.create_connection((address, place.port), timeout=part_s) as connection:
+                return str(connection.getsockname()[0])
+        except OSError:
+            if rest == 0:
+                raise
+    raise AssertionError(f"{place.host} has been found without an address")
 
 
 def _client(place: Address, timeout: timedelta) -> TCPStore:

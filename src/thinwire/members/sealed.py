@@ -18,6 +18,8 @@ __all__ = ["SealedStore"]
 _MARK: Final = b"tws1"
 _PROOF_BYTES: Final = hashlib.sha256().digest_size
 _SEAL_BYTES: Final = len(_MARK) + _PROOF_BYTES
+_NOTHING: Final = b"\0nothing"
+"""What a store gives back that was to replace it by itself, where there is no value."""
 
 
 @final
@@ -82,6 +84,16 @@ class SealedStore(Store):
             PayloadCorrupt: It does not verify.
         """
         return self._opened(key, self._store.get(self._prefix + key))
+
+    def peek(self, key: str) -> bytes | None:
+        """A value, in one way there and back where `check` and `get` take three; None for none.
+
+        Raises:
+            PayloadCorrupt: It does not verify.
+        """
+        # the question is read by strangers: sealed, it could be put back as a value
+        there = self._store.compare_set(self._prefix + key, _NOTHING, _NOTHING)
+        return None if there == _NOTHING else self._opened(key, there)
 
     def compare_set(
         self, key: str, expected_value: str | bytes, desired_value: str | bytes

@@ -69,8 +69,12 @@ def new_token(path: str | os.PathLike[str]) -> None:
         raise ValueError(f"{file} exists already and is left as it is") from None
     except OSError as error:
         raise ValueError(f"{file} cannot be made: {error.strerror}") from None
-    with os.fdopen(handle, "w", encoding="ascii") as opened:
-        opened.write(f"{secrets.token_hex(32)}\n")
+    try:
+        with os.fdopen(handle, "w", encoding="ascii") as opened:
+            opened.write(f"{secrets.token_hex(32)}\n")
+    except OSError as error:
+        file.unlink()
+        raise ValueError(f"{file} cannot be written: {error.strerror}") from None
 
 
 def derived_key(secret: bytes, *purpose: str) -> bytes:

@@ -56,6 +56,8 @@ class TwoPhase(GroupedOptimizer):
                 else.
         """
         check.instance("loss", loss, Tensor)
+        if callbacks is not None:
+            check.instance("callbacks", callbacks, Iterable, advice="each called as (param, grad)")
         calls = [] if callbacks is None else list(callbacks)
         for i, call in enumerate(calls):
             if not callable(call):

@@ -20,7 +20,7 @@ from thinwire.lab.commands import Count
 from thinwire.lab.report.measures import bytes_text
 from thinwire.lab.report.page import write_page
 from thinwire.lab.report.progress import display_for
-from thinwire.lab.run.joined import joined, place_in_torchrun
+from thinwire.lab.run.joined import by_first, joined, place_in_torchrun
 from thinwire.lab.run.size import parse_size
 from thinwire.lab.settings import (
     require_device,
@@ -164,18 +164,19 @@ def _print(made: Plan, rows: Sequence[Row]) -> None:
 
 
 def _require_place(name: str, path: Path | None) -> None:
-    if path is None:
-        return
-    new = not path.exists()
+    if path is None or (path.exists() and not path.is_file() and not path.is_dir()):
+        return  # whoever reads from a pipe would take an attempt for the end
+    target = path.resolve()  # a link stays one
+    new = not target.exists()
     try:
-        path.open("ab").close()
+        target.open("ab").close()
     except OSError as error:
         raise ValueError(
             f"{name}={str(path)!r} cannot be written: {error.strerror}; name a file in a folder "
             "that exists"
         ) from error
     if new:
-        path.unlink(missing_ok=True)
+        target.unlink(missing_ok=True)
 
 
 def _write(made: Plan, out: Path) -> Row:
@@ -238,7 +239,6 @@ def probe(
     size, batch = "medium" if size is None else size, 8 if batch is None else batch
     require_within("batch", batch, 1, 4096)
     shape = parse_size(size)
-    _require_place("out", out)
     said = {"task": task, "size": size, "batch": batch, "device": device}
     from thinwire.lab.run.probe import probe as measured
     from thinwire.lab.run.task import TaskError
@@ -246,6 +246,7 @@ def probe(
     display = display_for(quiet=quiet or place[0] != 0)
     try:
         with joined(said, _TIMEOUT_S), display.strategy("probe") as bar:
+            by_first(lambda: _require_place("out", out))  # which writes it
             found = measured(task, shape, batch, device, bar.note)
             bar.done()
     except TaskError as error:

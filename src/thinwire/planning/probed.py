@@ -63,7 +63,7 @@ class Probe:
             )
         try:
             return cls(_network(found), work_of(found["compute"]), found["task"])
-        except (KeyError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError) as error:
             raise ValueError(
                 f"probe={str(path)!r} is not whole, it lacks {error}: probe again"
             ) from error
@@ -92,9 +92,9 @@ def _node(found: Mapping[str, Any]) -> Network | None:
     if node_size in (1, len(hosts)) or not alike:
         return None
     inside = [pair for pair in found["pairs"] if len({hosts[rank] for rank in pair["ranks"]}) == 1]
-    rate = min(pair["bytes_s"] for pair in inside)
+    rates = [pair["bytes_s"] for pair in inside if pair["bytes_s"] is not None]
     latency_s = max(pair["latency_s"] for pair in inside)
-    return Network(8 * rate / FRAMES, latency_s, node_size)
+    return Network(8 * min(rates) / FRAMES, latency_s, node_size) if rates else None
 
 
 def work_of(found: Mapping[str, Any]) -> Work:

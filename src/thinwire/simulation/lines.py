@@ -53,6 +53,15 @@ class Lines:
     far_s: float
     call_s: float = Network.call_s
 
+    def __post_init__(self) -> None:
+        rates = {"up_bit_s": self.up_bit_s, "down_bit_s": self.down_bit_s}
+        for name, rate in (rates | {"site_bit_s": np.array(self.site_bit_s)}).items():
+            if not (rate > 0).all():
+                raise ValueError(f"{name} must be above 0 bit/s, got {rate.min():g}")
+        for name, latency_s in (("near_s", self.near_s), ("far_s", self.far_s)):
+            if not 0 <= latency_s < inf:
+                raise ValueError(f"{name} must be a latency in seconds from 0, got {latency_s:g}")
+
     @property
     def ranks(self) -> int:
         """W."""
@@ -126,6 +135,8 @@ def sites(
         site_bit_s: Of the line of a site to the others, each way.
         far_s: Latency between sites.
     """
+    if count < 1:
+        raise ValueError(f"count is {count}; there must be at least 1 site")
     count = min(count, ranks)
     places = np.arange(ranks, dtype=np.int64) * count // ranks
     return _of(ranks, bit_s, bit_s, places, site_bit_s, near_s, far_s)

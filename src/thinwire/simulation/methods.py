@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from thinwire.layout.fragments import partition
 from thinwire.layout.message import SEAL_BYTES, SKETCH_NUMEL, Layout, Slot, WholeLayout, count_sent
 from thinwire.layout.shares import split_plan
-from thinwire.layout.traffic import SPLIT, chosen_exchange, chosen_split, travels_sealed
+from thinwire.layout.traffic import EXCHANGES, SPLIT, chosen_exchange, chosen_split, travels_sealed
 from thinwire.simulation.collectives import Collective, Deal, Gather, Reduce
 
 __all__ = ["AGREEMENT", "Entries", "Method", "Whole", "dense_sum"]
@@ -34,6 +34,9 @@ class Entries:
     exchange: str = "auto"
     sketch: bool = False
 
+    def __post_init__(self) -> None:
+        _require_exchange(self.exchange)
+
     def rounds(self, numels: Sequence[int], sources: int) -> Rounds:
         """One after the other, as `compress.entries.send_entries` yields them."""
         slots = tuple(Slot(numel, count_sent(numel, self.sparsity)) for numel in numels)
@@ -57,6 +60,9 @@ class Whole:
     value_bits: int = 4
     exchange: str = "auto"
     sketch: bool = False
+
+    def __post_init__(self) -> None:
+        _require_exchange(self.exchange)
 
     def rounds(self, numels: Sequence[int], sources: int) -> Rounds:
         """One after the other, as `compress.quantized_change.Quantized` yields them."""
@@ -88,6 +94,16 @@ class Method:
     k_steps: int = 0
     fragments: int = 1
     delay: int = 0
+
+    def __post_init__(self) -> None:
+        if self.node_size < 1:
+            raise ValueError(f"node_size is {self.node_size}; it must be at least 1")
+        if self.k_steps and not 0 <= self.delay < self.between:
+            raise ValueError(
+                f"delay={self.delay} must be below {self.between}, the steps between two averagings"
+            )
+        if self.delay and not self.k_steps:
+            raise ValueError(f"delay={self.delay} needs k_steps: gradients are not exchanged late")
 
     @property
     def between(self) -> int:
@@ -125,6 +141,11 @@ class Method:
             and self.compression.sketch
             and any(n >= self.min_numel for n in numels)
         )
+
+
+def _require_exchange(exchange: str) -> None:
+    if exchange not in EXCHANGES:
+        raise ValueError(f"exchange must be one of {EXCHANGES}, got {exchange!r}")
 
 
 def dense_sum(nbytes: int, sources: int) -> Collective:

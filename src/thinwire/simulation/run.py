@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,7 +105,19 @@ def simulate(
         raise ValueError(
             f"steps={steps} must be a multiple of {method.between}, the steps between exchanges"
         )
-    run = _Run(method, lines, step_s, trouble or Trouble(), event_by_event)
+    if not 0 <= step_s < inf:
+        raise ValueError(f"step_s must be seconds from 0, got {step_s:g}")
+    trouble = trouble or Trouble()
+    for name in ("slow", "slow_lines", "lost"):
+        for rank in getattr(trouble, name):
+            if not 0 <= rank < lines.ranks:
+                raise ValueError(
+                    f"{name} names rank {rank}; there are ranks 0 to {lines.ranks - 1}"
+                )
+    for rank, times in [*trouble.slow.items(), *trouble.slow_lines.items()]:
+        if not 0 < times < inf:
+            raise ValueError(f"rank {rank} is slow by {times:g}; a factor above 0 is required")
+    run = _Run(method, lines, step_s, trouble, event_by_event)
     parts, number = method.parts(), 0
     while run.steps < steps:
         run.compute(method.between)

@@ -7,14 +7,14 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, final
 
 from thinwire.lab.run.config import Job, imported
 from thinwire.lab.run.launch import TaskRefused, WorkerError
 
-__all__ = ["joined", "place_in_torchrun", "run_here"]
+__all__ = ["by_first", "joined", "place_in_torchrun", "run_here"]
 
 
 def place_in_torchrun() -> tuple[int, int] | None:
@@ -51,6 +51,25 @@ def joined(said: Mapping[str, Any], timeout_s: float) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def by_first(check: Callable[[], None]) -> None:
+    """Run a check on rank 0 alone.
+
+    Raises:
+        ValueError: What it raised; on all ranks.
+    """
+    import torch.distributed as dist
+
+    told: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            check()
+        except ValueError as error:
+            told[0] = str(error)
+    dist.broadcast_object_list(told)
+    if told[0] is not None:
+        raise ValueError(told[0])
 
 
 @final

@@ -63,8 +63,6 @@ def probe(
     tell("all ranks at once, and collectives")
     together = line.together()
     collectives = line.collectives(min(together, default=inf))
-    if any(pair["bytes_s"] is None for pair in pairs):
-        line.not_measured.append("the rate of single pairs: latencies would take the time for it")
     tell("a step of the model")
     left_s = min(STEPS_S, max(0.0, _MOST_S - (time.perf_counter() - begin_s)))
     if task is None:
@@ -82,6 +80,12 @@ def probe(
             "restarts": idle_restarts(),
         }
     )
+    pairs = [pair for part in parts for pair in part["pairs"]]
+    if any(pair["bytes_s"] is None for pair in pairs):
+        line.not_measured.append(
+            "the rate of single pairs: latencies, or their number, would take more than the time "
+            "and bytes for it"
+        )
     slowest = _slowest([part["compute"] for part in parts])
     if slowest["muon_s"] is None:
         line.not_measured.append("an update by Muon: it cannot train the model, or has no time")
@@ -90,7 +94,7 @@ def probe(
         "hosts": [part["host"] for part in parts],
         "idle_restarts": [part["restarts"] for part in parts],
         "task": task,
-        "pairs": [pair for part in parts for pair in part["pairs"]],
+        "pairs": pairs,
         "together": [{"rank": rank, "bytes_s": rate} for rank, rate in enumerate(together)],
         "collectives": collectives,
         "compute": slowest,
@@ -177,7 +181,8 @@ class _Line:
             latency_s = self._latency(other, trips_s)
             self.latency_s = max(self.latency_s, latency_s)
             rate, most = None, 0
-            if not self._agreed(other, _FLIGHTS * latency_s > rate_s):
+            too_long = _FLIGHTS * latency_s > rate_s or share_bytes < _FIRST_BYTES
+            if not self._agreed(other, too_long):
                 rate, most = self._rate(other, latency_s, share_bytes, rate_s)
             if other > self.rank:
                 found.append(

@@ -105,7 +105,7 @@ def together(work: Callable[[], R], word: str | None) -> R:
         result.append(work())
     except TaskError as error:
         problem = str(error)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         begin = "" if word is None else f"task={word!r}: "
         problem = f"{begin}{type(error).__name__}: {error}"
     dist.all_gather_object(told, problem)
@@ -146,8 +146,10 @@ class OwnTask:
         seed_all(seed)  # a task may draw its parameters without a word of seeds
         self.task = self._together(lambda: made(word, seed))
         self._together(self._compared)
-        self.model = self.task.model.to(device)
-        self.loss_fn = self.task.loss_fn
+        self.model = self._together(
+            lambda: self._own(f"model.to({device})", lambda: self.task.model.to(device))
+        )
+        self.loss_fn: Callable[[Any, Any], Tensor] = self._loss
         self.make_optimizer = self.task.optimizer
         self.iterator = self._together(lambda: iter(self.task.batches(rank, world)))
         self.first = self._together(self._drawn)
@@ -161,6 +163,9 @@ class OwnTask:
     def some_batch(self, seed: int) -> Pair:
         """See `Work`: the first one of this rank."""
         return self.first
+
+    def _loss(self, outputs: Any, targets: Any) -> Tensor:
+        return self._own("loss_fn", lambda: self.task.loss_fn(outputs, targets))
 
     def evaluate(self, model: nn.Module) -> float:
         """See `Work`."""
@@ -248,7 +253,7 @@ class OwnTask:
             return work()
         except (StopIteration, TaskError):
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise self._error(f"{what} raised {type(error).__name__}: {error}") from error
 
     def _together(self, work: Callable[[], R]) -> R:

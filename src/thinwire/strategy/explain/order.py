@@ -79,22 +79,18 @@ def _overflow(strategy: Fields) -> Iterator[str]:
     scale = None if strategy.amp is None else strategy.amp.loss_scale
     if scale is None:
         return
+    merged = strategy.gradient_merge is not None  # which has divided them already
     if _unchecked(scale):
-        yield (
-            "Gradients are divided by the loss scale; overflow is not looked for "
-            "(drop_overflow_update)"
-        )
+        divided = "" if merged else "Gradients are divided by the loss scale; "
+        unseen = "overflow is not looked for (drop_overflow_update)"
+        yield f"{divided}{unseen if divided else unseen.capitalize()}"
     elif strategy.local is not None:
         whose = "of this replica" if strategy.pipeline is not None else "on this rank"
-        yield (
-            f"An overflow {whose} drops the local step, which still counts; else gradients are "
-            "divided by the scale"
-        )
+        divided = "" if merged else "; else gradients are divided by the scale"
+        yield f"An overflow {whose} drops the local step, which still counts{divided}"
     else:
-        yield (
-            "All ranks agree whether any gradient overflowed: if so, nothing moves; else they "
-            "divide by the scale"
-        )
+        divided = "" if merged else "; else they divide by the scale"
+        yield f"All ranks agree whether any gradient overflowed: if so, nothing moves{divided}"
 
 
 def _exchange(strategy: Fields) -> str:

@@ -1,0 +1,81 @@
+"""The connections of this process, looked at and ended without a change to anything else."""
+
+import os
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from thinwire.comm.direct import between
+from thinwire.comm.sockets import connections, listeners, shut_down
+
+ADDRESSES = ("127.0.0.2", "127.0.0.3")
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as client,
+        server.accept()[0] as accepted,
+    ):
+        yield client, accepted
+
+
+@pytest.fixture
+def usual_time_out() -> Iterator[None]:
+    socket.setdefaulttimeout(20)
+    yield
+    socket.setdefaulttimeout(None)
+
+
+def test_both_ends_of_a_connection_are_found(pair: tuple[socket.socket, socket.socket]) -> None:
+    client, accepted = pair
+    found = {each.descriptor: each for each in connections()}
+    one, other = found[client.fileno()], found[accepted.fileno()]
+    assert (one.here, one.there) == (client.getsockname(), client.getpeername())
+    assert (other.here, other.there) == (one.there, one.here)
+    assert one.inode == os.fstat(client.fileno()).st_ino
+
+
+def test_over_ipv6_too() -> None:
+    with (
+        socket.create_server(("::1", 0), family=socket.AF_INET6) as server,
+        socket.create_connection(server.getsockname()[:2]) as client,
+    ):
+        [found] = [each for each in connections() if each.descriptor == client.fileno()]
+        assert found.there == server.getsockname()[:2]
+        assert listeners()[os.fstat(server.fileno()).st_ino] == server.getsockname()[:2]
+
+
+@pytest.mark.usefixtures("usual_time_out")
+def test_a_time_out_for_all_sockets_of_a_script_changes_none_of_those_that_are_there(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    for end in pair:
+        end.setblocking(True)
+    connections()
+    listeners()
+    assert [os.get_blocking(end.fileno()) for end in pair] == [True, True]
+
+
+def test_one_that_is_shut_down_ends_for_both(pair: tuple[socket.socket, socket.socket]) -> None:
+    client, accepted = pair
+    [mine] = [each for each in connections() if each.descriptor == client.fileno()]
+    shut_down(mine._replace(inode=mine.inode + 1))  # another one by now
+    client.sendall(b"x")
+    assert accepted.recv(2) == b"x"
+    shut_down(mine)
+    assert accepted.recv(1) == b""
+
+
+def test_connections_to_the_same_port_elsewhere_are_not_of_a_group() -> None:
+    with socket.create_server((ADDRESSES[0], 0)) as first:
+        port = first.getsockname()[1]
+        with (
+            socket.create_server((ADDRESSES[1], port)) as second,
+            socket.create_connection(first.getsockname()) as to_first,
+            socket.create_connection(second.getsockname()),
+        ):
+            found = between(("127.0.0.1", 1), {(ADDRESSES[0], port)})
+            assert [each.descriptor for each in found] == [to_first.fileno()]
