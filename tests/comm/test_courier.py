@@ -2,7 +2,7 @@
 
 import socket
 
-from thinwire.comm.courier import _sockets_to
+from thinwire.comm.courier import _connections_to
 
 
 def test_pipes_between_processes_are_no_connections_to_the_store() -> None:
@@ -12,4 +12,5 @@ def test_pipes_between_processes_are_no_connections_to_the_store() -> None:
     with near, far, socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)) as connection:
-            assert _sockets_to(port) == {connection.fileno()}
+            [found] = _connections_to(port)
+            assert found.descriptor == connection.fileno()

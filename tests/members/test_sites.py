@@ -408,6 +408,7 @@ def refused(rank: int, size: int, address: str, folder: str, what: str) -> str:
         wait_for(f"{folder}/joined")
     store = dist.FileStore(f"{folder}/site-{number}", own)
     dist.init_process_group("gloo", store=store, rank=shard, world_size=own)
+    dist.barrier()  # a rank that ends at once would break off the other one's connecting
     try:
         mesh = mesh_of(2, 1) if what == "sites" else mesh_of(1, own)
         with tw.join(address, run="test", timeout=TIMEOUT_S, mesh=mesh) as members:
