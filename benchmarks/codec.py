@@ -16,9 +16,16 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import parser_for, save, summary, surroundings, turns_ms
-from thinwire.core.feedback import Fold, FoldRule, commit_, commit_list_, propose, propose_list
-from thinwire.core.merge import sum_sparse
-from thinwire.core.rounding import rounding_seed
+from thinwire.core.feedback import (
+    Fold,
+    FoldRule,
+    commit_,
+    commit_list_,
+    propose,
+    propose_list,
+    rounding_seed,
+    sum_sparse,
+)
 from thinwire.core.select import top_k
 from thinwire.kernels import for_device
 from thinwire.layout.message import Layout, Slot, count_sent

@@ -18,7 +18,7 @@ from torch.distributed import HashStore
 from benchmarks.soak_member import CONFIGS, Trainee, digest
 from thinwire.comm import Group
 from thinwire.comm.direct import Direct
-from thinwire.comm.rate import Rate
+from thinwire.comm.group import Rate
 from thinwire.compress.changes import compression_of
 from thinwire.core.outer import OuterRule
 from thinwire.kernels.needs import needs_of

@@ -18,7 +18,7 @@ from tests.ranks import Lost, Pool, Raised
 from thinwire.comm import Group, Nodes, require_agreement, sources_of
 from thinwire.comm import group as group_module
 from thinwire.comm import private as private_module
-from thinwire.comm.deadline import left_s, one_deadline
+from thinwire.comm.waiting import left_s, one_deadline
 from thinwire.errors import PeerStalled, ThinwireError
 
 

@@ -11,8 +11,7 @@ from tests.triton_body import DEVICE, require_triton, triton_kernels
 
 require_triton()
 
-from thinwire.core.feedback import Proposal  # noqa: E402
-from thinwire.core.merge import sum_sparse  # noqa: E402
+from thinwire.core.feedback import Proposal, sum_sparse  # noqa: E402
 from thinwire.errors import PayloadCorrupt  # noqa: E402
 from thinwire.layout.message import HEADER_BYTES, VALUE_BITS, Layout, Slot  # noqa: E402
 from thinwire.wire import device_message, message  # noqa: E402

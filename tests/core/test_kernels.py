@@ -268,8 +268,8 @@ def test_a_package_in_an_archive_compiles_into_the_cache_of_the_user(tmp_path):
 import sys
 sys.path.insert(0, {archive!r})
 {TOP_K}
-from thinwire.kernels.cpu import jit_select
-assert {archive!r} in jit_select.__file__
+from thinwire.kernels.cpu import jit_entries
+assert {archive!r} in jit_entries.__file__
 """
     environment = {
         "PYTHONPATH": "",

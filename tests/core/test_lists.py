@@ -6,8 +6,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from thinwire.core.feedback import Fold, FoldRule, commit_, commit_list_, propose, propose_list
-from thinwire.core.merge import sum_sparse
+from thinwire.core.feedback import (
+    Fold,
+    FoldRule,
+    commit_,
+    commit_list_,
+    propose,
+    propose_list,
+    sum_sparse,
+)
 from thinwire.errors import PayloadCorrupt
 from thinwire.kernels import Kernels, reference
 from thinwire.kernels.cpu import numba_body, select, threads

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from tests.reference import rounding as oracle
-from thinwire.core.feedback import FoldRule, commit_, propose
+from thinwire.core.feedback import FoldRule, commit_, propose, rounding_seed, store_
 from thinwire.core.precision import narrowed
-from thinwire.core.rounding import rounding_seed, store_
 from thinwire.kernels.reference import mixed
 
 RULES = [FoldRule(0.9), FoldRule(0.9, nesterov=True), None]

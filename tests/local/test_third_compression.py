@@ -15,7 +15,7 @@ from tests.ranks import Pool
 from thinwire.comm import Group
 from thinwire.compress.change_protocol import ERRORS, ErrorsOnly, Kept, MeanChange
 from thinwire.compress.protocol import AllReduce, Context, Sending, together
-from thinwire.core.merge import checked_mean_
+from thinwire.core.checksum import checked_mean_
 from thinwire.exchange.round import Round
 from thinwire.kernels.needs import Need
 from thinwire.local import updates

@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from thinwire.comm.courier import busy_until, say_busy_until
-from thinwire.comm.deadline import own_deadlines, seconds_given
 from thinwire.comm.group import Group
 from thinwire.comm.handshake import elsewhere, mapping_of
+from thinwire.comm.waiting import busy_until, own_deadlines, say_busy_until, seconds_given
 from thinwire.errors import ThinwireError
 
 __all__ = ["busy", "by_rank", "while_busy"]

@@ -14,56 +14,18 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from thinwire.comm.sockets import Connection, connections, shut_down
+from thinwire.comm.waiting import idle_s, whereabouts
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = [
-    "Courier",
-    "Sighting",
-    "busy_until",
-    "here",
-    "idle_s",
-    "say_busy_until",
-    "stop_all",
-    "waits",
-]
+__all__ = ["Courier", "Sighting", "stop_all"]
 
 _KEY = "thinwire/alive"
 _SHORTEST_S, _LONGEST_S = 0.5, 5.0
 _PROMPT_S = 0.2
 """With what `ask` adds: what a store that answers at all needs on a loaded machine."""
-_place: list[tuple[str, bool, float]] = [("", False, time.monotonic())]
-"""The last exchange of this process, whether it is waited for, and since when it is or is not;
-replaced as a whole."""
-_busy_until: list[float | None] = [None]
-"""Until when this process has said that it may be at work of its own; None: it never has."""
 _connecting = threading.Lock()
-
-
-def here(what: str, *, waiting: bool) -> None:
-    """Note where this process is: it waits for `what`, or has left it for work of its own."""
-    _place[0] = what, waiting, time.monotonic()
-
-
-def say_busy_until(moment: float | None) -> None:
-    """Tell the others, with the next sign of life, that they may wait until then and longer."""
-    _busy_until[0] = moment
-
-
-def busy_until() -> float | None:
-    """The moment until which this rank has said to be busy, on the clock of `time.monotonic`."""
-    return _busy_until[0]
-
-
-def idle_s() -> float | None:
-    """Since this process was known to be at long work of its own; None: it never was."""
-    return None if _busy_until[0] is None else max(time.monotonic() - _busy_until[0], 0.0)
-
-
-def waits() -> bool:
-    """Whether this process waits in an exchange."""
-    return _place[0][1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +155,7 @@ class Courier:
                         self._answer(own, question)
 
     def _sign(self) -> str:
-        what, waiting, since = _place[0]
+        what, waiting, since = whereabouts()
         now = time.monotonic()
         sign = {
             "at": now - self._begun,

@@ -7,10 +7,10 @@ import weakref
 
 import torch.distributed as dist
 
-from thinwire.comm.deadline import seconds_of
 from thinwire.comm.failures import explain_failure
 from thinwire.comm.group import Group
 from thinwire.comm.private import Private, timeout_s_of
+from thinwire.comm.waiting import seconds_of
 from thinwire.errors import StrategyError, ThinwireError
 
 __all__ = ["Grid"]

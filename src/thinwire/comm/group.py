@@ -18,17 +18,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.comm.courier import here
-from thinwire.comm.deadline import left_s, one_deadline, progressed, seconds_of, waited, whole_s
 from thinwire.comm.failures import explain_failure, state_after_failure
-from thinwire.comm.identity import is_alone
-from thinwire.comm.pieces import piece_bytes, pieces_of, rows_of, shares_of
-from thinwire.comm.private import Private, forget, hold, private_group, timeout_s_of
+from thinwire.comm.private import Private, forget, hold, is_alone, private_group, timeout_s_of
 from thinwire.comm.proofs import Proofs, unproven
-from thinwire.comm.rate import Rate
+from thinwire.comm.waiting import (
+    here,
+    left_s,
+    one_deadline,
+    progressed,
+    seconds_of,
+    waited,
+    whole_s,
+)
 from thinwire.errors import PayloadCorrupt, ThinwireError
 
-__all__ = ["Group", "Pending", "Regrouped", "require_process_group", "time_limit_s"]
+__all__ = [
+    "Group",
+    "Pending",
+    "Rate",
+    "Regrouped",
+    "piece_bytes",
+    "pieces_of",
+    "require_process_group",
+    "rows_of",
+    "shares_of",
+    "time_limit_s",
+]
 
 _SLICE_S = 1.0
 """After which a wait looks at the clock, and lets a signal in."""
@@ -571,3 +586,85 @@ def _warn_unless_alone() -> None:
             UserWarning,
             stacklevel=4,
         )
+
+
+_LEAST_BYTES, _SEEN_S = 2**16, 1e-4
+_KEPT = 0.95
+"""Of the mean so far at each exchange: it is that of about the last 20."""
+
+
+class Rate:
+    """A moving mean of the payload that this rank sends while an exchange is under way.
+
+    Only exchanges whose end this rank has seen count, since it was blocked until then, and only
+    those of 64 KiB and more. Waiting for ranks that come late is in it.
+    """
+
+    def __init__(self) -> None:
+        self._bytes = self._s = self._until_s = 0.0
+
+    @property
+    def bit_s(self) -> float:
+        """Bits in a second; 0 before the first exchange that counts."""
+        return 8 * self._bytes / self._s if self._s else 0.0
+
+    def ended(self, nbytes: float, launched_s: float, waits_s: float, now_s: float) -> None:
+        """An exchange is over.
+
+        Args:
+            nbytes: What this rank has put on the wire for it.
+            launched_s: When it was launched, by the clock of the other two.
+            waits_s: When this rank began to wait for its end.
+            now_s: When the wait was over.
+        """
+        if nbytes < _LEAST_BYTES or now_s - waits_s < _SEEN_S:
+            return
+        seconds = now_s - max(launched_s, self._until_s)
+        self._until_s = now_s
+        self._bytes = _KEPT * self._bytes + nbytes
+        self._s = _KEPT * self._s + seconds
+
+
+_LARGEST_BYTES, _SMALLEST_BYTES = 4 << 20, 64 << 10
+_BYTES_PER_S = 32 << 10
+
+
+def piece_bytes(timeout_s: float) -> int:
+    """The largest piece, in bytes: one that a line of 0.5 Mbit/s carries within the time-out, two
+    being on their way.
+
+    The time-out must be the same on all ranks. Larger pieces than 4 MiB gain nothing on a fast
+    line.
+    """
+    wanted = int(min(timeout_s, 1e6)) * _BYTES_PER_S
+    return min(max(wanted, _SMALLEST_BYTES), _LARGEST_BYTES)
+
+
+def pieces_of(buffer: Tensor, limit_bytes: int) -> Sequence[Tensor]:
+    """Views of `buffer`, one after the other; itself where it is small or not contiguous."""
+    if buffer.numel() * buffer.element_size() <= limit_bytes or not buffer.is_contiguous():
+        return [buffer]
+    return torch.split(buffer.view(-1), limit_bytes // buffer.element_size())
+
+
+def rows_of(
+    out: Tensor, message: Tensor, limit_bytes: int
+) -> Iterator[tuple[list[Tensor], Tensor]]:
+    """For every piece of `message`, where it goes in the rows of `out` and the piece itself."""
+    for at in range(0, message.numel(), limit_bytes):
+        yield [row[at : at + limit_bytes] for row in out], message[at : at + limit_bytes]
+
+
+def shares_of(
+    parts: Tensor, lengths: Sequence[int], limit_bytes: int
+) -> Iterator[tuple[Tensor, list[int]]]:
+    """Rounds of an exchange in which every rank gives every rank a string of its own.
+
+    Yields:
+        What this rank gives in a round, string after string, and the lengths by receiver.
+    """
+    width = max(limit_bytes // len(lengths), 1)
+    strings = torch.split(parts, list(lengths))
+    for at in range(0, max(lengths), width):
+        given = [string[at : at + width] for string in strings]
+        yield torch.cat(given), [piece.numel() for piece in given]

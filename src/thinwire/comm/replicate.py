@@ -10,9 +10,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from thinwire.comm.deadline import own_deadlines
 from thinwire.comm.failures import state_after_failure
 from thinwire.comm.group import Group
+from thinwire.comm.waiting import own_deadlines
 from thinwire.errors import PayloadCorrupt
 
 __all__ = ["copy_from_first_", "make_equal_", "make_models_equal_"]

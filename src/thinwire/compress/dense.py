@@ -16,7 +16,7 @@ from thinwire.compress.protocol import (
     Sending,
     Watch,
 )
-from thinwire.core.merge import checked_mean_
+from thinwire.core.checksum import checked_mean_
 from thinwire.core.precision import state_dtype
 from thinwire.errors import PayloadCorrupt
 from thinwire.kernels import is_static

@@ -39,10 +39,9 @@ from thinwire.compress.protocol import (
 )
 from thinwire.compress.words import bits_text, plural, share_text
 from thinwire.core.clip import ClipByNorm, clipped
-from thinwire.core.feedback import Fold, commit_list_, in_chunks, propose_list
+from thinwire.core.feedback import Fold, commit_list_, in_chunks, propose_list, rounding_seed
 from thinwire.core.norms import norms_over_shards
 from thinwire.core.precision import named_dtype, state_dtype, stored_dtype
-from thinwire.core.rounding import rounding_seed
 from thinwire.kernels.needs import Need, needs_of
 from thinwire.layout.message import VALUE_BITS, Layout, Slot, count_sent
 from thinwire.layout.traffic import EXCHANGES, first_split

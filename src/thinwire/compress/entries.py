@@ -23,10 +23,8 @@ from thinwire.compress.protocol import (
     zeros_for,
 )
 from thinwire.compress.split import Sums, add_up, joined, shares
-from thinwire.core.feedback import Proposal
-from thinwire.core.merge import divided_, sum_sparse
+from thinwire.core.feedback import Proposal, divided_, rounding_seed, store_, sum_sparse
 from thinwire.core.precision import state_dtype
-from thinwire.core.rounding import rounding_seed, store_
 from thinwire.errors import PayloadCorrupt
 from thinwire.kernels import is_static
 from thinwire.layout.message import Layout, Slot

@@ -41,7 +41,7 @@ from thinwire.compress.protocol import (
     place_for,
 )
 from thinwire.compress.words import plural
-from thinwire.core.merge import checked_mean_
+from thinwire.core.checksum import checked_mean_
 from thinwire.core.orthonormal import orthonormal
 from thinwire.core.precision import state_dtype
 from thinwire.kernels.needs import Need

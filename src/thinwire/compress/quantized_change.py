@@ -12,7 +12,7 @@ from torch import Tensor
 from thinwire import _validate as check
 from thinwire.compress.change_protocol import ERRORS, ErrorsOnly, Kept, MeanChange
 from thinwire.compress.protocol import AllGather, AllToAll, Context, Sending
-from thinwire.core.merge import divided_
+from thinwire.core.feedback import divided_
 from thinwire.errors import PayloadCorrupt
 from thinwire.kernels.needs import Need, needs_of
 from thinwire.layout.message import WHOLE_BITS, WholeLayout

@@ -17,8 +17,7 @@ from thinwire.compress.dgc import DGC
 from thinwire.compress.entries import ArrivedEntries, Proposed, send_entries
 from thinwire.compress.protocol import Context, Entries, Sending
 from thinwire.compress.split import senders
-from thinwire.core.feedback import Proposal
-from thinwire.core.merge import divided_, sum_sparse
+from thinwire.core.feedback import Proposal, divided_, sum_sparse
 from thinwire.core.select import top_k
 from thinwire.core.sources import source_factors, squared_norms
 from thinwire.kernels.needs import Need, needs_of

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.core.merge import sum_sparse
+from thinwire.core.feedback import sum_sparse
 from thinwire.core.select import top_k
 from thinwire.layout.message import Layout
 from thinwire.layout.shares import SplitPlan

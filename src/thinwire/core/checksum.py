@@ -7,11 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["bit_sums", "checksum", "word_sums"]
+__all__ = ["bit_sums", "checked_mean_", "checksum", "word_sums"]
 
 _WORDS = 512
 """64-bit words of a block, whose sum has one weight."""
 _BLOCK = 8 * _WORDS
+_CACHED = 1 << 19
+"""Bytes that stay in a core's own cache while they are read again."""
 _SMALL = 1 << 15
 """Bytes; smaller tensors are joined first, since a call for each would cost more than the copy."""
 _ODD = -7046029254386353131  # 0x9E3779B97F4A7C15, the golden ratio in 64 bits, as a signed number
@@ -68,6 +70,34 @@ def word_sums(tensors: Sequence[Tensor]) -> list[int]:
 def bit_sums(tensors: Sequence[Tensor]) -> list[Tensor]:
     """`word_sums` as int64 tensors of shape () where the tensors are; no host synchronization."""
     return [_word_sum(tensor) for tensor in tensors]
+
+
+def checked_mean_(total: Tensor, count: int, *, bits: bool) -> Tensor:
+    """Divides a sum in place, and looks at what comes out while it is still in the cache.
+
+    Args:
+        total: Floating-point or complex, one dimension, contiguous.
+        count: What it is divided by.
+        bits: Whether to read its bits too.
+
+    Returns:
+        int64, shape (2,), where `total` is: 1 if the entries add up to a finite number, else 0; and
+        a number for the bits of what comes out, which a change of any 64-bit word changes, 0
+        without `bits`. No host synchronization.
+    """
+    length = (
+        _CACHED // total.element_size() if total.device.type == "cpu" else max(1, total.numel())
+    )
+    sums, words = [], []
+    for piece in torch.split(total, length) if total.numel() > length else [total]:
+        sums.append((piece if count == 1 else piece.div_(count)).sum())
+        words += bit_sums([piece]) if bits else []
+    finite = (sums[0] if len(sums) == 1 else torch.stack(sums).sum()).isfinite().long()
+    if len(words) > 1:
+        # odd weights: none loses a bit of a change
+        weights = torch.arange(len(words), device=total.device).mul_(2).add_(1)
+        words = [(torch.stack(words) * weights).sum()]
+    return torch.stack([finite, *(words or [torch.zeros_like(finite)])])
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:

@@ -1,10 +1,23 @@
-"""Momentum correction, residual and masking of deep gradient compression.
+"""Error feedback of what travels sparse: what accumulates of a tensor, which entries are sent, what
+stays, and the step along what came.
 
 Throughout: g gradient, u momentum buffer, v residual, S the entries that are sent, m the momentum.
 All are flat, contiguous and on one device; u and v are float32, float64 or bfloat16, g may be of
 any floating-point type. The arithmetic rounds after every operation, so a proposal and the commit
 that follows it see the same bits. u and v in bfloat16 are read as float32 and computed with in
-float32; what stays is rounded as `thinwire.core.rounding` says.
+float32; what stays is rounded stochastically.
+
+bfloat16 is the upper half of a float32: 8 bits of significand, with the range of a float32. Of x,
+which lies between two neighbours a < x < b in magnitude, b is stored with the probability (x - a) /
+(b - a), so the expectation is x, exactly, down to the denormals. Nothing that is a bfloat16
+changes, zeros among them; beyond the largest bfloat16, 3.39e38, x becomes that one and never
+infinity. The random bits of position i are those of a hash of i and a seed, 32 a position: the
+lower 16 are for a residual, the upper 16 for a momentum buffer. Position i and i + 2^32 of one
+tensor have the same.
+
+Source: Lin et al., 2018, arXiv 1712.01887, sections 3.1 and 3.2; stochastic rounding as in Gupta
+et al., 2015, arXiv 1502.02551, section 3. Differs: a counter-based hash instead of a generator, so
+there is no generator to save, and the order of the work changes no bit.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +31,8 @@ from torch import Tensor
 
 from thinwire.core.checksum import word_sums
 from thinwire.kernels import body_name, for_device
+from thinwire.kernels.memory import has_address
+from thinwire.kernels.reference import divided_, mixed, step_along_, summed
 from thinwire.kernels.rules import Fold
 
 __all__ = [
@@ -27,11 +42,15 @@ __all__ = [
     "Seal",
     "commit_",
     "commit_list_",
+    "divided_",
     "in_chunks",
     "propose",
     "propose_list",
+    "rounding_seed",
+    "step_along_list_",
+    "store_",
+    "sum_sparse",
 ]
-
 
 _CHUNK = 1 << 22
 """Entries of the tensors of one call."""
@@ -288,3 +307,95 @@ def _check_state(grad: Tensor, residual: Tensor, momentum_buffer: Tensor | None)
             f"momentum_buffer is {momentum_buffer.dtype}; it must be {residual.dtype} as residual "
             "is"
         )
+
+
+def rounding_seed(step: int, key: int) -> int:
+    """The seed for one tensor in one step, the same on every rank, so that ranks with equal state
+    stay equal.
+
+    Args:
+        step: Completed updates, >= 0.
+        key: The tensor's place among all, >= 0.
+
+    Returns:
+        0 to 2^32 - 1.
+    """
+    return int(mixed(mixed(step) + key))
+
+
+def store_(target: Tensor, values: Tensor, seed: int) -> None:
+    """Put `values` into `target`, stochastically rounded if that is bfloat16, else as torch
+    converts.
+
+    Args:
+        target: Shape (n,), contiguous; changed.
+        values: Shape (n,), contiguous, float32 or float64, on the same device; read only.
+        seed: 0 to 2^32 - 1, another one in every step and for every tensor.
+
+    Raises:
+        ValueError: The shapes do not fit.
+    """
+    if target.shape != values.shape or target.dim() != 1:
+        raise ValueError(
+            f"target has shape {tuple(target.shape)} and values {tuple(values.shape)}; both must "
+            "be (n,)"
+        )
+    if target.dtype.itemsize == 2:
+        for_device(target.device).store_(target, values.float(), seed)
+    else:
+        target.copy_(values)
+
+
+def sum_sparse(parts: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Sum of sparse vectors, added in the order of `parts` starting from zero; the same bits on
+    every rank.
+
+    Args:
+        parts: At least one (indices, values): shape (j,) each, indices int64 and strictly
+            ascending, values float32.
+        dtype: float32 or float64, of the sum.
+
+    Returns:
+        Positions, int64, strictly ascending, that occur in any part; and their sums in `dtype`.
+
+    Raises:
+        ValueError: No parts.
+    """
+    if not parts:
+        raise ValueError("parts is empty; at least one (indices, values) is needed")
+    return summed(parts, dtype, for_device(parts[0][0].device).sum_sparse)
+
+
+def step_along_list_(
+    params: Sequence[Tensor],
+    parts: Sequence[Sequence[tuple[Tensor, Tensor]]],
+    rates: Sequence[float],
+    sources: int,
+    dtypes: Sequence[torch.dtype],
+) -> None:
+    """Changes `params`: p <- p - rate * mean, of what the sources sent; in one call where the loops
+    are compiled.
+
+    Args:
+        params: Any shapes and layouts, on one device.
+        parts: Per tensor as for `sum_sparse`, positions in the flat tensor.
+        rates: Per tensor.
+        sources: What a sum is divided by.
+        dtypes: Per tensor in what is computed, float32 or float64.
+
+    Raises:
+        ValueError: As in `sum_sparse`.
+    """
+    alike: dict[tuple[torch.dtype, int], list[int]] = {}
+    for place, (param, own, dtype) in enumerate(zip(params, parts, dtypes, strict=True)):
+        if param.dtype == dtype and own and has_address(param, dtype) and _have_addresses(own):
+            alike.setdefault((dtype, len(own)), []).append(place)
+        else:
+            step_along_(param, *sum_sparse(own, dtype), rates[place], sources)
+    for places in alike.values():
+        chosen = [params[i] for i in places], [parts[i] for i in places], [rates[i] for i in places]
+        for_device(params[0].device).step_along_list_(*chosen, sources)
+
+
+def _have_addresses(parts: Sequence[tuple[Tensor, Tensor]]) -> bool:
+    return all(has_address(i, torch.int64) and has_address(x, torch.float32) for i, x in parts)

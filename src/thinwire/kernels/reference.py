@@ -194,7 +194,7 @@ def decode_slots(slots: object, code: object, bits: int) -> None:
 
 
 def store_(target: Tensor, values: Tensor, seed: int) -> None:
-    """See `thinwire.core.rounding.store_`."""
+    """See `thinwire.core.feedback.store_`."""
     target.copy_(_rounded(values, seed, for_buffer=True))
 
 
@@ -220,7 +220,7 @@ def mixed(x: Any) -> Any:
 
 def _rounded(values: Tensor, seed: int, *, for_buffer: bool) -> Tensor:
     """`values`, float32 of shape (n,), rounded stochastically to bfloat16; see
-    `thinwire.core.rounding`.
+    `thinwire.core.feedback`.
     """
     noise = mixed(torch.arange(values.numel(), device=values.device) ^ seed)
     noise = noise >> 16 if for_buffer else noise & 0xFFFF
@@ -302,7 +302,7 @@ def decode_values(code: Tensor, count: int, bits: int) -> Tensor:
 def sum_sparse(
     indices: list[Tensor], values: list[Tensor], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """See `thinwire.core.merge.sum_sparse`."""
+    """See `thinwire.core.feedback.sum_sparse`."""
     union, places = torch.unique(torch.cat(indices), return_inverse=True)
     sums = torch.zeros(union.numel(), dtype=dtype, device=union.device)
     for place, value in zip(places.split([i.numel() for i in indices]), values, strict=True):

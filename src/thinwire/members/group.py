@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Group, Pending, Regrouped
-from thinwire.comm.deadline import progressed, whole_s
 from thinwire.comm.private import forget_ended
+from thinwire.comm.waiting import progressed, whole_s
 from thinwire.errors import PayloadCorrupt, ThinwireError
 from thinwire.members.generation import Generation
 from thinwire.members.keeper import AWAY_S, Keeper

@@ -13,9 +13,9 @@ from typing import Any
 
 from torch.distributed import DistNetworkError
 
-from thinwire.comm.courier import idle_s, waits
 from thinwire.comm.direct import Direct
 from thinwire.comm.private import forget_ended
+from thinwire.comm.waiting import idle_s, waits
 from thinwire.errors import Evicted, PeerStalled, QuorumLost, ThinwireError
 from thinwire.members.board import Board, no_answer
 from thinwire.members.generation import Decision, Generation, agreed, packed

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire import _validate as check
 from thinwire.comm import Group
-from thinwire.comm.deadline import seconds_of
+from thinwire.comm.waiting import seconds_of
 from thinwire.errors import PayloadCorrupt, PeerLost, PeerStalled, ThinwireError
 from thinwire.members.address import parse_address
 from thinwire.members.board import Board

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.comm import Group, require_mesh
-from thinwire.comm.deadline import own_deadlines
+from thinwire.comm.waiting import own_deadlines
 from thinwire.errors import PeerLost, ThinwireError
 from thinwire.members.generation import packed, unpacked
 from thinwire.members.group import ElasticGroup

@@ -52,11 +52,9 @@ from thinwire.core.arithmetic import CURES, arithmetic
 from thinwire.core.checksum import bit_sums
 from thinwire.core.clip import ClipByNorm, clipped
 from thinwire.core.decay import Regularizer
-from thinwire.core.feedback import in_chunks
-from thinwire.core.merge import step_along_list_
+from thinwire.core.feedback import in_chunks, rounding_seed, step_along_list_, store_
 from thinwire.core.origin import ORIGIN, Origin, checksum_of, without_origin
 from thinwire.core.precision import named_dtype, narrowed, state_dtype, stored_dtype
-from thinwire.core.rounding import rounding_seed, store_
 from thinwire.core.sharded import Shards, require_shards, shard_of, sharded_like
 from thinwire.core.stats import numbers
 from thinwire.exchange.digest import DIGEST_EVERY, RollingDigest

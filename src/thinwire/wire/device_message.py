@@ -171,7 +171,7 @@ def explain(
 
 def sum_rows(rows: Rows, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The sum over the ranks, added in rank order starting from zero; the bits of
-    `core.merge.sum_sparse`.
+    `core.feedback.sum_sparse`.
 
     Args:
         rows: Of messages whose verdict was 0.

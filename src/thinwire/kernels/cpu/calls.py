@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from thinwire.kernels.cpu import jit_codes, jit_fold, jit_lists, jit_select, jit_slots, jit_steps
+from thinwire.kernels.cpu import jit_codes, jit_entries, jit_lists, jit_slots, jit_steps
 from thinwire.kernels.cpu.numba_steps import scratch
 from thinwire.kernels.cpu.select import bits_of, marks
 from thinwire.kernels.needs import Need
@@ -49,27 +49,27 @@ def _state(need: Need) -> tuple[Array, Array, Any]:
 def _select(need: Need, values: Array) -> _Calls:
     grad, state, m = _state(need)
     what, bits, digits = (
-        (grad, state, state, m, jit_fold.PLAIN),
+        (grad, state, state, m, jit_entries.PLAIN),
         bits_of(values),
-        np.empty(jit_select.DIGITS, np.int64),
+        np.empty(jit_entries.DIGITS, np.int64),
     )
     room = _NUMBERS, values, bits
     return [
-        partial(jit_select.scan, *what, 0, 0, 1, values.dtype.type(0), *room, *marks(), digits),
-        partial(jit_select.sample, *what, 0, 0, jit_select.RUN, values),
-        partial(jit_select.keep_largest, *room, 0, 0, digits),
-        partial(jit_select.keep_above, *room, 0, 0, 0, _NUMBERS, values, 0),
-        partial(jit_select.count_keys, bits, 0, _NUMBERS),
-        partial(jit_select.keys_between, bits, 0, 0, _NUMBERS),
+        partial(jit_entries.scan, *what, 0, 0, 1, values.dtype.type(0), *room, *marks(), digits),
+        partial(jit_entries.sample, *what, 0, 0, jit_entries.RUN, values),
+        partial(jit_entries.keep_largest, *room, 0, 0, digits),
+        partial(jit_entries.keep_above, *room, 0, 0, 0, _NUMBERS, values, 0),
+        partial(jit_entries.count_keys, bits, 0, _NUMBERS),
+        partial(jit_entries.keys_between, bits, 0, 0, _NUMBERS),
     ]
 
 
 def _fold(need: Need, values: Array) -> _Calls:
     grad, state, m = _state(need)
-    digits, param = np.empty(jit_select.DIGITS, np.int64), np.empty(0, _TYPES[need.param_dtype])
+    digits, param = np.empty(jit_entries.DIGITS, np.int64), np.empty(0, _TYPES[need.param_dtype])
     rows, kind, no_flags = (
         np.empty((0, 6), np.int64),
-        (grad, state, m, jit_fold.PLAIN),
+        (grad, state, m, jit_entries.PLAIN),
         np.empty(0, np.bool_),
     )
     room, part = (_NUMBERS, values, bits_of(values), *marks(), digits), (0, 0, _NUMBERS, values)
@@ -81,28 +81,28 @@ def _fold(need: Need, values: Array) -> _Calls:
         calls += [
             partial(jit_lists.commit_bfloat16, rows, rows, 0, 0, *kind, seeds, _FLOATS),
             partial(
-                jit_fold.commit_bfloat16,
+                jit_entries.commit_bfloat16,
                 grad,
                 state,
                 state,
                 m,
-                jit_fold.PLAIN,
+                jit_entries.PLAIN,
                 _SEED,
                 *part,
                 _FLOATS,
             ),
-            partial(jit_fold.store, state, _FLOATS, _SEED, 0, 0),
+            partial(jit_entries.store, state, _FLOATS, _SEED, 0, 0),
         ]
     else:
         calls += [
             partial(jit_lists.commit, rows, rows, 0, 0, *kind, rows),
             partial(
-                jit_fold.commit,
+                jit_entries.commit,
                 grad,
                 state,
                 state,
                 m,
-                jit_fold.PLAIN,
+                jit_entries.PLAIN,
                 *part,
                 _NUMBERS,
                 _NUMBERS,

@@ -2,7 +2,7 @@
 call.
 
 A tensor is a row of addresses. All of one call have the same types, momentum and mode; see
-`jit_fold` for the modes.
+`jit_entries` for the modes.
 """
 
 from typing import Any
@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from thinwire.kernels.cpu import jit_fold
+from thinwire.kernels.cpu import jit_entries
 from thinwire.kernels.cpu.intrinsics import array_at
 from thinwire.kernels.cpu.jit import Int, i64, jit, u64
 from thinwire.kernels.cpu.jit_codes import merge
-from thinwire.kernels.cpu.jit_select import RUN, keep_largest, sample, scan
+from thinwire.kernels.cpu.jit_entries import RUN, keep_largest, sample, scan
 
 Array = NDArray[Any]
 
-_commit = jit_fold.commit
-_commit_bfloat16 = jit_fold.commit_bfloat16
+_commit = jit_entries.commit
+_commit_bfloat16 = jit_entries.commit_bfloat16
 
 
 @jit
@@ -47,7 +47,7 @@ def propose(
     `rows` holds the addresses of gradient, residual and momentum buffer; `numbers` per tensor n, k,
     where in `indices` and `values` its k entries begin, and the runs, the stride and the rank of
     `cpu_select.sampling`. The room is scratch, for the largest of the tensors; so are `marks`,
-    `words` and `histogram`, see `jit_select.scan`.
+    `words` and `histogram`, see `jit_entries.scan`.
     """
     for t in range(first, last):
         n, k, start = numbers[t, 0], numbers[t, 1], numbers[t, 2]
@@ -107,7 +107,7 @@ def commit(
     mode: Int,
     sums: Array,
 ) -> None:
-    """`jit_fold.commit` of the tensors [first, last), with a row of `sums` for each.
+    """`jit_entries.commit` of the tensors [first, last), with a row of `sums` for each.
 
     `rows` holds the addresses of gradient, residual, momentum buffer, positions and sent values,
     `numbers` per tensor n and how many were sent.
@@ -163,7 +163,7 @@ def step_along(
     rate.
 
     `rows` holds the address of the tensor, then of indices and values of each source; `numbers` n,
-    then how many entries came from each. The sum is that of `thinwire.core.merge.sum_sparse`, in
+    then how many entries came from each. The sum is that of `thinwire.core.feedback.sum_sparse`, in
     the type of the tensors. The last four are scratch, as long as what came for any of the tensors.
     """
     for t in range(first, last):

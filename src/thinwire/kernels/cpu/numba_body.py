@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from thinwire.kernels.cpu import jit_codes, jit_fold, jit_lists, jit_select
+from thinwire.kernels.cpu import jit_codes, jit_entries, jit_lists
 from thinwire.kernels.cpu.select import (
     Folding,
     as_array,
@@ -54,7 +54,7 @@ _FLOAT32_MAX = float(np.finfo(np.float32).max)
 def top_k(values: Tensor, k: int) -> Tensor:
     """See `thinwire.core.select.top_k`."""
     x = _floats(values)
-    return torch.from_numpy(largest(Folding(x, x, x, x.dtype.type(0), jit_fold.VALUES), k)[0])
+    return torch.from_numpy(largest(Folding(x, x, x, x.dtype.type(0), jit_entries.VALUES), k)[0])
 
 
 def propose(
@@ -102,11 +102,11 @@ def commit_(
         first, last = np.searchsorted(places, (start, stop))
         part = start, stop, places[first:last], values[first:last]
         if narrow:
-            jit_fold.commit_bfloat16(
+            jit_entries.commit_bfloat16(
                 *what, np.uint32(seed), *part, np.empty(last - first, np.float32)
             )
         else:
-            jit_fold.commit(*what, *part, words, buffer_words, sums)
+            jit_entries.commit(*what, *part, words, buffer_words, sums)
         return sums
 
     sums = np.sum(in_parts(residual.numel(), work), axis=0)
@@ -120,9 +120,9 @@ def _words(array: Array) -> Array:
 
 
 def store_(target: Tensor, values: Tensor, seed: int) -> None:
-    """See `thinwire.core.rounding.store_`."""
+    """See `thinwire.core.feedback.store_`."""
     place, x, bits = as_array(target), as_array(values), np.uint32(seed)
-    in_parts(len(place), lambda start, stop: jit_fold.store(place, x, bits, start, stop))
+    in_parts(len(place), lambda start, stop: jit_entries.store(place, x, bits, start, stop))
     bump_versions([target])
 
 
@@ -220,7 +220,7 @@ def decode_values(code: Tensor, count: int, bits: int) -> Tensor:
 def sum_sparse(
     indices: list[Tensor], values: list[Tensor], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """See `thinwire.core.merge.sum_sparse`."""
+    """See `thinwire.core.feedback.sum_sparse`."""
     union, sums = (
         as_array(indices[0]),
         as_array(values[0].to(dtype) + 0.0),
@@ -399,8 +399,8 @@ def _propose_kind(folds: Sequence[Fold], ks: Sequence[int]) -> list[tuple[Tensor
 
     def work(first: int, last: int) -> None:
         largest = zip(sizes[first:last], ks[first:last], samples[first:last], strict=True)
-        room = max(max(runs * jit_select.RUN, room_for(n, k)) for n, k, (runs, _, _) in largest)
-        room_values, digits = np.empty(room, values.dtype), np.empty(jit_select.DIGITS, np.int64)
+        room = max(max(runs * jit_entries.RUN, room_for(n, k)) for n, k, (runs, _, _) in largest)
+        room_values, digits = np.empty(room, values.dtype), np.empty(jit_entries.DIGITS, np.int64)
         scratch = np.empty(room, np.int64), room_values, bits_of(room_values), *marks(), digits
         kinds = kind.like_grad, kind.like_state, kind.momentum, kind.mode
         jit_lists.propose(rows, numbers, first, last, *kinds, *scratch, indices, values, finite)

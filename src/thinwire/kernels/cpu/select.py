@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from thinwire.kernels.cpu import jit_fold, jit_select
+from thinwire.kernels.cpu import jit_entries
 from thinwire.kernels.cpu.threads import in_parts, in_turns
 
 __all__ = [
@@ -59,8 +59,8 @@ def folding(
     wide = np.float64 if residual.dtype == torch.float64 else np.float32
     g = as_array(grad.to(read_as(grad, residual)))
     if momentum_buffer is None:
-        return Folding(g, v, v, wide(0), jit_fold.PLAIN)
-    mode = jit_fold.NESTEROV if nesterov else jit_fold.MOMENTUM
+        return Folding(g, v, v, wide(0), jit_entries.PLAIN)
+    mode = jit_entries.NESTEROV if nesterov else jit_entries.MOMENTUM
     return Folding(g, v, as_array(momentum_buffer), wide(momentum), mode)
 
 
@@ -91,15 +91,15 @@ def largest(what: Folding, k: int) -> _Part:
         return _best(parts, k)
     indices, values = (np.concatenate(of_all) for of_all in zip(*parts, strict=True))
     if count > k:
-        jit_select.keep_largest(
-            indices, values, bits_of(values), count, k, np.empty(jit_select.DIGITS, np.int64)
+        jit_entries.keep_largest(
+            indices, values, bits_of(values), count, k, np.empty(jit_entries.DIGITS, np.int64)
         )
     return indices[:k], values[:k]
 
 
 def room_for(n: int, k: int) -> int:
     """Entries of scratch that the candidates for the `k` largest of `n` need."""
-    return min(n, max(2 * k, _SMALLEST_ROOM) + jit_select.BLOCK)
+    return min(n, max(2 * k, _SMALLEST_ROOM) + jit_entries.BLOCK)
 
 
 def sampling(n: int, k: int) -> tuple[int, int, int]:
@@ -112,7 +112,7 @@ def sampling(n: int, k: int) -> tuple[int, int, int]:
     """
     if n < 16 * _SMALLEST_SAMPLE:
         return 0, 0, 4
-    length = jit_select.RUN
+    length = jit_entries.RUN
     runs = (
         min(max(_SAMPLE_HITS * (n // k), 16 * _SMALLEST_SAMPLE), max(n // 64, _SMALLEST_SAMPLE))
         // length
@@ -124,8 +124,8 @@ def sampling(n: int, k: int) -> tuple[int, int, int]:
 
 
 def marks() -> tuple[Array, Array]:
-    """Scratch of `jit_select.scan`: bytes, and the same memory as words."""
-    room = np.empty(jit_select.BLOCK, np.uint8)
+    """Scratch of `jit_entries.scan`: bytes, and the same memory as words."""
+    room = np.empty(jit_entries.BLOCK, np.uint8)
     return room, room.view(np.uint64)
 
 
@@ -145,12 +145,13 @@ def _estimated_floor(what: Folding, k: int) -> Any:
     is no use.
     """
     runs, stride, wanted = sampling(len(what.residual), k)
-    length = jit_select.RUN
+    length = jit_entries.RUN
     values = np.empty(runs * length, what.dtype)
     if wanted >= len(values):
         return what.dtype.type(0)
     in_parts(
-        len(values), lambda a, b: jit_select.sample(*what, a // length, b // length, stride, values)
+        len(values),
+        lambda a, b: jit_entries.sample(*what, a // length, b // length, stride, values),
     )
     np.abs(values, out=values)
     values.partition(len(values) - wanted)
@@ -161,8 +162,8 @@ def _candidates(what: Folding, k: int, floor: Any) -> list[_Part]:
     def work(start: int, stop: int) -> _Part:
         room = room_for(stop - start, k)
         indices, values = np.empty(room, np.int64), np.empty(room, what.dtype)
-        scratch = *marks(), np.empty(jit_select.DIGITS, np.int64)
-        count = jit_select.scan(
+        scratch = *marks(), np.empty(jit_entries.DIGITS, np.int64)
+        count = jit_entries.scan(
             *what, start, stop, k, floor, indices, values, bits_of(values), *scratch
         )
         return indices[:count], values[:count]
@@ -175,12 +176,12 @@ def _best(parts: list[_Part], k: int) -> _Part:
     bits = [bits_of(values) for _, values in parts]
     shift = 8 * bits[0].itemsize - 1 - _BINS_BITS
     bins = np.zeros((len(parts), 1 << _BINS_BITS), np.int64)
-    _of_all(lambda own, counts: jit_select.count_keys(own, shift, counts), bits, bins)
+    _of_all(lambda own, counts: jit_entries.count_keys(own, shift, counts), bits, bins)
     from_top = bins.sum(axis=0)[::-1].cumsum()[::-1]
     edge_bin = int(np.flatnonzero(from_top >= k)[-1])  # where the k-th largest is
     edge, end = edge_bin << shift, (edge_bin + 1) << shift
     inside = [np.empty(count, np.int64) for count in bins[:, edge_bin]]
-    _of_all(lambda own, keys: jit_select.keys_between(own, edge, end, keys), bits, inside)
+    _of_all(lambda own, keys: jit_entries.keys_between(own, edge, end, keys), bits, inside)
     above = bins[:, edge_bin + 1 :].sum(axis=1)
     keys = np.concatenate(inside)
     place = len(keys) - (k - int(above.sum()))
@@ -192,7 +193,7 @@ def _best(parts: list[_Part], k: int) -> _Part:
     ends = np.cumsum(above + tied)[:-1]
     indices, values = np.empty(k, np.int64), np.empty(k, parts[0][1].dtype)
     _of_all(
-        lambda part, own, its_ties, to, x: jit_select.keep_above(
+        lambda part, own, its_ties, to, x: jit_entries.keep_above(
             part[0], part[1], own, len(own), key, its_ties, to, x, len(to)
         ),
         parts,

@@ -148,7 +148,7 @@ def decode_values(codes: Tensor, counts: Tensor, bits: int, k: int) -> tuple[Ten
 def sum_rows(
     indices: Tensor, values: Tensor, counts: Tensor, numel: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """See `thinwire.core.merge.sum_sparse`, for rows of which the first `counts` entries count.
+    """See `thinwire.core.feedback.sum_sparse`, for rows of which the first `counts` entries count.
 
     Returns:
         Positions and sums, shape (rows * k,) both. A position may occur several times, each time

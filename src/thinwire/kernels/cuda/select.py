@@ -108,7 +108,7 @@ def commit_(
 
 
 def store_(target: Tensor, values: Tensor, seed: int) -> None:
-    """See `thinwire.core.rounding.store_`."""
+    """See `thinwire.core.feedback.store_`."""
     block, numel = launching.BLOCK, target.numel()
     given = (target.view(torch.int16), values, numel, _signed(seed))
     launch(triton_select.round_, (blocks_of(numel, block),), target, *given, BLOCK=block)

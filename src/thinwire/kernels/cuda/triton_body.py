@@ -94,7 +94,7 @@ def decode_values(code: Tensor, count: int, bits: int) -> Tensor:
 def sum_sparse(
     indices: list[Tensor], values: list[Tensor], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """See `thinwire.core.merge.sum_sparse`."""
+    """See `thinwire.core.feedback.sum_sparse`."""
     lengths = [i.numel() for i in indices]
     counts = torch.tensor(lengths, device=indices[0].device)
     padded = torch.nn.utils.rnn.pad_sequence(indices, batch_first=True)

@@ -1,29 +1,42 @@
-"""The time that a rank waits for others: one time-out for a whole call, whatever number of
-exchanges it makes, and a line in the log where it was long.
+"""How long a rank waits for others: one time-out for a whole call, whatever number of exchanges it
+makes, and a line in the log where it was long; and where this process is, for those that wait for
+it.
 """
 
 import datetime
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from thinwire import _validate as check
 
 __all__ = [
+    "busy_until",
+    "here",
+    "idle_s",
     "left_s",
     "long_waits_logged",
     "one_deadline",
     "own_deadlines",
     "progressed",
+    "say_busy_until",
     "seconds_given",
     "seconds_of",
     "waited",
+    "waits",
+    "whereabouts",
     "whole_s",
 ]
 
 _LONG_S = 10.0
 _log = logging.getLogger("thinwire")
+_place: list[tuple[str, bool, float]] = [("", False, time.monotonic())]
+"""The last exchange of this process, whether it is waited for, and since when it is or is not;
+replaced as a whole."""
+_busy_until: list[float | None] = [None]
+"""Until when this process has said that it may be at work of its own; None: it never has."""
 
 
 class _Call(threading.local):
@@ -132,3 +145,35 @@ def long_waits_logged(what: str, wait_s: Callable[[], float]) -> Iterator[None]:
         seconds = wait_s() - before
         if seconds > _LONG_S:
             _log.info("%s: waited %.1f s for other ranks", what, seconds)
+
+
+def here(what: str, *, waiting: bool) -> None:
+    """Note where this process is: it waits for `what`, or has left it for work of its own."""
+    _place[0] = what, waiting, time.monotonic()
+
+
+def say_busy_until(moment: float | None) -> None:
+    """Tell the others, with the next sign of life, that they may wait until then and longer."""
+    _busy_until[0] = moment
+
+
+def busy_until() -> float | None:
+    """The moment until which this rank has said to be busy, on the clock of `time.monotonic`."""
+    return _busy_until[0]
+
+
+def idle_s() -> float | None:
+    """Since this process was known to be at long work of its own; None: it never was."""
+    return None if _busy_until[0] is None else max(time.monotonic() - _busy_until[0], 0.0)
+
+
+def whereabouts() -> tuple[str, bool, float]:
+    """The exchange that this process is in or has left, whether it waits there, and since when, on
+    the clock of `time.monotonic`.
+    """
+    return _place[0]
+
+
+def waits() -> bool:
+    """Whether this process waits in an exchange."""
+    return _place[0][1]
