@@ -16,7 +16,8 @@ def log_stats(source: Any, writer: Any, step: int | None = None) -> dict[str, fl
     every rank with a writer of its own.
 
     Args:
-        source: Whatever has `stats()`: an `Engine`, `LocalUpdates`, `DGCMomentum` or `Attached`.
+        source: Whatever has `stats()`: an `Engine`, `LocalUpdates`, `Attached`, an optimizer that
+            exchanges gradients.
         writer: Something with `add_scalar(name, value, step)`, such as TensorBoard's
             `SummaryWriter`; or with `log(numbers, step=...)`, such as a run of wandb; or a function
             `(numbers, step)`. The first of these that it has is called.
@@ -32,8 +33,8 @@ def log_stats(source: Any, writer: Any, step: int | None = None) -> dict[str, fl
     """
     if not callable(getattr(source, "stats", None)):
         raise TypeError(
-            f"source must have stats(), as Engine, LocalUpdates, DGCMomentum and Attached, got a "
-            f"{type(source).__name__}"
+            "source must have stats(), as Engine, LocalUpdates, Attached and optimizers that "
+            f"exchange gradients, got a {type(source).__name__}"
         )
     said: dict[str, Any] = source.stats()
     step = check.integer("step", said["step"] if step is None else step, at_least=0)

@@ -425,8 +425,7 @@ def sparsity_at(step: int, begin: int, rampup_step: int, levels: Sequence[float]
         >>> [sparsity_at(step, 10, 4, (0.75, 0.999)) for step in (9, 10, 11, 12, 13, 14, 99)]
         [0.0, 0.75, 0.75, 0.999, 0.999, 0.999, 0.999]
 
-    Source: Lin et al., 2018, arXiv 1712.01887, section 3.3. Differs: Paddle's operators/dgc_op.h
-    counts in float32, which stops at 2^24.
+    Source: Lin et al., 2018, arXiv 1712.01887, section 3.3.
     """
     if step < begin:
         return 0.0

@@ -25,7 +25,7 @@ def parameters(module: nn.Module) -> list[float]:
 
 def run(rank: int, size: int, name: str, steps: int) -> list[tuple[bool, list[float], float]]:
     recipe = STRATEGIES[name]
-    trainer = build_trainer(recipe.trainer, recipe.options, model(), Setup("sgd", ramp_steps=10))
+    trainer = build_trainer(recipe.trainer, recipe.arguments, model(), Setup("sgd", ramp_steps=10))
     assert isinstance(trainer, Local)
     for group in trainer.optimizer.param_groups:
         group["lr"] = 0.1
@@ -57,7 +57,7 @@ def test_agreed_is_where_all_ranks_are_equal_and_bytes_grow_there_alone(
 
 def settings_of(rank: int, size: int, name: str) -> tuple[dict[str, Any], int, int]:
     recipe = STRATEGIES[name]
-    trainer = build_trainer(recipe.trainer, recipe.options, model(), Setup("sgd", 10))
+    trainer = build_trainer(recipe.trainer, recipe.arguments, model(), Setup("sgd", 10))
     trainer.close()
     return dict(trainer.settings), trainer.round_steps, trainer.steady_from_step
 

@@ -64,7 +64,7 @@ def losses(
         assert torch.equal(torch.get_rng_state(), random)
         assert all(p.grad is None for p in work.model.parameters())
     setup = Setup(run.optimizer, 10)
-    trainer = build_trainer(run.recipe.trainer, run.recipe.options, work.model, setup)
+    trainer = build_trainer(run.recipe.trainer, run.recipe.arguments, work.model, setup)
     text = torch.Generator().manual_seed(rank)
     found = []
     for _ in range(STEPS):

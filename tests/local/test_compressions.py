@@ -307,7 +307,7 @@ def sent_in_turns(rank: int, size: int, compression: Any, dgc: Any) -> list[tupl
         assert told is not None
         pairs = []
         with updates.LocalUpdates(
-            model, optimizer, tw.LocalSGD(2, compression=compression), dgc=dgc
+            model, optimizer, tw.LocalSGD(2, compression=compression), compression=dgc
         ) as sync:
             for step in range(1, 10):
                 gathered.clear()

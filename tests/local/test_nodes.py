@@ -42,7 +42,7 @@ def trained(rank: int, size: int, config: Any, alike: int, dgc: Any = None) -> d
     """Ranks in groups of `alike` see the same gradients."""
     model = Bag()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
-    with tw.local.updates.LocalUpdates(model, optimizer, config, dgc=dgc) as sync:
+    with tw.local.updates.LocalUpdates(model, optimizer, config, compression=dgc) as sync:
         for step in range(1, 17):
             one_step(model, optimizer, step, rank // alike)
         state, stats = sync.state_dict(), sync.stats()

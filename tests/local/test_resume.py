@@ -130,7 +130,7 @@ def some_steps(rank: int, size: int, config: Any, mean: Any, dgc: Any) -> dict[s
     `mean`."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    with LocalUpdates(model, optimizer, config, dgc=dgc) as sync:
+    with LocalUpdates(model, optimizer, config, compression=dgc) as sync:
         if mean is not None:
             sync.load_state_dict(mean)
             loaded = sync.state_dict()

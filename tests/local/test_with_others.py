@@ -53,7 +53,7 @@ def follow(rank: int, size: int, config: Any, dgc: tw.DGC, steps: int) -> list[A
     model = Bag()
     optimizer = sgd(model, momentum=0.9)
     found = []
-    with LocalUpdates(model, optimizer, config, dgc=dgc) as sync:
+    with LocalUpdates(model, optimizer, config, compression=dgc) as sync:
         for step in range(1, steps + 1):
             set_gradients(model, step, rank)
             optimizer.step()
@@ -93,7 +93,7 @@ def few_bytes(rank: int, size: int) -> tuple[int, int]:
     optimizer = sgd(model)
     torch.manual_seed(rank)
     with LocalUpdates(
-        model, optimizer, tw.LocalSGD(1), dgc=tw.DGC(rampup_begin_step=2, min_numel=1000)
+        model, optimizer, tw.LocalSGD(1), compression=tw.DGC(rampup_begin_step=2, min_numel=1000)
     ) as sync:
         sent = []
         for _ in range(4):
@@ -116,7 +116,9 @@ def test_the_bytes_are_those_of_the_ramp() -> None:
 def differing(rank: int, size: int) -> str:
     model = Bag()
     try:
-        with LocalUpdates(model, sgd(model), tw.LocalSGD(2), dgc=tw.DGC(value_bits=1 + rank)):
+        with LocalUpdates(
+            model, sgd(model), tw.LocalSGD(2), compression=tw.DGC(value_bits=1 + rank)
+        ):
             pass
     except RuntimeError as error:
         return str(error)
@@ -131,9 +133,11 @@ def test_ranks_compare_what_they_send(ranks: Pool) -> None:
 def test_two_compressions_are_refused() -> None:
     model = Bag()
     with pytest.raises(ValueError, match="give one of them"):
-        LocalUpdates(model, sgd(model), tw.LocalSGD(2, compression=tw.Sparse(0.9)), dgc=tw.DGC())
-    with pytest.raises(TypeError, match="dgc must be DGC"):
-        LocalUpdates(model, sgd(model), tw.LocalSGD(2), dgc=tw.Sparse(0.9))  # type: ignore[arg-type]
+        LocalUpdates(
+            model, sgd(model), tw.LocalSGD(2, compression=tw.Sparse(0.9)), compression=tw.DGC()
+        )
+    with pytest.raises(TypeError, match="compression must be DGC or LowRank"):
+        LocalUpdates(model, sgd(model), tw.LocalSGD(2), compression=tw.Sparse(0.9))  # type: ignore[arg-type]
 
 
 def other_layouts(rank: int, size: int) -> tuple[list[bytes], float]:

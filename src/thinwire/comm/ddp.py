@@ -5,6 +5,7 @@ bucket.
 import gc
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -35,13 +36,13 @@ class BucketTap:
         self._ddp = weakref.ref(ddp)
         ddp.register_comm_hook(None, self._hook)
 
-    def open(self, on_bucket: OnBucket) -> None:
+    def open(self, on_bucket: OnBucket, instead: str) -> None:
         """From now on call the function, and refuse DDP's `join`, whose idle ranks make backward
-        passes and no step.
+        passes and no step; `instead` says what to do.
         """
         self.on_bucket = on_bucket
         if (ddp := self._ddp()) is not None:
-            vars(ddp)["join_hook"] = _refuse_join
+            vars(ddp)["join_hook"] = partial(_refuse_join, instead)
 
     def close(self) -> None:
         """From now on only pass gradients through."""
@@ -81,7 +82,9 @@ def _gradients(bucket: dist.GradBucket) -> list[Tensor]:  # type: ignore[name-de
     return found
 
 
-def tap_buckets(ddp: DistributedDataParallel, group: Group, on_bucket: OnBucket) -> BucketTap:
+def tap_buckets(
+    ddp: DistributedDataParallel, group: Group, on_bucket: OnBucket, *, instead: str
+) -> BucketTap:
     """Have `on_bucket(index, parameters, gradients)` called in every synchronising backward pass of
     `ddp`.
 
@@ -90,6 +93,7 @@ def tap_buckets(ddp: DistributedDataParallel, group: Group, on_bucket: OnBucket)
         group: The ranks that will exchange them instead.
         on_bucket: Gets this rank's gradients, views shaped as their parameters; must not block on a
             collective that other ranks have not launched, and must not change them.
+        instead: What to do instead of DDP's `join`, which is refused.
 
     Raises:
         ValueError: The model spans other ranks, its buckets are tapped already, or it has a hook of
@@ -115,15 +119,15 @@ def tap_buckets(ddp: DistributedDataParallel, group: Group, on_bucket: OnBucket)
             "this DistributedDataParallel model is attached already: call remove() on its handle "
             "first"
         )
-    tap.open(on_bucket)
+    tap.open(on_bucket, instead)
     return tap
 
 
-def _refuse_join(**_: Any) -> NoReturn:
+def _refuse_join(instead: str, **_: Any) -> NoReturn:
     raise RuntimeError(
         "DistributedDataParallel.join() does not work with an attached optimizer, whose ranks meet "
         "in step(), which a rank without batches does not call: give all ranks equally many "
-        "batches, or train with DistributedStrategy(dgc=DGC(...)) inside `with engine.join():`"
+        f"batches, or {instead}"
     )
 
 

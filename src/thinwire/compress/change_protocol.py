@@ -1,12 +1,11 @@
 """What a compression of changes tells those who average: pure functions of tensors, no word of
 ranks.
 
-A new one is a file with a config that has these methods and `explained()`, its line of `explain`,
-and a line in `compress.changes`.
+A new one is a file with a config that has these methods, and a line in `compress.changes`.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Literal, Protocol, TypeAlias
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ __all__ = [
     "ERRORS",
     "ChangeCompression",
     "ErrorsOnly",
+    "ForChanges",
     "Kept",
     "MeanChange",
     "Rule",
@@ -78,6 +78,9 @@ class ChangeCompression(Protocol):
         with an outer rate of 1 and no outer momentum; None where that depends on what is sent.
         """
 
+    def explained(self) -> str:
+        """Its line of `explain`: what happens to each tensor's change."""
+
     def compresses(self, param: Tensor) -> bool:
         """Whether a parameter's change is ever compressed, so that it has an error."""
 
@@ -114,6 +117,22 @@ class ChangeCompression(Protocol):
 
     def needs(self, params: Sequence[Tensor]) -> frozenset[Need]:
         """The compiled loops that `send` calls for these parameters."""
+
+
+class ForChanges(Protocol):
+    """A compression of gradients, a field of a strategy, that knows the changes of local updates
+    too.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+    field: ClassVar[str]
+
+    def for_changes(self) -> ChangeCompression:
+        """What becomes of them.
+
+        Raises:
+            ValueError: A setting that is for gradients only.
+        """
 
 
 class ErrorsOnly:

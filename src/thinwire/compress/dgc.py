@@ -15,28 +15,33 @@ then the fold is computed and forgotten, and made again for the commit, so that 
 second set of gradients.
 
 Source: Lin et al., 2018, arXiv 1712.01887. Differs: exact selection, positions by Elias-Fano,
-values in `value_bits` with the rounding error kept in v, the limit on a source's share.
+values in `value_bits` with the rounding error kept in v, the limit on a source's share; updates of
+the ramp are counted in integers, where Paddle's operators/dgc_op.h counts in float32, which stops
+at 2^24.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from thinwire import _validate as check
+from thinwire.compress.change_protocol import ErrorsOnly, Kept
 from thinwire.compress.entries import ArrivedEntries, Proposed, send_entries
 from thinwire.compress.protocol import (
     BUCKET_BYTES,
     FIRST_BUCKET_BYTES,
     Arrived,
     Context,
+    Limit,
     OtherRanks,
     Sending,
     Watch,
 )
+from thinwire.compress.sparse_change import entry_bytes, send_largest
 from thinwire.compress.words import bits_text, plural, share_text
 from thinwire.core.clip import ClipByNorm, clipped
 from thinwire.core.feedback import Fold, commit_list_, in_chunks, propose_list, rounding_seed
@@ -47,7 +52,16 @@ from thinwire.layout.message import VALUE_BITS, Layout, Slot, count_sent
 from thinwire.layout.traffic import EXCHANGES, first_split
 from thinwire.schedules import sparsity_at
 
-__all__ = ["DGC", "DGCCompressor", "Rule", "compressible", "limited", "locally_clipped"]
+__all__ = [
+    "DGC",
+    "DGCCompressor",
+    "RampedChange",
+    "Rule",
+    "compressible",
+    "limited",
+    "limited_over_shards",
+    "locally_clipped",
+]
 
 _COMPRESSIBLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -112,6 +126,14 @@ class DGC:
         "exchange",
     )
     """Settings that another run may go on with, from a checkpoint of this one."""
+    in_groups: ClassVar[tuple[str, ...]] = (
+        "rampup_begin_step",
+        "rampup_step",
+        "sparsity",
+        "local_grad_clip_norm",
+    )
+    why_no_shards: ClassVar[str] = ""
+    """See `thinwire.compress.protocol.Compression`, and so is what comes before."""
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -203,6 +225,52 @@ class DGC:
             return ""
         return f"; a {who}'s share of a compressed tensor is limited to {limit:g} / sqrt({who}s)"
 
+    def advice(self, *, local: bool, replaced: bool, peers: str, here: str) -> Iterator[str]:
+        """See `thinwire.compress.protocol.Compression`."""
+        if local:
+            if self.node_size not in (None, 1):
+                yield (
+                    f"dgc: node_size={self.node_size} is for gradients; say node_size in the local "
+                    "updates for their averages"
+                )
+            return
+        if not replaced:
+            yield (
+                "dgc: clipping, weight decay, momentum and Nesterov of an SGD come before the "
+                "exchange (DGCMomentum); any other optimizer gets the sparse mean as its gradient"
+            )
+        if self.node_size is None:
+            said = (
+                "dgc: the ranks of a machine average densely and count as one source where "
+                "torchrun's LOCAL_WORLD_SIZE ranks fill two machines or more; on one machine every "
+                "rank is a source of its own (node_size=None)"
+            )
+        elif self.node_size == 1:
+            said = (
+                "dgc: every rank is a source of its own, on the same machine or not (node_size=1)"
+            )
+        else:
+            said = (
+                f"dgc: {self.node_size} consecutive {peers} share a node, average densely and "
+                f"count as one source (node_size={self.node_size}), so {peers} must be a multiple "
+                f"of {self.node_size}; N of a local clip is the number of nodes"
+            )
+        yield said + here
+        yield {
+            "gather": "dgc: every source gets the messages of all others, so bytes grow with "
+            "sources (exchange='gather')",
+            "split": (
+                "dgc: every source adds up a share of the numbers and passes on the largest sums "
+                "(exchange='split'): two rounds, and no more bytes for more sources; what is not "
+                "passed on is kept"
+            ),
+            "auto": (
+                "dgc: messages are gathered as long as sources are few, and added up by shares "
+                "where that moves at most half of the bytes, from about 9 sources on "
+                "(exchange='auto')"
+            ),
+        }[self.exchange]
+
     def why_dense(self, param: Tensor) -> str | None:
         """Why this tensor is never compressed, in words; None where it is."""
         if param.numel() < self.min_numel:
@@ -249,6 +317,48 @@ class DGC:
         )
         made.fill(name for name, param in params.items() if self.compresses(param))
         return made
+
+    def for_changes(self) -> "RampedChange":
+        """See `thinwire.compress.change_protocol.ForChanges`."""
+        if self.state_dtype == "bfloat16":
+            raise ValueError(
+                "dgc.state_dtype is 'bfloat16', but what an averaging does not send is kept in "
+                "the type of its anchor: leave state_dtype out"
+            )
+        return RampedChange(self)
+
+    def limiting(
+        self,
+        params: Mapping[str, Tensor],
+        *,
+        sources: int,
+        gather: Callable[[bytes, str], list[bytes]] | None = None,
+    ) -> Limit | None:
+        """See `thinwire.compress.protocol.Compression`."""
+        if self.local_grad_clip_norm is None:
+            return None
+
+        def within(step: int, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            if gather is not None:
+                return limited_over_shards(
+                    grads, params, lambda name: self, step=step, sources=sources, gather=gather
+                )
+            return {
+                name: locally_clipped(self, step, sources, params[name], grad)
+                for name, grad in grads.items()
+            }
+
+        return within
+
+    def without_limit(self) -> "DGC":
+        """See `thinwire.compress.protocol.Compression`."""
+        return replace(self, local_grad_clip_norm=None)
+
+    @property
+    def settled_step(self) -> int:
+        """See `thinwire.compress.protocol.Compression`."""
+        levels = len(self.sparsity)
+        return 1 + self.rampup_begin_step - (-self.rampup_step * (levels - 1) // levels)
 
     def count_at(self, step: int, numel: int) -> int | None:
         """Entries sent of `numel` in update `step` (from 0); None before compression begins."""
@@ -335,6 +445,69 @@ def limited_over_shards(
             wide = grad.to(state_dtype(shard))
             within[name] = wide * (bound / norms[name]) if norms[name] > bound else wide
     return within
+
+
+@dataclass(frozen=True)
+class RampedChange(ErrorsOnly):
+    """Changes that travel by the ramp of a DGC: its sparsity at the step, its `value_bits` and
+    `min_numel`.
+
+    The mean is over all ranks and what is kept does not decay, so everything is sent in time, as
+    with its gradients.
+    """
+
+    config: DGC
+
+    decay: ClassVar[float] = 1.0
+    conserves: ClassVar[bool] = True
+    steady_share: ClassVar[float] = 1.0
+
+    def explained(self) -> str:
+        """See `ChangeCompression`."""
+        config = self.config
+        return (
+            f"{config.beginning()}of each tensor's change the largest {config.ramp()} are sent, "
+            f"{bits_text(config.value_bits)} an entry; the rest is kept. Tensors below "
+            f"{config.min_numel} numbers go whole"
+        )
+
+    def compresses(self, param: Tensor) -> bool:
+        """See `DGC.compresses`."""
+        return self.config.compresses(param)
+
+    def takes(self, step: int, numel: int) -> bool:
+        """Not before the ramp begins."""
+        return self.config.count_at(step - 1, numel) is not None
+
+    def send(self, context: Context, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
+        """See `ChangeCompression`: as `Sparse`."""
+        bits, exchange = self.config.value_bits, self.config.exchange
+        count = self._counting(context.step)
+        return send_largest(context, folded, count, bits, exchange, over_senders=False)
+
+    def sent_bytes(
+        self, step: int, shapes: Sequence[torch.Size], sources: int = 2, source: int = 0
+    ) -> int:
+        """See `ChangeCompression`."""
+        bits, exchange = self.config.value_bits, self.config.exchange
+        count = self._counting(step)
+        return entry_bytes(shapes, count, bits, exchange, sources=sources, source=source)
+
+    def sparsity_at(self, step: int) -> float:
+        """That of the update that follows `step`."""
+        return self.config.sparsity_in_force(step)
+
+    def needs(self, params: Sequence[Tensor]) -> frozenset[Need]:
+        """See `ChangeCompression`."""
+        return needs_of("changes", params, value_bits=self.config.value_bits)
+
+    def _counting(self, step: int) -> Callable[[int], int]:
+        def count(numel: int) -> int:
+            found = self.config.count_at(step - 1, numel)
+            assert found is not None, "only what is taken is sent"
+            return found
+
+        return count
 
 
 class Rule(NamedTuple):

@@ -19,10 +19,10 @@ travel together and any number of buckets at once; columns that are no more than
 replaced instead of made longer by an epsilon; for any optimizer, which gets the mean.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from thinwire.compress.protocol import (
     AllReduce,
     Arrived,
     Context,
+    Limit,
     OtherRanks,
     Sending,
     Watch,
@@ -80,8 +81,14 @@ class LowRank:
     """Of a strategy."""
     may_change: ClassVar[tuple[str, ...]] = ("begin_step",)
     """Settings that another run may go on with, from a checkpoint of this one."""
+    in_groups: ClassVar[tuple[str, ...]] = ()
+    why_no_shards: ClassVar[str] = (
+        "a rank sees some rows of a matrix only. Local updates can compress by LowRank, shard by "
+        "shard"
+    )
+    """See `thinwire.compress.protocol.Compression`, and so is what comes before."""
     node_size: ClassVar[None] = None
-    """Ranks of one machine average densely and count as one source, as with `DGC`."""
+    """Ranks of one machine average densely and count as one source."""
 
     def __post_init__(self) -> None:
         for name, least in (("rank", 1), ("begin_step", 0), ("min_numel", 1)):
@@ -163,7 +170,11 @@ class LowRank:
 
     def explained(self) -> str:
         """See `ChangeCompression`."""
-        return self.explanation().replace("gradient", "change")
+        return f"of each tensor's change {self.explanation().replace('gradient', 'change')}"
+
+    def for_changes(self) -> Self:
+        """Itself."""
+        return self
 
     def compressor(
         self, params: Mapping[str, Tensor], *, num_trainers: int | None = None
@@ -174,6 +185,33 @@ class LowRank:
     def sparsity_in_force(self, step: int) -> float:
         """0: no entry is left out."""
         return 0.0
+
+    @property
+    def settled_step(self) -> int:
+        """See `Compression`."""
+        return self.begin_step + 1
+
+    def limit(self, who: str) -> str:
+        """Nothing is limited."""
+        return ""
+
+    def limiting(
+        self,
+        params: Mapping[str, Tensor],
+        *,
+        sources: int,
+        gather: Callable[[bytes, str], list[bytes]] | None = None,
+    ) -> Limit | None:
+        """Nothing is limited."""
+        return None
+
+    def without_limit(self) -> Self:
+        """Itself."""
+        return self
+
+    def advice(self, *, local: bool, replaced: bool, peers: str, here: str) -> Iterator[str]:
+        """None."""
+        return iter(())
 
     def numbers_sent(self, param: Tensor) -> int:
         """Of a compressed tensor: r (n + m), in float32, float64 for float64 parameters."""

@@ -6,9 +6,9 @@ it needs and is given their results; the driver launches what several methods yi
 together, waits for all of it, and goes on. `commit_` follows the vote.
 """
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ __all__ = [
     "Context",
     "Entries",
     "Flags",
+    "Limit",
     "OtherRanks",
     "Sending",
     "Watch",
@@ -48,6 +49,8 @@ Entries = tuple[Tensor, Tensor]
 """Indices (j,), int64, ascending, and values (j,)."""
 Flags = Mapping[str, bool | Tensor]
 """By name whether a gradient is as it should be; a tensor has shape () and dtype bool."""
+Limit = Callable[[int, Mapping[str, Tensor]], dict[str, Tensor]]
+"""What becomes of a rank's gradients by a local clip, in an update from 0."""
 
 
 class AllGather(NamedTuple):
@@ -239,18 +242,23 @@ class Compressor(Protocol):
 
 
 class Compression(Protocol):
-    """A config of compression, such as `DGC`.
+    """A config of compression, such as `LowRank`: a dataclass.
 
     Attributes:
         field: Of a strategy, which says it.
         may_change: Settings that another run may go on with, from a checkpoint of this one.
+        in_groups: Settings that an optimizer which exchanges by it keeps in its groups.
+        why_no_shards: Why tensors must be whole, in words; empty where a shard is as good.
         node_size: Consecutive ranks that count as one source; None for as many as a machine has.
         bucket_bytes: See `Compressor`, and so is the next one.
         first_bytes: See there.
     """
 
+    __dataclass_fields__: ClassVar[dict[str, Any]]
     field: ClassVar[str]
     may_change: ClassVar[tuple[str, ...]]
+    in_groups: ClassVar[tuple[str, ...]]
+    why_no_shards: ClassVar[str]
     bucket_bytes: ClassVar[int]
     first_bytes: ClassVar[int]
 
@@ -282,6 +290,42 @@ class Compression(Protocol):
 
     def sparsity_in_force(self, step: int) -> float:
         """Fraction of a compressed tensor that update `step` (from 0) does not send."""
+
+    @property
+    def settled_step(self) -> int:
+        """The update, from 1, from which on messages have their last length."""
+
+    def limit(self, who: str) -> str:
+        """The local clip of one of `who`, in words; empty without."""
+
+    def limiting(
+        self,
+        params: Mapping[str, Tensor],
+        *,
+        sources: int,
+        gather: Callable[[bytes, str], list[bytes]] | None = None,
+    ) -> Limit | None:
+        """The local clip for whom it comes before the compressor; None without.
+
+        Args:
+            params: This rank's trainable parameters, or its shards of them, by name.
+            sources: Those whose shares are summed.
+            gather: Over the shards of a tensor; see `core.norms.norms_over_shards`. None where
+                tensors are whole.
+        """
+
+    def without_limit(self) -> Self:
+        """The same without a local clip."""
+
+    def advice(self, *, local: bool, replaced: bool, peers: str, here: str) -> Iterator[str]:
+        """What one may want to know beforehand.
+
+        Args:
+            local: Whether it compresses changes of local updates.
+            replaced: Whether a method of the strategy takes the place of the given optimizer.
+            peers: Who exchanges, in words.
+            here: Which sources there are in this job, in words; may be empty.
+        """
 
 
 def together(sendings: Sequence[Sending]) -> Bucket:

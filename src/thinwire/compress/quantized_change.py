@@ -77,11 +77,11 @@ class Quantized(ErrorsOnly):
         return 1.0 if self.decay == 1 else None
 
     def explained(self) -> str:
-        """What happens to each tensor's change, in words."""
+        """See `ChangeCompression`."""
         bits = "1 bit" if self.value_bits == 1 else f"{self.value_bits} bits"
         return (
-            f"every entry is sent in {bits}; the rounding error is kept and counts {self.decay:g} "
-            "times the next time"
+            f"of each tensor's change every entry is sent in {bits}; the rounding error is kept "
+            f"and counts {self.decay:g} times the next time"
         )
 
     def compresses(self, param: Tensor) -> bool:

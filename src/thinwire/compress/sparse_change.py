@@ -5,7 +5,7 @@ kept.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from torch.nn.functional import pad
 
 from thinwire import _validate as check
 from thinwire.compress.change_protocol import ERRORS, ErrorsOnly, Kept, MeanChange
-from thinwire.compress.dgc import DGC
 from thinwire.compress.entries import ArrivedEntries, Proposed, send_entries
 from thinwire.compress.protocol import Context, Entries, Sending
 from thinwire.compress.split import senders
@@ -24,7 +23,7 @@ from thinwire.kernels.needs import Need, needs_of
 from thinwire.layout.message import VALUE_BITS, Layout, Slot, count_sent
 from thinwire.layout.traffic import EXCHANGES, GATHER, between_sources, chosen_exchange
 
-__all__ = ["RampedChange", "Sparse"]
+__all__ = ["Sparse", "entry_bytes", "send_largest"]
 
 
 @dataclass(frozen=True)
@@ -104,12 +103,13 @@ class Sparse(ErrorsOnly):
         return sent / (sent + (1 - self.decay) * self.sparsity)
 
     def explained(self) -> str:
-        """What happens to each tensor's change, in words."""
+        """See `ChangeCompression`."""
         bits = "1 bit" if self.value_bits == 1 else f"{self.value_bits} bits"
         over = "the ranks that sent it" if self.mean_over == "senders" else "all ranks"
         said = (
-            f"the largest {100 * (1 - self.sparsity):.6g} % are sent, {bits} an entry, whose mean "
-            f"is over {over}; the rest is kept and counts {self.decay:g} times the next time"
+            f"of each tensor's change the largest {100 * (1 - self.sparsity):.6g} % are sent, "
+            f"{bits} an entry, whose mean is over {over}; the rest is kept and counts "
+            f"{self.decay:g} times the next time"
         )
         if self.clip_sources is not None:
             said += (
@@ -128,7 +128,7 @@ class Sparse(ErrorsOnly):
 
     def send(self, context: Context, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
         """See `ChangeCompression`: one all-gather, or an exchange of parts and an all-gather."""
-        return _sent(
+        return send_largest(
             context,
             folded,
             self._count,
@@ -142,8 +142,9 @@ class Sparse(ErrorsOnly):
         self, step: int, shapes: Sequence[torch.Size], sources: int = 2, source: int = 0
     ) -> int:
         """See `ChangeCompression`."""
-        layout = _layout([s.numel() for s in shapes], self._count, self.value_bits)
-        return _sent_bytes(layout, self._exchange, sources, source)
+        return entry_bytes(
+            shapes, self._count, self.value_bits, self._exchange, sources=sources, source=source
+        )
 
     def sparsity_at(self, step: int) -> float:
         """At every step the same."""
@@ -161,75 +162,23 @@ class Sparse(ErrorsOnly):
         return count_sent(numel, self.sparsity)
 
 
-@dataclass(frozen=True)
-class RampedChange(ErrorsOnly):
-    """Changes that travel by the ramp of a DGC: its sparsity at the step, its `value_bits` and
-    `min_numel`.
-
-    The mean is over all ranks and what is kept does not decay, so everything is sent in time, as
-    with its gradients.
-    """
-
-    dgc: DGC
-
-    decay: ClassVar[float] = 1.0
-    conserves: ClassVar[bool] = True
-    steady_share: ClassVar[float] = 1.0
-
-    def compresses(self, param: Tensor) -> bool:
-        """See `DGC.compresses`."""
-        return self.dgc.compresses(param)
-
-    def takes(self, step: int, numel: int) -> bool:
-        """Not before the ramp begins."""
-        return self.dgc.count_at(step - 1, numel) is not None
-
-    def send(self, context: Context, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
-        """See `ChangeCompression`: as `Sparse`."""
-        return _sent(
-            context,
-            folded,
-            self._counting(context.step),
-            self.dgc.value_bits,
-            self.dgc.exchange,
-            over_senders=False,
-        )
-
-    def sent_bytes(
-        self, step: int, shapes: Sequence[torch.Size], sources: int = 2, source: int = 0
-    ) -> int:
-        """See `ChangeCompression`."""
-        numels = [s.numel() for s in shapes]
-        layout = _layout(numels, self._counting(step), self.dgc.value_bits)
-        return _sent_bytes(layout, self.dgc.exchange, sources, source)
-
-    def sparsity_at(self, step: int) -> float:
-        """That of the update that follows `step`."""
-        return self.dgc.sparsity_in_force(step)
-
-    def needs(self, params: Sequence[Tensor]) -> frozenset[Need]:
-        """See `ChangeCompression`."""
-        return needs_of("changes", params, value_bits=self.dgc.value_bits)
-
-    def _counting(self, step: int) -> Callable[[int], int]:
-        def count(numel: int) -> int:
-            found = self.dgc.count_at(step - 1, numel)
-            assert found is not None, "only what is taken is sent"
-            return found
-
-        return count
-
-
-def _layout(numels: Sequence[int], count: Callable[[int], int], value_bits: int) -> Layout:
-    return Layout(tuple(Slot(numel, count(numel)) for numel in numels), value_bits)
-
-
-def _sent_bytes(layout: Layout, exchange: str, sources: int, source: int) -> int:
+def entry_bytes(
+    shapes: Sequence[torch.Size],
+    count: Callable[[int], int],
+    value_bits: int,
+    exchange: str,
+    *,
+    sources: int,
+    source: int,
+) -> int:
+    """What rank `source` of `sources` gives to the collectives of `send_largest`."""
+    numels = [shape.numel() for shape in shapes]
+    layout = Layout(tuple(Slot(numel, count(numel)) for numel in numels), value_bits)
     way = chosen_exchange(exchange, layout, sources)
     return between_sources(layout, sources, way, source).bytes_sent
 
 
-def _sent(
+def send_largest(
     context: Context,
     folded: Mapping[str, Tensor],
     count: Callable[[int], int],
@@ -239,7 +188,17 @@ def _sent(
     over_senders: bool,
     clip_sources: float | None = None,
 ) -> Sending:
-    """The largest entries of each tensor, gathered or by shares."""
+    """Send the largest entries of each tensor, gathered or by shares; see `ChangeCompression.send`.
+
+    Args:
+        context: As there, and so is `folded`.
+        folded: See there.
+        count: How many entries of a tensor are sent, by its numbers.
+        value_bits: What one sent value costs.
+        exchange: "gather", "split" or "auto".
+        over_senders: Whether an entry's mean is over the ranks that sent it, not over all.
+        clip_sources: See `Sparse`.
+    """
     proposed = {}
     for name, tensor in folded.items():
         flat, k = tensor.view(-1), count(tensor.numel())

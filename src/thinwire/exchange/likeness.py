@@ -88,8 +88,8 @@ def _advice(kind: str, *, ddp: bool) -> str:
     if kind == "changes":
         return said + "Train by the model inside (ddp.module), made without the wrapper"
     return said + (
-        "Call optimizer.attach(ddp) after the model was wrapped (DGCMomentum), or train by the "
-        "model without the wrapper. stats() counts what it sends from now on"
+        "Call optimizer.attach(ddp) after the model was wrapped, where the optimizer has it, or "
+        "train by the model without the wrapper. stats() counts what it sends from now on"
     )
 
 

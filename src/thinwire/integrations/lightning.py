@@ -17,7 +17,7 @@ from thinwire.integrations.engine_state import EngineState, as_made_, require_fi
 from thinwire.integrations.per_rank import PerRankState
 from thinwire.local.config import AdaptiveLocalSGD, LocalConfig, LocalSGD
 from thinwire.local.updates import LocalUpdates, local_sgd
-from thinwire.optim.dgc_momentum import DGCMomentum
+from thinwire.optim import EXCHANGING
 from thinwire.strategy.distributed_strategy import DistributedStrategy
 from thinwire.strategy.engine import Engine
 
@@ -103,7 +103,8 @@ def _name(filepath: str | Path, i: int) -> str:
 
 
 class CompressedExchange(_Part):
-    """Attaches the `DGCMomentum` of `configure_optimizers` to the model that `DDPStrategy` wrapped.
+    """Attaches the optimizer of `configure_optimizers`, one that has `attach`, to the model that
+    `DDPStrategy` wrapped.
 
     The exchange then runs in the backward pass; without it DDP would average densely first. Batches
     that `accumulate_grad_batches` only accumulates send nothing. Clip with `local_grad_clip_norm`
@@ -111,14 +112,14 @@ class CompressedExchange(_Part):
     error. Residuals and momentum of all ranks lie in files beside Lightning's checkpoints.
 
     Raises:
-        TypeError: At the start of the fit: the one optimizer is no `DGCMomentum`, or the model is
-            not wrapped in DDP.
+        TypeError: At the start of the fit: the one optimizer does not exchange gradients itself, or
+            the model is not wrapped in DDP.
     """
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach; called after Lightning has restored a checkpoint."""
         optimizer = _only_optimizer(trainer)
-        check.instance("the optimizer of configure_optimizers", optimizer, DGCMomentum)
+        check.instance("the optimizer of configure_optimizers", optimizer, EXCHANGING)
         self._keep(trainer, PerRankState(optimizer))
         if trainer.world_size > 1:
             self._handle = optimizer.attach(trainer.strategy.model)
@@ -209,8 +210,8 @@ class ThinwireCallback(_Part):
     average once more.
 
     Args:
-        strategy: A `DistributedStrategy` with `dgc`, `low_rank`, `lars`, `lamb`, `localsgd`,
-            `adaptive_localsgd`, `recompute`, or without any field.
+        strategy: A `DistributedStrategy` with any fields but `amp`, `gradient_merge` and
+            `pipeline`, or without one.
 
     Raises:
         StrategyError: Here: a field for which the Trainer has an argument of its own, which it

@@ -46,13 +46,14 @@ class PerRankState:
     its own beside it.
 
     Accelerate and Lightning save the optimizer of rank 0 and load it everywhere. The residuals and
-    the momentum of `DGCMomentum`, and everything under local updates, differ from rank to rank:
-    that checkpoint alone would give the pending update of one rank to all others. With Accelerate
-    `PerRankState(dgc).register(accelerator)` is all; Lightning's callbacks do it by themselves; in
-    a loop of your own set `folder` to that of the checkpoint.
+    the momentum of an optimizer that exchanges gradients, and everything under local updates,
+    differ from rank to rank: that checkpoint alone would give the pending update of one rank to all
+    others. With Accelerate `PerRankState(optimizer).register(accelerator)` is all; Lightning's
+    callbacks do it by themselves; in a loop of your own set `folder` to that of the checkpoint.
 
     Args:
-        stateful: A `DGCMomentum`, what `local_sgd` returned, or any optimizer under local updates.
+        stateful: An optimizer that exchanges gradients, what `local_sgd` returned, or any optimizer
+            under local updates.
         process_group: The ranks whose states differ; None for all of them. One process alone works
             too.
         folder: Where the files lie: that of the checkpoint. May be set later, and anew for every

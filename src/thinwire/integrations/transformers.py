@@ -61,8 +61,8 @@ class ThinwireCallback(TrainerCallback):
     ranks average once more.
 
     Args:
-        strategy: A `DistributedStrategy` with `dgc`, `low_rank`, `lars`, `lamb`, `localsgd`,
-            `adaptive_localsgd`, or without any field.
+        strategy: A `DistributedStrategy` with any fields but `amp`, `recompute`,
+            `gradient_merge` and `pipeline`, or without one.
 
     Raises:
         StrategyError: Here: a field for which the Trainer has an argument of its own, which it

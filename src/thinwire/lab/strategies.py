@@ -196,11 +196,12 @@ register(
     Recipe(
         "dgc",
         "deep gradient compression, 0.1 % of the entries at one bit",
-        f"{_OWN_TRAINERS}:DGC",
+        f"{_OWN_TRAINERS}:Ramped",
         {**_RATES, "sgd": 0.15},
         _OWN,
         {"sparsity": [0.75, 0.9375, 0.984375, 0.996, 0.999], "value_bits": 1},
         field="dgc",
+        ramp="rampup_step",
     )
 )
 register(

@@ -36,8 +36,9 @@ from thinwire.comm import (
     time_limit_s,
     while_busy,
 )
+from thinwire.compress import COMPRESSIONS
+from thinwire.compress.change_protocol import ForChanges
 from thinwire.compress.changes import compression_of
-from thinwire.compress.dgc import DGC
 from thinwire.core.arithmetic import CURES, arithmetic
 from thinwire.core.origin import ORIGIN, Origin, without_origin
 from thinwire.core.outer import OuterRule
@@ -135,12 +136,12 @@ class LocalUpdates:
     """What `local_sgd` returns: follows the optimizer's steps and averages when their turn has
     come.
 
-    Two arguments are for those who combine methods. `dgc` sends the averaged change sparsely, in
-    place of `config.compression`: at local step s (from 1) each tensor that it compresses sends the
-    entries that its ramp says for update s - 1, in its `value_bits`, and keeps all of the rest;
-    before `rampup_begin_step`, and for all other tensors, the change travels densely. `scaler` is
-    this rank's own loss scale: at every averaging all ranks take the smallest one, which travels
-    with the agreement; a rank adapts its scale before the step, so that it counts.
+    Two arguments are for those who combine methods. `compression`, one of gradients, says what is
+    sent of the averaged change, in place of `config.compression`: what it does in update s - 1 at
+    local step s (from 1), and all of the rest is kept; where it compresses nothing, the change
+    travels densely. `scaler` is this rank's own loss scale: at every averaging all ranks take the
+    smallest one, which travels with the agreement; a rank adapts its scale before the step, so that
+    it counts.
 
     **State** in `state_dict`: counters, interval, first loss and rate, anchors, outer momentum,
     kept errors, a result that is on its way, and this rank's own parameters between two averagings.
@@ -153,8 +154,8 @@ class LocalUpdates:
     averaging that fails, on whichever rank, changes nothing on any rank but the step counter.
 
     Raises:
-        TypeError, ValueError: As `local_sgd`; `dgc` together with a `compression`, or with state in
-            bfloat16.
+        TypeError, ValueError: As `local_sgd`; `compression` together with one of the config, or
+            with state in bfloat16.
     """
 
     def __init__(
@@ -164,7 +165,7 @@ class LocalUpdates:
         config: LocalConfig,
         *,
         process_group: dist.ProcessGroup | None = None,
-        dgc: DGC | None = None,
+        compression: ForChanges | None = None,
         scaler: OwnScale | None = None,
         digest_every: int = DIGEST_EVERY,
         timeout: float | datetime.timedelta | None = None,
@@ -203,18 +204,15 @@ class LocalUpdates:
                 f"round_seconds={config.round_seconds} does not work with mesh=: the ranks of a "
                 "site make their steps together. Leave round_seconds out, k_steps says it alone"
             )
-        if dgc is not None:
-            check.instance("dgc", dgc, DGC)
+        if compression is not None:
+            check.instance("compression", compression, COMPRESSIONS)
             if config.compression is not None:
                 raise ValueError(
-                    f"dgc and compression={config.compression} both say what an averaging sends: "
-                    "give one of them"
+                    f"{compression.field} and compression={config.compression} both say what an "
+                    "averaging sends: give one of them"
                 )
-            if dgc.state_dtype == "bfloat16":
-                raise ValueError(
-                    "dgc.state_dtype is 'bfloat16', but what an averaging does not send is kept in "
-                    "the type of its anchor: leave state_dtype out"
-                )
+        self._of_gradients = compression
+        self._changes = compression_of(config.compression, compression)
         optimizer = cast(
             "torch.optim.Optimizer", bare_optimizer(optimizer)
         )  # of a wrong kind, it is refused below
@@ -222,7 +220,6 @@ class LocalUpdates:
         fragments_of(self._tensors.trained, config)  # refuses more fragments than parameters
         self.config = config
         """What it was made with."""
-        self._dgc = dgc
         self._scaler = scaler
         self._process_group = process_group
         self._interval = Interval(config, optimizer)
@@ -272,10 +269,9 @@ class LocalUpdates:
         self._group = group
         facts: dict[str, Any] = {"wire": WIRE_VERSION, "config": type(self.config).__name__}
         facts["compression"] = type(self.config.compression).__name__
-        facts |= {
-            "settings": asdict(self.config),
-            "dgc": None if self._dgc is None else asdict(self._dgc),
-        }
+        facts["settings"] = asdict(self.config)
+        if self._of_gradients is not None:
+            facts[self._of_gradients.field] = asdict(self._of_gradients)
         facts |= {"digest_every": self.digest_every, "timeout in seconds": group.timeout_s}
         facts |= arithmetic(self._tensors.device)
         facts |= {"misuse": self._tensors.difference(), **self._tensors.facts()}
@@ -294,13 +290,12 @@ class LocalUpdates:
         outer = OuterRule(
             self.config.outer_lr, self.config.outer_momentum, self.config.outer_nesterov
         )
-        changes = compression_of(self.config.compression, self._dgc)
         self._averager = averager = Averager(
             group,
             self._tensors,
             self.config,
             interval=self._interval,
-            averaging=Averaging(sources, self._tensors.params, outer=outer, changes=changes),
+            averaging=Averaging(sources, self._tensors.params, outer=outer, changes=self._changes),
             counters=self._counters,
             scaler=self._scaler,
             identity=f"local updates {next_identity(self._process_group)}",
@@ -331,8 +326,8 @@ class LocalUpdates:
     def _agreed_sources(self, group: Group) -> Sources:
         """Who counts as one source of changes, once all ranks have said the same."""
         size = self.config.node_size
-        dense = compression_of(self.config.compression, self._dgc) is None
-        if self._members is not None or self.config.by_time or (size is None and dense):
+        dense = size is None and self._changes is None
+        if self._members is not None or self.config.by_time or dense:
             return group
         width, _ = node_size_of(group.global_ranks, size)
         if size is None:  # else it is a part of the config
@@ -341,10 +336,7 @@ class LocalUpdates:
 
     def _needs(self) -> frozenset[Need]:
         """The compiled loops that an averaging calls."""
-        params, changes = (
-            list(self._tensors.params.values()),
-            compression_of(self.config.compression, self._dgc),
-        )
+        params, changes = list(self._tensors.params.values()), self._changes
         loops = (
             frozenset()
             if changes is None
@@ -591,9 +583,9 @@ class LocalUpdates:
         entries with random signs (`local.sketch`), 256 bytes beside every compressed averaging, so
         its standard error is about an eighth of what was applied across the change, relative to the
         change. Equal on all ranks. 1, and no byte, where all is applied in time: without
-        compression, with `dgc`, and at decay 1 with a mean over all ranks.
+        compression, with one of gradients, and at decay 1 with a mean over all ranks.
         """
-        sources, changes = self._sources, compression_of(self.config.compression, self._dgc)
+        sources, changes = self._sources, self._changes
         between = getattr(sources, "bytes_between_nodes", None)
         return numbers(
             step=self.step,

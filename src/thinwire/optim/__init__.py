@@ -4,6 +4,7 @@ sparse rows.
 
 from thinwire.core.clip import ClipByGlobalNorm, ClipByNorm, ClipByValue
 from thinwire.core.decay import L1Decay, L2Decay
+from thinwire.optim.base import ExchangingOptimizer
 from thinwire.optim.dgc_momentum import DGCMomentum
 from thinwire.optim.ftrl import Ftrl
 from thinwire.optim.lamb import Lamb
@@ -33,3 +34,6 @@ __all__ = [
     "RMSprop",
     "muon_groups",
 ]
+
+EXCHANGING: tuple[type[ExchangingOptimizer], ...] = (DGCMomentum,)
+"""Those whose `step` exchanges gradients itself."""

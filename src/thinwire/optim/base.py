@@ -3,27 +3,32 @@ is saved.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 # torch.compiler.disable imports the compiler at once, for a second
 from torch._compile import _disable_dynamo
 
 from thinwire import _validate as check
+from thinwire.compress.protocol import Compression
 from thinwire.core.centralize import centralized
 from thinwire.core.clip import Clip, clipped
 from thinwire.core.decay import decayed
 from thinwire.core.rows import coalesced
 from thinwire.core.sharded import is_sharded, shard_of
+from thinwire.exchange.gradients import GradientExchange
+from thinwire.exchange.round import Round
 from thinwire.optim.grouped import ParamFacts
 from thinwire.optim.rates import rate_ahead
 from thinwire.optim.saving import laid_out, packed, restoring
 from thinwire.optim.two_phase import ParamGrad, TwoPhase
 from thinwire.schedules import rate_at
 
-__all__ = ["CommonOptimizer", "ParamFacts"]
+__all__ = ["CommonOptimizer", "ExchangingOptimizer", "ParamFacts"]
 
 
 class CommonOptimizer(TwoPhase):
@@ -221,6 +226,82 @@ class CommonOptimizer(TwoPhase):
         with restoring(self, self._read_extra_state, self._set_extra_state, as_loaded, self._label):
             super().load_state_dict(state_dict)
         self._show_rates()
+
+
+class ExchangingOptimizer(CommonOptimizer):
+    """An optimizer whose `step` exchanges gradients itself, and what an engine asks of it.
+
+    It holds the state of the compression, as shards where parameters are sharded. Its constructor
+    takes the settings of its config by their names, and `process_group`, `mesh` and `num_trainers`.
+    """
+
+    exchanges_gradients = True
+    """For those who average parameters instead, and must not do both."""
+    method: ClassVar[type[Compression]]
+    """The config of the compression that acts inside."""
+
+    @classmethod
+    def problem_of_clip(cls, clip: Clip, config: Compression) -> str | None:
+        """Why an optimizer with this clipping cannot become such a one, in words."""
+        raise NotImplementedError
+
+    def why_no_clip(self, clip: Clip, *, sharded: bool) -> str | None:
+        """Why an engine must not have it clip so, in words; `sharded`: it sees parts of tensors."""
+        raise NotImplementedError
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The ranks that exchange, as given; None for all of them."""
+        raise NotImplementedError
+
+    @property
+    def exchange_in_use(self) -> GradientExchange | None:
+        """With the other ranks; None before the first step."""
+        raise NotImplementedError
+
+    def joined(self) -> GradientExchange:
+        """The exchange with the other ranks, after the comparison that must precede it."""
+        raise NotImplementedError
+
+    def serve(self, identity: str, digest_every: int, names: Mapping[Tensor, str]) -> None:
+        """Belong to an engine that calls it and its parameters so."""
+        raise NotImplementedError
+
+    def set_buckets(self, buckets: Sequence[Sequence[str]]) -> None:
+        """Which parameters travel together from now on; the same on all ranks."""
+        raise NotImplementedError
+
+    def compresses(self, param: Tensor) -> bool:
+        """Whether this parameter, or this rank's part of it, is compressed once that begins."""
+        raise NotImplementedError
+
+    def one_deadline(self) -> AbstractContextManager[None]:
+        """Let all that is waited for inside count against the one time-out of this optimizer."""
+        raise NotImplementedError
+
+    def launching(self) -> AbstractContextManager[None]:
+        """Around what is sent before ranks agree."""
+        raise NotImplementedError
+
+    def limited(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Gradients of shards within the local clip; all others as they are."""
+        raise NotImplementedError
+
+    def agreed(self) -> None:
+        """All ranks have just agreed on the settings of this update."""
+        raise NotImplementedError
+
+    def updating_from(self, done: Round) -> AbstractContextManager[None]:
+        """Around a `step` that exchanges nothing, since an engine has done so."""
+        raise NotImplementedError
+
+    def require_equal(self) -> None:
+        """Raise `Diverged` on all ranks unless they hold alike what they must."""
+        raise NotImplementedError
+
+    def stats(self) -> dict[str, float]:
+        """This rank so far, under the names of `thinwire.core.stats.numbers`."""
+        raise NotImplementedError
 
 
 def _without_rounding(rate: Any) -> Any:

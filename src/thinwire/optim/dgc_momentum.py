@@ -48,9 +48,10 @@ from thinwire.compress.dgc import (
     limited_over_shards,
 )
 from thinwire.compress.entries import ArrivedEntries
+from thinwire.compress.protocol import Compression
 from thinwire.core.arithmetic import CURES, arithmetic
 from thinwire.core.checksum import bit_sums
-from thinwire.core.clip import ClipByNorm, clipped
+from thinwire.core.clip import Clip, ClipByNorm, clipped
 from thinwire.core.decay import Regularizer
 from thinwire.core.feedback import in_chunks, rounding_seed, step_along_list_, store_
 from thinwire.core.origin import ORIGIN, Origin, checksum_of, without_origin
@@ -64,7 +65,7 @@ from thinwire.kernels.needs import Need, needs_of
 from thinwire.kernels.warm import warm_up, warm_up_beside
 from thinwire.layout.message import VALUE_BITS
 from thinwire.layout.traffic import EXCHANGES
-from thinwire.optim.base import CommonOptimizer
+from thinwire.optim.base import ExchangingOptimizer
 from thinwire.optim.two_phase import ParamGrad
 from thinwire.schedules import Schedule
 from thinwire.wire.message import WIRE_VERSION
@@ -73,6 +74,7 @@ __all__ = ["Attached", "DGCMomentum"]
 
 _OWN = ("residual", "momentum_buffer")
 """State that differs from rank to rank."""
+_INSTEAD_OF_JOIN = "train with DistributedStrategy(dgc=DGC(...)) inside `with engine.join():`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,7 @@ class _Listing:
     names: dict[Tensor, str]
 
 
-class DGCMomentum(CommonOptimizer):
+class DGCMomentum(ExchangingOptimizer):
     """SGD with momentum that exchanges gradients itself, about 2,000 times smaller.
 
     Each rank holds the gradient of its own mean loss in `p.grad`; `step` exchanges and updates. Per
@@ -160,8 +162,7 @@ class DGCMomentum(CommonOptimizer):
     coded values.
     """
 
-    exchanges_gradients = True
-    """For those who average parameters instead, and must not do both."""
+    method = DGC
     _step_supports_amp_scaling = True
     _exchange: GradientExchange | None = None
     _attached: "Attached | None" = None
@@ -345,7 +346,7 @@ class DGCMomentum(CommonOptimizer):
         self.call_params(theirs)
         with self.one_deadline():
             group = self.joined().group
-        tap = tap_buckets(ddp, group, self._launch_bucket)
+        tap = tap_buckets(ddp, group, self._launch_bucket, instead=_INSTEAD_OF_JOIN)
         self._attached = Attached(self, tap)
         return self._attached
 
@@ -353,6 +354,43 @@ class DGCMomentum(CommonOptimizer):
     def process_group(self) -> dist.ProcessGroup | None:
         """The ranks that exchange, as given; None for all of them."""
         return self._process_group
+
+    @classmethod
+    def problem_of_clip(cls, clip: Clip, config: Compression) -> str | None:
+        """See `ExchangingOptimizer`."""
+        assert isinstance(config, DGC)
+        limit = config.local_grad_clip_norm
+        if not isinstance(clip, ClipByNorm):
+            return (
+                f"dgc takes over ClipByNorm only, and the optimizer clips by {clip}: other norms "
+                "do not commute with local accumulation. Use ClipByNorm, or dgc's "
+                "local_grad_clip_norm"
+            )
+        if limit is not None:
+            return (
+                f"the optimizer's grad_clip={clip} and dgc's local_grad_clip_norm={limit} limit "
+                "the same gradient: give one of them"
+            )
+        return None
+
+    def why_no_clip(self, clip: Clip, *, sharded: bool) -> str | None:
+        """See `ExchangingOptimizer`."""
+        if not isinstance(clip, ClipByNorm):
+            return (
+                "DGCMomentum accumulates gradients: other norms do not commute with local "
+                "accumulation. Give ClipByNorm, which limits each tensor, or leave grad_clip out "
+                "and set local_grad_clip_norm of dgc"
+            )
+        limits = [group["local_grad_clip_norm"] for group in self.param_groups]
+        limit = next((limit for limit in limits if limit is not None), None)
+        if limit is not None:
+            return f"dgc's local_grad_clip_norm={limit} limits the same gradient: give one of them"
+        if sharded:
+            return (
+                "DGCMomentum would clip shard by shard under mesh=: use local_grad_clip_norm of "
+                "dgc, whose norms are over all shards"
+            )
+        return None
 
     def call_params(self, names: Mapping[Tensor, str]) -> None:
         """See `GroupedOptimizer.call_params`; the exchange uses these names too."""

@@ -20,8 +20,10 @@ _LEFT_OUT = ("adaptive-localsgd", "dense-muon")
 _INTERVALS = (4, 8, 16, 32, 64, 128)
 _FRAGMENTS = (1, 4)
 _RANKS = (2, 4, 8)
-_DGC_SPARSITIES, _DGC_BITS = (0.999, 0.99), (1, 4)
 _SPARSITIES, _SPARSE_BITS = (0.9, 0.75), (2, 4)
+"""Of changes."""
+_RAMP_ENDS, _RAMP_BITS = (0.999, 0.99), (1, 4)
+"""Of gradients, whose sparsity has a ramp."""
 _BITS = (1, 2, 4, 8)
 
 
@@ -46,26 +48,28 @@ def candidates(workers: int, node_size: int = 1) -> Iterator[Candidate]:
 
 
 def _variants(base: Document, workers: int, node_size: int) -> Iterator[tuple[str, Document]]:
-    if "localsgd" in base:
-        yield from _local(base["localsgd"], workers)
-    elif "dgc" in base:
-        yield from _dgc(base["dgc"], workers, node_size)
-    elif "low_rank" in base:
-        for rank in _RANKS:
-            yield f"r{rank}", {"low_rank": {**base["low_rank"], "rank": rank}}
+    for field, own in base.items():
+        if field == "localsgd":
+            yield from _local(own, workers)
+        elif "sparsity" in own:
+            for words, changed in _ramped(own, workers, node_size):
+                yield words, {field: changed}
+        elif "rank" in own:
+            for rank in _RANKS:
+                yield f"r{rank}", {field: {**own, "rank": rank}}
 
 
-def _dgc(own: Mapping[str, Any], workers: int, node_size: int) -> Iterator[tuple[str, Document]]:
+def _ramped(own: Document, workers: int, node_size: int) -> Iterator[tuple[str, Document]]:
     first = own["sparsity"][:-1]
-    for sparsity in _DGC_SPARSITIES:
-        for bits in _DGC_BITS:
+    for sparsity in _RAMP_ENDS:
+        for bits in _RAMP_BITS:
             for word, more in _exchanges(workers):
                 levels = [*(level for level in first if level < sparsity), sparsity]
                 changed = {**own, "sparsity": levels, "value_bits": bits, **more}
                 words = f"{_density(sparsity)} b{bits}{word}"
-                yield words, {"dgc": changed}
+                yield words, changed
                 if node_size > 1:
-                    yield f"{words} n1", {"dgc": {**changed, "node_size": 1}}
+                    yield f"{words} n1", {**changed, "node_size": 1}
 
 
 def _local(own: Mapping[str, Any], workers: int) -> Iterator[tuple[str, Document]]:

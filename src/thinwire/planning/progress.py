@@ -104,7 +104,9 @@ def _settings(document: Mapping[str, Any]) -> dict[str, Any]:
     """What a progress may depend on; 1 or 0 where a document has no such setting."""
     local = document.get("localsgd", {})
     compression = local.get("compression") or {}
-    own = document.get("dgc") or compression.get("quantized") or compression
+    # of gradients a field by itself says what is sent
+    of_gradients = next((own for field, own in document.items() if field != "localsgd"), None)
+    own = of_gradients or compression.get("quantized") or compression
     sparsity = own.get("sparsity", 0.0)
     return {
         "k_steps": local.get("k_steps", 1),

@@ -20,7 +20,7 @@ Rounds = list[list[Collective]]
 
 @dataclass(frozen=True)
 class Entries:
-    """The largest entries of each tensor, as `DGC` and `Sparse` send them.
+    """The largest entries of each tensor, as `compress.entries` sends them.
 
     Attributes:
         sparsity: Fraction that is not sent.

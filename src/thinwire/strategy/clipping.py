@@ -16,16 +16,11 @@ from thinwire.core.norms import global_norm, norms_over_shards
 from thinwire.core.rows import coalesced
 from thinwire.core.storage import with_own_storage
 from thinwire.errors import StrategyError
-from thinwire.optim.dgc_momentum import DGCMomentum
+from thinwire.optim.base import ExchangingOptimizer
 from thinwire.optim.grouped import GroupedOptimizer
 from thinwire.strategy.exchanges import Clipping
 
 __all__ = ["Taken", "require_one_clip", "take_clip_"]
-
-_ADVICE = (
-    "other norms do not commute with local accumulation. Give ClipByNorm, which limits each "
-    "tensor, or leave grad_clip out and set local_grad_clip_norm of dgc"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,39 +33,25 @@ class Taken:
     remove: Callable[[], None]
 
 
-def require_one_clip(optimizer: torch.optim.Optimizer, grad_clip: Clip | None) -> None:
+def require_one_clip(
+    optimizer: torch.optim.Optimizer, grad_clip: Clip | None, *, sharded: bool = False
+) -> None:
     """Raise `StrategyError` where `grad_clip` does not go with the optimizer, as it was given.
 
     Raises:
-        StrategyError: The optimizer clips by itself; `DGCMomentum` and another clipping than
-            `ClipByNorm`.
+        StrategyError: The optimizer clips by itself, or it exchanges by itself and cannot have this
+            clipping, for whole tensors or `sharded` ones.
     """
     own = optimizer.grad_clip if isinstance(optimizer, GroupedOptimizer) else None
     if grad_clip is None:
         return
+    why = None
     if own is not None:
-        raise StrategyError(
-            f"prepare was given grad_clip={grad_clip}, and the optimizer clips by {own} already: "
-            "give one of them"
-        )
-    if isinstance(optimizer, DGCMomentum):
-        _require_clip_of_dgc(
-            grad_clip, [group["local_grad_clip_norm"] for group in optimizer.param_groups]
-        )
-
-
-def _require_clip_of_dgc(grad_clip: Clip, limits: list[float | None]) -> None:
-    if not isinstance(grad_clip, ClipByNorm):
-        raise StrategyError(
-            f"prepare was given grad_clip={grad_clip}, and DGCMomentum accumulates gradients: "
-            f"{_ADVICE}"
-        )
-    limit = next((limit for limit in limits if limit is not None), None)
-    if limit is not None:
-        raise StrategyError(
-            f"prepare was given grad_clip={grad_clip}, and dgc's local_grad_clip_norm={limit} "
-            "limits the same gradient: give one of them"
-        )
+        why = f"the optimizer clips by {own} already: give one of them"
+    elif isinstance(optimizer, ExchangingOptimizer):
+        why = optimizer.why_no_clip(grad_clip, sharded=sharded)
+    if why is not None:
+        raise StrategyError(f"prepare was given grad_clip={grad_clip}, and {why}")
 
 
 def take_clip_(
@@ -83,8 +64,7 @@ def take_clip_(
     """Changes `optimizer`: it loses a clipping by norm that would see the tensors of one stage, or
     parts of tensors, only.
 
-    `DGCMomentum` clips by itself, and gets `grad_clip`; every other optimizer gets clipped
-    gradients.
+    One that exchanges by itself gets `grad_clip`; every other optimizer gets clipped gradients.
 
     Args:
         optimizer: Of one stage.
@@ -98,7 +78,7 @@ def take_clip_(
     Communication: with `ClipByGlobalNorm` over stages or shards 8 bytes a rank and update; with
     `ClipByNorm` over shards 8 bytes a tensor.
     """
-    if isinstance(optimizer, DGCMomentum) and grad_clip is not None:
+    if isinstance(optimizer, ExchangingOptimizer) and grad_clip is not None:
         return Taken(dict, _replaced_(optimizer, grad_clip))
     own = optimizer.grad_clip if isinstance(optimizer, GroupedOptimizer) else None
     over_parts = (ClipByGlobalNorm, ClipByNorm) if shards is not None else (ClipByGlobalNorm,)

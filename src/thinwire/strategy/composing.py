@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from thinwire.strategy.rules import FIELDS, RULES, rule_of
+from thinwire.strategy.rules import FIELDS, INSIDE_FIELDS, RULES, rule_of
 
 __all__ = ["page"]
 
@@ -27,17 +27,14 @@ a step:
 1. forward pass (autocast, recompute, micro-batches), backward pass of the scaled loss, merge; most
    microsteps end here;
 2. agreement about overflow, division by the loss scale;
-3. exchange: the dense mean, DGC, or none under local updates;
+3. exchange: the mean, dense or compressed, or none under local updates;
 4. clipping, weight decay and regularizer, centralization, then the optimizer: the given one, LARS
    or LAMB;
 5. averaging of local updates, new interval, new loss scale.
 
 """
-_CLOSING = """
-Two more conflicts lie inside the fields. `dgc` together with a `compression` in `localsgd` or
-`adaptive_localsgd`: both say how the change is compressed; give one of them. `dgc` with
-`state_dtype="bfloat16"` under either of them: what an averaging does not send is kept in the type
-of its anchor; leave `state_dtype` out.
+_CLOSING = f"""
+{INSIDE_FIELDS}
 
 What depends on the model, the optimizer or the number of ranks is checked by `prepare`, before
 anything is changed, on all ranks: patterns that match nothing, an optimizer that LARS or LAMB

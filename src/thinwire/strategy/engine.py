@@ -186,8 +186,8 @@ class Engine:
         microstep.
 
         Old gradients are cleared first. Afterwards `p.grad` holds what the optimizer got, unscaled:
-        the mean over the ranks, or this rank's own where `DGCMomentum` exchanges or ranks train
-        locally.
+        the mean over the ranks, or this rank's own where the optimizer exchanges by itself or ranks
+        train locally.
 
         Args:
             loss: Shape () or one element, this rank's mean loss, unscaled.
@@ -610,9 +610,9 @@ class Engine:
         called twice.
 
         The optimizer may be stepped by hand again, and be given to another engine. It stays what it
-        became: under `dgc` a `DGCMomentum` with its residuals, whose `step` exchanges; a `Lars` or
-        `Lamb`; under a pipeline an optimizer of this stage. A new engine with the same fields goes
-        on with it.
+        became: one whose `step` exchanges, with its residuals, where compression acts inside it; a
+        `Lars` or `Lamb`; under a pipeline an optimizer of this stage. A new engine with the same
+        fields goes on with it.
         """
         self._finalizer()
 

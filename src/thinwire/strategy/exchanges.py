@@ -12,25 +12,21 @@ from torch.nn import Parameter
 
 from thinwire.comm import state_told
 from thinwire.compress.dense import Dense
-from thinwire.compress.dgc import DGC, DGCCompressor, locally_clipped
+from thinwire.compress.protocol import Limit
 from thinwire.core.sharded import Shards, shard_of, sharded_like
 from thinwire.core.storage import with_own_storage
 from thinwire.exchange.gradients import GradientExchange
 from thinwire.exchange.round import Round
 from thinwire.local.updates import LocalUpdates
-from thinwire.optim.dgc_momentum import DGCMomentum
+from thinwire.optim.base import ExchangingOptimizer
 from thinwire.optim.two_phase import TwoPhase
 from thinwire.strategy.holding import passing
 
-__all__ = ["DGCStep", "Exchange", "LocalSteps", "MeanThenStep"]
+__all__ = ["Exchange", "ExchangingStep", "LocalSteps", "MeanThenStep"]
 
 Grads = Mapping[str, Tensor]
 """Gradients by parameter name, unscaled, of this rank's own mean loss."""
 Clipping = Callable[[dict[str, Tensor]], dict[str, Tensor]]
-
-
-Limit = Callable[[int, Grads], dict[str, Tensor]]
-"""The local clip of gradients whose tensors are in shards, of an update from 0."""
 
 
 class Exchange(Protocol):
@@ -213,15 +209,15 @@ class MeanThenStep(_EveryStep):
         self.gradients.load_state_dict(state)
 
 
-class DGCStep(_EveryStep):
-    """`DGCMomentum` updates from what arrived, entry by entry, and holds the state of the
+class ExchangingStep(_EveryStep):
+    """The optimizer updates from what arrived, entry by entry, and holds the state of the
     compression.
     """
 
-    bucket_bytes, first_bytes = DGCCompressor.bucket_bytes, DGCCompressor.first_bytes
-
-    def __init__(self, optimizer: DGCMomentum, params: Mapping[str, Parameter]) -> None:
+    def __init__(self, optimizer: ExchangingOptimizer, params: Mapping[str, Parameter]) -> None:
         self._optimizer, self._params = optimizer, params
+        self.bucket_bytes = optimizer.method.bucket_bytes
+        self.first_bytes = optimizer.method.first_bytes
 
     @property
     def gradients(self) -> GradientExchange | None:
@@ -293,14 +289,11 @@ class LocalSteps:
         optimizer: torch.optim.Optimizer,
         params: Mapping[str, Parameter],
         sync: LocalUpdates,
-        dgc: DGC | None,
-        trainers: int,
         clip: Clipping,
         limit: Limit | None = None,
     ) -> None:
         self._limit = limit
         self._optimizer, self._params, self.sync, self._clip = optimizer, params, sync, clip
-        self._dgc, self._trainers = dgc, trainers
 
     @property
     def bytes_sent(self) -> int:
@@ -337,16 +330,7 @@ class LocalSteps:
 
     def update(self, step: int, grads: Grads) -> bool:
         self.moved = False
-        limited = dict(grads)
-        if self._limit is not None:
-            limited = self._limit(self.sync.step, grads)
-        elif self._dgc is not None and self._dgc.local_grad_clip_norm is not None:
-            limited = {
-                name: locally_clipped(
-                    self._dgc, self.sync.step, self._trainers, self._params[name], grad
-                )
-                for name, grad in grads.items()
-            }
+        limited = dict(grads) if self._limit is None else self._limit(self.sync.step, grads)
         made = self.sync.steps_made
         try:
             apply_(self._optimizer, self._params, self._clip(limited))

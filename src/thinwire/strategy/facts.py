@@ -78,8 +78,8 @@ def model_facts(
             for group in optimizer.param_groups
         ],
         "setting": optimizer.shared_settings() if isinstance(optimizer, GroupedOptimizer) else None,
-        # ranks that go on from different moments would part without a word; DGCMomentum's differ by
-        # nature
+        # ranks that go on from different moments would part without a word; those of an optimizer
+        # that exchanges differ by nature
         "state of the optimizer": _state_digest(optimizer)
         if digest and not getattr(optimizer, "exchanges_gradients", False)
         else None,

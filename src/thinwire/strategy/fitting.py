@@ -54,10 +54,7 @@ _FREE = (
 """Settings on which no state depends, by dotted name; whatever is new is not among them before
 somebody says so."""
 _IN_GROUPS = {
-    "dgc.rampup_begin_step": "rampup_begin_step",
-    "dgc.rampup_step": "rampup_step",
-    "dgc.sparsity": "sparsity",
-    "dgc.local_grad_clip_norm": "local_grad_clip_norm",
+    **{f"{config.field}.{name}": name for config in OF_GRADIENTS for name in config.in_groups},
     "lars.lars_coeff": "trust_coefficient",
     "lars.lars_weight_decay": "weight_decay",
     "lars.epsilon": "eps",

@@ -6,7 +6,7 @@ import datetime
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -34,8 +34,8 @@ from thinwire.comm import (
 from thinwire.comm.grid import Grid
 from thinwire.comm.nodes import require_divisor
 from thinwire.comm.replicate import make_models_equal_
-from thinwire.compress.dgc import DGC, limited_over_shards
-from thinwire.compress.protocol import Compression
+from thinwire.compress import COMPRESSIONS
+from thinwire.compress.protocol import Compression, Limit
 from thinwire.core.arithmetic import CURES, arithmetic
 from thinwire.core.clip import Clip, ClipByGlobalNorm, ClipByNorm, ClipByValue
 from thinwire.core.pace import Planned, planned_row
@@ -49,7 +49,8 @@ from thinwire.kernels.warm import warm_up
 from thinwire.local.model import bare_optimizer
 from thinwire.local.updates import LocalUpdates
 from thinwire.members.members import Members
-from thinwire.optim.dgc_momentum import DGCMomentum
+from thinwire.optim import EXCHANGING
+from thinwire.optim.base import ExchangingOptimizer
 from thinwire.optim.grouped import GroupedOptimizer
 from thinwire.optim.layerwise import LayerwiseOptimizer
 from thinwire.pipeline.runner import PipelineRunner
@@ -61,7 +62,13 @@ from thinwire.strategy.absent import AbsentAsZero
 from thinwire.strategy.across_stages import DropTogether
 from thinwire.strategy.clipping import require_one_clip, take_clip_
 from thinwire.strategy.engine import Engine
-from thinwire.strategy.exchanges import Clipping, DGCStep, Exchange, Limit, LocalSteps, MeanThenStep
+from thinwire.strategy.exchanges import (
+    Clipping,
+    Exchange,
+    ExchangingStep,
+    LocalSteps,
+    MeanThenStep,
+)
 from thinwire.strategy.facts import checkpoint_facts, model_facts, strategy_facts, versions
 from thinwire.strategy.fields import Fields
 from thinwire.strategy.holding import Hold, require_free, require_trained
@@ -249,19 +256,22 @@ def _copy_from_first(model: nn.Module, group: Group) -> None:
 
 def _require_mesh_works(strategy: Fields, mesh: DeviceMesh) -> None:
     require_mesh(mesh)
+    others = " or ".join(each.field for each in COMPRESSIONS if not each.why_no_shards)
     reasons = {
         "pipeline": "its stages are another way to divide a model: leave one of them out",
-        "low_rank": "a rank sees some rows of a matrix only. Local updates can compress by "
-        "LowRank, shard by shard; or use dgc",
+        **{
+            each.field: f"{each.why_no_shards}; or use {others}"
+            for each in COMPRESSIONS
+            if each.why_no_shards
+        },
         "lars": "give thinwire.optim.Lars as the optimizer, whose norms are over all shards",
         "lamb": "give thinwire.optim.Lamb as the optimizer, whose norms are over all shards",
     }
     problems = [f"{name}: {reason}" for name, reason in reasons.items() if getattr(strategy, name)]
-    sizes = [strategy.dgc, strategy.localsgd, strategy.adaptive_localsgd]
     problems += [
         "node_size: the ranks of a site hold its shards, and each of them exchanges its own: "
         "leave node_size out"
-        for each in sizes
+        for each in (strategy.compression, strategy.local)
         if each is not None and each.node_size not in (None, 1)
     ]
     if problems:
@@ -278,12 +288,13 @@ def _require_members_work(
             "adaptive_localsgd; every other field exchanges in each step, over ranks that stay: "
             "start those with torchrun"
         )
-    for name in ("pipeline", "dgc"):
-        if getattr(strategy, name) is not None:
-            raise StrategyError(
-                f"members= does not work with {name}: leave it out"
-                + (", and give localsgd a compression such as tw.Sparse(0.97)" * (name == "dgc"))
-            )
+    if strategy.pipeline is not None:
+        raise StrategyError("members= does not work with pipeline: leave it out")
+    if strategy.compression is not None:
+        raise StrategyError(
+            f"members= does not work with {strategy.compression.field}: leave it out, and give "
+            "localsgd a compression such as tw.Sparse(0.97)"
+        )
     if timeout is not None:
         raise ValueError(
             "timeout and members were both given: members exchange within the time-out that join "
@@ -303,10 +314,11 @@ def _check_kinds(model: object, optimizer: object, loss_fn: object, grad_clip: o
     check.instance("model", model, nn.Module)
     assert isinstance(model, nn.Module)
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        kinds = " or ".join(f"thinwire.optim.{kind.__name__}" for kind in EXCHANGING)
         raise TypeError(
             "model is wrapped in DistributedDataParallel, and the engine exchanges by itself: give "
             "it the model inside (ddp.module), or keep DDP and use optimizer.attach(ddp) of "
-            "thinwire.optim.DGCMomentum"
+            f"{kinds}"
         )
     check.instance("optimizer", optimizer, torch.optim.Optimizer)
     if loss_fn is not None and not callable(loss_fn):
@@ -400,16 +412,9 @@ def _planned(
     )
     restore = adopted.restore
     try:
-        require_one_clip(adopted.optimizer, grad_clip)
-        if options.mesh is not None and grad_clip and isinstance(adopted.optimizer, DGCMomentum):
-            raise StrategyError(
-                f"prepare was given grad_clip={grad_clip} and mesh, and DGCMomentum would clip "
-                "shard by shard: use local_grad_clip_norm of dgc, whose norms are over all shards"
-            )
+        require_one_clip(adopted.optimizer, grad_clip, sharded=options.mesh is not None)
         if adopted.optimizer is not optimizer:
-            restore = become_(
-                optimizer, adopted.optimizer, (strategy.dgc, strategy.lars, strategy.lamb)
-            )
+            restore = become_(optimizer, adopted.optimizer, adopted.asked)
         return _planned_for(optimizer, adopted.compressor, restore, strategy, stage, place, options)
     except BaseException:
         restore()
@@ -438,7 +443,7 @@ def _planned_for(
             optimizer,
             local,
             process_group=group,
-            dgc=strategy.dgc,
+            compression=strategy.compression,
             scaler=scaler,
             members=options.members,
             mesh=options.mesh,
@@ -541,13 +546,14 @@ def _assembled(
     # the vote on early messages is one of all ranks; an optimizer that was given a group of its own
     # asks only those
     peers = place.replica_group
-    partly = isinstance(plan.optimizer, DGCMomentum) and plan.optimizer.process_group is not None
-    if isinstance(plan.optimizer, DGCMomentum):
+    partly = False
+    if isinstance(plan.optimizer, ExchangingOptimizer):
         peers = plan.optimizer.process_group
+        partly = peers is not None
     alone = runner is not None or place.replicas == 1 or partly or options.find_unused_parameters
     # the gradients of shards are there only once the model's own reduction is over
     alone = alone or place.sites is not None
-    if not alone and isinstance(exchange, DGCStep | MeanThenStep):
+    if not alone and isinstance(exchange, ExchangingStep | MeanThenStep):
         overlap = Overlap(
             plan.params,
             exchange,
@@ -575,7 +581,7 @@ def _assembled(
         autocast=autocast,
         handles=handles,
         planned=options.planned,
-        settled_step=_settled_step(strategy),
+        settled_step=1 if strategy.compression is None else strategy.compression.settled_step,
         facts=checkpoint_facts(strategy, model, plan.optimizer),
     )
     if isinstance(plan.optimizer, GroupedOptimizer):
@@ -586,12 +592,6 @@ def _assembled(
 def _peers(process_group: dist.ProcessGroup | None, options: _Options) -> Group:
     """The ranks that exchange with this one."""
     return Group(process_group) if options.members is None else options.members.group
-
-
-def _settled_step(strategy: Fields) -> int:
-    if strategy.dgc is not None:
-        return strategy.dgc.rampup_begin_step + strategy.dgc.rampup_step
-    return 1 if strategy.low_rank is None else strategy.low_rank.begin_step + 1
 
 
 def _scaler(
@@ -616,62 +616,45 @@ def _exchange(
 ) -> Exchange:
     """Which of the three ways this engine shares its updates."""
     if plan.sync is not None:
-        return LocalSteps(
-            plan.optimizer,
-            plan.params,
-            plan.sync,
-            strategy.dgc,
-            place.replicas,
-            clip,
-            _limit(strategy, plan, place),
-        )
+        limit = _limit(strategy, plan, place)
+        return LocalSteps(plan.optimizer, plan.params, plan.sync, clip, limit)
     inner: Exchange
     identity = f"engine {next_identity()}"
-    if isinstance(plan.optimizer, DGCMomentum):
+    if isinstance(plan.optimizer, ExchangingOptimizer):
         names: dict[torch.Tensor, str] = {p: name for name, p in plan.params.items()}
         plan.optimizer.serve(identity, plan.digest_every, names)
-        inner = DGCStep(plan.optimizer, plan.params)
+        inner = ExchangingStep(plan.optimizer, plan.params)
     else:
         # a loss scale has looked at the gradients, or was told not to
         checks = plan.scaler is None
         sites = place.sites
+        compression = plan.compressor
+        limit = None
+        if sites is not None and compression is not None:  # a compressor sees single shards
+            limit = _limit(strategy, plan, place)
+            compression = compression.without_limit()
         gradients = gradients_of(
             Group(place.replica_group) if sites is None else sites.job,
             Shards(plan.params),
-            plan.compressor if sites is None else _without_local_clip(plan.compressor),
+            compression,
             check_finite=checks,
             sources=None if sites is None else Replicas(sites),
         )
         gradients.watch(_digest(plan), identity)
-        compression = plan.compressor
         sparsity = (lambda step: 0.0) if compression is None else compression.sparsity_in_force
-        limit = _limit(strategy, plan, place)
         inner = MeanThenStep(plan.optimizer, plan.params, gradients, clip, sparsity, limit)
     if plan.scaler is None and place.grid is not None:
         return DropTogether(inner, Group(), [name for name, _ in model.named_parameters()])
     return inner
 
 
-def _without_local_clip(compression: Compression | None) -> Compression | None:
-    """Which would be one of single shards; see `_limit`."""
-    if isinstance(compression, DGC):
-        return replace(compression, local_grad_clip_norm=None)
-    return compression
-
-
 def _limit(strategy: Fields, plan: _Plan, place: _Place) -> Limit | None:
-    """The local clip of dgc where tensors are in shards."""
-    dgc, sites = strategy.dgc, place.sites
-    if sites is None or dgc is None or dgc.local_grad_clip_norm is None:
+    """The local clip that comes before what is compressed."""
+    if strategy.compression is None:
         return None
-    return lambda step, grads: limited_over_shards(
-        grads,
-        Shards(plan.params),
-        lambda name: dgc,
-        step=step,
-        sources=place.replicas,
-        gather=sites.shards.gather_now,
-    )
+    gather = None if place.sites is None else place.sites.shards.gather_now
+    params = Shards(plan.params)
+    return strategy.compression.limiting(params, sources=place.replicas, gather=gather)
 
 
 def _digest(plan: _Plan) -> RollingDigest | None:

@@ -5,6 +5,7 @@ replaces it.
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,10 +13,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
-from thinwire.compress.dgc import DGC
 from thinwire.compress.protocol import Compression
 from thinwire.errors import StrategyError
-from thinwire.optim import DGCMomentum
+from thinwire.optim.base import ExchangingOptimizer
 from thinwire.optim.config import LAMB, LARS
 from thinwire.optim.grouped import restrict_, settings_of
 from thinwire.optim.groups import OptimizerSettings
@@ -25,10 +25,11 @@ from thinwire.strategy.replacements import (
     ADAMS,
     SGDS,
     Replacement,
-    as_dgc,
+    as_exchanging,
     as_lamb,
     as_lars,
     decided_exclusion,
+    exchanging_by,
     rebuilt,
 )
 
@@ -47,6 +48,8 @@ class Adopted:
     """What the gradients (under local updates: the changes) are compressed by before this optimizer
     sees them; None
     where nothing is, or where the optimizer does it."""
+    asked: tuple[Any, ...]
+    """The fields that replace an optimizer: what a new one has become by."""
     notes: tuple[str, ...]
     """What was taken over, and what was not, in words."""
     restore: Callable[[], None]
@@ -70,13 +73,13 @@ def adopt(
 
     A replacement has the rates, schedules (at the same update), groups, exclusions, order, clipping
     and regularizer of the given optimizer, and its state where that means the same: the momentum of
-    SGD for `DGCMomentum`, the moments and steps of an Adam for `Lamb`. The velocity of SGD does not
-    contain the rate and that of `Lars` does, so that state is refused.
+    SGD for an `ExchangingOptimizer`, the moments and steps of an Adam for `Lamb`. The velocity of
+    SGD does not contain the rate and that of `Lars` does, so that state is refused.
 
     Args:
         optimizer: Any; changed only where it stays and `keep` leaves out some of its parameters.
-        compression: `DGC` makes an SGD a `DGCMomentum`; it compresses for any other, and under
-            `lars`, `lamb` or local updates, and so does any other compression always.
+        compression: Makes an SGD the `ExchangingOptimizer` of its method, where there is one; it
+            compresses for any other, and under `lars`, `lamb` or local updates.
         lars: Makes an SGD a `Lars`.
         lamb: Makes an Adam, AdamW or LazyAdam a `Lamb`.
         local: Whether ranks train on their own and average now and then.
@@ -84,8 +87,8 @@ def adopt(
             first.
         keep: Which parameters this process trains, under a pipeline; None for all.
         process_group: The ranks that exchange; None for all.
-        mesh: Of sites and shards, as in `DGCMomentum`; None for whole models.
-        num_trainers: N of dgc's local clip; None for the sources among them.
+        mesh: Of sites and shards; None for whole models.
+        num_trainers: N of a local clip; None for the sources among them.
 
     Returns:
         What trains.
@@ -95,32 +98,32 @@ def adopt(
             has changed.
     """
     said = f"the strategy does not go with the optimizer {type(optimizer).__name__}: "
-    dgc = compression if isinstance(compression, DGC) else None
-    if became(optimizer) == (dgc, lars, lamb):  # by an engine that was closed since
+    exchanging = exchanging_by(compression)
+    asked = (None if exchanging is None else compression, lars, lamb)
+    if became(optimizer) == asked:  # by an engine that was closed since
         lars, lamb = None, None
-        if isinstance(optimizer, DGCMomentum):
-            compression = dgc = None
+        if isinstance(optimizer, ExchangingOptimizer):
+            compression = exchanging = None
     problems = [
-        *_misfits(optimizer, dgc, lars, lamb, local=local, keep=keep),
+        *_misfits(optimizer, compression, lars, lamb, local=local, keep=keep),
         *_foreign(optimizer, names),
     ]
-    if dgc is None and compression is not None and isinstance(optimizer, DGCMomentum):
-        problems.append(
-            "DGCMomentum compresses gradients by itself: give an SGD, or remove "
-            f"{compression.field}"
-        )
     if problems:
         raise StrategyError(said + "; ".join(problems))
-    if lars is None and lamb is None and (dgc is None or local or type(optimizer) not in SGDS):
-        return _kept(optimizer, compression, keep, local=local)
+    stays = exchanging is None or local or type(optimizer) not in SGDS
+    if lars is None and lamb is None and stays:
+        return _kept(optimizer, compression, keep, asked, local=local)
     settings = settings_of(optimizer)
     if lars is not None:
         replacement = as_lars(optimizer, settings, lars)
     elif lamb is not None:
         replacement = as_lamb(optimizer, settings, lamb)
     else:
-        assert dgc is not None
-        replacement = as_dgc(optimizer, settings, dgc, process_group, mesh, num_trainers)
+        assert compression is not None
+        assert exchanging is not None
+        replacement = as_exchanging(
+            optimizer, settings, compression, exchanging, process_group, mesh, num_trainers
+        )
     known = {p: name or names[p] for group in settings.groups for name, p in group["params"]}
     problems = [
         *replacement.problems,
@@ -134,14 +137,16 @@ def adopt(
         new = rebuilt(replacement, settings, optimizer.state, known, keep or _everything)
     except (TypeError, ValueError) as error:
         raise StrategyError(f"{said}{error}") from error
-    compressor = None if isinstance(new, DGCMomentum) else compression
+    compressor = None if isinstance(new, ExchangingOptimizer) else compression
     notes = [*_notes(optimizer, replacement, settings), *_compression(new, compressor, local=local)]
-    return Adopted(optimizer=new, compressor=compressor, notes=tuple(notes), restore=_nothing)
+    return Adopted(
+        optimizer=new, compressor=compressor, asked=asked, notes=tuple(notes), restore=_nothing
+    )
 
 
 def _misfits(
     optimizer: torch.optim.Optimizer,
-    dgc: DGC | None,
+    compression: Compression | None,
     lars: LARS | None,
     lamb: LAMB | None,
     *,
@@ -167,29 +172,33 @@ def _misfits(
             f"{kind}.step requires a closure, and the engine computes gradients once per step and "
             "exchanges them: give an optimizer whose step() works without one"
         )
-    if not isinstance(optimizer, DGCMomentum):
+    if not isinstance(optimizer, ExchangingOptimizer):
         return
-    if dgc is not None:
+    if compression is not None and isinstance(compression, optimizer.method):
+        field = compression.field
         yield (
-            "dgc is said twice: give an SGD and leave dgc in the strategy, or remove dgc from the "
-            "strategy"
+            f"{field} is said twice: give an SGD and leave {field} in the strategy, or remove "
+            f"{field} from the strategy"
             + (
                 ""
                 if became(optimizer) is None
-                else " (an engine made it DGCMomentum with other settings)"
+                else f" (an engine made it {kind} with other settings)"
             )
         )
+    elif compression is not None:
+        yield (f"{kind} compresses gradients by itself: give an SGD, or remove {compression.field}")
     if local:
         yield (
-            "DGCMomentum exchanges gradients in every step, and local updates exchange none: give "
-            "an SGD"
+            f"{kind} exchanges gradients in every step, and local updates exchange none: give an "
+            "SGD"
         )
     if keep is not None and not all(
         keep(p) for group in optimizer.param_groups for p in group["params"]
     ):
+        method = optimizer.method
         yield (
-            "DGCMomentum does not know which ranks share a stage of the pipeline: give an SGD and "
-            "dgc=DGC(...)"
+            f"{kind} does not know which ranks share a stage of the pipeline: give an SGD and "
+            f"{method.field}={method.__name__}(...)"
         )
 
 
@@ -234,6 +243,7 @@ def _kept(
     optimizer: torch.optim.Optimizer,
     compressor: Compression | None,
     keep: Callable[[Tensor], bool] | None,
+    asked: tuple[Any, ...],
     *,
     local: bool,
 ) -> Adopted:
@@ -244,10 +254,16 @@ def _kept(
         restore = restrict_(optimizer, keep)
     kind = type(optimizer).__name__
     notes = [f"{kind} trains as it is"]
-    if isinstance(optimizer, DGCMomentum):
+    if isinstance(optimizer, ExchangingOptimizer):
         notes.append("it exchanges gradients by itself")
     notes += _compression(optimizer, compressor, local=local)
-    return Adopted(optimizer=optimizer, compressor=compressor, notes=tuple(notes), restore=restore)
+    return Adopted(
+        optimizer=optimizer,
+        compressor=compressor,
+        asked=asked,
+        notes=tuple(notes),
+        restore=restore,
+    )
 
 
 def _lost_state(optimizer: torch.optim.Optimizer, replacement: Replacement) -> Iterator[str]:

@@ -4,7 +4,7 @@ its way, and the new one, with the same settings.
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -12,11 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from thinwire.compress.dgc import DGC
-from thinwire.core.clip import ClipByNorm
+from thinwire.compress.protocol import Compression
 from thinwire.core.precision import state_dtype
-from thinwire.optim import SGD, Adam, AdamW, DGCMomentum, Lamb, Lars, LazyAdam
-from thinwire.optim.base import CommonOptimizer
+from thinwire.optim import EXCHANGING, SGD, Adam, AdamW, Lamb, Lars, LazyAdam
+from thinwire.optim.base import CommonOptimizer, ExchangingOptimizer
 from thinwire.optim.config import LAMB, LARS
 from thinwire.optim.groups import Exclusion, OptimizerSettings, excluded_flags, require_matches
 
@@ -24,10 +23,11 @@ __all__ = [
     "ADAMS",
     "SGDS",
     "Replacement",
-    "as_dgc",
+    "as_exchanging",
     "as_lamb",
     "as_lars",
     "decided_exclusion",
+    "exchanging_by",
     "rebuilt",
 ]
 
@@ -206,55 +206,45 @@ _ADAM_UNUSED = {
 }
 
 
-def as_dgc(
+def exchanging_by(compression: Compression | None) -> type[ExchangingOptimizer] | None:
+    """What an SGD becomes so that this compression acts inside it; None where none does."""
+    return next((kind for kind in EXCHANGING if kind.method is type(compression)), None)
+
+
+def as_exchanging(
     optimizer: torch.optim.Optimizer,
     settings: OptimizerSettings,
-    dgc: DGC,
+    compression: Compression,
+    kind: type[ExchangingOptimizer],
     process_group: dist.ProcessGroup | None,
     mesh: DeviceMesh | None,
     num_trainers: int | None,
 ) -> Replacement:
-    """An SGD as `DGCMomentum`."""
+    """An SGD as the optimizer inside which a compression acts."""
     arguments = {
         "momentum": float(optimizer.defaults["momentum"]),
         "nesterov": bool(optimizer.defaults["nesterov"]),
         "weight_decay": float(optimizer.defaults["weight_decay"]),
         "maximize": bool(optimizer.defaults["maximize"]),
-        "rampup_begin_step": dgc.rampup_begin_step,
-        "rampup_step": dgc.rampup_step,
-        "sparsity": dgc.sparsity,
-        "local_grad_clip_norm": dgc.local_grad_clip_norm,
-        "min_numel": dgc.min_numel,
-        "value_bits": dgc.value_bits,
-        "state_dtype": dgc.state_dtype,
-        "node_size": dgc.node_size,
-        "exchange": dgc.exchange,
+        **asdict(compression),
         "process_group": process_group,
         "mesh": mesh,
         "num_trainers": num_trainers,
     }
     replacement = Replacement(
-        kind=DGCMomentum,
+        kind=kind,
         arguments=arguments,
         keys=_SGD_KEYS,
         unused=_SGD_UNUSED,
         state=("momentum_buffer",),
     )
     clip = settings.grad_clip
-    if clip is not None and not isinstance(clip, ClipByNorm):
-        replacement.problems.append(
-            f"dgc takes over ClipByNorm only, and the optimizer clips by {clip}: other norms do "
-            "not commute with local accumulation. Use ClipByNorm, or dgc's local_grad_clip_norm"
-        )
-    elif clip is not None and dgc.local_grad_clip_norm is not None:
-        replacement.problems.append(
-            f"the optimizer's grad_clip={clip} and dgc's "
-            f"local_grad_clip_norm={dgc.local_grad_clip_norm} limit the same gradient: give one of "
-            "them"
-        )
-    replacement.problems += _sgd_problems("dgc", settings)
+    problem = None if clip is None else kind.problem_of_clip(clip, compression)
+    if problem is not None:
+        replacement.problems.append(problem)
+    replacement.problems += _sgd_problems(compression.field, settings)
     replacement.notes += [
-        "momentum, Nesterov and weight decay act inside DGCMomentum, which exchanges by itself"
+        f"momentum, Nesterov and weight decay act inside {kind.__name__}, which exchanges by itself"
     ]
     return replacement
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import combinations
 
-__all__ = ["FIELDS", "RULES", "Rule", "rule_of", "rules_among"]
+__all__ = ["FIELDS", "INSIDE_FIELDS", "RULES", "Rule", "rule_of", "rules_among"]
 
 FIELDS = (
     "amp",
@@ -232,6 +232,12 @@ RULES = (
     ),
 )
 """One rule for every pair of `FIELDS`."""
+INSIDE_FIELDS = """\
+Two more conflicts lie inside the fields. `dgc` together with a `compression` in `localsgd` or
+`adaptive_localsgd`: both say how the change is compressed; give one of them. `dgc` with
+`state_dtype="bfloat16"` under either of them: what an averaging does not send is kept in the type
+of its anchor; leave `state_dtype` out."""
+"""What `thinwire.strategy.fields` refuses besides, in Markdown."""
 
 _BY_PAIR = {rule.pair: rule for rule in RULES}
 

@@ -25,8 +25,8 @@ from thinwire.compress.changes import COMPRESSIONS
 from thinwire.core.origin import ORIGIN, Origin, checksum_of
 from thinwire.core.sharded import is_sharded, reshard_, shard_of, sharded_like
 from thinwire.errors import CheckpointMismatch
+from thinwire.optim.base import ExchangingOptimizer
 from thinwire.optim.by_name import in_order
-from thinwire.optim.dgc_momentum import DGCMomentum
 from thinwire.optim.saving import remembered
 from thinwire.optim.two_phase import TwoPhase
 from thinwire.strategy import schedulers
@@ -217,7 +217,7 @@ def _load_optimizer(state: Mapping[str, Any], parts: Parts, keep: Collection[str
     kept = [{key: group[key] for key in keep if key in group} for group in groups]
     ordered = in_order(saved_groups, state["optimizer_names"], _names(parts))
     entries = state["optimizer"]["state"]
-    if not isinstance(parts.optimizer, DGCMomentum):  # which keeps its state as shards
+    if not isinstance(parts.optimizer, ExchangingOptimizer):  # which keeps its state as shards
         keys = (key for group in ordered for key in group["params"])
         places = (param for group in groups for param in group["params"])
         owners = dict(zip(keys, places, strict=False))
@@ -469,7 +469,7 @@ def _complete(state: Mapping[str, Any], parts: Parts) -> None:
             saved[kind].setdefault(name, new)
 
     optimizer = parts.optimizer
-    if not isinstance(optimizer, DGCMomentum):
+    if not isinstance(optimizer, ExchangingOptimizer):
         return
     owners, params = _owners(state), dict(parts.model.named_parameters())
     for key, entries in state["optimizer"]["state"].items():

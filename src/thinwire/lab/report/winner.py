@@ -41,7 +41,7 @@ def document_of(recipe: Recipe, ramp_steps: int) -> dict[str, Any] | None:
         return dict(recipe.options["document"]) if "document" in recipe.options else None
     if not recipe.field:
         return {}
-    ramp = {"rampup_step": ramp_steps} if recipe.field == "dgc" else {}
+    ramp = {recipe.ramp: ramp_steps} if recipe.ramp else {}
     return {recipe.field: {**recipe.options, **ramp}}
 
 

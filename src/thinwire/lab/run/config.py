@@ -60,9 +60,10 @@ class Recipe:
         trainer: Where its class is, as "module:Class"; imported in the workers only.
         rates: By optimizer its peak learning rate, the best of the same grid for every strategy.
         counted_by: How the bytes of the library's column come about.
-        options: Keyword arguments of that class, as JSON knows them.
+        options: Keyword arguments of that class, as JSON knows them, but for those of `arguments`.
         field: Which field of a strategy the options are; "" where it has none, None where they are
             no such field.
+        ramp: Setting of that field which gets the updates during which it may start gently.
         code: Lines of Python that do the same without the comparison, for what is no strategy of
             ours.
         file: The strategy file, as the command line names it; None for those that come with the
@@ -78,9 +79,16 @@ class Recipe:
     counted_by: str
     options: Mapping[str, Any] = with_default(default_factory=dict)
     field: str | None = None
+    ramp: str | None = None
     code: str | None = None
     file: str | None = None
     optimizer: str | None = None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of the class: the options, and where those of a field with a ramp belong."""
+        place = {"field": self.field, "ramp": self.ramp} if self.ramp else {}
+        return {**place, **self.options}
 
 
 @dataclass(frozen=True, kw_only=True)

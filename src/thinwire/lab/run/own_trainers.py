@@ -3,7 +3,7 @@
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, final
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import thinwire as tw
 from thinwire.lab.run.trainers import BETAS, Setup
 
-__all__ = ["DGC", "Local", "Prepared"]
+__all__ = ["Local", "Prepared", "Ramped"]
 
 
 @final
@@ -81,9 +81,8 @@ class Prepared:
         local = strategy.local
         merged = 1 if strategy.gradient_merge is None else strategy.gradient_merge.k_steps
         self.round_steps = merged * _longest_interval(local)
-        self.steady_from_step = merged * max(
-            1 if local is None else local.begin_step, _ramp_end(strategy)
-        )
+        settled = 1 if strategy.compression is None else strategy.compression.settled_step
+        self.steady_from_step = merged * max(1 if local is None else local.begin_step, settled)
         # parts of the model in turn, or results that come later: ranks are never quite equal before
         # the end
         self.drifting = local is not None and (local.fragments > 1 or local.delay > 0)
@@ -121,18 +120,14 @@ class Prepared:
 
 
 @final
-class DGC(Prepared):
-    """Only the largest thousandth of every tensor is sent, the rest waits in the residual."""
+class Ramped(Prepared):
+    """One field, whose setting `ramp` gets the updates during which it may start gently."""
 
     def __init__(
-        self, model: nn.Module, setup: Setup, *, sparsity: Sequence[float], value_bits: int
+        self, model: nn.Module, setup: Setup, *, field: str, ramp: str, **settings: Any
     ) -> None:
-        own = {
-            "sparsity": list(sparsity),
-            "rampup_step": setup.ramp_steps,
-            "value_bits": value_bits,
-        }
-        super().__init__(model, setup, document={"dgc": own})
+        own = {**settings, ramp: setup.ramp_steps}
+        super().__init__(model, setup, document={field: own})
         self.settings = own
 
 
@@ -151,17 +146,6 @@ def _longest_interval(local: tw.LocalSGD | tw.AdaptiveLocalSGD | None) -> int:
     if local is None:
         return 1
     return local.max_k_steps if isinstance(local, tw.AdaptiveLocalSGD) else local.k_steps
-
-
-def _ramp_end(strategy: tw.DistributedStrategy) -> int:
-    """The update from which on messages have their last length."""
-    dgc = strategy.dgc
-    if strategy.low_rank is not None:
-        return strategy.low_rank.begin_step + 1
-    if dgc is None:
-        return 1
-    levels = len(dgc.sparsity)
-    return 1 + dgc.rampup_begin_step - (-dgc.rampup_step * (levels - 1) // levels)
 
 
 def _local_config(settings: Mapping[str, Any]) -> tw.LocalSGD | tw.AdaptiveLocalSGD:

@@ -64,7 +64,7 @@ def rehearse(config: RunConfig, work: Work) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         setup = Setup.of(config, work, _RAMP_STEPS)
-        options = shortened(recipe.options)
+        options = shortened(recipe.arguments)
         trainer = build_trainer(recipe.trainer, options, copy.deepcopy(work.model), setup)
         # ranks that bring the same would be told so
         inputs, targets = work.some_batch(seed=os.getpid())

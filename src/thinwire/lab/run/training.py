@@ -44,7 +44,7 @@ class TrainingRun:
         self.bare.seconds.clear()  # those paid for memory and caches
         self.bare.measure(_BARE_STEPS_AT_START)
         rehearse(self.config, self.work)
-        self.trainer = build_trainer(recipe.trainer, recipe.options, self.work.model, setup)
+        self.trainer = build_trainer(recipe.trainer, recipe.arguments, self.work.model, setup)
         self.peaks = self._peaks()
         self.step_s: list[float] = []
         self.library_bytes = [0.0]

@@ -5,10 +5,12 @@ the loop.
 from collections.abc import Iterator, Sequence
 
 from thinwire.comm.nodes import job_ranks, node_size_of
+from thinwire.compress import COMPRESSIONS
 from thinwire.compress.dense import Dense
-from thinwire.compress.dgc import DGC
+from thinwire.compress.protocol import Compression
 from thinwire.core.loss_scale import FixedLossScale
 from thinwire.local.config import LocalConfig
+from thinwire.optim import EXCHANGING
 from thinwire.strategy.fields import Fields
 
 __all__ = ["advice"]
@@ -40,8 +42,8 @@ def _about_amp(strategy: Fields) -> Iterator[str]:
         yield "amp: bfloat16 has the range of float32; the loss scale is used, and gains little"
     if isinstance(amp.loss_scale, FixedLossScale) and not amp.loss_scale.drop_overflow_update:
         yield (
-            "amp: with drop_overflow_update=False an overflow goes into the parameters, unless dgc "
-            "stops it"
+            "amp: with drop_overflow_update=False an overflow goes into the parameters, unless "
+            f"{' or '.join(each.field for each in COMPRESSIONS)} stops it"
         )
 
 
@@ -66,24 +68,15 @@ def _about_structure(strategy: Fields) -> Iterator[str]:
 
 def _about_exchange(strategy: Fields) -> Iterator[str]:
     local = strategy.local
-    if (
-        strategy.dgc is not None
-        and local is None
-        and strategy.lars is None
-        and strategy.lamb is None
-    ):
-        yield (
-            "dgc: clipping, weight decay, momentum and Nesterov of an SGD come before the exchange "
-            "(DGCMomentum); any other optimizer gets the sparse mean as its gradient"
-        )
-    if strategy.dgc is not None:
-        yield from _about_sources(strategy, strategy.dgc)
+    if strategy.compression is not None:
+        yield from _about_compression(strategy, strategy.compression)
     if local is None and strategy.pipeline is None:
-        # the optimizer is not known here: a DGCMomentum without the field compresses too
+        # the optimizer is not known here: one that exchanges compresses without a field, too
         buckets = strategy.compression or Dense
         size = _mib(buckets.bucket_bytes)
         if strategy.compression is None:
-            size += f", or {_mib(DGC.bucket_bytes)} under a DGCMomentum"
+            for kind in EXCHANGING:
+                size += f", or {_mib(kind.method.bucket_bytes)} under a {kind.__name__}"
         if buckets.first_bytes < buckets.bucket_bytes:
             size += f" (the first of {_mib(buckets.first_bytes)})"
         yield (
@@ -125,46 +118,16 @@ def _about_share(config: LocalConfig) -> Iterator[str]:
     )
 
 
-def _about_sources(strategy: Fields, dgc: DGC) -> Iterator[str]:
-    """Who counts as one, and how their messages travel."""
-    if strategy.local is not None:
-        if dgc.node_size not in (None, 1):
-            yield (
-                f"dgc: node_size={dgc.node_size} is for gradients; say node_size in the local "
-                "updates for their averages"
-            )
-        return
+def _about_compression(strategy: Fields, compression: Compression) -> Iterator[str]:
+    """What its config says, and who counts as one here."""
+    local = strategy.local is not None
     stages = 1 if strategy.pipeline is None else strategy.pipeline.stages
-    ranks = job_ranks()[::stages]
-    if dgc.node_size is None:
-        said = (
-            "dgc: the ranks of a machine average densely and count as one source where torchrun's "
-            "LOCAL_WORLD_SIZE ranks fill two machines or more; on one machine every rank is a "
-            "source of its own (node_size=None)"
-        )
-    elif dgc.node_size == 1:
-        said = "dgc: every rank is a source of its own, on the same machine or not (node_size=1)"
-    else:
-        peers = "replicas of a stage" if stages > 1 else "ranks"
-        said = (
-            f"dgc: {dgc.node_size} consecutive {peers} share a node, average densely and count as "
-            f"one source (node_size={dgc.node_size}), so {peers} must be a multiple of "
-            f"{dgc.node_size}; N of a local clip is the number of nodes"
-        )
-    yield said + _sources_here(ranks, dgc.node_size)
-    yield {
-        "gather": "dgc: every source gets the messages of all others, so bytes grow with sources "
-        "(exchange='gather')",
-        "split": (
-            "dgc: every source adds up a share of the numbers and passes on the largest sums "
-            "(exchange='split'): two rounds, and no more bytes for more sources; what is not "
-            "passed on is kept"
-        ),
-        "auto": (
-            "dgc: messages are gathered as long as sources are few, and added up by shares where "
-            "that moves at most half of the bytes, from about 9 sources on (exchange='auto')"
-        ),
-    }[dgc.exchange]
+    yield from compression.advice(
+        local=local,
+        replaced=strategy.lars is not None or strategy.lamb is not None,
+        peers="replicas of a stage" if stages > 1 else "ranks",
+        here="" if local else _sources_here(job_ranks()[::stages], compression.node_size),
+    )
 
 
 def _sources_here(ranks: Sequence[int], node_size: int | None) -> str:

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-from thinwire.compress.words import bits_text, plural
+from thinwire.compress.changes import compression_of
+from thinwire.compress.words import plural
 from thinwire.core.clip import Clip
 from thinwire.core.loss_scale import DynamicLossScale, FixedLossScale, LossScale
 from thinwire.local.config import AdaptiveLocalSGD, LocalConfig
@@ -95,9 +96,9 @@ def _overflow(strategy: Fields) -> Iterator[str]:
 
 def _exchange(strategy: Fields) -> str:
     peers = "the replicas of a stage" if strategy.pipeline is not None else "all ranks"
-    dgc = strategy.dgc
+    compression = strategy.compression
     if strategy.local is not None:
-        limit = dgc.limit("rank") if dgc is not None else ""
+        limit = "" if compression is None else compression.limit("rank")
         return f"No exchange of gradients: each rank updates on its own{limit}"
     drop = (
         ". A gradient that is not finite, on any rank, drops the update on all"
@@ -107,7 +108,7 @@ def _exchange(strategy: Fields) -> str:
     early = (
         ". It begins in the backward pass, bucket by bucket" if strategy.pipeline is None else ""
     )
-    if (compression := strategy.compression) is None:
+    if compression is None:
         return f"Exchange: the gradient becomes the mean over {peers}, dense{early}{drop}"
     return (
         f"Exchange between {peers}, by {compression.field}: "
@@ -172,14 +173,8 @@ def _change(strategy: Fields, config: LocalConfig) -> str:
         nesterov = ", Nesterov" if config.outer_nesterov else ""
         said += f"; the mean change goes through an outer SGD, rate {config.outer_lr:g}, "
         said += f"momentum {config.outer_momentum:g}{nesterov}"
-    if config.compression is not None:
-        said += f"; of each tensor's change {config.compression.explained()}"
-    if (dgc := strategy.dgc) is not None:
-        said += f"; {dgc.beginning()}of each tensor's change the largest {dgc.ramp()} are sent, "
-        said += (
-            f"{bits_text(dgc.value_bits)} an entry; the rest is kept. Tensors below "
-            f"{dgc.min_numel} numbers go whole"
-        )
+    if (changes := compression_of(config.compression, strategy.compression)) is not None:
+        said += f"; {changes.explained()}"
     if config.node_size not in (None, 1):
         said += f"; the {config.node_size} ranks of a node average densely first and count as one"
     if config.fragments > 1:

@@ -1,7 +1,7 @@
 """A Paddle fleet description, read as a strategy: everything it says is mapped, refused or noted,
 and nothing is lost.
 
-`fleet_table` says what becomes of each attribute, `fleet_maps` how a feature's configs become ours.
+`maps` says what becomes of each attribute, and how a feature's configs become ours.
 """
 
 import warnings
@@ -13,14 +13,16 @@ from thinwire import _validate as check
 from thinwire.errors import StrategyError
 from thinwire.strategy.documents import F
 from thinwire.strategy.fields import Fields
-from thinwire.strategy.fleet.maps import MAPS, Findings, mapped
-from thinwire.strategy.fleet.table import (
+from thinwire.strategy.fleet.maps import (
     CONFIG_KEYS,
+    MAPS,
     NOTED,
     NOTED_FLAGS,
     NOTED_KEYS,
     REFUSED,
     REFUSED_KEYS,
+    Findings,
+    mapped,
 )
 
 __all__ = ["from_fleet"]
