@@ -17,8 +17,8 @@ from thinwire import _validate as check
 from thinwire.comm import Group, Nodes, Sources, node_size_of, require_agreement, sources_of
 from thinwire.compress.dense import Dense, all_finite
 from thinwire.compress.protocol import Compression, Compressor, Context, Flags, Sending, together
-from thinwire.core.pace import Pace
 from thinwire.core.precision import narrowed
+from thinwire.core.stats import Pace
 from thinwire.errors import PayloadCorrupt, ThinwireError
 from thinwire.exchange.digest import OwnState, RollingDigest
 from thinwire.exchange.likeness import Likeness

@@ -42,8 +42,7 @@ from thinwire.compress.changes import compression_of
 from thinwire.core.arithmetic import CURES, arithmetic
 from thinwire.core.origin import ORIGIN, Origin, without_origin
 from thinwire.core.outer import OuterRule
-from thinwire.core.pace import Pace, planned_row
-from thinwire.core.stats import numbers
+from thinwire.core.stats import Pace, numbers, planned_row
 from thinwire.errors import PeerLost
 from thinwire.exchange.digest import DIGEST_EVERY
 from thinwire.kernels.needs import Need, needs_of

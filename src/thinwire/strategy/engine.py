@@ -17,9 +17,8 @@ from torch.nn import Parameter
 
 from thinwire import _validate as check
 from thinwire.comm import busy, long_waits_logged, require_agreement, state_told
-from thinwire.core.pace import Pace
 from thinwire.core.sharded import is_sharded, reshard_, shard_of, sharded_like
-from thinwire.core.stats import numbers
+from thinwire.core.stats import Pace, numbers
 from thinwire.core.storage import with_own_storage
 from thinwire.errors import CheckpointMissing, Mismatch, PeerLost, PeerStalled, ThinwireError
 from thinwire.exchange.gradients import Verdict
@@ -31,8 +30,7 @@ from thinwire.pipeline.runner import PipelineRunner
 from thinwire.strategy import saving
 from thinwire.strategy.absent import Joining
 from thinwire.strategy.exchanges import LocalSteps
-from thinwire.strategy.holding import step_replaced_
-from thinwire.strategy.left_gradients import LeftGradients
+from thinwire.strategy.holding import LeftGradients, step_replaced_
 from thinwire.strategy.parts import Parts
 from thinwire.strategy.whole_models import is_whole_model, load_whole_model
 

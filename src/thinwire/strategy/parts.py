@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 from thinwire.amp import LossScaler
 from thinwire.comm import Group
-from thinwire.core.pace import Planned
+from thinwire.core.stats import Planned
 from thinwire.exchange.overlap import Overlap
 from thinwire.pipeline.runner import PipelineRunner
 from thinwire.step.merge import GradientSum

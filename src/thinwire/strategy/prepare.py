@@ -38,8 +38,8 @@ from thinwire.compress import COMPRESSIONS
 from thinwire.compress.protocol import Compression, Limit
 from thinwire.core.arithmetic import CURES, arithmetic
 from thinwire.core.clip import Clip, ClipByGlobalNorm, ClipByNorm, ClipByValue
-from thinwire.core.pace import Planned, planned_row
 from thinwire.core.sharded import Shards, require_elementwise, require_shards, reshard_, shard_of
+from thinwire.core.stats import Planned, planned_row
 from thinwire.errors import StrategyError, ThinwireError
 from thinwire.exchange.digest import DIGEST_EVERY, RollingDigest, optimizer_state
 from thinwire.exchange.gradients import gradients_of
