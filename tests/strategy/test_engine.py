@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import weakref
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -903,3 +904,62 @@ def trained_without_rate(rank: int, size: int) -> str:
 def test_an_optimizer_without_a_learning_rate_trains(ranks: Pool) -> None:
     first, second = ranks.run(trained_without_rate, size=2)
     assert first == second
+
+
+def replaced_in_mid_training(
+    rank: int, size: int, fields: tuple[str, ...], whole: bool
+) -> tuple[str, bool]:
+    model = make_model(plain=True)
+    optimizer = make_optimizer(model, fields)
+    strategy = tw.DistributedStrategy(**{name: FIELDS[name] for name in fields})
+    engine = strategy.prepare(model, optimizer, cross_entropy)
+    train(engine, fields, 0, 4)
+    if whole:
+        copies = {name: value.clone() for name, value in model.state_dict().items()}
+        model.load_state_dict(copies, assign=True)
+    else:
+        model.get_submodule("3").weight = nn.Parameter(torch.ones_like(model[3].weight))
+    before = digest(engine)
+    with pytest.raises(RuntimeError, match="is another object") as refusal:
+        train(engine, fields, 4, 8)
+    same = before == digest(engine)
+    engine.close()
+    again = strategy.prepare(model, make_optimizer(model, fields), cross_entropy)
+    train(again, fields, 8, 16)
+    return str(refusal.value), same
+
+
+@pytest.mark.parametrize("fields", [(), ("dgc",), ("gradient_merge",), ("localsgd",)])
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_parameter_in_the_place_of_another_is_refused_and_a_new_engine_goes_on(
+    fields: tuple[str, ...], whole: bool, ranks: Pool
+) -> None:
+    for text, same in ranks.run(replaced_in_mid_training, fields, whole, size=2):
+        assert ("0.weight" if whole else "3.weight") in text
+        assert same
+
+
+def test_modules_that_are_wrapped_later_go_on() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = tw.DistributedStrategy().prepare(model, optimizer, nn.functional.mse_loss)
+    x = torch.randn(5, 4)
+    before = engine.train_step(x, x)
+    model[0] = nn.Sequential(model[0])
+    model[1] = nn.Sequential(model[1], nn.Linear(8, 8))
+    assert engine.train_step(x, x) != before
+    nn.utils.parametrizations.weight_norm(model[2])  # which makes two parameters out of one
+    with pytest.raises(RuntimeError, match=r"parameter 2\.weight is another object"):
+        engine.train_step(x, x)
+
+
+def test_row_sparse_state_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Embedding(10, 6, sparse=True), nn.Linear(6, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    engine = tw.DistributedStrategy().prepare(model, optimizer, cross_entropy)
+    x = torch.randint(0, 10, (4,))
+    engine.train_step(x, x)
+    with pytest.raises(TypeError, match=r"momentum_buffer of 0\.weight .*LazyAdam"):
+        engine.state_dict()
+    with pytest.raises(tw.errors.CheckpointError, match=r"momentum_buffer of 0\.weight .*LazyAdam"):
+        engine.save(tmp_path)

@@ -30,7 +30,7 @@ from thinwire.pipeline.runner import PipelineRunner
 from thinwire.strategy import saving
 from thinwire.strategy.absent import Joining
 from thinwire.strategy.exchanges import LocalSteps
-from thinwire.strategy.holding import LeftGradients, step_replaced_
+from thinwire.strategy.holding import LeftGradients, ParameterPlaces, step_replaced_
 from thinwire.strategy.parts import Parts
 from thinwire.strategy.whole_models import is_whole_model, load_whole_model
 
@@ -65,6 +65,7 @@ class Engine:
         self._pace = Pace(parts.planned if parts.group.rank == 0 else None)
         self._departure: str | None = None
         self._sharded = any(map(is_sharded, parts.params.values()))
+        self._places = None if self._sharded else ParameterPlaces(parts.model, parts.params)
         self._following: Following | None = None
         self._tokens: int | None = None  # of the microstep that is being made
         # the engine's hooks stand on the model and the optimizer, and must not outlive it
@@ -113,7 +114,7 @@ class Engine:
 
         Raises:
             RuntimeError: The strategy was prepared without a loss function; a parameter became
-                trainable, or the optimizer got another one, since then.
+                trainable or was replaced, or the optimizer got another one, since then.
             ValueError: The loss is no scalar; a batch that the micro-batches of a pipeline do not
                 divide; tokens where nothing is weighed by them.
             ThinwireError: The exchange failed: see `thinwire.errors`.
@@ -740,6 +741,14 @@ class Engine:
                 f"{len(new)} parameters became trainable, or were given to the optimizer, after "
                 f"prepare, which chose what is exchanged: {told}. Close this engine and prepare a "
                 "new one with an optimizer that has them, on all ranks"
+            )
+        replaced = None if self._places is None else self._places.replaced()
+        if replaced is not None:
+            raise RuntimeError(
+                f"the model was changed since prepare: parameter {replaced} is another object, "
+                "which the optimizer does not train. Copy values into the parameters that are "
+                "there (load_state_dict without assign=True), or close this engine and prepare a "
+                "new one with a new optimizer, on all ranks"
             )
 
     def _clear_grads(self) -> None:

@@ -19,6 +19,7 @@ from thinwire.core.sharded import shard_of
 __all__ = [
     "Hold",
     "LeftGradients",
+    "ParameterPlaces",
     "is_passing",
     "passing",
     "require_free",
@@ -150,6 +151,35 @@ def require_trained(params: Mapping[str, Parameter]) -> None:
         raise ValueError(
             "optimizer has no parameter with requires_grad=True: there is nothing to train"
         )
+
+
+class ParameterPlaces:
+    """Notices that a model has other parameters than those that are trained, such as after
+    `load_state_dict(..., assign=True)`: nobody would train them.
+
+    Args:
+        model: The model, whose parameters are not sharded: those come and go.
+        params: What is trained, by name.
+    """
+
+    def __init__(self, model: nn.Module, params: Mapping[str, Parameter]) -> None:
+        self._model, self._params = model, params
+        self._known = {id(p) for p in model.parameters()}
+        self._owners: list[tuple[Mapping[str, Any], str, Any]] = []
+        for module in model.modules():
+            for own in (module._parameters, module._modules):
+                self._owners += [(own, name, each) for name, each in own.items()]
+
+    def replaced(self) -> str | None:
+        """The first that is trained and gone, by name, if there are others that nobody trains."""
+        # looked up where they stand, which takes microseconds: names are asked only after a change
+        if all(own.get(name) is each for own, name, each in self._owners):
+            return None
+        now = list(self._model.parameters())
+        here = {id(p) for p in now}
+        gone = [name for name, p in self._params.items() if id(p) not in here]
+        new = any(p.requires_grad and id(p) not in self._known for p in now)
+        return gone[0] if gone and new else None
 
 
 class LeftGradients:

@@ -67,8 +67,10 @@ def saved(parts: Parts, counters: Mapping[str, int], extra: Any = None) -> dict[
     """Everything that a later step depends on, copied where the engine would go on to change it.
 
     Raises:
-        TypeError: A scheduler's state, or something in `extra`, is nothing that a file can hold.
+        TypeError: A scheduler's state, or something in `extra`, is nothing that a file can hold; or
+            the optimizer keeps row-sparse state.
     """
+    _require_dense_state(parts)
     return {
         "counters": dict(counters),
         "parameters": _copied(_parameters(parts)),
@@ -507,6 +509,18 @@ def _names(parts: Parts) -> list[list[str]] | None:
     if any(p not in names for group in groups for p in group):
         return None
     return [[names[p] for p in group] for group in groups]
+
+
+def _require_dense_state(parts: Parts) -> None:
+    for name, param in parts.params.items():
+        for key, value in parts.optimizer.state.get(param, {}).items():
+            if isinstance(value, Tensor) and value.layout != torch.strided:
+                raise TypeError(
+                    f"{key} of {name} is a {value.layout} tensor in "
+                    f"{type(parts.optimizer).__name__}, since its gradients are row-sparse, and "
+                    "only dense state can be saved: train by tw.optim.LazyAdam, or without "
+                    "momentum, or make the embedding with sparse=False"
+                )
 
 
 def _copied(tree: Any, *, sharded: bool = False) -> Any:
