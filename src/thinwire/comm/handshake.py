@@ -47,7 +47,8 @@ def require_agreement(
     answers = group.gather_bytes(json.dumps(told).encode(), what=what)
     rows = [mapping_of(answer) for answer in answers]
     for rank, row in enumerate(rows):
-        if facts and not facts.keys() & row.keys():
+        # a vote on a step has some of the names, too
+        if 2 * len(facts.keys() & row.keys()) < len(facts):
             raise elsewhere(what, rank)
     builds = [row.pop(_VERSIONS, None) for row in rows]
     if all(
@@ -96,8 +97,8 @@ def elsewhere(what: str, rank: int) -> Mismatch:
     """
     return Mismatch(
         f"{what}: rank {rank} is in another exchange of this library. All ranks must make the same "
-        "calls; engine.save too belongs on every rank, not on rank 0 only: it writes one "
-        "checkpoint for all of them"
+        "calls; add_param_group and engine.save too belong on every rank, not on rank 0 only: save "
+        "writes one checkpoint for all of them"
     )
 
 
