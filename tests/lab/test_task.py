@@ -16,6 +16,7 @@ from tests.lab.pooled import run_workers_in
 from tests.lab.test_compare import settings
 from tests.processes import ran
 from tests.ranks import Pool
+from thinwire.cli import main
 from thinwire.lab import compare as comparison
 from thinwire.lab.compare import compare
 from thinwire.lab.report.progress import Silent
@@ -253,6 +254,19 @@ def test_a_gpu_that_is_not_there(ranks: Pool) -> None:
         pytest.skip("there is one")
     assert all("torch sees no GPU" in text for text in ranks.run(refused, "cuda", size=2))
     assert ranks.run(refused, "auto", size=2) == ["", ""]
+
+
+def test_a_gpu_that_is_not_there_is_one_line_before_anything_is_prepared(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(SystemExit) as end:
+        main(["compare", "--link", "loopback", "--device", "cuda", "--out", str(tmp_path / "o")])
+    said = capfd.readouterr()
+    assert (end.value.code, said.out, said.err.count("\n")) == (2, "", 1)
+    assert "torch sees no GPU" in said.err
+    assert not (tmp_path / "o").exists()
 
 
 @pytest.mark.usefixtures("pooled")

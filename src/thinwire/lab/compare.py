@@ -53,11 +53,12 @@ def compare(settings: Settings, display: Display, keep: Keep | None = None) -> d
         The content of `results.json`; the keys are described in `thinwire.lab.report.results`.
 
     Raises:
-        ValueError: The text or the size cannot be used, or a strategy does not go with the model;
-            nothing has trained.
+        ValueError: The text, the size or the device cannot be used, or a strategy does not go with
+            the model; nothing has trained.
         TaskRefused: A task of the user's cannot be trained.
         WorkerError: No strategy could be trained. Nothing is left running in any case.
     """
+    _require_gpu(settings)
     corpus = _read_corpus(settings)
     reason = why_unavailable() if settings.link.emulated else None
     started_s = time.time()
@@ -98,6 +99,20 @@ def compare(settings: Settings, display: Display, keep: Keep | None = None) -> d
             "\n".join(f"{failure['strategy']}: {failure['error']}" for failure in ledger.failures)
         )
     return ledger.results()
+
+
+def _require_gpu(settings: Settings) -> None:
+    """Refuse cuda where torch sees none; ranks of torchrun agree on that later, each for its own
+    machine.
+    """
+    if settings.device != "cuda" or settings.joined_rank is not None:
+        return
+    from thinwire.lab.run.task import TaskError, require_gpu
+
+    try:
+        require_gpu()
+    except TaskError as error:
+        raise ValueError(str(error)) from error
 
 
 def _read_corpus(settings: Settings) -> Corpus | None:

@@ -182,8 +182,8 @@ def _dgc(own: Mapping[str, Any], work: Work, network: Network) -> Cost:
         kept += sum(mine)
         if not mine:
             continue
-        layout = Layout(tuple(Slot(n, count_sent(n, sparsity)) for n in mine), bits)
-        dealt = _entries_dealt(layout, own.get("exchange", "auto"), sources)
+        exchange = own.get("exchange", "auto")
+        dealt = _sparse_dealt(tuple(mine), sparsity, bits, exchange, sources.ranks)
         encode_s = _passes(work, sum(mine), 10)
         wire_s, nbytes = dealt.seconds(sources), dealt.sent(sources)
         taken_s = sources.transfer_s(nbytes)
@@ -224,25 +224,25 @@ class _Dealt:
 
     def seconds(self, network: Network, parts: int = 1, idle_s: float = 0.0) -> float:
         """Of one of so many equal parts."""
-        first_s = network.all_to_all_s(self.first_bytes / parts, idle_s) if self.first_bytes else 0
-        ring_idle_s = 0.0 if self.first_bytes else idle_s
-        return first_s + network.all_gather_s(self.row_bytes / parts, ring_idle_s)
+        return _dealt_s(self.first_bytes / parts, self.row_bytes / parts, network, idle_s)
 
     def sent(self, network: Network) -> float:
         """Bytes that a rank sends."""
         return self.first_bytes + (network.ranks - 1) * self.row_bytes
 
 
-def _entries_dealt(layout: Layout, exchange: str, network: Network) -> _Dealt:
-    return _entries_dealt_to(layout, exchange, network.ranks)
+@lru_cache(maxsize=4096)  # strategies share messages
+def _dealt_s(first_bytes: float, row_bytes: float, network: Network, idle_s: float) -> float:
+    first_s = network.all_to_all_s(first_bytes, idle_s) if first_bytes else 0.0
+    return first_s + network.all_gather_s(row_bytes, 0.0 if first_bytes else idle_s)
 
 
-def _whole_dealt(layout: WholeLayout, exchange: str, network: Network) -> _Dealt:
-    return _whole_dealt_to(layout, exchange, network.ranks)
-
-
-@lru_cache(maxsize=256)
-def _entries_dealt_to(layout: Layout, exchange: str, ranks: int) -> _Dealt:
+@lru_cache(maxsize=1024)
+def _sparse_dealt(
+    numels: tuple[int, ...], sparsity: float, value_bits: int, exchange: str, ranks: int
+) -> _Dealt:
+    slots = tuple(Slot(n, count_sent(n, sparsity)) for n in numels)
+    layout = Layout(slots, value_bits)
     few = min(ranks, _MOST_OWNERS)
     if chosen_exchange(exchange, layout, few) != SPLIT:
         return _Dealt(0, layout.nbytes)
@@ -250,8 +250,8 @@ def _entries_dealt_to(layout: Layout, exchange: str, ranks: int) -> _Dealt:
     return _among(busiest(layout, few, SPLIT).bytes_sent - row_bytes, row_bytes, few, ranks)
 
 
-@lru_cache(maxsize=256)
-def _whole_dealt_to(layout: WholeLayout, exchange: str, ranks: int) -> _Dealt:
+@lru_cache(maxsize=1024)
+def _whole_dealt(layout: WholeLayout, exchange: str, ranks: int) -> _Dealt:
     few = min(ranks, _MOST_OWNERS)
     plan = chosen_split(exchange, layout, few)
     if plan is None:
@@ -288,7 +288,12 @@ def _end_of_step(
             wire_s, taken_s = wire_s + inside_s, taken_s + inside_s
             sent += _ring_bytes(node, dense_bytes) + dense_bytes
         found.append(_Bucket(work.step_s, 0.0, wire_s, taken_s, sent))
-    return found, network.all_gather_s(_VOTE_BYTES)
+    return found, _vote_s(network)
+
+
+@lru_cache(maxsize=16)
+def _vote_s(network: Network) -> float:
+    return network.all_gather_s(_VOTE_BYTES)
 
 
 def _local(own: Mapping[str, Any], work: Work, network: Network) -> Cost:
@@ -303,7 +308,7 @@ def _local(own: Mapping[str, Any], work: Work, network: Network) -> Cost:
         whole = 4 * work.numel / fragments
         wire_s += node.all_reduce_s(whole) + node.broadcast_s(nbytes / fragments)
         nbytes += _ring_bytes(node, 4 * work.numel) + nbytes * ceil(log2(node.ranks))
-    wire_s += 2 * network.all_gather_s(_VOTE_BYTES)  # before and after
+    wire_s += 2 * _vote_s(network)  # before and after
     own_s = _passes(work, work.numel / fragments, passes)
     round_s = fragments * (max(0.0, wire_s - delay * work.step_s) + own_s)
     sent = nbytes + fragments * _VOTE_BYTES
@@ -317,17 +322,20 @@ def _change(
     """Seconds on the wire of one fragment, bytes that a rank sends of a whole change, passes over
     it, and words kept for a number.
     """
-    numels = [numel_of(shape) for shape in work.shapes]
     if "sparse" in compression or "sparsity" in compression:
         own = compression.get("sparse", compression)
-        slots = tuple(Slot(n, count_sent(n, own["sparsity"])) for n in numels)
-        layout = Layout(slots, own.get("value_bits", 2))
-        dealt = _entries_dealt(layout, own.get("exchange", "auto"), network)
+        dealt = _sparse_dealt(
+            work.numels,
+            own["sparsity"],
+            own.get("value_bits", 2),
+            own.get("exchange", "auto"),
+            network.ranks,
+        )
         return dealt.seconds(network, fragments, idle_s), dealt.sent(network), 14, 2
     if "quantized" in compression:
         own = compression["quantized"]
-        whole = WholeLayout(tuple(numels), own.get("value_bits", 4))
-        dealt = _whole_dealt(whole, own.get("exchange", "auto"), network)
+        whole = WholeLayout(work.numels, own.get("value_bits", 4))
+        dealt = _whole_dealt(whole, own.get("exchange", "auto"), network.ranks)
         return dealt.seconds(network, fragments, idle_s), dealt.sent(network), 16, 2
     if "low_rank" in compression:
         rank = compression["low_rank"].get("rank", 2)

@@ -10,6 +10,7 @@ from typing import Any
 from thinwire.lab.network.link import Link
 from thinwire.lab.run.config import OPTIMIZERS, Recipe
 from thinwire.lab.settings import require_task
+from thinwire.planning.by_number import MOST_PARAMS, cost_by_number
 from thinwire.planning.grid import candidates
 from thinwire.planning.methods import Cost, cost_of
 from thinwire.planning.network import Network
@@ -191,7 +192,7 @@ def plan(
     offered = list(candidates(network.ranks, network.node_size))
     # progress is against dense with the same optimizer, so time is too
     dense_s = {
-        optimizer: cost_of({}, "dense", work.by(optimizer), network).step_s
+        optimizer: _cost({}, "dense", work.by(optimizer), network).step_s
         for optimizer in {recipe.optimizer for _, recipe, _ in offered}
     }
     rows = sorted(
@@ -255,7 +256,7 @@ def _assumed_work(params: int | str | None, step_seconds: float | None, device: 
         )
     _require_one_device(device)
     numel = _parsed_params(params)
-    return Work(numel, matrices(numel), float(step_seconds), device == "cuda")
+    return Work(numel, matrices(numel), float(step_seconds), device == "cuda", assumed=True)
 
 
 def _of_task(task: str, step_seconds: float | None, device: str | None, workers: int) -> Work:
@@ -297,8 +298,8 @@ def _parsed_params(params: int | str) -> int:
         params = round(float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9}[match[2]])
     if isinstance(params, bool) or not isinstance(params, int):
         raise TypeError(f"params must be a whole number or text such as 124M, got {params!r}")
-    if not 1 <= params <= 10**13:
-        raise ValueError(f"params={params} is out of range: 1 to 10,000,000,000,000 is allowed")
+    if not 1 <= params <= MOST_PARAMS:
+        raise ValueError(f"params={params} is out of range: 1 to {MOST_PARAMS:,} is allowed")
     return params
 
 
@@ -311,7 +312,7 @@ def _row(
     dense_s: float,
 ) -> Row:
     work = work.by(recipe.optimizer)
-    cost = cost_of(document or {}, recipe.name, work, network)
+    cost = _cost(document or {}, recipe.name, work, network)
     progress = progress_of(recipe.name, document or {}, network.ranks)
     return Row(
         name,
@@ -325,6 +326,10 @@ def _row(
         document,
         OPTIMIZERS.get(recipe.optimizer or ""),
     )
+
+
+def _cost(document: Mapping[str, Any], hook: str, work: Work, network: Network) -> Cost:
+    return (cost_by_number if work.assumed else cost_of)(document, hook, work, network)
 
 
 def _interval(cost: Cost, work: Work) -> tuple[float, float, float]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import isqrt
 
 __all__ = ["Work", "matrices", "numel_of"]
@@ -26,6 +27,7 @@ class Work:
             where the backward pass takes time as there are numbers.
         muon_s: What an update by Muon takes longer; None where it was not measured, and counts for
             nothing.
+        assumed: Whether the shapes are ours, for a number of parameters.
     """
 
     numel: int
@@ -35,12 +37,18 @@ class Work:
     forward: float | None = None
     ready_s: tuple[float, ...] | None = None
     muon_s: float | None = None
+    assumed: bool = False
 
     def by(self, optimizer: str | None) -> "Work":
         """With an update by the optimizer that a strategy brings along; None for the task's own."""
         if optimizer != "muon" or self.muon_s is None:
             return self
         return replace(self, step_s=self.step_s + self.muon_s)
+
+    @cached_property
+    def numels(self) -> tuple[int, ...]:
+        """Entries of each parameter."""
+        return tuple(map(numel_of, self.shapes))
 
     @property
     def forward_s(self) -> float:
@@ -52,13 +60,17 @@ class Work:
 
         Gradients come from the last parameter to the first.
         """
-        limit, mine, latest = first_bytes, list[Shape](), 0.0
-        for shape, ready_s in zip(reversed(self.shapes), reversed(self._ready()), strict=True):
+        limit, mine, nbytes, latest = first_bytes, list[Shape](), 0, 0.0
+        backward = zip(
+            reversed(self.shapes), reversed(self.numels), reversed(self._ready()), strict=True
+        )
+        for shape, numel, ready_s in backward:
             mine.append(shape)
+            nbytes += 4 * numel
             latest = max(latest, ready_s)
-            if 4 * sum(map(numel_of, mine)) >= limit:
+            if nbytes >= limit:
                 yield latest, mine
-                limit, mine = bucket_bytes, []
+                limit, mine, nbytes = bucket_bytes, [], 0
         if mine:
             yield latest, mine
 
@@ -66,9 +78,9 @@ class Work:
         if self.ready_s is not None:
             return self.ready_s
         begin, done, found = self.forward_s, 0, []
-        whole = sum(map(numel_of, self.shapes))
-        for shape in reversed(self.shapes):
-            done += numel_of(shape)
+        whole = sum(self.numels)
+        for numel in reversed(self.numels):
+            done += numel
             found.append(begin + (self.step_s - begin) * done / whole)
         return tuple(reversed(found))
 
@@ -84,7 +96,7 @@ def numel_of(shape: Shape) -> int:
 def matrices(params: int) -> tuple[Shape, ...]:
     """Shapes of a model of which only the number of parameters is known: up to 48 equal matrices.
 
-    More parameters never make fewer or smaller ones, so that a prediction grows with them.
+    More parameters never make fewer or smaller ones.
     """
     count = min(_MOST_MATRICES, max(1, params // _LEAST_NUMEL))
     columns = max(1, isqrt(params // count))

@@ -21,7 +21,17 @@ from thinwire.lab.run.config import RunConfig
 from thinwire.lab.run.size import ConvolutionSize
 from thinwire.task import Task
 
-__all__ = ["OwnTask", "TaskError", "Work", "called", "device_of", "made", "together", "work_of"]
+__all__ = [
+    "OwnTask",
+    "TaskError",
+    "Work",
+    "called",
+    "device_of",
+    "made",
+    "require_gpu",
+    "together",
+    "work_of",
+]
 
 R = TypeVar("R")
 
@@ -79,13 +89,22 @@ def device_of(choice: str, rank: int) -> torch.device:
     """
     if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
+    require_gpu()
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def require_gpu() -> None:
+    """Look for a GPU, and begin nothing on it.
+
+    Raises:
+        TaskError: Torch sees none.
+    """
     if not torch.cuda.is_available():
         raise TaskError(
             "device='cuda', but torch sees no GPU here: use --device cpu, or leave it out"
         )
-    device = torch.device("cuda", rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
 
 
 def together(work: Callable[[], R], word: str | None) -> R:
