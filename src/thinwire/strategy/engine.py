@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from thinwire import _validate as check
+from thinwire._names import named_parameters
 from thinwire.comm import busy, long_waits_logged, require_agreement, state_told
 from thinwire.core.sharded import is_sharded, reshard_, shard_of, sharded_like
 from thinwire.core.stats import Pace, numbers
@@ -734,7 +735,7 @@ class Engine:
             if p.requires_grad and p not in self._trained
         ]
         if new:
-            names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
+            names: dict[Tensor, str] = {p: name for name, p in named_parameters(self.model)}
             told = ", ".join(names.get(p, f"one of shape {tuple(p.shape)}") for p in new[:3])
             raise RuntimeError(
                 f"{len(new)} parameters became trainable, or were given to the optimizer, after "

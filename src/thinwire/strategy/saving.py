@@ -4,6 +4,7 @@ import logging
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from thinwire import _validate as check
+from thinwire._names import named_buffers, named_parameters, plain_name, plain_names, renamed
 from thinwire.checkpoint import Loaded, on_all_ranks, random_state, set_random_state
 from thinwire.checkpoint import load as load_checkpoint
 from thinwire.checkpoint import save as save_checkpoint
@@ -72,7 +74,7 @@ def saved(parts: Parts, counters: Mapping[str, int], extra: Any = None) -> dict[
     return {
         "counters": dict(counters),
         "parameters": _copied(_parameters(parts)),
-        "buffers": _copied(dict(parts.model.named_buffers())),
+        "buffers": _copied(dict(named_buffers(parts.model))),
         "optimizer": _copied(
             getattr(parts.optimizer, "plain_state_dict", parts.optimizer.state_dict)()
         ),
@@ -104,14 +106,19 @@ def load(state: Mapping[str, Any], parts: Parts) -> Restored:
             "state is not one of an engine: missing ['facts']. Pass what engine.state_dict() "
             "returned"
         )
-    changes, problems = _compared(state["facts"], parts)
+    changes, problems = _compared(_plain_facts(state["facts"]), parts)
     if problems:
         raise ValueError(
             f"state does not fit: {'; '.join(problems)}. Prepare the engine as it was then"
         )
     rest = {key: value for key, value in state.items() if key not in ("facts", ORIGIN)}
     origin = Origin.read(state.get(ORIGIN))
-    restored = load_all(rest, parts, keep=settings_in_groups(changes), agreed=lambda problem: None)
+    restored = load_all(
+        _plainly_named(rest),
+        parts,
+        keep=settings_in_groups(changes),
+        agreed=lambda problem: None,
+    )
     _tell_of_changes("the state", changes)
     problem = None if origin is None else origin.problem(*place_in(), checksum_of(_of_ranks(rest)))
     if problem is not None:
@@ -311,8 +318,8 @@ def read(directory: str | Path, parts: Parts, apply: Callable[..., None]) -> Pat
     take it over.
     """
     cut = partial(_cut, parts)
-    loaded = load_checkpoint(
-        directory, group=parts.savers, part=parts.part, rules=_OTHER_RANKS, cut=cut
+    loaded = _plain(
+        load_checkpoint(directory, group=parts.savers, part=parts.part, rules=_OTHER_RANKS, cut=cut)
     )
     changes, problems = _compared(loaded.facts, parts)
     if problems:
@@ -336,6 +343,22 @@ def read(directory: str | Path, parts: Parts, apply: Callable[..., None]) -> Pat
     return loaded.path
 
 
+def _plain(loaded: Loaded) -> Loaded:
+    """As it would have been saved of the model without `torch.compile`."""
+    state, facts = _plainly_named(loaded.state), _plain_facts(loaded.facts)
+    return replace(loaded, state=state, facts=facts)
+
+
+def _plainly_named(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state under plain names; earlier versions saved those of a compiled model."""
+    given = [name for kind in ("parameters", "buffers") for name in state.get(kind) or ()]
+    return {key: value if key == "extra" else renamed(value, given) for key, value in state.items()}
+
+
+def _plain_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
+    return {**facts, "parameters": plain_names(facts.get("parameters", ()))}
+
+
 def _compared(facts: Mapping[str, Any], parts: Parts) -> tuple[list[Change], list[str]]:
     changes = changes_of(facts.get("strategy", {}), parts.facts["strategy"])
     return changes, misfits(facts, parts.facts, changes)
@@ -355,13 +378,15 @@ def load_parameters(directory: str | Path, parts: Parts) -> Path:
     fit = "Load a checkpoint of the same model"
     if parts.runner is not None:
         fit += f", cut into the same stages; else {EXPORTED}"
-    loaded = load_checkpoint(
-        directory,
-        group=parts.savers,
-        part=parts.part,
-        rules=_OTHER_RANKS,
-        combined=True,
-        cut=partial(_cut, parts),
+    loaded = _plain(
+        load_checkpoint(
+            directory,
+            group=parts.savers,
+            part=parts.part,
+            rules=_OTHER_RANKS,
+            combined=True,
+            cut=partial(_cut, parts),
+        )
     )
 
     def fits() -> None:
@@ -416,17 +441,20 @@ def _cut(parts: Parts, facts: Mapping[str, Any]) -> Cut | None:
     """
     if parts.runner is not None or facts.get("strategy", {}).get("pipeline") is not None:
         return None
-    params = dict(parts.model.named_parameters())
+    params = dict(named_parameters(parts.model))
     shapes = {name: tuple(param.shape) for name, param in params.items()}
     first = next(iter(params.values()))
     shards = first.device_mesh.size() if is_sharded(first) else 1  # type: ignore[attr-defined]
 
+    def known(word: str | None) -> str | None:
+        return next((name for name in (word, plain_name(word or "")) if name in shapes), None)
+
     def owner(tree: Any, path: tuple[Any, ...]) -> str | None:
         if path[:2] == ("optimizer", "state"):
-            return _owners(tree).get(path[2])
+            return known(_owners(tree).get(path[2]))
         if path[0] == "extra":  # of rank 0, whatever it is
             return None
-        return next((word for word in words(path) if word in shapes), None)
+        return next((name for word in words(path) if (name := known(word)) is not None), None)
 
     return Cut(shards=shards, shard=parts.part, shapes=shapes, owner=owner, of_ranks=("random",))
 
@@ -471,7 +499,7 @@ def _complete(state: Mapping[str, Any], parts: Parts) -> None:
     optimizer = parts.optimizer
     if not isinstance(optimizer, ExchangingOptimizer):
         return
-    owners, params = _owners(state), dict(parts.model.named_parameters())
+    owners, params = _owners(state), dict(named_parameters(parts.model))
     for key, entries in state["optimizer"]["state"].items():
         name = owners.get(key)
         if name is not None and "residual" in entries and not optimizer.compresses(params[name]):
@@ -491,18 +519,18 @@ def _require_nothing_pending(what: str, tensor: Tensor) -> None:
 def _parameters(parts: Parts) -> dict[str, Tensor]:
     if any(map(is_sharded, parts.params.values())):
         reshard_(parts.model)
-    return {name: shard_of(param) for name, param in parts.model.named_parameters()}
+    return {name: shard_of(param) for name, param in named_parameters(parts.model)}
 
 
 def _buffers(parts: Parts) -> dict[str, Tensor]:
-    return dict(parts.model.named_buffers())
+    return dict(named_buffers(parts.model))
 
 
 def _names(parts: Parts) -> list[list[str]] | None:
     """The names in the model of the optimizer's parameters, by group; None where one of them has
     none.
     """
-    names: dict[Tensor, str] = {p: name for name, p in parts.model.named_parameters()}
+    names: dict[Tensor, str] = {p: name for name, p in named_parameters(parts.model)}
     groups: Sequence[Any] = [group["params"] for group in parts.optimizer.param_groups]
     if any(p not in names for group in groups for p in group):
         return None
