@@ -48,8 +48,8 @@ class Exported:
     averaged: tuple[str, ...]
     """Names of which the ranks held different values; the file has their mean."""
     left_out: tuple[str, ...]
-    """Keys of the model's `state_dict` that are neither parameter nor buffer: no checkpoint has
-    them."""
+    """Keys of the model's `state_dict` that are neither parameter nor buffer, such as the extra
+    state of modules, which such a file cannot hold."""
 
 
 def export(

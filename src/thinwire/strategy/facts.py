@@ -48,7 +48,7 @@ def checkpoint_facts(
 
 def _names_by_key(model: nn.Module) -> dict[str, str | None]:
     """For every key of the model's own `state_dict` the parameter or buffer that it stands for,
-    which for tied weights is the same one; None for what a checkpoint has not.
+    which for tied weights is the same one; None for what is neither.
     """
     tensors = [*named_parameters(model), *named_buffers(model)]
     names = {id(tensor): name for name, tensor in tensors}

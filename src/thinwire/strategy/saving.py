@@ -31,7 +31,7 @@ from thinwire.optim.base import ExchangingOptimizer
 from thinwire.optim.by_name import in_order
 from thinwire.optim.saving import remembered
 from thinwire.optim.two_phase import TwoPhase
-from thinwire.strategy import schedulers
+from thinwire.strategy import module_state, schedulers
 from thinwire.strategy.extra import plain
 from thinwire.strategy.fitting import Change, changes_of, misfits, settings_in_groups
 from thinwire.strategy.parts import Parts
@@ -42,8 +42,13 @@ _log = logging.getLogger("thinwire")
 Restored = dict[str, Any]
 """What an engine itself goes on with: counters, and what the user had given."""
 
+_OF_MODULES = "module_state"
+"""The key of the extra state of modules, where there is any; earlier versions did not save it."""
+_OF_USER = ("extra", _OF_MODULES)
+"""The keys of what is the user's, whose inside is not ours to understand."""
 _OTHER_RANKS: dict[str, Rule] = {
     "extra": "first",
+    _OF_MODULES: "first",
     "loss_scale/scale": "min",
     "merge/overflowed": "max",
     "merge/sums/*": "mean_zero",
@@ -69,8 +74,10 @@ def saved(parts: Parts, counters: Mapping[str, int], extra: Any = None) -> dict[
     """Everything that a later step depends on, copied where the engine would go on to change it.
 
     Raises:
-        TypeError: A scheduler's state, or something in `extra`, is nothing that a file can hold.
+        TypeError: A scheduler's state, the extra state of a module, or something in `extra`, is
+            nothing that a file can hold.
     """
+    of_modules = _copied(module_state.saved(parts.model), sharded=True)
     return {
         "counters": dict(counters),
         "parameters": _copied(_parameters(parts)),
@@ -85,6 +92,7 @@ def saved(parts: Parts, counters: Mapping[str, int], extra: Any = None) -> dict[
         "merge": None if parts.merge is None else _copied(parts.merge.state_dict()),
         "random": random_state(),
         "extra": _copied(plain(extra), sharded=True),
+        **({_OF_MODULES: of_modules} if of_modules else {}),
     }
 
 
@@ -148,6 +156,7 @@ def load_all(
         agreed: Called with this rank's error, or None, before parameters change; raises where any
             rank has one.
     """
+    of_modules = state.get(_OF_MODULES, {})
     with ExitStack() as undo:
         problem: Exception | None = None
         try:
@@ -156,6 +165,7 @@ def load_all(
             undo.callback(remembered(parts.optimizer))
             _load_optimizer(state, parts, keep)
             undo.callback(schedulers.restored(found.pairs))
+            undo.callback(module_state.restored(parts.model, of_modules))
             if parts.scaler is not None:
                 undo.callback(parts.scaler.load_state_dict, parts.scaler.state_dict())
                 parts.scaler.load_state_dict(state["loss_scale"])
@@ -184,6 +194,7 @@ def load_all(
     parts.buffers.forget(equal=parts.merge is None or parts.merge.microsteps == 0)
     set_random_state(state["random"])
     _tell_of_schedulers(found)
+    _tell_of_modules(*module_state.unmatched(parts.model, of_modules))
     return {**counters, "extra": state["extra"]}
 
 
@@ -200,10 +211,10 @@ def _checked(state: Mapping[str, Any], parts: Parts) -> dict[str, int]:
         "random",
     }
     wanted |= {"optimizer_names", "schedulers", "extra"}
-    if state.keys() != wanted:
+    if state.keys() - {_OF_MODULES} != wanted:
         raise ValueError(
             f"state is not one of an engine: missing {sorted(wanted - state.keys())}, "
-            f"unknown {sorted(state.keys() - wanted)}"
+            f"unknown {sorted(state.keys() - wanted - {_OF_MODULES})}"
         )
     kinds = ("step", "dropped_steps", "bytes_sent")
     counters = {key: check.integer(key, state["counters"].get(key), at_least=0) for key in kinds}
@@ -289,6 +300,23 @@ def _tell_of_schedulers(found: schedulers.Matched) -> None:
         )
 
 
+def _tell_of_modules(missing: list[str], unsaved: list[str]) -> None:
+    if missing:
+        warnings.warn(
+            f"the state has {', '.join(missing[:3])}, and the model has no such module with a "
+            "set_extra_state: it is left out",
+            UserWarning,
+            stacklevel=4,
+        )
+    if unsaved:
+        warnings.warn(
+            f"the state has no {', '.join(unsaved[:3])}, as those of earlier versions have not: "
+            "these modules go on with the extra state that they have now",
+            UserWarning,
+            stacklevel=4,
+        )
+
+
 def save(
     directory: str | Path,
     state: Callable[[], Mapping[str, Any]],
@@ -352,7 +380,9 @@ def _plain(loaded: Loaded) -> Loaded:
 def _plainly_named(state: Mapping[str, Any]) -> dict[str, Any]:
     """The state under plain names; earlier versions saved those of a compiled model."""
     given = [name for kind in ("parameters", "buffers") for name in state.get(kind) or ()]
-    return {key: value if key == "extra" else renamed(value, given) for key, value in state.items()}
+    return {
+        key: value if key in _OF_USER else renamed(value, given) for key, value in state.items()
+    }
 
 
 def _plain_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -452,7 +482,7 @@ def _cut(parts: Parts, facts: Mapping[str, Any]) -> Cut | None:
     def owner(tree: Any, path: tuple[Any, ...]) -> str | None:
         if path[:2] == ("optimizer", "state"):
             return known(_owners(tree).get(path[2]))
-        if path[0] == "extra":  # of rank 0, whatever it is
+        if path[0] in _OF_USER:  # of rank 0, whatever it is
             return None
         return next((name for word in words(path) if (name := known(word)) is not None), None)
 
