@@ -11,7 +11,7 @@ import thinwire
 from benchmarks.structure import circles
 
 ROOT = Path(thinwire.__file__).parent
-BASE = {"errors", "_version", "_validate", "_aside", "_wording"}
+BASE = {"errors", "_version", "_validate", "_names", "_aside", "_wording"}
 MATHS = BASE | {"layout", "schedules", "kernels", "core"}
 METHODS = MATHS | {"wire", "compress"}
 MAY_IMPORT = {
@@ -19,6 +19,7 @@ MAY_IMPORT = {
     "_version": set(),
     "_validate": {"_wording"},
     "_wording": set(),
+    "_names": set(),
     "_aside": set(),
     "schedules": BASE,
     "task": BASE,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire._names import plain_names
 from thinwire.checkpoint.combine import combine
 from thinwire.checkpoint.files import sync_directory
 from thinwire.checkpoint.folder import Found, found, found_at
@@ -47,8 +48,8 @@ class Exported:
     averaged: tuple[str, ...]
     """Names of which the ranks held different values; the file has their mean."""
     left_out: tuple[str, ...]
-    """Keys of the model's `state_dict` that are neither parameter nor buffer: no checkpoint has
-    them."""
+    """Keys of the model's `state_dict` that are neither parameter nor buffer, such as the extra
+    state of modules, which such a file cannot hold."""
 
 
 def export(
@@ -93,7 +94,8 @@ def export(
     first = stages[0]
     values, averaged = _whole(stages)
     names, left_out = _names(first, values)
-    tied = {key: name for key, name in names.items() if key != name and name in names}
+    keys = {name: key for key, name in reversed(names.items())}  # the first of each tensor
+    tied = {key: keys[name] for key, name in names.items() if key != keys[name]}
     metadata = {
         "format": "pt",
         "thinwire_checkpoint": first.path.name,
@@ -228,14 +230,16 @@ def _names(
             f"{stage.path} does not have what its model had by name: it is no checkpoint of "
             "engine.save"
         )
-    names = {key: name for key, name in by_key.items() if name is not None}
+    # earlier versions saved the keys of a compiled model
+    keys = dict(zip(by_key, plain_names(by_key), strict=True))
+    names = {keys[key]: name for key, name in by_key.items() if name is not None}
     for key, name in names.items():
         if values[name].dtype not in PLAIN:
             raise CheckpointError(
                 f"{key} is {values[name].dtype}, which not every version of safetensors reads: "
                 "convert the model before it is saved"
             )
-    return names, tuple(key for key, name in by_key.items() if name is None)
+    return names, tuple(keys[key] for key, name in by_key.items() if name is None)
 
 
 def _write(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> int:

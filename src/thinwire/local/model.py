@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import _validate as check
+from thinwire._names import named_buffers, named_parameters
 from thinwire.comm import Group
 from thinwire.comm.replicate import copy_from_first_, make_models_equal_
 from thinwire.core.sharded import Shards, require_elementwise, require_shards, reshard_, shard_of
@@ -45,18 +46,18 @@ class LocalModel:
         if self._sharded:
             require_elementwise(optimizer)
             reshard_(model)
-        require_shards(dict(model.named_parameters()), shards)
+        require_shards(dict(named_parameters(model)), shards)
         self.model = model
         self.optimizer = optimizer
-        self.trained = {n: p for n, p in model.named_parameters() if p.requires_grad and p.numel()}
+        self.trained = {n: p for n, p in named_parameters(model) if p.requires_grad and p.numel()}
         """The parameters that train, by name."""
         self.params: Mapping[str, Tensor] = Shards(self.trained)
         """What is averaged: those, or this rank's part of each."""
-        self.frozen = Shards({n: p for n, p in model.named_parameters() if n not in self.trained})
+        self.frozen = Shards({n: p for n, p in named_parameters(model) if n not in self.trained})
         """All other parameters, or this rank's part of each."""
         self._seen: dict[str, Tensor] = {}
         self._layout = dict(_layout(model))
-        self._ids = {name: id(p) for name, p in model.named_parameters()}
+        self._ids = {name: id(p) for name, p in named_parameters(model)}
         if not self.params:
             raise ValueError(
                 "model has no parameter with requires_grad=True: there is nothing to average"
@@ -102,7 +103,7 @@ class LocalModel:
                     f"{after}. Change a model before local_sgd, or leave the block first and enter "
                     "it anew"
                 )
-        for name, param in self.model.named_parameters():
+        for name, param in named_parameters(self.model):
             if self._ids[name] != id(param):
                 return (
                     f"the model was changed since local_sgd was set up: parameter {name} is "
@@ -113,7 +114,7 @@ class LocalModel:
 
     def buffers(self) -> dict[str, Tensor]:
         """Floating-point buffers by name, as they are now."""
-        return {f"buffer {name}": b for name, b in self.model.named_buffers() if _averaged(b)}
+        return {f"buffer {name}": b for name, b in named_buffers(self.model) if _averaged(b)}
 
     def changed_buffers(self) -> dict[str, bool]:
         """Those that are not as all ranks had them last; true where that is known."""
@@ -151,7 +152,7 @@ class LocalModel:
 
         Communication: that of `make_models_equal_`.
         """
-        params = {f"parameter {name}": shard_of(p) for name, p in self.model.named_parameters()}
+        params = {f"parameter {name}": shard_of(p) for name, p in named_parameters(self.model)}
         make_models_equal_(params, self.buffers(), group)
         self.made_common()
 
@@ -188,9 +189,9 @@ def _check_kinds(model: object, optimizer: object) -> None:
 
 
 def _layout(model: nn.Module) -> Iterator[tuple[str, str]]:
-    for name, p in model.named_parameters():
+    for name, p in named_parameters(model):
         yield f"parameter {name}", f"{looks(p)}, {'trainable' if p.requires_grad else 'frozen'}"
-    for name, b in model.named_buffers():
+    for name, b in named_buffers(model):
         if _averaged(b):
             yield f"buffer {name}", looks(b)
 

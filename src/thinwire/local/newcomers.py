@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire._names import named_parameters
 from thinwire.local.averager import Averager
 from thinwire.local.averaging import PendingAveraging, real_view, widened
 from thinwire.local.saving import INTERVAL
@@ -170,7 +171,7 @@ class NewcomersWork:
         own = self._own_kinds()
         frozen: dict[str, Tensor] = {
             name: p
-            for name, p in model.named_parameters()
+            for name, p in named_parameters(model)
             if name not in self._averager.tensors.params
         }
         return {

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from thinwire import _validate as check
+from thinwire._names import renamed
 from thinwire.core.origin import checksum_of
 from thinwire.local.averager import Averager, Counters
 from thinwire.local.model import LocalModel
@@ -70,6 +71,7 @@ def load(state: Mapping[str, Any], averager: Averager) -> None:
     wanted |= {"observed", "tokens"}
     later = {"sketches": torch.zeros_like(averaging.sketches), "observed": [], "tokens": None}
     state = {**later, **state}  # states of 0.1 have none of these
+    state = renamed(state, state.get("anchors") or ())
     if wanted != state.keys():
         raise ValueError(
             f"state is not one of local_sgd: missing {sorted(wanted - state.keys())}, "

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire import _validate as check
+from thinwire._names import named_parameters
 from thinwire._version import __version__
 from thinwire.comm import (
     Group,
@@ -319,7 +320,7 @@ class LocalUpdates:
         _open.append(self)
         call_params = getattr(optimizer, "call_params", None)  # of an optimizer of this library
         if call_params is not None:
-            call_params({p: name for name, p in self._tensors.model.named_parameters()})
+            call_params({p: name for name, p in named_parameters(self._tensors.model)})
         return self
 
     def _agreed_sources(self, group: Group) -> Sources:

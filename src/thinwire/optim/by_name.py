@@ -4,13 +4,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from thinwire._names import plain_name
+
 __all__ = ["in_order", "names_of"]
 
 Groups = Sequence[Mapping[str, Any]]
 _Name = tuple[str, int]
-_WRAPPERS = ("module", "_orig_mod")
-"""The prefixes that DistributedDataParallel and torch.compile put into the names of a model inside
-them."""
+_WRAPPER = "module"
+"""The prefix that DistributedDataParallel puts into the names of the model inside it."""
 
 
 def names_of(groups: Groups) -> list[list[str]] | None:
@@ -129,4 +130,4 @@ def _plain_names(names: Sequence[str]) -> list[str]:
 
 
 def _plain(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    return ".".join(part for part in plain_name(name).split(".") if part != _WRAPPER)

@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import _validate as check
+from thinwire._names import named_parameters
 from thinwire._version import __version__
 from thinwire.comm import (
     BucketTap,
@@ -333,7 +334,7 @@ class DGCMomentum(ExchangingOptimizer):
             )
         mine = {p for p in self._ordered_params() if p.requires_grad}
         theirs: dict[Tensor, str] = {
-            p: name for name, p in ddp.module.named_parameters() if p.requires_grad
+            p: name for name, p in named_parameters(ddp.module) if p.requires_grad
         }
         if mine != theirs.keys():
             missing = [name for p, name in theirs.items() if p not in mine]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from thinwire import _validate as check
+from thinwire._names import plain_name
 from thinwire.core.clip import Clip, ClipByGlobalNorm, ClipByNorm, ClipByValue
 from thinwire.core.decay import L1Decay, L2Decay, Regularizer
 from thinwire.optim import groups as grouping
@@ -171,7 +172,9 @@ class GroupedOptimizer(torch.optim.Optimizer):
         common = self._common
         first = len(common.places)
         for i, ((name, param), excluded) in enumerate(zip(entries, flags, strict=True)):
-            common.places[param] = ParamPlace(first + i, len(self.param_groups) - 1, name, excluded)
+            plain = None if name is None else plain_name(name)
+            group = len(self.param_groups) - 1
+            common.places[param] = ParamPlace(first + i, group, plain, excluded)
         if common.order is not None:
             common.order.extend(param for _, param in entries)
 

@@ -4,13 +4,13 @@ order of all.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from thinwire import _validate as check
+from thinwire._names import matches
 from thinwire.core.clip import Clip
 from thinwire.core.decay import Regularizer
 from thinwire.schedules import Schedule
@@ -134,9 +134,7 @@ def excluded_flags(exclude: Exclusion, entries: Sequence[tuple[str | None, Tenso
         return [False] * len(entries)
     if callable(exclude):
         return [_ask(exclude, name, param) for name, param in entries]
-    return [
-        any(fnmatchcase(_need_name(name), pattern) for pattern in exclude) for name, _ in entries
-    ]
+    return [any(matches(_need_name(name), pattern) for pattern in exclude) for name, _ in entries]
 
 
 def require_matches(exclude: Exclusion, names: Iterable[str | None]) -> None:
@@ -145,7 +143,7 @@ def require_matches(exclude: Exclusion, names: Iterable[str | None]) -> None:
         return
     given = [name for name in names if name is not None]
     for pattern in exclude:
-        if not any(fnmatchcase(name, pattern) for name in given):
+        if not any(matches(name, pattern) for name in given):
             bare = pattern.replace("*", "").replace("?", "")
             ends = {name: name for name in given} | {
                 name.rpartition(".")[2]: name for name in given

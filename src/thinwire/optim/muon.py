@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire import _validate as check
+from thinwire._names import named_parameters
 from thinwire.core.clip import Clip
 from thinwire.core.decay import Regularizer
 from thinwire.core.muon import MuonRule, muon_
@@ -204,7 +205,7 @@ def muon_groups(model: nn.Module) -> list[dict[str, Any]]:
     linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
     apart |= {id(p) for m in linear[-1:] for p in m.parameters()}
     groups: dict[bool, list[tuple[str, nn.Parameter]]] = {True: [], False: []}
-    for name, p in model.named_parameters():
+    for name, p in named_parameters(model):
         groups[id(p) not in apart].append((name, p))
     return [{"params": pairs, "muon": muon} for muon, pairs in groups.items() if pairs]
 

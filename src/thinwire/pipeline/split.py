@@ -6,6 +6,7 @@ from itertools import accumulate, pairwise
 from torch import nn
 
 from thinwire import _validate as check
+from thinwire._names import plain_name
 from thinwire.errors import StrategyError
 from thinwire.pipeline.chain import ChainModule, assemble, chain, obstacle
 from thinwire.pipeline.config import Pipeline
@@ -143,12 +144,12 @@ def _require_one_owner(pieces: Sequence[Sequence[ChainModule]]) -> None:
                 *link.module.named_buffers(link.name),
             ]
             for name, tensor in tensors:
-                stage, first = owners.setdefault(id(tensor), (i, name))
+                stage, first = owners.setdefault(id(tensor), (i, plain_name(name)))
                 if stage != i:
                     raise StrategyError(
-                        f"{first!r} on stage {stage} and {name!r} on stage {i} are one tensor, "
-                        "which two ranks cannot both own: do not tie them, or put both modules on "
-                        "one stage with split_points"
+                        f"{first!r} on stage {stage} and {plain_name(name)!r} on stage {i} are one "
+                        "tensor, which two ranks cannot both own: do not tie them, or put both "
+                        "modules on one stage with split_points"
                     )
 
 

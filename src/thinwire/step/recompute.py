@@ -5,7 +5,6 @@ pass.
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -13,6 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from thinwire import _validate as check
+from thinwire._names import matches as matches_name
+from thinwire._names import plain_name
 from thinwire.step.forwarding import ForwardLayer
 from thinwire.step.remembered import Remembered
 
@@ -148,10 +149,7 @@ def _marked() -> Iterator[None]:
 
 
 def _is_match(name: str, pattern: str) -> bool:
-    plain = ".".join(part for part in name.split(".") if part != "_orig_mod")
-    if not plain:
-        return not pattern
-    return fnmatchcase(name, pattern) or fnmatchcase(plain, pattern)
+    return matches_name(name, pattern) if plain_name(name) else not pattern
 
 
 def _has_forward(module: nn.Module) -> bool:

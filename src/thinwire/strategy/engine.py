@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from thinwire import _validate as check
+from thinwire._names import named_parameters
 from thinwire.comm import busy, long_waits_logged, require_agreement, state_told
 from thinwire.core.sharded import is_sharded, reshard_, shard_of, sharded_like
 from thinwire.core.stats import Pace, numbers
@@ -45,10 +46,10 @@ class Engine:
 
     `DistributedStrategy.prepare` makes it.
 
-    **State** in `state_dict`: parameters, buffers, optimizer, residuals, merged gradients,
-    intervals, loss scale, counters, random numbers; every rank has its own. **Communication**: see
-    `DistributedStrategy.explain`. **Failure**: an exchange that fails raises on every rank and
-    leaves parameters and state as before the update.
+    **State** in `state_dict`: parameters, buffers, extra state of modules, optimizer, residuals,
+    merged gradients, intervals, loss scale, counters, random numbers; every rank has its own.
+    **Communication**: see `DistributedStrategy.explain`. **Failure**: an exchange that fails raises
+    on every rank and leaves parameters and state as before the update.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -446,10 +447,11 @@ class Engine:
         """All that a later step depends on, of this rank: plain values and copies of tensors. No
         communication.
 
-        Schedulers of torch that drive the optimizer are in it.
+        Schedulers of torch that drive the optimizer are in it, and what modules have as
+        `get_extra_state`.
 
         Raises:
-            TypeError: A scheduler's state is nothing that a file can hold.
+            TypeError: A scheduler's state, or a module's, is nothing that a file can hold.
         """
         return saving.with_facts(saving.saved(self._parts, self._counters()), self._parts)
 
@@ -458,8 +460,8 @@ class Engine:
         communication.
 
         Warns:
-            UserWarning: It is another rank's; a scheduler of then is missing now, or the other way
-            round.
+            UserWarning: It is another rank's; a scheduler, or a module's extra state, of then is
+            missing now, or the other way round.
 
         Raises:
             TypeError: No mapping.
@@ -472,6 +474,9 @@ class Engine:
         """Write a checkpoint, every rank its part; the folder and its parents are created.
 
         Until the new one is whole, the one before it is what loads.
+
+        The extra state of modules (torch's `get_extra_state`) is saved of each rank: plain values
+        and tensors, in dicts, lists and tuples.
 
         The folder is named after the updates made; under local updates, where an overflow concerns
         its rank alone, after the local steps, those dropped included, which are the same on all
@@ -496,8 +501,8 @@ class Engine:
             The folder of this checkpoint.
 
         Raises:
-            CheckpointError: It could not be written, on whichever rank, or `extra` or a scheduler
-                holds what cannot be saved; on all ranks. Training may go on.
+            CheckpointError: It could not be written, on whichever rank, or `extra`, a scheduler or
+                a module's extra state holds what cannot be saved; on all ranks. Training may go on.
             Diverged: Ranks do not hold the same; nothing was written.
             Mismatch: Ranks are at different places, or some of them did not call it.
         """
@@ -516,7 +521,7 @@ class Engine:
         gets the mean of the ranks' floating-point state, so that the update still pending is kept;
         counts of ranks that dropped local steps each for itself (updates made, dropped steps, the
         step of the optimizer's state) go on from those of rank 0, the smallest loss scale is that
-        of all, and `extra` is that of rank 0.
+        of all, and `extra` and the extra state of modules are those of rank 0.
 
         Settings of the strategy on which no state depends (intervals, sparsity, clipping, ...) may
         be others than when it was written: those of this engine count, and a line in the log of
@@ -541,8 +546,8 @@ class Engine:
             objects: `sampler.load_state_dict(engine.extra["sampler"])`.
 
         Warns:
-            UserWarning: What was saved later is damaged; a scheduler of then is missing now, or the
-                other way round.
+            UserWarning: What was saved later is damaged; a scheduler, or a module's extra state, of
+                then is missing now, or the other way round.
 
         Raises:
             RuntimeError: This member has taken the state of others already, and `if_any` is false.
@@ -735,7 +740,7 @@ class Engine:
             if p.requires_grad and p not in self._trained
         ]
         if new:
-            names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
+            names: dict[Tensor, str] = {p: name for name, p in named_parameters(self.model)}
             told = ", ".join(names.get(p, f"one of shape {tuple(p.shape)}") for p in new[:3])
             raise RuntimeError(
                 f"{len(new)} parameters became trainable, or were given to the optimizer, after "

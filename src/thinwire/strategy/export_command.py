@@ -76,7 +76,7 @@ def _lines(made: "Exported") -> list[str]:
     if made.averaged:
         lines.append(f"the mean of the ranks, which held different values: {_some(made.averaged)}")
     if made.left_out:
-        lines.append(f"in the model's state_dict, and in no checkpoint: {_some(made.left_out)}")
+        lines.append(f"in the model's state_dict, and in no such file: {_some(made.left_out)}")
     return lines
 
 

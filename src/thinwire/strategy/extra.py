@@ -9,13 +9,14 @@ from torch import Tensor
 __all__ = ["plain"]
 
 
-def plain(value: Any, path: str = "extra") -> Any:
+def plain(value: Any, path: str = "extra", *, objects: bool = True) -> Any:
     """The same tree with the `state_dict()` of whatever has one in its place.
 
     Args:
         value: Nested dicts, lists and tuples of None, bool, int, float, str, bytes, tensors and
             objects with a `state_dict`. Read only.
         path: Where it stands, for errors.
+        objects: Whether the latter may be in it.
 
     Raises:
         TypeError: Something else is in it; names its place and what to do.
@@ -23,11 +24,14 @@ def plain(value: Any, path: str = "extra") -> Any:
     if value is None or isinstance(value, bool | int | float | str | bytes | Tensor):
         return value
     if isinstance(value, Mapping):
-        return {_key(key, path): plain(entry, f"{path}[{key!r}]") for key, entry in value.items()}
+        return {
+            _key(key, path): plain(entry, f"{path}[{key!r}]", objects=objects)
+            for key, entry in value.items()
+        }
     if isinstance(value, list | tuple):
-        entries = [plain(entry, f"{path}[{i}]") for i, entry in enumerate(value)]
+        entries = [plain(entry, f"{path}[{i}]", objects=objects) for i, entry in enumerate(value)]
         return entries if isinstance(value, list) else tuple(entries)
-    if not isinstance(value, type) and callable(getattr(value, "state_dict", None)):
+    if objects and not isinstance(value, type) and callable(getattr(value, "state_dict", None)):
         return plain(value.state_dict(), f"{path}.state_dict()")
     advice = (
         "give its get_state()"
@@ -36,8 +40,8 @@ def plain(value: Any, path: str = "extra") -> Any:
     )
     raise TypeError(
         f"{path} is of type {type(value).__name__}; a checkpoint holds None, bool, int, float, "
-        "str, bytes, tensors, dicts, lists and tuples of these, and whatever has a state_dict: "
-        f"{advice}"
+        "str, bytes, tensors, dicts, lists and tuples of these"
+        f"{', and whatever has a state_dict' if objects else ''}: {advice}"
     )
 
 

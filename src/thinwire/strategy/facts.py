@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thinwire._names import named_buffers, named_parameters, plain_names
 from thinwire._version import __version__
 from thinwire.local.model import looks
 from thinwire.optim.grouped import GroupedOptimizer
@@ -40,19 +41,20 @@ def checkpoint_facts(
     return {
         "strategy": to_dict(strategy),
         "optimizer": type(optimizer).__name__,
-        "parameters": [f"{name} {looks(p)}" for name, p in model.named_parameters()],
+        "parameters": [f"{name} {looks(p)}" for name, p in named_parameters(model)],
         "state_dict": _names_by_key(model),
     }
 
 
 def _names_by_key(model: nn.Module) -> dict[str, str | None]:
     """For every key of the model's own `state_dict` the parameter or buffer that it stands for,
-    which for tied weights is the same one; None for what a checkpoint has not.
+    which for tied weights is the same one; None for what is neither.
     """
-    tensors = [*model.named_parameters(), *model.named_buffers()]
+    tensors = [*named_parameters(model), *named_buffers(model)]
     names = {id(tensor): name for name, tensor in tensors}
     values = model.state_dict(keep_vars=True)
-    return {key: names.get(id(value)) for key, value in values.items()}
+    keys = plain_names(values)
+    return {key: names.get(id(value)) for key, value in zip(keys, values.values(), strict=True)}
 
 
 def model_facts(
@@ -61,12 +63,12 @@ def model_facts(
     """What they must have in common beside the strategy; `digest`: the state of the
     optimizer too.
     """
-    names = {p: name for name, p in model.named_parameters()}
+    names = {p: name for name, p in named_parameters(model)}
     return {
         "parameter": [
             f"{name} {looks(p)} requires_grad={p.requires_grad}" for p, name in names.items()
         ],
-        "buffer": [f"{name} {looks(b)}" for name, b in model.named_buffers()],
+        "buffer": [f"{name} {looks(b)}" for name, b in named_buffers(model)],
         "optimizer": type(optimizer).__name__,
         "group": [
             {

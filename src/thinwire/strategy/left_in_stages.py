@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
+from thinwire._names import named_buffers, named_parameters
 from thinwire.comm import Group
 from thinwire.comm.replicate import make_models_equal_
 from thinwire.errors import StrategyError
@@ -34,7 +35,7 @@ def remember_cut(model: nn.Module, stages: list[nn.Module]) -> None:
         _cuts.pop(model, None)
         return
     _cuts[model] = tuple(
-        frozenset(name for name, _ in [*stage.named_parameters(), *stage.named_buffers()])
+        frozenset(name for name, _ in [*named_parameters(stage), *named_buffers(stage)])
         for stage in stages
     )
 
@@ -59,7 +60,7 @@ def gather_stages_(model: nn.Module, cut: Cut, group: Group) -> None:
             f"own only, and there are {group.size} ranks now: load a checkpoint, or a file that "
             "`thinwire export` has made of it, into a new model"
         )
-    params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    params, buffers = dict(named_parameters(model)), dict(named_buffers(model))
     for rank, names in enumerate(cut):
         make_models_equal_(
             {f"parameter {name}": p.detach() for name, p in params.items() if name in names},

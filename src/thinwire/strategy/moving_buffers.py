@@ -7,6 +7,7 @@ import json
 import torch
 from torch import Tensor, nn
 
+from thinwire._names import named_buffers
 from thinwire.comm import Group, elsewhere, mapping_of
 from thinwire.comm.replicate import copy_from_first_
 from thinwire.errors import Mismatch, PayloadCorrupt
@@ -57,7 +58,7 @@ class MovingBuffers:
         self._equal = equal
         if self._group.size > 1:
             self._seen = {
-                name: buffer.detach().clone() for name, buffer in self._model.named_buffers()
+                name: buffer.detach().clone() for name, buffer in named_buffers(self._model)
             }
 
     @torch.no_grad()
@@ -72,7 +73,7 @@ class MovingBuffers:
         """
         if not self._seen or self._group.size == 1:
             return
-        buffers = dict(self._model.named_buffers())
+        buffers = dict(named_buffers(self._model))
         gone = sorted(self._seen.keys() - buffers.keys())
         changed_here = changed_since(self._seen if self._equal else {}, buffers)
         mine = {name: looks(buffers[name]) for name in changed_here}

@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import _validate as check
+from thinwire._names import named_buffers, named_parameters
 from thinwire.amp import LossScaler
 from thinwire.comm import (
     Group,
@@ -180,7 +181,7 @@ def prepare(
     )  # of a wrong kind, it is refused next
     _check_kinds(model, optimizer, loss_fn, grad_clip)
     reshard_(model)
-    require_shards(dict(model.named_parameters()), None if mesh is None else mesh["shard"])
+    require_shards(dict(named_parameters(model)), None if mesh is None else mesh["shard"])
     digest_every = check.integer("digest_every", digest_every, at_least=0)
     limit_s = time_limit_s(None, timeout) if members is None else members.timeout_s
     with one_deadline(limit_s):
@@ -249,8 +250,8 @@ def _prepared(
 
 def _copy_from_first(model: nn.Module, group: Group) -> None:
     """Give all replicas the model of rank 0, or of the first site."""
-    params = {f"parameter {name}": shard_of(p) for name, p in model.named_parameters()}
-    buffers = {f"buffer {name}": b for name, b in model.named_buffers()}
+    params = {f"parameter {name}": shard_of(p) for name, p in named_parameters(model)}
+    buffers = {f"buffer {name}": b for name, b in named_buffers(model)}
     make_models_equal_(params, buffers, group)
 
 
@@ -340,7 +341,7 @@ def _agreed_plan(
     """
     whole = place.sites is None
     facts = model_facts(model, optimizer, digest=strategy.local is None and whole)
-    names = {p: name for name, p in model.named_parameters()}
+    names = {p: name for name, p in named_parameters(model)}
     cut = cut_of(model)
     of_stage = {}
     if holds_one_stage(cut, optimizer, names):  # equal over the replicas of this stage alone
@@ -385,7 +386,7 @@ def _planned(
     grad_clip = options.grad_clip
     require_free(model, optimizer)
     require_one_clip(optimizer, grad_clip)
-    names = {p: name for name, p in model.named_parameters()}
+    names = {p: name for name, p in named_parameters(model)}
     _require_own_params(names, optimizer)
     if strategy.recompute is not None:
         matches(model, strategy.recompute.checkpoints)
@@ -432,7 +433,7 @@ def _planned_for(
 ) -> _Plan:
     local = strategy.local
     trained = {p for group in optimizer.param_groups for p in group["params"]}
-    params = {name: p for name, p in stage.named_parameters() if p.requires_grad and p in trained}
+    params = {name: p for name, p in named_parameters(stage) if p.requires_grad and p in trained}
     if strategy.pipeline is None:
         require_trained(params)
     scaler, sync = _scaler(strategy, place, options.mesh, local=local is not None), None
@@ -476,7 +477,7 @@ def _require_cut_works(
                 f"own only: {name}= needs a model that was not; load a file that `thinwire export` "
                 "has made of a checkpoint into a new one"
             )
-    now = [{name for name, _ in stage.named_parameters()} for stage in stages]
+    now = [{name for name, _ in named_parameters(stage)} for stage in stages]
     alike = len(now) == len(cut) and all(new <= old for new, old in zip(now, cut, strict=True))
     if not alike and holds_one_stage(cut, optimizer, names):
         raise StrategyError(
@@ -585,7 +586,7 @@ def _assembled(
         facts=checkpoint_facts(strategy, model, plan.optimizer),
     )
     if isinstance(plan.optimizer, GroupedOptimizer):
-        plan.optimizer.call_params({p: name for name, p in model.named_parameters()})
+        plan.optimizer.call_params({p: name for name, p in named_parameters(model)})
     return Engine(parts)
 
 
@@ -644,7 +645,7 @@ def _exchange(
         sparsity = (lambda step: 0.0) if compression is None else compression.sparsity_in_force
         inner = MeanThenStep(plan.optimizer, plan.params, gradients, clip, sparsity, limit)
     if plan.scaler is None and place.grid is not None:
-        return DropTogether(inner, Group(), [name for name, _ in model.named_parameters()])
+        return DropTogether(inner, Group(), [name for name, _ in named_parameters(model)])
     return inner
 
 
@@ -663,7 +664,7 @@ def _digest(plan: _Plan) -> RollingDigest | None:
     """
     if not plan.digest_every:
         return None
-    params = {f"parameter {name}": p for name, p in plan.stage.named_parameters()}
+    params = {f"parameter {name}": p for name, p in named_parameters(plan.stage)}
     names: dict[torch.Tensor, str] = {p: name for name, p in plan.params.items()}
     return RollingDigest(
         lambda: Shards(params),

@@ -4,6 +4,7 @@ import logging
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from thinwire import _validate as check
+from thinwire._names import named_buffers, named_parameters, plain_name, plain_names, renamed
 from thinwire.checkpoint import Loaded, on_all_ranks, random_state, set_random_state
 from thinwire.checkpoint import load as load_checkpoint
 from thinwire.checkpoint import save as save_checkpoint
@@ -29,7 +31,7 @@ from thinwire.optim.base import ExchangingOptimizer
 from thinwire.optim.by_name import in_order
 from thinwire.optim.saving import remembered
 from thinwire.optim.two_phase import TwoPhase
-from thinwire.strategy import schedulers
+from thinwire.strategy import module_state, schedulers
 from thinwire.strategy.extra import plain
 from thinwire.strategy.fitting import Change, changes_of, misfits, settings_in_groups
 from thinwire.strategy.parts import Parts
@@ -40,8 +42,13 @@ _log = logging.getLogger("thinwire")
 Restored = dict[str, Any]
 """What an engine itself goes on with: counters, and what the user had given."""
 
+_OF_MODULES = "module_state"
+"""The key of the extra state of modules, where there is any; earlier versions did not save it."""
+_OF_USER = ("extra", _OF_MODULES)
+"""The keys of what is the user's, whose inside is not ours to understand."""
 _OTHER_RANKS: dict[str, Rule] = {
     "extra": "first",
+    _OF_MODULES: "first",
     "loss_scale/scale": "min",
     "merge/overflowed": "max",
     "merge/sums/*": "mean_zero",
@@ -67,14 +74,15 @@ def saved(parts: Parts, counters: Mapping[str, int], extra: Any = None) -> dict[
     """Everything that a later step depends on, copied where the engine would go on to change it.
 
     Raises:
-        TypeError: A scheduler's state, or something in `extra`, is nothing that a file can hold; or
-            the optimizer keeps row-sparse state.
+        TypeError: A scheduler's state, the extra state of a module, or something in `extra`, is
+            nothing that a file can hold; or the optimizer keeps row-sparse state.
     """
     _require_dense_state(parts)
+    of_modules = _copied(module_state.saved(parts.model), sharded=True)
     return {
         "counters": dict(counters),
         "parameters": _copied(_parameters(parts)),
-        "buffers": _copied(dict(parts.model.named_buffers())),
+        "buffers": _copied(dict(named_buffers(parts.model))),
         "optimizer": _copied(
             getattr(parts.optimizer, "plain_state_dict", parts.optimizer.state_dict)()
         ),
@@ -85,6 +93,7 @@ def saved(parts: Parts, counters: Mapping[str, int], extra: Any = None) -> dict[
         "merge": None if parts.merge is None else _copied(parts.merge.state_dict()),
         "random": random_state(),
         "extra": _copied(plain(extra), sharded=True),
+        **({_OF_MODULES: of_modules} if of_modules else {}),
     }
 
 
@@ -106,14 +115,19 @@ def load(state: Mapping[str, Any], parts: Parts) -> Restored:
             "state is not one of an engine: missing ['facts']. Pass what engine.state_dict() "
             "returned"
         )
-    changes, problems = _compared(state["facts"], parts)
+    changes, problems = _compared(_plain_facts(state["facts"]), parts)
     if problems:
         raise ValueError(
             f"state does not fit: {'; '.join(problems)}. Prepare the engine as it was then"
         )
     rest = {key: value for key, value in state.items() if key not in ("facts", ORIGIN)}
     origin = Origin.read(state.get(ORIGIN))
-    restored = load_all(rest, parts, keep=settings_in_groups(changes), agreed=lambda problem: None)
+    restored = load_all(
+        _plainly_named(rest),
+        parts,
+        keep=settings_in_groups(changes),
+        agreed=lambda problem: None,
+    )
     _tell_of_changes("the state", changes)
     problem = None if origin is None else origin.problem(*place_in(), checksum_of(_of_ranks(rest)))
     if problem is not None:
@@ -143,6 +157,7 @@ def load_all(
         agreed: Called with this rank's error, or None, before parameters change; raises where any
             rank has one.
     """
+    of_modules = state.get(_OF_MODULES, {})
     with ExitStack() as undo:
         problem: Exception | None = None
         try:
@@ -151,6 +166,7 @@ def load_all(
             undo.callback(remembered(parts.optimizer))
             _load_optimizer(state, parts, keep)
             undo.callback(schedulers.restored(found.pairs))
+            undo.callback(module_state.restored(parts.model, of_modules))
             if parts.scaler is not None:
                 undo.callback(parts.scaler.load_state_dict, parts.scaler.state_dict())
                 parts.scaler.load_state_dict(state["loss_scale"])
@@ -179,6 +195,7 @@ def load_all(
     parts.buffers.forget(equal=parts.merge is None or parts.merge.microsteps == 0)
     set_random_state(state["random"])
     _tell_of_schedulers(found)
+    _tell_of_modules(*module_state.unmatched(parts.model, of_modules))
     return {**counters, "extra": state["extra"]}
 
 
@@ -195,10 +212,10 @@ def _checked(state: Mapping[str, Any], parts: Parts) -> dict[str, int]:
         "random",
     }
     wanted |= {"optimizer_names", "schedulers", "extra"}
-    if state.keys() != wanted:
+    if state.keys() - {_OF_MODULES} != wanted:
         raise ValueError(
             f"state is not one of an engine: missing {sorted(wanted - state.keys())}, "
-            f"unknown {sorted(state.keys() - wanted)}"
+            f"unknown {sorted(state.keys() - wanted - {_OF_MODULES})}"
         )
     kinds = ("step", "dropped_steps", "bytes_sent")
     counters = {key: check.integer(key, state["counters"].get(key), at_least=0) for key in kinds}
@@ -284,6 +301,23 @@ def _tell_of_schedulers(found: schedulers.Matched) -> None:
         )
 
 
+def _tell_of_modules(missing: list[str], unsaved: list[str]) -> None:
+    if missing:
+        warnings.warn(
+            f"the state has {', '.join(missing[:3])}, and the model has no such module with a "
+            "set_extra_state: it is left out",
+            UserWarning,
+            stacklevel=4,
+        )
+    if unsaved:
+        warnings.warn(
+            f"the state has no {', '.join(unsaved[:3])}, as those of earlier versions have not: "
+            "these modules go on with the extra state that they have now",
+            UserWarning,
+            stacklevel=4,
+        )
+
+
 def save(
     directory: str | Path,
     state: Callable[[], Mapping[str, Any]],
@@ -313,8 +347,8 @@ def read(directory: str | Path, parts: Parts, apply: Callable[..., None]) -> Pat
     take it over.
     """
     cut = partial(_cut, parts)
-    loaded = load_checkpoint(
-        directory, group=parts.savers, part=parts.part, rules=_OTHER_RANKS, cut=cut
+    loaded = _plain(
+        load_checkpoint(directory, group=parts.savers, part=parts.part, rules=_OTHER_RANKS, cut=cut)
     )
     changes, problems = _compared(loaded.facts, parts)
     if problems:
@@ -338,6 +372,24 @@ def read(directory: str | Path, parts: Parts, apply: Callable[..., None]) -> Pat
     return loaded.path
 
 
+def _plain(loaded: Loaded) -> Loaded:
+    """As it would have been saved of the model without `torch.compile`."""
+    state, facts = _plainly_named(loaded.state), _plain_facts(loaded.facts)
+    return replace(loaded, state=state, facts=facts)
+
+
+def _plainly_named(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state under plain names; earlier versions saved those of a compiled model."""
+    given = [name for kind in ("parameters", "buffers") for name in state.get(kind) or ()]
+    return {
+        key: value if key in _OF_USER else renamed(value, given) for key, value in state.items()
+    }
+
+
+def _plain_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
+    return {**facts, "parameters": plain_names(facts.get("parameters", ()))}
+
+
 def _compared(facts: Mapping[str, Any], parts: Parts) -> tuple[list[Change], list[str]]:
     changes = changes_of(facts.get("strategy", {}), parts.facts["strategy"])
     return changes, misfits(facts, parts.facts, changes)
@@ -357,13 +409,15 @@ def load_parameters(directory: str | Path, parts: Parts) -> Path:
     fit = "Load a checkpoint of the same model"
     if parts.runner is not None:
         fit += f", cut into the same stages; else {EXPORTED}"
-    loaded = load_checkpoint(
-        directory,
-        group=parts.savers,
-        part=parts.part,
-        rules=_OTHER_RANKS,
-        combined=True,
-        cut=partial(_cut, parts),
+    loaded = _plain(
+        load_checkpoint(
+            directory,
+            group=parts.savers,
+            part=parts.part,
+            rules=_OTHER_RANKS,
+            combined=True,
+            cut=partial(_cut, parts),
+        )
     )
 
     def fits() -> None:
@@ -418,17 +472,20 @@ def _cut(parts: Parts, facts: Mapping[str, Any]) -> Cut | None:
     """
     if parts.runner is not None or facts.get("strategy", {}).get("pipeline") is not None:
         return None
-    params = dict(parts.model.named_parameters())
+    params = dict(named_parameters(parts.model))
     shapes = {name: tuple(param.shape) for name, param in params.items()}
     first = next(iter(params.values()))
     shards = first.device_mesh.size() if is_sharded(first) else 1  # type: ignore[attr-defined]
 
+    def known(word: str | None) -> str | None:
+        return next((name for name in (word, plain_name(word or "")) if name in shapes), None)
+
     def owner(tree: Any, path: tuple[Any, ...]) -> str | None:
         if path[:2] == ("optimizer", "state"):
-            return _owners(tree).get(path[2])
-        if path[0] == "extra":  # of rank 0, whatever it is
+            return known(_owners(tree).get(path[2]))
+        if path[0] in _OF_USER:  # of rank 0, whatever it is
             return None
-        return next((word for word in words(path) if word in shapes), None)
+        return next((name for word in words(path) if (name := known(word)) is not None), None)
 
     return Cut(shards=shards, shard=parts.part, shapes=shapes, owner=owner, of_ranks=("random",))
 
@@ -473,7 +530,7 @@ def _complete(state: Mapping[str, Any], parts: Parts) -> None:
     optimizer = parts.optimizer
     if not isinstance(optimizer, ExchangingOptimizer):
         return
-    owners, params = _owners(state), dict(parts.model.named_parameters())
+    owners, params = _owners(state), dict(named_parameters(parts.model))
     for key, entries in state["optimizer"]["state"].items():
         name = owners.get(key)
         if name is not None and "residual" in entries and not optimizer.compresses(params[name]):
@@ -493,18 +550,18 @@ def _require_nothing_pending(what: str, tensor: Tensor) -> None:
 def _parameters(parts: Parts) -> dict[str, Tensor]:
     if any(map(is_sharded, parts.params.values())):
         reshard_(parts.model)
-    return {name: shard_of(param) for name, param in parts.model.named_parameters()}
+    return {name: shard_of(param) for name, param in named_parameters(parts.model)}
 
 
 def _buffers(parts: Parts) -> dict[str, Tensor]:
-    return dict(parts.model.named_buffers())
+    return dict(named_buffers(parts.model))
 
 
 def _names(parts: Parts) -> list[list[str]] | None:
     """The names in the model of the optimizer's parameters, by group; None where one of them has
     none.
     """
-    names: dict[Tensor, str] = {p: name for name, p in parts.model.named_parameters()}
+    names: dict[Tensor, str] = {p: name for name, p in named_parameters(parts.model)}
     groups: Sequence[Any] = [group["params"] for group in parts.optimizer.param_groups]
     if any(p not in names for group in groups for p in group):
         return None

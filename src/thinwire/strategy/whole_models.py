@@ -3,7 +3,7 @@
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
 
+from thinwire._names import named_buffers, named_parameters, plain_names
 from thinwire.checkpoint import on_all_ranks
 from thinwire.checkpoint.files import checksum
 from thinwire.checkpoint.shards import rows_of
@@ -49,7 +50,7 @@ def load_whole_model(path: Path, parts: Parts) -> Path:
     known = set(parts.facts["state_dict"])
     # a buffer that is not persistent is in no such file
     kept = set(parts.facts["state_dict"].values())
-    places = dict(model.named_parameters()) | dict(model.named_buffers())
+    places = dict(named_parameters(model)) | dict(named_buffers(model))
     places = {name: place for name, place in places.items() if name in kept}
     taken: dict[str, Tensor] = {}
     of_file = path.suffix == ".safetensors"
@@ -83,12 +84,13 @@ def load_whole_model(path: Path, parts: Parts) -> Path:
 
 def _from_safetensors(path: Path, places: _Places, known: set[str], part: int) -> dict[str, Tensor]:
     with safe_open(path, framework="pt") as file:
-        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        stored = _by_plain_name(file.keys())
+        shapes = {name: tuple(file.get_slice(key).get_shape()) for name, key in stored.items()}
         _require_fit(path, shapes, places, known)
         return {
-            name: file.get_slice(name)[rows.start : rows.stop]
+            name: file.get_slice(stored[name])[rows.start : rows.stop]
             if (rows := _rows(place, part)) is not None
-            else file.get_tensor(name)
+            else file.get_tensor(stored[name])
             for name, place in places.items()
         }
 
@@ -96,7 +98,9 @@ def _from_safetensors(path: Path, places: _Places, known: set[str], part: int) -
 def _from_torch(path: Path, places: _Places, known: set[str], part: int) -> dict[str, Tensor]:
     reader = FileSystemReader(path)
     entries = reader.read_metadata().state_dict_metadata
-    shapes = {name: tuple(entry.size) for name, entry in entries.items() if hasattr(entry, "size")}
+    sizes = {key: tuple(entry.size) for key, entry in entries.items() if hasattr(entry, "size")}
+    stored = _by_plain_name(sizes)
+    shapes = {name: sizes[key] for name, key in stored.items()}
     prefix = max(_PREFIXES, key=lambda each: sum(each + name in shapes for name in places))
     own = {
         name.removeprefix(prefix): shape
@@ -104,11 +108,17 @@ def _from_torch(path: Path, places: _Places, known: set[str], part: int) -> dict
         if name.startswith(prefix) and (prefix or name in known)
     }
     _require_fit(path, own, places, known)
-    values = {prefix + name: torch.empty_like(place) for name, place in places.items()}
+    values = {stored[prefix + name]: torch.empty_like(place) for name, place in places.items()}
     with warnings.catch_warnings():  # that no_dist is for one process: each rank reads its rows
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         load_dcp(values, storage_reader=FileSystemReader(path), no_dist=True)
-    return {name: shard_of(values[prefix + name]) for name in places}
+    return {name: shard_of(values[stored[prefix + name]]) for name in places}
+
+
+def _by_plain_name(keys: Iterable[str]) -> dict[str, str]:
+    """The keys of a file, which may be of a compiled model, by the names without."""
+    given = list(keys)
+    return dict(zip(plain_names(given), given, strict=True))
 
 
 def _rows(place: Tensor, part: int) -> range | None:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from thinwire._names import named_parameters
 from thinwire.compress.protocol import Compression
 from thinwire.core.clip import Clip
 from thinwire.local.fragments import fragments_of
@@ -36,14 +37,14 @@ def about_model(strategy: Fields, model: nn.Module, optimizer: Optimizer | None)
     )
     params = {
         name: p
-        for name, p in model.named_parameters()
+        for name, p in named_parameters(model)
         if p.requires_grad and (trained is None or p in trained)
     }
     if optimizer is not None and strategy.pipeline is None:
         require_trained(params)
     if strategy.local is not None and strategy.pipeline is None and params:
         fragments_of(params, strategy.local)
-    resting = [name for name, _ in model.named_parameters() if name not in params]
+    resting = [name for name, _ in named_parameters(model) if name not in params]
     return [
         *_stages(strategy, model),
         *_recomputed(strategy, model),
@@ -65,7 +66,7 @@ def about_optimizer(
     """
     local = strategy.local is not None
     names = (
-        _names_in(optimizer) if model is None else {p: name for name, p in model.named_parameters()}
+        _names_in(optimizer) if model is None else {p: name for name, p in named_parameters(model)}
     )
     adopted = adopt(
         optimizer,
@@ -93,7 +94,7 @@ def _stages(strategy: Fields, model: nn.Module) -> Iterator[str]:
     if strategy.pipeline is None:
         return
     for number, stage in enumerate(split_model(model, strategy.pipeline), start=1):
-        yield f"stage {number}: {_sized(dict(stage.named_parameters()))}"
+        yield f"stage {number}: {_sized(dict(named_parameters(stage)))}"
 
 
 def _recomputed(strategy: Fields, model: nn.Module) -> Iterator[str]:

@@ -1,0 +1,68 @@
+"""Names of a model's tensors, the same whether `torch.compile` has wrapped the model, parts of it,
+or nothing.
+"""
+
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+__all__ = ["matches", "named_buffers", "named_parameters", "plain_name", "plain_names", "renamed"]
+
+_WRAPPED = "_orig_mod"
+"""Under which a compiled module has the one that it compiles."""
+
+
+def plain_name(name: str) -> str:
+    """The name without what `torch.compile` puts into it; of words between blanks, each."""
+    if _WRAPPED not in name:
+        return name
+    words = ([part for part in word.split(".") if part != _WRAPPED] for word in name.split(" "))
+    return " ".join(map(".".join, words))
+
+
+def plain_names(names: Iterable[str]) -> list[str]:
+    """The plain ones; all as they came where two of them would become one, as in a model that gives
+    an attribute of its own that name.
+    """
+    given = list(names)
+    plain = [plain_name(name) for name in given]
+    return plain if len(set(plain)) == len(set(given)) else given
+
+
+def named_parameters(model: nn.Module) -> list[tuple[str, Parameter]]:
+    """As `model.named_parameters()`, with plain names."""
+    pairs = list(model.named_parameters())
+    return list(zip(plain_names(name for name, _ in pairs), (p for _, p in pairs), strict=True))
+
+
+def named_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """As `model.named_buffers()`, with plain names."""
+    pairs = list(model.named_buffers())
+    return list(zip(plain_names(name for name, _ in pairs), (b for _, b in pairs), strict=True))
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a glob pattern is for this name, as it is or plain; the pattern may be of either."""
+    return fnmatchcase(name, pattern) or fnmatchcase(plain_name(name), plain_name(pattern))
+
+
+def renamed(tree: Any, names: Iterable[str]) -> Any:
+    """The tree of a state that was saved under these names of a model's tensors, its keys plain;
+    the same where they are plain already, or have to stay.
+    """
+    given = list(names)
+    return tree if plain_names(given) == given else _with_plain_keys(tree)
+
+
+def _with_plain_keys(tree: Any) -> Any:
+    if isinstance(tree, Mapping):
+        keys = [plain_name(key) if isinstance(key, str) else key for key in tree]
+        return {
+            key: _with_plain_keys(value) for key, value in zip(keys, tree.values(), strict=True)
+        }
+    if isinstance(tree, list | tuple):
+        return type(tree)(_with_plain_keys(value) for value in tree)
+    return tree

@@ -1,0 +1,261 @@
+"""A model under `torch.compile` is the model: names, checkpoints and patterns are those without."""
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import thinwire as tw
+from tests.ranks import Pool
+from tests.strategy.training import FIELDS, batch, make_model, make_optimizer
+from thinwire._names import matches, named_parameters, plain_name, plain_names
+from thinwire.checkpoint import export
+from thinwire.errors import CheckpointMismatch
+
+Wrap = Callable[[nn.Sequential], nn.Module]
+
+
+def whole(model: nn.Sequential) -> nn.Module:
+    return torch.compile(model, backend="eager")  # type: ignore[return-value]
+
+
+def inside(model: nn.Sequential) -> nn.Module:
+    model[1] = torch.compile(model[1], backend="eager")
+    return model
+
+
+def plain(model: nn.Sequential) -> nn.Module:
+    return model
+
+
+COMPILED: dict[str, Wrap] = {"whole": whole, "inside": inside}
+
+
+@pytest.fixture(autouse=True)
+def without_compiling() -> Iterator[None]:
+    """The wrappers are there, and nothing waits for the compiler."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@pytest.fixture
+def as_before(monkeypatch: pytest.MonkeyPatch) -> Callable[[], pytest.MonkeyPatch]:
+    """From the call on, until undone, names are those that torch gives, as in earlier versions."""
+
+    def begin() -> pytest.MonkeyPatch:
+        for place in ("_names.plain_names", "strategy.facts.plain_names"):
+            monkeypatch.setattr(f"thinwire.{place}", list)
+        monkeypatch.setattr("thinwire.optim.grouped.plain_name", str)
+        return monkeypatch
+
+    return begin
+
+
+def prepared(wrap: Wrap, *fields: str) -> Any:
+    net = make_model()
+    model = wrap(net)
+    strategy = tw.DistributedStrategy(**{name: FIELDS[name] for name in fields})
+    optimizer = make_optimizer(model, fields)  # type: ignore[arg-type]
+    return strategy.prepare(model, optimizer, nn.functional.cross_entropy)
+
+
+def train(engine: Any, begin: int, end: int) -> None:
+    for step in range(begin, end):
+        engine.train_step(*batch(step, 0))
+
+
+def values(engine: Any) -> list[Tensor]:
+    return [t.detach().clone() for t in [*engine.model.parameters(), *engine.model.buffers()]]
+
+
+def equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(map(torch.equal, a, b))
+
+
+def ended(engine: Any, begin: int) -> list[Tensor]:
+    train(engine, begin, begin + 3)
+    found = values(engine)
+    engine.close()
+    return found
+
+
+KINDS = [(), ("dgc",), ("low_rank",), ("lamb",), ("gradient_merge",), ("localsgd", "dgc")]
+
+
+@pytest.mark.parametrize("fields", KINDS, ids=lambda fields: "-".join(fields) or "dense")
+@pytest.mark.parametrize("kind", COMPILED)
+def test_a_run_goes_on_bit_for_bit_with_and_without(
+    tmp_path: Path, kind: str, fields: tuple[str, ...]
+) -> None:
+    ends = []
+    for number, (before, after) in enumerate(
+        [(plain, plain), (COMPILED[kind], plain), (plain, COMPILED[kind])]
+    ):
+        engine = prepared(before, *fields)
+        train(engine, 0, 3)
+        engine.save(tmp_path / str(number))
+        state = engine.state_dict()
+        engine.close()
+        for load in (
+            lambda e, n=number: e.load(tmp_path / str(n)),
+            lambda e, s=state: e.load_state_dict(s),
+        ):
+            engine = prepared(after, *fields)
+            load(engine)
+            ends.append(ended(engine, 3))
+    assert all(equal(ends[0], other) for other in ends[1:])
+
+
+@pytest.mark.parametrize("fields", KINDS, ids=lambda fields: "-".join(fields) or "dense")
+@pytest.mark.parametrize("kind", COMPILED)
+def test_what_earlier_versions_saved_of_a_compiled_model_loads(
+    tmp_path: Path, kind: str, fields: tuple[str, ...], as_before: Any
+) -> None:
+    undo = as_before()
+    engine = prepared(COMPILED[kind], *fields)
+    train(engine, 0, 3)
+    path = engine.save(tmp_path)
+    state = engine.state_dict()
+    assert "_orig_mod." in (path / "rank_00000.json").read_text()
+    assert any("_orig_mod." in name for name in state["parameters"])
+    end = ended(engine, 3)
+    undo.undo()
+    for after in (plain, COMPILED[kind]):
+        for load in (lambda e: e.load(tmp_path), lambda e: e.load_state_dict(copy.deepcopy(state))):
+            engine = prepared(after, *fields)
+            load(engine)
+            assert equal(ended(engine, 3), end)
+        engine = prepared(after, *fields)
+        engine.load_parameters(tmp_path)
+        assert equal(values(engine), list(map(torch.as_tensor, _saved(state))))
+        engine.close()
+
+
+def _saved(state: Any) -> list[Tensor]:
+    return [*state["parameters"].values(), *state["buffers"].values()]
+
+
+@pytest.mark.parametrize("kind", COMPILED)
+@pytest.mark.parametrize("old", [False, True])
+def test_an_exported_model_has_the_names_without(
+    tmp_path: Path, kind: str, old: bool, as_before: Any
+) -> None:
+    undo = as_before() if old else None
+    engine = prepared(COMPILED[kind])
+    train(engine, 0, 2)
+    engine.save(tmp_path)
+    here = values(engine)
+    keys = list(engine.model.state_dict())
+    engine.close()
+    if undo is not None:
+        undo.undo()
+    done = export(tmp_path, tmp_path / "model.safetensors")
+    assert (done.tied, done.left_out) == ({}, ())
+    file = load_file(tmp_path / "model.safetensors")
+    assert set(file) == set(make_model().state_dict())
+    make_model().load_state_dict(file)
+    # and a file with the keys of the compiled model's own state_dict is one of this model
+    save_file(
+        dict(zip(map(_of(keys), file), file.values(), strict=True)), tmp_path / "raw.safetensors"
+    )
+    for name in ("model.safetensors", "raw.safetensors"):
+        for after in (plain, COMPILED[kind]):
+            engine = prepared(after)
+            engine.load_parameters(tmp_path / name)
+            assert equal(values(engine), here)
+            engine.close()
+
+
+def _of(keys: list[str]) -> Callable[[str], str]:
+    return {plain_name(key): key for key in keys}.__getitem__
+
+
+def test_messages_name_parameters_without(tmp_path: Path) -> None:
+    engine = prepared(whole)
+    engine.save(tmp_path)
+    engine.close()
+    other = nn.Sequential(nn.Linear(8, 4))
+    engine = tw.DistributedStrategy().prepare(
+        other, make_optimizer(other, ()), nn.functional.cross_entropy
+    )
+    for load in (engine.load, engine.load_parameters):
+        with pytest.raises(CheckpointMismatch) as caught:
+            load(tmp_path)
+        assert "_orig_mod" not in str(caught.value)
+    engine.close()
+
+
+def test_patterns_are_over_the_names_without() -> None:
+    for pattern in ("0.bias", "_orig_mod.0.bias"):
+        model = whole(make_model())
+        strategy = tw.DistributedStrategy(lamb=tw.LAMB(exclude_from_weight_decay=(pattern,)))
+        engine = strategy.prepare(model, torch.optim.AdamW(model.named_parameters()))
+        assert engine.optimizer.shared_settings()["excluded from weight decay"] == "0.bias"
+        engine.close()
+        model = whole(make_model())
+        optimizer = tw.optim.Lamb(model.named_parameters(), exclude_from_weight_decay=(pattern,))
+        assert optimizer.shared_settings()["excluded from weight decay"] == "0.bias"
+    with pytest.raises(ValueError, match=r"matches no parameter name; did you mean '0.bias'"):
+        tw.optim.Lamb(model.named_parameters(), exclude_from_weight_decay=("0.bia",))
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_local_updates_go_on_with_and_without(old: bool, as_before: Any) -> None:
+    def run(wrap: Wrap, state: Any = None) -> tuple[Any, list[Tensor]]:
+        model = wrap(make_model(plain=True))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        config = tw.LocalSGD(2, compression=tw.Sparse(0.5), outer_momentum=0.9)
+        with tw.local_sgd(model, optimizer, config) as sync:
+            if state is not None:
+                sync.load_state_dict(state)
+            for step in range(3):
+                x, y = batch(step, 0)
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+            return sync.state_dict(), [p.detach().clone() for p in model.parameters()]
+
+    undo = as_before() if old else None
+    state, _ = run(whole)
+    if undo is not None:
+        undo.undo()
+    expected = run(plain, run(plain)[0])[1]
+    assert equal(run(plain, state)[1], expected)
+    assert equal(run(whole, state)[1], expected)
+
+
+def one_rank_compiles(rank: int, size: int, fields: tuple[str, ...]) -> list[str]:
+    with torch.compiler.set_stance("force_eager"):
+        engine = prepared(plain if rank else whole, *fields)
+        for step in range(4):
+            engine.train_step(*batch(step, rank))
+        engine.flush()
+        return [str(t.double().sum().item()) for t in values(engine)]
+
+
+@pytest.mark.parametrize("fields", [("dgc",), ("localsgd",)])
+def test_ranks_need_not_all_compile(ranks: Pool, fields: tuple[str, ...]) -> None:
+    first, second = ranks.run(one_rank_compiles, fields, size=2)
+    assert first == second
+
+
+def test_names_stay_where_plain_ones_would_be_two_of_a_kind() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self._orig_mod = nn.Linear(2, 2)
+            self.weight = nn.Parameter(torch.zeros(2))
+
+    assert plain_names(["a._orig_mod.w", "_orig_mod.b"]) == ["a.w", "b"]
+    assert plain_name("state _orig_mod.a.w exp_avg") == "state a.w exp_avg"
+    assert [name for name, _ in named_parameters(Own())] == [
+        "weight",
+        "_orig_mod.weight",
+        "_orig_mod.bias",
+    ]
+    assert matches("_orig_mod.a.w", "a.*") and matches("a.w", "*_orig_mod.w") is False
