@@ -13,7 +13,7 @@ from thinwire.planning.work import Work, matrices
 __all__ = ["MOST_PARAMS", "cost_by_number", "grown"]
 
 MOST_PARAMS = 10**13
-_NEAR = 1.03
+_NEAR = 1.2
 """Sizes so near to each other that a straight line between them will do."""
 
 
