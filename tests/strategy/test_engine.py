@@ -963,3 +963,21 @@ def test_row_sparse_state_is_refused_with_what_to_do(tmp_path: Path) -> None:
         engine.state_dict()
     with pytest.raises(tw.errors.CheckpointError, match=r"momentum_buffer of 0\.weight .*LazyAdam"):
         engine.save(tmp_path)
+
+
+@pytest.mark.parametrize("fields", [(), ("dgc",), ("gradient_merge",), ("localsgd",)])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, tw.optim.SGD])
+def test_a_state_in_memory_may_be_loaded_again_and_again(
+    fields: tuple[str, ...], make: Any
+) -> None:
+    model = make_model(plain=True)
+    strategy = tw.DistributedStrategy(**{name: FIELDS[name] for name in fields})
+    told = {"momentum": 0.9} if make is tw.optim.SGD else {}
+    optimizer = make(model.parameters(), lr=0.05, **told)
+    engine = strategy.prepare(model, optimizer, cross_entropy)
+    train(engine, fields, 0, 4)
+    state, losses = engine.state_dict(), []
+    for _ in range(3):
+        engine.load_state_dict(state)
+        losses.append(train(engine, fields, 4, 10))
+    assert losses[0] == losses[1] == losses[2]

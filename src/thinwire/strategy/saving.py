@@ -122,8 +122,10 @@ def load(state: Mapping[str, Any], parts: Parts) -> Restored:
         )
     rest = {key: value for key, value in state.items() if key not in ("facts", ORIGIN)}
     origin = Origin.read(state.get(ORIGIN))
+    # an optimizer goes on in the very tensors that it is given, and a state may be loaded again
+    own = {k: _copied(v, sharded=True) if k == "optimizer" else v for k, v in rest.items()}
     restored = load_all(
-        _plainly_named(rest),
+        _plainly_named(own),
         parts,
         keep=settings_in_groups(changes),
         agreed=lambda problem: None,
