@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from thinwire.comm.failures import explain_failure
 from thinwire.comm.group import Group
-from thinwire.comm.private import Private, timeout_s_of
+from thinwire.comm.private import Private, is_alone, timeout_s_of
 from thinwire.comm.waiting import seconds_of
 from thinwire.errors import StrategyError, ThinwireError
 
@@ -39,7 +39,7 @@ class Grid:
     """
 
     def __init__(self, stages: int, timeout: float | datetime.timedelta | None = None) -> None:
-        joined = dist.is_available() and dist.is_initialized()
+        joined = not is_alone()
         rank, size = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
         if size % stages:
             fitting = sorted({stages * max(size // stages, 1), stages * (size // stages + 1)})

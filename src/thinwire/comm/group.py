@@ -124,7 +124,7 @@ class Group:
         timeout: float | datetime.timedelta | None = None,
     ) -> None:
         self._begin(time_limit_s(process_group, timeout))
-        if not (dist.is_available() and dist.is_initialized()):
+        if is_alone():
             if process_group is not None:
                 raise ValueError(
                     "process_group was given but torch.distributed is not initialized: call "

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.comm.group import Group, Pending
-from thinwire.comm.private import Private
+from thinwire.comm.private import Private, is_alone
 from thinwire.comm.sites import Replicas
 
 __all__ = ["Nodes", "Sources", "job_ranks", "node_size_of", "require_divisor", "sources_of"]
@@ -125,7 +125,7 @@ Sources = Group | Nodes | Replicas
 
 def job_ranks() -> list[int]:
     """All ranks of this job, [0] without a process group; no communication."""
-    joined = dist.is_available() and dist.is_initialized()
+    joined = not is_alone()
     return list(range(dist.get_world_size())) if joined else [0]
 
 

@@ -304,6 +304,6 @@ def place_in(process_group: dist.ProcessGroup | None = None) -> tuple[int, int]:
     """This rank's number among these ranks, and how many they are; (0, 1) where there is no process
     group yet.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if is_alone():
         return 0, 1
     return max(dist.get_rank(process_group), 0), max(dist.get_world_size(process_group), 1)

@@ -21,7 +21,7 @@ from thinwire.compress.protocol import (
     Sending,
     Watch,
 )
-from thinwire.core.checksum import checked_mean_, flat_bytes
+from thinwire.core.checksum import ODD, checked_mean_, flat_bytes, odd_weights
 from thinwire.core.precision import state_dtype
 from thinwire.errors import PayloadCorrupt
 from thinwire.kernels import is_static
@@ -249,9 +249,6 @@ def _summed_in(group: Mapping[str, Tensor]) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
-_ODD = -7046029254386353131  # 0x9E3779B97F4A7C15, the golden ratio in 64 bits, as a signed number
-
-
 def sealed(part: Tensor, place: int) -> Tensor:
     """The bytes of a tensor and their checksum.
 
@@ -300,11 +297,9 @@ def _seals(contents: Tensor, place: int) -> Tensor:
     rest = -contents.shape[1] % 8
     whole = torch.nn.functional.pad(contents, (0, rest)) if rest else contents.contiguous()
     words = whole.view(torch.int64)
-    product = words * _weights(words.shape[1], words.device)
-    product = (product ^ (product >> 32 & 0xFFFFFFFF)) * _ODD
+    product = words * _kept_weights(words.shape[1], words.device)
+    product = (product ^ (product >> 32 & 0xFFFFFFFF)) * ODD
     return product.sum(1) + (2 * place + 1) * 0x632BE59BD9B4E019 % (1 << 62)
 
 
-@lru_cache(maxsize=64)
-def _weights(count: int, device: torch.device) -> Tensor:
-    return torch.arange(count, device=device).mul_(2).add_(1).mul_(_ODD)
+_kept_weights = lru_cache(maxsize=64)(odd_weights)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["bit_sums", "checked_mean_", "checksum", "word_sums"]
+__all__ = ["ODD", "bit_sums", "checked_mean_", "checksum", "flat_bytes", "odd_weights", "word_sums"]
 
 _WORDS = 512
 """64-bit words of a block, whose sum has one weight."""
@@ -16,7 +16,7 @@ _CACHED = 1 << 19
 """Bytes that stay in a core's own cache while they are read again."""
 _SMALL = 1 << 15
 """Bytes; smaller tensors are joined first, since a call for each would cost more than the copy."""
-_ODD = -7046029254386353131  # 0x9E3779B97F4A7C15, the golden ratio in 64 bits, as a signed number
+ODD = -7046029254386353131  # 0x9E3779B97F4A7C15, the golden ratio in 64 bits, as a signed number
 
 
 def checksum(tensors: Sequence[Tensor]) -> int:
@@ -50,8 +50,7 @@ def checksum(tensors: Sequence[Tensor]) -> int:
         return 0
     place = sums[0].device if len({each.device for each in sums}) == 1 else torch.device("cpu")
     every = torch.cat([each.to(place) for each in sums])
-    weights = torch.arange(every.numel(), device=place).mul_(2).add_(1).mul_(_ODD)
-    return int((every * weights).sum()) % (1 << 64)
+    return int((every * odd_weights(every.numel(), place)).sum()) % (1 << 64)
 
 
 def word_sums(tensors: Sequence[Tensor]) -> list[int]:
@@ -98,6 +97,11 @@ def checked_mean_(total: Tensor, count: int, *, bits: bool) -> Tensor:
         weights = torch.arange(len(words), device=total.device).mul_(2).add_(1)
         words = [(torch.stack(words) * weights).sum()]
     return torch.stack([finite, *(words or [torch.zeros_like(finite)])])
+
+
+def odd_weights(count: int, device: torch.device) -> Tensor:
+    """(2 i + 1) c for i below `count`, int64: all odd, so none loses a bit of what it weighs."""
+    return torch.arange(count, device=device).mul_(2).add_(1).mul_(ODD)
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:

@@ -5,10 +5,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from thinwire.comm import Group, require_mesh
+from thinwire.comm import Group, is_alone, require_mesh
 from thinwire.comm.waiting import own_deadlines
 from thinwire.errors import PeerLost, ThinwireError
 from thinwire.members.generation import packed, unpacked
@@ -41,7 +40,7 @@ class Site:
     """
 
     def __init__(self, mesh: DeviceMesh, timeout_s: float) -> None:
-        if not (dist.is_available() and dist.is_initialized()):
+        if is_alone():
             raise ValueError(
                 "mesh was given but torch.distributed is not initialized: call init_process_group "
                 "first, for the ranks of this site alone"

@@ -2,6 +2,7 @@
 is saved.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
@@ -228,7 +229,7 @@ class CommonOptimizer(TwoPhase):
         self._show_rates()
 
 
-class ExchangingOptimizer(CommonOptimizer):
+class ExchangingOptimizer(CommonOptimizer, ABC):
     """An optimizer whose `step` exchanges gradients itself, and what an engine asks of it.
 
     It holds the state of the compression, as shards where parameters are sharded. Its constructor
@@ -241,67 +242,67 @@ class ExchangingOptimizer(CommonOptimizer):
     """The config of the compression that acts inside."""
 
     @classmethod
+    @abstractmethod
     def problem_of_clip(cls, clip: Clip, config: Compression) -> str | None:
         """Why an optimizer with this clipping cannot become such a one, in words."""
-        raise NotImplementedError
 
+    @abstractmethod
     def why_no_clip(self, clip: Clip, *, sharded: bool) -> str | None:
         """Why an engine must not have it clip so, in words; `sharded`: it sees parts of tensors."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def process_group(self) -> dist.ProcessGroup | None:
         """The ranks that exchange, as given; None for all of them."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def exchange_in_use(self) -> GradientExchange | None:
         """With the other ranks; None before the first step."""
-        raise NotImplementedError
 
+    @abstractmethod
     def joined(self) -> GradientExchange:
         """The exchange with the other ranks, after the comparison that must precede it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def serve(self, identity: str, digest_every: int, names: Mapping[Tensor, str]) -> None:
         """Belong to an engine that calls it and its parameters so."""
-        raise NotImplementedError
 
+    @abstractmethod
     def set_buckets(self, buckets: Sequence[Sequence[str]]) -> None:
         """Which parameters travel together from now on; the same on all ranks."""
-        raise NotImplementedError
 
+    @abstractmethod
     def compresses(self, param: Tensor) -> bool:
         """Whether this parameter, or this rank's part of it, is compressed once that begins."""
-        raise NotImplementedError
 
+    @abstractmethod
     def one_deadline(self) -> AbstractContextManager[None]:
         """Let all that is waited for inside count against the one time-out of this optimizer."""
-        raise NotImplementedError
 
+    @abstractmethod
     def launching(self) -> AbstractContextManager[None]:
         """Around what is sent before ranks agree."""
-        raise NotImplementedError
 
+    @abstractmethod
     def limited(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Gradients of shards within the local clip; all others as they are."""
-        raise NotImplementedError
 
+    @abstractmethod
     def agreed(self) -> None:
         """All ranks have just agreed on the settings of this update."""
-        raise NotImplementedError
 
+    @abstractmethod
     def updating_from(self, done: Round) -> AbstractContextManager[None]:
         """Around a `step` that exchanges nothing, since an engine has done so."""
-        raise NotImplementedError
 
+    @abstractmethod
     def require_equal(self) -> None:
         """Raise `Diverged` on all ranks unless they hold alike what they must."""
-        raise NotImplementedError
 
+    @abstractmethod
     def stats(self) -> dict[str, float]:
         """This rank so far, under the names of `thinwire.core.stats.numbers`."""
-        raise NotImplementedError
 
 
 def _without_rounding(rate: Any) -> Any:
