@@ -173,12 +173,13 @@ def _split(layout: Layout, sources: int) -> list[Traffic]:
     plan, others = split_plan(layout, sources), sources - 1
     first, second = list(map(_entries, plan.first)), list(map(_entries, plan.second))
     first_bytes, row_bytes = [part.nbytes for part in plan.first], plan.row_bytes
+    all_first, all_second, all_bytes = sum(first), sum(second), sum(first_bytes)
     return [
         Traffic(
-            sum(first) - first[source] + second[source],
-            others * first[source] + sum(second) - second[source],
-            sum(first_bytes) - first_bytes[source] + row_bytes,
-            others * (first_bytes[source] + row_bytes),
+            all_first - mine + passed_on,
+            others * mine + all_second - passed_on,
+            all_bytes - mine_bytes + row_bytes,
+            others * (mine_bytes + row_bytes),
         )
-        for source in range(sources)
+        for mine, passed_on, mine_bytes in zip(first, second, first_bytes, strict=True)
     ]
