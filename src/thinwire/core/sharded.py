@@ -22,9 +22,13 @@ __all__ = [
 ]
 
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
 def is_sharded(tensor: Tensor) -> bool:
     """Whether it is a `DTensor`."""
-    return hasattr(tensor, "to_local")
+    # it is asked for every tensor of every step: a class is found sooner than an attribute is not
+    return type(tensor) not in _PLAIN and hasattr(tensor, "to_local")
 
 
 def shard_of(tensor: Tensor) -> Tensor:

@@ -27,6 +27,9 @@ __all__ = [
 ]
 
 DIGEST_EVERY = 64
+_FADING_EVERY = 8
+"""Updates in which all moments are seen. Reading all of them in each cost a step of a small model a
+tenth."""
 _WHOLE = 1 << 16
 """Bytes; a smaller tensor is never cut."""
 
@@ -50,31 +53,79 @@ class _Piece:
         return tensor if self.stop is None else tensor[self.start : self.stop]
 
 
+class _Rolling:
+    """Tensors of which every turn reads one slice: a run of bytes, cut between rows of the first
+    dimension.
+
+    Args:
+        tensors: Gives them; asked at every turn.
+        every: Turns in which all are seen, >= 1.
+    """
+
+    def __init__(self, tensors: Callable[[], Watched], every: int) -> None:
+        self._tensors, self._every = tensors, every
+        self._layout: list[tuple[str, torch.Size]] = []
+        self._slices: list[list[_Piece]] = [[]] * every
+        self.pieces: Sequence[_Piece] = ()
+        """Of the last turn."""
+
+    def read(self, turn: int) -> list[Tensor]:
+        """The slice of this turn."""
+        tensors = self.whole()
+        self.pieces = self._slices[turn % self._every]
+        return [piece.of(tensors[piece.name]) for piece in self.pieces]
+
+    def everything(self) -> Iterator[tuple[_Piece, Tensor]]:
+        """All slices."""
+        tensors = self.whole()
+        return ((p, p.of(tensors[p.name])) for pieces in self._slices for p in pieces)
+
+    def whole(self) -> dict[str, Tensor]:
+        """Without those that are not dense, or hold nothing."""
+        tensors = {
+            name: tensor
+            for name, tensor in self._tensors().items()
+            if tensor.layout is torch.strided and tensor.numel()
+        }
+        layout = [(name, tensor.shape) for name, tensor in tensors.items()]
+        if layout != self._layout:
+            self._layout = layout
+            self._divide(tensors)
+        return tensors
+
+    def _divide(self, tensors: Watched) -> None:
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        length = max(1, math.ceil(total / self._every))
+        self._slices = [[] for _ in range(self._every)]
+        at = 0
+        for name, tensor in tensors.items():
+            for piece, nbytes in _pieces(name, tensor, length):
+                self._slices[min(at // length, self._every - 1)].append(piece)
+                at += nbytes
+
+
 class RollingDigest:
     """Compares what all ranks must hold alike, within `every` updates all of it.
 
-    The digest of update s covers slice s mod `every` of `slowly`, and all of `at_once`. A slice is
-    a run of bytes of the model, cut between rows of the first dimension. What differs is looked for
-    only once a digest did.
+    The digest of an update covers one slice of `lasting`, and a larger one of `fading`. What
+    differs is looked for only once a digest did.
 
     Args:
-        slowly: Gives the tensors in which a difference stays: parameters, or this rank's shards of
+        lasting: Gives the tensors in which a difference stays: parameters, or this rank's shards of
             them. Asked at every update.
-        at_once: Gives those in which one may fade: moments.
-        every: Updates in which all of `slowly` is seen, >= 1.
+        fading: Gives those in which one may fade, all of which is seen within 8 updates: moments.
+        every: Updates in which all of `lasting` is seen, >= 1.
 
     Communication: none but the digest, which `agree_on_step` compares; where it differs, `explain`
     gathers 8 bytes and a name per piece.
     """
 
     def __init__(
-        self, slowly: Callable[[], Watched], at_once: Callable[[], Watched], *, every: int
+        self, lasting: Callable[[], Watched], fading: Callable[[], Watched], *, every: int
     ) -> None:
-        self._slowly, self._at_once, self._every = slowly, at_once, every
-        self._layout: list[tuple[str, torch.Size]] = []
-        self._slices: list[list[_Piece]] = [[]] * every
+        self._parts = _Rolling(lasting, every), _Rolling(fading, min(every, _FADING_EVERY))
         self._good: dict[str, int] = {}
-        self._whole = self._since = self._slice = 0
+        self._since = 0
 
     def at(self, step: int, turn: int | None = None) -> str:
         """The digest for the agreement of this update, in hexadecimal digits.
@@ -83,21 +134,17 @@ class RollingDigest:
             step: Updates made before.
             turn: Counts the digests, where not every update has one.
         """
-        self._slice = (step if turn is None else turn) % self._every
-        slowly = _whole_ones(self._slowly())
-        self._divide(slowly)
-        pieces = [piece.of(slowly[piece.name]) for piece in self._slices[self._slice]]
-        return f"{checksum([*pieces, *_whole_ones(self._at_once()).values()]):016x}"
+        turn = step if turn is None else turn
+        return f"{checksum([piece for part in self._parts for piece in part.read(turn)]):016x}"
 
     def agreed(self, step: int) -> None:
         """All ranks have given the same digest for this update."""
-        self._good.update((str(piece), step) for piece in self._slices[self._slice])
-        self._whole = step
+        self._good.update((str(piece), step) for part in self._parts for piece in part.pieces)
 
     def start_from(self, step: int) -> None:
         """Take all ranks for equal after this update: all of it has been compared, or loaded."""
         self._good.clear()
-        self._since = self._whole = step
+        self._since = step
 
     def require_equal(self, group: Group, step: int) -> None:
         """Compare everything at once.
@@ -107,16 +154,15 @@ class RollingDigest:
 
         Communication: 24 bytes a rank where all are equal.
         """
-        everything = {**_whole_ones(self._slowly()), **_whole_ones(self._at_once())}
-        mine = f"{checksum(list(everything.values())):016x}".encode()
+        everything = [tensor for part in self._parts for tensor in part.whole().values()]
+        mine = f"{checksum(everything):016x}".encode()
         if group.shards is not None:
             shards = group.shards.gather_now(mine, f"comparing shards at step {step}")
             mine = hashlib.blake2b(b"".join(shards), digest_size=8).hexdigest().encode()
         answers = group.gather_bytes(mine, what=f"comparing replicas at step {step}")
         if any(answer != mine for answer in answers):
             self.explain(group, step)
-        self._good.clear()
-        self._since = self._whole = step
+        self.start_from(step)
 
     def explain(self, group: Group, step: int) -> None:
         """Find out what differs.
@@ -140,11 +186,8 @@ class RollingDigest:
     def _difference(self, ranks: Group, sites: Group | None, step: int) -> str:
         """What differs between these ranks, or sites, in words; empty where nothing does."""
         group = ranks if sites is None else sites
-        slowly, at_once = _whole_ones(self._slowly()), _whole_ones(self._at_once())
-        self._divide(slowly)
-        pieces = [(piece, slowly[piece.name]) for each in self._slices for piece in each]
-        pieces += [(_Piece(name), tensor) for name, tensor in at_once.items()]
-        mine = {str(piece): f"{checksum([piece.of(tensor)]):016x}" for piece, tensor in pieces}
+        pieces = [each for part in self._parts for each in part.everything()]
+        mine = {str(piece): f"{checksum([tensor]):016x}" for piece, tensor in pieces}
         answers = group.gather_bytes(
             json.dumps(mine).encode(), what=f"looking for what differs at step {step}"
         )
@@ -153,24 +196,10 @@ class RollingDigest:
         for place in dict.fromkeys(key for row in rows for key in row):
             held = [row.get(place) for row in rows]
             if len(set(held)) > 1:
-                name = places.get(place, place)
-                since = self._whole if name in at_once else self._good.get(place, self._since)
                 who = "rank" if sites is None else "site"
-                return _text(name, held, since, step, who)
+                since = self._good.get(place, self._since)
+                return _text(places.get(place, place), held, since, step, who)
         return ""
-
-    def _divide(self, slowly: Watched) -> None:
-        layout = [(name, tensor.shape) for name, tensor in slowly.items()]
-        if layout == self._layout:
-            return
-        total = sum(tensor.nbytes for tensor in slowly.values())
-        length = max(1, math.ceil(total / self._every))
-        self._layout, self._slices = layout, [[] for _ in range(self._every)]
-        at = 0
-        for name, tensor in slowly.items():
-            for piece, nbytes in _pieces(name, tensor, length):
-                self._slices[min(at // length, self._every - 1)].append(piece)
-                at += nbytes
 
 
 def optimizer_state(
@@ -189,15 +218,6 @@ def optimizer_state(
         for param, name in names.items()
         for key, value in optimizer.state.get(param, {}).items()
         if isinstance(value, Tensor) and key != "step"
-    }
-
-
-def _whole_ones(tensors: Watched) -> dict[str, Tensor]:
-    """Without those that are not dense, or hold nothing."""
-    return {
-        name: tensor
-        for name, tensor in tensors.items()
-        if tensor.layout is torch.strided and tensor.numel()
     }
 
 

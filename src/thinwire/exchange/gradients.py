@@ -419,7 +419,7 @@ class GradientExchange:
             return
         damage = None if self.own is None else self.own.damage(step, everything=True)
         with self.group.uncounted():  # no exchange of an update
-            self._agree(Report(step, COMPARING, damaged=damage))
+            self._agree(Report(step, COMPARING, damaged=damage), {})
             if self.group.size > 1:
                 self.digest.require_equal(self.group, step)
 
@@ -494,42 +494,41 @@ class GradientExchange:
         self, one_round: Round, report: Report, grads: Grads, unchanged: Flags | None = None
     ) -> list[Report]:
         """Wait for the messages and check them, then hear what all ranks say."""
+        said: dict[str, Any] = {}
         digest = self.digest if self.group.size > 1 else None
         if digest is not None:  # while the messages are on their way
-            report = replace(report, digest=digest.at(report.step))
+            said["digest"] = digest.at(report.step)
         if self.own is not None:
-            report = replace(report, damaged=self.own.damage(report.step))
+            said["damaged"] = self.own.damage(report.step)
         # whatever is wrong here is said in the vote and not raised: the others wait for it
         try:
             found = one_round.finish(unchanged, self._places)
-            misuse = report.misuse or _changed_since_launch(found.changed)
-            report = replace(report, misuse=misuse)
+            said["misuse"] = report.misuse or _changed_since_launch(found.changed)
             if found.not_finite is not None:
-                report = self._blaming(report, found.not_finite, grads, own=True)
+                said |= self._blamed(found.not_finite, grads, own=True)
             elif found.sum_not_finite is not None:
-                report = self._blaming(report, found.sum_not_finite, grads, own=False)
+                said |= self._blamed(found.sum_not_finite, grads, own=False)
             if digest is not None:
-                report = replace(report, sums=one_round.sums_digest)
+                said["sums"] = one_round.sums_digest
         except PayloadCorrupt as refusal:
-            report = replace(report, corrupt=str(refusal))
-        rates = [] if self.optimizer is None else _rates_of(self.optimizer)
-        return self._agree(replace(report, rates=rates))
+            said["corrupt"] = str(refusal)
+        said["rates"] = [] if self.optimizer is None else _rates_of(self.optimizer)
+        return self._agree(report, said)
 
-    def _blaming(self, report: Report, name: str, grads: Grads, *, own: bool) -> Report:
-        """The report with what is not finite: as this rank's own, or as what became of it with
-        others.
+    def _blamed(self, name: str, grads: Grads, *, own: bool) -> dict[str, int]:
+        """What a report says of a gradient that is not finite: this rank's own, or what became of
+        it with others.
         """
         place, grad = self._places[name], grads.get(name)
         if grad is not None and (isinstance(self.sources, Nodes) or not own):
             values = grad.coalesce().values() if grad.is_sparse else grad
             own = not all_finite(values)
-        return replace(report, non_finite=place) if own else replace(report, sum_non_finite=place)
+        return {"non_finite" if own else "sum_non_finite": place}
 
     def _agree_and_compare(self, report: Report, grads: Grads) -> list[Report]:
         """Also whether all ranks bring the same, which would make the exchange useless."""
-        reports = self._agree(
-            replace(report, likeness=self.likeness.of(grads.values(), self.group.replica_count))
-        )
+        likeness = self.likeness.of(grads.values(), self.group.replica_count)
+        reports = self._agree(report, {"likeness": likeness})
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         self.likeness.hear(
             [each.likeness for each in reports], (p for group in groups for p in group["params"])
@@ -538,11 +537,15 @@ class GradientExchange:
             self.bytes_before += sum(grad.numel() * grad.element_size() for grad in grads.values())
         return reports
 
-    def _agree(self, report: Report) -> list[Report]:
-        settings = [] if self.optimizer is None else self._settings.of(self.optimizer)
-        report = replace(
-            report, engine=self.identity, settings=settings, misuse=report.misuse or self.spoiled
-        )
+    def _agree(self, report: Report, said: Mapping[str, Any]) -> list[Report]:
+        """Hear all ranks, with what this one says besides: fields of a report."""
+        ours = {
+            "engine": self.identity,
+            "settings": [] if self.optimizer is None else self._settings.of(self.optimizer),
+            "misuse": said.get("misuse") or report.misuse or self.spoiled,
+        }
+        # one copy: each takes longer than a number to write
+        report = replace(report, **{**said, **ours})
         return agree_on_step(self.group, report, self.names, self.digest)
 
     def _dropped(self, reports: Sequence[Report], *, last: bool = True) -> bool:

@@ -567,6 +567,11 @@ class LocalUpdates:
         """
         self._entered_averager().require_equal()
 
+    @property
+    def wait_s(self) -> float:
+        """Seconds for which this rank was blocked by others."""
+        return 0.0 if self._sources is None else self._sources.wait_s - self._waited_before
+
     def stats(self) -> dict[str, float]:
         """This rank so far, flat and in numbers only; the names are those of
         `thinwire.core.stats.numbers`.
@@ -600,7 +605,7 @@ class LocalUpdates:
             bytes_received=0 if sources is None else sources.bytes_received - self._received_before,
             bytes_between_nodes=between,
             bytes_dense=4 * self._tensors.numel * self.step,
-            wait_s=0.0 if sources is None else sources.wait_s - self._waited_before,
+            wait_s=self.wait_s,
             rate_bit_s=0.0 if sources is None else sources.rate_bit_s,
             waiting_share=self._pace.waiting_share,
         )

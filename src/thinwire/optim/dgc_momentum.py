@@ -182,6 +182,8 @@ class DGCMomentum(ExchangingOptimizer):
     _agreed: list[dict[str, Any]] | None = None
     """Per group what says how many entries are sent, as all ranks last agreed on it."""
     _in_force: list[dict[str, Any]] | None = None
+    _rules: dict[int, Rule] | None = None
+    """By group, while an update or a launch lasts: groups do not change then."""
     """The same while buckets are launched, before the agreement of their step."""
 
     def __init__(
@@ -420,11 +422,11 @@ class DGCMomentum(ExchangingOptimizer):
 
         Lengths must fit before the vote finds a difference.
         """
-        self._in_force = self._agreed
+        self._in_force, self._rules = self._agreed, {}
         try:
             yield
         finally:
-            self._in_force = None
+            self._in_force = self._rules = None
 
     @contextlib.contextmanager
     def updating_from(self, done: Round) -> Iterator[None]:
@@ -598,6 +600,7 @@ class DGCMomentum(ExchangingOptimizer):
         names = self._listing.names
         with self.one_deadline():
             exchange = self.joined()
+            self._rules = {}
             try:
                 done = self._done
                 if done is None:
@@ -614,7 +617,7 @@ class DGCMomentum(ExchangingOptimizer):
             finally:
                 exchange.forget()
                 self._samples.clear()
-                self._inverse_scale = 1.0
+                self._rules, self._inverse_scale = None, 1.0
         self._dense_bytes += sum(
             4 * shard_of(p).numel() for p in self._ordered_params() if p.requires_grad
         )
@@ -709,10 +712,17 @@ class DGCMomentum(ExchangingOptimizer):
 
     def _rule(self, name: str) -> Rule:
         """How a tensor is compressed, by its group as it is now, or was when ranks last agreed."""
-        facts = self._facts(self._listing.params[name])
-        group = facts.group
+        index = self._common.places[self._listing.params[name]].group_index
+        if self._rules is None:
+            return self._rule_of(index)
+        if index not in self._rules:
+            self._rules[index] = self._rule_of(index)
+        return self._rules[index]
+
+    def _rule_of(self, index: int) -> Rule:
+        group = self.param_groups[index]
         if self._in_force is not None:
-            group = {**group, **self._in_force[facts.group_index]}
+            group = {**group, **self._in_force[index]}
         limit = group["local_grad_clip_norm"] if self._mesh is None else None  # see `limited`
         if self.grad_clip is not None:
             assert isinstance(self.grad_clip, ClipByNorm)

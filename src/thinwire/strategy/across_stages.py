@@ -36,14 +36,18 @@ class DropTogether:
     def bytes_sent(self) -> int:
         return self._inner.bytes_sent + self._all_ranks.bytes_sent
 
+    @property
+    def wait_s(self) -> float:
+        return self._inner.wait_s + self._all_ranks.wait_s
+
     def counts(self, step: int) -> dict[str, float]:
         """As of the exchange inside, and what the agreement of all stages adds."""
         counts, votes = self._inner.counts(step), self._all_ranks
         besides: dict[str, float] = {
             "bytes_received": votes.bytes_received,
             "bytes_between_nodes": votes.bytes_sent,
+            "wait_s": votes.wait_s,
         }
-        besides["wait_s"] = votes.wait_s
         return {key: value + besides.get(key, 0) for key, value in counts.items()}
 
     @property

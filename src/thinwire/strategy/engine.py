@@ -673,7 +673,7 @@ class Engine:
         votes = (
             part.wait_s for part in (parts.buffers, parts.absent, parts.scaler) if part is not None
         )
-        return parts.exchange.counts(self.step)["wait_s"] + sum(votes)
+        return parts.exchange.wait_s + sum(votes)
 
     def _dropped_steps(self) -> int:
         return self._dropped_before + self._parts.exchange.dropped_steps

@@ -35,6 +35,7 @@ class Exchange(Protocol):
     Attributes:
         local: Whether ranks are on their own between two averagings.
         bytes_sent: What this rank gave to others so far.
+        wait_s: Seconds for which it was blocked by them.
         dropped_steps: Updates dropped for a gradient that is not finite, those of a loss scale
             aside.
         k_steps: Updates between two exchanges that are in force.
@@ -52,6 +53,8 @@ class Exchange(Protocol):
     def moved(self) -> bool: ...
     @property
     def bytes_sent(self) -> int: ...
+    @property
+    def wait_s(self) -> float: ...
     @property
     def dropped_steps(self) -> int: ...
     @property
@@ -160,6 +163,10 @@ class MeanThenStep(_EveryStep):
     def bytes_sent(self) -> int:
         return self.gradients.bytes_sent
 
+    @property
+    def wait_s(self) -> float:
+        return self.gradients.sources.wait_s
+
     def counts(self, step: int) -> dict[str, float]:
         return self.gradients.counts() | {"sparsity": self._sparsity(step)}
 
@@ -226,6 +233,10 @@ class ExchangingStep(_EveryStep):
     @property
     def bytes_sent(self) -> int:
         return int(self._optimizer.stats()["bytes_sent"])
+
+    @property
+    def wait_s(self) -> float:
+        return self._optimizer.stats()["wait_s"]
 
     def counts(self, step: int) -> dict[str, float]:
         stats = self._optimizer.stats()
@@ -298,6 +309,10 @@ class LocalSteps:
     @property
     def bytes_sent(self) -> int:
         return int(self.sync.stats()["bytes_sent"])
+
+    @property
+    def wait_s(self) -> float:
+        return self.sync.wait_s
 
     def counts(self, step: int) -> dict[str, float]:
         stats = self.sync.stats()
