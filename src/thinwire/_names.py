@@ -8,8 +8,17 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.nn.parameter import is_lazy
 
-__all__ = ["matches", "named_buffers", "named_parameters", "plain_name", "plain_names", "renamed"]
+__all__ = [
+    "matches",
+    "named_buffers",
+    "named_parameters",
+    "plain_name",
+    "plain_names",
+    "renamed",
+    "require_shapes",
+]
 
 _WRAPPED = "_orig_mod"
 """Under which a compiled module has the one that it compiles."""
@@ -30,6 +39,20 @@ def plain_names(names: Iterable[str]) -> list[str]:
     given = list(names)
     plain = [plain_name(name) for name in given]
     return plain if len(set(plain)) == len(set(given)) else given
+
+
+def require_shapes(model: nn.Module) -> None:
+    """Refuse a model with parameters or buffers that have no shape yet.
+
+    Raises:
+        ValueError: Names the first one.
+    """
+    for name, tensor in [*named_parameters(model), *named_buffers(model)]:
+        if is_lazy(tensor):
+            raise ValueError(
+                f"{name} has no shape yet: it is of a lazy module, which learns it in the first "
+                "forward pass. Run one, such as model(example), before the optimizer is made"
+            )
 
 
 def named_parameters(model: nn.Module) -> list[tuple[str, Parameter]]:

@@ -370,3 +370,133 @@ def test_a_failed_averaging_counts_the_steps_once(
     engine.flush()
     assert engine.sync.step == 4
     engine.close()
+
+
+class Watching(nn.Module):
+    """A layer, a buffer that shows one row four times, and a teacher that does not train."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.register_buffer("row", torch.randn(1, 4).expand(3, 4))
+        self.teacher = nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.layer(x))
+
+
+def buffers_after_flush(rank: int, size: int, config: Any, steps: int) -> list[list[Tensor]]:
+    """Before `flush` and after it, of a model whose statistics a rank computes anew."""
+    model = Watching(rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    strategy = tw.DistributedStrategy(localsgd=config)
+    engine = strategy.prepare(model, optimizer, nn.functional.mse_loss)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(steps):
+        x = torch.randn(8, 4, generator=generator)
+        engine.train_step(x, torch.zeros(8, 4))
+    engine.flush()
+    kept = [tensor.clone() for tensor in model.state_dict().values()]
+    loader = [torch.randn(8, 4, generator=generator) for _ in range(3)]
+    torch.optim.swa_utils.update_bn(loader, model)
+    own = model.norm.running_mean.clone()
+    engine.flush()
+    engine.flush()
+    return [kept, list(model.state_dict().values()), [own, model.norm.running_mean]]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        tw.LocalSGD(2, begin_step=0, outer_lr=0.7, outer_momentum=0.9),
+        tw.LocalSGD(2, begin_step=0, compression=tw.Quantized(4), delay=1),
+        tw.LocalSGD(2, begin_step=0, compression=tw.Sparse(0.5), fragments=2),
+    ],
+    ids=["outer momentum", "quantized", "fragments"],
+)
+def test_flush_averages_buffers_that_changed_without_a_step(ranks: Pool, config: Any) -> None:
+    found = ranks.run(buffers_after_flush, config, 4, size=2)
+    names = list(Watching(0).state_dict())
+    statistics = {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+    for kept, now, _ in found:
+        for name, before, after in zip(names, kept, now, strict=True):
+            if name not in statistics:  # no step was made, so no outer step either
+                assert torch.equal(before, after), name
+    (_, first, (own_0, mean_0)), (_, second, (own_1, mean_1)) = found
+    assert not torch.equal(own_0, own_1)
+    torch.testing.assert_close(mean_0, (own_0 + own_1) / 2)
+    assert torch.equal(mean_0, mean_1)
+    assert all(map(torch.equal, first, second))
+
+
+def moved_teacher(rank: int, size: int, when_synced: bool) -> list[str]:
+    model = Watching(0)
+    optimizer = sgd(model)
+    try:
+        config = tw.LocalSGD(2, begin_step=0)
+        with tw.local_sgd(model, optimizer, config, digest_every=1) as sync:
+            for step in range(6):
+                optimizer.zero_grad()
+                generator = torch.Generator().manual_seed(10 * step + rank)
+                model(torch.randn(8, 4, generator=generator)).square().mean().backward()
+                optimizer.step()
+                if sync.synced or not when_synced:
+                    with torch.no_grad():
+                        model.teacher.weight.lerp_(model.layer.weight, 0.1)
+    except tw.Diverged as error:
+        return [str(error), *error.__notes__]
+    return []
+
+
+def test_a_frozen_parameter_that_follows_others_is_told_what_to_do(ranks: Pool) -> None:
+    for text, *notes in ranks.run(moved_teacher, False, size=2):
+        assert "frozen parameter teacher.weight" in text
+        assert any("make them buffers" in note for note in notes)
+    assert ranks.run(moved_teacher, True, size=2) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("momentum", "nesterov"), [(0.0, False), (0.8, False), (0.8, True)], ids=str
+)
+def test_what_is_applied_of_changes_of_one_size_is_known(momentum: float, nesterov: bool) -> None:
+    """Of one rank, whose change is the same after every averaging."""
+    parameter = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    model = nn.ParameterList([parameter])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    config = tw.LocalSGD(
+        1, begin_step=0, outer_lr=0.5, outer_momentum=momentum, outer_nesterov=nesterov
+    )
+    with tw.local_sgd(model, optimizer, config) as sync:
+        assert sync.stats()["applied_share"] == 1
+        for step in range(1, 8):
+            parameter.grad = torch.full_like(parameter, -1.0)
+            optimizer.step()
+            share = sync.stats()["applied_share"]
+            assert share == pytest.approx(parameter[0].item() / step, rel=1e-12)
+
+
+@pytest.mark.parametrize("engine", [False, True])
+def test_a_model_without_shapes_is_refused_by_name(engine: bool) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.LazyLinear(3))
+    optimizer = sgd(model)
+    with pytest.raises(ValueError, match=r"1\.weight has no shape yet.*Run one"):
+        if engine:
+            tw.DistributedStrategy().prepare(model, optimizer)
+        else:
+            with tw.local_sgd(model, optimizer, tw.LocalSGD(2)):
+                pass
+
+
+def test_a_buffer_that_gets_its_shape_later_is_named_with_what_it_was() -> None:
+    model = net()
+    model.register_buffer("seen", torch.empty(0))
+    optimizer = sgd(model)
+    with (
+        pytest.raises(
+            tw.errors.ThinwireError, match=r"buffer seen was float32 \[0\].*one forward pass"
+        ),
+        tw.local_sgd(model, optimizer, tw.LocalSGD(1, begin_step=0)),
+    ):
+        model.seen = torch.zeros(5)
+        optimizer.step()

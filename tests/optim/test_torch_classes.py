@@ -6,6 +6,7 @@ import inspect
 
 import pytest
 import torch
+from torch import nn
 
 from tests.optim.cases import TORCHS, give_gradients, model, same, train, values
 from thinwire import optim
@@ -80,6 +81,41 @@ def test_torchs_own_bad_arguments_are_refused_with_torchs_error() -> None:
                 make.step()
             tried += 1
     assert tried >= 10
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "error", "says"),
+    [
+        ("SGD", {"weight_decay": "1"}, TypeError, "weight_decay must be a number.*'1'"),
+        ("SGD", {"weight_decay": None}, TypeError, "weight_decay must be a number"),
+        ("SGD", {"weight_decay": torch.ones(2)}, ValueError, "weight_decay.*one element"),
+        ("SGD", {"momentum": "x"}, TypeError, "momentum must be a number"),
+        ("AdamW", {"eps": "x"}, TypeError, "eps must be a number"),
+        ("RMSprop", {"alpha": "x"}, TypeError, "alpha must be a number"),
+        ("Adam", {"betas": 0.9}, TypeError, "betas must be two numbers"),
+        ("Adam", {"betas": (True, 0.9)}, TypeError, r"betas\[0\]"),
+        ("Muon", {"eps": torch.ones(2)}, ValueError, "eps.*one element"),
+        ("Muon", {"momentum": torch.tensor(True)}, TypeError, "momentum"),
+    ],
+)
+def test_a_wrong_kind_is_told_by_name_before_torch_compares_it(
+    name: str, wrong: dict, error: type, says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        getattr(optim, name)(nn.Linear(3, 4).named_parameters(), **wrong)
+
+
+@pytest.mark.parametrize("name", ["SGD", "Lamb", "DGCMomentum"])
+@pytest.mark.parametrize("decay", [-1, float("nan"), "0.1"])
+def test_a_decay_that_is_written_into_a_group_is_checked(name: str, decay: object) -> None:
+    model = nn.Linear(3, 4)
+    optimizer = getattr(optim, name)(model.named_parameters(), lr=0.1)
+    optimizer.param_groups[0]["weight_decay"] = decay
+    model(torch.ones(2, 3)).sum().backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises((TypeError, ValueError), match="weight_decay of group 0 at step 0"):
+        optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
 
 
 @pytest.mark.parametrize("name", TORCHS)

@@ -15,7 +15,7 @@ from thinwire.comm.group import Group
 from thinwire.comm.waiting import own_deadlines
 from thinwire.errors import PayloadCorrupt
 
-__all__ = ["copy_from_first_", "make_equal_", "make_models_equal_"]
+__all__ = ["copy_from_first_", "make_equal_", "make_models_equal_", "overwrite_"]
 
 _DIGEST_BYTES = 16
 _FIRST_BYTES, _SMALLEST_BYTES, _LARGEST_BYTES = 256 << 10, 16 << 10, 16 << 20
@@ -199,7 +199,17 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 def _write_(tensor: Tensor, content: Tensor) -> None:
     real = _real(tensor)
     # a copy, since a view of another type needs an aligned start
-    real.copy_(content.clone().view(real.dtype).view(real.shape))
+    overwrite_(real, content.clone().view(real.dtype).view(real.shape))
+
+
+def overwrite_(tensor: Tensor, values: Tensor) -> None:
+    """As `tensor.copy_(values)`, of a tensor too that shows entries more than once, as `expand`
+    makes it: torch writes to none of these.
+    """
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    tensor.copy_(values)
 
 
 def _real(tensor: Tensor) -> Tensor:

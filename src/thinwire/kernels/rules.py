@@ -86,3 +86,16 @@ class OuterRule:
     """In [0, 1)."""
     nesterov: bool = False
     """Whether to look ahead; needs momentum."""
+
+    def gain(self, times: int) -> float:
+        """How far the anchors have moved, in multiples of the sum of the changes, after so many
+        averagings whose changes have one size.
+
+        lr (1 - m (1 - m^T) / (T (1 - m))) / (1 - m) for a momentum m and T averagings, whether
+        changes repeat each other or have nothing in common; with Nesterov lr + m times that.
+        """
+        m = self.momentum
+        if not m or not times:
+            return self.lr if times else 1.0
+        summed = (1 - m * (1 - m**times) / (times * (1 - m))) / (1 - m)
+        return self.lr * (1 + m * summed if self.nesterov else summed)

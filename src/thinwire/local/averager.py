@@ -2,7 +2,8 @@
 verify, apply.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Protocol
@@ -10,7 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from thinwire.comm import Group, Regrouped
-from thinwire.errors import PayloadCorrupt
+from thinwire.errors import Diverged, PayloadCorrupt
 from thinwire.exchange.digest import OwnState, RollingDigest
 from thinwire.exchange.likeness import Likeness
 from thinwire.exchange.vote import COMPARING, Report, agree_on_step
@@ -26,6 +27,9 @@ __all__ = [
     "Counters",
     "OwnScale",
 ]
+
+_FROZEN = "frozen parameter"
+"""What parameters that do not train are called in errors."""
 
 
 class Roll(Protocol):
@@ -154,6 +158,11 @@ class Averager:
         return begun or self.counters.step > self.counters.whole
 
     @property
+    def parts(self) -> int:
+        """Of the model, which are averaged in turn."""
+        return len(self._parts)
+
+    @property
     def mixing(self) -> float:
         """The part of its local value that a parameter keeps."""
         return self._config.mixing
@@ -169,10 +178,11 @@ class Averager:
             with self._group.uncounted():  # no exchange of an update
                 self._vote(Report(self.counters.step, COMPARING, damaged=self._damage()))
                 if self._group.size > 1:
-                    self.digest.require_equal(self._group, self.counters.step)
+                    with _frozen_explained():
+                        self.digest.require_equal(self._group, self.counters.step)
 
     def _anchors(self) -> dict[str, Tensor]:
-        frozen = {f"parameter {name}": p for name, p in self.tensors.frozen.items()}
+        frozen = {f"{_FROZEN} {name}": p for name, p in self.tensors.frozen.items()}
         return {
             f"anchor of parameter {name}": anchor for name, anchor in self.averaging.anchors.items()
         } | frozen
@@ -186,7 +196,8 @@ class Averager:
         return None if self.own is None else self.own.damage(self.counters.step, everything=True)
 
     def _vote(self, report: Report, digest: RollingDigest | None = None) -> list[Report]:
-        return agree_on_step(self._group, replace(report, engine=self._identity), [], digest)
+        with _frozen_explained():
+            return agree_on_step(self._group, replace(report, engine=self._identity), [], digest)
 
     def after_step(self) -> None:
         """Count a local step and do what follows from it."""
@@ -238,12 +249,19 @@ class Averager:
     def flush(self) -> None:
         """See `LocalUpdates.flush`."""
         work = None if self.work is None else self.work.told()
-        reports = self._vote(Report(self.counters.step, "flushing", work=work))
+        changed = list(self.tensors.changed_buffers())
+        report = Report(self.counters.step, "flushing", work=work, state=changed)
+        reports = self._vote(report)
         if not self._apply_pending():
             return
         some = any(report.work and report.work[0] for report in reports)  # maybe on other ranks
         if some or self.counters.step > self.counters.whole:
             self._average_all("averaging for the last time", with_loss=False)
+        elif any(report.state for report in reports):
+            # as after update_bn(): no step, so that nothing else may move, momentum included
+            pending, _ = self._measure("averaging buffers", [])
+            self._finish(pending)
+            self._after_averaging()
 
     def _average_all(self, phase: str, *, with_loss: bool) -> None:
         at = self.counters
@@ -447,3 +465,19 @@ def _not_there(keys: Iterable[str]) -> str | None:
         f"{key} was sent and is not there any more, so the mean cannot be put into it: load the "
         "optimizer's state before that of local updates"
     )
+
+
+@contextmanager
+def _frozen_explained() -> Iterator[None]:
+    """Say why a parameter that does not train may differ by design."""
+    try:
+        yield
+    except Diverged as error:
+        if f": {_FROZEN} " in str(error):
+            error.add_note(
+                "Local updates do not average frozen parameters. If the script moves them after "
+                "weights that ranks train apart, as a teacher that is a moving average, make them "
+                "buffers, which are averaged, keep the teacher outside the model, or move them "
+                "only where sync.synced is true."
+            )
+        raise

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Nodes, Sources
+from thinwire.comm.replicate import overwrite_
 from thinwire.compress.change_protocol import ERRORS, ChangeCompression, MeanChange
 from thinwire.compress.dense import not_finite, send_dense
 from thinwire.compress.protocol import Bucket, Sending, together
@@ -300,12 +301,11 @@ class Averaging:
             [sketch(tensor, self._keys[name]).cpu() for name, tensor in tensors.items()]
         ).sum(0)
 
-    @property
-    def applied_share(self) -> float:
+    def applied_share(self, averagings: int) -> float:
         """See `LocalUpdates.stats`."""
         change, applied = self.sketches
         square = float(change @ change)
-        return float(applied @ change) / square if square else 1.0
+        return float(applied @ change) / square if square else self._outer.gain(averagings)
 
     @torch.no_grad()
     def commit_(self, pending: PendingAveraging, extras: Mapping[str, Tensor]) -> None:
@@ -332,7 +332,7 @@ class Averaging:
         for key, value in pending.extras.items():
             mean = pending.mean_of(_extra(key), value)
             if not (self._alone and torch.equal(mean, value)):  # what came since would be lost
-                real_view(extras[key]).copy_(mean)
+                overwrite_(real_view(extras[key]), mean)
         if before is not None:
             applied = before - self.sketch_of({n: self.anchors[n] for n in pending.moved})
             assert pending.sketch is not None, "there was one before"

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import _validate as check
-from thinwire._names import named_buffers, named_parameters
+from thinwire._names import named_buffers, named_parameters, require_shapes
 from thinwire.comm import Group
 from thinwire.comm.replicate import copy_from_first_, make_models_equal_
 from thinwire.core.sharded import Shards, require_elementwise, require_shards, reshard_, shard_of
@@ -100,8 +100,9 @@ class LocalModel:
             if before != after:
                 return (
                     f"the model was changed since local_sgd was set up: {name} was {before} and is "
-                    f"{after}. Change a model before local_sgd, or leave the block first and enter "
-                    "it anew"
+                    f"{after}. Change a model, and run one forward pass where that gives tensors "
+                    "their shape, before local_sgd or prepare; to change it now leave the block, "
+                    "or close the engine, and begin anew, on all ranks"
                 )
         for name, param in named_parameters(self.model):
             if self._ids[name] != id(param):
@@ -175,6 +176,7 @@ class LocalModel:
 def _check_kinds(model: object, optimizer: object) -> None:
     check.instance("model", model, nn.Module)
     assert isinstance(model, nn.Module)
+    require_shapes(model)
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise TypeError(
             "model is wrapped in DistributedDataParallel, which averages gradients in every step: "
@@ -192,7 +194,7 @@ def _layout(model: nn.Module) -> Iterator[tuple[str, str]]:
     for name, p in named_parameters(model):
         yield f"parameter {name}", f"{looks(p)}, {'trainable' if p.requires_grad else 'frozen'}"
     for name, b in named_buffers(model):
-        if _averaged(b):
+        if b.is_floating_point():
             yield f"buffer {name}", looks(b)
 
 

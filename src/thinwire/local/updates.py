@@ -568,6 +568,13 @@ class LocalUpdates:
         self._entered_averager().require_equal()
 
     @property
+    def _applied_share(self) -> float:
+        if self._averager is None:
+            return 1.0
+        parts = self._averager.parts  # each has an outer optimizer of its own
+        return self._averager.averaging.applied_share(-(-self._counters.averagings // parts))
+
+    @property
     def wait_s(self) -> float:
         """Seconds for which this rank was blocked by others."""
         return 0.0 if self._sources is None else self._sources.wait_s - self._waited_before
@@ -587,8 +594,10 @@ class LocalUpdates:
         what was sent counts more than once (`mean_over="senders"`). It comes from 64 sums of
         entries with random signs (`local.sketch`), 256 bytes beside every compressed averaging, so
         its standard error is about an eighth of what was applied across the change, relative to the
-        change. Equal on all ranks. 1, and no byte, where all is applied in time: without
-        compression, with one of gradients, and at decay 1 with a mean over all ranks.
+        change. Equal on all ranks. Where all is applied in time (without compression, with one of
+        gradients, and at decay 1 with a mean over all ranks) no byte is sent for it: it is what the
+        outer optimizer makes of changes of one size, 1 for plain averaging and outer_lr without
+        outer momentum.
         """
         sources, changes = self._sources, self._changes
         between = getattr(sources, "bytes_between_nodes", None)
@@ -598,7 +607,7 @@ class LocalUpdates:
             averagings=self._counters.averagings,
             k_steps=self.k_steps,
             sparsity=0.0 if changes is None else changes.sparsity_at(self.step),
-            applied_share=1.0 if self._averager is None else self._averager.averaging.applied_share,
+            applied_share=self._applied_share,
             loss_scale=1.0 if self._scaler is None else self._scaler.scale,
             bytes_sent=self._sent_by_ddp
             + (0 if sources is None else sources.bytes_sent + self._bytes_elsewhere),

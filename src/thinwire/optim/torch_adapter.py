@@ -4,6 +4,7 @@ stages.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 import torch
@@ -28,10 +29,19 @@ class TorchOptimizer(CommonOptimizer):
     _wide_state = False
     _numbers = ("momentum", "dampening", "alpha", "eps", "lr_decay", "initial_accumulator_value")
 
+    def __init__(self, *given: Any, **named: Any) -> None:
+        # before torch compares them, whose errors name neither argument nor value
+        values = signature(self._torch_class).bind(*given, **named).arguments
+        values = values.get("defaults", values)
+        if "weight_decay" in values:
+            check.scalar("weight_decay", values["weight_decay"], at_least=0)
+        self._check_hyperparameters(values)
+        super().__init__(*given, **named)
+
     def _check_hyperparameters(self, values: Mapping[str, Any]) -> None:
         for key in self._numbers:
-            if key in values and not isinstance(values[key], Tensor):
-                check.real(key, values[key], at_least=0 if key != "dampening" else None)
+            if key in values:
+                check.scalar(key, values[key], at_least=0 if key != "dampening" else None)
         betas = values.get("betas")
         if "betas" in values and not (
             isinstance(betas, tuple | list) and any(isinstance(beta, Tensor) for beta in betas)

@@ -186,16 +186,22 @@ class LeftGradients:
     """Remembers what an update left in `p.grad`, and warns, once, where it is another at the next
     one.
 
-    Clearing gradients is no such change, in place or not.
+    Clearing gradients is no such change, in place or not; nor is what the backward pass of another
+    engine added, as that of a generator does to its critic.
     """
+
+    _begun = 0
+    """Backward passes of all engines of this process."""
 
     def __init__(self, params: Mapping[str, Parameter]) -> None:
         self._params = params
+        self._last = 0
         self._seen: dict[str, tuple[int, int]] = {}
         self._warned = False
 
     def remember(self) -> None:
         """What is there now is what was left."""
+        self._last = LeftGradients._begun
         if self._warned:
             return
         # an identity and no reference: what the user drops must be freed
@@ -204,7 +210,9 @@ class LeftGradients:
 
     def look(self) -> None:
         """Before gradients are cleared for the next backward pass."""
-        if self._warned:
+        alone = LeftGradients._begun == self._last
+        LeftGradients._begun += 1
+        if self._warned or not alone:
             return
         for name, param in self._params.items():
             grad = param.grad

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import _validate as check
-from thinwire._names import named_buffers, named_parameters
+from thinwire._names import named_buffers, named_parameters, require_shapes
 from thinwire.amp import LossScaler
 from thinwire.comm import (
     Group,
@@ -314,6 +314,7 @@ def _needs(plan: _Plan) -> frozenset[Need]:
 def _check_kinds(model: object, optimizer: object, loss_fn: object, grad_clip: object) -> None:
     check.instance("model", model, nn.Module)
     assert isinstance(model, nn.Module)
+    require_shapes(model)
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         kinds = " or ".join(f"thinwire.optim.{kind.__name__}" for kind in EXCHANGING)
         raise TypeError(
