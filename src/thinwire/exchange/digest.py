@@ -28,8 +28,8 @@ __all__ = [
 
 DIGEST_EVERY = 64
 _FADING_EVERY = 8
-"""Updates in which all moments are seen. Reading all of them in each cost a step of a small model a
-tenth."""
+"""Updates in which all moments are seen. To read all of them in each took 8 % of a dense step of 3
+million parameters on a CPU."""
 _WHOLE = 1 << 16
 """Bytes; a smaller tensor is never cut."""
 

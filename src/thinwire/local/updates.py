@@ -545,7 +545,8 @@ class LocalUpdates:
 
     def flush(self) -> None:
         """Apply a result that is on its way, and average everything if there were steps since all
-        ranks were equal.
+        ranks were equal; without a step, floating-point buffers that changed since, as in
+        `update_bn`.
 
         All ranks must call it after the same step. Leaving the block does it.
 
