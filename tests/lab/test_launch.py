@@ -33,6 +33,11 @@ def test_a_worker_that_says_nothing_is_told_by_the_log(tmp_path: Path) -> None:
         "start\nModuleNotFoundError: No module named 'x'\nend\n", encoding="utf-8"
     )
     assert (
-        explain([], [1, None], tmp_path)
-        == "a worker ended without a result\n  ModuleNotFoundError: No module named 'x'"
+        explain([], [1, None], tmp_path) == "worker 0 ended with status 1, without a result\n"
+        "  ModuleNotFoundError: No module named 'x'"
     )
+
+
+def test_a_worker_that_ends_by_itself_is_the_cause_and_its_peers_are_not(tmp_path: Path) -> None:
+    told = explain([error(0, 1.0, "Connection reset by peer")], [1, 9], tmp_path)
+    assert told == "worker 1 ended with status 9, without a result"

@@ -59,6 +59,9 @@ def test_who_did_not_begin_alike_is_not_compared() -> None:
     found = judged(run("dgc", [5.0, 4.0], 0.5, 80), run("low-rank", [3.0, 2.0], 0.5, 80))
     assert found.winner is None
     assert "did not begin from the same parameters" in found.text
+    found = judged(dense(8.4, 7.7, 7.5), run("dgc", [7.8, 7.4, 7.0], 0.5, 80))
+    assert found.winner is None
+    assert "did not begin from the same parameters" in found.text
 
 
 def test_ranks_of_torchrun_have_a_network_between_them() -> None:

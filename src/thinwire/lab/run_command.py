@@ -82,6 +82,8 @@ def _require_script(script: tuple[str, ...]) -> None:
         raise ValueError(
             "there is no script: write it after --, as in thinwire run --workers 2 -- train.py"
         )
+    if Path(script[0]).is_dir():
+        raise ValueError(f"{script[0]} is a folder; name a Python script after --")
     if not Path(script[0]).is_file():
         raise ValueError(f"{script[0]}: there is no such file; name a Python script after --")
 

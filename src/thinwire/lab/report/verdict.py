@@ -45,9 +45,12 @@ def verdict(results: Mapping[str, Any]) -> Verdict:
 
 
 _UNLIKE = (
-    "some strategies began below the loss that others ended with, so they did not begin from the "
-    "same parameters, and nothing can be said: let the task make the same model for the same seed."
+    "some strategies began at another loss than others, so they did not begin from the same "
+    "parameters, and nothing can be said: let the task make the same model, and the same held-out "
+    "data, for the same seed."
 )
+_SAME = 0.01
+"""Part by which the loss of one model may differ from one evaluation to another: some are drawn."""
 
 
 class _Clock:
@@ -98,7 +101,7 @@ def _against_dense(results: Mapping[str, Any], dense: Run, clock: _Clock) -> Ver
             None,
         )
     others = [run for run in results["strategies"] if run is not dense]
-    if any(target >= run["evaluations"][0]["loss"] for run in others):
+    if _began_apart([dense, *others]):
         return Verdict(f"{clock.place} {_UNLIKE}", None)
     reached = sorted(
         ((seconds, run) for run in others if (seconds := clock.to_loss(run, "dense")) is not None),
@@ -132,6 +135,12 @@ def _against_dense(results: Mapping[str, Any], dense: Run, clock: _Clock) -> Ver
     )
 
 
+def _began_apart(runs: Sequence[Run]) -> bool:
+    """Whether the losses before the first update are not those of one model."""
+    losses = [float(run["evaluations"][0]["loss"]) for run in runs]
+    return max(losses) - min(losses) > _SAME * abs(max(losses))
+
+
 def _nobody(
     results: Mapping[str, Any], dense: Run, others: Sequence[Run], clock: _Clock
 ) -> Verdict:
@@ -155,6 +164,8 @@ def _among(results: Mapping[str, Any], clock: _Clock, place: str) -> Verdict:
     """By the loss that all of them reached, where dense's is not there or says nothing."""
     runs = results["strategies"]
     target = results["common_loss"]
+    if _began_apart(runs):
+        return Verdict(f"{place} {_UNLIKE}", None)
     if any(target >= run["evaluations"][0]["loss"] for run in runs):
         stuck = [
             run["strategy"] for run in runs if run["best_loss"] >= run["evaluations"][0]["loss"]

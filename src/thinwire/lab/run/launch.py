@@ -143,13 +143,17 @@ def explain(errors: Sequence[Mapping[str, Any]], statuses: Sequence[int | None],
     """
     # a rank that dies after an error of its own died of that
     spoke = {error["rank"] for error in errors}
-    deaths = [
+    silent = {rank: s for rank, s in enumerate(statuses) if s and rank not in spoke}
+    killed = [
         f"worker {rank} was killed by {_signal_name(-status)}"
-        for rank, status in enumerate(statuses)
-        if status is not None and status < 0 and rank not in spoke
+        for rank, status in silent.items()
+        if status < 0
     ]
-    if deaths:
-        return "; ".join(deaths)
+    if killed:
+        return "; ".join(killed)
+    if silent:
+        ended = "; ".join(f"worker {r} ended with status {s}" for r, s in silent.items())
+        return f"{ended}, without a result\n{_log_tail(work)}".rstrip()
     if errors:
         first = min(errors, key=lambda error: float(error["unix_s"]))
         lines = str(first["message"]).strip().splitlines() or [""]

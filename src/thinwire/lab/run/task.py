@@ -232,9 +232,15 @@ class OwnTask:
                 lambda: self.loss_fn(called(model, inputs), targets),
             )
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            got = f"{loss!r:.80}"
+            if isinstance(loss, Tensor):
+                got = f"shape {tuple(loss.shape)}" if loss.numel() != 1 else "one without"
+                got += "; take its mean" if loss.numel() > 1 else ""
+            if not any(p.requires_grad for p in model.parameters()):
+                got += ": the model has no parameter that trains"
             raise self._error(
                 "loss_fn(model(inputs), targets) must be a tensor of one number with a gradient, "
-                f"got {loss!r}"
+                f"got {got}"
             )
         if not isfinite(found := float(loss.detach())):
             raise self._error(f"the loss of the first batch is {found}")
