@@ -48,7 +48,7 @@ time.sleep(600)
 """
 BAD = {
     "-- missing.py": "missing.py: there is no such file",
-    "-- .": "there is no such file",
+    "-- .": ". is a folder",
     "--link fast -- missing.py": "link='fast'",
     "--link 20mbit --latency soon -- missing.py": "latency='soon'",
     "--workers 0 -- missing.py": "workers=0",

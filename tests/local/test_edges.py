@@ -500,3 +500,27 @@ def test_a_buffer_that_gets_its_shape_later_is_named_with_what_it_was() -> None:
     ):
         model.seen = torch.zeros(5)
         optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [tw.LocalSGD(4, begin_step=0), tw.AdaptiveLocalSGD(4, begin_step=0)],
+    ids=["fixed", "adaptive"],
+)
+def test_a_parameter_frozen_later_is_refused_before_the_next_step(config: Any) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    optimizer = sgd(model)
+    field = "localsgd" if isinstance(config, tw.LocalSGD) else "adaptive_localsgd"
+    strategy = tw.DistributedStrategy(**{field: config})
+    engine = strategy.prepare(model, optimizer, nn.functional.mse_loss)
+    x, y = torch.ones(2, 3), torch.zeros(2, 1)
+    engine.train_step(x, y)
+    model[0].requires_grad_(False)
+    before = values(model)
+    with pytest.raises(RuntimeError, match=r"0\.weight was frozen after prepare.*flush"):
+        engine.train_step(x, y)
+    assert all(np.array_equal(before[name], p) for name, p in values(model).items())
+    model[0].requires_grad_(True)
+    engine.train_step(x, y)
+    engine.flush()
+    engine.close()

@@ -322,6 +322,28 @@ def _engine(rank: int, size: int, address: str, flag: str) -> Any:
         return entered, (members.step, members.size), state
 
 
+def test_a_member_that_has_left_flushes_nothing(ranks: Pool) -> None:
+    with meeting_place(None) as address:
+        left = ranks.run(_leaving_an_engine, address, size=3, group=False)
+    assert left == [False, True, False]
+
+
+def _leaving_an_engine(rank: int, size: int, address: str) -> bool:
+    strategy = tw.DistributedStrategy(localsgd=SPARSE, gradient_merge=tw.GradientMerge(2))
+    net = model(rank)
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+    with tw.join(address, run="test", start_members=3, timeout=TIMEOUT_S) as members:
+        engine = strategy.prepare(net, optimizer, torch.nn.MSELoss(), members=members)
+        while members.step < 24 and not members.left:
+            x = torch.randn(8, 24)
+            engine.train_step(x, x.roll(1, 1))
+            if rank == 1 and members.step == 8:
+                members.leave()
+        engine.flush()
+        engine.close()
+        return members.left
+
+
 def _saving(rank: int, size: int, address: str, folder: str, run: str, flag: str) -> Any:
     """A run to step 20, of which one member saves at step 10; or one that begins from there."""
     wait_for(flag if rank == 2 else "")

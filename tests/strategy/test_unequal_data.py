@@ -244,6 +244,32 @@ def test_an_error_inside_leaves_the_join_at_once(ranks: Pool) -> None:
     assert ranks.run(failing) == ["went on"] * 2
 
 
+def scheduled(rank: int, size: int, ours: bool) -> list[str] | int:
+    model = make_model(plain=True)
+    if ours:
+        rate = tw.schedules.CosineDecay(0.0, 0.1, 10)
+        optimizer: torch.optim.Optimizer = tw.optim.SGD(model.parameters(), rate)
+    else:
+        optimizer = sgd(model)
+    engine = tw.DistributedStrategy().prepare(model, optimizer, cross_entropy)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(sgd(model) if ours else optimizer, 10)
+    try:
+        with engine.join():
+            for step in range(4 - 2 * rank):
+                engine.train_step(*batch(step, rank))
+                if not ours:
+                    scheduler.step()
+    except tw.errors.Mismatch as error:
+        return error.__notes__
+    return engine.step
+
+
+def test_a_scheduler_that_a_rank_without_batches_cannot_step_is_told(ranks: Pool) -> None:
+    for notes in ranks.run(scheduled, False):
+        assert any("cannot call scheduler.step()" in note for note in notes)
+    assert ranks.run(scheduled, True) == [4, 4]
+
+
 def test_alone_it_changes_nothing() -> None:
     (result,) = [joined(0, 1, [3], {}, "sgd")]
     assert torch.allclose(wide(result["params"]), wide(by_one_process([3], 1, "sgd")))

@@ -473,6 +473,11 @@ class LocalUpdates:
         return self._averager is not None and self._averager.apart
 
     @property
+    def left(self) -> bool:
+        """Whether this one was a member of those that average, and has left."""
+        return self._members is not None and self._members.left
+
+    @property
     def pending(self) -> PendingAveraging | None:
         """The averaging that is on its way, if there is one."""
         return None if self._averager is None else self._averager.pending

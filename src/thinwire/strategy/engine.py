@@ -293,7 +293,9 @@ class Engine:
         Means are over all ranks, those without batches included, so the last updates are smaller
         (`divide_by_initial_world_size` of DDP's join). What a rank has kept by compression goes on
         being sent. Under local updates it changes nothing by itself, and takes part in the
-        averagings; where rounds end by time it counts nothing there.
+        averagings; where rounds end by time it counts nothing there. It cannot step a scheduler of
+        torch, and where all ranks update alike they need one rate: use a schedule of
+        `thinwire.schedules`, or step the scheduler after the block.
 
         Must stand around the loop on all ranks. Leave the block by the end of the loop: an error
         inside it leaves at once, as without `join`.
@@ -331,13 +333,17 @@ class Engine:
         """Apply the leftovers of a merge, then what local updates have on their way, then their
         last averaging.
 
-        Call it on all ranks at the end of training; does nothing where there is nothing.
+        Call it on all ranks at the end of training; does nothing where there is nothing, and
+        nothing but dropping a merge on a member that has left the others.
 
         Raises:
             Mismatch: Ranks are at different places.
             ThinwireError: The exchange failed.
         """
         self._require_open()
+        if self.sync is not None and self.sync.left:
+            self._forget_merged()
+            return
         parts = self._parts
         merge = parts.merge
         with parts.group.one_deadline():
@@ -711,7 +717,7 @@ class Engine:
             self._settle_turn()
             return
         self._clear_grads()
-        with self._parts.group.one_deadline():
+        with self._advice(), self._parts.group.one_deadline():
             self._add_or_update({}, 1.0, overflow=False)
 
     @contextlib.contextmanager
@@ -725,6 +731,12 @@ class Engine:
                 error.add_note(
                     "If ranks have unequal numbers of batches, train inside `with engine.join():`, "
                     "or give all of them equally many."
+                )
+            elif isinstance(error, Mismatch) and "learning rates" in str(error):
+                error.add_note(
+                    "A rank without batches cannot call scheduler.step(): inside engine.join() "
+                    "give the optimizer a schedule of thinwire.schedules, which counts updates by "
+                    "itself, or step a scheduler of torch after the block, such as once an epoch."
                 )
             raise
 
@@ -746,6 +758,14 @@ class Engine:
                 f"{len(new)} parameters became trainable, or were given to the optimizer, after "
                 f"prepare, which chose what is exchanged: {told}. Close this engine and prepare a "
                 "new one with an optimizer that has them, on all ranks"
+            )
+        averaged = self._parts.params if self._parts.exchange.local else {}
+        frozen = next((name for name, p in averaged.items() if not p.requires_grad), None)
+        if frozen is not None:
+            raise RuntimeError(
+                f"parameter {frozen} was frozen after prepare, and local updates average what "
+                "trained then. Before it is frozen call engine.flush() and close this engine; then "
+                "prepare a new one, on all ranks"
             )
         replaced = None if self._places is None else self._places.replaced()
         if replaced is not None:
