@@ -36,6 +36,8 @@ RELATIVES = {
 """Methods whose prior is scaled like that of another one until they are measured themselves: the
 same algorithm, or local steps of the same optimizer.
 """
+_TOO_SMALL = ("tiny",)
+"""Models of which a method leaves most tensors as they are."""
 Line = Mapping[str, Any]
 Curve = Sequence[tuple[int, float]]
 
@@ -49,7 +51,12 @@ def measured(lines: Iterable[Line]) -> list[dict[str, Any]]:
     by_setting: dict[str, list[Line]] = defaultdict(list)
     for line in lines:
         cell = line["cell"]
-        if cell["kind"] != "link" and cell["steps"] == STEPS and line.get("loss") is not None:
+        if (
+            cell["kind"] != "link"
+            and cell["steps"] == STEPS
+            and cell["size"] not in _TOO_SMALL
+            and line.get("loss") is not None
+        ):
             place = {key: cell[key] for key in ("workers", "size", "options", "optimizer")}
             place["method"] = _method(cell)
             by_setting[json.dumps(place, sort_keys=True)].append(line)
