@@ -373,7 +373,7 @@ def test_a_failed_averaging_counts_the_steps_once(
 
 
 class Watching(nn.Module):
-    """A layer, a buffer that shows one row four times, and a teacher that does not train."""
+    """A layer, a buffer that shows one row three times, and a teacher that does not train."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()

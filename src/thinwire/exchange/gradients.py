@@ -168,7 +168,6 @@ class GradientExchange:
         """Further numbers of `thinwire.core.stats`."""
         counts: dict[str, float] = {
             "bytes_received": self.sources.bytes_received,
-            "wait_s": self.sources.wait_s,
             "rate_bit_s": self.sources.rate_bit_s,
         }
         if not isinstance(self.sources, Group):
@@ -419,7 +418,7 @@ class GradientExchange:
             return
         damage = None if self.own is None else self.own.damage(step, everything=True)
         with self.group.uncounted():  # no exchange of an update
-            self._agree(Report(step, COMPARING, damaged=damage), {})
+            self._agree(Report(step, COMPARING, damaged=damage))
             if self.group.size > 1:
                 self.digest.require_equal(self.group, step)
 
@@ -513,7 +512,7 @@ class GradientExchange:
         except PayloadCorrupt as refusal:
             said["corrupt"] = str(refusal)
         said["rates"] = [] if self.optimizer is None else _rates_of(self.optimizer)
-        return self._agree(report, said)
+        return self._agree(report, **said)
 
     def _blamed(self, name: str, grads: Grads, *, own: bool) -> dict[str, int]:
         """What a report says of a gradient that is not finite: this rank's own, or what became of
@@ -528,7 +527,7 @@ class GradientExchange:
     def _agree_and_compare(self, report: Report, grads: Grads) -> list[Report]:
         """Also whether all ranks bring the same, which would make the exchange useless."""
         likeness = self.likeness.of(grads.values(), self.group.replica_count)
-        reports = self._agree(report, {"likeness": likeness})
+        reports = self._agree(report, likeness=likeness)
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         self.likeness.hear(
             [each.likeness for each in reports], (p for group in groups for p in group["params"])
@@ -537,7 +536,7 @@ class GradientExchange:
             self.bytes_before += sum(grad.numel() * grad.element_size() for grad in grads.values())
         return reports
 
-    def _agree(self, report: Report, said: Mapping[str, Any]) -> list[Report]:
+    def _agree(self, report: Report, **said: Any) -> list[Report]:
         """Hear all ranks, with what this one says besides: fields of a report."""
         ours = {
             "engine": self.identity,

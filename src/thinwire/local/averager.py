@@ -159,7 +159,7 @@ class Averager:
 
     @property
     def parts(self) -> int:
-        """Of the model, which are averaged in turn."""
+        """Into how many the model is cut, which are averaged in turn."""
         return len(self._parts)
 
     @property

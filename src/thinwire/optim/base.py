@@ -110,14 +110,13 @@ class CommonOptimizer(TwoPhase):
     def _rates(self) -> list[float]:
         """The rate of every group in this update; schedules write theirs into the groups."""
         position = self._common.position
-        for i, group in enumerate(self.param_groups):
-            decay = group["weight_decay"]
-            if type(decay) is not float or not 0 <= decay < math.inf:  # a user may have written it
-                check.scalar(f"weight_decay of group {i} at step {position}", decay, at_least=0)
         rates = []
         for i, (group, schedule) in enumerate(
             zip(self.param_groups, self._common.schedules, strict=True)
         ):
+            decay = group["weight_decay"]
+            if type(decay) is not float or not 0 <= decay < math.inf:  # a user may have written it
+                check.scalar(f"weight_decay of group {i} at step {position}", decay, at_least=0)
             where = f"the learning rate of group {i} at step {position}"
             rate = (
                 check.scalar(where, _without_rounding(group["lr"]), at_least=0)

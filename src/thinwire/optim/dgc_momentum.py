@@ -182,9 +182,9 @@ class DGCMomentum(ExchangingOptimizer):
     _agreed: list[dict[str, Any]] | None = None
     """Per group what says how many entries are sent, as all ranks last agreed on it."""
     _in_force: list[dict[str, Any]] | None = None
+    """The same while buckets are launched, before the agreement of their step."""
     _rules: dict[int, Rule] | None = None
     """By group, while an update or a launch lasts: groups do not change then."""
-    """The same while buckets are launched, before the agreement of their step."""
 
     def __init__(
         self,

@@ -27,15 +27,20 @@ class TorchOptimizer(CommonOptimizer):
 
     _torch_class: type[torch.optim.Optimizer]
     _wide_state = False
-    _numbers = ("momentum", "dampening", "alpha", "eps", "lr_decay", "initial_accumulator_value")
+    _numbers = (
+        "weight_decay",
+        "momentum",
+        "dampening",
+        "alpha",
+        "eps",
+        "lr_decay",
+        "initial_accumulator_value",
+    )
 
     def __init__(self, *given: Any, **named: Any) -> None:
         # before torch compares them, whose errors name neither argument nor value
         values = signature(self._torch_class).bind(*given, **named).arguments
-        values = values.get("defaults", values)
-        if "weight_decay" in values:
-            check.scalar("weight_decay", values["weight_decay"], at_least=0)
-        self._check_hyperparameters(values)
+        self._check_hyperparameters(values.get("defaults", values))
         super().__init__(*given, **named)
 
     def _check_hyperparameters(self, values: Mapping[str, Any]) -> None:

@@ -46,7 +46,6 @@ class DropTogether:
         besides: dict[str, float] = {
             "bytes_received": votes.bytes_received,
             "bytes_between_nodes": votes.bytes_sent,
-            "wait_s": votes.wait_s,
         }
         return {key: value + besides.get(key, 0) for key, value in counts.items()}
 

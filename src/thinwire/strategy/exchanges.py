@@ -240,7 +240,7 @@ class ExchangingStep(_EveryStep):
 
     def counts(self, step: int) -> dict[str, float]:
         stats = self._optimizer.stats()
-        counts = {key: stats[key] for key in ("bytes_received", "wait_s", "rate_bit_s", "sparsity")}
+        counts = {key: stats[key] for key in ("bytes_received", "rate_bit_s", "sparsity")}
         if stats["bytes_between_nodes"] != stats["bytes_sent"]:  # there are nodes
             counts["bytes_between_nodes"] = stats["bytes_between_nodes"]
         return counts
@@ -320,7 +320,6 @@ class LocalSteps:
             key: stats[key]
             for key in (
                 "bytes_received",
-                "wait_s",
                 "rate_bit_s",
                 "waiting_share",
                 "sparsity",

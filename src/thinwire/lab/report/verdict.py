@@ -101,7 +101,8 @@ def _against_dense(results: Mapping[str, Any], dense: Run, clock: _Clock) -> Ver
             None,
         )
     others = [run for run in results["strategies"] if run is not dense]
-    if _began_apart([dense, *others]):
+    below = any(target >= run["evaluations"][0]["loss"] for run in others)
+    if below or _began_apart([dense, *others]):
         return Verdict(f"{clock.place} {_UNLIKE}", None)
     reached = sorted(
         ((seconds, run) for run in others if (seconds := clock.to_loss(run, "dense")) is not None),

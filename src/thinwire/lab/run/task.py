@@ -232,15 +232,9 @@ class OwnTask:
                 lambda: self.loss_fn(called(model, inputs), targets),
             )
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            got = f"{loss!r:.80}"
-            if isinstance(loss, Tensor):
-                got = f"shape {tuple(loss.shape)}" if loss.numel() != 1 else "one without"
-                got += "; take its mean" if loss.numel() > 1 else ""
-            if not any(p.requires_grad for p in model.parameters()):
-                got += ": the model has no parameter that trains"
             raise self._error(
                 "loss_fn(model(inputs), targets) must be a tensor of one number with a gradient, "
-                f"got {got}"
+                f"got {_loss_told(loss, model)}"
             )
         if not isfinite(found := float(loss.detach())):
             raise self._error(f"the loss of the first batch is {found}")
@@ -328,6 +322,17 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
+
+
+def _loss_told(loss: object, model: nn.Module) -> str:
+    """What is wrong with a loss that is no number with a gradient."""
+    if not isinstance(loss, Tensor):
+        return f"{loss!r:.80}"
+    if loss.numel() != 1:
+        return f"shape {tuple(loss.shape)}; take its mean"
+    if not any(p.requires_grad for p in model.parameters()):
+        return "one without: the model has no parameter that trains"
+    return "one without"
 
 
 def _look(entry: tuple[str, tuple[int, ...], str] | None) -> str:
