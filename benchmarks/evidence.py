@@ -13,7 +13,8 @@ made again, so the command goes on where it was interrupted.
 
 Rates come from the validation part, by one rule for all: 0.003, 0.006 and 0.012 (for SGD 0.2, 0.4
 and 0.8) with the same number of steps, and one further to the side as long as the best is at the
-edge. Tuning takes seed 1, the training others.
+edge. Tuning takes seed 1, the training others. With --near 2 the first three are, for every
+strategy, the best rate that two workers had and its neighbours, which saves a run or two of each.
 """
 
 import argparse
@@ -22,7 +23,7 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -223,6 +224,20 @@ def tuned(results: Results[AnyCell], base: AnyCell, grid: Sequence[float]) -> fl
             return best
 
 
+def near(results: Results[AnyCell], base: Cell, workers: int) -> tuple[float, float, float]:
+    """The best rate that so many workers had on the validation part, and half and twice of it."""
+    wanted = asdict(replace(base, workers=workers))
+    losses = {
+        line["cell"]["lr"]: line["loss"]
+        for line in results.lines.values()
+        if line["cell"] == {**wanted, "lr": line["cell"]["lr"]} and line["loss"] is not None
+    }
+    if not losses:
+        raise SystemExit(f"--near {workers}: nothing was tuned with {workers} workers of {base}")
+    best = min(losses, key=losses.__getitem__)
+    return best / 2, best, best * 2
+
+
 def timed(cell: Cell) -> Cell:
     """The few steps whose time and bytes stand for all of a strategy on a link."""
     options = cell.recipe().options
@@ -242,6 +257,9 @@ def main() -> None:
     parser.add_argument("--links", nargs="+", default=LINKS)
     parser.add_argument(
         "--optimizer", choices=("adamw", "sgd"), default="adamw", help="of strategies without one"
+    )
+    parser.add_argument(
+        "--near", type=int, metavar="WORKERS", help="begin at the best rate of so many workers"
     )
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument(
@@ -268,6 +286,8 @@ def main() -> None:
             )
             if {"tune", "train", "whole"} & set(arguments.parts):
                 grid = SGD_RATES if base.optimizer == "sgd" else RATES
+                if arguments.near is not None:
+                    grid = near(results, base, arguments.near)
                 rate = tuned(results, base, grid)
             if "train" in arguments.parts:
                 for seed in arguments.seeds:

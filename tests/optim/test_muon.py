@@ -96,6 +96,43 @@ def test_a_matrix_follows_the_formula_on_its_singular_values(
         )
 
 
+@pytest.mark.parametrize(
+    ("coefficients", "ns_steps", "within"),
+    [
+        ((3.4445, -4.775, 2.0315), 1, 1e-5),
+        ((3.4445, -4.775, 2.0315), 5, 1e-3),
+        # rounding alone grows to this; with one X X^T for all ten it would grow without limit
+        ((3.4445, -4.775, 2.0315), 10, 0.1),
+        ((1.5, -0.5, 0.0), 12, 1e-4),
+        ((0.9, -0.1, 0.0), 3, 1e-5),
+    ],
+)
+@pytest.mark.parametrize("rank", [1, 5, 24])
+@pytest.mark.parametrize("shape", [(24, 24), (24, 37), (96, 24)])
+def test_a_matrix_of_any_shape_and_rank_follows_the_iteration_in_float64(
+    shape: tuple[int, int],
+    rank: int,
+    coefficients: tuple[float, float, float],
+    ns_steps: int,
+    within: float,
+) -> None:
+    generator = torch.Generator().manual_seed(3)
+    rows, columns = shape
+    grad = torch.randn(rows, rank, generator=generator)
+    grad = grad @ torch.randn(rank, columns, generator=generator)
+    p = nn.Parameter(torch.zeros(shape))
+    p.grad = grad
+    rate = 1 / (0.2 * max(shape) ** 0.5)
+    iteration = {"ns_coefficients": coefficients, "ns_steps": ns_steps}
+    Muon([p], lr=rate, momentum=0.0, nesterov=False, **iteration).step()
+    a, b, c = coefficients
+    expected = grad.double() / grad.double().norm()
+    for _ in range(ns_steps):
+        gram = expected @ expected.T
+        expected = a * expected + (b * gram + c * gram @ gram) @ expected
+    assert (p.detach().double() + expected).norm() <= within * expected.norm()
+
+
 def test_on_a_cpu_float32_is_what_is_computed_in() -> None:
     def trained(ns_dtype: object) -> Tensor:
         model = Language()
