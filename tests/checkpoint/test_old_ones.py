@@ -3,13 +3,15 @@ not text."""
 
 import os
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.checkpoint.states import rank_state, same
 from tests.ranks import Pool
-from thinwire.checkpoint import load, save
+from thinwire.checkpoint import load, plan, save, saving
 from thinwire.comm import Group
 from thinwire.errors import CheckpointError, CheckpointMissing
 
@@ -89,6 +91,44 @@ def test_damage_does_not_pile_up(tmp_path: Path) -> None:
     flip(saved(tmp_path, 1, 2) / "rank_00000.json")
     saved(tmp_path, 3, 4)
     assert names(tmp_path) == ["step_0000000003", "step_0000000004"]
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_save_that_stood_still_deletes_nothing_that_came_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: int
+) -> None:
+    """A machine was paused after it had named its checkpoint, and another run went on."""
+    paused: list[Callable[[], object]] = []
+    saved(tmp_path, 1, keep=keep)
+    with monkeypatch.context() as patch:
+        prune = saving.prune
+        patch.setattr(saving, "prune", lambda *args: paused.append(partial(prune, *args)) or [])
+        saved(tmp_path, 2, keep=keep)
+    saved(tmp_path, 3, 4, 5, keep=keep)
+    before = names(tmp_path)
+    assert len(before) == keep
+    paused[0]()
+    assert names(tmp_path) == before
+
+
+@pytest.mark.parametrize("file", ["rank_00000.safetensors", "rank_00000.json"])
+def test_no_checkpoint_is_named_that_lacks_what_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    """Another run in the same directory takes it for left behind, and removes it."""
+    saved(tmp_path, 1, keep=1)
+    seal = plan.Plan.seal
+
+    def removed(self: plan.Plan, files: dict) -> None:
+        (self.staging / file).unlink()
+        seal(self, files)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(plan.Plan, "seal", removed)
+        with pytest.raises(CheckpointError, match=f"{file}, which has just been written.*another"):
+            saved(tmp_path, 2, keep=1)
+    assert load(tmp_path, group=GROUP).step == 1
+    assert names(tmp_path) == ["step_0000000001"]
 
 
 def test_all_are_kept_where_keep_is_none(tmp_path: Path) -> None:

@@ -69,6 +69,31 @@ def test_machines_without_a_common_file_system(ranks: Pool, tmp_path: Path) -> N
     assert len(manifests) == 1
 
 
+def saves(rank: int, size: int, root: str, *steps: int) -> list[str]:
+    for step in steps:
+        save(home(root, rank, 2), rank_state(rank, step), step=step, group=Group(), facts={})
+    return sorted(path.name for path in home(root, rank, 2).iterdir())
+
+
+@pytest.mark.parametrize("harm", ["a file is damaged", "it was never named on one machine"])
+def test_what_is_not_whole_on_all_machines_does_not_count_on_any(
+    ranks: Pool, tmp_path: Path, harm: str
+) -> None:
+    root = str(tmp_path)
+    ranks.run(saves, root, 1, 2, size=2)
+    second = home(root, 1, 2) / "step_0000000002"
+    if harm == "a file is damaged":
+        (second / "rank_00001.safetensors").write_bytes(b"")
+    else:
+        shutil.rmtree(second)
+    for machine in ranks.run(saves, root, 3, size=2):
+        assert {"step_0000000001", "step_0000000003"} <= set(machine)
+    shutil.rmtree(home(root, 0, 2) / "step_0000000003")
+    assert [step for step, _, _ in ranks.run(load_here, root, 2, size=2)] == [1, 1]
+    first, second = ranks.run(saves, root, 4, 5, size=2)
+    assert first == second == ["step_0000000004", "step_0000000005"]
+
+
 def load_here(rank: int, size: int, root: str, machines: int) -> tuple[int, Any, list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -12,8 +12,8 @@ import torch
 
 from thinwire._version import __version__
 from thinwire.checkpoint.files import discard, remove, sync_directory, write_file
-from thinwire.checkpoint.folder import leftovers, name_of, staging_name
-from thinwire.checkpoint.manifest import MANIFEST, Manifest
+from thinwire.checkpoint.folder import leftovers, missing_file, name_of, staging_name
+from thinwire.checkpoint.manifest import MANIFEST, Manifest, plain_file, tensor_file
 from thinwire.checkpoint.writer import Assignment, Survey, assign_tensors
 from thinwire.errors import CheckpointError
 
@@ -28,9 +28,14 @@ def places_of(neighbours: Sequence[Sequence[int]]) -> list[list[int]]:
 
     Raises:
         CheckpointError: Two ranks do not see the same, as on a file system that shows new files
-            late.
+            late; a rank does not see its own.
     """
     for rank, seen in enumerate(neighbours):
+        if rank not in seen:
+            raise CheckpointError(
+                f"the file by which others see rank {rank} is gone from its directory: another run "
+                "saves there. Give each run a directory of its own"
+            )
         for other in seen:
             if neighbours[other] != seen:
                 raise CheckpointError(
@@ -117,6 +122,13 @@ class Plan:
             facts=self._facts,
             files=files,
         )
+        names = [n for rank in self._place for n in (plain_file(rank), tensor_file(rank))]
+        gone = missing_file(self.staging, manifest, names)
+        if gone is not None:
+            raise CheckpointError(
+                f"{self.staging / gone}, which has just been written, is not there in its size: "
+                "another run saves in this directory. Give each run one of its own"
+            )
         write_file(self.staging / MANIFEST, manifest.to_bytes())
         sync_directory(self.staging)
 

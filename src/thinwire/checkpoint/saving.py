@@ -64,8 +64,8 @@ def save(
             that a checkpoint does not hold. Training may go on; earlier checkpoints are untouched,
             and what is left behind the next save removes.
 
-    Communication: seven rounds that carry, all in all, about 120 bytes for every tensor of the
-    state.
+    Communication: eight rounds, and one for each older checkpoint that is read, which carry, all in
+    all, about 120 bytes for every tensor of the state.
     Failure: a rank that dies is `PeerLost` on the others; what it leaves behind is removed by the
     next save.
     """
@@ -85,10 +85,7 @@ def save(
     except CheckpointError:
         clean_up(plan.remove)
         raise
-    stuck += on_all_ranks(group, "deleting older checkpoints", lambda: prune(plan, keep))[
-        group.rank
-    ]
-    for text in stuck:
+    for text in [*stuck, *prune(group, plan, keep)]:
         warnings.warn(text, UserWarning, stacklevel=2)
     return plan.path
 
