@@ -47,6 +47,36 @@ def test_there_and_back_on_another_number_of_ranks_too(ranks: Pool, tmp_path: Pa
     assert mean == pytest.approx(expected, abs=1e-4)
 
 
+def goes_on(rank: int, size: int, folder: Path, state: dict[str, Any] | None) -> Any:
+    """Three more updates and the engine's part of the next checkpoint."""
+    engine = trained(rank, 0)
+    part = EngineState(engine, folder=folder)
+    if state is not None:
+        part.load_state_dict(state)
+    begun = engine.step
+    batches = own_batches(task()[1], rank, of_batches=True)
+    for x, y in [next(batches) for _ in range(3)]:
+        engine.minimize(cross_entropy(engine.model(x), y))
+    return begun, part.state_dict()
+
+
+def test_a_framework_that_was_killed_before_it_wrote_goes_on_where_it_was(
+    ranks: Pool, tmp_path: Path
+) -> None:
+    begun, first = ranks.run(goes_on, tmp_path, None)[0]
+    assert begun == 0
+    begun, lost = ranks.run(goes_on, tmp_path, first)[0]
+    assert (begun, lost["step"]) == (3, 6)
+    begun, again = ranks.run(goes_on, tmp_path, first)[0]  # `lost` has never been written
+    assert (begun, again) == (3, lost)
+    begun, last = ranks.run(goes_on, tmp_path, again)[0]
+    assert (begun, last["step"]) == (6, 9)
+    for answer in ranks.run(goes_on, tmp_path, first, expect_errors=True):
+        assert isinstance(answer, Raised)
+        assert answer.type_name == "CheckpointMismatch"
+        assert "has checkpoints of step 6, 9, and none of step 3" in answer.text
+
+
 def misused(rank: int, size: int, folder: Path, how: str) -> None:
     engine = trained(rank, 1)
     if how == "no folder":

@@ -154,7 +154,8 @@ def test_a_file_that_does_not_belong_to_the_checkpoint_is_an_error(
     elif harm == "damaged":
         file.write_bytes(file.read_bytes()[:-1] + b"!")
     else:
-        PerRankState(Box({"x": torch.zeros(3)}), folder=tmp_path).state_dict()
+        for _ in range(2):  # the file of one save before stays
+            PerRankState(Box({"x": torch.zeros(3)}), folder=tmp_path).state_dict()
     box = Box("before")
     with pytest.raises(
         CheckpointError,
@@ -163,6 +164,35 @@ def test_a_file_that_does_not_belong_to_the_checkpoint_is_an_error(
     ):
         PerRankState(box, folder=tmp_path).load_state_dict(saved)
     assert box.value == "before"
+
+
+def test_a_framework_that_was_killed_before_it_wrote_goes_on_from_the_save_before(
+    tmp_path: Path,
+) -> None:
+    def begun(saved: dict[str, Any] | None = None) -> tuple[Box, PerRankState]:
+        box = Box({"x": torch.zeros(3)})
+        part = PerRankState(box, folder=tmp_path)
+        if saved is not None:
+            part.load_state_dict(saved)
+        return box, part
+
+    box, part = begun()
+    first = part.state_dict()
+    for attempt in range(3):  # each killed between the two writings
+        box, part = begun(first)
+        assert box.value["x"].tolist() == [0.0] * 3, attempt
+        box.value["x"] += 1
+        lost = part.state_dict()
+    box, part = begun(lost)  # the last one was only late
+    assert box.value["x"].tolist() == [1.0] * 3
+    saved = []
+    for value in (2.0, 3.0):
+        box.value["x"].fill_(value)
+        saved.append(part.state_dict())
+    assert begun(saved[1])[0].value["x"].tolist() == [3.0] * 3
+    assert begun(saved[0])[0].value["x"].tolist() == [2.0] * 3
+    part.remove(tmp_path, "per_rank")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_nested_values_keep_their_kinds(tmp_path: Path) -> None:

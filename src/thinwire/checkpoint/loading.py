@@ -17,7 +17,12 @@ from thinwire.checkpoint.reader import CheckpointReader
 from thinwire.checkpoint.shards import Cut
 from thinwire.checkpoint.tree import decoded
 from thinwire.comm import Group
-from thinwire.errors import CheckpointCorrupt, CheckpointError, CheckpointMissing
+from thinwire.errors import (
+    CheckpointCorrupt,
+    CheckpointError,
+    CheckpointMismatch,
+    CheckpointMissing,
+)
 
 __all__ = ["Loaded", "load"]
 
@@ -48,6 +53,7 @@ def load(
     rules: Mapping[str, Rule] | None = None,
     combined: bool = False,
     cut: Callable[[Any], Cut | None] | None = None,
+    step: int | None = None,
 ) -> Loaded:
     """Read the newest checkpoint that is whole on every rank.
 
@@ -68,13 +74,15 @@ def load(
         combined: Whether ranks get what `combine` makes even where as many go on as have saved.
         cut: How the model is cut into shards now, from the facts of a checkpoint of other parts;
             None from it where that has no shards, but stages.
+        step: Only a checkpoint of this step; None for the newest of any.
 
     Raises:
         TypeError, ValueError: `part` or `rules` is not what it must be.
         CheckpointCorrupt: There are checkpoints, and all of them are damaged or incomplete; names
             the files.
         CheckpointMissing: There is none.
-        CheckpointMismatch: It is of other pipeline stages.
+        CheckpointMismatch: It is of other pipeline stages; there are checkpoints, and none of
+            `step`.
         CheckpointError: It is of a newer format, or its states do not fit together. All on every
             rank.
 
@@ -87,18 +95,27 @@ def load(
     parts = [row["part"] for row in surveys]
     damaged = {(step, text) for row in surveys for step, text in row["damaged"]}
     problems = sorted(damaged, reverse=True)
-    known = {(serial, key): step for row in surveys for serial, key, step in row["whole"]}
-    for (_, key), step in sorted(known.items(), reverse=True):
+    known = {(serial, key): at for row in surveys for serial, key, at in row["whole"]}
+    if step is not None:
+        wanted = {place: at for place, at in known.items() if at == step}
+        if known and not wanted:
+            there = ", ".join(map(str, sorted(set(known.values()))))
+            raise CheckpointMismatch(
+                f"{root} has checkpoints of step {there}, and none of step {step}"
+            )
+        known = wanted
+        problems = [(at, text) for at, text in problems if at == step]
+    for (_, key), at in sorted(known.items(), reverse=True):
         verified: list[CheckpointReader] = []
         reader_of = partial(
             CheckpointReader, parts=parts, rank=group.rank, combined=combined, cut=cut
         )
-        verify = partial(_verify, root, entries.get(key), step, reader_of, verified)
+        verify = partial(_verify, root, entries.get(key), at, reader_of, verified)
         answers = on_all_ranks(group, "verifying a checkpoint", verify)
         if any(answers):
-            problems += [(step, text) for text in by_rank(answers)]
+            problems += [(at, text) for text in by_rank(answers)]
             continue
-        _warn_of([text for other, text in problems if other >= step], verified[0].path)
+        _warn_of([text for other, text in problems if other >= at], verified[0].path)
         return _read(group, verified[0], rules)
     raise _none_whole(sorted({row["root"] for row in surveys}), [text for _, text in problems])
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from thinwire import _validate as check
+from thinwire.checkpoint.folder import found_at
 from thinwire.errors import StrategyError
 from thinwire.integrations.per_rank import Accelerates
 from thinwire.strategy.distributed_strategy import DistributedStrategy
@@ -34,7 +35,9 @@ class EngineState:
             checkpoint.
         name: Of the folder inside it.
 
-    **State**: the name of the folder and the step, in what rank 0 saves; all else in the folder.
+    **State**: the name of the folder and the step, in what rank 0 saves; all else in the folder,
+    which keeps the checkpoint before the newest as well where it is saved into again: a framework
+    that is killed before it has written its own file goes on from that.
     **Communication** and **Failure**: those of `engine.save` and `engine.load`, in `state_dict` and
     `load_state_dict`, which all ranks must call.
     """
@@ -81,23 +84,25 @@ class EngineState:
             ValueError: There is no folder yet.
             ThinwireError: As `engine.save`.
         """
-        self._engine.save(self._place(self.name), keep=1)
-        return {"name": self.name, "step": self._engine.step}
+        # until the framework has written its own file, that may be one of the checkpoint before
+        path = self._engine.save(self._place(self.name), keep=2)
+        return {"name": self.name, "step": found_at(path).step}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take it back, after the framework has restored what it has; to be called by all ranks.
 
         Raises:
             ValueError: It is no such state, or there is no folder yet.
-            CheckpointError: As `engine.load`.
+            CheckpointError: As `engine.load`; `CheckpointMismatch` where the folder has only
+                checkpoints of other steps than the framework's.
         """
-        name = state_dict.get("name")
-        if not isinstance(name, str):
+        name, step = state_dict.get("name"), state_dict.get("step")
+        if not isinstance(name, str) or not isinstance(step, int):
             raise ValueError(
-                "state_dict must hold the name of the engine's folder, got the keys "
+                "state_dict must hold the name of the engine's folder and a step, got the keys "
                 f"{sorted(state_dict)}: load what EngineState.state_dict() gave"
             )
-        self._engine.load(self._place(name))
+        self._engine.load(self._place(name), step=step)
 
     def remove(self, folder: str | Path, name: str) -> None:
         """Delete the folder of a checkpoint that is deleted; any rank may, no communication."""

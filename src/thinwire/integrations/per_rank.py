@@ -14,6 +14,7 @@ from torch import Tensor
 from thinwire.checkpoint import on_all_ranks, read_rank_file, write_rank_file
 from thinwire.comm import Group
 from thinwire.core.origin import without_origin
+from thinwire.errors import CheckpointCorrupt
 
 __all__ = ["Accelerates", "PerRankState", "Stateful"]
 
@@ -61,7 +62,9 @@ class PerRankState:
         name: Tells it from others in the same folder.
 
     **State**: names and checksums only, in the dictionary that rank 0 saves; a rank's state in the
-    safetensors file `NAME.rank_00000.safetensors` of the folder, which is replaced as a whole.
+    safetensors file `NAME.rank_00000.safetensors` of the folder. One that is there already stays as
+    `.NAME.rank_00000.safetensors.before` until the next save: a framework that is killed before it
+    has written its own file goes on from that.
     **Communication**: about 100 bytes a rank, in `state_dict` and `load_state_dict`, which all
     ranks must call.
     **Failure**: what one rank cannot write or read is a `CheckpointError` on all of them, with rank
@@ -84,6 +87,8 @@ class PerRankState:
         self._stateful = stateful
         self._process_group = process_group
         self._group: Group | None = None
+        self._in_use: Path | None = None
+        """The file of this rank with what was loaded or saved last."""
 
     def register(self, accelerator: Accelerates) -> "PerRankState":
         """Let Accelerate save and load it: the files lie in the folder of `save_state` and
@@ -130,7 +135,13 @@ class PerRankState:
         def write() -> str:
             if isinstance(state, Exception):
                 raise state
-            return write_rank_file(self._file(folder, self.name, group.rank), state)
+            file = self._file(folder, self.name, group.rank)
+            # until the framework has written its own file, that belongs to the state before
+            if file.exists() and self._in_use != _before(file):
+                file.replace(_before(file))
+            sha256 = write_rank_file(file, state)
+            self._in_use = file
+            return sha256
 
         sums = on_all_ranks(group, "writing the states of all ranks", write)
         return {"name": self.name, "sha256": sums}
@@ -158,7 +169,12 @@ class PerRankState:
 
         def read() -> None:
             ranks = [group.rank] if len(sums) == group.size else range(len(sums))
-            states = [read_rank_file(self._file(folder, name, rank), sums[rank]) for rank in ranks]
+            states = []
+            for rank in ranks:
+                state, file = _read(self._file(folder, name, rank), sums[rank])
+                states.append(state)
+                if rank == group.rank:
+                    self._in_use = file
             own.append(
                 states[0]
                 if len(states) == 1
@@ -169,8 +185,10 @@ class PerRankState:
         self._stateful.load_state_dict(own[0])
 
     def remove(self, folder: str | Path, name: str) -> None:
-        """Delete this rank's file of a checkpoint that is deleted; no communication."""
-        self._file(Path(folder), name, self._joined().rank).unlink(missing_ok=True)
+        """Delete this rank's files of a checkpoint that is deleted; no communication."""
+        file = self._file(Path(folder), name, self._joined().rank)
+        for each in (file, _before(file)):
+            each.unlink(missing_ok=True)
 
     def _required_folder(self) -> Path:
         if self.folder is None:
@@ -193,6 +211,23 @@ class PerRankState:
 
 
 _registered: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
+
+
+def _before(file: Path) -> Path:
+    """Where a rank's file of the save before is."""
+    return file.with_name(f".{file.name}.before")
+
+
+def _read(file: Path, sha256: str) -> tuple[Any, Path]:
+    """The state with that checksum, and which of a rank's two files it is in."""
+    try:
+        return read_rank_file(file, sha256), file
+    except CheckpointCorrupt:
+        try:
+            return read_rank_file(_before(file), sha256), _before(file)
+        except CheckpointCorrupt:
+            pass
+        raise
 
 
 def _mean(values: Sequence[Any], where: str) -> Any:

@@ -519,7 +519,9 @@ class Engine:
         state = partial(saving.saved, self._parts, self._counters(), extra)
         return saving.save(directory, state, self._parts, self._place(), keep)
 
-    def load(self, directory: str | Path, if_any: bool = False) -> Path | None:
+    def load(
+        self, directory: str | Path, if_any: bool = False, *, step: int | None = None
+    ) -> Path | None:
         """Continue from the newest whole checkpoint in `directory`, also one of another number of
         ranks.
 
@@ -542,6 +544,7 @@ class Engine:
             directory: What `save` was given.
             if_any: Whether to return None where there is nothing yet, as at the first start of a
                 run.
+            step: That of the checkpoint, as its folder is named after; None for the newest.
 
         Members that begin a run anew load each the same checkpoint. A newcomer has what the others
         hold, and loads nothing: with `if_any` it gets None.
@@ -559,12 +562,13 @@ class Engine:
             RuntimeError: This member has taken the state of others already, and `if_any` is false.
             CheckpointMissing: There is none, not even a damaged one.
             CheckpointMismatch: It belongs to another strategy, model or optimizer; names all that
-                differs.
+                differs. Or there are checkpoints, and none of `step`.
             CheckpointCorrupt: All that are there are damaged.
             CheckpointError: Anything else; these three are of its kind.
         """
         self._require_open()
         check.boolean("if_any", if_any)
+        step = None if step is None else check.integer("step", step, at_least=0)
         if not self._parts.group.stays and self._place():
             told = f"this member has taken the state of the others, at step {self._place()}"
             if not if_any:
@@ -572,7 +576,7 @@ class Engine:
             _log.info("%s: nothing is loaded", told)
             return None
         try:
-            return saving.read(directory, self._parts, self._take_over)
+            return saving.read(directory, self._parts, self._take_over, step)
         except CheckpointMissing:
             if not if_any:
                 raise

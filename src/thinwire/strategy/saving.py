@@ -344,13 +344,21 @@ def save(
     )
 
 
-def read(directory: str | Path, parts: Parts, apply: Callable[..., None]) -> Path:
-    """Find the newest whole checkpoint, see that it fits, and let `apply(state, keep=, agreed=)`
-    take it over.
+def read(
+    directory: str | Path, parts: Parts, apply: Callable[..., None], step: int | None = None
+) -> Path:
+    """Find the newest whole checkpoint, or that of a step, see that it fits, and let
+    `apply(state, keep=, agreed=)` take it over.
     """
-    cut = partial(_cut, parts)
     loaded = _plain(
-        load_checkpoint(directory, group=parts.savers, part=parts.part, rules=_OTHER_RANKS, cut=cut)
+        load_checkpoint(
+            directory,
+            group=parts.savers,
+            part=parts.part,
+            rules=_OTHER_RANKS,
+            cut=partial(_cut, parts),
+            step=step,
+        )
     )
     changes, problems = _compared(loaded.facts, parts)
     if problems:
