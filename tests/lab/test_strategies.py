@@ -83,9 +83,9 @@ def test_what_is_wrong_with_a_file_is_said(text: str, complaint: str, tmp_path: 
     assert "plan.yaml" in str(error.value)
 
 
-def test_files_share_names_with_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="rename the file"):
-        choose([file(tmp_path, "dgc: {}\n", "dense.yaml")])
+def test_every_row_has_a_name_of_its_own(tmp_path: Path) -> None:
+    both = choose(["dense", file(tmp_path, "dgc: {}\n", "dense.yaml")])
+    assert [recipe.name for recipe in both] == ["dense", "dense.yaml"]
     with pytest.raises(ValueError, match="given twice"):
         choose([file(tmp_path, "dgc: {}\n")] * 2)
     with pytest.raises(ValueError, match=r"nowhere\.yaml' cannot be read: No such file"):

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
+import thinwire as tw
 from tests.lab.namespaces import needs_netns
 from tests.members.places import TIMEOUT, TOKEN, meeting_place
 from tests.processes import ran
@@ -155,11 +156,26 @@ def test_a_store_of_torch_is_no_meeting_place() -> None:
 
 @pytest.mark.parametrize(
     "address",
-    ["10.0.0.1:29400", "tcp://10.0.0.1", "tcp://fd00::1:29400", "tcp://a:99999", "http://a:1", ""],
+    [
+        "10.0.0.1:29400",
+        "tcp://10.0.0.1",
+        "tcp://fd00::1:29400",
+        "tcp://a:99999",
+        "tcp://a:0",
+        "http://a:1",
+        "",
+    ],
 )
 def test_what_is_no_address(address: str) -> None:
     with pytest.raises(ValueError, match=r"tcp://10.0.0.1:29400"):
         connect(address, "llm", TOKEN, TIMEOUT)
+
+
+def test_arguments_of_another_kind_are_named() -> None:
+    with pytest.raises(TypeError, match="address must be str, got 3"):
+        tw.join(3, run="llm")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="token_file must be str"):
+        tw.join("tcp://127.0.0.1:1", run="llm", token_file=3)  # type: ignore[arg-type]
 
 
 def test_addresses_read_as_they_are_printed() -> None:

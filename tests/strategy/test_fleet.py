@@ -259,11 +259,15 @@ UNKNOWN = [
     ({"lars_configs": {"lars_coef": 1}}, ["lars_configs.lars_coef=1", "'lars_coeff'"]),
     ({"hybrid_configs": {"dp_degre": 1}}, ["'dp_degree'"]),
     ({4: 5}, ["4=5 is unknown"]),
+    (
+        {"lamb": True, "lamb_configs": {"lamb_wd": 0.1}},
+        ["lamb_configs.lamb_wd=0.1", "known are exclude_from_weight_decay, lamb_weight_decay"],
+    ),
 ]
 
 
 @pytest.mark.parametrize(("description", "parts"), UNKNOWN, ids=str)
-def test_unknown_names_are_refused_with_the_closest(description: Any, parts: list[str]) -> None:
+def test_unknown_names_are_refused_with_what_is_known(description: Any, parts: list[str]) -> None:
     said = refused(description)
     for part in parts:
         assert part in said

@@ -211,6 +211,33 @@ def test_a_join_on_some_ranks_only_is_an_error_in_words(ranks: Pool) -> None:
         assert raised.type_name == "Mismatch"
 
 
+def mean_asked(rank: int, size: int, others: str) -> None:
+    """Rank 1 asks for a mean loss; rank 0 has no batches left, or is in another call."""
+    # eight parameters, whose bits of "absent here" are as long as a number
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+    x, y = torch.randn(4, 32), torch.randn(4, 32)
+    engine = tw.DistributedStrategy().prepare(
+        model, sgd(model), nn.functional.mse_loss, find_unused_parameters=True
+    )
+    if others == "no batches":
+        with engine.join():
+            for _ in range(1 + rank):
+                engine.train_step(x, y)
+            if rank == 1:
+                engine.mean_loss(3.0)
+    elif rank == 1:
+        engine.mean_loss(3.0)
+    else:
+        engine.train_step(x, y)
+
+
+@pytest.mark.parametrize("others", ["no batches", "a step"])
+def test_a_mean_loss_of_some_ranks_only_is_an_error_in_words(ranks: Pool, others: str) -> None:
+    for raised in ranks.run(mean_asked, others, expect_errors=True, group_timeout_s=5.0):
+        assert isinstance(raised, Raised)
+        assert raised.type_name == "Mismatch", raised.traceback
+
+
 def stopping(rank: int, size: int) -> str:
     """Without a join, one rank stops earlier, and its process group ends."""
     model = make_model(plain=True)

@@ -44,10 +44,11 @@ def choose(words: Iterable[str]) -> tuple[Recipe, ...]:
     """
     chosen: dict[str, Recipe] = {}
     for word in words:
-        recipe = _from_file(word) if _is_file_name(word) else _by_name(word)
+        recipe = _recipe_of_file(word) if _is_file_name(word) else _by_name(word)
         if recipe.name in chosen:
             raise ValueError(
-                f"strategies={word!r}: {recipe.name!r} is given twice; name every strategy once"
+                f"strategies={word!r}: {recipe.name!r} is given twice; name every strategy once, "
+                "and files differently"
             )
         chosen[recipe.name] = recipe
     if not chosen:
@@ -55,16 +56,6 @@ def choose(words: Iterable[str]) -> tuple[Recipe, ...]:
             f"strategies is empty; choose from {', '.join(STRATEGIES)}, or name a strategy file"
         )
     return tuple(chosen.values())
-
-
-def _from_file(word: str) -> Recipe:
-    recipe = _recipe_of_file(word)
-    if recipe.name in STRATEGIES:
-        raise ValueError(
-            f"strategies={word!r} would be called {recipe.name!r}, as a strategy that comes with "
-            "the command; rename the file"
-        )
-    return recipe
 
 
 def _by_name(word: str) -> Recipe:
@@ -84,7 +75,8 @@ def _is_file_name(word: str) -> bool:
 
 
 def _recipe_of_file(word: str) -> Recipe:
-    """The strategy in a file, called by the file's stem.
+    """The strategy in a file, called by the file's stem, or by its name where a strategy that comes
+    with the command has that.
 
     Raises:
         ValueError: The file cannot be read, is no strategy, or is one that `compare` cannot
@@ -105,9 +97,10 @@ def _recipe_of_file(word: str) -> Recipe:
             f"strategies={word!r} has a pipeline, and every worker of a comparison trains a whole "
             "model: leave pipeline out"
         )
+    path = Path(word)
     return Recipe(
-        Path(word).stem,
-        f"strategy file {Path(word).name}: {', '.join(strategy.on) or 'no field set'}",
+        path.name if path.stem in STRATEGIES else path.stem,
+        f"strategy file {path.name}: {', '.join(strategy.on) or 'no field set'}",
         _PREPARED,
         _rates(strategy),
         "engine.stats()",

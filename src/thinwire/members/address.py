@@ -3,6 +3,8 @@
 import re
 from typing import NamedTuple
 
+from thinwire import _validate as check
+
 __all__ = ["Address", "parse_address"]
 
 _SCHEME = "tcp://"
@@ -29,12 +31,19 @@ def parse_address(name: str, text: str, *, scheme: bool) -> Address:
         scheme: Whether tcp:// must come before it.
 
     Raises:
-        ValueError: It is no such text, or the port is beyond 65535.
+        TypeError: It is no text.
+        ValueError: It is no such text, or the port is beyond 65535, or 0 where one is to be
+            reached.
     """
+    check.instance(name, text, str)
     example = f"{_SCHEME if scheme else ''}10.0.0.1:29400"
     rest = text.removeprefix(_SCHEME) if scheme else text
     found = _FORM.fullmatch(rest)
-    if found is None or (scheme and rest == text) or int(found["port"]) > 0xFFFF:
+    if (
+        found is None
+        or (scheme and rest == text)
+        or not int(scheme) <= int(found["port"]) <= 0xFFFF
+    ):
         raise ValueError(
             f"{name}={text!r} is no address such as {example}; IPv6 addresses are in brackets: "
             f"{_SCHEME if scheme else ''}[fd00::1]:29400"

@@ -502,8 +502,10 @@ def join(
     check.integer("start_members", start_members, at_least=min_members)
     timeout_s = _TIMEOUT_S if timeout is None else seconds_of(timeout)
     assert timeout_s is not None, "given"
-    token = None if token_file is None else read_token(token_file)
     place = parse_address("address", address, scheme=True)
+    if token_file is not None:
+        check.instance("token_file", token_file, (str, Path))
+    token = None if token_file is None else read_token(token_file)
     limit = datetime.timedelta(seconds=timeout_s)
     site = None if mesh is None else Site(mesh, timeout_s)
     board = Board.over(lambda: connect(address, run, token, limit), place.port, timeout_s)

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from thinwire import _validate as check
 from thinwire._names import named_parameters
-from thinwire.comm import busy, long_waits_logged, require_agreement, state_told
+from thinwire.comm import busy, elsewhere, long_waits_logged, require_agreement, state_told
 from thinwire.core.sharded import is_sharded, reshard_, shard_of, sharded_like
 from thinwire.core.stats import Pace, numbers
 from thinwire.core.storage import with_own_storage
@@ -371,7 +371,12 @@ class Engine:
         Returns:
             Shape (), float64, on the CPU, equal on all ranks.
 
-        Communication: 8 bytes a rank.
+        Raises:
+            TypeError, ValueError: It is no such number.
+            Mismatch: Another rank makes another call, as one without batches does inside
+                `engine.join()`.
+
+        Communication: 17 bytes a rank.
         """
         came = torch.as_tensor(loss)
         if came.dtype == torch.bool or came.is_complex():
@@ -381,9 +386,13 @@ class Engine:
             raise ValueError(
                 f"loss must have one element, got {value.numel()}: take its mean first"
             )
-        group = self._parts.group
-        answers = group.gather_bytes(struct.pack("<d", value.item()), what="the mean loss")
-        total = sum(struct.unpack("<d", answer)[0] for answer in answers)
+        group, form, what = self._parts.group, struct.Struct("<9sd"), "the mean loss"
+        with self._advice():
+            answers = group.gather_bytes(form.pack(b"mean loss", value.item()), what=what)
+            for rank, answer in enumerate(answers):
+                if len(answer) != form.size or not answer.startswith(b"mean loss"):
+                    raise elsewhere(what, rank)
+        total = sum(form.unpack(answer)[1] for answer in answers)
         return torch.tensor(total / group.size, dtype=torch.float64)
 
     def stats(self) -> dict[str, float]:

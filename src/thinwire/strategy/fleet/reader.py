@@ -6,7 +6,7 @@ and nothing is lost.
 
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from thinwire import _validate as check
@@ -76,9 +76,11 @@ def _mapping(name: str, value: Any) -> dict[Any, Any]:
 def _find_unknown(given: Mapping[Any, Any], findings: Findings) -> None:
     for name in given:
         if name not in _KNOWN:
-            findings.problems.append(
-                f"{name}={given[name]!r} is unknown{check.closest(name, _KNOWN)}"
-            )
+            findings.problems.append(f"{name}={given[name]!r} is unknown{_hint(name, _KNOWN)}")
+
+
+def _hint(key: object, known: Collection[str]) -> str:
+    return check.closest(key, known) or f"; known are {', '.join(sorted(known))}"
 
 
 def _find_refused_and_noted(given: Mapping[str, Any], findings: Findings) -> None:
@@ -117,7 +119,7 @@ def _read_configs(given: Mapping[str, Any], findings: Findings) -> dict[str, dic
             keys = {}
         for key in [key for key in keys if key not in known]:
             findings.problems.append(
-                f"{name}.{key}={keys.pop(key)!r} is unknown{check.closest(key, known)}"
+                f"{name}.{key}={keys.pop(key)!r} is unknown{_hint(key, known)}"
             )
         if name == "hybrid_configs":
             _drop_wrong_degrees(keys, findings)
