@@ -3,8 +3,6 @@
 import re
 from typing import NamedTuple
 
-from thinwire import _validate as check
-
 __all__ = ["Address", "parse_address"]
 
 _SCHEME = "tcp://"
@@ -31,11 +29,9 @@ def parse_address(name: str, text: str, *, scheme: bool) -> Address:
         scheme: Whether tcp:// must come before it.
 
     Raises:
-        TypeError: It is no text.
         ValueError: It is no such text, or the port is beyond 65535, or 0 where one is to be
             reached.
     """
-    check.instance(name, text, str)
     example = f"{_SCHEME if scheme else ''}10.0.0.1:29400"
     rest = text.removeprefix(_SCHEME) if scheme else text
     found = _FORM.fullmatch(rest)

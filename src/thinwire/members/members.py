@@ -502,6 +502,7 @@ def join(
     check.integer("start_members", start_members, at_least=min_members)
     timeout_s = _TIMEOUT_S if timeout is None else seconds_of(timeout)
     assert timeout_s is not None, "given"
+    check.instance("address", address, str)
     place = parse_address("address", address, scheme=True)
     if token_file is not None:
         check.instance("token_file", token_file, (str, Path))
