@@ -150,10 +150,12 @@ def merged(priors: Sequence[Mapping[str, Any]], new: Sequence[dict[str, Any]]) -
     found: list[dict[str, Any]] = []
     in_time = [run for run in new if "delay" not in run]
     for prior in priors:
-        own = [run for run in in_time if run["method"] == prior["method"]]
+        beside_it = [run for run in in_time if run["workers"] == prior["workers"]]
+        own = [run for run in beside_it if run["method"] == prior["method"]]
         if any(_place(prior).items() <= _place(run).items() for run in own):
             continue
-        runs = own or [run for run in in_time if run["method"] == RELATIVES.get(prior["method"])]
+        relative = RELATIVES.get(prior["method"])
+        runs = own or [run for run in beside_it if run["method"] == relative]
         scale, told = 1.0, f"{PRIOR}, not measured here"
         if runs:
             run = min(runs, key=lambda run: abs(log(run["k_steps"] / prior["k_steps"])))

@@ -54,11 +54,14 @@ def test_a_progress_that_belongs_to_other_settings_says_to_which() -> None:
     for name, says in {
         "dgc 1% b4 split": "known for value_bits=1, exchange=auto",
         "low-rank r8": "known for rank=2",
-        "sparse-local k32 d8 25% b2": "from quantized-local k16 d4; known for density=0.1",
+        "sparse-local k32 d8 25% b2": "; known for density=0.1",
         "localsgd k32 f4": "known for fragments=1",
         "quantized-local k64 b2": "known for value_bits=4",
     }.items():
         assert plan[name].progress_source.endswith(says)
+    late = plan["sparse-local k32 d8 25% b2"].progress_source
+    assert "for the delay, from quantized-local k16 d4; times " in late
+    assert "for the ranks, from muon-local k16 with 4; " in late
     origins = ("by definition", "a prior", "that of", "benchmarks/results/evidence.jsonl: ")
     for row in plan.strategies:
         assert row.progress_source.startswith(origins)
@@ -115,6 +118,23 @@ def test_the_table_shows_the_best_of_each_and_all_of_them_when_asked() -> None:
     assert max(map(len, said[0].splitlines())) <= 80
     assert "--all" in said[0]
     assert "not predicted" in said[0]
+
+
+def test_ranks_cost_what_they_have_cost_where_two_and_four_were_measured() -> None:
+    of_two, of_many = (tw.plan(**NUMBERS, workers=workers) for workers in (2, 64))
+    known = {
+        run["workers"]: run["progress"]
+        for run in json.loads(files("thinwire.planning").joinpath("progress.json").read_text())
+        if (run["method"], run["k_steps"], run.get("value_bits")) == ("muon-local", 16, 1)
+    }
+    assert known[4] < known[2]
+    assert of_two["muon-local"].progress == known[2]
+    assert of_many["muon-local"].progress == known[4]
+    for name in ("muon-local k32", "localsgd", "sparse-local"):
+        share = of_many[name].progress / of_two[name].progress
+        assert share == pytest.approx(known[4] / known[2])
+    for name in ("dgc", "low-rank", "powersgd", "fp16"):  # an average in every step
+        assert of_many[name].progress == of_two[name].progress
 
 
 def test_a_delay_costs_what_one_has_cost_and_a_shorter_one_less() -> None:

@@ -44,7 +44,8 @@ def _measured() -> list[dict[str, Any]]:
 
 def progress_of(method: str, document: Mapping[str, Any], workers: int) -> Progress:
     """That of the nearest known settings of the same method: in the interval first, then in how
-    much is sent, then in the number of workers.
+    much is sent, then in the number of workers; less for a delay and for more workers than it is
+    known for, by what these have cost where they were measured.
 
     The source says which settings are meant where they are not those of the document.
     """
@@ -68,10 +69,14 @@ def progress_of(method: str, document: Mapping[str, Any], workers: int) -> Progr
         late, loses, source = _loss_by_lateness()
         factor = 1 - min(1.0, loses * (_lateness(asked) - _lateness(known)) / late)
         share, told = share * factor, f"; times {factor:.2g} for the delay, from {source}"
+    if "localsgd" in document:
+        factor, source = _loss_by_workers(known["k_steps"], nearest["workers"], workers)
+        if factor < 1:
+            share, told = share * factor, f"{told}; times {factor:.2g} for the ranks, from {source}"
     others = [
         f"{words}={known[key]:g}"
         for key, words in _WORDS.items()
-        if known[key] != asked[key] and not (told and key == "delay")
+        if known[key] != asked[key] and not ("for the delay" in told and key == "delay")
     ]
     if known["exchange"] != asked["exchange"]:
         others.append(f"exchange={known['exchange']}")
@@ -98,6 +103,31 @@ def _loss_by_lateness() -> tuple[float, float, str]:
                     name = f"{run['method']} k{run['k_steps']} d{run['delay']}"
                     return run["delay"] / run["k_steps"], lost, name
     raise LookupError("progress.json has no setting with a delay beside the same without")
+
+
+@cache
+def _loss_by_workers(k_steps: int, known: int, asked: int) -> tuple[float, str]:
+    """What is left of a progress that was measured with `known` ranks where there are as many as
+    come nearest to `asked`, and where that is from: from the setting with the nearest interval, of
+    any local method, that was measured with both; (1.0, "") if none was.
+    """
+    pairs = []
+    for run in _measured():
+        alike = {key: run[key] for key in run if key not in ("workers", "progress", "source")}
+        for other in _measured():
+            nearer = abs(log(other["workers"] / asked)) < abs(log(known / asked))
+            if run["workers"] == known and nearer and alike.items() <= other.items():
+                pairs.append((run, other))
+    if not pairs:
+        return 1.0, ""
+
+    def distance(pair: tuple[Mapping[str, Any], Mapping[str, Any]]) -> tuple[float, float]:
+        run, other = pair
+        return abs(log(other["workers"] / asked)), abs(log(run["k_steps"] / k_steps))
+
+    run, other = min(pairs, key=distance)
+    name = f"{run['method']} k{run['k_steps']} with {other['workers']}"
+    return min(1.0, other["progress"] / run["progress"]), name
 
 
 def _settings(document: Mapping[str, Any]) -> dict[str, Any]:
