@@ -13,7 +13,12 @@ from tests.checkpoint.states import rank_state, same
 from tests.ranks import Pool
 from thinwire.checkpoint import load, plan, save, saving
 from thinwire.comm import Group
-from thinwire.errors import CheckpointError, CheckpointMissing
+from thinwire.errors import (
+    CheckpointCorrupt,
+    CheckpointError,
+    CheckpointMismatch,
+    CheckpointMissing,
+)
 
 GROUP = Group()
 
@@ -186,6 +191,18 @@ def test_ranks_tell_each_other_of_a_directory_whose_name_is_no_text(
         True,
         True,
     ]
+
+
+def test_another_step_than_those_that_are_there_is_named_though_all_are_damaged(
+    tmp_path: Path,
+) -> None:
+    """It must not pass for a directory without any, with which a run begins anew."""
+    damaged = saved(tmp_path, 1)
+    flip(damaged / "manifest.json")
+    with pytest.raises(CheckpointMismatch, match="has checkpoints of step 1, and none of step 5"):
+        load(tmp_path, group=GROUP, step=5)
+    with pytest.raises(CheckpointCorrupt, match=r"manifest\.json"):
+        load(tmp_path, group=GROUP, step=1)
 
 
 def test_nothing_there_yet_has_a_class_of_its_own(tmp_path: Path) -> None:

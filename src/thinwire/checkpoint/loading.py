@@ -97,13 +97,13 @@ def load(
     problems = sorted(damaged, reverse=True)
     known = {(serial, key): at for row in surveys for serial, key, at in row["whole"]}
     if step is not None:
-        wanted = {place: at for place, at in known.items() if at == step}
-        if known and not wanted:
-            there = ", ".join(map(str, sorted(set(known.values()))))
+        there = {*known.values(), *(at for at, _ in problems)}
+        if there and step not in there:
+            told = ", ".join(map(str, sorted(there)))
             raise CheckpointMismatch(
-                f"{root} has checkpoints of step {there}, and none of step {step}"
+                f"{root} has checkpoints of step {told}, and none of step {step}"
             )
-        known = wanted
+        known = {place: at for place, at in known.items() if at == step}
         problems = [(at, text) for at, text in problems if at == step]
     for (_, key), at in sorted(known.items(), reverse=True):
         verified: list[CheckpointReader] = []
