@@ -2,14 +2,24 @@
 
 import math
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from numbers import Real
 
 import torch
 
 from thinwire._wording import near, shown
 
-__all__ = ["boolean", "closest", "instance", "integer", "one_of", "real", "same_shapes", "scalar"]
+__all__ = [
+    "boolean",
+    "closest",
+    "closest_or_all",
+    "instance",
+    "integer",
+    "one_of",
+    "real",
+    "same_shapes",
+    "scalar",
+]
 
 
 def real(
@@ -145,6 +155,11 @@ def closest(word: object, candidates: Iterable[object]) -> str:
     names = [name for name in candidates if isinstance(name, str)]
     matches = near(word, names) if isinstance(word, str) else []
     return f"; did you mean {' or '.join(repr(match) for match in matches)}?" if matches else ""
+
+
+def closest_or_all(word: object, known: Collection[str]) -> str:
+    """As `closest`; where nothing is near, all that are known."""
+    return closest(word, known) or f"; known are {', '.join(known)}"
 
 
 def same_shapes(

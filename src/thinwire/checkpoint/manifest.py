@@ -5,13 +5,14 @@ others.
 import hashlib
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from thinwire.checkpoint.tree import decoded
 from thinwire.errors import CheckpointCorrupt, CheckpointError
 
-__all__ = ["FORMAT", "MANIFEST", "Manifest", "plain_file", "tensor_file"]
+__all__ = ["FORMAT", "MANIFEST", "Manifest", "files_of", "plain_file", "tensor_file"]
 
 FORMAT = 1
 """Goes up with every change after which an older version of this library could not read a
@@ -29,6 +30,11 @@ def plain_file(rank: int) -> str:
 def tensor_file(rank: int) -> str:
     """Name of the file with the tensors that a rank has written."""
     return f"rank_{rank:05d}.safetensors"
+
+
+def files_of(ranks: Iterable[int]) -> list[str]:
+    """Names of all files of these ranks."""
+    return [name for rank in ranks for name in (plain_file(rank), tensor_file(rank))]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,12 +100,8 @@ class Manifest:
             raise CheckpointCorrupt(
                 f"its places {self.places} are not those of {len(self.parts)} ranks"
             )
-        wanted = {
-            name
-            for rank in range(len(self.parts))
-            for name in (plain_file(rank), tensor_file(rank))
-        }
-        if not isinstance(self.files, dict) or set(self.files) != wanted:
+        wanted = files_of(range(len(self.parts)))
+        if not isinstance(self.files, dict) or set(self.files) != set(wanted):
             raise CheckpointCorrupt(
                 f"it names files other than the two of each of its {len(self.parts)} ranks"
             )

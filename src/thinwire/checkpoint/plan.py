@@ -13,7 +13,7 @@ import torch
 from thinwire._version import __version__
 from thinwire.checkpoint.files import discard, remove, sync_directory, write_file
 from thinwire.checkpoint.folder import leftovers, missing_file, name_of, staging_name
-from thinwire.checkpoint.manifest import MANIFEST, Manifest, plain_file, tensor_file
+from thinwire.checkpoint.manifest import MANIFEST, Manifest, files_of
 from thinwire.checkpoint.writer import Assignment, Survey, assign_tensors
 from thinwire.errors import CheckpointError
 
@@ -122,8 +122,7 @@ class Plan:
             facts=self._facts,
             files=files,
         )
-        names = [n for rank in self._place for n in (plain_file(rank), tensor_file(rank))]
-        gone = missing_file(self.staging, manifest, names)
+        gone = missing_file(self.staging, manifest, files_of(self._place))
         if gone is not None:
             raise CheckpointError(
                 f"{self.staging / gone}, which has just been written, is not there in its size: "

@@ -10,7 +10,7 @@ from typing import Any
 from thinwire.checkpoint.all_ranks import on_all_ranks
 from thinwire.checkpoint.files import checksum, discard
 from thinwire.checkpoint.folder import Found, found, found_at, missing_file, staging_name
-from thinwire.checkpoint.manifest import Manifest, plain_file, tensor_file
+from thinwire.checkpoint.manifest import Manifest, files_of
 from thinwire.checkpoint.plan import Plan
 from thinwire.comm import Group
 
@@ -19,7 +19,8 @@ __all__ = ["prune"]
 _READERS = 4
 """Files that are read at a time; SHA-256 of one of them keeps a core busy."""
 _log = logging.getLogger("thinwire")
-Older = dict[str, Found]
+_ELSEWHERE = "it is not in the directories of all ranks"
+_Older = dict[str, Found]
 """Checkpoints of a directory that were saved before, by the key of the manifest."""
 
 
@@ -45,7 +46,7 @@ def prune(group: Group, plan: Plan, keep: int | None) -> list[str]:
 
     Communication: two rounds, and one for each checkpoint that is read.
     """
-    older: Older = {}
+    older: _Older = {}
     rows = on_all_ranks(group, "looking for older checkpoints", partial(_look, plan, older))
     stuck = [rows[group.rank]["problem"]] if rows[group.rank]["problem"] else []
     leaders = [row["older"] for row in rows if row["leads"]]
@@ -75,14 +76,11 @@ def prune(group: Group, plan: Plan, keep: int | None) -> list[str]:
     return stuck + on_all_ranks(group, "deleting older checkpoints", delete)[group.rank]
 
 
-_ELSEWHERE = "it is not in the directories of all ranks"
-
-
 def _first(problems: Iterable[str | None]) -> str | None:
     return next((problem for problem in problems if problem is not None), None)
 
 
-def _look(plan: Plan, older: Older) -> dict[str, Any]:
+def _look(plan: Plan, older: _Older) -> dict[str, Any]:
     """What a leader has, for the others; fill `older` with it."""
     row: dict[str, Any] = {"leads": plan.leads, "older": {}, "problem": None}
     if not plan.leads:
@@ -156,7 +154,4 @@ def _difference(path: Path, wanted: str) -> str | None:
 
 def _places(manifest: Manifest) -> list[list[str]]:
     """The files of the ranks that shared a directory, for each directory."""
-    return [
-        [name for rank in place for name in (plain_file(rank), tensor_file(rank))]
-        for place in manifest.places
-    ]
+    return [files_of(place) for place in manifest.places]

@@ -4,6 +4,7 @@ rank 0 has.
 
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -223,10 +224,8 @@ def _read(file: Path, sha256: str) -> tuple[Any, Path]:
     try:
         return read_rank_file(file, sha256), file
     except CheckpointCorrupt:
-        try:
+        with suppress(CheckpointCorrupt):  # then what is wrong with `file` is said
             return read_rank_file(_before(file), sha256), _before(file)
-        except CheckpointCorrupt:
-            pass
         raise
 
 

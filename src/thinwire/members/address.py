@@ -35,11 +35,8 @@ def parse_address(name: str, text: str, *, scheme: bool) -> Address:
     example = f"{_SCHEME if scheme else ''}10.0.0.1:29400"
     rest = text.removeprefix(_SCHEME) if scheme else text
     found = _FORM.fullmatch(rest)
-    if (
-        found is None
-        or (scheme and rest == text)
-        or not int(scheme) <= int(found["port"]) <= 0xFFFF
-    ):
+    lowest = 1 if scheme else 0  # who listens may take any port that is free
+    if found is None or (scheme and rest == text) or not lowest <= int(found["port"]) <= 0xFFFF:
         raise ValueError(
             f"{name}={text!r} is no address such as {example}; IPv6 addresses are in brackets: "
             f"{_SCHEME if scheme else ''}[fd00::1]:29400"

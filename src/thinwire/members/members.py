@@ -504,9 +504,10 @@ def join(
     assert timeout_s is not None, "given"
     check.instance("address", address, str)
     place = parse_address("address", address, scheme=True)
+    token = None
     if token_file is not None:
         check.instance("token_file", token_file, (str, Path))
-    token = None if token_file is None else read_token(token_file)
+        token = read_token(token_file)
     limit = datetime.timedelta(seconds=timeout_s)
     site = None if mesh is None else Site(mesh, timeout_s)
     board = Board.over(lambda: connect(address, run, token, limit), place.port, timeout_s)

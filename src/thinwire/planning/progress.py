@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
+from itertools import product
 from json import loads
 from math import log
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from thinwire.lab.strategies import STRATEGIES
 
 __all__ = ["Progress", "progress_of"]
 
-
+_Pair = tuple[Mapping[str, Any], Mapping[str, Any]]
 _WORDS = {
     "k_steps": "k_steps",
     "sent": "density",
@@ -65,18 +66,20 @@ def progress_of(method: str, document: Mapping[str, Any], workers: int) -> Progr
     nearest = min((run for run in _measured() if run["method"] == method), key=distance)
     known = {**_known(method), **nearest}
     share, told = nearest["progress"], ""
-    if _lateness(asked) > _lateness(known) and "localsgd" in document:
+    local = "localsgd" in document
+    later = local and _lateness(asked) > _lateness(known)
+    if later:
         late, loses, source = _loss_by_lateness()
         factor = 1 - min(1.0, loses * (_lateness(asked) - _lateness(known)) / late)
         share, told = share * factor, f"; times {factor:.2g} for the delay, from {source}"
-    if "localsgd" in document:
+    if local:
         factor, source = _loss_by_workers(known["k_steps"], nearest["workers"], workers)
         if factor < 1:
             share, told = share * factor, f"{told}; times {factor:.2g} for the ranks, from {source}"
     others = [
         f"{words}={known[key]:g}"
         for key, words in _WORDS.items()
-        if known[key] != asked[key] and not ("for the delay" in told and key == "delay")
+        if known[key] != asked[key] and not (later and key == "delay")
     ]
     if known["exchange"] != asked["exchange"]:
         others.append(f"exchange={known['exchange']}")
@@ -90,18 +93,26 @@ def _lateness(settings: Mapping[str, Any]) -> float:
 
 
 @cache
+def _alike_but(key: str) -> list[_Pair]:
+    """Pairs of measured runs that differ in this setting and in no other."""
+
+    def rest(run: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: run[name] for name in run if name not in (key, "progress", "source")}
+
+    pairs = product(_measured(), repeat=2)
+    return [(a, b) for a, b in pairs if rest(a) == rest(b) and a.get(key) != b.get(key)]
+
+
+@cache
 def _loss_by_lateness() -> tuple[float, float, str]:
     """A delay that was measured, as a part of the interval; the part of the progress that it cost
     beside the same setting without; and where that is from.
     """
-    for run in _measured():
-        if "delay" in run:
-            alike = {key: run[key] for key in run if key not in ("delay", "progress", "source")}
-            for other in _measured():
-                if "delay" not in other and alike.items() <= other.items():
-                    lost = max(0.0, 1 - run["progress"] / other["progress"])
-                    name = f"{run['method']} k{run['k_steps']} d{run['delay']}"
-                    return run["delay"] / run["k_steps"], lost, name
+    for run, other in _alike_but("delay"):
+        if "delay" in run and "delay" not in other:
+            lost = max(0.0, 1 - run["progress"] / other["progress"])
+            name = f"{run['method']} k{run['k_steps']} d{run['delay']}"
+            return run["delay"] / run["k_steps"], lost, name
     raise LookupError("progress.json has no setting with a delay beside the same without")
 
 
@@ -111,20 +122,18 @@ def _loss_by_workers(k_steps: int, known: int, asked: int) -> tuple[float, str]:
     come nearest to `asked`, and where that is from: from the setting with the nearest interval, of
     any local method, that was measured with both; (1.0, "") if none was.
     """
-    pairs = []
-    for run in _measured():
-        alike = {key: run[key] for key in run if key not in ("workers", "progress", "source")}
-        for other in _measured():
-            nearer = abs(log(other["workers"] / asked)) < abs(log(known / asked))
-            if run["workers"] == known and nearer and alike.items() <= other.items():
-                pairs.append((run, other))
-    if not pairs:
-        return 1.0, ""
 
-    def distance(pair: tuple[Mapping[str, Any], Mapping[str, Any]]) -> tuple[float, float]:
+    def distance(pair: _Pair) -> tuple[float, float]:
         run, other = pair
         return abs(log(other["workers"] / asked)), abs(log(run["k_steps"] / k_steps))
 
+    pairs = [
+        pair
+        for pair in _alike_but("workers")
+        if pair[0]["workers"] == known and distance(pair)[0] < abs(log(known / asked))
+    ]
+    if not pairs:
+        return 1.0, ""
     run, other = min(pairs, key=distance)
     name = f"{run['method']} k{run['k_steps']} with {other['workers']}"
     return min(1.0, other["progress"] / run["progress"]), name

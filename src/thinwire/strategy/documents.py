@@ -172,7 +172,7 @@ def _unknown_keys(
     for key, value in document.items():
         below = f"{path}.{key}"
         if key not in known:
-            hint = check.closest(key, known) or f"; known are {', '.join(known)}"
+            hint = check.closest_or_all(key, known)
             yield below, f"{below}={shown(value)} is unknown{hint}"
         elif known[key]:  # a mapping instead of a plain value is the config's to refuse
             yield from _unknown_keys(below, value, known[key])

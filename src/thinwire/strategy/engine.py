@@ -1,8 +1,8 @@
 """The engine: one call per mini-batch, from the forward pass to the update."""
 
 import contextlib
+import json
 import logging
-import struct
 import time
 import warnings
 import weakref
@@ -17,7 +17,14 @@ from torch.nn import Parameter
 
 from thinwire import _validate as check
 from thinwire._names import named_parameters
-from thinwire.comm import busy, elsewhere, long_waits_logged, require_agreement, state_told
+from thinwire.comm import (
+    busy,
+    elsewhere,
+    long_waits_logged,
+    mapping_of,
+    require_agreement,
+    state_told,
+)
 from thinwire.core.sharded import is_sharded, reshard_, shard_of, sharded_like
 from thinwire.core.stats import Pace, numbers
 from thinwire.core.storage import with_own_storage
@@ -376,7 +383,7 @@ class Engine:
             Mismatch: Another rank makes another call, as one without batches does inside
                 `engine.join()`.
 
-        Communication: 17 bytes a rank.
+        Communication: about 40 bytes a rank.
         """
         came = torch.as_tensor(loss)
         if came.dtype == torch.bool or came.is_complex():
@@ -386,13 +393,14 @@ class Engine:
             raise ValueError(
                 f"loss must have one element, got {value.numel()}: take its mean first"
             )
-        group, form, what = self._parts.group, struct.Struct("<9sd"), "the mean loss"
+        group, what = self._parts.group, "the mean loss"
         with self._advice():
-            answers = group.gather_bytes(form.pack(b"mean loss", value.item()), what=what)
-            for rank, answer in enumerate(answers):
-                if len(answer) != form.size or not answer.startswith(b"mean loss"):
+            answers = group.gather_bytes(json.dumps({what: value.item()}).encode(), what=what)
+            told = [mapping_of(answer) for answer in answers]
+            for rank, row in enumerate(told):
+                if what not in row:
                     raise elsewhere(what, rank)
-        total = sum(form.unpack(answer)[1] for answer in answers)
+        total = sum(row[what] for row in told)
         return torch.tensor(total / group.size, dtype=torch.float64)
 
     def stats(self) -> dict[str, float]:

@@ -6,7 +6,7 @@ and nothing is lost.
 
 import warnings
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from thinwire import _validate as check
@@ -76,11 +76,8 @@ def _mapping(name: str, value: Any) -> dict[Any, Any]:
 def _find_unknown(given: Mapping[Any, Any], findings: Findings) -> None:
     for name in given:
         if name not in _KNOWN:
-            findings.problems.append(f"{name}={given[name]!r} is unknown{_hint(name, _KNOWN)}")
-
-
-def _hint(key: object, known: Collection[str]) -> str:
-    return check.closest(key, known) or f"; known are {', '.join(sorted(known))}"
+            hint = check.closest_or_all(name, sorted(_KNOWN))
+            findings.problems.append(f"{name}={given[name]!r} is unknown{hint}")
 
 
 def _find_refused_and_noted(given: Mapping[str, Any], findings: Findings) -> None:
@@ -118,9 +115,8 @@ def _read_configs(given: Mapping[str, Any], findings: Findings) -> dict[str, dic
             findings.wrong_types.append(str(error))
             keys = {}
         for key in [key for key in keys if key not in known]:
-            findings.problems.append(
-                f"{name}.{key}={keys.pop(key)!r} is unknown{_hint(key, known)}"
-            )
+            hint = check.closest_or_all(key, sorted(known))
+            findings.problems.append(f"{name}.{key}={keys.pop(key)!r} is unknown{hint}")
         if name == "hybrid_configs":
             _drop_wrong_degrees(keys, findings)
         configs[name] = keys
