@@ -82,6 +82,14 @@ def reach(folder: str, step: int) -> None:
         Path(folder, f"at{step}").touch()
 
 
+def _wait_for_the_act(folder: str) -> None:
+    until = time.monotonic() + _PATIENCE_S
+    while not Path(folder, "acted").exists():
+        if time.monotonic() > until:
+            raise TimeoutError("nothing was done to the line")
+        time.sleep(0.01)
+
+
 def _when_reached(folder: Path, at: int, act: Callable[[], None]) -> None:
     until = time.monotonic() + _PATIENCE_S
     while at >= 0 and not (folder / "over").exists() and time.monotonic() < until:
@@ -124,13 +132,18 @@ def _inside(
         os.close(there)
 
 
-def trained(rank: int, size: int, folder: str, way: str, last: int, timeout_s: float) -> Seen:
-    """Train to step `last` or to the first error."""
+def trained(
+    rank: int, size: int, folder: str, way: str, last: int, timeout_s: float, after: int = -1
+) -> Seen:
+    """Train to step `last` or to the first error. Step `after` begins once the line is another
+    one."""
     trainer, seen = make(way, timeout=timeout_s), Seen()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         for number in range(last):
             reach(folder, number)
+            if number == after:
+                _wait_for_the_act(folder)
             seen.before, begun = trainer.digest(), time.monotonic()
             try:
                 trainer.step(number)
@@ -168,8 +181,8 @@ def wide(
     for number in range(last):
         x = torch.randn(8, 1024, generator=data)
         reach(folder, number)
-        while number == after and not Path(folder, "acted").exists():
-            time.sleep(0.01)
+        if number == after:
+            _wait_for_the_act(folder)
         before = engine.stats()["bytes_sent"], traffic(), time.monotonic()
         engine.train_step(x, x)
         rows.append(

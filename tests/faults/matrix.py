@@ -270,6 +270,7 @@ MATRIX = _numbered(
             "neither goes on",
             (
                 LINES + "test_two_halves_without_a_way_between_them_both_stop",
+                LINES + "test_two_halves_that_part_in_mid_step_both_stop",
                 MEMBERS + "test_half_of_them_cannot_go_on",
             ),
             "",

@@ -9,7 +9,7 @@ from statistics import median
 import pytest
 
 import thinwire as tw
-from tests.attacks.outcome import Seen
+from tests.attacks.outcome import Seen, said_nothing_moved
 from tests.faults.lines import TIMEOUT_S, blackhole, nft, over_lines, state, trained, wide
 from tests.lab.namespaces import needs_netns
 from tests.ranks import Pool
@@ -64,33 +64,65 @@ def test_every_hundredth_packet_is_lost(ranks: Pool, tmp_path: Path) -> None:
     assert [one.common for one in seen] == whole
 
 
+def part(net: Network) -> None:
+    """Ranks 0 and 1 on one side, 2 and 3 on the other."""
+    for rank, namespace in enumerate(net.namespace_fds):
+        blackhole(namespace, net.addresses[2:] if rank < 2 else net.addresses[:2])
+
+
+def stopped(answers: list[object]) -> list[Seen]:
+    """What all four ranks saw, each of which has ended with an error in time."""
+    for one in answers:
+        assert isinstance(one, Seen), one
+        assert one.error in ("PeerStalled", "PeerLost")
+        assert one.seconds < TIMEOUT_S + 2
+    return [one for one in answers if isinstance(one, Seen)]
+
+
 @pytest.mark.fault
 @needs_netns
 def test_two_halves_without_a_way_between_them_both_stop(ranks: Pool, tmp_path: Path) -> None:
     """Neither goes on alone, and nothing that only one half has exchanged is applied."""
-
-    def part(net: Network) -> None:
-        for rank, namespace in enumerate(net.namespace_fds):
-            blackhole(namespace, net.addresses[2:] if rank < 2 else net.addresses[:2])
-
-    seen = over_lines(
+    answers = over_lines(
         ranks,
         trained,
         "dgc",
         10**6,
         TIMEOUT_S,
+        4,
         folder=tmp_path,
         size=4,
         link=FAST,
         at=4,
         act=part,
     )
-    for one in seen:
-        assert isinstance(one, Seen), one
-        assert one.error in ("PeerStalled", "PeerLost")
-        assert one.seconds < TIMEOUT_S + 2
-        assert one.before == one.after
+    seen = stopped(answers)
+    assert all(one.before == one.after for one in seen)
     assert len({one.common for one in seen}) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.fault
+@needs_netns
+@pytest.mark.parametrize("later_s", [n / 500 for n in range(12)])
+def test_two_halves_that_part_in_mid_step_both_stop(
+    ranks: Pool, tmp_path: Path, later_s: float
+) -> None:
+    """Of the last agreement of a step one half may have heard, and the other not. Then they stop
+    one update apart, and whoever made it says so."""
+
+    def later(net: Network) -> None:
+        time.sleep(later_s)
+        part(net)
+
+    answers = over_lines(
+        ranks, trained, "dgc", 10**6, TIMEOUT_S, folder=tmp_path, size=4, link=FAST, at=4, act=later
+    )
+    seen = stopped(answers)
+    for one in seen:
+        assert not said_nothing_moved(one.text) or one.before == one.after
+    assert max(one.updates for one in seen) - min(one.updates for one in seen) <= 1
+    assert len({one.common for one in seen}) <= 2
 
 
 @pytest.mark.slow
