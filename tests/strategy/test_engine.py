@@ -754,6 +754,25 @@ class OfTheUsers(tw.schedules.Schedule):
         return 0.1
 
 
+def rank_1_at_another_step(rank: int, size: int, fields: tuple[str, ...]) -> None:
+    engine = make_engine(fields, plain=True)
+    train(engine, fields, 0, 3)
+    before = copy.deepcopy(engine.state_dict())
+    train(engine, fields, 3, 6)
+    if rank == 1:
+        engine.load_state_dict(before)
+    train(engine, fields, 6, 9)
+
+
+@pytest.mark.parametrize("fields", [(), ("dgc",), ("low_rank",), ("localsgd",)])
+def test_a_rank_at_another_step_is_told_as_that(fields: tuple[str, ...], ranks: Pool) -> None:
+    """Not as the message that it sends of its own step, which is not the one that others expect."""
+    for answer in ranks.run(rank_1_at_another_step, fields, size=2, expect_errors=True):
+        assert isinstance(answer, Raised)
+        assert answer.type_name == "Mismatch", answer.traceback
+        assert "rank 0 is at step" in answer.text, answer.text
+
+
 def schedule_of_the_users(rank: int, size: int) -> bool:
     keep = [object() for _ in range(1000 * rank)]  # addresses differ between the ranks
     model = make_model(plain=True)

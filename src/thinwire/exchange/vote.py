@@ -141,8 +141,10 @@ def agree_on_step(
         reports = [_parse(answer, rank, what) for rank, answer in enumerate(answers)]
     if shards is not None and not group.stays:
         reports = _by_sites(reports, shards.size)
-    _refuse_trouble(reports)
+    # where a rank says why, its messages are refused for that
+    _refuse_misuse(reports)
     _refuse_different_places(reports, what)
+    _refuse_corrupt(reports)
     _refuse_different_rates(reports, what)
     _refuse_different_settings(reports, what)
     _refuse_divergence(group, reports, digest)
@@ -196,13 +198,14 @@ def _parse(answer: bytes, rank: int, what: str) -> Report:
         raise elsewhere(what, rank) from error
 
 
-def _refuse_trouble(reports: Sequence[Report]) -> None:
+def _refuse_misuse(reports: Sequence[Report]) -> None:
     for rank, report in enumerate(reports):
         if report.misuse is not None:
             raise ThinwireError(f"rank {rank}: {report.misuse}. Nothing was applied on any rank")
-    for rank, report in enumerate(
-        reports
-    ):  # where a rank says why, its messages are refused for that
+
+
+def _refuse_corrupt(reports: Sequence[Report]) -> None:
+    for rank, report in enumerate(reports):
         if report.corrupt is not None:
             raise PayloadCorrupt(
                 f"rank {rank} refused a message: {report.corrupt}. Nothing was applied on any rank"
