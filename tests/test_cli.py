@@ -161,7 +161,7 @@ cli.main({arguments!r})
         (["--help"], ("matplotlib", "torch", "numba")),
         (["compare", "--help"], ("matplotlib", "torch", "numba")),
         (["doctor", "--help"], ("matplotlib", "torch", "numba", "pyroute2")),
-        (["explain", "examples/strategies/slow_network.yaml"], ("matplotlib", "numba", "pyroute2")),
+        (["explain", "examples/strategies/dgc_merged.yaml"], ("matplotlib", "numba", "pyroute2")),
     ],
 )
 def test_nothing_is_needed_that_is_not_used(arguments: list[str], missing: tuple[str, ...]) -> None:
@@ -256,7 +256,7 @@ def test_a_strategy_file_that_cannot_be_read_is_one_line(
 def test_explain_prints_what_the_strategy_explains(
     quiet: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = Path(__file__).parent.parent / "examples" / "strategies" / "slow_network.yaml"
+    path = Path(__file__).parent.parent / "examples" / "strategies" / "dgc_merged.yaml"
     expected = "" if quiet else f"{tw.DistributedStrategy.load(path).explain()}\n"
     capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
@@ -270,7 +270,7 @@ def test_help_on_explain_has_an_example_that_works(capsys: pytest.CaptureFixture
         cli.main(["explain", "--help"])
     assert stop.value.code == 0
     printed = capsys.readouterr().out
-    assert "thinwire explain examples/strategies/slow_network.yaml" in printed
+    assert "thinwire explain examples/strategies/one_bit_local.yaml" in printed
     assert "--quiet" in printed
 
 
@@ -325,7 +325,7 @@ def test_closed_streams_change_no_status(
 
 def test_under_torchrun_the_interpreter_is_not_shut_down(tmp_path: Path) -> None:
     """Ranks have aborted there, in a thread of torch's."""
-    path = Path(__file__).parent.parent / "examples" / "strategies" / "slow_network.yaml"
+    path = Path(__file__).parent.parent / "examples" / "strategies" / "dgc_merged.yaml"
     for words, status in (["explain", str(path), "--quiet"], 0), (["explain", "gone.yaml"], 2):
         code = f"""
 import atexit, os

@@ -1,4 +1,4 @@
-"""The nanoGPT-like loop and the three ways to move it: few new lines, the same loss where nothing
+"""The nanoGPT-like loop and the ways to move it: few new lines, the same loss where nothing
 is compressed, and exact resumption.
 
 The scripts run as they are, in the processes of the pool; where a test needs other settings it
@@ -70,7 +70,7 @@ SGD = {
     "DECAY = 3e-3, 3e-4, 10, 60, 0.1": "DECAY = 0.3, 0.03, 10, 60, 1e-4",
 }  # fmt: skip
 WITHOUT_CLIPPING = {"nn.utils.clip_grad_norm_(model.parameters(), 1.0)": "pass"}
-EVERY_STEP = {"tw.LocalSGD(k_steps=5)": "tw.LocalSGD(k_steps=1)"}
+EVERY_STEP = {"tw.LocalSGD(k_steps=5, begin_step=0)": "tw.LocalSGD(k_steps=1)"}
 SAME_BATCHES = {"world + rank)": "world)"}
 
 

@@ -90,7 +90,7 @@ def main(steps: int, out: Path) -> None:
     groups = [{"params": decayed, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95))
     step, best = 0, math.inf
-    with tw.local_sgd(model, optimizer, tw.LocalSGD(k_steps=5)) as sync:
+    with tw.local_sgd(model, optimizer, tw.LocalSGD(k_steps=5, begin_step=0)) as sync:
         path = out / f"checkpoint_{rank}.pt"  # parameters and optimizer differ from rank to rank
         if path.exists():
             saved = torch.load(path)

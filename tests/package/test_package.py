@@ -108,7 +108,7 @@ def test_the_page_of_a_package_index_has_no_link_into_the_repository() -> None:
 
 
 def test_the_command_answers(tmp_path: Path) -> None:
-    shutil.copy(ROOT / "examples" / "strategies" / "slow_network.yaml", tmp_path / "run.yaml")
+    shutil.copy(ROOT / "examples" / "strategies" / "dgc_merged.yaml", tmp_path / "run.yaml")
     command = script("thinwire")
     assert run(command, "--version", cwd=tmp_path).strip() == thinwire.__version__
     assert "compare" in run(command, "--help", cwd=tmp_path)

@@ -33,7 +33,7 @@ _TITLES = (
     "waiting for the wire",
     "memory a rank",
     "worth, steps of dense (prior)",
-    "times sooner at dense's loss",
+    "times as fast as dense",
 )
 _LETTERS = {
     "k": "local steps between two averagings",
@@ -79,7 +79,7 @@ def render(plan: Plan, command: str) -> str:
             "two tenths.</p>",
             "<h2>Time of a step, by part</h2>",
             "<figure>" + "\n".join(_bars(frame, rows) for frame in FRAMES) + "</figure>",
-            "<h2>Time to dense's loss against bytes</h2>",
+            "<h2>Time to a loss against bytes</h2>",
             f'<figure><ul class="legend">{_legend(rows)}</ul>\n'
             + "\n".join(_points(frame, rows, plan.strategies) for frame in FRAMES)
             + "\n<figcaption>Dense is at 1 on the vertical axis; both axes are logarithmic. Small "
@@ -221,7 +221,7 @@ def _points(frame: Frame, rows: Sequence[Row], others: Sequence[Row]) -> str:
             + "</g>"
             for number, row in enumerate(rows)
         ),
-        text_at(frame.left - 6, 14, "time to dense's loss, dense = 1", "start", "name"),
+        text_at(frame.left - 6, 14, "time to the loss it ends with, dense = 1", "start", "name"),
         text_at(
             (frame.left + frame.width - frame.right) / 2,
             frame.height - 6,
@@ -230,4 +230,4 @@ def _points(frame: Frame, rows: Sequence[Row], others: Sequence[Row]) -> str:
             "name",
         ),
     ]
-    return svg(frame, "Time to dense's loss against bytes, a mark for each strategy", parts)
+    return svg(frame, "Time to a loss against bytes, a mark for each strategy", parts)

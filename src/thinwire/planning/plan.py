@@ -1,4 +1,4 @@
-"""Which strategy is likely the fastest to dense's loss, and why."""
+"""Which strategy is likely the fastest to a loss, and why."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -41,8 +41,9 @@ class Row:
         waiting_share: The part of a step that is not spent on the step itself.
         progress: Steps of dense that a step is worth; a prior.
         progress_source: Where that is from.
-        time_to_dense_loss: Time until dense's last loss over dense's own, both with the optimizer
-            of the strategy; smaller is sooner.
+        time_to_dense_loss: Time until the loss that the strategy ends with, over dense's own time
+            until that loss, both with the optimizer of the strategy; smaller is sooner. That loss
+            may be above the one that dense ends with.
         document: Content of a strategy file; None for a hook of torch.
         optimizer: The optimizer that belongs to the strategy; None for any.
     """
@@ -84,7 +85,7 @@ class Plan:
     Attributes:
         recommended: Name of the strategy to take.
         reason: Why, in a sentence.
-        strategies: All rows, the soonest at dense's loss first.
+        strategies: All rows, the soonest first.
         link: What was assumed of the network, or measured.
         model: Likewise of the model: parameters, and seconds of a step without an exchange.
     """
@@ -158,7 +159,7 @@ def plan(
             With a probe the network is that of the probe, and so is the step if it is of this task.
 
     Returns:
-        The strategies, the soonest at dense's loss first.
+        The strategies, the soonest first.
 
     Raises:
         TypeError, ValueError: An argument that cannot be; says what came and what is allowed.
@@ -345,11 +346,12 @@ def _recommended(rows: Sequence[Row]) -> tuple[str, str]:
     if best.time_to_dense_loss * _WORTH > 1:
         return "dense", (
             f"use dense: its step of {dense.step_seconds[1]:.3g} s waits for the wire "
-            f"{100 * dense.waiting_share:.0f} % of the time, and nothing is sooner at its loss by "
-            "more than 5 %"
+            f"{100 * dense.waiting_share:.0f} % of the time, and nothing is expected to be sooner "
+            "by more than 5 %"
         )
     return best.name, (
-        f"{best.name} is expected at dense's loss {1 / best.time_to_dense_loss:.1f} times as soon: "
+        f"{best.name} is expected to be {1 / best.time_to_dense_loss:.1f} times as fast as dense "
+        "to the loss that it ends with, which may be above dense's: "
         f"a step of {best.step_seconds[1]:.3g} s instead of {dense.step_seconds[1]:.3g} s, "
         f"worth {best.progress:.2f} of "
         "dense's" + (f"; with {best.optimizer}" if best.optimizer else "")

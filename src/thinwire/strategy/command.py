@@ -11,7 +11,7 @@ from thinwire.strategy.yaml_reader import read_file
 
 __all__ = ["EXAMPLE", "explain"]
 
-EXAMPLE = "Example: thinwire explain examples/strategies/slow_network.yaml"
+EXAMPLE = "Example: thinwire explain examples/strategies/one_bit_local.yaml"
 
 
 def explain(file: Path, /, *, quiet: Annotated[bool, Parameter(negative="")] = False) -> None:

@@ -340,8 +340,10 @@ class Engine:
         """Apply the leftovers of a merge, then what local updates have on their way, then their
         last averaging.
 
-        Call it on all ranks at the end of training; does nothing where there is nothing, and
-        nothing but dropping a merge on a member that has left the others.
+        Call it on all ranks at the end of training, and under local updates before an evaluation:
+        afterwards all ranks have the same model, and the next averaging is `k_steps` steps later.
+        Does nothing where there is nothing, and nothing but dropping a merge on a member that has
+        left the others.
 
         Raises:
             Mismatch: Ranks are at different places.
