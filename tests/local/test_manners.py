@@ -40,6 +40,59 @@ def test_alone_plain_averaging_does_not_change_a_bit() -> None:
             assert digest_of_all(local) == digest_of_all(plain)
 
 
+class CallsAnother(torch.optim.RMSprop):
+    """Torch runs the hooks in each step that is wrapped: in both once an RMSprop has been made."""
+
+    def step(self, closure: Any = None, scale: float = 1.0) -> Any:
+        self.scale = scale
+        return super().step(closure)
+
+
+def averagings_of_calls_of_another(rank: int, size: int, made_on: int) -> list[tuple[int, bool]]:
+    model = Bag()
+    optimizer = CallsAnother(model.parameters(), lr=0.01)
+    if rank == made_on:
+        torch.optim.RMSprop(nn.Linear(1, 1).parameters())
+    said = []
+    with tw.local_sgd(model, optimizer, tw.LocalSGD(4, begin_step=0)) as sync:
+        for step in range(1, 9):
+            one_step(model, optimizer, step, rank)
+            said.append((sync.step, sync.synced))
+    return said
+
+
+@pytest.mark.parametrize("made_on", [0, 1])
+def test_a_step_that_calls_that_of_its_base_class_is_one_step(made_on: int, ranks: Pool) -> None:
+    expected = [(step, step % 4 == 0) for step in range(1, 9)]
+    assert ranks.run(averagings_of_calls_of_another, made_on, size=2) == [expected] * 2
+
+
+def test_a_step_that_raises_leaves_the_count_as_it_was() -> None:
+    model = Bag()
+    optimizer = CallsAnother(model.parameters(), lr=0.01)
+    torch.optim.RMSprop(nn.Linear(1, 1).parameters())
+
+    def fails() -> float:
+        raise ZeroDivisionError
+
+    with tw.local_sgd(model, optimizer, tw.LocalSGD(2, begin_step=0)) as sync:
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step(fails)
+        one_step(model, optimizer)
+        assert (sync.step, sync.synced) == (1, False)
+
+
+def test_arguments_of_step_beside_a_closure_arrive() -> None:
+    model = Bag()
+    optimizer = CallsAnother(model.parameters(), lr=0.01)
+    set_gradients(model, 1, 0)
+    with tw.local_sgd(model, optimizer, tw.LocalSGD(2)):
+        optimizer.step(lambda: 1.0, 0.5)
+        assert optimizer.scale == 0.5
+        optimizer.step(closure=lambda: 1.0, scale=0.25)
+        assert optimizer.scale == 0.25
+
+
 @pytest.mark.parametrize("delay", [0, 2])
 def test_alone_buffers_and_state_stay_as_they_are(delay: int) -> None:
     """What came since a late result was measured is not lost."""

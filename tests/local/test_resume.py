@@ -12,8 +12,32 @@ from torch import nn
 import thinwire as tw
 from tests.local.test_laws import digest, net
 from tests.ranks import Pool
+from thinwire.comm import private
 from thinwire.local.updates import LocalUpdates
 from thinwire.local.work import RoundWork
+
+
+def rolled_back(rank: int, size: int) -> list[int]:
+    """Bytes that exchanges hold, after each time that an averaging was given up on its way."""
+    model = nn.Linear(200, 200)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    held = []
+    with tw.local_sgd(model, optimizer, tw.LocalSGD(4, begin_step=0, delay=2)) as sync:
+        state = sync.state_dict()
+        for _ in range(6):
+            for _ in range(5):
+                model(torch.full((2, 200), 1.0 + rank)).sum().backward()
+                optimizer.step()
+            sync.load_state_dict(state)
+            held.append(sum(t.nbytes for *_, tensors in private._pending.values() for t in tensors))
+    return held
+
+
+def test_an_averaging_that_is_given_up_is_not_kept(ranks: Pool) -> None:
+    model_bytes = 4 * (200 * 200 + 200)
+    for held in ranks.run(rolled_back, size=2):
+        assert max(held) < 2.5 * model_bytes  # the last one may still be on its way
+
 
 CONFIGS = {
     "plain": tw.LocalSGD(6),

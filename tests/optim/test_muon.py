@@ -133,6 +133,39 @@ def test_a_matrix_of_any_shape_and_rank_follows_the_iteration_in_float64(
     assert (p.detach().double() + expected).norm() <= within * expected.norm()
 
 
+@pytest.mark.parametrize("way", ["autocast", "high", "medium"])
+@pytest.mark.parametrize("shape", [(64, 512), (512, 64)])
+def test_fewer_bits_in_products_do_not_make_an_update_grow(way: str, shape: tuple) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(shape[1], shape[0], bias=False)
+    model.weight.grad = torch.randn(shape[0], 4) @ torch.randn(4, shape[1])
+    before = model.weight.detach().clone()
+    optimizer = Muon([{"params": [model.weight], "muon": True}], lr=1.0, weight_decay=0.0)
+    used = torch.get_float32_matmul_precision()
+    try:
+        if way == "autocast":
+            with torch.autocast("cpu", torch.bfloat16):
+                optimizer.step()
+        else:
+            torch.set_float32_matmul_precision(way)
+            optimizer.step()
+    finally:
+        torch.set_float32_matmul_precision(used)
+    update = (before - model.weight.detach()) / (0.2 * max(shape) ** 0.5)
+    assert 0.5 < torch.linalg.matrix_norm(update.double(), 2) < 1.3
+
+
+def test_autocast_around_a_step_changes_no_bit() -> None:
+    models = [Language(), Language()]
+    for model, around in zip(models, (False, True), strict=True):
+        optimizer = Muon(muon_groups(model), lr=0.01)
+        for seed in range(3):
+            give_gradients(model, seed)
+            with torch.autocast("cpu", torch.bfloat16, enabled=around):
+                optimizer.step()
+    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+
+
 def test_on_a_cpu_float32_is_what_is_computed_in() -> None:
     def trained(ns_dtype: object) -> Tensor:
         model = Language()

@@ -17,10 +17,13 @@ from thinwire.optim import DGCMomentum
 def prepared(rank: int, size: int, way: str, setting: str) -> list[str]:
     """What was warned of."""
     build, body = torch.__version__, os.environ.get("THINWIRE_KERNELS")
+    threads = torch.get_num_threads()
     if rank == 1 and setting == "build":
         torch.__version__ = "2.13.0+cu128"
     if rank == 1 and setting == "denormals":
         torch.set_flush_denormal(True)
+    if setting == "threads":
+        torch.set_num_threads(1 + rank)
     if rank == 1 and setting == "kernels":
         os.environ["THINWIRE_KERNELS"] = "reference"
     try:
@@ -31,6 +34,7 @@ def prepared(rank: int, size: int, way: str, setting: str) -> list[str]:
         return [str(warning.message) for warning in told]
     finally:
         torch.__version__ = build
+        torch.set_num_threads(threads)
         torch.set_flush_denormal(False)
         os.environ.pop("THINWIRE_KERNELS", None)
         if body is not None:
@@ -48,10 +52,15 @@ def start(way: str) -> None:
         with tw.local_sgd(model, torch.optim.SGD(model.parameters(), 0.1), tw.LocalSGD(2)):
             pass
     else:
-        strategy = (
-            tw.DistributedStrategy(lamb=tw.LAMB()) if way == "lamb" else tw.DistributedStrategy()
+        fields: dict[str, Any] = {
+            "lamb": {"lamb": tw.LAMB()},
+            "local muon": {"localsgd": tw.LocalSGD(2)},
+        }.get(way, {})
+        muon = [{"params": list(model.parameters()), "muon": True}]
+        optimizer = (
+            tw.optim.Muon(muon, 0.1) if "muon" in way else torch.optim.Adam(model.parameters(), 0.1)
         )
-        strategy.prepare(model, torch.optim.Adam(model.parameters(), 0.1))
+        tw.DistributedStrategy(**fields).prepare(model, optimizer).close()
 
 
 @pytest.mark.parametrize("way", ["engine", "DGCMomentum", "local_sgd"])
@@ -68,6 +77,17 @@ def test_numbers_that_become_zero_on_one_rank_are_a_mismatch(way: str, ranks: Po
         assert isinstance(answer, Raised)
         assert answer.type_name == "Mismatch"
         assert "set_flush_denormal" in answer.text
+
+
+def test_another_number_of_threads_is_a_mismatch_where_muon_updates_all_ranks_alike(
+    ranks: Pool,
+) -> None:
+    for answer in ranks.run(prepared, "muon", "threads", expect_errors=True):
+        assert isinstance(answer, Raised)
+        assert answer.type_name == "Mismatch"
+        assert "OMP_NUM_THREADS" in answer.text
+    for way in ("engine", "local muon"):
+        assert ranks.run(prepared, way, "threads") == [[], []]
 
 
 def test_another_body_of_the_kernels_is_a_mismatch_where_it_rounds_otherwise(ranks: Pool) -> None:

@@ -125,6 +125,26 @@ def test_under_local_updates_each_rank_clips_its_own(ranks: Pool) -> None:
         assert torch.allclose(wide(got), wide(expected), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("norm", [2.0, 30000.0])
+def test_in_half_precision_the_factor_is_not_rounded(dtype: torch.dtype, norm: float) -> None:
+    """It would be 0 in float16 for the larger norm."""
+    model = nn.Linear(64, 64, bias=False, dtype=dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    strategy = tw.DistributedStrategy(localsgd=tw.LocalSGD(2))  # gradients stay as they come
+    engine = strategy.prepare(
+        model,
+        optimizer,
+        lambda out, given: (out * given).sum(),
+        grad_clip=tw.ClipByGlobalNorm(1e-3),
+    )
+    model.weight.data.zero_()
+    given = torch.full((1, 64), norm / 64, dtype=dtype)
+    engine.train_step(torch.ones(1, 64, dtype=dtype), given)
+    moved = torch.linalg.vector_norm(model.weight.detach().double())
+    assert float(moved) == pytest.approx(1e-3, rel=4e-3)
+
+
 def stages(rank: int, size: int, count: int) -> dict[str, Tensor]:
     model = make_model(plain=True, **DOUBLE)
     optimizer = torch.optim.SGD(model.named_parameters(), lr=0.5)

@@ -91,7 +91,9 @@ class Cut:
             return node
         # such as the residual of a shard that was too small to be compressed: nothing was kept
         like = next(node for node in nodes if node is not None)
-        return torch.zeros(self._shape(name, len(nodes), shard), dtype=like.dtype)
+        return torch.zeros(
+            self._shape(name, len(nodes), shard), dtype=like.dtype, device=like.device
+        )
 
 
 def _entry(node: Any, at: int) -> Any:

@@ -168,7 +168,7 @@ class Line:
 
     def send(self, content: bytes | bytearray | memoryview) -> None:
         """Send bytes whose number the other one learns first."""
-        self._pass(torch.tensor([len(content)], dtype=torch.int64), give=True)
+        self._pass(torch.tensor([len(content)], dtype=torch.int64, device="cpu"), give=True)
         whole = torch.frombuffer(bytearray(content), dtype=torch.uint8) if len(content) else None
         for piece in () if whole is None else torch.split(whole, _PIECE_BYTES):
             self._pass(piece, give=True)
@@ -179,7 +179,7 @@ class Line:
         Raises:
             PeerLost: It claims to send more than `at_most`: it is none of ours.
         """
-        length = torch.empty(1, dtype=torch.int64)
+        length = torch.empty(1, dtype=torch.int64, device="cpu")
         self._pass(length, give=False)
         nbytes = int(length)
         if not 0 <= nbytes <= at_most:

@@ -42,6 +42,7 @@ from thinwire.compress.protocol import (
     place_for,
 )
 from thinwire.compress.words import plural
+from thinwire.core.arithmetic import products_are_exact
 from thinwire.core.checksum import checked_mean_
 from thinwire.core.orthonormal import orthonormal
 from thinwire.core.precision import state_dtype
@@ -264,7 +265,11 @@ class LowRankCompressor:
             left, right = arrived.factors[name]
             error = self._errors[name]
             error.add_(self._matrix(name, arrived.node_means.get(name, grads[name])))
-            error.addmm_(left.t(), right, alpha=-1)
+            if products_are_exact(error):
+                error.addmm_(left.t(), right, alpha=-1)
+            else:  # entry by entry, as what is applied: else a part of the gradient would be lost
+                for column, row in zip(left, right, strict=True):
+                    error.addr_(column, row, alpha=-1)
             factor = self._factors[name].copy_(right)
             if columns := arrived.lost.get(name):
                 _draw_anew_(factor, columns, (arrived.context.step + 1 << 24) + self._keys[name])
@@ -400,7 +405,9 @@ def _draw_anew_(factor: Tensor, columns: Sequence[int], seed: int) -> None:
 
 def _drawn(columns: int, rows: int, seed: int) -> Tensor:
     """A factor to begin with, shape (columns, rows), the same on all ranks and processors."""
-    return torch.rand(columns, rows, generator=torch.Generator().manual_seed(seed)) - 0.5
+    source = torch.Generator().manual_seed(seed)
+    drawn = torch.rand(columns, rows, generator=source, dtype=torch.float32, device="cpu")
+    return drawn - 0.5
 
 
 def _sides(tensor: Tensor) -> tuple[int, int]:

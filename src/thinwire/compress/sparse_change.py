@@ -245,7 +245,8 @@ class _Largest(ArrivedEntries, MeanChange):
             return self._mean_on_device(name, dtype)
         parts = self.parts.get(name, [])
         if not parts:  # owners have passed nothing on
-            return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=dtype)
+            none = torch.empty(0, dtype=torch.int64, device="cpu")
+            return none, none.to(dtype)
         if self._factors is not None:
             parts = [(i, v * f) for (i, v), f in zip(parts, self._factors, strict=True)]
         positions, total = sum_sparse(parts, dtype)

@@ -14,7 +14,7 @@ from thinwire import _validate as check
 from thinwire.core.norms import global_norm, norms
 from thinwire.core.rows import values_of, with_values
 
-__all__ = ["Clip", "ClipByGlobalNorm", "ClipByNorm", "ClipByValue", "clipped"]
+__all__ = ["Clip", "ClipByGlobalNorm", "ClipByNorm", "ClipByValue", "clipped", "scaled"]
 
 
 @dataclass(frozen=True)
@@ -95,12 +95,13 @@ def clipped(clip: Clip, grads: Sequence[Tensor]) -> list[Tensor]:
     # c / max(norm, c) is exactly 1 below the limit, where the product changes no bit
     factors = [clip.c / size.clamp(min=clip.c) for size in sizes]
     return [
-        with_values(grad, _scaled(values_of(grad), factor))
+        with_values(grad, scaled(values_of(grad), factor))
         for grad, factor in zip(grads, factors, strict=True)
     ]
 
 
-def _scaled(values: Tensor, factor: Tensor) -> Tensor:
+def scaled(values: Tensor, factor: Tensor) -> Tensor:
+    """A new tensor, values times a factor of shape (), rounded once."""
     # in half precision the factor itself could round to zero
     wide = torch.promote_types(values.dtype, torch.float32)
     return (values.to(wide) * factor.to(values.device, wide)).to(values.dtype)

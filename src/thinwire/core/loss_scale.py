@@ -144,7 +144,7 @@ def any_non_finite(grads: Iterable[Tensor]) -> Tensor:
     """
     flags = [~values_of(coalesced(grad)).isfinite().all() for grad in grads]
     if not flags:
-        return torch.tensor(False)
+        return torch.tensor(False, device="cpu")
     return torch.stack([flag.to(flags[0].device) for flag in flags]).any()
 
 

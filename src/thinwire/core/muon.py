@@ -6,6 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from thinwire.core.arithmetic import products_are_exact
+
 __all__ = ["MuonRule", "muon_", "newton_schulz"]
 
 _LARGEST_NOISE = 0.01
@@ -75,13 +77,15 @@ def newton_schulz(matrix: Tensor, rule: MuonRule) -> Tensor:
     x = matrix.to(rule.dtype)
     x = x.T if tall else x
     x = x / x.norm().clamp(min=rule.eps)
-    # for more columns than that it takes fewer multiplications; float16 and bfloat16 are too coarse
-    by_gram = 2 * x.size(1) > 3 * x.size(0) and x.dtype in (torch.float32, torch.float64)
+    # for more columns than that it takes fewer multiplications; with fewer bits than those of
+    # float32 its errors would grow
+    by_gram = 2 * x.size(1) > 3 * x.size(0) and products_are_exact(x)
     left = rule.iterations
-    while left:
-        done = min(left, _iterations_of_a_gram(rule)) if by_gram else 1
-        x = _iterated_by_gram(x, done, rule) if by_gram else _iterated(x, rule)
-        left -= done
+    with torch.autocast(x.device.type, enabled=False):  # the user's would change the type
+        while left:
+            done = min(left, _iterations_of_a_gram(rule)) if by_gram else 1
+            x = _iterated_by_gram(x, done, rule) if by_gram else _iterated(x, rule)
+            left -= done
     return x.T if tall else x
 
 

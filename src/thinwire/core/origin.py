@@ -29,7 +29,7 @@ class Origin:
 
     def packed(self) -> Tensor:
         """As a tensor, which every way of saving keeps: int64, shape (4,)."""
-        return torch.tensor(astuple(self), dtype=torch.int64)
+        return torch.tensor(astuple(self), dtype=torch.int64, device="cpu")
 
     @classmethod
     def read(cls, value: object) -> "Origin | None":

@@ -59,16 +59,17 @@ class _Plan(NamedTuple):
 def _planned(rows: tuple[int, ...], device: torch.device) -> _Plan:
     counts = [-(-n // _CHUNK) for n in rows]
     most, every = max(counts), sum(counts)
-    chunks = torch.full((len(rows), most), every)
+    chunks = torch.full((len(rows), most), every, device="cpu")
     places, begin = [], 0
     for matrix, (n, count) in enumerate(zip(rows, counts, strict=True)):
-        places.append(torch.arange(n) + begin * _CHUNK)
-        chunks[matrix, :count] = torch.arange(begin, begin + count)
+        places.append(torch.arange(n, device="cpu") + begin * _CHUNK)
+        chunks[matrix, :count] = torch.arange(begin, begin + count, device="cpu")
         begin += count
     place = torch.cat(places)
-    spread = torch.full((every * _CHUNK,), sum(rows))
-    spread[place] = torch.arange(sum(rows))
-    owners = torch.arange(len(rows)).repeat_interleave(torch.tensor(counts))
+    spread = torch.full((every * _CHUNK,), sum(rows), device="cpu")
+    spread[place] = torch.arange(sum(rows), device="cpu")
+    matrices = torch.arange(len(rows), device="cpu")
+    owners = matrices.repeat_interleave(torch.tensor(counts, device="cpu"))
     return _Plan(*(each.to(device) for each in (spread, place, owners, chunks)))
 
 

@@ -175,7 +175,7 @@ class Examination:
             dist.init_process_group(
                 "gloo", store=store, rank=self._rank, world_size=self._size, timeout=timeout
             )
-            numbers = torch.full((_NUMBERS,), float(self._rank + 1))
+            numbers = torch.full((_NUMBERS,), float(self._rank + 1), device="cpu")
             dist.all_reduce(numbers)
             expected = self._size * (self._size + 1) / 2
             right = bool((numbers == expected).all())

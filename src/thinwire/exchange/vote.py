@@ -368,18 +368,14 @@ def read_flags(
         (i, name, flag)
         for i, flags in enumerate(several)
         for name, flag in flags.items()
-        if _waits(flag)
+        if isinstance(flag, Tensor)
     ]
-    values = _read([*(torch.as_tensor(flag).long().view(1) for *_, flag in waiting), *numbers])
+    values = _read([*(flag.long().view(1) for *_, flag in waiting), *numbers])
     known = [dict(flags) for flags in several]
     for (i, name, _), value in zip(waiting, values, strict=False):
         known[i][name] = bool(value[0])
     bad = [next((name for name, flag in flags.items() if not flag), None) for flags in known]
     return bad, values[len(waiting) :]
-
-
-def _waits(flag: bool | Tensor) -> bool:
-    return isinstance(flag, Tensor)
 
 
 def _read(pieces: Sequence[Tensor]) -> list[list[int]]:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from thinwire.comm import Group, Regrouped
+from thinwire.comm.private import forget_ended
 from thinwire.errors import Diverged, PayloadCorrupt
 from thinwire.exchange.digest import OwnState, RollingDigest
 from thinwire.exchange.likeness import Likeness
@@ -142,6 +143,7 @@ class Averager:
             tokens: Observed since the last step; None where none were told.
         """
         self.synced, self.pending = False, None
+        forget_ended()  # what was on its way has no other end
         if self.own is not None:
             self.own.start_anew()
         if self.work is not None:

@@ -144,7 +144,7 @@ class Averaging:
             if changes is not None and p.numel() and changes.compresses(p):
                 for kind, tensor in changes.begin(self.anchors[name]).items():
                     self.kept[kind][name] = tensor
-        self.sketches = torch.zeros(2, SKETCH_NUMEL, dtype=torch.float64)
+        self.sketches = torch.zeros(2, SKETCH_NUMEL, dtype=torch.float64, device="cpu")
         """Of all that the mean of the ranks has changed so far, and of all that was applied of it.
         """
 

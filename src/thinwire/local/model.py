@@ -2,7 +2,9 @@
 same; and the optimizer inside what a training framework wraps around it.
 """
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -228,6 +230,24 @@ def looks(tensor: Tensor) -> str:
 
 def _averaged(buffer: Tensor) -> bool:
     return buffer.is_floating_point() and buffer.numel() > 0
+
+
+_HOOKED_STEP = torch.optim.Optimizer.profile_hook_step(lambda *_: None).__code__
+"""Of torch's wrapper of `step`, which runs the hooks."""
+
+
+def calls_of_step(optimizer: object) -> int:
+    """How many calls of `step` of this optimizer are under way: two in the hooks of a step that
+    another one has called, as `super().step()` does. Torch wraps the step of every class that has
+    ever been constructed, and runs the hooks of the instance in each.
+    """
+    calls = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _HOOKED_STEP and frame.f_locals.get("self") is optimizer:
+            calls += 1
+        frame = frame.f_back
+    return calls
 
 
 _WRAPPERS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")

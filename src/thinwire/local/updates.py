@@ -37,6 +37,7 @@ from thinwire.comm import (
     time_limit_s,
     while_busy,
 )
+from thinwire.comm.private import forget_ended
 from thinwire.compress import COMPRESSIONS
 from thinwire.compress.change_protocol import ForChanges
 from thinwire.compress.changes import compression_of
@@ -54,7 +55,7 @@ from thinwire.local.averaging import Averaging, PendingAveraging
 from thinwire.local.config import AdaptiveLocalSGD, LocalConfig, LocalSGD
 from thinwire.local.fragments import fragments_of
 from thinwire.local.interval import Interval
-from thinwire.local.model import LocalModel, bare_optimizer
+from thinwire.local.model import LocalModel, bare_optimizer, calls_of_step
 from thinwire.local.newcomers import NewcomersWork
 from thinwire.local.work import require_tokens
 from thinwire.members.members import Members
@@ -315,7 +316,7 @@ class LocalUpdates:
         optimizer = self._tensors.optimizer
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(lambda *_: self._follow(averager.after_step)),
+            optimizer.register_step_post_hook(self._after_step),
         ]
         _open.append(self)
         call_params = getattr(optimizer, "call_params", None)  # of an optimizer of this library
@@ -362,6 +363,8 @@ class LocalUpdates:
         """Called with all arguments of `step`, the optimizer first; a closure may be what observes
         the loss.
         """
+        if calls_of_step(args[0]) > 1:
+            return None
         step, optimizer, *given = self.step + 1, *args
         closure = given[0] if given else kwargs.get("closure")
         if closure is None:
@@ -373,7 +376,13 @@ class LocalUpdates:
             self._interval.before_step(step)
             return loss
 
+        if given:
+            return (optimizer, then_noted, *given[1:]), kwargs
         return (optimizer,), {**kwargs, "closure": then_noted}
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if calls_of_step(optimizer) == 1:
+            self._follow(self._open_averager().after_step)
 
     def _follow(self, move: Callable[[], None]) -> None:
         """What the averager does after a step, or in place of one."""
@@ -438,6 +447,7 @@ class LocalUpdates:
         self._hooks = []
         if self._averager is not None:
             self._averager.pending = None
+            forget_ended()
         _open[:] = [other for other in _open if other is not self]
 
     @property
@@ -678,7 +688,17 @@ class LocalUpdates:
         """Measure the next averaging from the parameters as they are, which must be equal on all
         ranks.
         """
-        self._open_averager().averaging.anchor_()
+        averager = self._open_averager()
+        averager.averaging.anchor_()
+        averager.tensors.made_common()
+
+    def buffers_loaded(self) -> None:
+        """Buffers were written as well, on all ranks alike where ranks are equal at this step: none
+        of them has changed since.
+        """
+        averager = self._open_averager()
+        if not averager.apart:
+            averager.tensors.made_common()
 
     def _restore_bytes(self, bytes_sent: int) -> None:
         assert self._sources is not None, "open"

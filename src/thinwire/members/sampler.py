@@ -71,6 +71,6 @@ class MemberSampler(Sampler[list[int]]):
         seed = int.from_bytes(hashlib.blake2b(place, digest_size=8).digest(), "big") >> 1
         source = torch.Generator().manual_seed(seed)
         drawn: list[int] = torch.randint(
-            self._length, (self._batch_size,), generator=source
+            self._length, (self._batch_size,), generator=source, device="cpu"
         ).tolist()
         return drawn

@@ -120,7 +120,7 @@ class OwnOptimizer(CommonOptimizer):
         state = self.state[param]
         if "step" not in state:
             # on the CPU, where reading it is free; a tensor because torch's tools expect one
-            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
         counter: Tensor = state["step"]
         return counter
 

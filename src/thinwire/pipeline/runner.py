@@ -239,7 +239,7 @@ class PipelineRunner:
         self, schedule: "PipelineScheduleSingle", count: int, *, backward: bool
     ) -> None:
         target = (
-            torch.zeros(count) if self._grid.stage == self._grid.stages - 1 else None
+            torch.zeros(count, device="cpu") if self._grid.stage == self._grid.stages - 1 else None
         )  # the worker has the real ones
         run = schedule.step if backward else schedule.eval
         try:
@@ -253,7 +253,7 @@ class PipelineRunner:
         loss = (
             torch.stack(worker.losses).mean(dtype=torch.float64)
             if worker.losses
-            else torch.zeros(())
+            else torch.zeros((), device="cpu")
         )
         kind = _LOSS_TYPES.index(worker.losses[0].dtype) if worker.losses else 0
         mine = _CONCLUSION.pack(worker.error is not None, kind, loss.item())

@@ -92,6 +92,9 @@ class DropTogether:
         self._inner.load_state_dict(state["inner"])
         self._drops.total, self._drops.in_a_row = state["dropped"], state["in a row"]
 
+    def buffers_loaded(self) -> None:
+        self._inner.buffers_loaded()
+
     def start_anew(self) -> None:
         self._inner.start_anew()
 

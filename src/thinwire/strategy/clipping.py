@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Group
-from thinwire.core.clip import Clip, ClipByGlobalNorm, ClipByNorm, clipped
+from thinwire.core.clip import Clip, ClipByGlobalNorm, ClipByNorm, clipped, scaled
 from thinwire.core.norms import global_norm, norms_over_shards
-from thinwire.core.rows import coalesced
+from thinwire.core.rows import coalesced, values_of, with_values
 from thinwire.core.storage import with_own_storage
 from thinwire.errors import StrategyError
 from thinwire.optim.base import ExchangingOptimizer
@@ -109,13 +109,13 @@ def _clipping(clip: Clip, stages: Group | None, shards: Group | None) -> Clippin
 
     def by_global_norm(grads: dict[str, Tensor]) -> dict[str, Tensor]:
         together = {name: coalesced(grad) for name, grad in grads.items()}
-        norm = global_norm(list(together.values())) if together else torch.zeros(())
+        norm = global_norm(list(together.values())) if together else torch.zeros((), device="cpu")
         if others is not None:
             answers = others.gather_bytes(
                 struct.pack("<d", float(norm)), what="the global norm over stages or shards"
             )
             whole = sum(struct.unpack("<d", answer)[0] ** 2 for answer in answers) ** 0.5
-            norm = torch.tensor(whole, dtype=torch.float64)
+            norm = torch.tensor(whole, dtype=torch.float64, device="cpu")
         # exactly 1 below the limit, where the product changes no bit
         return _scaled_(together, clip.c / norm.clamp(min=clip.c))
 
@@ -134,6 +134,9 @@ def _scaled_(grads: Mapping[str, Tensor], factor: Tensor) -> dict[str, Tensor]:
     """Changes dense tensors that share their storage with no other; the others are made anew."""
     mine, new = with_own_storage(grads), {}
     for name, grad in grads.items():
-        at = factor.to(grad.device, grad.dtype)
-        new[name] = grad.mul_(at) if name in mine else grad * at
+        narrow = torch.promote_types(grad.dtype, torch.float32) != grad.dtype
+        if narrow or name not in mine:
+            new[name] = with_values(grad, scaled(values_of(grad), factor))
+        else:
+            new[name] = grad.mul_(factor.to(grad.device, grad.dtype))
     return new

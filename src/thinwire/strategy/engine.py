@@ -387,7 +387,7 @@ class Engine:
 
         Communication: about 40 bytes a rank.
         """
-        came = torch.as_tensor(loss)
+        came = loss if isinstance(loss, Tensor) else torch.as_tensor(loss, device="cpu")
         if came.dtype == torch.bool or came.is_complex():
             raise TypeError(f"loss must be a real number or a tensor of one, got {loss!r}")
         value = came.to(torch.float64).detach().reshape(-1).clone()
@@ -403,7 +403,7 @@ class Engine:
                 if what not in row:
                     raise elsewhere(what, rank)
         total = sum(row[what] for row in told)
-        return torch.tensor(total / group.size, dtype=torch.float64)
+        return torch.tensor(total / group.size, dtype=torch.float64, device="cpu")
 
     def stats(self) -> dict[str, float]:
         """This rank so far, flat and in numbers only; the names are those of

@@ -83,8 +83,11 @@ class Exchange(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave."""
 
+    def buffers_loaded(self) -> None:
+        """The buffers of the model were written, after `load_state_dict`."""
+
     def start_anew(self) -> None:
-        """Parameters were replaced on all ranks alike, before the first update."""
+        """Parameters and buffers were replaced on all ranks alike, before the first update."""
 
     def close(self) -> None:
         """Take every hook off."""
@@ -105,6 +108,9 @@ class _EveryStep:
         pass
 
     def flush(self) -> None:
+        pass
+
+    def buffers_loaded(self) -> None:
         pass
 
     def start_anew(self) -> None:
@@ -366,6 +372,9 @@ class LocalSteps:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.sync.load_state_dict(state)
+
+    def buffers_loaded(self) -> None:
+        self.sync.buffers_loaded()
 
     def start_anew(self) -> None:
         self.sync.start_anew()

@@ -54,6 +54,7 @@ from thinwire.optim import EXCHANGING
 from thinwire.optim.base import ExchangingOptimizer
 from thinwire.optim.grouped import GroupedOptimizer
 from thinwire.optim.layerwise import LayerwiseOptimizer
+from thinwire.optim.muon import Muon
 from thinwire.pipeline.runner import PipelineRunner
 from thinwire.pipeline.split import split_model
 from thinwire.step.autocast import autocast_forward
@@ -680,4 +681,6 @@ def _arithmetic(
     """What decides how replicas round, where all of them update alike."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     layerwise = bool(strategy.lamb or strategy.lars) or isinstance(optimizer, LayerwiseOptimizer)
-    return arithmetic(device, kernels=layerwise and strategy.local is None)
+    alike = strategy.local is None
+    products = isinstance(optimizer, Muon)
+    return arithmetic(device, kernels=layerwise and alike, products=products and alike)

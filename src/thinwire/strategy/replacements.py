@@ -180,7 +180,7 @@ def _entries(param: Tensor, entries: Mapping[str, Any], replacement: Replacement
     for key in replacement.state:
         value = entries.get(key)
         if key == "step" and value is not None:
-            new[key] = torch.tensor(float(value), dtype=torch.float32)
+            new[key] = torch.tensor(float(value), dtype=torch.float32, device="cpu")
         elif isinstance(value, Tensor):
             dense = value if value.layout is torch.strided else value.to_dense()
             new[key] = dense.to(dense.dtype if dense.is_complex() else state_dtype(param))

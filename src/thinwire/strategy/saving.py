@@ -193,6 +193,7 @@ def load_all(
     ):
         for name, place in places.items():
             place.copy_(values[name])
+    parts.exchange.buffers_loaded()
     # those that a merge has changed on each rank are made equal by its update
     parts.buffers.forget(equal=parts.merge is None or parts.merge.microsteps == 0)
     set_random_state(state["random"])

@@ -114,7 +114,7 @@ def pack(
         codes += slot_codes
         all_sent.append(sent)
         carried += count
-    payload = codes or [torch.zeros(CULPRIT.size, dtype=torch.uint8)]
+    payload = codes or [torch.zeros(CULPRIT.size, dtype=torch.uint8, device="cpu")]
     return sealed(layout, step, bucket, payload, carried=carried), all_sent
 
 

@@ -1,0 +1,72 @@
+"""What torch's default device is changes nothing: every tensor that the library makes has its
+device named. "meta" stands for "cuda", which this machine has not."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import thinwire as tw
+from tests.ranks import Pool
+from tests.strategy.training import digest
+
+FIELDS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "merge": {"gradient_merge": tw.GradientMerge(2)},
+    "dgc": {"dgc": tw.DGC(sparsity=(0.75,), min_numel=16)},
+    "dgc, split": {"dgc": tw.DGC(sparsity=(0.75,), min_numel=16, exchange="split")},
+    "low rank": {"low_rank": tw.LowRank(2, begin_step=0, min_numel=16)},
+    "local": {"localsgd": tw.LocalSGD(2, outer_momentum=0.5)},
+    "local, sparse": {"localsgd": tw.LocalSGD(2, compression=tw.Sparse(0.75))},
+    "local, quantized": {"localsgd": tw.LocalSGD(2, compression=tw.Quantized(2, decay=0.9))},
+    "local, low rank": {
+        "localsgd": tw.LocalSGD(2, compression=tw.LowRank(2, begin_step=0, min_numel=16))
+    },
+    "lars": {"lars": tw.LARS()},
+    "scaled": {"amp": tw.AMP("bfloat16", tw.DynamicLossScale(init_loss_scale=8.0))},
+}
+
+
+@contextmanager
+def default_device(name: str) -> Iterator[None]:
+    torch.set_default_device(name)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+def trained(rank: int, size: int, case: str, device: str) -> str:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    batches = [
+        torch.randn(6, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+        for step in range(6)
+    ]
+    with default_device(device):
+        strategy = tw.DistributedStrategy(**FIELDS[case])
+        engine = strategy.prepare(
+            model,
+            optimizer,
+            lambda out, x: (out.float() - x[:, :4]).square().mean(),
+            grad_clip=None if "dgc" in case else tw.ClipByGlobalNorm(1.0),
+        )
+        for x in batches:
+            loss = engine.train_step(x, x)
+        assert float(engine.mean_loss(loss)) > 0
+        state = engine.state_dict()
+        engine.flush()
+        engine.load_state_dict(state)
+        engine.flush()
+        engine.close()
+    return digest(engine)
+
+
+@pytest.mark.parametrize("case", FIELDS)
+def test_the_bits_are_those_without_one(case: str, ranks: Pool) -> None:
+    expected = ranks.run(trained, case, "cpu", size=2)
+    assert ranks.run(trained, case, "meta", size=2) == expected
