@@ -73,7 +73,7 @@ def progress_of(method: str, document: Mapping[str, Any], workers: int) -> Progr
         factor = 1 - min(1.0, loses * (_lateness(asked) - _lateness(known)) / late)
         share, told = share * factor, f"; times {factor:.2g} for the delay, from {source}"
     if local:
-        factor, source = _loss_by_workers(known["k_steps"], nearest["workers"], workers)
+        factor, source = _loss_by_workers(method, known["k_steps"], nearest["workers"], workers)
         if factor < 1:
             share, told = share * factor, f"{told}; times {factor:.2g} for the ranks, from {source}"
     others = [
@@ -117,20 +117,28 @@ def _loss_by_lateness() -> tuple[float, float, str]:
 
 
 @cache
-def _loss_by_workers(k_steps: int, known: int, asked: int) -> tuple[float, str]:
+def _loss_by_workers(method: str, k_steps: int, known: int, asked: int) -> tuple[float, str]:
     """What is left of a progress that was measured with `known` ranks where there are as many as
-    come nearest to `asked`, and where that is from: from the setting with the nearest interval, of
-    any local method, that was measured with both; (1.0, "") if none was.
+    come nearest to `asked`, and where that is from: of the settings that were measured with both,
+    one of this method if there is any, else of a local method with the same optimizer, and of those
+    the one with the nearest interval; (1.0, "") if none was.
     """
 
-    def distance(pair: _Pair) -> tuple[float, float]:
+    def distance(pair: _Pair) -> tuple[float, ...]:
         run, other = pair
-        return abs(log(other["workers"] / asked)), abs(log(run["k_steps"] / k_steps))
+        return (
+            abs(log(other["workers"] / asked)),
+            run["method"] != method,
+            (run["method"] == "muon-local") != (method == "muon-local"),
+            abs(log(run["k_steps"] / k_steps)),
+        )
 
     pairs = [
         pair
         for pair in _alike_but("workers")
-        if pair[0]["workers"] == known and distance(pair)[0] < abs(log(known / asked))
+        if pair[0]["workers"] == known
+        and pair[0]["k_steps"] > 1
+        and distance(pair)[0] < abs(log(known / asked))
     ]
     if not pairs:
         return 1.0, ""
