@@ -381,7 +381,7 @@ class LocalUpdates:
         return (optimizer,), {**kwargs, "closure": then_noted}
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if calls_of_step(optimizer) == 1:
+        if calls_of_step(optimizer) <= 1:
             self._follow(self._open_averager().after_step)
 
     def _follow(self, move: Callable[[], None]) -> None:
