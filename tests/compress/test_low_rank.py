@@ -359,6 +359,38 @@ def test_nothing_of_a_change_is_lost(ranks: Pool) -> None:
     torch.testing.assert_close(held, moved, rtol=0, atol=1e-9)
 
 
+class Weighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = Parameter(torch.zeros(192, 192))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x).sum()
+
+
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+def test_nothing_is_lost_where_products_have_fewer_bits(precision: str) -> None:
+    """Gradients are what was applied and what is kept; only processors with instructions for fewer
+    bits lose some otherwise."""
+    model, used = Weighted(), torch.get_float32_matmul_precision()
+    strategy = tw.DistributedStrategy(low_rank=LowRank(64, begin_step=0, min_numel=1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine = strategy.prepare(model, optimizer, lambda out, _: out)
+    whole = torch.zeros(192, 192, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    torch.set_float32_matmul_precision(precision)
+    try:
+        for _ in range(10):
+            x = torch.randn(192, 192, generator=generator)
+            whole += x.double()
+            engine.train_step(x, None)
+    finally:
+        torch.set_float32_matmul_precision(used)
+    kept = engine.state_dict()["exchange"]["residuals"]["weight"].double()
+    lost = whole - (kept - model.weight.detach().double())
+    assert float(lost.norm() / whole.norm()) < 1e-5
+
+
 @pytest.mark.parametrize(
     ("settings", "error", "text"),
     [
