@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 import thinwire as tw
+from tests.precision import products_in
 from tests.ranks import Pool
 from tests.reference.low_rank import LowRankOracle
 from tests.sync.means import GradientMean
@@ -372,20 +373,17 @@ class Weighted(nn.Module):
 def test_nothing_is_lost_where_products_have_fewer_bits(precision: str) -> None:
     """Gradients are what was applied and what is kept; only processors with instructions for fewer
     bits lose some otherwise."""
-    model, used = Weighted(), torch.get_float32_matmul_precision()
+    model = Weighted()
     strategy = tw.DistributedStrategy(low_rank=LowRank(64, begin_step=0, min_numel=1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     engine = strategy.prepare(model, optimizer, lambda out, _: out)
     whole = torch.zeros(192, 192, dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
-    torch.set_float32_matmul_precision(precision)
-    try:
+    with products_in(precision):
         for _ in range(10):
             x = torch.randn(192, 192, generator=generator)
             whole += x.double()
             engine.train_step(x, None)
-    finally:
-        torch.set_float32_matmul_precision(used)
     kept = engine.state_dict()["exchange"]["residuals"]["weight"].double()
     lost = whole - (kept - model.weight.detach().double())
     assert float(lost.norm() / whole.norm()) < 1e-5

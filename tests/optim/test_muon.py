@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
+from tests.precision import products_in
 from tests.ranks import Pool
 from thinwire.optim import Muon, muon, muon_groups
 
@@ -141,16 +142,8 @@ def test_fewer_bits_in_products_do_not_make_an_update_grow(way: str, shape: tupl
     model.weight.grad = torch.randn(shape[0], 4) @ torch.randn(4, shape[1])
     before = model.weight.detach().clone()
     optimizer = Muon([{"params": [model.weight], "muon": True}], lr=1.0, weight_decay=0.0)
-    used = torch.get_float32_matmul_precision()
-    try:
-        if way == "autocast":
-            with torch.autocast("cpu", torch.bfloat16):
-                optimizer.step()
-        else:
-            torch.set_float32_matmul_precision(way)
-            optimizer.step()
-    finally:
-        torch.set_float32_matmul_precision(used)
+    with torch.autocast("cpu", torch.bfloat16) if way == "autocast" else products_in(way):
+        optimizer.step()
     update = (before - model.weight.detach()) / (0.2 * max(shape) ** 0.5)
     assert 0.5 < torch.linalg.matrix_norm(update.double(), 2) < 1.3
 

@@ -120,17 +120,28 @@ def test_the_table_shows_the_best_of_each_and_all_of_them_when_asked() -> None:
     assert "not predicted" in said[0]
 
 
+def measured(method: str, k_steps: int, value_bits: int | None) -> list[dict[str, Any]]:
+    """What the planner knows of these settings."""
+    text = files("thinwire.planning").joinpath("progress.json").read_text()
+    asked = method, k_steps, value_bits
+    return [
+        run
+        for run in json.loads(text)
+        if (run["method"], run["k_steps"], run.get("value_bits")) == asked
+    ]
+
+
 def test_ranks_cost_what_they_have_cost_where_two_and_four_were_measured() -> None:
     of_two, of_many = (tw.plan(**NUMBERS, workers=workers) for workers in (2, 64))
     kept = {}
-    for method in ("muon-local", "sparse-local", "quantized-local"):
-        known = {
-            run["workers"]: run["progress"]
-            for run in json.loads(files("thinwire.planning").joinpath("progress.json").read_text())
-            if (run["method"], run["k_steps"]) == (method, 16)
-            and "delay" not in run
-            and run.get("value_bits") == {"muon-local": 1, "sparse-local": 2}.get(method, 4)
-        }
+    for method, k_steps, bits in (
+        ("muon-local", 16, 1),
+        ("sparse-local", 16, 2),
+        ("quantized-local", 16, 4),
+        ("powersgd", 1, None),  # an average in every step, measured with both
+    ):
+        runs = measured(method, k_steps, bits)
+        known = {run["workers"]: run["progress"] for run in runs if "delay" not in run}
         assert known[4] < known[2]
         assert of_two[method].progress == known[2]
         assert of_many[method].progress == known[4]
@@ -149,12 +160,8 @@ def test_ranks_cost_what_they_have_cost_where_two_and_four_were_measured() -> No
 
 def test_a_delay_costs_what_one_has_cost_and_a_shorter_one_less() -> None:
     plan = tw.plan(**NUMBERS, workers=2)
-    known = {
-        run.get("delay", 0): run["progress"]
-        for run in json.loads(files("thinwire.planning").joinpath("progress.json").read_text())
-        if (run["method"], run["k_steps"], run.get("value_bits")) == ("quantized-local", 16, 4)
-        and run["workers"] == 2
-    }
+    runs = measured("quantized-local", 16, 4)
+    known = {run.get("delay", 0): run["progress"] for run in runs if run["workers"] == 2}
     assert known[4] < known[0]
     share = {name: plan[name].progress for name in ("localsgd", "localsgd k32 d8")}
     assert share["localsgd k32 d8"] / share["localsgd"] == pytest.approx(known[4] / known[0])
