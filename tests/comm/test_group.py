@@ -458,3 +458,23 @@ def in_pieces(rank: int, size: int) -> tuple[bool, bool, bool]:
 @pytest.mark.parametrize("size", [2, 3])
 def test_pieces_make_the_same_whole(ranks: Pool, size: int) -> None:
     assert ranks.run(in_pieces, size=size) == [(True, True, True)] * size
+
+
+def on_the_wire(rank: int, size: int) -> list[float]:
+    group, seen = Group(), []
+    for exchange in (
+        lambda: group.all_gather(torch.zeros(100, dtype=torch.uint8), what="test"),
+        lambda: group.all_reduce_(torch.zeros(30), what="test"),
+        lambda: group.all_to_all(torch.zeros(30, dtype=torch.uint8), [10] * size, what="test"),
+        lambda: group.broadcast_(torch.zeros(30), what="test"),
+    ):
+        before = Group.on_the_wire
+        exchange().wait()
+        seen.append(Group.on_the_wire - before)
+    return seen
+
+
+def test_on_the_wire_a_message_counts_for_every_rank_that_it_goes_to(ranks: Pool) -> None:
+    expected = [200, pytest.approx(160), 20, pytest.approx(80)]
+    assert ranks.run(on_the_wire, size=3) == [expected] * 3
+    assert ranks.run(on_the_wire, size=0) == [[0, 0, 0, 0]]

@@ -393,3 +393,110 @@ def test_misuse_is_an_error_that_says_what_to_do(
         assert isinstance(answer, Raised)
         assert answer.type_name == kind, answer.traceback
         assert advice in answer.text
+
+
+def after_an_exception(rank: int, size: int, folder: Path, method: str) -> None:
+    with as_under_torchrun(rank, size):
+        from lightning.pytorch.callbacks import ModelCheckpoint
+
+        from thinwire.integrations.lightning import LocalAveraging, ThinwireCallback, UnwrappedDDP
+
+        def fit(start: Path | None) -> None:
+            own = method == "local"
+            part = LocalAveraging(CONFIGS["every seven steps"]) if own else None
+            part = part or ThinwireCallback(STRATEGIES[method])
+            student = module(sgd if own else adamw)
+            if start is None:
+                student.on_train_batch_end = lambda *_: 1 / (len(student.losses) < 5)
+            keep = ModelCheckpoint(dirpath=folder, filename="x", save_on_exception=True)
+            trainer = trainer_of(UnwrappedDDP(), [part, keep], folder, enable_checkpointing=True)
+            trainer.fit(student, loader(rank), ckpt_path=start)
+
+        with pytest.raises(ZeroDivisionError):
+            fit(None)
+        torch.distributed.barrier()
+        fit(next(folder.glob("*.ckpt")))
+
+
+@pytest.mark.parametrize("method", ["local", "low_rank", "localsgd"])
+def test_a_checkpoint_of_an_exception_is_no_beginning(
+    ranks: Pool, tmp_path: Path, method: str
+) -> None:
+    for answer in ranks.run(after_an_exception, tmp_path, method, expect_errors=True):
+        assert isinstance(answer, Raised)
+        assert answer.type_name == "CheckpointMissing", answer.traceback
+        assert "saved after an exception" in answer.text
+
+
+def after_the_fit(rank: int, size: int, folder: Path) -> tuple[int, int, bool]:
+    with as_under_torchrun(rank, size):
+        from lightning.pytorch.callbacks import Callback
+
+        from thinwire.integrations.lightning import LocalAveraging, UnwrappedDDP
+
+        seen = []
+
+        class First(Callback):
+            def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+                seen.append(trainer.callbacks[0].sync.step)
+
+        config = tw.LocalSGD(k_steps=5, begin_step=3, outer_lr=0.7, outer_momentum=0.5)
+        first = LocalAveraging(config)
+        trainer = trainer_of(UnwrappedDDP(), first, folder)
+        trainer.fit(module(sgd), loader(rank))
+        trainer.save_checkpoint(folder / "final.ckpt")
+        end = first.sync.step
+        second = trainer_of(UnwrappedDDP(), [LocalAveraging(config), First()], folder, max_epochs=5)
+        second.fit(module(sgd, 7), loader(rank), ckpt_path=folder / "final.ckpt")
+        return end, seen[0], bool(list(folder.glob("final.ckpt.0.*")))
+
+
+def test_local_updates_go_on_from_a_checkpoint_of_after_the_fit(
+    ranks: Pool, tmp_path: Path
+) -> None:
+    assert ranks.run(after_the_fit, tmp_path) == [(4 * STEPS, 4 * STEPS, True)] * 2
+
+
+def fits_again(rank: int, size: int, folder: Path) -> list[int]:
+    with as_under_torchrun(rank, size):
+        from thinwire.integrations.lightning import ThinwireCallback, UnwrappedDDP
+
+        part = ThinwireCallback(STRATEGIES["localsgd"])
+        trainer, student = trainer_of(UnwrappedDDP(), part, folder), module(adamw)
+        trainer.fit(student, loader(rank))
+        trainer.save_checkpoint(folder / "own.ckpt")
+        trainer.validate(student, loader(rank), ckpt_path=folder / "own.ckpt")
+        trainer.fit_loop.max_epochs = 5
+        trainer.fit(student, loader(rank))  # with another engine
+        return [len(student.losses), part.engine.step]
+
+
+def test_a_fit_after_a_validation_of_a_checkpoint_is_none_that_resumes(
+    ranks: Pool, tmp_path: Path
+) -> None:
+    for losses, engine_step in ranks.run(fits_again, tmp_path):
+        assert losses == 5 * STEPS
+        assert engine_step == STEPS
+
+
+def skips_batches(rank: int, size: int, folder: Path, method: str) -> int:
+    with as_under_torchrun(rank, size):
+        from thinwire.integrations.lightning import ThinwireCallback, UnwrappedDDP
+
+        student, steps = module(adamw), []
+        train = type(student).training_step
+
+        def training_step(batch: Any, i: int) -> Any:
+            steps.append(i)
+            loss = train(student, batch, i)
+            return None if i == 1 else loss
+
+        student.training_step = training_step
+        callback = ThinwireCallback(STRATEGIES[method])
+        trainer_of(UnwrappedDDP(), callback, folder, max_epochs=1).fit(student, loader(rank))
+        return len(steps)
+
+
+@pytest.mark.parametrize("method", ["dgc", "localsgd"])
+def test_a_batch_without_a_loss_is_passed_over(ranks: Pool, tmp_path: Path, method: str) -> None:
+    assert ranks.run(skips_batches, tmp_path, method) == [STEPS] * 2

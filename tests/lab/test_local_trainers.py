@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.ranks import Pool
-from thinwire.lab.run.own_trainers import Local
+from thinwire.lab.run.own_trainers import Local, Prepared
 from thinwire.lab.run.trainers import Setup, build_trainer
 from thinwire.lab.strategies import STRATEGIES
 
@@ -71,3 +71,26 @@ def test_the_report_names_what_was_chosen(ranks: Pool) -> None:
     assert (round_steps, steady) == (settings["k_steps"], 0)
     (settings, round_steps, _), _ = ranks.run(settings_of, "adaptive-localsgd", size=2)
     assert round_steps == settings["max_k_steps"]
+
+
+def agreed_with_delay(rank: int, size: int) -> list[tuple[bool, bool]]:
+    local = {"k_steps": 8, "delay": 3, "compression": {"quantized": {"value_bits": 4}}}
+    setup = Setup("sgd", ramp_steps=10)
+    trainer = Prepared(model(), setup, document={"localsgd": local})
+    seen = []
+    for step in range(40):
+        text = torch.randint(256, (2, 9), generator=torch.Generator().manual_seed(2 * step + rank))
+        trainer.train_step(text[:, :-1], text[:, 1:])
+        assert trainer.engine.sync is not None
+        seen.append((trainer.agreed, trainer.engine.sync.pending is None))
+    trainer.finish()
+    trainer.close()
+    return seen
+
+
+def test_with_a_delay_agreed_is_where_nothing_is_on_its_way(ranks: Pool) -> None:
+    # an averaging that goes on while the clock stands still would cost nothing
+    first, second = ranks.run(agreed_with_delay, size=2)
+    assert first == second
+    assert all(agreed == nothing for agreed, nothing in first)
+    assert 10 < sum(agreed for agreed, _ in first) < 30

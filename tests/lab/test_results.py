@@ -43,6 +43,7 @@ def run(strategy: str, losses: list[float], step_s: float, sent: float) -> dict[
         "gradient_bytes": 4000.0,
         "evaluations": points,
         "seed": 0,
+        "alike": False,
         "seeds": [{"seed": 0, "evaluations": points}],
         "steady_from_step": 2,
         "step_ms": [1e3 * step_s] * 3,
@@ -229,14 +230,14 @@ def test_the_table_fits_a_terminal(
     monkeypatch.setenv("COLUMNS", str(width))
     measured = results()
     measured["strategies"] = [
-        {**measured["strategies"][0], "strategy": f"adaptive-local-{i}"} for i in range(6)
+        {**measured["strategies"][0], "strategy": f"adaptive-local[{i}]"} for i in range(6)
     ]
     measured["strategies"][3]["final_loss"] = 2.5
     print_table(measured)
     printed = capsys.readouterr().out
     assert "…" not in printed
     assert max(map(len, printed.splitlines())) <= width
-    counts = {printed.count(f" adaptive-local-{i} ") for i in range(6)}
+    counts = {printed.count(f" adaptive-local[{i}] ") for i in range(6)}
     assert len(counts) == 1  # every strategy has its row in every table
     assert printed.count("2.500*") == 1
     assert "2.500 " not in printed

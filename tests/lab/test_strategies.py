@@ -55,7 +55,9 @@ def test_a_file_is_called_by_its_stem_and_carries_the_whole_strategy(tmp_path: P
     assert lamb < plan.rates["sgd"] < lars
 
 
-@pytest.mark.parametrize("name", ["dense", "dgc", "low-rank", "sparse-local", "quantized-local"])
+@pytest.mark.parametrize(
+    "name", ["dense", "dgc", "low-rank", "sparse-local", "quantized-local", "muon-local"]
+)
 def test_a_file_trains_at_the_rates_of_the_strategy_that_it_holds(
     name: str, tmp_path: Path
 ) -> None:

@@ -21,8 +21,12 @@ from thinwire.lab import compare as comparison
 from thinwire.lab.compare import compare
 from thinwire.lab.report.progress import Silent
 from thinwire.lab.report.winner import to_use
+from thinwire.lab.run.built_in import seed_of
 from thinwire.lab.run.launch import TaskRefused
+from thinwire.lab.run.measure import BareStep
+from thinwire.lab.run.rehearsal import rehearse
 from thinwire.lab.run.task import TaskError, called, work_of
+from thinwire.lab.run.trainers import Setup
 
 TASK = """
 import os, torch, thinwire as tw
@@ -162,6 +166,16 @@ WRONG: dict[str, tuple[tuple[tuple[str, str], ...], str]] = {
             ),
         ),
         "raised ZeroDivisionError: division by zero (on rank 1)",
+    ),
+    "a schedule": (
+        (
+            ("AdamW(params, lr=0.02)", "SGD(params, lr=0.1)"),
+            (
+                "torch.optim.SGD(params, lr=0.1)",
+                "tw.optim.SGD(params, lr=tw.schedules.CosineDecay(0.0, 0.1, 10))",
+            ),
+        ),
+        "has a schedule as learning rate",
     ),
     "no pairs": ((("yield x, x.sum(1, keepdim=True)", "yield x"),), "pairs (inputs, targets)"),
 }
@@ -373,10 +387,9 @@ def test_the_example_learns_its_digits(tmp_path: Path) -> None:
 
 def buffers_of(rank: int, size: int, word: str) -> tuple[list[float], int]:
     """The running mean, and the state of torch's random numbers, where a task has been made."""
-    torch.manual_seed(config(task=word).seed)  # as a task finds it
-    before = torch.get_rng_state()
     work = work_of(config(task=word))
-    assert torch.equal(torch.get_rng_state(), before)
+    own = torch.Generator().manual_seed(seed_of(config(task=word).seed, rank))
+    assert torch.equal(torch.get_rng_state(), own.get_state())  # as its batches find them
     return work.model[1].running_mean.tolist(), int(work.model[1].num_batches_tracked)
 
 
@@ -389,3 +402,88 @@ def test_trying_it_out_leaves_no_trace_in_the_model(ranks: Pool, tmp_path: Path)
         ranks.run(buffers_of, file(tmp_path, seeded, drawn, normed, model), size=2)
         == [([0.0] * 16, 0)] * 2
     )
+
+
+DRAWN = ("generator=random)\n        yield", ")\n        yield")
+
+
+def drawn(rank: int, size: int, word: str) -> tuple[list[float], bool]:
+    work = work_of(config(task=word))
+    inputs, _ = work.next_batch()
+    return inputs[0].tolist(), work.alike
+
+
+def test_ranks_draw_batches_of_their_own_where_a_task_seeds_nothing(
+    ranks: Pool, tmp_path: Path
+) -> None:
+    (first, alike), (second, _) = ranks.run(drawn, file(tmp_path, DRAWN), size=2)
+    assert first != second
+    assert not alike
+    # the same ones whenever it is started
+    assert ranks.run(drawn, file(tmp_path, DRAWN), size=2)[0][0] == first
+
+
+@pytest.mark.usefixtures("pooled")
+def test_the_verdict_says_that_all_ranks_have_the_same_batches(tmp_path: Path) -> None:
+    for own, expected in (("manual_seed(rank)", False), ("manual_seed(5)", True)):
+        task = file(tmp_path, ("manual_seed(rank)", own))
+        results = compare(settings(tmp_path / own, link="loopback", task=task, steps=2), Silent())
+        assert ("the very same batch" in results["verdict"]) == expected
+        assert results["strategies"][0]["alike"] == expected
+
+
+PENALTY = (
+    "    return tw.Task(\n        model=torch.nn.Sequential("
+    "torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)),\n"
+    "        loss_fn=torch.nn.functional.mse_loss,",
+    "    model = torch.nn.Linear(6, 1)\n"
+    "    return tw.Task(\n        model=model, loss_fn=lambda a, b: "
+    "((a - b) ** 2).mean() + sum(p.square().sum() for p in model.parameters()),",
+)
+
+
+def prepared(rank: int, size: int, word: str) -> list[bool]:
+    settled = config(task=word)
+    work = work_of(settled)
+    BareStep(Setup.of(settled, work, 1), work).measure(2)
+    rehearse(settled, work)
+    return [p.grad is None and p.requires_grad for p in work.model.parameters()]
+
+
+def test_a_loss_that_reads_the_model_leaves_no_gradient_of_steps_that_do_not_count(
+    ranks: Pool, tmp_path: Path
+) -> None:
+    assert ranks.run(prepared, file(tmp_path, PENALTY), size=2) == [[True, True]] * 2
+
+
+@pytest.mark.usefixtures("pooled")
+def test_muon_that_would_train_nothing_fails_alone(tmp_path: Path) -> None:
+    changes = (
+        (
+            "torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)",
+            "torch.nn.Linear(6, 1)",
+        ),
+        ("        optimizer=lambda params: torch.optim.AdamW(params, lr=0.02),\n", ""),
+    )
+    out = settings(
+        tmp_path / "out",
+        link="loopback",
+        strategies=["dense", "muon-local"],
+        task=file(tmp_path, *changes),
+        steps=4,
+    )
+    results = compare(out, Silent())
+    assert [run["strategy"] for run in results["strategies"]] == ["dense"]
+    (failure,) = results["failures"]
+    assert "Muon trains hidden matrices, and this model has none" in failure["error"]
+
+
+def test_a_task_has_more_time_and_timeout_says_how_much(tmp_path: Path) -> None:
+    built_in, task, given = (
+        comparison._timeout_s(settings(tmp_path, link="loopback", **more))
+        for more in ({}, {"task": file(tmp_path)}, {"task": file(tmp_path), "timeout": 7200.0})
+    )
+    assert built_in < 100
+    assert 600 <= task < given == 7200
+    with pytest.raises(ValueError, match="timeout=0 is not allowed: at least 1 second"):
+        settings(tmp_path, timeout=0)

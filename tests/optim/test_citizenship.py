@@ -364,3 +364,19 @@ def compiled_and_plain(case: Case, kwargs: dict) -> None:
     assert optimizer.position == 3
     for a, b in zip(values(net), values(twin), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=max(1e-6, case.rounding))
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam"])
+def test_a_scale_that_is_no_number_of_float16_is_divided_by(name: str) -> None:
+    values = {}
+    for clip in (None, optim.ClipByGlobalNorm(1e9)):
+        torch.manual_seed(0)
+        p = torch.nn.Parameter(torch.randn(4, 4).half())
+        optimizer = getattr(optim, name)([p], lr=0.5, weight_decay=0.0, fused=True, grad_clip=clip)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+        scaler.scale((p.float() * 0.01).square().sum()).backward()
+        before = p.detach().clone()
+        scaler.step(optimizer)
+        assert not torch.equal(p, before)
+        values[clip is None] = p.detach().float()
+    torch.testing.assert_close(values[True], values[False], rtol=2e-3, atol=2e-3)

@@ -58,3 +58,42 @@ def test_sharding_changes_no_number(ranks: Pool, name: str, foreach: bool | None
     for got in ranks.run(train_sharded, name, 0.7, foreach, size=2):
         for a, b in zip(got, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=max(1e-12, ALL[name].rounding))
+
+
+def minimized(rank: int, size: int, name: str) -> list[bool]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    ends = []
+    for by_minimize in (True, False):
+        net = model(torch.float64)
+        mesh = init_device_mesh("cpu", (size,))
+        for layer in net:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(net, mesh=mesh)
+        optimizer = ALL[name](net.named_parameters())
+        first, *_, last = net.parameters()
+        begun = first.full_tensor().detach().clone()
+        for seed in range(3):
+            torch.manual_seed(seed)
+            loss = net(torch.randn(4, first.shape[1], dtype=torch.float64)).square().mean()
+            if by_minimize:
+                last.grad = None
+                _, pairs = optimizer.minimize(loss, no_grad_set=[last])
+                assert last.grad is None
+                assert len(pairs) == len(list(net.parameters())) - 1
+            else:
+                loss.backward()
+                last.grad = None
+                optimizer.step()
+            optimizer.zero_grad()
+        ends.append([p.full_tensor().detach() for p in net.parameters()])
+        assert not torch.equal(ends[-1][0], begun)
+    return [torch.equal(a, b) for a, b in zip(*ends, strict=True)]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", ["AdamW", "Lamb", "SGD"])
+def test_minimize_trains_shards_as_backward_and_step_do(ranks: Pool, name: str) -> None:
+    for same in ranks.run(minimized, name, size=2):
+        assert all(same)

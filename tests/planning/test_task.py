@@ -101,3 +101,32 @@ def test_a_process_that_belongs_to_a_group_is_told_to_probe(task: str) -> None:
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "ValueError: task is measured in a process by itself" in said.stderr
+
+
+def planned(folder: Path, model: str) -> tw.Plan:
+    (folder / "own.py").write_text(
+        f"""
+import torch, thinwire as tw
+
+def task(seed):
+    return tw.Task(model={model}, loss_fn=print, batches=print, evaluate=print)
+"""
+    )
+    return tw.plan(task=f"{folder / 'own.py'}:task", step_seconds=0.1, workers=2, link="20mbit")
+
+
+def test_gradients_of_half_the_width_are_half_of_the_bytes(tmp_path: Path) -> None:
+    layers = "torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))"
+    wide, narrow = planned(tmp_path, layers), planned(tmp_path, f"{layers}.bfloat16()")
+    for name, share in (("dense", 0.5), ("powersgd", 0.5), ("fp16", 1.0), ("localsgd", 1.0)):
+        assert narrow[name].bytes_per_step == pytest.approx(share * wide[name].bytes_per_step)
+    assert narrow["dense"].memory_bytes == wide["dense"].memory_bytes / 2
+
+
+def test_muon_is_planned_only_where_it_has_hidden_matrices(tmp_path: Path) -> None:
+    convolutions = "torch.nn.Sequential(torch.nn.Conv2d(1, 8, 3), torch.nn.Linear(8, 10))"
+    names = {row.strategy for row in planned(tmp_path, convolutions).strategies}
+    assert "quantized-local" in names
+    assert "muon-local" not in names
+    hidden = "torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))"
+    assert "muon-local" in {row.strategy for row in planned(tmp_path, hidden).strategies}

@@ -149,3 +149,40 @@ def handled(rank: int, size: int) -> tuple[int, bool]:
 
 def test_what_followed_steps_is_taken_off_again(ranks: Pool) -> None:
     assert ranks.run(handled) == [(1, True)] * 2
+
+
+def scheduled_afterwards(rank: int, size: int) -> tuple[int, float, bool]:
+    engine = make_engine((), plain=True)
+    handle = engine.follow_steps()
+    scheduler = torch.optim.lr_scheduler.StepLR(engine.optimizer, 1, gamma=0.5)
+    before = engine.optimizer.param_groups[0]["lr"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.optimizer.step(partial(closure, engine, *batch(0, rank)))
+        scheduler.step()
+    handle.remove()
+    with pytest.raises(RuntimeError, match="called by hand"):
+        engine.optimizer.step()
+    return engine.step, engine.optimizer.param_groups[0]["lr"] / before, handle.active
+
+
+def test_a_scheduler_may_be_made_after_steps_are_followed(ranks: Pool) -> None:
+    assert ranks.run(scheduled_afterwards) == [(1, 0.5, False)] * 2
+
+
+def scaled(rank: int, size: int, fields: Sequence[str]) -> tuple[str, bool]:
+    engine = make_engine(fields, plain=True)
+    engine.follow_steps()
+    scaler = torch.amp.GradScaler("cpu")
+    x, y = batch(0, rank)
+    before = digest(engine)
+    scaler.scale(cross_entropy(engine.model(x), y)).backward()
+    with pytest.raises(RuntimeError, match="a GradScaler calls step") as error:
+        scaler.step(engine.optimizer)
+    return str(error.value), digest(engine) == before
+
+
+def test_gradients_that_a_scaler_has_not_divided_are_refused(ranks: Pool) -> None:
+    for text, unmoved in ranks.run(scaled, ("dgc",)):
+        assert "amp=AMP(...)" in text
+        assert unmoved

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -103,6 +103,10 @@ class Group:
     after the time-out. After that nothing goes over these ranks any more.
     """
 
+    on_the_wire: ClassVar[float] = 0.0
+    """Bytes that all groups of this process have put on the wire, agreements included, without what
+    TCP and IP add. By the algorithms of gloo and NCCL for large messages: a gathered one goes W-1
+    times, where `bytes_sent` counts it once, a rank's part of an all-reduce 2(W-1)/W times."""
     stays = True
     """Whether its ranks stay the same; members come and go."""
     node_size = 1
@@ -290,7 +294,8 @@ class Group:
             lambda: rows,
             what,
             [out, message],
-            wire_bytes=0 if control else (self.size - 1) * message.numel(),
+            wire_bytes=(self.size - 1) * message.numel(),
+            rated=not control,
             control=control,
         )
 
@@ -360,7 +365,10 @@ class Group:
             self.bytes_received += buffer.numel() * buffer.element_size()
         pieces = pieces_of(buffer, piece_bytes(self.timeout_s))
         launches = [partial(dist.broadcast, piece, group_src=source) for piece in pieces]
-        return self._launched(launches, lambda: buffer, what, [buffer], wire_bytes=0)
+        share = (self.size - 1) / self.size * buffer.nbytes  # the mean over the ranks
+        return self._launched(
+            launches, lambda: buffer, what, [buffer], wire_bytes=share, rated=False
+        )
 
     def gather_bytes(self, payload: bytes, *, what: str) -> list[bytes]:
         """Every rank's byte string, of any lengths, in rank order.
@@ -423,12 +431,14 @@ class Group:
         held: Sequence[Tensor],
         *,
         wire_bytes: float,
+        rated: bool = True,
         control: bool = False,
     ) -> Pending[Tensor]:
         """Launch all pieces of an exchange; `held` are the tensors that must not go before it has
-        ended, and `wire_bytes` what this rank puts on the wire.
+        ended, and `wire_bytes` what this rank puts on the wire, which tells its rate if `rated`.
         """
         group, launched_s = self._private, time.perf_counter()
+        Group.on_the_wire += wire_bytes
         if control and self._shared is not None:
             group = self._shared.control
         works = []
@@ -445,7 +455,8 @@ class Group:
             begin_s = time.perf_counter()
             try:
                 self._wait_for_all(works, what, sum(tensor.nbytes for tensor in held))
-                self._rate.ended(wire_bytes, launched_s, begin_s, time.perf_counter())
+                nbytes = wire_bytes if rated else 0.0
+                self._rate.ended(nbytes, launched_s, begin_s, time.perf_counter())
             finally:
                 self.wait_s += time.perf_counter() - begin_s
                 here(what, waiting=False)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from thinwire import _validate as check
 from thinwire.core.clip import ClipByGlobalNorm, ClipByValue
+from thinwire.errors import CheckpointMissing
 from thinwire.integrations.engine_state import EngineState, as_made_, require_fields
 from thinwire.integrations.per_rank import PerRankState
 from thinwire.local.config import AdaptiveLocalSGD, LocalConfig, LocalSGD
@@ -43,7 +44,7 @@ class _Part(Callback):
 
     def __init__(self) -> None:
         self._states: list[PerRankState | EngineState] = []
-        self._saved: list[dict[str, Any]] = []
+        self._saved: list[dict[str, Any]] | None = None
         self._strategy: Any = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -56,12 +57,30 @@ class _Part(Callback):
         """
         self._saved = state_dict["states"]
 
+    def _resumes(self, trainer: Trainer) -> bool:
+        """Whether the fit goes on from a checkpoint with the state of the ranks.
+
+        Raises:
+            CheckpointMissing: It goes on from one without.
+        """
+        if trainer.ckpt_path is None:  # `validate` and `test` load the state of callbacks too
+            self._saved = None
+        if self._saved == []:
+            raise CheckpointMissing(
+                f"{trainer.ckpt_path} has no state of the ranks for {type(self).__name__}: it was "
+                "saved after an exception, when the ranks were not together any more; resume from "
+                "one that was saved in the fit or after it. To begin anew with its parameters, "
+                "load those into the module and leave ckpt_path out"
+            )
+        return self._saved is not None
+
     def _keep(self, trainer: Trainer, *states: PerRankState | EngineState) -> None:
+        resumes = self._resumes(trainer)
         self._states = list(states)
-        for state, saved in zip(self._states, self._saved, strict=False):
+        for state, saved in zip(self._states, self._saved or [], strict=resumes):
             state.folder = Path(trainer.ckpt_path).parent
             state.load_state_dict(saved)
-        self._saved = []
+        self._saved = None
         self._let_go()
         self._strategy = strategy = trainer.strategy
         save, remove = strategy.save_checkpoint, strategy.remove_checkpoint
@@ -170,6 +189,7 @@ class LocalAveraging(_Part):
         check.instance("config", config, (LocalSGD, AdaptiveLocalSGD))
         self._config = config
         self._process_group = process_group
+        self._entered = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Enter the block; called after Lightning has restored a checkpoint."""
@@ -178,6 +198,7 @@ class LocalAveraging(_Part):
         self.sync = local_sgd(
             pl_module, optimizer, self._config, process_group=self._process_group
         ).__enter__()
+        self._entered = True
         self._keep(trainer, PerRankState(self.sync), PerRankState(optimizer))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
@@ -187,8 +208,10 @@ class LocalAveraging(_Part):
         self.sync.observe(loss.detach() * trainer.accumulate_grad_batches)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Average once more and leave the block."""
-        self._states = []
+        """Average once more and leave the block; what saves checkpoints stays, for one that is
+        saved after the fit.
+        """
+        self._entered = False
         self.sync.__exit__(None, None, None)
 
     def on_exception(
@@ -196,7 +219,7 @@ class LocalAveraging(_Part):
     ) -> None:
         """Leave the block without an averaging."""
         self._let_go()
-        if self._states:
+        if self._entered:
             self.sync.close()
 
 
@@ -233,7 +256,7 @@ class ThinwireCallback(_Part):
         """Prepare the engine; called after Lightning has restored a checkpoint."""
         _require_unwrapped(trainer, pl_module)
         optimizer = _only_optimizer(trainer)
-        if self._saved:
+        if self._resumes(trainer):
             as_made_(optimizer)
         self._limit, clip = trainer.gradient_clip_val, None
         if self._limit:
@@ -268,8 +291,12 @@ class ThinwireCallback(_Part):
             self.engine.close()
             trainer.gradient_clip_val = self._limit
 
-    def _loss(self) -> Tensor:
-        """Of the update that is due; the last one of an epoch may be of fewer batches."""
+    def _loss(self) -> Tensor | None:
+        """Of the update that is due; the last one of an epoch may be of fewer batches, and a
+        `training_step` that returns None gives none.
+        """
+        if not self._losses:
+            return None
         mean = torch.stack(self._losses).mean()
         self._losses.clear()
         return mean

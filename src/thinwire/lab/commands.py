@@ -78,6 +78,7 @@ def compare(
     task: str | None = None,
     device: str = "auto",
     tune: Annotated[bool, Parameter(negative="")] = False,
+    timeout: float | None = None,
     quiet: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
     """Train a small model under several strategies over the same link; report loss against time and
@@ -115,6 +116,9 @@ def compare(
         device: cpu, cuda, or auto, which is cuda where there is one.
         tune: Take the loss on the part of the data that is kept for choosing settings, not on the
             held-out part.
+        timeout: Seconds that a worker waits for another one, and after which the comparison gives
+            up where it hears nothing; more is needed only where a step or an evaluation of a task
+            takes more than ten minutes.
         quiet: Show no progress.
     """
     folder = Path("runs") / time.strftime("compare-%Y%m%d-%H%M%S") if out is None else out
@@ -137,6 +141,7 @@ def compare(
         device=device,
         tune=tune,
         model=model,
+        timeout=timeout,
     )
     _run(settings, quiet)
 

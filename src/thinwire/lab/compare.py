@@ -29,6 +29,8 @@ __all__ = ["compare"]
 _FEWEST_EVALUATIONS, _HELD_OUT_SEQUENCES = 8, 64
 _LONGEST_RAMP_STEPS, _RAMP_STEPS_BY_CLOCK = 100, 60
 _SHORTEST_TIMEOUT_S = 60.0
+_TASK_TIMEOUT_S = 600.0
+"""Nothing is known of its size, nor of how long it evaluates."""
 _TRAINING = "thinwire.lab.run.training:TrainingRun"
 _CHECK = "thinwire.lab.run.rehearsal:Check"
 
@@ -164,9 +166,11 @@ def _in_common(config: RunConfig, settings: Settings) -> dict[str, Any]:
 
 def _timeout_s(settings: Settings) -> float:
     """How long gloo waits for each message: a dense exchange over a slow link is no hang."""
+    if settings.timeout is not None:
+        return settings.timeout
     dense_bytes = 4 * settings.model.about_parameters
     return (
-        _SHORTEST_TIMEOUT_S
+        (_SHORTEST_TIMEOUT_S if settings.task is None else _TASK_TIMEOUT_S)
         + 10 * settings.link.seconds(2 * dense_bytes)
         + 20 * settings.link.latency_s
     )

@@ -45,6 +45,8 @@ class Settings:
         joined_rank: This process's rank among those that torchrun has started, which train over
             the network between them; None where the command starts its workers.
         evaluations: How often the loss is taken, at most.
+        timeout: Seconds that a rank waits for another one, and that nothing may be heard of all;
+            None for what the model and the link need, if they are known.
     """
 
     workers: int
@@ -66,6 +68,7 @@ class Settings:
     tune: bool
     joined_rank: int | None = None
     evaluations: int = 16
+    timeout: float | None = None
 
     @classmethod
     def check(
@@ -89,6 +92,7 @@ class Settings:
         device: str = "auto",
         tune: bool,
         model: str = "transformer",
+        timeout: float | None = None,
     ) -> Self:
         """Settings from what was typed.
 
@@ -117,10 +121,8 @@ class Settings:
             steps = 200
         if steps is not None:
             require_within("steps", steps, 1, 10_000_000)
-        if seconds is not None and not (isfinite(seconds) and seconds >= 1):
-            raise ValueError(
-                f"seconds={seconds:g} is not allowed: at least 1 second for each strategy"
-            )
+        _require_a_second("seconds", seconds, " for each strategy")
+        _require_a_second("timeout", timeout)
         if lr is not None and not (isfinite(lr) and lr > 0):
             raise ValueError(f"lr={lr:g} is not allowed: a positive number")
         _one_of("optimizer", optimizer, tuple(OPTIMIZERS))
@@ -165,6 +167,7 @@ class Settings:
             device=device,
             tune=tune,
             joined_rank=None if place is None else place[0],
+            timeout=timeout,
         )
 
     @property
@@ -194,6 +197,7 @@ class Settings:
         words += ["--text", str(self.text)] if self.text is not None else []
         words += ["--lr", f"{self.lr:g}"] if self.lr is not None else []
         words += ["--tune"] if self.tune else []
+        words += ["--timeout", f"{self.timeout:g}"] if self.timeout is not None else []
         return shlex.join(words)
 
 
@@ -208,6 +212,11 @@ def _workers_of_torchrun(workers: int | None, ranks: int, link: str | None, late
             "leave --link and --latency out"
         )
     return ranks
+
+
+def _require_a_second(name: str, seconds: float | None, each: str = "") -> None:
+    if seconds is not None and not (isfinite(seconds) and seconds >= 1):
+        raise ValueError(f"{name}={seconds:g} is not allowed: at least 1 second{each}")
 
 
 def _one_of(name: str, value: str, allowed: Sequence[str]) -> None:

@@ -103,7 +103,7 @@ def _recipe_of_file(word: str) -> Recipe:
         f"strategy file {path.name}: {', '.join(strategy.on) or 'no field set'}",
         _PREPARED,
         _rates(strategy),
-        "engine.stats()",
+        _OWN,
         {"document": strategy.to_dict()},
         file=word,
     )
@@ -123,17 +123,19 @@ def _nearest(strategy: "DistributedStrategy") -> str:
         return "dgc"
     if strategy.low_rank is not None:
         return "low-rank"
-    sparse = strategy.local is not None and hasattr(strategy.local.compression, "sparsity")
-    return "sparse-local" if sparse else "dense"
+    compression = None if strategy.local is None else strategy.local.compression
+    if hasattr(compression, "sparsity"):
+        return "sparse-local"
+    bits = getattr(compression, "value_bits", None)
+    return {None: "dense", 1: "muon-local"}.get(bits, "quantized-local")
 
 
 _RING = "formula of the ring all-reduce, 2(W-1)/W times the message"
-_OWN = "optimizer.stats(), each message once, however many ranks it goes to"
+_OWN = "the messages of this library, each once for every rank that it goes to"
 _TRAINERS = "thinwire.lab.run.trainers"
 # Of AdamW the rates are the best of 0.003, 0.006 and 0.012 in 100 steps of the small model on the
 # validation part, one seed (`--link loopback --tune --size small --steps 100 --lr`).
 _OWN_TRAINERS = "thinwire.lab.run.own_trainers"
-_SYNC = "sync.stats(), each message once, however many ranks it goes to"
 _LOCAL, _PREPARED = f"{_OWN_TRAINERS}:Local", f"{_OWN_TRAINERS}:Prepared"
 # Of SGD the rates of fp16, powersgd and dgc are the better of 0.07 and 0.15, at as many steps as 90
 # s over 100 Mbit/s allow. Those of dense and of the local ones were chosen at what 20 Mbit/s
@@ -203,7 +205,7 @@ register(
         "gradients as two factors of 2 columns (PowerSGD), in buckets that leave early",
         _PREPARED,
         {**_RATES, "sgd": 0.15},
-        "engine.stats(), each message once, however many ranks it goes to",
+        _OWN,
         {"document": {"low_rank": {"rank": 2, "begin_step": 5}}},
     )
 )
@@ -213,7 +215,7 @@ register(
         "local SGD: 32 local steps, then the mean of all parameters",
         _LOCAL,
         _RATES,
-        _SYNC,
+        _OWN,
         {"k_steps": 32},
         field="localsgd",
     )
@@ -224,7 +226,7 @@ register(
         "local SGD whose interval follows loss and learning rate",
         _LOCAL,
         _RATES,
-        _SYNC,
+        _OWN,
         {"init_k_steps": 64, "max_k_steps": 64},
         field="adaptive_localsgd",
     )
@@ -235,7 +237,7 @@ register(
         "32 local steps, then an outer step with Nesterov momentum on the mean change",
         _LOCAL,
         _RATES,
-        _SYNC,
+        _OWN,
         {
             "k_steps": 32,
             "begin_step": 0,
@@ -252,7 +254,7 @@ register(
         "16 local steps, then the largest tenth of the change, at two bits",
         _LOCAL,
         {**_RATES, "adamw": 0.003},
-        _SYNC,
+        _OWN,
         {"k_steps": 16, "compression": {"sparsity": 0.9, "value_bits": 2}},
         field="localsgd",
     )
@@ -263,7 +265,7 @@ register(
         "16 local steps with Muon, then the whole change, at one bit",
         _LOCAL,
         {**_RATES, "muon": 0.024},
-        _SYNC,
+        _OWN,
         {"k_steps": 16, "compression": {"quantized": {"value_bits": 1}}},
         field="localsgd",
         optimizer="muon",
@@ -275,7 +277,7 @@ register(
         "16 local steps, then the whole change, at four bits",
         _LOCAL,
         _RATES,
-        _SYNC,
+        _OWN,
         {"k_steps": 16, "compression": {"quantized": {"value_bits": 4}}},
         field="localsgd",
     )

@@ -137,12 +137,13 @@ class ElasticGroup(Group):
         held: Sequence[Tensor],
         *,
         wire_bytes: float,
+        rated: bool = True,
         control: bool = False,
     ) -> Pending[Tensor]:
         number = self.number
         try:
             pending = super()._launched(
-                launches, result, what, held, wire_bytes=wire_bytes, control=control
+                launches, result, what, held, wire_bytes=wire_bytes, rated=rated, control=control
             )
         except ThinwireError as error:
             raise self._broken(number, error) from error

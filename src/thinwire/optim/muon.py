@@ -15,7 +15,7 @@ from thinwire.core.precision import named_dtype, state_dtype
 from thinwire.optim.groups import Exclusion
 from thinwire.optim.torch_adapter import TorchOptimizer, unhooked_step
 
-__all__ = ["Muon", "muon_groups"]
+__all__ = ["Muon", "muon_groups", "muon_numel"]
 
 _ADAMW_ONLY = {
     "decoupled_weight_decay": True,
@@ -208,6 +208,16 @@ def muon_groups(model: nn.Module) -> list[dict[str, Any]]:
     for name, p in named_parameters(model):
         groups[id(p) not in apart].append((name, p))
     return [{"params": pairs, "muon": muon} for muon, pairs in groups.items() if pairs]
+
+
+def muon_numel(model: nn.Module) -> int:
+    """Trainable numbers that Muon would train with `muon_groups(model)`; AdamW has the rest."""
+    return sum(
+        p.numel()
+        for group in muon_groups(model)
+        for _, p in group["params"]
+        if p.requires_grad and _is_of_muon(p, group)
+    )
 
 
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)

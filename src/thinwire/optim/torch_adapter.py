@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire import _validate as check
+from thinwire.core.precision import state_dtype
 from thinwire.optim.base import CommonOptimizer, ParamFacts
 from thinwire.optim.own import check_betas
 from thinwire.optim.two_phase import ParamGrad
@@ -112,7 +113,9 @@ class TorchOptimizer(CommonOptimizer):
             return
         self.grad_scale = None
         try:
-            yield [(p, g / scale.to(g.device, g.dtype)) for p, g in pairs]
+            # the scale that a GradScaler begins with, 65,536, is no number of float16
+            wide = [(p, g.to(state_dtype(g))) for p, g in pairs]
+            yield [(p, g / scale.to(g.device, g.dtype)) for p, g in wide]
         finally:
             self.grad_scale = scale
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire import _validate as check
+from thinwire.core.sharded import is_sharded
 from thinwire.optim.grouped import GroupedOptimizer
 from thinwire.optim.groups import ParamPlace
 from thinwire.schedules import is_scheduled
@@ -63,13 +64,29 @@ class TwoPhase(GroupedOptimizer):
             if not callable(call):
                 raise TypeError(f"callbacks[{i}] must be callable as (param, grad), got {call!r}")
         wanted = selected(self._ordered_params(), self._common.places, parameters, no_grad_set)
-        if wanted:
+        if any(map(is_sharded, wanted)):
+            self._backward_through_shards(loss, wanted)
+        elif wanted:
             torch.autograd.backward(loss, inputs=wanted)
         pairs = [(p, p.grad) for p in wanted if p.grad is not None]
         for call in calls:
             for param, grad in pairs:
                 call(param, grad)
         return pairs
+
+    def _backward_through_shards(self, loss: Tensor, wanted: Sequence[Tensor]) -> None:
+        """The graph ends at parameters that were gathered, from which FSDP makes the gradients of
+        the shards: it cannot be told which are wanted.
+        """
+        ours = set(map(id, wanted))
+        kept = [(p, p.grad) for p in self._ordered_params() if id(p) not in ours]
+        for p, _ in kept:
+            p.grad = None
+        try:
+            torch.autograd.backward(loss)
+        finally:
+            for p, grad in kept:
+                p.grad = grad
 
     def apply_gradients(self, params_grads: Iterable[tuple[Tensor, Tensor | None]]) -> list[Any]:
         """Make one whole update from the given pairs; the second half of `minimize`.

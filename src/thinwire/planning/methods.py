@@ -107,7 +107,7 @@ def _passes(work: Work, numel: float, count: float) -> float:
     return numel * count * _PASS_S[work.cuda]
 
 
-def _reduced(work: Work, network: Network, *, width: int, passes: float) -> Cost:
+def _reduced(work: Work, network: Network, *, width: float, passes: float) -> Cost:
     """DDP: every bucket is one all-reduce, `width` bytes a number; buckets of the better size."""
     sent = _ring_bytes(network, width * work.numel)
     costs = []
@@ -123,7 +123,7 @@ def _reduced(work: Work, network: Network, *, width: int, passes: float) -> Cost
 
 
 def _dense(work: Work, network: Network) -> Cost:
-    return _reduced(work, network, width=4, passes=1)
+    return _reduced(work, network, width=work.width, passes=1)
 
 
 def _fp16(work: Work, network: Network) -> Cost:
@@ -140,8 +140,8 @@ def _powersgd(work: Work, network: Network) -> Cost:
             left, right, kept = left + rank * rows, right + rank * columns, kept + numel
         else:
             rest += numel
-    sent = 4 * (left + right + rest)
-    wire_s = sum(network.all_reduce_s(4 * numel) for numel in (left, right, rest) if numel)
+    sent = work.width * (left + right + rest)
+    wire_s = sum(network.all_reduce_s(work.width * n) for n in (left, right, rest) if n)
     encode_s = _passes(work, kept, 9)
     bucket = _Bucket(work.step_s, encode_s, wire_s, wire_s, _ring_bytes(network, sent))
     return _overlapped(work, [bucket], 0.0, 4 * (kept + right))

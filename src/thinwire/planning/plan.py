@@ -16,7 +16,7 @@ from thinwire.planning.methods import Cost, cost_of
 from thinwire.planning.network import Network
 from thinwire.planning.probed import Probe, work_of
 from thinwire.planning.progress import progress_of
-from thinwire.planning.work import Work, matrices, numel_of
+from thinwire.planning.work import Work, matrices
 
 __all__ = ["Plan", "Row", "plan"]
 
@@ -190,7 +190,11 @@ def plan(
             work = _assumed_work(params, step_seconds, "cpu" if device is None else device)
         else:
             work = _of_task(task, step_seconds, device, network.ranks)
-    offered = list(candidates(network.ranks, network.node_size))
+    offered = [
+        (name, recipe, document)
+        for name, recipe, document in candidates(network.ranks, network.node_size)
+        if recipe.optimizer != "muon" or work.muon_numel != 0
+    ]
     # progress is against dense with the same optimizer, so time is too
     dense_s = {
         optimizer: _cost({}, "dense", work.by(optimizer), network).step_s
@@ -265,16 +269,23 @@ def _of_task(task: str, step_seconds: float | None, device: str | None, workers:
     require_task(task)
     if device is not None:
         _require_one_device(device)
-    from thinwire.lab.run.compute import shapes_of, step_of_task_alone
+    from thinwire.lab.run.compute import model_of, step_of_task_alone
     from thinwire.lab.run.task import TaskError
 
     try:
         if step_seconds is None:
             return work_of(step_of_task_alone(task, device or "auto", workers))
-        shapes = tuple(map(tuple, shapes_of(task)))
+        told = model_of(task)
     except TaskError as error:
         raise ValueError(str(error)) from error
-    return Work(sum(map(numel_of, shapes)), shapes, float(step_seconds), device == "cuda")
+    return Work(
+        told["parameters"],
+        tuple(map(tuple, told["shapes"])),
+        float(step_seconds),
+        device == "cuda",
+        muon_numel=told["muon_parameters"],
+        width=told["gradient_bytes"] / told["parameters"],
+    )
 
 
 def _require_one_device(device: str) -> None:
@@ -319,7 +330,7 @@ def _row(
         name,
         _interval(cost, work),
         cost.bytes,
-        16 * work.numel + cost.state_bytes,
+        round(4 * work.width * work.numel) + cost.state_bytes,
         max(0.0, 1 - work.step_s / cost.step_s),
         progress.share,
         progress.source,

@@ -108,4 +108,7 @@ def work_of(found: Mapping[str, Any]) -> Work:
         found["forward_s"],
         tuple(found["ready_s"]),
         found.get("muon_s"),
+        found.get("muon_parameters"),
+        # probes of before say nothing of it
+        found.get("gradient_bytes", 4 * found["parameters"]) / found["parameters"],
     )

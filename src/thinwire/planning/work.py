@@ -27,6 +27,8 @@ class Work:
             where the backward pass takes time as there are numbers.
         muon_s: What an update by Muon takes longer; None where it was not measured, and counts for
             nothing.
+        muon_numel: Numbers that Muon would train, AdamW the rest; None where that is not known.
+        width: Bytes of a gradient's number, the mean over all.
         assumed: Whether the shapes are ours, for a number of parameters.
     """
 
@@ -37,6 +39,8 @@ class Work:
     forward: float | None = None
     ready_s: tuple[float, ...] | None = None
     muon_s: float | None = None
+    muon_numel: int | None = None
+    width: float = 4.0
     assumed: bool = False
 
     def by(self, optimizer: str | None) -> "Work":

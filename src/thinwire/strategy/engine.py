@@ -38,7 +38,12 @@ from thinwire.pipeline.runner import PipelineRunner
 from thinwire.strategy import saving
 from thinwire.strategy.absent import Joining
 from thinwire.strategy.exchanges import LocalSteps
-from thinwire.strategy.holding import LeftGradients, ParameterPlaces, step_replaced_
+from thinwire.strategy.holding import (
+    LeftGradients,
+    ParameterPlaces,
+    refuse_scaler_,
+    step_replaced_,
+)
 from thinwire.strategy.parts import Parts
 from thinwire.strategy.whole_models import is_whole_model, load_whole_model
 
@@ -278,6 +283,7 @@ class Engine:
         def update(closure: Callable[[], Any] | None) -> Any:
             target = engine()
             assert target is not None, "its end takes this off"
+            refuse_scaler_(target.optimizer)
             value = None
             if closure is not None:
                 with torch.enable_grad():

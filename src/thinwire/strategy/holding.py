@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ __all__ = [
     "ParameterPlaces",
     "is_passing",
     "passing",
+    "refuse_scaler_",
     "require_free",
     "require_trained",
     "step_replaced_",
@@ -59,11 +61,7 @@ class Hold:
     def _refuse(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         if self.passes:
             return
-        for name in (
-            "grad_scale",
-            "found_inf",
-        ):  # a GradScaler's, which it would not get to take off again
-            vars(optimizer).pop(name, None)
+        _taken_off(optimizer)
         raise RuntimeError(
             "step() of an optimizer was called by hand while an engine trains by it: "
             "engine.train_step(inputs, targets) and engine.minimize(loss) make the whole update, "
@@ -105,22 +103,47 @@ def step_replaced_(
         What undoes it; may be called twice.
     """
     own, before = vars(optimizer), optimizer.step
+    undone = False
 
     @functools.wraps(before)  # with the mark of a scheduler, which looks for it
-    def step(closure: Any = None) -> Any:
-        return before(closure) if is_passing(optimizer) else update(closure)
+    def step(target: torch.optim.Optimizer, closure: Any = None) -> Any:
+        return before(closure) if undone or is_passing(target) else update(closure)
 
-    replaced = own.get("step")
-    own["step"] = step
+    # a method, since a scheduler that is made from here on wraps the function inside
+    replaced, method = own.get("step"), MethodType(step, optimizer)
+    own["step"] = method
 
     def undo() -> None:
-        if own.get("step") is not step:
+        nonlocal undone
+        undone = True
+        if own.get("step") is not method:
             return
         del own["step"]
         if replaced is not None:
             own["step"] = replaced
 
     return undo
+
+
+def refuse_scaler_(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `RuntimeError` where a `GradScaler` has left it to `step` to divide by its scale; takes
+    its marks off.
+    """
+    if _taken_off(optimizer):
+        raise RuntimeError(
+            "a GradScaler calls step() of an optimizer that takes its scale itself, and the engine "
+            "would exchange gradients that are multiplied by it: let amp=AMP(...) of the strategy "
+            "scale the loss, or train in bfloat16 without a scaler"
+        )
+
+
+def _taken_off(optimizer: torch.optim.Optimizer) -> bool:
+    """Take off the marks of a `GradScaler`, which would not get to do so; whether there were
+    some.
+    """
+    own = vars(optimizer)
+    marks = [own.pop(name, None) for name in ("grad_scale", "found_inf")]
+    return any(mark is not None for mark in marks)
 
 
 def require_free(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

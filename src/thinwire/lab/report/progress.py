@@ -109,11 +109,11 @@ class Rich:
         )
 
         columns = (
-            TextColumn("{task.description:<12}"),
+            TextColumn("{task.description:<12}", markup=False),
             BarColumn(),
             TaskProgressColumn(),
             TimeRemainingColumn(elapsed_when_finished=True),
-            TextColumn("{task.fields[note]}"),
+            TextColumn("{task.fields[note]}", markup=False),
         )
         with Progress(*columns, console=Console(stderr=True)) as progress:
             task = progress.add_task(name, total=1.0, note="starting the workers")

@@ -65,7 +65,7 @@ KEYS = {
     "strategies[].bytes_to_dense_loss": "bytes that a worker had sent by then, as the library "
     "counts them",
     "strategies[].library_bytes_per_step": "bytes that a worker sends in a steady step, as the "
-    "library counts them",
+    "library counts them: a message once for every worker that it goes to",
     "strategies[].library_bytes_counted_by": "how that count comes about",
     "strategies[].kernel_sent_bytes_per_step": "the same by the kernel's interface counters, mean "
     "over the workers; null on loopback, whose counters are shared with everything else on the "
@@ -80,10 +80,11 @@ KEYS = {
     "strategies[].exchange_share": "1 - median_bare_step_ms / median_step_ms: the share of a "
     "steady step that goes into waiting for the wire, and into coding what is sent",
     "strategies[].seconds_on_asked_link": "only on loopback: training time plus the time that the "
-    "bytes would have taken on the asked link, without any overlap",
+    "bytes would have taken on the asked link, without any overlap and without latency",
     "strategies[].evaluations[]": "step, seconds, loss, and the bytes that one worker has sent so "
     "far by both counts",
     "strategies[].step_ms[]": "every step of rank 0, in milliseconds",
+    "strategies[].alike": "whether all ranks of a task began with the very same batch",
     "strategies[].settings": "learning rate and the method's own settings",
     "strategies[].document": "the content of its strategy file; null for torch's own hooks",
     "strategies[].code": "lines of Python that set up torch's own hook; null for strategies of "
@@ -277,6 +278,6 @@ def _headline(settings: Settings, emulated: bool, reason: str | None) -> str:
         return f"{workers} over this machine's loopback, as asked: no link was emulated.{tuning}"
     return (
         f"The link of {settings.link} was NOT emulated ({reason}): {workers} over this machine's "
-        "loopback; the time that the bytes would have taken on that link is added in a column of "
-        f"its own.{tuning}"
+        "loopback; the time that the bytes would have taken on that link, without its latency, is "
+        f"added in a column of its own.{tuning}"
     )

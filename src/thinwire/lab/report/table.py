@@ -22,6 +22,7 @@ def print_table(results: Mapping[str, Any]) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     console = Console(highlight=False)
     for text in (results["verdict"], results["headline"], interruption(results)):
@@ -34,7 +35,7 @@ def print_table(results: Mapping[str, Any]) -> None:
             for heading in table.columns[1:]:
                 heading.justify = "right"
             for row, name in enumerate(names):
-                table.add_row(name, *(_cell(column, row) for column in columns))
+                table.add_row(Text(name), *(_cell(column, row) for column in columns))
             console.print(table)
     console.print("* the best of its column", markup=False)
     for failure in results["failures"]:

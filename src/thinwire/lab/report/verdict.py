@@ -41,13 +41,19 @@ def verdict(results: Mapping[str, Any]) -> Verdict:
         main = _against_dense(results, dense, clock)
     else:
         main = _among(results, clock, clock.place)
-    return Verdict(" ".join([main.text, *_lowest(runs, main), *_missing(results)]), main.winner)
+    return Verdict(
+        " ".join([main.text, *_lowest(runs, main), *_reservations(results)]), main.winner
+    )
 
 
 _UNLIKE = (
     "some strategies began at another loss than others, so they did not begin from the same "
     "parameters, and nothing can be said: let the task make the same model, and the same held-out "
     "data, for the same seed."
+)
+_ALL_THE_SAME = (
+    "All ranks began with the very same batch: unless batches(rank, world) gives each its own, "
+    "more ranks bring nothing, and local updates look better than they are."
 )
 _SAME = 0.01
 """Part by which the loss of one model may differ from one evaluation to another: some are drawn."""
@@ -70,7 +76,10 @@ class _Clock:
                 f"Over this machine's loopback (the link of {link['asked']} was NOT emulated)"
             )
         else:
-            self.place = f"By an estimate for a link of {link['asked']}, which was NOT emulated,"
+            left_out = " and whose latency is left out," if link["latency_s"] else ""
+            self.place = (
+                f"By an estimate for a link of {link['asked']}, which was NOT emulated,{left_out}"
+            )
 
     def to_loss(self, run: Run, which: str) -> float | None:
         seconds, sent = run[f"seconds_to_{which}_loss"], run[f"bytes_to_{which}_loss"]
@@ -210,10 +219,12 @@ def _lowest(runs: Sequence[Run], main: Verdict) -> list[str]:
     ]
 
 
-def _missing(results: Mapping[str, Any]) -> list[str]:
+def _reservations(results: Mapping[str, Any]) -> list[str]:
+    """What stands in the way of believing the rest."""
     failed = [failure["strategy"] for failure in results["failures"]]
     stop = results["interrupted"]
-    sentences = (
+    sentences = [_ALL_THE_SAME] if any(run.get("alike") for run in results["strategies"]) else []
+    sentences += (
         [f"{_listed(failed)} failed and {'is' if len(failed) == 1 else 'are'} left out."]
         if failed
         else []

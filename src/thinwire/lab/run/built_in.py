@@ -17,7 +17,7 @@ from thinwire.lab.run.digits import CLASSES, PIXELS, SIDE, WHITE
 from thinwire.lab.run.model import ByteTransformer, ConvolutionalNet
 from thinwire.lab.run.size import ConvolutionSize, ModelSize
 
-__all__ = ["Digits", "NextByte", "Pair", "loss_of"]
+__all__ = ["Digits", "NextByte", "Pair", "loss_of", "seed_of"]
 
 Pair = tuple[Any, Any]
 
@@ -45,6 +45,7 @@ class NextByte:
     """
 
     make_optimizer: Callable[[list[Parameter]], torch.optim.Optimizer] | None = None
+    alike = False
 
     def __init__(
         self, config: RunConfig, size: ModelSize, rank: int, world: int, device: torch.device
@@ -101,6 +102,7 @@ class Digits:
     """
 
     make_optimizer: Callable[[list[Parameter]], torch.optim.Optimizer] | None = None
+    alike = False
 
     def __init__(
         self, config: RunConfig, size: ConvolutionSize, rank: int, world: int, device: torch.device
@@ -153,8 +155,13 @@ def _mean_loss(model: nn.Module, batches: Sequence[Pair]) -> float:
     return float(total[0] / total[1])
 
 
+def seed_of(seed: int, rank: int) -> int:
+    """The seed of the batches of one rank."""
+    return (seed * 1_000_003 + rank) % 2**63
+
+
 def _random_of(seed: int, rank: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed * 1_000_003 + rank)
+    return torch.Generator().manual_seed(seed_of(seed, rank))
 
 
 def _split(chosen: Tensor, batch: int) -> Sequence[Tensor]:

@@ -18,8 +18,9 @@ from thinwire.lab.run.model import ByteTransformer
 from thinwire.lab.run.size import ModelSize
 from thinwire.lab.run.task import OwnTask, TaskError, called, device_of, made, together
 from thinwire.optim import Muon, muon_groups
+from thinwire.optim.muon import muon_numel
 
-__all__ = ["shapes_of", "step_of_built_in", "step_of_task", "step_of_task_alone"]
+__all__ = ["model_of", "step_of_built_in", "step_of_task", "step_of_task_alone"]
 
 STEPS_S = 4.0
 """Seconds for a model's steps, half of them for Muon's; each is made at least once."""
@@ -41,7 +42,8 @@ def step_of_built_in(
     Returns:
         Of this rank: `device`, `forward_s`, `backward_end_s` and `step_s`, seconds since the
         beginning of the step; `parameters`; `shapes` of the trainable ones and `ready_s`, when each
-        gradient is there; `muon_s`, what an update by Muon takes longer, None where there is no
+        gradient is there; `gradient_bytes` of all; `muon_parameters`, how many numbers Muon would
+        train; `muon_s`, what an update by Muon takes longer, None where there is no
         time for it or Muon cannot train the model. Medians of up to five steps.
 
     Raises:
@@ -77,17 +79,18 @@ def step_of_task_alone(task: str, device: str, workers: int) -> dict[str, Any]:
         return step_of_task(task, device, workers)
 
 
-def shapes_of(task: str) -> list[list[int]]:
-    """Shapes of the trainable parameters of a task of the user's, of which nothing is computed.
+def model_of(task: str) -> dict[str, Any]:
+    """What is said of the model of a task of the user's, of which nothing is computed:
+    `parameters`, `shapes`, `gradient_bytes` and `muon_parameters`, as a step's.
 
     Raises:
         TaskError: It cannot be made, or trains nothing.
     """
     with _alone():
-        shapes = [list(p.shape) for p in _trained(made(task, 0).model)]
-    if not shapes:
+        model = made(task, 0).model
+    if not _trained(model):
         raise TaskError(f"task={task!r}: its model has no parameter with requires_grad=True")
-    return shapes
+    return _told(model)
 
 
 @contextlib.contextmanager
@@ -114,6 +117,16 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad and p.numel()]
 
 
+def _told(model: nn.Module) -> dict[str, Any]:
+    params = _trained(model)
+    return {
+        "parameters": sum(p.numel() for p in params),
+        "shapes": [list(p.shape) for p in params],
+        "gradient_bytes": sum(p.nbytes for p in params),
+        "muon_parameters": muon_numel(model),
+    }
+
+
 def _timed(
     task: str | None,
     clock: "_Clock",
@@ -136,8 +149,7 @@ def _timed(
         "forward_s": median(run["forward"] for run in timed),
         "step_s": median(run["end"] for run in timed),
         "backward_end_s": median(run["backward"] for run in timed),
-        "parameters": sum(p.numel() for p in params),
-        "shapes": [list(p.shape) for p in params],
+        **_told(clock.model),
         "ready_s": [ready[key] for key in order],
         "muon_s": together(lambda: _longer_by_muon(clock, timed, most_s / 2), task),
     }

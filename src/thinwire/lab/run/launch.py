@@ -93,8 +93,8 @@ def _watch(
             raise failure_of(errors, statuses, work)
         if time.monotonic() - last_news_s > timeout_s + 30:
             raise WorkerError(
-                f"the workers have been silent for {timeout_s + 30:.0f} "
-                f"s\n{_log_tail(work)}".rstrip()
+                f"the workers have been silent for {timeout_s + 30:.0f} s; if a step or an "
+                f"evaluation takes longer, give more with --timeout\n{_log_tail(work)}".rstrip()
             )
         time.sleep(_POLL_S)
 

@@ -7,7 +7,7 @@ from typing import final
 import torch.distributed as dist
 
 from thinwire.lab.network.counters import interface_bytes
-from thinwire.lab.run.task import Work
+from thinwire.lab.run.task import Work, untouched
 from thinwire.lab.run.trainers import Setup, bare_step
 
 __all__ = ["BareStep", "kernel_bytes"]
@@ -34,7 +34,7 @@ class BareStep:
     """
 
     def __init__(self, setup: Setup, work: Work) -> None:
-        self.setup, self.model = setup, copy.deepcopy(work.model)
+        self.setup, self.work, self.model = setup, work, copy.deepcopy(work.model)
         self.optimizer = setup.optimizer_of(self.model, lr=_LR)
         self.batch = work.some_batch(seed=0)
         self.seconds: list[float] = []
@@ -44,7 +44,8 @@ class BareStep:
         training too.
         """
         dist.barrier()
-        for _ in range(steps):
-            begin_s = time.perf_counter()
-            bare_step(self.setup, self.model, self.optimizer, *self.batch)
-            self.seconds.append(time.perf_counter() - begin_s)
+        with untouched(self.work.model):
+            for _ in range(steps):
+                begin_s = time.perf_counter()
+                bare_step(self.setup, self.model, self.optimizer, *self.batch)
+                self.seconds.append(time.perf_counter() - begin_s)

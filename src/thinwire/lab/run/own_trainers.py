@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
+from thinwire.comm.group import Group
 from thinwire.lab.run.trainers import BETAS, Setup
 
 __all__ = ["Local", "Prepared", "Ramped"]
@@ -36,6 +37,7 @@ class Local:
         self.settings: Mapping[str, Any] = {**settings, **(settings.get("compression") or {})}
         self.settings = {key: value for key, value in self.settings.items() if key != "compression"}
         self.sync = tw.local_sgd(model, self.optimizer, config).__enter__()
+        self.bytes_before = Group.on_the_wire
         self.finish_s = 0.0
 
     @property
@@ -57,7 +59,7 @@ class Local:
 
     def sent_bytes(self) -> float:
         """See `Trainer`."""
-        return float(self.sync.stats()["bytes_sent"])
+        return Group.on_the_wire - self.bytes_before
 
     def finish(self) -> None:
         """Average once more, unless the last step ended with one."""
@@ -76,6 +78,7 @@ class Prepared:
     def __init__(self, model: nn.Module, setup: Setup, *, document: Mapping[str, Any]) -> None:
         strategy = tw.DistributedStrategy.from_dict(document)
         self.engine = strategy.prepare(model, _optimizer(model, strategy, setup), setup.loss_fn)
+        self.bytes_before = Group.on_the_wire
         self.module = self.engine.model
         self.optimizer = self.engine.optimizer
         local = strategy.local
@@ -84,7 +87,7 @@ class Prepared:
         settled = 1 if strategy.compression is None else strategy.compression.settled_step
         self.steady_from_step = merged * max(1 if local is None else local.begin_step, settled)
         # parts of the model in turn, or results that come later: ranks are never quite equal before
-        # the end
+        # the end, and `agreed` is when nothing is on its way
         self.drifting = local is not None and (local.fragments > 1 or local.delay > 0)
         taken_over = strategy.lars is not None or strategy.lamb is not None
         optimizer = {"optimizer": type(self.optimizer).__name__} if taken_over else {}
@@ -103,12 +106,16 @@ class Prepared:
             self.local_step_s = step_s
         elif self.local_step_s:
             self.finish_s = max(0.0, step_s - self.local_step_s)
-        self.agreed = self.drifting or not waiting
+        self.agreed = self._nothing_on_its_way() if self.drifting else not waiting
         return loss
+
+    def _nothing_on_its_way(self) -> bool:
+        """Whether no averaging is under way, which would go on while the clock stands still."""
+        return self.engine.sync is None or self.engine.sync.pending is None
 
     def sent_bytes(self) -> float:
         """See `Trainer`."""
-        return float(self.engine.stats()["bytes_sent"])
+        return Group.on_the_wire - self.bytes_before
 
     def finish(self) -> None:
         """Apply the leftovers of a merge and the last averaging."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from thinwire.errors import Mismatch, NonFinite
 from thinwire.lab.run.config import RunConfig
 from thinwire.lab.run.events import Events
-from thinwire.lab.run.task import Work, work_of
+from thinwire.lab.run.task import Work, untouched, work_of
 from thinwire.lab.run.trainers import Setup, build_trainer
 
 __all__ = ["Check", "rehearse", "shortened"]
@@ -68,11 +68,12 @@ def rehearse(config: RunConfig, work: Work) -> None:
         trainer = build_trainer(recipe.trainer, options, copy.deepcopy(work.model), setup)
         # ranks that bring the same would be told so
         inputs, targets = work.some_batch(seed=os.getpid())
-        for _ in range(trainer.steady_from_step + trainer.round_steps + 1):
-            for group in trainer.optimizer.param_groups:
-                group["lr"] = _RATE
-            trainer.train_step(inputs, targets)
-        trainer.finish()
+        with untouched(work.model):
+            for _ in range(trainer.steady_from_step + trainer.round_steps + 1):
+                for group in trainer.optimizer.param_groups:
+                    group["lr"] = _RATE
+                trainer.train_step(inputs, targets)
+            trainer.finish()
         trainer.close()
     del trainer
     gc.collect()  # DDP and its hooks know each other; their buffers are as large as the model

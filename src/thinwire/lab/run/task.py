@@ -1,10 +1,12 @@
 """What a rank trains: one of the tasks that come with the command, or one of the user's own."""
 
+import contextlib
 import copy
+import hashlib
 import importlib.util
 import random
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import isfinite
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, final
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from thinwire.errors import ThinwireError
-from thinwire.lab.run.built_in import Digits, NextByte, Pair
+from thinwire.lab.run.built_in import Digits, NextByte, Pair, seed_of
 from thinwire.lab.run.config import RunConfig
 from thinwire.lab.run.size import ConvolutionSize
 from thinwire.task import Task
@@ -30,6 +32,7 @@ __all__ = [
     "made",
     "require_gpu",
     "together",
+    "untouched",
     "work_of",
 ]
 
@@ -47,11 +50,13 @@ class Work(Protocol):
         model: Equal on all ranks; on the device of the run.
         loss_fn: `loss_fn(model(inputs), targets)` is the mean loss.
         make_optimizer: From parameters to the task's own optimizer; None for that of the command.
+        alike: Whether all ranks have begun with the very same batch.
     """
 
     model: nn.Module
     loss_fn: Callable[[Any, Any], Tensor]
     make_optimizer: Callable[[list[Parameter]], torch.optim.Optimizer] | None
+    alike: bool
 
     def next_batch(self) -> Pair:
         """Inputs and targets of this rank's next training step."""
@@ -135,6 +140,21 @@ def together(work: Callable[[], R], word: str | None) -> R:
     return result[0]
 
 
+@contextlib.contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Inside, no backward pass reaches the parameters: a loss of the user's may read those of the
+    model itself while a copy of it is trained.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for p in trained:
+        p.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for p in trained:
+            p.requires_grad_(True)
+
+
 def called(model: nn.Module, inputs: Any) -> Any:
     """What the model makes of a batch: a tuple is its arguments, a mapping its keyword
     arguments.
@@ -170,9 +190,12 @@ class OwnTask:
         )
         self.loss_fn: Callable[[Any, Any], Tensor] = self._loss
         self.make_optimizer = self.task.optimizer
+        # a task may draw its batches likewise, and those of each rank are its own
+        seed_all(seed_of(seed, rank))
         self.iterator = self._together(lambda: iter(self.task.batches(rank, world)))
         self.first = self._together(self._drawn)
         self.left: list[Pair] = [self.first]
+        self.alike = self._together(self._all_begin_alike)
         self._together(self._tried)
 
     def next_batch(self) -> Pair:
@@ -219,6 +242,13 @@ class OwnTask:
         self.taken += 1
         return _moved(inputs, self.device), _moved(targets, self.device)
 
+    def _all_begin_alike(self) -> bool:
+        digest = hashlib.sha256()
+        _feed(digest, self.first)
+        firsts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(firsts, digest.digest())
+        return len(firsts) > 1 and len(set(firsts)) == 1
+
     def _tried(self) -> None:
         """The model, the loss and the optimizer, on the first batch.
 
@@ -242,6 +272,11 @@ class OwnTask:
             made = self._own("optimizer(params)", lambda: self._optimizer_of(model))
             if not isinstance(made, torch.optim.Optimizer):
                 raise self._error(f"optimizer(params) must be a torch optimizer, got {made!r}")
+            if getattr(made, "has_schedule", False):
+                raise self._error(
+                    "optimizer(params) has a schedule as learning rate, and all strategies follow "
+                    "that of the command: give a number, which is taken for the peak"
+                )
 
     def _optimizer_of(self, model: nn.Module) -> object:
         assert self.make_optimizer is not None, "asked only where there is one"
@@ -352,3 +387,20 @@ def _moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)(_moved(each, device) for each in value)
     return value
+
+
+def _feed(digest: "hashlib._Hash", value: Any) -> None:
+    """Take all that a batch holds into a digest; what is no tensor by its text."""
+    if isinstance(value, Tensor):
+        told = value.detach().cpu().contiguous()
+        digest.update(f"{told.dtype} {tuple(told.shape)}".encode())
+        digest.update(told.flatten().view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            digest.update(repr(key).encode())
+            _feed(digest, each)
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            _feed(digest, each)
+    else:
+        digest.update(repr(value).encode())

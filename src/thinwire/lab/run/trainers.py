@@ -16,6 +16,7 @@ import thinwire as tw
 from thinwire.lab.run.built_in import loss_of
 from thinwire.lab.run.config import RunConfig, imported
 from thinwire.lab.run.task import Work, called
+from thinwire.optim.muon import muon_numel
 
 __all__ = [
     "DDPTrainer",
@@ -68,6 +69,11 @@ class Setup:
         if self.optimizer == "sgd":
             return torch.optim.SGD(model.named_parameters(), lr=lr, momentum=MOMENTUM)
         if self.optimizer == "muon":
+            if not muon_numel(model):
+                raise ValueError(
+                    "Muon trains hidden matrices, and this model has none, so that AdamW alone "
+                    "would train: leave what trains with Muon out"
+                )
             return tw.optim.Muon(
                 tw.optim.muon_groups(model), lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY
             )
@@ -106,7 +112,7 @@ class Trainer(Protocol):
         ...
 
     def sent_bytes(self) -> float:
-        """Bytes that this rank has sent so far, as the library counts them."""
+        """Bytes that this rank has put on the wire so far, without what TCP and IP add."""
         ...
 
     def finish(self) -> None:

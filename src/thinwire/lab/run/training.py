@@ -181,6 +181,7 @@ class TrainingRun:
             "parameters": sum(p.numel() for p in self.trainer.module.parameters()),
             "gradient_bytes": gradient_bytes(self.trainer.module),
             "evaluations": self.evaluations,
+            "alike": self.work.alike,
             "steady_from_step": steady,
             "step_ms": [1e3 * s for s in self.step_s],
             "bare_step_ms": [1e3 * s for s in self.bare.seconds],
