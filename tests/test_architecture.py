@@ -47,7 +47,7 @@ MAY_IMPORT = {
     # the only one that knows two methods at once
     "strategy": METHODS
     | {"comm", "exchange", "local", "members", "optim", "amp", "step", "pipeline", "checkpoint"},
-    "lab": BASE | {"schedules", "optim", "amp", "checkpoint", "strategy", "local", "task"},
+    "lab": BASE | {"schedules", "optim", "amp", "checkpoint", "strategy", "local", "task", "comm"},
     # numbers alone: without torch
     "planning": BASE | {"layout", "lab", "strategy"},
     # steps of many ranks, on the network of the plan

@@ -96,9 +96,11 @@ class Averager:
         identity: str = "",
         digest_every: int = 0,
         roll: Roll | None = None,
-        after_averaging: Callable[[], bool] = lambda: True,
+        after_averaging: Callable[[bool], bool] = lambda goes_on: True,
     ) -> None:
-        """`after_averaging` says whether this rank goes on with the others."""
+        """`after_averaging` says whether this rank goes on with the others, and is told whether
+        another averaging follows in the same call.
+        """
         self.tensors = tensors
         self.interval = interval
         self.averaging = averaging
@@ -254,8 +256,7 @@ class Averager:
         changed = list(self.tensors.changed_buffers())
         report = Report(self.counters.step, "flushing", work=work, state=changed)
         reports = self._vote(report)
-        if not self._apply_pending():
-            return
+        self._apply_pending(goes_on=True)
         some = any(report.work and report.work[0] for report in reports)  # maybe on other ranks
         if some or self.counters.step > self.counters.whole:
             self._average_all("averaging for the last time", with_loss=False)
@@ -263,12 +264,11 @@ class Averager:
             # as after update_bn(): no step, so that nothing else may move, momentum included
             pending, _ = self._measure("averaging buffers", [])
             self._finish(pending)
-            self._after_averaging()
+            self._after_averaging(False)
 
     def _average_all(self, phase: str, *, with_loss: bool) -> None:
         at = self.counters
-        if not self._apply_pending():  # one is left where a loaded run begins with these
-            return
+        self._apply_pending(goes_on=True)  # one is left where a loaded run begins with these
         pending, reports = self._measure(phase, list(self.tensors.params))
         if with_loss:
             self.interval.read(reports, at.step)
@@ -276,11 +276,10 @@ class Averager:
         self._share_scale(reports)
         at.last = at.whole = at.step
         self.synced = True
-        self._after_averaging()
+        self._after_averaging(False)
 
     def _average_part(self) -> None:
-        if not self._apply_pending():
-            return
+        self._apply_pending(goes_on=True)
         at = self.counters
         part = at.turn % len(self._parts)
         delayed = self._config.delay > 0
@@ -305,7 +304,7 @@ class Averager:
         at.turn += 1
         self.synced = True
         if not delayed:
-            self._after_averaging()
+            self._after_averaging(False)
 
     def _launch(self, pending: PendingAveraging) -> None:
         self.averaging.launch(pending, heard=self._roll is not None and self._roll.gives)
@@ -449,13 +448,15 @@ class Averager:
             report = replace(report, weight=self._weight)
         return self._vote(report, self.digest)
 
-    def _apply_pending(self) -> bool:
-        """Whether this rank goes on with the others."""
+    def _apply_pending(self, *, goes_on: bool = False) -> bool:
+        """Whether this rank goes on with the others; `goes_on` as there is an averaging to come
+        in this call, before which nobody comes or goes.
+        """
         if self.pending is None:
             return True
         pending, self.pending = self.pending, None
         self._finish(pending)
-        return self._after_averaging()
+        return self._after_averaging(goes_on)
 
 
 def _not_there(keys: Iterable[str]) -> str | None:

@@ -29,7 +29,7 @@ class NewcomersWork:
     @property
     def most_bytes(self) -> int:
         """A bound of the tensors of one message: 64 times those of the model, and 64 MiB."""
-        tensors = [*self._averager.averaging.anchors.values(), *self._buffers().values()]
+        tensors = [t for of_kind in self._shared().values() for t in of_kind.values()]
         return 64 * sum(tensor.nbytes for tensor in tensors) + (64 << 20)
 
     def state_for_newcomer(self) -> Given:

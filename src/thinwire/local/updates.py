@@ -299,7 +299,10 @@ class LocalUpdates:
             averaging=Averaging(sources, self._tensors.params, outer=outer, changes=self._changes),
             counters=self._counters,
             scaler=self._scaler,
-            identity=f"local updates {next_identity(self._process_group)}",
+            # members come from processes that have made other things before
+            identity="local updates"
+            if members is not None
+            else f"local updates {next_identity(self._process_group)}",
             digest_every=self.digest_every,
             roll=members,
             after_averaging=self._after_averaging,
@@ -307,6 +310,9 @@ class LocalUpdates:
         if members is not None and members.newcomer:
             with own_deadlines():
                 members.fetch(NewcomersWork(averager, members.group))
+                begin_at = getattr(self._tensors.optimizer, "begin_at", None)
+                if begin_at is not None:  # schedules of the others are at this step
+                    begin_at(self.step)
                 averager.average_if_due()
         self._restore_bytes(0)  # what it takes to start is not an exchange of updates
         self._received_before, self._waited_before = sources.bytes_received, sources.wait_s
@@ -410,13 +416,13 @@ class LocalUpdates:
                 "ranks average every %d steps from now on, not every %d", self.k_steps, k_steps
             )
 
-    def _after_averaging(self) -> bool:
+    def _after_averaging(self, goes_on: bool) -> bool:
         """Between two averagings, with none on its way: members come and go. Whether this one goes
         on.
         """
         members, averager = self._members, self._averager
         if members is not None and averager is not None:
-            members.end_round(NewcomersWork(averager, members.group))
+            members.end_round(NewcomersWork(averager, members.group), goes_on=goes_on)
             averager.last = None
             if members.left:
                 self.close()

@@ -4,9 +4,9 @@ import hashlib
 import hmac
 import json
 import logging
-import queue
 import struct
 import threading
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,8 @@ from thinwire.members.board import Board
 __all__ = ["Given", "Giver", "Heir", "Taker", "legacy_number"]
 
 _MARK = 16
+_ALIVE, _SIGNS = "alive", 4
+"""A sign of life, of which there are so many within a time-out."""
 _PLACE = struct.Struct("<QQ")
 _MOST_PLAIN_BYTES = 64 << 20
 _log = logging.getLogger("thinwire")
@@ -33,12 +35,19 @@ class Given:
     Attributes:
         kind: "state", or "round" for what changes a state.
         last: Whether the newcomer is a member once it has this.
+        waiting: How many more there were already when this one was sent.
     """
 
     kind: str
     plain: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
     last: bool = False
+    waiting: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Of the tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 class _Marks:
@@ -97,7 +106,9 @@ class Giver:
         self.number, self.newcomer = number, newcomer
         self._board, self._me, self._address = board, me, address
         self._timeout_s, self._marks = timeout_s, _Marks(key, number)
-        self._messages: queue.SimpleQueue[Given | None] = queue.SimpleQueue()
+        self._messages: deque[Given | None] = deque()
+        self._news = threading.Condition()
+        self._state_bytes = 0
         self._thread = threading.Thread(target=self._run, name="thinwire-giver", daemon=True)
         self._thread.start()
 
@@ -106,14 +117,41 @@ class Giver:
         """Whether the newcomer still listens, as far as is known."""
         return self._thread.is_alive()
 
+    @property
+    def lags(self) -> bool:
+        """Whether what waits is more than a state would be, which makes it needless."""
+        with self._news:
+            waiting = [message for message in self._messages if message is not None]
+        return bool(waiting) and sum(message.nbytes for message in waiting) > self._state_bytes
+
     def give(self, message: Given) -> None:
-        """Send when what came before has been sent; the tensors must not change any more."""
-        self._messages.put(message)
+        """Send when what came before has been sent, or instead of that where it is a state; the
+        tensors must not change any more.
+        """
+        with self._news:
+            if message.kind == "state":
+                self._messages.clear()
+                self._state_bytes = message.nbytes
+            self._messages.append(message)
+            self._news.notify()
 
     def close(self, patience_s: float = 0.0) -> None:
         """End the thread after what is waiting has been sent, or after `patience_s` seconds."""
-        self._messages.put(None)
+        with self._news:
+            self._messages.append(None)
+            self._news.notify()
         self._thread.join(patience_s)
+
+    def _next(self) -> tuple[Given | None, int]:
+        """What is to be sent, and how many are left; a sign of life where there is nothing for
+        long, as a round may take longer than the time-out.
+        """
+        with self._news:
+            if not self._messages:
+                self._news.wait(self._timeout_s / _SIGNS)
+            if not self._messages:
+                return Given(_ALIVE, {}, {}), 0
+            return self._messages.popleft(), len(self._messages)
 
     def _run(self) -> None:
         try:
@@ -126,8 +164,12 @@ class Giver:
                 address=self._address,
             )
             try:
-                while (message := self._messages.get()) is not None:
-                    plain = {"kind": message.kind, "last": message.last, **message.plain}
+                while True:
+                    message, waiting = self._next()
+                    if message is None:
+                        break
+                    plain = {"kind": message.kind, "last": message.last, "waiting": waiting}
+                    plain |= message.plain
                     line.send(self._marks.on(json.dumps(plain).encode()))
                     tensors = {name: t.contiguous() for name, t in message.tensors.items()}
                     line.send(self._marks.on(safetensors.torch.save(tensors)))
@@ -158,17 +200,18 @@ class Taker:
         )
 
     def take(self, at_most: int) -> Given:
-        """The next message; `at_most` bounds the bytes of its tensors.
+        """The next message that is no mere sign of life; `at_most` bounds the bytes of its tensors.
 
         Raises:
             PeerLost, PeerStalled: The giver has gone.
             PayloadCorrupt: The message is damaged.
         """
-        plain = json.loads(self._marks.off(self._line.receive(_MOST_PLAIN_BYTES)))
-        content = self._marks.off(self._line.receive(at_most))
-        return Given(
-            plain.pop("kind"), plain, safetensors.torch.load(content), last=plain.pop("last")
-        )
+        while True:
+            plain = json.loads(self._marks.off(self._line.receive(_MOST_PLAIN_BYTES)))
+            content = self._marks.off(self._line.receive(at_most))
+            kind, last, waiting = (plain.pop(key) for key in ("kind", "last", "waiting"))
+            if kind != _ALIVE:
+                return Given(kind, plain, safetensors.torch.load(content), last, waiting)
 
     def close(self) -> None:
         """Hang up."""

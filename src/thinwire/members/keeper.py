@@ -9,6 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch.distributed import DistNetworkError
@@ -16,7 +17,7 @@ from torch.distributed import DistNetworkError
 from thinwire.comm.direct import Direct
 from thinwire.comm.private import forget_ended
 from thinwire.comm.waiting import idle_s, waits
-from thinwire.errors import Evicted, PeerStalled, QuorumLost, ThinwireError
+from thinwire.errors import Evicted, PayloadCorrupt, PeerStalled, QuorumLost, ThinwireError
 from thinwire.members.board import Board, no_answer
 from thinwire.members.generation import Decision, Generation, agreed, packed
 
@@ -222,8 +223,12 @@ class Keeper:
 
     def say_hello(self, board: Board) -> int:
         """Ask to be let in; the number by which others speak of this request."""
-        number = max(self._hello, board.get(_HELLOS) or 0)
-        while board.first(f"hello/{number}", {"id": self.me, "n": number})["id"] != self.me:
+        number = max(self._hello, _genuine(lambda: board.get(_HELLOS)) or 0)
+        while True:
+            mine = {"id": self.me, "n": number}
+            there = _genuine(partial(board.first, f"hello/{number}", mine))
+            if there is not None and there["id"] == self.me:
+                break
             number += 1
         self._hello = number + 1
         board.put(_HELLOS, self._hello)
@@ -549,18 +554,22 @@ class Keeper:
     def _read_hellos(self, until: float) -> None:
         """The requests that are new, as far as time allows; of old ones the last first."""
         if self._next_hello == 0:
-            self._next_hello = self.board.get(_HELLOS) or 0
+            self._next_hello = _genuine(lambda: self.board.get(_HELLOS)) or 0
             self._unread = list(range(self._next_hello))
         while time.monotonic() < until:
-            value = self.board.get(f"hello/{self._next_hello}")
-            if value is None:
-                break
-            with self._news:
-                self._hellos[self._next_hello] = value
+            try:
+                value = self.board.get(f"hello/{self._next_hello}")
+            except PayloadCorrupt as error:  # a stranger has written there, and no member needs it
+                _log.warning("%s", error)
+            else:
+                if value is None:
+                    break
+                with self._news:
+                    self._hellos[self._next_hello] = value
             self._next_hello += 1
         while self._unread and time.monotonic() < until:
             number = self._unread.pop()
-            value = self.board.get(f"hello/{number}")
+            value = _genuine(partial(self.board.get, f"hello/{number}"))
             if value is not None:
                 with self._news:
                     self._hellos[number] = value
@@ -709,3 +718,14 @@ class Keeper:
         if old is not None and old.groups is not None:
             old.groups.hang_up()
         _log.info("generation %d: %s", number, ", ".join(decision.ids))
+
+
+def _genuine(read: Callable[[], Any]) -> Any:
+    """What a member has written of requests to be let in; None where a stranger has, whose word
+    must not end the run.
+    """
+    try:
+        return read()
+    except PayloadCorrupt as error:
+        _log.warning("%s", error)
+        return None

@@ -7,6 +7,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -75,11 +76,11 @@ class Members:
         min_members: int,
         start_members: int,
         timeout_s: float,
-        key: bytes,
         site: Site | None = None,
     ) -> None:
-        self._meeting, self._address, self._key = board.store, address, key
+        self._meeting, self._address = board.store, address
         self._board = board if site is None else board.under(f"shard/{site.rank}")
+        self._key = self._board.store.key_for("state") or b""
         self.site = site
         self._min_members, self._start_members = min_members, start_members
         self.timeout_s = timeout_s
@@ -203,9 +204,9 @@ class Members:
         self._leaving = True
 
     def _hand_over(
-        self, work: Work, goers: Sequence[str], stay: Sequence[str], now: Generation
+        self, work: Work, goers: Sequence[str], stay: Sequence[str], now: Generation, size: int
     ) -> None:
-        """What those who leave have kept goes to the first who stays."""
+        """What those who leave have kept goes to the first who stays, one of `size` then."""
         about: dict[str, Any] = {
             "address": self._address,
             "timeout_s": self.timeout_s,
@@ -214,7 +215,7 @@ class Members:
         for goer in goers:
             number = legacy_number(now.number, now.ids.index(goer))
             if stay[0] == self.id:
-                factor = len(stay) / now.size  # of the mean over all it stays what it was
+                factor = size / now.size  # of the mean over all it stays what it was
                 self._heirs.append(
                     Heir(self._board, number, factor, at_most=work.most_bytes, **about)
                 )
@@ -324,6 +325,9 @@ class Members:
                 taker = self._taker(number)
                 given = taker.take(work.most_bytes)
                 work.take(given)
+                while given.waiting > 1:  # the others would wait for all of these
+                    given = taker.take(work.most_bytes)
+                    work.take(given)
             except (PeerLost, PeerStalled, PayloadCorrupt) as error:
                 if site is None:
                     raise
@@ -374,10 +378,16 @@ class Members:
         # by name: this may be of a generation that is over by now
         self._goers = tuple(dict.fromkeys(each["leaving"] for each in said if "leaving" in each))
 
-    def end_round(self, work: Work) -> None:
-        """Give, let in and let go what was agreed on; all members call it after the same round."""
-        plan, self._plan = self._plan, {}
-        goers, self._goers = self._goers, ()
+    def end_round(self, work: Work, *, goes_on: bool = False) -> None:
+        """Give, let in and let go what was agreed on; all members call it after the same round.
+
+        Args:
+            work: What members do together.
+            goes_on: Whether the same call makes another round at once: nobody comes or goes before
+                that, who would be missed in it.
+        """
+        plan, self._plan = {} if goes_on else self._plan, {}
+        goers, self._goers = () if goes_on else self._goers, ()
         # that of the agreement, the same on all, even if the next one has been formed meanwhile
         now = self.group.bound
         assert now is not None, "exchanged"
@@ -388,9 +398,9 @@ class Members:
         if self._givers:
             given = work.last_round() if self.group.size > 1 else work.state_for_newcomer()
             for giver in self._givers:
-                giver.give(
-                    Given(given.kind, given.plain, given.tensors, giver.newcomer in admitted)
-                )
+                # a line that is slower than the rounds would carry them for ever
+                message = work.state_for_newcomer() if giver.lags else given
+                giver.give(replace(message, last=giver.newcomer in admitted))
         for number, newcomer in plan.get("serve", []):
             self._keeper.served[number] = time.monotonic()
             if stay and stay[number % len(stay)] == self.id:
@@ -405,13 +415,14 @@ class Members:
                 )
                 giver.give(work.state_for_newcomer())
                 self._givers.append(giver)
-        for heir in self._heirs:
+        done = [heir for heir in self._heirs if not heir.works]
+        self._heirs = [heir for heir in self._heirs if heir not in done]
+        for heir in done:
             if heir.taken is not None:
                 work.inherit(heir.taken, heir.factor)
-        self._heirs = [heir for heir in self._heirs if heir.works]
         if admitted or goers:
             if goers and stay:
-                self._hand_over(work, goers, stay, now)
+                self._hand_over(work, goers, stay, now, len(stay) + len(admitted))
             self._keeper.change(now.number, [*stay, *admitted], stay)
             if self.id in goers:
                 self._keeper.wait_for_decision()
@@ -519,6 +530,5 @@ def join(
         min_members=min_members,
         start_members=start_members,
         timeout_s=timeout_s,
-        key=board.store.key_for("state") or b"",
         site=site,
     )

@@ -62,8 +62,12 @@ class SealedStore(Store):
         return port
 
     def key_for(self, *purpose: str) -> bytes | None:
-        """A key of 32 bytes that those who share this store's secret have alike; None without."""
-        return None if self._secret is None else derived_key(self._secret, "use", *purpose)
+        """A key of 32 bytes that those who share this store's secret and prefix have alike; None
+        without a secret.
+        """
+        if self._secret is None:
+            return None
+        return derived_key(self._secret, "use", self._prefix, *purpose)
 
     def under(self, prefix: str) -> SealedStore:
         """The same store with a longer prefix, over the same connection."""

@@ -139,6 +139,13 @@ class CommonOptimizer(TwoPhase):
             if schedule is not None:
                 group["lr"] = rate_ahead(schedule, self._common.position, group["lr"])
 
+    def begin_at(self, position: int) -> None:
+        """Go on as after so many updates: the step at which schedules are read. For a member that
+        comes to a run which has made them.
+        """
+        self._common.position = position
+        self._show_rates()
+
     def _collected(self) -> list[ParamGrad]:
         """The pairs of this update, in order; gradients negated where the group maximizes."""
         pairs = self._given

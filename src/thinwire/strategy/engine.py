@@ -388,6 +388,7 @@ class Engine:
 
         Raises:
             TypeError, ValueError: It is no such number.
+            RuntimeError: Members come and go.
             Mismatch: Another rank makes another call, as one without batches does inside
                 `engine.join()`.
 
@@ -402,6 +403,11 @@ class Engine:
                 f"loss must have one element, got {value.numel()}: take its mean first"
             )
         group, what = self._parts.group, "the mean loss"
+        if not group.stays:
+            raise RuntimeError(
+                "engine.mean_loss does not work with members=: one who comes between two calls "
+                "would have to make them too; log the loss of this member"
+            )
         with self._advice():
             answers = group.gather_bytes(json.dumps({what: value.item()}).encode(), what=what)
             told = [mapping_of(answer) for answer in answers]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
-from thinwire.comm.group import Group
+from thinwire.comm import Group
 from thinwire.lab.run.trainers import BETAS, Setup
 
 __all__ = ["Local", "Prepared", "Ramped"]

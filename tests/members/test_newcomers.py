@@ -1,0 +1,228 @@
+"""A newcomer is let in whatever the others do meanwhile, and its trouble is its own."""
+
+import json
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+import thinwire as tw
+from tests.members.places import TOKEN, meeting_place
+from tests.members.training import TIMEOUT_S, member, wait_for
+from tests.ranks import Pool
+from thinwire.comm.private import next_identity
+from thinwire.local.newcomers import NewcomersWork
+from thinwire.members import giving
+from thinwire.members.board import Board
+from thinwire.members.giving import Given, Giver, Taker
+from thinwire.members.sealed import SealedStore
+
+EVERY_4 = tw.LocalSGD(4, begin_step=0)
+MOST_STEPS = 1200
+
+
+def both_ends(timeout_s: float) -> tuple[Giver, Taker]:
+    store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=10), wait_for_workers=False)
+    board = Board(SealedStore(store, b"s" * 32))
+    about: dict[str, Any] = {"address": "127.0.0.1", "timeout_s": timeout_s, "key": b"k" * 32}
+    giver = Giver(board, 0, "ann", me="bob", **about)
+    return giver, Taker(board.clone(), 0, **about)
+
+
+def state(value: float) -> Given:
+    return Given("state", {}, {"w": torch.full((9,), value)})
+
+
+def change(value: float) -> Given:
+    return Given("round", {}, {"w": torch.full((9,), value)})
+
+
+def test_a_round_may_take_longer_than_the_time_out() -> None:
+    giver, taker = both_ends(timeout_s=1.0)
+    giver.give(state(0))
+    assert taker.take(1 << 20).kind == "state"
+    later = threading.Timer(3.0, lambda: giver.give(change(1)))
+    later.start()
+    assert taker.take(1 << 20).kind == "round"
+    later.join()
+    taker.close()
+    giver.close(5.0)
+
+
+def test_a_state_takes_the_place_of_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_send = threading.Event()
+    send = giving.Line.send
+
+    def held(line: giving.Line, content: Any) -> None:
+        may_send.wait(20)
+        send(line, content)
+
+    monkeypatch.setattr(giving.Line, "send", held)
+    giver, taker = both_ends(timeout_s=20.0)
+    giver.give(state(0))
+    while giver._messages:  # until the thread has taken it, and is held
+        time.sleep(0.01)
+    giver.give(change(1))
+    assert not giver.lags
+    giver.give(change(2))
+    assert giver.lags
+    giver.give(state(3))
+    giver.give(change(4))
+    may_send.set()
+    found = [taker.take(1 << 20) for _ in range(3)]
+    assert [float(given.tensors["w"][0]) for given in found] == [0, 3, 4]
+    assert [given.waiting for given in found][1:] == [1, 0]
+    taker.close()
+    giver.close(5.0)
+
+
+def test_a_frozen_part_is_in_the_bound_of_a_state() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(3000, 6000, bias=False))
+    net[1].requires_grad_(False)
+    optimizer = torch.optim.SGD(net[0].parameters(), 0.1)
+    with tw.local_sgd(net, optimizer, EVERY_4) as sync:
+        work = NewcomersWork(sync._averager, None)  # type: ignore[arg-type]
+        given = work.state_for_newcomer()
+        assert 64 << 20 < given.nbytes <= work.most_bytes
+
+
+def after_other_things(rank: int, size: int, address: str) -> int:
+    for _ in range(rank):
+        next_identity()
+    return member(rank, size, address, EVERY_4, steps=12)["step"]
+
+
+def test_what_a_process_has_made_before_does_not_matter(ranks: Pool) -> None:
+    with meeting_place(None) as address:
+        assert ranks.run(after_other_things, address, size=2) == [12, 12]
+
+
+def beside_a_stranger(rank: int, size: int, address: str, token_file: str, flag: str) -> Any:
+    wait_for(flag if rank == 2 else "")
+    torch.manual_seed(rank)
+    net = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    joined = tw.join(address, run="t", token_file=token_file, start_members=2, timeout=TIMEOUT_S)
+    with joined as members, tw.local_sgd(net, optimizer, EVERY_4, members=members) as sync:
+        entered, end = sync.step, MOST_STEPS
+        while sync.step < end:
+            net(torch.randn(4, 8)).square().mean().backward()
+            optimizer.step()
+            time.sleep(0.05)
+            if sync.synced and members.size == 3:  # on all of them after the same averaging
+                end = min(end, sync.step + 8)
+            if rank == 0 and sync.step == 8:
+                host, port = address.removeprefix("tcp://").split(":")
+                limit = timedelta(seconds=5)
+                stranger = TCPStore(host, int(port), None, False, limit, wait_for_workers=False)
+                for number in range(9):
+                    if not stranger.check([f"run/t/hello/{number}"]):
+                        stranger.set(f"run/t/hello/{number}", json.dumps({"id": "x", "n": number}))
+                stranger.set("run/t/hellos", "0")
+                Path(flag).touch()
+        return entered, members.size
+
+
+def test_requests_of_a_stranger_end_nothing(ranks: Pool, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_bytes(TOKEN)
+    token.chmod(0o600)
+    with meeting_place() as address:
+        found = ranks.run(
+            beside_a_stranger, address, str(token), str(tmp_path / "go"), size=3, group=False
+        )
+    assert [size for _, size in found] == [3, 3, 3]
+    assert found[2][0] >= 8
+
+
+def flushing(rank: int, size: int, address: str, flag: str) -> Any:
+    wait_for(flag if rank == 1 else "")
+    torch.manual_seed(rank)
+    net = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    config = tw.LocalSGD(6, begin_step=0, delay=3)
+    with (
+        tw.join(address, run="t", timeout=TIMEOUT_S) as members,
+        tw.local_sgd(net, optimizer, config, members=members) as sync,
+    ):
+        entered = sync.step
+        while sync.step < 40:
+            net(torch.randn(4, 8)).square().mean().backward()
+            optimizer.step()
+            time.sleep(0.05)
+            if rank == 0 and sync.step == 4:
+                Path(flag).touch()
+                until = time.monotonic() + 30
+                while not members._keeper.waiting() and time.monotonic() < until:
+                    time.sleep(0.05)
+            if sync.step == 14:
+                until = time.monotonic() + 30
+                while rank == 0 and not members._keeper.ready() and time.monotonic() < until:
+                    time.sleep(0.05)
+                sync.flush()
+        return entered, members.size
+
+
+def test_nobody_is_let_in_between_two_averagings_of_one_call(ranks: Pool, tmp_path: Path) -> None:
+    with meeting_place(None) as address:
+        found = ranks.run(flushing, address, str(tmp_path / "go"), size=2, group=False)
+    assert found == [(0, 2), (14, 2)]
+
+
+def with_a_schedule(rank: int, size: int, address: str, flag: str) -> list[tuple[int, float]]:
+    wait_for(flag if rank == 1 else "")
+    torch.manual_seed(rank)
+    net = torch.nn.Linear(8, 8)
+    rate = tw.schedules.CosineDecay(0.0, 1e-3, MOST_STEPS)
+    optimizer = tw.optim.AdamW(net.named_parameters(), lr=rate)
+    seen = []
+    with (
+        tw.join(address, run="t", timeout=TIMEOUT_S) as members,
+        tw.local_sgd(net, optimizer, EVERY_4, members=members) as sync,
+    ):
+        end = MOST_STEPS
+        while sync.step < end:
+            net(torch.randn(4, 8)).square().mean().backward()
+            optimizer.step()
+            if sync.synced and members.size == 2:
+                end = min(end, sync.step + 8)
+            seen.append((sync.step, optimizer.get_lr()))
+            time.sleep(0.05)
+            if rank == 0 and sync.step == 4:
+                Path(flag).touch()
+    return seen
+
+
+def test_a_schedule_goes_on_where_the_others_are(ranks: Pool, tmp_path: Path) -> None:
+    with meeting_place(None) as address:
+        first, newcomer = ranks.run(
+            with_a_schedule, address, str(tmp_path / "go"), size=2, group=False
+        )
+    assert len(newcomer) < len(first)
+    assert newcomer == first[-len(newcomer) :]
+
+
+def asking(rank: int, size: int, address: str) -> str:
+    torch.manual_seed(rank)
+    net = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    with tw.join(address, run="t", timeout=TIMEOUT_S) as members:
+        strategy = tw.DistributedStrategy(localsgd=EVERY_4)
+        engine = strategy.prepare(net, optimizer, torch.nn.MSELoss(), members=members)
+        x = torch.randn(4, 8)
+        loss = engine.train_step(x, x)
+        with pytest.raises(RuntimeError) as error:
+            engine.mean_loss(loss)
+        engine.close()
+    return str(error.value)
+
+
+def test_a_mean_loss_among_members_is_refused(ranks: Pool) -> None:
+    with meeting_place(None) as address:
+        (said,) = ranks.run(asking, address, size=1, group=False)
+    assert "does not work with members" in said
