@@ -37,7 +37,7 @@ class Row:
         lr: The rate that its tuning chose.
         losses: At the end, one of each seed.
         curves: (step, loss) of each seed.
-        bytes_per_step: What a rank sends.
+        bytes_per_step: What its interface counts on the fastest link, headers included.
         step_s: Seconds of a step, by link.
     """
 
@@ -45,7 +45,7 @@ class Row:
     lr: float
     losses: Sequence[float]
     curves: Sequence[Sequence[tuple[int, float]]]
-    bytes_per_step: float
+    bytes_per_step: float | None
     step_s: Mapping[str, float]
 
     @property
@@ -91,7 +91,7 @@ def rows(lines: Iterable[Mapping[str, Any]], place: Place) -> list[Row]:
                     trained[0]["cell"]["lr"],
                     [line["loss"] for line in trained],
                     [line["losses"] for line in trained],
-                    fmean(line["bytes"] / line["cell"]["steps"] for line in trained),
+                    _counted(of_name),
                     {
                         line["cell"]["link"]: line["step_ms"] / 1e3
                         for line in of_name
@@ -100,6 +100,16 @@ def rows(lines: Iterable[Mapping[str, Any]], place: Place) -> list[Row]:
                 )
             )
     return found
+
+
+def _counted(lines: Sequence[Mapping[str, Any]]) -> float | None:
+    """Bytes of a step by the kernel, which counts all strategies alike; slow links resend."""
+    counted = {
+        line["cell"]["link"]: line["kernel_bytes_per_step"]
+        for line in lines
+        if line["cell"]["kind"] == "link" and line.get("kernel_bytes_per_step")
+    }
+    return next((counted[link] for link in reversed(LINKS) if link in counted), None)
 
 
 def table(lines: Iterable[Mapping[str, Any]], place: Place) -> list[str]:
@@ -116,9 +126,14 @@ def table(lines: Iterable[Mapping[str, Any]], place: Place) -> list[str]:
             f"`{row.name}`",
             f"{row.loss:.3f} ({low:.3f} to {high:.3f})",
             f"{100 * (row.loss / dense.loss - 1):+.1f} %",
-            bytes_text(row.bytes_per_step),
-            f"{dense.bytes_per_step / row.bytes_per_step:,.0f}",
         ]
+        if row.bytes_per_step is not None and dense.bytes_per_step is not None:
+            cells += [
+                bytes_text(row.bytes_per_step),
+                f"{dense.bytes_per_step / row.bytes_per_step:,.0f}",
+            ]
+        else:
+            cells += ["-", "-"]
         cells += [_time(row, dense, link, place.steps) for link in links]
         text.append("| " + " | ".join(cells) + " |")
     return text

@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from tests.optim.cases import (
     ALL,
@@ -380,3 +381,19 @@ def test_a_scale_that_is_no_number_of_float16_is_divided_by(name: str) -> None:
         assert not torch.equal(p, before)
         values[clip is None] = p.detach().float()
     torch.testing.assert_close(values[True], values[False], rtol=2e-3, atol=2e-3)
+
+
+def test_torch_may_have_the_state_made_by_a_step_that_moves_nothing(case: Case) -> None:
+    net = model()
+    optimizer = case(net.named_parameters(), lr=CosineDecay(0.001, 0.02, 10))
+    before = values(net)
+    if isinstance(optimizer, optim.Ftrl):
+        with pytest.raises(ValueError, match="must be > 0 for Ftrl"):
+            get_optimizer_state_dict(net, optimizer)
+        return
+    get_optimizer_state_dict(net, optimizer)
+    assert same(values(net), before)
+    assert optimizer.position == 0
+    assert optimizer.get_lr() == pytest.approx(0.02)
+    train(net, optimizer, range(1))
+    assert not same(values(net), before)

@@ -91,11 +91,25 @@ class CommonOptimizer(TwoPhase):
             with torch.enable_grad():
                 loss = closure()
         with torch.set_grad_enabled(bool(self.defaults.get("differentiable", False))):
-            rates = self._rates()
-            if self._run_update(rates):
+            if self._held():
+                self._check_rate(0.0, "the learning rate, which somebody has set to 0,")
+                self._run_update([0.0] * len(self.param_groups))
+            elif self._run_update(self._rates()):
                 self._common.position += 1
                 self._show_rates()
         return loss
+
+    @_disable_dynamo  # see _run_update
+    def _held(self) -> bool:
+        """Whether somebody has set all rates to 0, schedules or not, as torch's
+        `get_optimizer_state_dict` does to have the state made by a step that moves nothing.
+        """
+        shown = [
+            rate_ahead(schedule, self._common.position, 0.0)
+            for schedule in self._common.schedules
+            if schedule is not None
+        ]
+        return any(shown) and not any(group["lr"] for group in self.param_groups)
 
     # a trace would freeze the counters and rates that change from update to update
     @_disable_dynamo
