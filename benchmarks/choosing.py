@@ -37,7 +37,8 @@ class Row:
         lr: The rate that its tuning chose.
         losses: At the end, one of each seed.
         curves: (step, loss) of each seed.
-        bytes_per_step: What its interface counts on the fastest link, headers included.
+        bytes_per_step: What its interface counts on the fastest link, headers included; None where
+            no link was measured.
         step_s: Seconds of a step, by link.
     """
 
@@ -117,7 +118,8 @@ def table(lines: Iterable[Mapping[str, Any]], place: Place) -> list[str]:
     found = rows(lines, place)
     dense = next(row for row in found if row.name == "dense")
     links = [link for link in LINKS if link in dense.step_s]
-    titles = ["", f"loss after {place.steps:,} steps", "over dense", "bytes a step", "fewer by"]
+    titles = ["", f"loss after {place.steps:,} steps", "over dense"]
+    titles += ["bytes a step", "fewer by"] if dense.bytes_per_step else []
     titles += [f"time at {link}" for link in links]
     text = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
     for row in found:
@@ -127,13 +129,10 @@ def table(lines: Iterable[Mapping[str, Any]], place: Place) -> list[str]:
             f"{row.loss:.3f} ({low:.3f} to {high:.3f})",
             f"{100 * (row.loss / dense.loss - 1):+.1f} %",
         ]
-        if row.bytes_per_step is not None and dense.bytes_per_step is not None:
-            cells += [
-                bytes_text(row.bytes_per_step),
-                f"{dense.bytes_per_step / row.bytes_per_step:,.0f}",
-            ]
-        else:
-            cells += ["-", "-"]
+        if dense.bytes_per_step:
+            sent = row.bytes_per_step
+            fewer = f"{dense.bytes_per_step / sent:,.0f}" if sent else "-"
+            cells += [bytes_text(sent) if sent else "-", fewer]
         cells += [_time(row, dense, link, place.steps) for link in links]
         text.append("| " + " | ".join(cells) + " |")
     return text
