@@ -465,7 +465,9 @@ def on_the_wire(rank: int, size: int) -> list[float]:
     for exchange in (
         lambda: group.all_gather(torch.zeros(100, dtype=torch.uint8), what="test"),
         lambda: group.all_reduce_(torch.zeros(30), what="test"),
-        lambda: group.all_to_all(torch.zeros(30, dtype=torch.uint8), [10] * size, what="test"),
+        lambda: group.all_to_all(
+            torch.zeros(30, dtype=torch.uint8), [10] * max(size, 1), what="test"
+        ),
         lambda: group.broadcast_(torch.zeros(30), what="test"),
     ):
         before = Group.on_the_wire
