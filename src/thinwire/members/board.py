@@ -117,13 +117,21 @@ class Board:
 
     def has(self, key: str) -> bool:
         """Whether a member has written something there; what a stranger wrote does not count."""
+        return self.of_member(key) is not None
+
+    def of_member(self, key: str) -> Value:
+        """What a member has written there; None where nothing is, or what a stranger wrote."""
         try:
-            return self.get(key) is not None
+            return self.get(key)
         except PayloadCorrupt as error:
-            if key not in self._told:
-                self._told.add(key)
-                _log.warning("%s", error)
-            return False
+            self.tell_once(key, error)
+            return None
+
+    def tell_once(self, key: str, error: PayloadCorrupt) -> None:
+        """Log, the first time, that a stranger has written there."""
+        if key not in self._told:
+            self._told.add(key)
+            _log.warning("%s", error)
 
 
 def no_answer(seconds: float) -> str:

@@ -9,7 +9,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from torch.distributed import DistNetworkError
@@ -223,12 +222,14 @@ class Keeper:
 
     def say_hello(self, board: Board) -> int:
         """Ask to be let in; the number by which others speak of this request."""
-        number = max(self._hello, _genuine(lambda: board.get(_HELLOS)) or 0)
+        number = max(self._hello, board.of_member(_HELLOS) or 0)
         while True:
-            mine = {"id": self.me, "n": number}
-            there = _genuine(partial(board.first, f"hello/{number}", mine))
-            if there is not None and there["id"] == self.me:
-                break
+            key = f"hello/{number}"
+            try:
+                if board.first(key, {"id": self.me, "n": number})["id"] == self.me:
+                    break
+            except PayloadCorrupt as error:  # a stranger has written there
+                board.tell_once(key, error)
             number += 1
         self._hello = number + 1
         board.put(_HELLOS, self._hello)
@@ -554,13 +555,14 @@ class Keeper:
     def _read_hellos(self, until: float) -> None:
         """The requests that are new, as far as time allows; of old ones the last first."""
         if self._next_hello == 0:
-            self._next_hello = _genuine(lambda: self.board.get(_HELLOS)) or 0
+            self._next_hello = self.board.of_member(_HELLOS) or 0
             self._unread = list(range(self._next_hello))
         while time.monotonic() < until:
+            key = f"hello/{self._next_hello}"
             try:
-                value = self.board.get(f"hello/{self._next_hello}")
+                value = self.board.get(key)
             except PayloadCorrupt as error:  # a stranger has written there, and no member needs it
-                _log.warning("%s", error)
+                self.board.tell_once(key, error)
             else:
                 if value is None:
                     break
@@ -569,7 +571,7 @@ class Keeper:
             self._next_hello += 1
         while self._unread and time.monotonic() < until:
             number = self._unread.pop()
-            value = _genuine(partial(self.board.get, f"hello/{number}"))
+            value = self.board.of_member(f"hello/{number}")
             if value is not None:
                 with self._news:
                     self._hellos[number] = value
@@ -718,14 +720,3 @@ class Keeper:
         if old is not None and old.groups is not None:
             old.groups.hang_up()
         _log.info("generation %d: %s", number, ", ".join(decision.ids))
-
-
-def _genuine(read: Callable[[], Any]) -> Any:
-    """What a member has written of requests to be let in; None where a stranger has, whose word
-    must not end the run.
-    """
-    try:
-        return read()
-    except PayloadCorrupt as error:
-        _log.warning("%s", error)
-        return None

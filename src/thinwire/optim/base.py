@@ -104,12 +104,13 @@ class CommonOptimizer(TwoPhase):
         """Whether somebody has set all rates to 0, schedules or not, as torch's
         `get_optimizer_state_dict` does to have the state made by a step that moves nothing.
         """
-        shown = [
+        if not self.has_schedule or any(group["lr"] for group in self.param_groups):
+            return False
+        return any(
             rate_ahead(schedule, self._common.position, 0.0)
             for schedule in self._common.schedules
             if schedule is not None
-        ]
-        return any(shown) and not any(group["lr"] for group in self.param_groups)
+        )
 
     # a trace would freeze the counters and rates that change from update to update
     @_disable_dynamo
