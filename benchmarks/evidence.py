@@ -50,6 +50,7 @@ NAMES = (
     "localsgd",
     "diloco",
     "fp16",
+    "fp16-muon",
     "dgc",
 )
 LINKS = ("5mbit", "20mbit", "100mbit", "1gbit")

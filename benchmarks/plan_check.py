@@ -25,11 +25,12 @@ import thinwire as tw
 import thinwire.__main__
 from benchmarks.common import json_lines
 from benchmarks.evidence import NAMES, Cell, as_it_is, measured
+from thinwire.planning.grid import LEFT_OUT
 
 RATES = ("10mbit", "20mbit", "100mbit", "1gbit")
 LATENCIES = ("0ms", "20ms", "100ms")
 WORKERS = (2, 4)
-STRATEGIES = tuple(name for name in NAMES if name != "dense-muon")  # which the planner leaves out
+STRATEGIES = tuple(name for name in NAMES if name not in LEFT_OUT)
 SIZE, LR = "small", 0.003
 _FEWEST_STEPS, _ROUNDS = 10, 3
 _WITHIN = 1.1

@@ -23,6 +23,7 @@ from benchmarks.choosing import evidence
 from benchmarks.evidence import RESULTS, STEPS
 from thinwire.lab.report.results import seconds_to_loss
 from thinwire.lab.strategies import STRATEGIES
+from thinwire.planning.grid import LEFT_OUT
 
 PRIORS = Path(__file__).parent / "results" / "priors.json"
 PROGRESS = Path(__file__).parent.parent / "src" / "thinwire" / "planning" / "progress.json"
@@ -64,7 +65,7 @@ def measured(lines: Iterable[Line]) -> list[dict[str, Any]]:
     found = []
     for key, kinds in runs.items():
         place = json.loads(key)
-        if place["method"] in ("dense", "dense-muon"):
+        if place["method"] in ("dense", *LEFT_OUT):
             continue
         today = _settings(STRATEGIES[place["method"]].options)
         if ("sent" in today) != ("sent" in _settings(place["options"])):

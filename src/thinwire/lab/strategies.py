@@ -179,6 +179,17 @@ register(
 )
 register(
     Recipe(
+        "fp16-muon",
+        "DDP with torch's hook, gradients in float16, with Muon for the hidden matrices",
+        f"{_TRAINERS}:HalfPrecision",
+        _RATES,
+        _RING,
+        code=_FP16_CODE,
+        optimizer="muon",
+    )
+)
+register(
+    Recipe(
         "powersgd",
         "DDP with torch's PowerSGD hook, rank 2",
         f"{_TRAINERS}:PowerSGD",

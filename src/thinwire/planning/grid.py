@@ -8,7 +8,7 @@ from thinwire.lab.run.config import Recipe
 from thinwire.lab.strategies import STRATEGIES
 from thinwire.layout.traffic import GATHER, SPLIT
 
-__all__ = ["Candidate", "candidates"]
+__all__ = ["LEFT_OUT", "Candidate", "candidates"]
 
 Document = Mapping[str, Any]
 Candidate = tuple[str, Recipe, Document | None]
@@ -16,7 +16,8 @@ Candidate = tuple[str, Recipe, Document | None]
 
 _RAMP_STEPS = 100
 """Of methods that start gently."""
-_LEFT_OUT = ("adaptive-localsgd", "dense-muon")
+LEFT_OUT = ("adaptive-localsgd", "dense-muon", "fp16-muon")
+"""Of the strategies of `thinwire compare`: no fixed interval, or another one with another optimizer."""
 _INTERVALS = (4, 8, 16, 32, 64, 128)
 _FRAGMENTS = (1, 4)
 _RANKS = (2, 4, 8)
@@ -38,7 +39,7 @@ def candidates(workers: int, node_size: int = 1) -> Iterator[Candidate]:
         node_size: Of them that share a machine; 1 where nothing is known of that.
     """
     for name, recipe in STRATEGIES.items():
-        if name in _LEFT_OUT:
+        if name in LEFT_OUT:
             continue
         base = document_of(recipe, _RAMP_STEPS)
         yield name, recipe, base
