@@ -143,6 +143,16 @@ def test_the_largest_sums_go_on() -> None:
     assert sums.left_over(torch.tensor([-5.0, 2.5])).tolist() == [1.0, 0.0, -1.0, 0.0]
 
 
+def test_over_senders_means_of_the_largest_sums_go_on_and_means_over_all_stay() -> None:
+    plan = split_plan(layout_of([(40, 4)]), 2)
+    one = (torch.tensor([1, 2, 5]), torch.tensor([3.5, 4.0, -3.0]))
+    two = (torch.tensor([2, 5, 7]), torch.tensor([-4.0, -3.0, 2.5]))
+    (sums,) = add_up(plan.second[0], [[one], [two]], [torch.float32], over_senders=True)
+    assert sums.passed_on[0].tolist() == [1, 5]  # 3.5 is the larger mean, -6 the larger sum
+    assert sums.passed_on[1].tolist() == [3.5, -3.0]
+    assert sums.left_over(torch.tensor([3.0, -2.5])).tolist() == [0.5, 0.0, -0.5, 1.25]
+
+
 def test_one_bit_of_a_half_full_part_is_the_mean_of_what_came() -> None:
     """Else every value would arrive at half its size, since a part has room for twice the usual
     number."""

@@ -12,6 +12,7 @@ import thinwire as tw
 from tests.local.test_laws import CURVES, Bag, gradient, net, set_gradients, start_values, values
 from tests.ranks import Pool
 from tests.reference.local_training import Simulation, intervals
+from thinwire.errors import Mismatch
 from thinwire.local.averager import Averager
 
 
@@ -524,3 +525,112 @@ def test_a_parameter_frozen_later_is_refused_before_the_next_step(config: Any) -
     engine.train_step(x, y)
     engine.flush()
     engine.close()
+
+
+# ---- parameters that somebody else writes
+
+LOSSY = {
+    "1 bit": tw.LocalSGD(3, compression=tw.Quantized(1)),
+    "sparse": tw.LocalSGD(3, compression=tw.Sparse(0.9)),
+    "outer": tw.LocalSGD(3, outer_lr=0.5, outer_momentum=0.9),
+    "delay": tw.LocalSGD(3, delay=1, compression=tw.Quantized(1)),
+}
+
+
+def other_weights() -> dict[str, Tensor]:
+    return {name: value + 100 for name, value in start_values().items()}
+
+
+def load_between(rank: int, size: int, config: Any, after: int, anew: bool) -> float:
+    """Other weights after so many steps, then six steps of nearly nothing: how far the parameters
+    are from those at most."""
+    model = Bag()
+    optimizer = sgd(model)
+    with tw.local_sgd(model, optimizer, config) as sync:
+        for step in range(1, after + 1):
+            one_step(model, optimizer, step, rank)
+        if after:
+            sync.flush()
+        model.load_state_dict(other_weights())
+        if anew:
+            sync.start_anew()
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-9
+        for step in range(1, 7):
+            one_step(model, optimizer, step, rank)
+        sync.flush()
+        sync.require_equal()
+    loaded = other_weights()
+    return max(float((p.detach() - loaded[n]).abs().max()) for n, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_weights_that_are_loaded_before_the_first_step_are_what_training_begins_with(
+    ranks: Pool, name: str
+) -> None:
+    """They went through one bit, and were off by 100."""
+    assert max(ranks.run(load_between, LOSSY[name], 0, False, size=2)) < 1e-6
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_weights_put_back_in_a_run_begin_anew(ranks: Pool, name: str) -> None:
+    """Nothing that was kept for the weights before is added to them."""
+    assert max(ranks.run(load_between, LOSSY[name], 7, True, size=2)) < 1e-6
+
+
+def clamped(rank: int, size: int) -> tuple[float, float]:
+    """Parameters held within bounds after each step: what is kept stays, and ranks stay equal."""
+    model = Bag()
+    optimizer = sgd(model)
+    with tw.local_sgd(model, optimizer, tw.LocalSGD(3, compression=tw.Quantized(1))) as sync:
+        for step in range(1, 13):
+            one_step(model, optimizer, step, rank)
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.clamp_(-0.5, 0.5)
+        kept = sum(float(e.abs().sum()) for e in sync.state_dict()["errors"].values())
+        sync.flush()
+        sync.require_equal()
+    return kept, max(float(p.detach().abs().max()) for p in model.parameters())
+
+
+def test_parameters_may_be_held_within_bounds_after_every_step(ranks: Pool) -> None:
+    for kept, largest in ranks.run(clamped, size=2):
+        assert kept > 0
+        assert largest < 1
+
+
+def load_on(rank: int, size: int, which: list[int], shift: float) -> str:
+    model = Bag()
+    optimizer = sgd(model)
+    sync = tw.local_sgd(model, optimizer, tw.LocalSGD(3, compression=tw.Quantized(1)))
+    with pytest.raises(Mismatch) as caught, sync:
+        if rank in which:
+            model.load_state_dict({n: v + shift * rank for n, v in other_weights().items()})
+        for step in range(1, 4):
+            one_step(model, optimizer, step, rank)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("which", "shift", "says"), [([1], 0.0, "some"), ([0, 1], 1.0, "0 and 1")])
+def test_weights_that_only_some_ranks_load_are_refused_on_all(
+    ranks: Pool, which: list[int], shift: float, says: str
+) -> None:
+    for text in ranks.run(load_on, which, shift, size=2):
+        assert f"{says}" in text
+        assert "Load weights, or change them, on all ranks alike" in text
+
+
+def test_a_fresh_start_waits_for_what_is_on_its_way() -> None:
+    model = Bag()
+    optimizer = sgd(model)
+    config = tw.LocalSGD(3, delay=1, compression=tw.Quantized(1))
+    with tw.local_sgd(model, optimizer, config) as sync:
+        step = 0
+        while not (sync.synced and step > 1):  # a measured one travels
+            step += 1
+            one_step(model, optimizer, step)
+        with pytest.raises(RuntimeError, match=r"call flush\(\) before the weights are loaded"):
+            sync.start_anew()
+        sync.flush()
+        sync.start_anew()

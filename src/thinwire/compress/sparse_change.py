@@ -43,7 +43,7 @@ class Sparse(ErrorsOnly):
             Ranks that sent only zeros do not count; of two the smaller norm is the median. None
             limits nothing.
         exchange: "gather": all messages go to all ranks. "split": each rank adds up a part of the
-            index space and sends all others the largest means there; what a rank sends and
+            index space and sends all others the means of the largest sums; what a rank sends and
             receives stays the same however many there are, and what is not passed on is kept.
             "auto": split where a rank then moves at most half of the bytes. With `clip_sources`
             messages are gathered, since it needs all of them.

@@ -34,9 +34,11 @@ class Sums(NamedTuple):
     indices: Tensor
     """Wherever any source sent something, ascending."""
     totals: Tensor
-    """The sums there."""
+    """The sums there, or means over those who sent something."""
     chosen: Tensor
     """Which of them, as places in `indices`, go on."""
+    unsent: Tensor
+    """What stays of each that does not go on: the sums, or their means over all sources."""
 
     @property
     def passed_on(self) -> Entries:
@@ -47,8 +49,8 @@ class Sums(NamedTuple):
         """What stays at the owner at `indices`, once `sent`, shape of `chosen`, is what all others
         decode.
         """
-        rest = self.totals.clone()
-        rest[self.chosen] -= sent.to(rest.dtype)
+        rest = self.unsent.clone()
+        rest[self.chosen] = self.totals[self.chosen] - sent.to(rest.dtype)
         return rest
 
 
@@ -92,7 +94,10 @@ def add_up(
         layout: Of the owner's message in round two.
         parts: By source and piece (indices, values) as decoded, at least one source.
         dtypes: float32 or float64 by piece, in which it is added.
-        over_senders: Divides each sum by the number of sources that sent something there.
+        over_senders: Means over the sources that sent something go on, those of the largest sums.
+            Of the others the mean over all sources stays: who sends it later is the only one, so
+            that the mean over the senders would be as many times too large as sources sent it, one
+            after another.
 
     Returns:
         By piece.
@@ -101,11 +106,13 @@ def add_up(
     for place, (slot, dtype) in enumerate(zip(layout.slots, dtypes, strict=True)):
         came = [source[place] for source in parts]
         indices, totals = sum_sparse(came, dtype)
-        if over_senders:
-            totals /= senders(came, dtype)
         everything = torch.arange(indices.numel(), device=indices.device)
         chosen = everything if indices.numel() <= slot.k else top_k(totals, slot.k)
-        found.append(Sums(indices, totals, chosen))
+        if over_senders:
+            means = totals / senders(came, dtype)
+            found.append(Sums(indices, means, chosen, totals / len(parts)))
+        else:
+            found.append(Sums(indices, totals, chosen, totals))
     return found
 
 

@@ -95,10 +95,13 @@ class Report:
     """Steps and tokens of this rank since the last averaging, where ranks may make unequal ones."""
     weight: float | None = None
     """By which this rank's change was multiplied, likewise."""
+    written: str | None = None
+    """Digest of the parameters that somebody else wrote since all ranks were equal; None where
+    nobody did."""
 
 
 _FIELDS = tuple(each.name for each in fields(Report))
-_SELDOM = {"work", "weight"}
+_SELDOM = {"work", "weight", "written"}
 """Only told where there are any."""
 
 
@@ -144,6 +147,7 @@ def agree_on_step(
     # where a rank says why, its messages are refused for that
     _refuse_misuse(reports)
     _refuse_different_places(reports, what)
+    _refuse_different_writes(reports, what)
     _refuse_corrupt(reports)
     _refuse_different_rates(reports, what)
     _refuse_different_settings(reports, what)
@@ -229,6 +233,18 @@ def _refuse_different_places(reports: Sequence[Report], what: str) -> None:
                 f"{what}: rank 0 is at step {first[0]} ({first[1]}), rank {rank} at step "
                 f"{report.step} ({report.phase}). All ranks must call step() equally often, leave "
                 "local updates at the same step, and go all or none through an attached DDP model"
+            )
+
+
+def _refuse_different_writes(reports: Sequence[Report], what: str) -> None:
+    first = reports[0].written
+    for rank, report in enumerate(reports):
+        if report.written != first:
+            who = f"ranks 0 and {rank}" if first and report.written else "some ranks"
+            raise Mismatch(
+                f"{what}: {who} have parameters that were written between the last averaging, or "
+                "the start, and the step after it, which the others have not, or not with these "
+                "values. Load weights, or change them, on all ranks alike"
             )
 
 

@@ -87,6 +87,11 @@ class OuterRule:
     nesterov: bool = False
     """Whether to look ahead; needs momentum."""
 
+    @property
+    def plain(self) -> bool:
+        """Whether anchors become the mean."""
+        return self.lr == 1 and not self.momentum
+
     def gain(self, times: int) -> float:
         """How far the anchors have moved, in multiples of the sum of the changes, after so many
         averagings whose changes have one size.

@@ -2,6 +2,7 @@
 verify, apply.
 """
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from thinwire.comm import Group, Regrouped
 from thinwire.comm.private import forget_ended
+from thinwire.core.checksum import word_sums
 from thinwire.errors import Diverged, PayloadCorrupt
 from thinwire.exchange.digest import OwnState, RollingDigest
 from thinwire.exchange.likeness import Likeness
@@ -115,6 +117,7 @@ class Averager:
         self.counting_only = False
         """Whether steps are counted and no round ends by time, since all are about to flush."""
         self.likeness = Likeness("changes")
+        self._written: str | None = None
         self.pending: PendingAveraging | None = None
         """An averaging that is on its way."""
         self.last: PendingAveraging | None = None
@@ -144,7 +147,7 @@ class Averager:
         Args:
             tokens: Observed since the last step; None where none were told.
         """
-        self.synced, self.pending = False, None
+        self.synced, self.pending, self._written = False, None, None
         forget_ended()  # what was on its way has no other end
         if self.own is not None:
             self.own.start_anew()
@@ -154,6 +157,13 @@ class Averager:
                 self.work.observe(tokens)
         if self.counters.averagings:
             self.likeness.skip()
+
+    def start_anew(self) -> None:
+        """See `LocalUpdates.start_anew`."""
+        self.averaging.anchor_()
+        self.averaging.forget_()
+        self.tensors.made_common()
+        self.counters.whole, self._written = self.counters.step, None
 
     @property
     def apart(self) -> bool:
@@ -202,6 +212,18 @@ class Averager:
     def _vote(self, report: Report, digest: RollingDigest | None = None) -> list[Report]:
         with _frozen_explained():
             return agree_on_step(self._group, replace(report, engine=self._identity), [], digest)
+
+    def before_step(self) -> None:
+        """Where all ranks should be equal, measure from the parameters as they are: weights may
+        have been loaded since. Whether all ranks have loaded the same comes out at the averaging.
+        """
+        if self.apart or self.pending is not None or self._roll is not None:
+            return
+        if self.averaging.written():
+            self.averaging.anchor_()
+            sums = [word_sums([anchor]) for anchor in self.averaging.anchors.values()]
+            digest = hashlib.blake2b(repr(sums).encode(), digest_size=8).hexdigest()
+            self._written = digest if self._group.shards is None else "a shard"  # shards differ
 
     def after_step(self) -> None:
         """Count a local step and do what follows from it."""
@@ -387,6 +409,7 @@ class Averager:
             scale=scale,
             state=state,
             work=None if self.work is None else self.work.told(),
+            written=self._written,
         )
         if state or phase.startswith("averaging"):
             report = replace(report, damaged=self._damage())
@@ -415,6 +438,7 @@ class Averager:
             self.work.begin()
         self.averaging.commit_(pending, {**self.tensors.buffers(), **self.tensors.state(names)})
         self.tensors.made_common(pending.extras)
+        self._written = None
         self.counters.averagings += 1
         if self.own is not None:
             self.own.seal(self.counters.step)

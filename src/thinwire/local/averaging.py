@@ -17,6 +17,7 @@ from thinwire.core.outer import OuterRule, outer_list_, outer_step_
 from thinwire.exchange.nodes import in_nodes, make_common_
 from thinwire.exchange.round import Round
 from thinwire.layout.message import SKETCH_NUMEL
+from thinwire.local.model import changed_since
 from thinwire.local.sketch import sketch
 
 __all__ = ["Averaging", "PendingAveraging", "real_view", "widened"]
@@ -181,10 +182,27 @@ class Averaging:
         self._common = False
 
     @torch.no_grad()
+    def written(self) -> bool:
+        """Whether a parameter is not its anchor, for where all of them should be, and a change is
+        not applied as it is: then what somebody has written is no change of this rank's steps.
+        """
+        if self.changes is None and self._outer.plain:
+            return False
+        return bool(
+            changed_since(self.anchors, {name: widened(p) for name, p in self._params.items()})
+        )
+
+    @torch.no_grad()
     def anchor_(self) -> None:
         """Take the parameters as they are for anchors."""
         for name, anchor in self.anchors.items():
             anchor.copy_(widened(self._params[name]))
+
+    @torch.no_grad()
+    def forget_(self) -> None:
+        """Nothing was kept of earlier changes, and there is no outer momentum yet."""
+        for tensor in [*self.errors.values(), *self.momentum.values()]:
+            tensor.zero_()
 
     def measure(
         self,

@@ -371,6 +371,7 @@ class LocalUpdates:
         """
         if calls_of_step(args[0]) > 1:
             return None
+        self._open_averager().before_step()
         step, optimizer, *given = self.step + 1, *args
         closure = given[0] if given else kwargs.get("closure")
         if closure is None:
@@ -532,6 +533,7 @@ class LocalUpdates:
         left out of the mean.
         """
         averager = self._open_averager()
+        averager.before_step()
         self._interval.before_step(self.step + 1, dropped=True)
         self._skipped += 1
         self._follow(averager.after_step)
@@ -691,12 +693,20 @@ class LocalUpdates:
         self._paced_step = self.step
 
     def start_anew(self) -> None:
-        """Measure the next averaging from the parameters as they are, which must be equal on all
-        ranks.
+        """Go on from the parameters and buffers as they are, which must be equal on all ranks: the
+        next averaging is measured from them, and what was kept of earlier changes, outer momentum
+        too, is gone. For weights that were put back in the middle of a run, after `flush()`.
+
+        Raises:
+            RuntimeError: The block is not open, or a result is on its way.
         """
         averager = self._open_averager()
-        averager.averaging.anchor_()
-        averager.tensors.made_common()
+        if averager.pending is not None:
+            raise RuntimeError(
+                "an averaging of the parameters before is on its way: call flush() before the "
+                "weights are loaded, and start_anew() after it"
+            )
+        averager.start_anew()
 
     def buffers_loaded(self) -> None:
         """Buffers were written as well, on all ranks alike where ranks are equal at this step: none

@@ -17,7 +17,7 @@ Candidate = tuple[str, Recipe, Document | None]
 _RAMP_STEPS = 100
 """Of methods that start gently."""
 LEFT_OUT = ("adaptive-localsgd", "dense-muon", "fp16-muon")
-"""Of the strategies of `thinwire compare`: no fixed interval, or another one with another optimizer."""
+"""Strategies of `thinwire compare` without a fixed interval, or with another optimizer alone."""
 _INTERVALS = (4, 8, 16, 32, 64, 128)
 _FRAGMENTS = (1, 4)
 _RANKS = (2, 4, 8)
