@@ -5,6 +5,7 @@ import dataclasses
 import gc
 import os
 import signal
+import warnings
 import weakref
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from tests.strategy.training import (
     train,
 )
 from thinwire.comm import Group
+from thinwire.errors import NonFinite
 
 cross_entropy = nn.functional.cross_entropy
 DOUBLE = {"dtype": torch.float64}
@@ -571,6 +573,46 @@ def test_a_gradient_of_one_stage_that_is_not_finite_drops_the_step_on_all_stages
     for digests, dropped in ranks.run(poisoned_stage, size=4):
         assert digests[1] == digests[2] != digests[3]
         assert dropped == 1
+
+
+def poisoned_batch(rank: int, size: int, merged: bool) -> tuple[str, int, int, bool]:
+    """A NaN on rank 1 in the third microstep."""
+    engine = make_engine(("localsgd", "gradient_merge") if merged else ("localsgd",))
+    for step in range(8):
+        hook = None
+        if (step, rank) == (2, 1):
+            hook = next(engine.model.parameters()).register_hook(lambda g: g * float("nan"))
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            engine.train_step(*batch(step, rank))
+        texts = [str(each.message) for each in told]
+        assert any("was dropped on this rank" in text for text in texts) == (
+            rank == 1 and step == (3 if merged else 2)
+        ), texts
+        if hook is not None:
+            hook.remove()
+    engine.flush()
+    finite = all(bool(p.isfinite().all()) for p in engine.model.parameters())
+    return digest(engine), engine.stats()["dropped_steps"], engine.step, finite
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_under_local_updates_a_rank_drops_its_own_step(ranks: Pool, merged: bool) -> None:
+    (first, none, made, _), (second, one, fewer, finite) = ranks.run(poisoned_batch, merged, size=2)
+    assert (none, one) == (0, 1)
+    assert fewer == made - 1
+    assert first == second and finite
+
+
+def test_ten_local_steps_that_are_not_finite_in_a_row_are_an_error() -> None:
+    engine = make_engine(("localsgd",))
+    next(engine.model.parameters()).register_hook(lambda g: g * float("nan"))
+    for step in range(9):
+        with pytest.warns(UserWarning, match=f"local step {step + 1} was dropped on this rank"):
+            engine.train_step(*batch(step, 0))
+    with pytest.raises(NonFinite, match="this was dropped step 10 in a row"):
+        engine.train_step(*batch(9, 0))
+    assert all(bool(p.isfinite().all()) for p in engine.model.parameters())
 
 
 # ---- the global norm

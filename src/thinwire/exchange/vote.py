@@ -350,20 +350,36 @@ class Drops:
         self.total += 1
         if any(report.overflow is not None for report in reports):
             return True  # the loss scaler adapts, warns and gives up by its own rules
-        self.in_a_row += 1
         rank, index, added = culprits[0]
-        text = (
+        self._warn(
             f"step {reports[0].step} was dropped on every rank: the gradient of parameter "
             f"{names[index]} on rank {rank}{added} is not finite"
         )
+        return True
+
+    def needed_here(self, step: int, culprit: str | None) -> bool:
+        """Likewise, of a step that this rank makes by itself; `culprit` is the first parameter
+        whose gradient is not finite.
+        """
+        if culprit is None:
+            self.in_a_row = 0
+            return False
+        self.total += 1
+        self._warn(
+            f"local step {step} was dropped on this rank: the gradient of parameter {culprit} is "
+            "not finite"
+        )
+        return True
+
+    def _warn(self, text: str) -> None:
+        self.in_a_row += 1
         if self.in_a_row >= MAX_DROPS_IN_A_ROW:
             raise NonFinite(
                 f"{text}; this was dropped step {self.in_a_row} in a row. Lower the learning rate, "
                 "clip gradients, or look at the data of that rank"
             )
-        warnings.warn(text, UserWarning, stacklevel=2)
+        warnings.warn(text, UserWarning, stacklevel=3)
         _log.warning(text)
-        return True
 
 
 def read_flags(

@@ -11,12 +11,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from thinwire.comm import state_told
-from thinwire.compress.dense import Dense
+from thinwire.compress.dense import Dense, not_finite
 from thinwire.compress.protocol import Limit
 from thinwire.core.sharded import Shards, shard_of, sharded_like
 from thinwire.core.storage import with_own_storage
 from thinwire.exchange.gradients import GradientExchange
 from thinwire.exchange.round import Round
+from thinwire.exchange.vote import Drops
 from thinwire.local.updates import LocalUpdates
 from thinwire.optim.base import ExchangingOptimizer
 from thinwire.optim.two_phase import TwoPhase
@@ -295,11 +296,12 @@ class ExchangingStep(_EveryStep):
 class LocalSteps:
     """Every rank updates on its own; `LocalUpdates` follows the optimizer's steps and averages
     parameters.
+
+    With `checks` a rank leaves out a step whose gradients are not finite, and counts it.
     """
 
     local = True
     moved = False
-    dropped_steps = 0
 
     def __init__(
         self,
@@ -308,9 +310,15 @@ class LocalSteps:
         sync: LocalUpdates,
         clip: Clipping,
         limit: Limit | None = None,
+        *,
+        checks: bool,
     ) -> None:
-        self._limit = limit
+        self._limit, self._checks, self._drops = limit, checks, Drops()
         self._optimizer, self._params, self.sync, self._clip = optimizer, params, sync, clip
+
+    @property
+    def dropped_steps(self) -> int:
+        return self._drops.total
 
     @property
     def bytes_sent(self) -> int:
@@ -350,6 +358,11 @@ class LocalSteps:
 
     def update(self, step: int, grads: Grads) -> bool:
         self.moved = False
+        if self._checks:
+            culprit = next(iter(not_finite(grads)), None)
+            if self._drops.needed_here(self.sync.step + 1, culprit):
+                self.sync.skip_step()
+                return False
         limited = dict(grads) if self._limit is None else self._limit(self.sync.step, grads)
         made = self.sync.steps_made
         try:

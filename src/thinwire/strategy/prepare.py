@@ -620,7 +620,9 @@ def _exchange(
     """Which of the three ways this engine shares its updates."""
     if plan.sync is not None:
         limit = _limit(strategy, plan, place)
-        return LocalSteps(plan.optimizer, plan.params, plan.sync, clip, limit)
+        # a loss scale has looked at the gradients; clipping waits for other stages and shards
+        checks = plan.scaler is None and place.grid is None and place.sites is None
+        return LocalSteps(plan.optimizer, plan.params, plan.sync, clip, limit, checks=checks)
     inner: Exchange
     identity = f"engine {next_identity()}"
     if isinstance(plan.optimizer, ExchangingOptimizer):
