@@ -12,10 +12,13 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from thinwire._version import __version__
 from thinwire._wording import near
+
+if TYPE_CHECKING:
+    from cyclopts import App
 
 __all__ = ["main"]
 
@@ -70,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     try:
         with _orderly_termination():
             try:
-                app(typed, exit_on_error=False, print_error=False)
+                app(_script_apart(typed, app), exit_on_error=False, print_error=False)
             except SystemExit as end:  # cyclopts raises it after every command
                 status = end.code if isinstance(end.code, int) else int(end.code is not None)
             sys.stdout.flush()  # here, where a reader that has left is seen
@@ -97,6 +100,31 @@ def _orderly_termination() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _script_apart(typed: Sequence[str], app: App) -> list[str]:
+    """What was typed, with "--" before the script of `run`: all that follows is the script's, as
+    torchrun takes it.
+    """
+    words = list(typed)
+    if words[:1] != ["run"]:
+        return words
+    takes = {
+        name: argument.token_count()[0]
+        for argument in app["run"].assemble_argument_collection()
+        for name in argument.names
+    }
+    place = 1
+    while place < len(words):
+        name, given, _ = words[place].partition("=")
+        if not name.startswith("-"):
+            return [*words[:place], "--", *words[place:]]
+        if name == "--":
+            break
+        if name not in takes:  # help, or an error; what is behind it may be the script's
+            return words[: place + 1]
+        place += 1 if given else 1 + takes[name]
+    return words
 
 
 def _meant(error: Exception) -> str:

@@ -55,7 +55,10 @@ BAD = {
     "--workers 1.5 -- missing.py": "'1.5' is not a whole number",
     "--link 20mbit": "there is no script: write it after --",
     "": "there is no script: write it after --",
-    "train.py --lr 0.1": "Options of the script go after --: thinwire run",
+    "--lr 0.1 train.py": "Options of the script go after --: thinwire run",
+    "--workers 2 --lr 0.1 train.py --workers 3": "Unknown option: --lr. Options of the script go",
+    "missing.py --workers 3": "missing.py: there is no such file",
+    "--workers train.py": "'train.py' is not a whole number",
 }
 
 
@@ -131,6 +134,30 @@ def test_over_loopback_the_ranks_share_a_machine_as_under_torchrun(tmp_path: Pat
         assert place["arguments"] == ["--lr", "0.1"]
     assert found[0]["MASTER_PORT"] == found[1]["MASTER_PORT"]
     assert "over loopback, where bytes are not counted" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (["--link", "loopback"], ["--workers", "3", "data"]),
+        (["--link=loopback", "--workers", "2"], ["--quiet", "--help", "--lr=0.1"]),
+        (["--link", "loopback", "--"], ["--link", "20mbit", "--", "--version"]),
+        (["--link", "loopback"], ["--", "--workers", "3"]),
+    ],
+)
+def test_all_that_follows_the_script_is_the_script_s(
+    tmp_path: Path, before: list[str], after: list[str]
+) -> None:
+    for place in places(run(tmp_path, *before, str(write(tmp_path, PLACE)), *after)):
+        assert (place["WORLD_SIZE"], place["arguments"]) == ("2", after)
+
+
+def test_quiet_before_the_script_is_an_option_of_run(tmp_path: Path) -> None:
+    script = str(write(tmp_path, PLACE))
+    done = run(tmp_path, "--quiet", "--link", "loopback", "--workers", "1", script, "--quiet")
+    assert done.returncode == 0
+    [line] = done.stdout.splitlines()
+    assert json.loads(line[4:])["arguments"] == ["--quiet"]
 
 
 @needs_netns

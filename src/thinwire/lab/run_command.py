@@ -43,7 +43,8 @@ def run(
     rank that fails, 128 and the signal's number where a signal has killed it; the others are ended.
 
     Args:
-        script: After "--": the Python file, and its arguments.
+        script: The Python file, and its arguments: all that follows it is the script's. Options of
+            run come before it; "--" may stand between.
         workers: Ranks, each in a network of its own, as if it were a machine.
         link: Rate of each rank's link in both directions, such as 20mbit or 1gbit; "none" is
             unshaped, "loopback" uses no network namespaces and needs no root.
