@@ -23,6 +23,7 @@ from thinwire.planning.network import FRAMES
 from thinwire.planning.probed import Probe
 
 RANKS = 3
+MEASURED = "device='cuda' is given, and probe='.*probe.json' has measured it: leave one of them out"
 
 
 def torchrun(*words: str) -> subprocess.CompletedProcess[str]:
@@ -89,6 +90,8 @@ def test_a_plan_follows_from_it(file: Path) -> None:
         ({"ranks": 1}, {}, "one rank"),
         ({}, {"workers": 8}, "workers=8.*3 ranks"),
         ({}, {"link": "1gbit"}, "link='1gbit' is given.*probe.json"),
+        ({}, {"device": "cuda"}, MEASURED),
+        ({"task": "mine.py:task"}, {"task": "mine.py:task", "device": "cuda"}, MEASURED),
         ({"pairs": 3}, {}, "not whole.*probe again"),
         ({"compute": {}}, {}, "not whole.*probe again"),
         ({"hosts": []}, {}, "not whole.*probe again"),

@@ -179,6 +179,8 @@ def plan(
         network, work = found.network, found.work
         if task is not None and (task != found.task or step_seconds is not None):
             work = _of_task(task, step_seconds, device, network.ranks)
+        elif task is not None:
+            _require_unmeasured(probe, device=device)
         task = task or found.task
     else:
         network = _assumed_network(
@@ -224,13 +226,17 @@ def plan(
     return Plan(recommended, reason, tuple(rows), about, model)
 
 
-def _probed(path: Path, workers: int | None, given: Mapping[str, object]) -> Probe:
+def _require_unmeasured(probe: str | Path, **given: object) -> None:
     twice = [name for name, value in given.items() if value is not None]
     if twice:
         raise ValueError(
-            f"{twice[0]}={given[twice[0]]!r} is given, and probe={str(path)!r} has measured it: "
+            f"{twice[0]}={given[twice[0]]!r} is given, and probe={str(probe)!r} has measured it: "
             "leave one of them out"
         )
+
+
+def _probed(path: Path, workers: int | None, given: Mapping[str, object]) -> Probe:
+    _require_unmeasured(path, **given)
     found = Probe.read(path)
     if workers not in (None, found.network.ranks):
         raise ValueError(
