@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -143,6 +144,11 @@ def test_what_the_user_gave_comes_back(tmp_path: Path) -> None:
     [
         ({"f": [print]}, r"extra\['f'\]\[0\] is of type builtin_function_or_method"),
         ({"g": torch.Generator()}, r"extra\['g'\] is of type Generator.*get_state\(\)"),
+        (
+            {"a": np.arange(3)},
+            r"extra\['a'\] is of type ndarray.*: give torch\.from_numpy\(array\)",
+        ),
+        ([np.timedelta64(1, "s")], r"extra\[0\] is of type timedelta64"),
         ({(1, 2): 3}, "has the key"),
         (object(), "extra is of type object"),
     ],
@@ -153,6 +159,17 @@ def test_what_cannot_be_saved_is_refused_with_its_place(
     with pytest.raises(CheckpointError, match=needle):
         prepared().save(tmp_path, extra=extra)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_numbers_of_numpy_come_back_as_those_of_python(tmp_path: Path) -> None:
+    given: list[Any] = [np.bool_(True), np.uint8(255), np.int64(-(2**62)), np.float64(0.1)]
+    given += [np.float16(1.5), np.float32(0.1), np.float32("inf")]
+    engine = prepared()
+    engine.save(tmp_path, extra={"best": given, "deep": {1: (np.float32(0.1),)}})
+    engine.load(tmp_path)
+    assert engine.extra["best"] == given
+    assert [type(each) for each in engine.extra["best"]] == [bool, int, int, *[float] * 4]
+    assert engine.extra["deep"] == {1: (float(np.float32(0.1)),)}
 
 
 def extra_of_each(rank: int, size: int, folder: str) -> Any:

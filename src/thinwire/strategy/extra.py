@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,14 +14,19 @@ def plain(value: Any, path: str = "extra", *, objects: bool = True) -> Any:
     """The same tree with the `state_dict()` of whatever has one in its place.
 
     Args:
-        value: Nested dicts, lists and tuples of None, bool, int, float, str, bytes, tensors and
-            objects with a `state_dict`. Read only.
+        value: Nested dicts, lists and tuples of None, bool, int, float, str, bytes, tensors,
+            NumPy's bool, int and float, which become Python's, and objects with a `state_dict`.
+            Read only.
         path: Where it stands, for errors.
         objects: Whether the latter may be in it.
 
     Raises:
         TypeError: Something else is in it; names its place and what to do.
     """
+    if isinstance(value, np.generic) and value.dtype.kind in "biuf":
+        number = value.item()
+        if isinstance(number, bool | int | float):  # a long double has more digits than Python's
+            return number
     if value is None or isinstance(value, bool | int | float | str | bytes | Tensor):
         return value
     if isinstance(value, Mapping):
@@ -33,11 +39,11 @@ def plain(value: Any, path: str = "extra", *, objects: bool = True) -> Any:
         return entries if isinstance(value, list) else tuple(entries)
     if objects and not isinstance(value, type) and callable(getattr(value, "state_dict", None)):
         return plain(value.state_dict(), f"{path}.state_dict()")
-    advice = (
-        "give its get_state()"
-        if isinstance(value, torch.Generator)
-        else "give what a later run needs of it"
-    )
+    advice = "give what a later run needs of it"
+    if isinstance(value, torch.Generator):
+        advice = "give its get_state()"
+    elif isinstance(value, np.ndarray):
+        advice = "give torch.from_numpy(array)"
     raise TypeError(
         f"{path} is of type {type(value).__name__}; a checkpoint holds None, bool, int, float, "
         "str, bytes, tensors, dicts, lists and tuples of these"
