@@ -14,6 +14,7 @@ __all__ = [
     "matches",
     "named_buffers",
     "named_parameters",
+    "non_persistent_buffers",
     "plain_name",
     "plain_names",
     "renamed",
@@ -65,6 +66,19 @@ def named_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
     """As `model.named_buffers()`, with plain names."""
     pairs = list(model.named_buffers())
     return list(zip(plain_names(name for name, _ in pairs), (b for _, b in pairs), strict=True))
+
+
+def non_persistent_buffers(model: nn.Module) -> frozenset[str]:
+    """The plain names of those that were registered with persistent=False, and that torch's
+    `state_dict` leaves out: caches, which a forward pass may make or replace.
+    """
+    lasting = {
+        id(buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if name not in module._non_persistent_buffers_set
+    }
+    return frozenset(name for name, buffer in named_buffers(model) if id(buffer) not in lasting)
 
 
 def matches(name: str, pattern: str) -> bool:

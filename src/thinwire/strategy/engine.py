@@ -567,6 +567,10 @@ class Engine:
         `thinwire` says which have changed. Parameters and groups of the optimizer may be in another
         order: names decide.
 
+        A buffer that was registered with persistent=False, such as a cache that a forward pass
+        makes, stays as it is in this model where it is missing on one side or has another shape; a
+        line in the log names it.
+
         Schedulers of torch that drive `engine.optimizer` go on where they were if they are there
         already: make them before this call. Nothing changes on any rank where one of them cannot
         take its part over.

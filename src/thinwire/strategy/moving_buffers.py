@@ -34,6 +34,7 @@ class MovingBuffers:
         self._group = group
         self._seen: dict[str, Tensor] = {}
         self._damage: str | None = None
+        self._alike = True
         self.forget()
 
     @property
@@ -51,11 +52,16 @@ class MovingBuffers:
         """Of this rank."""
         return self._group.wait_s
 
-    def forget(self, *, equal: bool = True) -> None:
+    def forget(self, *, equal: bool = True, alike: bool = True) -> None:
         """Take the buffers as they are now for equal, or, where they need not be, send all of them
         at the next time: after loading a state.
+
+        Args:
+            equal: Whether all ranks hold the same values.
+            alike: Whether all ranks have the same buffers, whatever their values; the same on all.
+                Where not, those without any take part at the next time too, which compares.
         """
-        self._equal = equal
+        self._equal, self._alike = equal and alike, alike
         if self._group.size > 1:
             self._seen = {
                 name: buffer.detach().clone() for name, buffer in named_buffers(self._model)
@@ -71,7 +77,7 @@ class MovingBuffers:
             PayloadCorrupt: They arrived damaged, now here or before on any rank; none was written
                 there.
         """
-        if not self._seen or self._group.size == 1:
+        if self._group.size == 1 or (self._alike and not self._seen):
             return
         buffers = dict(named_buffers(self._model))
         gone = sorted(self._seen.keys() - buffers.keys())
@@ -108,7 +114,7 @@ class MovingBuffers:
                 self._damage = str(error)
                 raise
         self._seen.update({name: buffers[name].detach().clone() for name in moved})
-        self._equal = True
+        self._equal = self._alike = True
 
 
 def _require_alike(name: str, by_rank: list[str]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,14 @@ import torch
 from torch import Tensor
 
 from thinwire import _validate as check
-from thinwire._names import named_buffers, named_parameters, plain_name, plain_names, renamed
+from thinwire._names import (
+    named_buffers,
+    named_parameters,
+    non_persistent_buffers,
+    plain_name,
+    plain_names,
+    renamed,
+)
 from thinwire.checkpoint import Loaded, on_all_ranks, random_state, set_random_state
 from thinwire.checkpoint import load as load_checkpoint
 from thinwire.checkpoint import save as save_checkpoint
@@ -44,11 +52,16 @@ Restored = dict[str, Any]
 
 _OF_MODULES = "module_state"
 """The key of the extra state of modules, where there is any; earlier versions did not save it."""
+_NON_PERSISTENT = "non_persistent_buffers"
+"""The key of the names of buffers with persistent=False, where there are any; earlier versions did
+not save it. A buffer that is only in a state without it is taken for persistent."""
+_MAY_LACK = {_OF_MODULES, _NON_PERSISTENT}
 _OF_USER = ("extra", _OF_MODULES)
 """The keys of what is the user's, whose inside is not ours to understand."""
 _OTHER_RANKS: dict[str, Rule] = {
     "extra": "first",
     _OF_MODULES: "first",
+    _NON_PERSISTENT: "first",
     "loss_scale/scale": "min",
     "merge/overflowed": "max",
     "merge/sums/*": "mean_zero",
@@ -79,6 +92,7 @@ def saved(parts: Parts, counters: Mapping[str, int], extra: Any = None) -> dict[
     """
     _require_dense_state(parts)
     of_modules = _copied(module_state.saved(parts.model), sharded=True)
+    names = sorted(non_persistent_buffers(parts.model))
     return {
         "counters": dict(counters),
         "parameters": _copied(_parameters(parts)),
@@ -94,6 +108,7 @@ def saved(parts: Parts, counters: Mapping[str, int], extra: Any = None) -> dict[
         "random": random_state(),
         "extra": _copied(plain(extra), sharded=True),
         **({_OF_MODULES: of_modules} if of_modules else {}),
+        **({_NON_PERSISTENT: names} if names else {}),
     }
 
 
@@ -128,7 +143,7 @@ def load(state: Mapping[str, Any], parts: Parts) -> Restored:
         _plainly_named(own),
         parts,
         keep=settings_in_groups(changes),
-        agreed=lambda problem: None,
+        agreed=lambda problem, left: left,
     )
     _tell_of_changes("the state", changes)
     problem = None if origin is None else origin.problem(*place_in(), checksum_of(_of_ranks(rest)))
@@ -148,7 +163,7 @@ def load_all(
     parts: Parts,
     *,
     keep: Collection[str],
-    agreed: Callable[[Exception | None], None],
+    agreed: Callable[[Exception | None, frozenset[str]], frozenset[str]],
 ) -> Restored:
     """`load`, with what several ranks need.
 
@@ -156,14 +171,17 @@ def load_all(
         state: What `saved` gave.
         parts: Of the engine; changed as a whole or not at all.
         keep: Keys of the optimizer's groups whose values here stay in force.
-        agreed: Called with this rank's error, or None, before parameters change; raises where any
-            rank has one.
+        agreed: Called before parameters change with this rank's error, or None, and the buffers
+            that it has to leave; raises where any rank has an error, else gives those that any
+            rank has to leave.
     """
+    left: frozenset[str] = frozenset()
     of_modules = state.get(_OF_MODULES, {})
     with ExitStack() as undo:
         problem: Exception | None = None
         try:
             counters = _checked(state, parts)
+            left = _left(state, parts)
             found = schedulers.matched(state["schedulers"], parts.optimizer)
             undo.callback(remembered(parts.optimizer))
             _load_optimizer(state, parts, keep)
@@ -180,22 +198,18 @@ def load_all(
                     parts.merge.load_state_dict(state["merge"])
         except Exception as error:
             problem = error
-        agreed(problem)
+        left = agreed(problem, left)
         if problem is not None:
             raise problem
         parts.exchange.load_state_dict(
-            state["exchange"]
+            _without(left, state["exchange"], _buffers(parts))
         )  # which checks everything before it changes anything
         undo.pop_all()
-    for places, values in (
-        (_parameters(parts), state["parameters"]),
-        (_buffers(parts), state["buffers"]),
-    ):
-        for name, place in places.items():
-            place.copy_(values[name])
+    _copy(state, parts, left)
     parts.exchange.buffers_loaded()
     # those that a merge has changed on each rank are made equal by its update
-    parts.buffers.forget(equal=parts.merge is None or parts.merge.microsteps == 0)
+    merging = parts.merge is not None and parts.merge.microsteps != 0
+    parts.buffers.forget(equal=not merging, alike=not left)
     set_random_state(state["random"])
     _tell_of_schedulers(found)
     _tell_of_modules(*module_state.unmatched(parts.model, of_modules))
@@ -215,10 +229,10 @@ def _checked(state: Mapping[str, Any], parts: Parts) -> dict[str, int]:
         "random",
     }
     wanted |= {"optimizer_names", "schedulers", "extra"}
-    if state.keys() - {_OF_MODULES} != wanted:
+    if state.keys() - _MAY_LACK != wanted:
         raise ValueError(
             f"state is not one of an engine: missing {sorted(wanted - state.keys())}, "
-            f"unknown {sorted(state.keys() - wanted - {_OF_MODULES})}"
+            f"unknown {sorted(state.keys() - wanted - _MAY_LACK)}"
         )
     kinds = ("step", "dropped_steps", "bytes_sent")
     counters = {key: check.integer(key, state["counters"].get(key), at_least=0) for key in kinds}
@@ -229,9 +243,74 @@ def _checked(state: Mapping[str, Any], parts: Parts) -> dict[str, int]:
             f"state has {merged} merged microsteps of an unfinished update, and the engine has no "
             "gradient_merge: prepare it with one, or call engine.flush() before saving"
         )
-    for kind, places in (("parameters", _parameters(parts)), ("buffers", _buffers(parts))):
-        check.same_shapes(kind, state[kind], places, advice="Load a state of the same model")
+    _require_shapes(state, parts, "Load a state of the same model")
     return counters
+
+
+def _require_shapes(state: Mapping[str, Any], parts: Parts, advice: str) -> None:
+    check.same_shapes("parameters", state["parameters"], _parameters(parts), advice=advice)
+    left = _left(state, parts)
+    theirs, ours = (
+        {name: buffer for name, buffer in buffers.items() if name not in left}
+        for buffers in (state["buffers"], _buffers(parts))
+    )
+    check.same_shapes("buffers", theirs, ours, advice=advice)
+
+
+def _left(state: Mapping[str, Any], parts: Parts) -> frozenset[str]:
+    """The buffers with persistent=False that are only here, or only in the state, or of another
+    shape there: torch's `state_dict` would not have them, so a load leaves them as they are.
+
+    Of a buffer that is here the model says whether it is persistent, of another one the state.
+    """
+    theirs, ours = state["buffers"], _buffers(parts)
+    elsewhere = set(state.get(_NON_PERSISTENT, ())) - ours.keys()
+    return frozenset(
+        name
+        for name in non_persistent_buffers(parts.model) | elsewhere
+        if (name in theirs) != (name in ours)
+        or (name in ours and theirs[name].shape != ours[name].shape)
+    )
+
+
+def _without(
+    left: frozenset[str], exchange: Mapping[str, Any], here: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """The state of an exchange, in which the buffers that are left have the values of here: local
+    updates keep buffers between averagings, and of one on its way.
+    """
+    fitted = dict(exchange)
+    if not left:
+        return fitted
+    if isinstance(inner := exchange.get("inner"), Mapping):  # of a stage of a pipeline
+        fitted["inner"] = _without(left, inner, here)
+    names = {f"buffer {name}": name for name in left}  # as local updates call them
+
+    def rest(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in values.items() if key not in names}
+
+    local, pending = exchange.get("local"), exchange.get("pending")
+    if isinstance(local, Mapping):
+        own = {key: here[name] for key, name in names.items() if name in here}
+        averaged = {key: b for key, b in own.items() if b.is_floating_point() and b.numel()}
+        fitted["local"] = rest(local) | averaged
+    if isinstance(pending, Mapping) and "extras" in pending:
+        fitted["pending"] = {**pending, "extras": rest(pending["extras"])}
+    return fitted
+
+
+def _copy(state: Mapping[str, Any], parts: Parts, left: frozenset[str]) -> None:
+    for kind, places in (("parameters", _parameters(parts)), ("buffers", _buffers(parts))):
+        for name, place in places.items():
+            if kind == "parameters" or name not in left:
+                place.copy_(state[kind][name])
+    told = sorted(left & {*state["buffers"], *_buffers(parts)})
+    if told:
+        _log.warning(
+            "%s: not persistent, and only in the state or only in the model, or of two shapes: the "
+            "model keeps what it has",
+            ", ".join(told[:3]) + (f" and {len(told) - 3} more" if len(told) > 3 else ""),
+        )
 
 
 def _load_optimizer(state: Mapping[str, Any], parts: Parts, keep: Collection[str]) -> None:
@@ -371,16 +450,21 @@ def read(
     if not parts.group.stays and parts.group.rank > 0:  # all of them read that of one member
         loaded.state["random"] = derived(loaded.state["random"], parts.group.rank)
 
-    def agreed(problem: Exception | None) -> None:
-        def act() -> None:
+    def agreed(problem: Exception | None, left: frozenset[str]) -> frozenset[str]:
+        def act() -> list[str]:
             if problem is not None:
                 raise _misfit(loaded, str(problem)) from problem
+            return sorted(left)
 
-        on_all_ranks(parts.savers, "taking over a checkpoint", act)
+        return _of_any(on_all_ranks(parts.savers, "taking over a checkpoint", act))
 
     apply(loaded.state, keep=settings_in_groups(changes), agreed=agreed)
     _tell_of_changes(str(loaded.path), changes)
     return loaded.path
+
+
+def _of_any(answers: list[list[str]]) -> frozenset[str]:
+    return frozenset(chain.from_iterable(answers))
 
 
 def _plain(loaded: Loaded) -> Loaded:
@@ -431,7 +515,7 @@ def load_parameters(directory: str | Path, parts: Parts) -> Path:
         )
     )
 
-    def fits() -> None:
+    def fits() -> list[str]:
         theirs, ours = (_shapes(facts) for facts in (loaded.facts, parts.facts))
         if loaded.cut_anew and theirs != ours:  # rows of shards may fit by chance
             name = next(n for n in {**theirs, **ours} if theirs.get(n) != ours.get(n))
@@ -439,23 +523,24 @@ def load_parameters(directory: str | Path, parts: Parts) -> Path:
                 f"{loaded.path}: parameter {name} has shape {theirs.get(name, 'none')} in it and "
                 f"{ours.get(name, 'none')} here. Load a checkpoint of the same model"
             )
-        for kind, places in (("parameters", _parameters(parts)), ("buffers", _buffers(parts))):
-            try:
-                check.same_shapes(kind, loaded.state[kind], places, advice=fit)
-            except ValueError as error:
-                raise CheckpointMismatch(f"{loaded.path}: {error}") from error
+        try:
+            _require_shapes(loaded.state, parts, fit)
+        except ValueError as error:
+            raise CheckpointMismatch(f"{loaded.path}: {error}") from error
+        return sorted(_left(loaded.state, parts))
 
-    on_all_ranks(parts.savers, "taking over the parameters of a checkpoint", fits)
-    for kind, places in (("parameters", _parameters(parts)), ("buffers", _buffers(parts))):
-        for name, place in places.items():
-            place.copy_(loaded.state[kind][name])
-    begin_anew(parts)
+    what = "taking over the parameters of a checkpoint"
+    left = _of_any(on_all_ranks(parts.savers, what, fits))
+    _copy(loaded.state, parts, left)
+    begin_anew(parts, alike=not left)
     return loaded.path
 
 
-def begin_anew(parts: Parts) -> None:
-    """Forget what was on its way for other parameters."""
-    parts.buffers.forget()
+def begin_anew(parts: Parts, *, alike: bool = True) -> None:
+    """Forget what was on its way for other parameters; `alike`: whether ranks have the same buffers
+    now.
+    """
+    parts.buffers.forget(alike=alike)
     if parts.merge is not None:
         parts.merge.clear()
     parts.exchange.start_anew()
