@@ -328,6 +328,7 @@ class GradientExchange:
         overflow: bool | None = None,
         misuse: str | None = None,
         unchanged: Flags | None = None,
+        part: bool = False,
     ) -> Round | None:
         """The checked exchange of this step, or None where all ranks drop it.
 
@@ -342,6 +343,8 @@ class GradientExchange:
             misuse: What makes this rank unable to go on, for the error that all ranks raise.
             unchanged: Whether gradients are still what was launched before; one that is not is such
                 a misuse.
+            part: Whether more ranks than these apply or drop the step together: what is dropped is
+                counted here, and told by the caller. For exchanges that nothing was launched for.
 
         Raises:
             PayloadCorrupt: A rank refused a message.
@@ -362,7 +365,7 @@ class GradientExchange:
         # the first vote: lengths of messages follow from it, so nothing may be sent before it
         reports = self._agree_and_compare(report, grads)
         self._pattern.observe([each.kinds for each in reports])
-        if self._dropped(reports, last=False):
+        if self._dropped(reports, last=False, told=not part):
             return None
         fresh = self._round(step)
         sparse = {
@@ -374,7 +377,7 @@ class GradientExchange:
             self._send(fresh, number, {name: grads[name] for name in names})
         # the second vote: a message that one rank refuses is applied by none
         reports = self._vote(fresh, Report(step, "exchanged"), grads)
-        return None if self._dropped(reports) else fresh
+        return None if self._dropped(reports, told=not part) else fresh
 
     @torch.no_grad()
     def commit_(self, done: Round, grads: Grads) -> None:
@@ -547,7 +550,7 @@ class GradientExchange:
         report = replace(report, **{**said, **ours})
         return agree_on_step(self.group, report, self.names, self.digest)
 
-    def _dropped(self, reports: Sequence[Report], *, last: bool = True) -> bool:
+    def _dropped(self, reports: Sequence[Report], *, last: bool = True, told: bool = True) -> bool:
         """Whether this step is dropped; what made a gradient overflow may be damage on one rank:
         all is compared.
         """
@@ -556,7 +559,7 @@ class GradientExchange:
         )
         if bad:
             self.require_equal(reports[0].step)
-        return self.drops.needed(reports, self.names, last=last)
+        return self.drops.needed(reports, self.names, last=last, told=told)
 
     @torch.no_grad()
     def make_common(self) -> None:

@@ -98,11 +98,17 @@ class Report:
     written: str | None = None
     """Digest of the parameters that somebody else wrote since all ranks were equal; None where
     nobody did."""
+    failure: tuple[str, str] | None = None
+    """Name and text of the error with which an exchange of fewer ranks, this one among them, has
+    ended."""
 
 
 _FIELDS = tuple(each.name for each in fields(Report))
-_SELDOM = {"work", "weight", "written"}
+_SELDOM = {"work", "weight", "written", "failure"}
 """Only told where there are any."""
+_FAILURES = {kind.__name__: kind for kind in (Diverged, Mismatch, NonFinite, PayloadCorrupt)}
+"""The errors that are of the same kind on ranks which are told of them; others are
+`ThinwireError`."""
 
 
 def agree_on_step(
@@ -121,7 +127,8 @@ def agree_on_step(
 
     Raises:
         PayloadCorrupt: A rank refused a message.
-        ThinwireError: A rank was misused.
+        ThinwireError: A rank was misused; or an exchange of fewer ranks has failed, then the error
+            is of the same kind as theirs, where it is one of an exchange.
         Diverged: Ranks do not hold the same, or the state of one of them was damaged.
         Mismatch: Ranks are at different steps or in different engines, would update at different
             rates or with different hyper-parameters, or a parameter has a gradient on some of them
@@ -144,6 +151,7 @@ def agree_on_step(
         reports = [_parse(answer, rank, what) for rank, answer in enumerate(answers)]
     if shards is not None and not group.stays:
         reports = _by_sites(reports, shards.size)
+    _refuse_failure(reports)
     # where a rank says why, its messages are refused for that
     _refuse_misuse(reports)
     _refuse_different_places(reports, what)
@@ -200,6 +208,13 @@ def _parse(answer: bytes, rank: int, what: str) -> Report:
         return Report(**json.loads(answer))
     except (TypeError, ValueError) as error:
         raise elsewhere(what, rank) from error
+
+
+def _refuse_failure(reports: Sequence[Report]) -> None:
+    for report in reports:
+        if report.failure is not None:
+            kind, text = report.failure
+            raise _FAILURES.get(kind, ThinwireError)(text)
 
 
 def _refuse_misuse(reports: Sequence[Report]) -> None:
@@ -324,14 +339,26 @@ class Drops:
     def __init__(self) -> None:
         self.total = 0
         self.in_a_row = 0
+        self.culprit: tuple[int, int, str] | None = None
+        """Of the last dropped step the rank and the parameter whose gradient was not finite, and
+        what was done to it, in words; None where a loss scaler dropped it."""
 
-    def needed(self, reports: Sequence[Report], names: Sequence[str], *, last: bool = True) -> bool:
+    def needed(
+        self,
+        reports: Sequence[Report],
+        names: Sequence[str],
+        *,
+        last: bool = True,
+        told: bool = True,
+    ) -> bool:
         """Whether this step is dropped, which is counted and, without a loss scaler, warned of.
 
         Args:
             reports: Of all ranks.
             names: Of the parameters.
             last: Whether no other vote on this step follows that may drop it.
+            told: Whether to warn, and to give up in the end; else that is for the caller, who hears
+                of more ranks.
 
         Raises:
             NonFinite: The tenth dropped step in a row without a loss scaler, on every rank.
@@ -348,6 +375,9 @@ class Drops:
             self.in_a_row = 0 if last else self.in_a_row
             return False
         self.total += 1
+        self.culprit = culprits[0] if culprits else None
+        if not told:
+            return True
         if any(report.overflow is not None for report in reports):
             return True  # the loss scaler adapts, warns and gives up by its own rules
         rank, index, added = culprits[0]

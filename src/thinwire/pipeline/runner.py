@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from thinwire.comm import elsewhere, mapping_of
 from thinwire.comm.grid import Grid
 from thinwire.errors import Mismatch, ThinwireError
 from thinwire.pipeline.config import Pipeline
@@ -184,12 +185,13 @@ class PipelineRunner:
         )
         known = key in self._plans
         payload = json.dumps({"facts": facts, "known": known}).encode()
-        answers = [
-            json.loads(a)
-            for a in self._grid.peers.gather_bytes(payload, what="agreeing on a mini-batch")
-        ]
+        what = "agreeing on a mini-batch"
+        answers = [mapping_of(a) for a in self._grid.peers.gather_bytes(payload, what=what)]
         if problem is not None:
             raise problem
+        for rank, answer in enumerate(answers):
+            if answer.keys() != {"facts", "known"}:
+                raise elsewhere(what, rank)
         _require_equal([answer["facts"] for answer in answers])
         return parts, key, all(answer["known"] for answer in answers)
 

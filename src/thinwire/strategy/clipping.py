@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from thinwire.comm import Group
+from thinwire.comm import Group, elsewhere
 from thinwire.core.clip import Clip, ClipByGlobalNorm, ClipByNorm, clipped, scaled
 from thinwire.core.norms import global_norm, norms_over_shards
 from thinwire.core.rows import coalesced, values_of, with_values
@@ -111,15 +111,22 @@ def _clipping(clip: Clip, stages: Group | None, shards: Group | None) -> Clippin
         together = {name: coalesced(grad) for name, grad in grads.items()}
         norm = global_norm(list(together.values())) if together else torch.zeros((), device="cpu")
         if others is not None:
-            answers = others.gather_bytes(
-                struct.pack("<d", float(norm)), what="the global norm over stages or shards"
-            )
-            whole = sum(struct.unpack("<d", answer)[0] ** 2 for answer in answers) ** 0.5
+            what = "the global norm over stages or shards"
+            answers = others.gather_bytes(struct.pack("<d", float(norm)), what=what)
+            norms = [_number(answer, rank, what) for rank, answer in enumerate(answers)]
+            whole = sum(each**2 for each in norms) ** 0.5
             norm = torch.tensor(whole, dtype=torch.float64, device="cpu")
         # exactly 1 below the limit, where the product changes no bit
         return _scaled_(together, clip.c / norm.clamp(min=clip.c))
 
     return by_global_norm
+
+
+def _number(answer: bytes, rank: int, what: str) -> float:
+    if len(answer) != 8:
+        raise elsewhere(what, rank)
+    (number,) = struct.unpack("<d", answer)
+    return float(number)
 
 
 def _by_norms_over(shards: Group, limit: float, grads: dict[str, Tensor]) -> dict[str, Tensor]:

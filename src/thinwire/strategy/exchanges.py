@@ -4,7 +4,7 @@ which it has.
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,16 @@ __all__ = ["Exchange", "ExchangingStep", "LocalSteps", "MeanThenStep"]
 Grads = Mapping[str, Tensor]
 """Gradients by parameter name, unscaled, of this rank's own mean loss."""
 Clipping = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+_T = TypeVar("_T")
+
+
+class Verdict(Protocol):
+    """What more ranks than those that exchange make of an exchange, before anybody applies it."""
+
+    def __call__(self, step: int, exchange: Callable[[], _T | None]) -> _T | None:
+        """What `exchange` returns, or None where it did so on any rank; or the error that it raised
+        on any.
+        """
 
 
 class Exchange(Protocol):
@@ -101,6 +111,8 @@ class _EveryStep:
     moved = False
     k_steps = 1
     pending = ""
+    verdict: Verdict | None = None
+    """None where those that exchange are all there are."""
 
     def observe(self, loss: Tensor) -> None:
         pass
@@ -119,6 +131,14 @@ class _EveryStep:
 
     def close(self) -> None:
         pass
+
+    def _exchanged(self, step: int, exchange: Callable[[bool], _T | None]) -> _T | None:
+        """What came, or None if the step is dropped; `exchange` hears whether it is of a part of
+        the ranks.
+        """
+        if self.verdict is None:
+            return exchange(False)
+        return self.verdict(step, lambda: exchange(True))
 
     @contextlib.contextmanager
     def _spoiling(self, step: int, gradients: GradientExchange) -> Iterator[None]:
@@ -192,10 +212,10 @@ class MeanThenStep(_EveryStep):
 
     def update(self, step: int, grads: Grads) -> bool:
         self.moved = False
-        grads = grads if self._limit is None else self._limit(step, grads)
-        done = self.gradients.exchange(step, grads)
+        limited = grads if self._limit is None else self._limit(step, grads)
+        done = self._exchanged(step, lambda part: self.gradients.exchange(step, limited, part=part))
         if done is not None:
-            self.finish(step, grads, done)
+            self.finish(step, limited, done)
         return done is not None
 
     def finish(self, step: int, grads: Grads, done: Round) -> None:
@@ -268,16 +288,21 @@ class ExchangingStep(_EveryStep):
     def update(self, step: int, grads: Grads) -> bool:
         self.moved = False
         with self._optimizer.one_deadline():
-            gradients = self._optimizer.joined()
-            limited = self._optimizer.limited(grads)
-            done = gradients.exchange(self._optimizer.position, limited)
-            self._optimizer.agreed()
-            if done is not None:
-                self.finish(step, limited, done)
+            came = self._exchanged(step, lambda part: self._came(grads, part=part))
+            if came is not None:
+                self.finish(step, *came)
                 for name, grad in grads.items():  # this rank's own, as ever
                     param = self._params[name]
                     param.grad = sharded_like(_laid_out(grad, shard_of(param)), param)
-        return done is not None
+        return came is not None
+
+    def _came(self, grads: Grads, *, part: bool) -> tuple[Grads, Round] | None:
+        """The gradients within the local clip, and what came for them."""
+        gradients = self._optimizer.joined()
+        limited = self._optimizer.limited(grads)
+        done = gradients.exchange(self._optimizer.position, limited, part=part)
+        self._optimizer.agreed()
+        return None if done is None else (limited, done)
 
     def finish(self, step: int, grads: Grads, done: Round) -> None:
         with self._spoiling(step, self._optimizer.joined()), self._optimizer.updating_from(done):

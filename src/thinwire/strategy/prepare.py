@@ -61,7 +61,7 @@ from thinwire.step.autocast import autocast_forward
 from thinwire.step.merge import GradientSum
 from thinwire.step.recompute import matches, recompute
 from thinwire.strategy.absent import AbsentAsZero
-from thinwire.strategy.across_stages import DropTogether
+from thinwire.strategy.across_stages import AllStages
 from thinwire.strategy.clipping import require_one_clip, take_clip_
 from thinwire.strategy.engine import Engine
 from thinwire.strategy.exchanges import (
@@ -648,8 +648,8 @@ def _exchange(
         gradients.watch(_digest(plan), identity)
         sparsity = (lambda step: 0.0) if compression is None else compression.sparsity_in_force
         inner = MeanThenStep(plan.optimizer, plan.params, gradients, clip, sparsity, limit)
-    if plan.scaler is None and place.grid is not None:
-        return DropTogether(inner, Group(), [name for name, _ in named_parameters(model)])
+    if place.grid is not None:
+        return AllStages(inner, place.grid, [name for name, _ in named_parameters(model)])
     return inner
 
 

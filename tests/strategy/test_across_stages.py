@@ -1,0 +1,236 @@
+"""What one stage of a pipeline cannot apply, no stage applies."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import thinwire as tw
+from tests.ranks import Pool, Raised
+from thinwire.comm import Group
+from thinwire.strategy.clipping import take_clip_
+
+STEPS, BAD = 4, 2
+FIELDS: list[dict[str, Any]] = [
+    {},
+    {"amp": tw.AMP(loss_scale=tw.FixedLossScale(8.0))},
+    {"dgc": tw.DGC(sparsity=(0.5,), min_numel=4)},
+    {"amp": tw.AMP(), "dgc": tw.DGC(sparsity=(0.5,), min_numel=4)},
+    {"low_rank": tw.LowRank(rank=1, begin_step=1, min_numel=4)},
+]
+
+
+class Branch(nn.Module):
+    """Has a gradient for its second layer where that is in use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.both = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x)) if self.both else self.first(x)
+
+
+def prepared(clip: Any = None, **fields: Any) -> tw.Engine:
+    torch.manual_seed(0)
+    model = nn.Sequential(Branch(), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    strategy = tw.DistributedStrategy(pipeline=tw.Pipeline(2, 2, split_points=("1",)), **fields)
+    return strategy.prepare(model, optimizer, mse_loss, grad_clip=clip)
+
+
+def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank // 2)
+    return torch.randn(4, 4, generator=generator), torch.randn(4, 4, generator=generator)
+
+
+def flat(engine: tw.Engine) -> Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in engine.model.parameters()])
+
+
+def partial_gradients(rank: int, size: int, fields: dict[str, Any]) -> tuple[str, Tensor]:
+    """What was raised at one step, and the parameters after further ones."""
+    engine, told = prepared(**fields), ""
+    for step in range(STEPS):
+        if rank == 2:
+            engine.model[0].both = step != BAD
+        before = flat(engine)
+        try:
+            engine.train_step(*batch(step, rank))
+        except tw.errors.Mismatch as error:
+            told += str(error)
+            assert step == BAD
+            assert torch.equal(flat(engine), before)
+        else:
+            assert step != BAD
+            assert not torch.equal(flat(engine), before)
+    assert engine.step == STEPS - 1
+    return told, flat(engine)
+
+
+@pytest.mark.parametrize("fields", FIELDS, ids=lambda fields: "-".join(fields) or "dense")
+def test_an_exchange_that_fails_on_one_stage_is_applied_by_none(
+    ranks: Pool, fields: dict[str, Any]
+) -> None:
+    answers = ranks.run(partial_gradients, fields, size=4)
+    told = {text for text, _ in answers}
+    assert len(told) == 1
+    (text,) = told
+    assert text.startswith("stage 1 of 2, whose ranks [0, 2] are counted from 0 here: ")
+    assert "has a gradient on ranks [0] but none on ranks [1]" in text
+    for one, other in ((0, 2), (1, 3)):
+        assert torch.equal(answers[one][1], answers[other][1])
+
+
+def too_large_a_sum(
+    rank: int, size: int, clip: Any, fields: dict[str, Any]
+) -> tuple[list[str], float, int]:
+    """Each gradient of one stage is finite, and the sum over the replicas is not."""
+    engine, told = prepared(clip, **fields), []
+    for step in range(STEPS):
+        before, hook = flat(engine), None
+        if step == BAD and rank % 2 == 0:
+            param = next(engine.model.parameters())
+            hook = param.register_hook(lambda grad: torch.full_like(grad, 1e38))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            engine.train_step(*batch(step, rank))
+        told += [str(each.message) for each in caught if "dropped" in str(each.message)]
+        assert torch.equal(flat(engine), before) == (step == BAD)
+        if hook is not None:
+            hook.remove()
+    return told, engine.stats()["dropped_steps"], engine.step
+
+
+@pytest.mark.parametrize("clip", [None, tw.ClipByGlobalNorm(1.0)], ids=["", "clip"])
+def test_a_sum_of_one_stage_that_is_not_finite_drops_the_step_on_all(
+    ranks: Pool, clip: Any
+) -> None:
+    for told, dropped, step in ranks.run(too_large_a_sum, clip, {}, size=4):
+        assert told == [
+            f"step {BAD} was dropped on every rank: the gradient of parameter 0.first.weight on "
+            "rank 0, added to those of other ranks, is not finite"
+        ]
+        assert dropped == 1
+        assert step == STEPS - 1
+
+
+def poisoned_in_turn(rank: int, size: int) -> tuple[str, int, Tensor]:
+    """Stages take turns in dropping the step: each of them half as often in a row."""
+    engine, told = prepared(), ""
+    for param in engine.model.parameters():
+        param.register_hook(lambda grad: grad * factor)
+    for step in range(12):
+        factor = float("nan") if step >= 1 and rank == (2, 1)[step % 2] else 1.0
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                engine.train_step(*batch(step, rank))
+        except tw.errors.NonFinite as error:
+            return str(error), step, flat(engine)
+    return told, -1, flat(engine)
+
+
+def test_stages_count_their_drops_together(ranks: Pool) -> None:
+    answers = ranks.run(poisoned_in_turn, size=4)
+    assert {(text, step) for text, step, _ in answers} == {(answers[0][0], 10)}
+    assert "on rank 2 is not finite; this was dropped step 10 in a row" in answers[0][0]
+
+
+def spoiled(rank: int, size: int) -> list[str]:
+    engine, told = prepared(), []
+
+    def refuse(*_: Any) -> None:
+        raise ValueError("no more")
+
+    engine.train_step(*batch(0, rank))
+    hook = engine.optimizer.register_step_pre_hook(refuse) if rank == 3 else None
+    for step in (1, 2):
+        before = flat(engine)
+        try:
+            engine.train_step(*batch(step, rank))
+        except (ValueError, tw.errors.ThinwireError) as error:
+            told.append(str(error))
+            assert torch.equal(flat(engine), before)
+        if hook is not None:
+            hook.remove()
+    return told
+
+
+def test_an_update_that_one_rank_could_not_finish_is_told_to_all_stages(ranks: Pool) -> None:
+    *others, third = ranks.run(spoiled, size=4)
+    assert third[0] == "no more"
+    for told in (*others, third[1:]):
+        assert len(told) == 1
+        assert told[0].startswith(
+            "stage 2 of 2, whose ranks [1, 3] are counted from 0 here: rank 1"
+        )
+        assert "ValueError: no more" in told[0]
+
+
+def diverged(rank: int, size: int, folder: str) -> None:
+    engine = prepared()
+    engine.train_step(*batch(0, rank))
+    if rank == 3:
+        with torch.no_grad():
+            next(engine.model.parameters()).view(-1)[0] += 1.0
+    engine.save(folder)
+
+
+def test_replicas_of_one_stage_that_differ_are_saved_by_none(ranks: Pool, tmp_path: Path) -> None:
+    for told in ranks.run(diverged, str(tmp_path / "saved"), size=4, expect_errors=True):
+        assert isinstance(told, Raised)
+        assert told.type_name == "Diverged"
+        assert "stage 2 of 2" in told.text
+        assert "parameter 1.weight" in told.text
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def state_of_before(rank: int, size: int) -> bool:
+    """As 0.1 saved it where there is a loss scale."""
+    engine = prepared(amp=tw.AMP(loss_scale=tw.FixedLossScale(8.0)))
+    for step in range(2):
+        engine.train_step(*batch(step, rank))
+    state = engine.state_dict()
+    state["exchange"] = state["exchange"]["inner"]
+    engine.train_step(*batch(2, rank))
+    wanted = flat(engine)
+    engine.load_state_dict(state)
+    engine.train_step(*batch(2, rank))
+    return torch.equal(flat(engine), wanted) and engine.stats()["dropped_steps"] == 0
+
+
+def test_a_state_without_what_all_stages_count_is_gone_on_from(ranks: Pool) -> None:
+    assert all(ranks.run(state_of_before, size=4))
+
+
+def bytes_of_another_call(rank: int, size: int, who: str) -> None:
+    if who == "clip":
+        group = Group()
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+        clip = take_clip_(optimizer, tw.ClipByGlobalNorm(1.0), stages=group).clip
+        if rank:
+            group.gather_bytes(b"\xff\x00\xff", what="another call")
+        else:
+            clip({"weight": torch.ones(4)})
+        return
+    engine = prepared()
+    if rank:
+        peers = engine._parts.runner._grid.peers
+        peers.gather_bytes(b"\xff\x00\xff", what="another call")
+    else:
+        engine.train_step(*batch(0, rank))
+
+
+@pytest.mark.parametrize("who", ["clip", "runner"])
+def test_a_stage_in_another_call_is_a_mismatch(ranks: Pool, who: str) -> None:
+    first, other = ranks.run(bytes_of_another_call, who, size=2, expect_errors=True)
+    assert isinstance(first, Raised)
+    assert first.type_name == "Mismatch"
+    assert "rank 1 is in another exchange" in first.text
+    assert other is None
