@@ -4,6 +4,7 @@ its state."""
 import copy
 import pickle
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -342,6 +343,65 @@ def test_a_closed_engine_gives_it_back(case: str) -> None:
     assert again.optimizer is optimizer
     updates(again, count=2)
     again.close()
+
+
+COUNTS = ("dropped_steps", "bytes_sent", "bytes_received", "bytes_between_nodes")
+
+
+def one_engine_after_another(
+    rank: int, size: int, node_size: int, folder: str
+) -> list[dict[str, float]]:
+    """What two engines with one optimizer count, the first one with a dropped update and the other
+    one after one more; and what is told of a checkpoint of the second, here and in a new engine.
+    """
+    strategy = tw.DistributedStrategy(
+        dgc=tw.DGC(sparsity=(0.75,), min_numel=64, value_bits=8, node_size=node_size)
+    )
+
+    def made(model: nn.Module, optimizer: Optimizer) -> Any:
+        return strategy.prepare(model, optimizer, cross_entropy)
+
+    def sgd(model: nn.Module) -> Optimizer:
+        return torch.optim.SGD(model.named_parameters(), lr=0.05, momentum=0.9)
+
+    model = make_model(plain=True)
+    optimizer = sgd(model)
+    told = []
+    for count in (3, 4):
+        engine = made(model, optimizer)
+        if count == 3:
+            x, y = batch(9, rank)
+            with warnings.catch_warnings(action="ignore"):
+                engine.train_step(x * float("nan"), y)
+        updates(engine, count=count, part=rank)
+        told.append(engine.stats())
+        if count == 4:
+            engine.save(folder)
+            engine.load(folder)
+            told.append(engine.stats())
+        engine.close()
+    other = make_model(plain=True)
+    engine = made(other, sgd(other))
+    engine.load(folder)
+    told.append(engine.stats())
+    engine.close()
+    return [{key: stats[key] for key in COUNTS} for stats in told]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_second_engine_counts_from_0(size: int, ranks: Pool, tmp_path: Path) -> None:
+    """Of four ranks two are a node each: one of both sends to the other node."""
+    for first, second, again, resumed in ranks.run(
+        one_engine_after_another, size // 2, str(tmp_path), size=size
+    ):
+        assert [each["dropped_steps"] for each in (first, second)] == [1, 0]
+        # the first one compared settings besides, and exchanged four times too
+        for key in ("bytes_sent", "bytes_received", "bytes_between_nodes"):
+            assert second[key] <= first[key]
+        assert second["bytes_sent"] > 0
+        saved = ("dropped_steps", "bytes_sent")
+        assert {key: again[key] for key in saved} == {key: second[key] for key in saved}
+        assert {key: resumed[key] for key in saved} == {key: second[key] for key in saved}
 
 
 def test_an_engine_takes_no_optimizer_of_another_one() -> None:

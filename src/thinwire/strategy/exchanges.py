@@ -252,21 +252,29 @@ class ExchangingStep(_EveryStep):
         self._optimizer, self._params = optimizer, params
         self.bucket_bytes = optimizer.method.bucket_bytes
         self.first_bytes = optimizer.method.first_bytes
+        self._before = optimizer.stats()
 
     @property
     def gradients(self) -> GradientExchange | None:
         return self._optimizer.exchange_in_use
 
+    def _stats(self) -> dict[str, float]:
+        """Those of the optimizer, without what it has counted for an engine before this one, or for
+        steps by hand.
+        """
+        stats = self._optimizer.stats()
+        return stats | {key: stats[key] - self._before[key] for key in _COUNTED}
+
     @property
     def bytes_sent(self) -> int:
-        return int(self._optimizer.stats()["bytes_sent"])
+        return int(self._stats()["bytes_sent"])
 
     @property
     def wait_s(self) -> float:
-        return self._optimizer.stats()["wait_s"]
+        return self._stats()["wait_s"]
 
     def counts(self, step: int) -> dict[str, float]:
-        stats = self._optimizer.stats()
+        stats = self._stats()
         counts = {key: stats[key] for key in ("bytes_received", "rate_bit_s", "sparsity")}
         if stats["bytes_between_nodes"] != stats["bytes_sent"]:  # there are nodes
             counts["bytes_between_nodes"] = stats["bytes_between_nodes"]
@@ -274,7 +282,7 @@ class ExchangingStep(_EveryStep):
 
     @property
     def dropped_steps(self) -> int:
-        return int(self._optimizer.stats()["dropped_steps"])
+        return int(self._stats()["dropped_steps"])
 
     def set_buckets(self, buckets: Sequence[Sequence[str]]) -> None:
         self._optimizer.set_buckets(buckets)
@@ -421,6 +429,8 @@ class LocalSteps:
         self.sync.close()
 
 
+_COUNTED = ("bytes_sent", "bytes_received", "bytes_between_nodes", "wait_s", "dropped_steps")
+"""What an optimizer that exchanges adds up as long as it lives."""
 _EXCHANGED = (
     "The gradients had been exchanged before it: what was sent has left this rank's residuals, no "
     "parameter has moved"
