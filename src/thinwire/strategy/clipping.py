@@ -9,9 +9,10 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from thinwire.comm import Group, elsewhere
-from thinwire.core.clip import Clip, ClipByGlobalNorm, ClipByNorm, clipped, scaled
+from thinwire.core.clip import Clip, ClipByGlobalNorm, ClipByNorm, ClipByValue, clipped, scaled
 from thinwire.core.norms import global_norm, norms_over_shards
 from thinwire.core.rows import coalesced, values_of, with_values
 from thinwire.core.storage import with_own_storage
@@ -34,15 +35,28 @@ class Taken:
 
 
 def require_one_clip(
-    optimizer: torch.optim.Optimizer, grad_clip: Clip | None, *, sharded: bool = False
+    optimizer: torch.optim.Optimizer,
+    grad_clip: Clip | None,
+    names: Mapping[Parameter, str],
+    *,
+    sharded: bool = False,
 ) -> None:
     """Raise `StrategyError` where `grad_clip` does not go with the optimizer, as it was given.
 
+    Args:
+        optimizer: Of a model; what it clips by itself is looked at too.
+        grad_clip: What `prepare` was given; may be None.
+        names: Of its parameters, for the error.
+        sharded: Whether the optimizer sees parts of tensors.
+
     Raises:
         StrategyError: The optimizer clips by itself, or it exchanges by itself and cannot have this
-            clipping, for whole tensors or `sharded` ones.
+            clipping; or values of complex gradients would be clipped.
     """
     own = optimizer.grad_clip if isinstance(optimizer, GroupedOptimizer) else None
+    clip = own if grad_clip is None else grad_clip
+    if isinstance(clip, ClipByValue):
+        _require_real(optimizer, clip, names)
     if grad_clip is None:
         return
     why = None
@@ -52,6 +66,18 @@ def require_one_clip(
         why = optimizer.why_no_clip(grad_clip, sharded=sharded)
     if why is not None:
         raise StrategyError(f"prepare was given grad_clip={grad_clip}, and {why}")
+
+
+def _require_real(
+    optimizer: torch.optim.Optimizer, clip: Clip, names: Mapping[Parameter, str]
+) -> None:
+    trained = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+    param = next((p for p in trained if p.is_complex()), None)
+    if param is not None:
+        raise StrategyError(
+            f"{clip} needs real gradients, and {names.get(param, 'a parameter')} is {param.dtype}: "
+            "complex numbers have no order. Use ClipByNorm or ClipByGlobalNorm"
+        )
 
 
 def take_clip_(

@@ -387,8 +387,8 @@ def _planned(
 ) -> _Plan:
     grad_clip = options.grad_clip
     require_free(model, optimizer)
-    require_one_clip(optimizer, grad_clip)
     names = {p: name for name, p in named_parameters(model)}
+    require_one_clip(optimizer, grad_clip, names)
     _require_own_params(names, optimizer)
     if strategy.recompute is not None:
         matches(model, strategy.recompute.checkpoints)
@@ -415,7 +415,7 @@ def _planned(
     )
     restore = adopted.restore
     try:
-        require_one_clip(adopted.optimizer, grad_clip, sharded=options.mesh is not None)
+        require_one_clip(adopted.optimizer, grad_clip, names, sharded=options.mesh is not None)
         if adopted.optimizer is not optimizer:
             restore = become_(optimizer, adopted.optimizer, adopted.asked)
         return _planned_for(optimizer, adopted.compressor, restore, strategy, stage, place, options)

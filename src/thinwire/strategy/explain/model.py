@@ -76,8 +76,8 @@ def about_optimizer(
         local=local,
         names=names,
     )
-    require_one_clip(optimizer, grad_clip)
-    require_one_clip(adopted.optimizer, grad_clip)
+    require_one_clip(optimizer, grad_clip, names)
+    require_one_clip(adopted.optimizer, grad_clip, names)
     return list(adopted.notes)
 
 
