@@ -604,15 +604,28 @@ def test_under_local_updates_a_rank_drops_its_own_step(ranks: Pool, merged: bool
     assert first == second and finite
 
 
-def test_ten_local_steps_that_are_not_finite_in_a_row_are_an_error() -> None:
+def poisoned_rank(rank: int, size: int) -> tuple[int, str, bool]:
     engine = make_engine(("localsgd",))
-    next(engine.model.parameters()).register_hook(lambda g: g * float("nan"))
-    for step in range(9):
-        with pytest.warns(UserWarning, match=f"local step {step + 1} was dropped on this rank"):
-            engine.train_step(*batch(step, 0))
-    with pytest.raises(NonFinite, match="this was dropped step 10 in a row"):
-        engine.train_step(*batch(9, 0))
-    assert all(bool(p.isfinite().all()) for p in engine.model.parameters())
+    if rank == max(size - 1, 0):
+        next(engine.model.parameters()).register_hook(lambda g: g * float("nan"))
+    with warnings.catch_warnings(), pytest.raises(NonFinite) as caught:
+        warnings.simplefilter("ignore")
+        for step in range(20):
+            engine.train_step(*batch(step, rank))
+    finite = all(bool(p.isfinite().all()) for p in engine.model.parameters())
+    return step, str(caught.value), finite
+
+
+@pytest.mark.parametrize("size", [0, 2])
+def test_ten_local_steps_that_are_not_finite_in_a_row_are_an_error_on_all_ranks(
+    ranks: Pool, size: int
+) -> None:
+    answers = ranks.run(poisoned_rank, size=size)
+    assert len({(step, text) for step, text, _ in answers}) == 1
+    step, text, _ = answers[0]
+    assert step in (9, 10) and all(finite for *_, finite in answers)  # the next averaging
+    assert f"rank {max(size - 1, 0)}: local step {step + 1} was dropped" in text
+    assert f"this was dropped step {step + 1} in a row" in text
 
 
 # ---- the global norm

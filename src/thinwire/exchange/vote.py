@@ -99,8 +99,8 @@ class Report:
     """Digest of the parameters that somebody else wrote since all ranks were equal; None where
     nobody did."""
     failure: tuple[str, str] | None = None
-    """Name and text of the error with which an exchange of fewer ranks, this one among them, has
-    ended."""
+    """Name and text of the error with which this rank cannot go on: of an exchange of fewer ranks,
+    this one among them, or of its own steps."""
 
 
 _FIELDS = tuple(each.name for each in fields(Report))
@@ -342,6 +342,8 @@ class Drops:
         self.culprit: tuple[int, int, str] | None = None
         """Of the last dropped step the rank and the parameter whose gradient was not finite, and
         what was done to it, in words; None where a loss scaler dropped it."""
+        self.given_up: str | None = None
+        """Why this rank cannot go on with steps of its own."""
 
     def needed(
         self,
@@ -381,35 +383,46 @@ class Drops:
         if any(report.overflow is not None for report in reports):
             return True  # the loss scaler adapts, warns and gives up by its own rules
         rank, index, added = culprits[0]
-        self._warn(
+        text = (
             f"step {reports[0].step} was dropped on every rank: the gradient of parameter "
             f"{names[index]} on rank {rank}{added} is not finite"
         )
+        too_many = self._counted(text)
+        if too_many is not None:
+            raise NonFinite(too_many)
+        _warn(text)
         return True
 
     def needed_here(self, step: int, culprit: str | None) -> bool:
         """Likewise, of a step that this rank makes by itself; `culprit` is the first parameter
-        whose gradient is not finite.
+        whose gradient is not finite. The tenth in a row is `given_up`, for the others to hear.
         """
         if culprit is None:
-            self.in_a_row = 0
+            self.in_a_row, self.given_up = 0, None
             return False
         self.total += 1
-        self._warn(
+        text = (
             f"local step {step} was dropped on this rank: the gradient of parameter {culprit} is "
             "not finite"
         )
+        self.given_up = self._counted(text)
+        _warn(text)
         return True
 
-    def _warn(self, text: str) -> None:
+    def _counted(self, text: str) -> str | None:
+        """One more in a row, and the text of the error where these are too many."""
         self.in_a_row += 1
-        if self.in_a_row >= MAX_DROPS_IN_A_ROW:
-            raise NonFinite(
-                f"{text}; this was dropped step {self.in_a_row} in a row. Lower the learning rate, "
-                "clip gradients, or look at the data of that rank"
-            )
-        warnings.warn(text, UserWarning, stacklevel=3)
-        _log.warning(text)
+        if self.in_a_row < MAX_DROPS_IN_A_ROW:
+            return None
+        return (
+            f"{text}; this was dropped step {self.in_a_row} in a row. Lower the learning rate, "
+            "clip gradients, or look at the data of that rank"
+        )
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, UserWarning, stacklevel=3)
+    _log.warning(text)
 
 
 def read_flags(

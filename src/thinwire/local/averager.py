@@ -14,7 +14,7 @@ from torch import Tensor
 from thinwire.comm import Group, Regrouped
 from thinwire.comm.private import forget_ended
 from thinwire.core.checksum import word_sums
-from thinwire.errors import Diverged, PayloadCorrupt
+from thinwire.errors import Diverged, NonFinite, PayloadCorrupt
 from thinwire.exchange.digest import OwnState, RollingDigest
 from thinwire.exchange.likeness import Likeness
 from thinwire.exchange.vote import COMPARING, Report, agree_on_step
@@ -117,6 +117,8 @@ class Averager:
         self.counting_only = False
         """Whether steps are counted and no round ends by time, since all are about to flush."""
         self.likeness = Likeness("changes")
+        self.given_up: str | None = None
+        """Why this rank cannot go on; all hear of it at the next averaging."""
         self._written: str | None = None
         self.pending: PendingAveraging | None = None
         """An averaging that is on its way."""
@@ -410,10 +412,15 @@ class Averager:
             state=state,
             work=None if self.work is None else self.work.told(),
             written=self._written,
+            failure=None if self.given_up is None else self._failure(self.given_up),
         )
         if state or phase.startswith("averaging"):
             report = replace(report, damaged=self._damage())
         return self._vote(replace(report, likeness=likeness))
+
+    def _failure(self, why: str) -> tuple[str, str]:
+        text = f"rank {self._group.rank}: {why}. Nothing was applied on any rank"
+        return NonFinite.__name__, text
 
     def _share_scale(self, reports: Sequence[Report]) -> None:
         scales = [report.scale for report in reports if report.scale is not None]

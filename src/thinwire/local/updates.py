@@ -538,6 +538,10 @@ class LocalUpdates:
         self._skipped += 1
         self._follow(averager.after_step)
 
+    def give_up(self, why: str | None) -> None:
+        """Raise `NonFinite` on all ranks at the next averaging, with these words; not with None."""
+        self._open_averager().given_up = why
+
     def end_round(self) -> None:
         """Take part in the averaging of a round that ends by time, with the steps made so far, be
         they none: for a rank that has nothing more to do while others have.

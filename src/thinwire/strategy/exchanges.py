@@ -393,7 +393,9 @@ class LocalSteps:
         self.moved = False
         if self._checks:
             culprit = next(iter(not_finite(grads)), None)
-            if self._drops.needed_here(self.sync.step + 1, culprit):
+            dropped = self._drops.needed_here(self.sync.step + 1, culprit)
+            self.sync.give_up(self._drops.given_up)
+            if dropped:
                 self.sync.skip_step()
                 return False
         limited = dict(grads) if self._limit is None else self._limit(self.sync.step, grads)
