@@ -11,7 +11,7 @@ import thinwire
 from benchmarks.structure import circles
 
 ROOT = Path(thinwire.__file__).parent
-BASE = {"errors", "_version", "_validate", "_names", "_aside", "_wording"}
+BASE = {"errors", "_version", "_validate", "_names", "_aside", "_wording", "_launched"}
 MATHS = BASE | {"layout", "schedules", "kernels", "core"}
 METHODS = MATHS | {"wire", "compress"}
 MAY_IMPORT = {
@@ -21,6 +21,7 @@ MAY_IMPORT = {
     "_wording": set(),
     "_names": set(),
     "_aside": set(),
+    "_launched": set(),
     "schedules": BASE,
     "task": BASE,
     "logs": BASE,

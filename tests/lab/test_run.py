@@ -106,8 +106,12 @@ def test_without_root_the_line_says_what_is_needed(
     assert "--link loopback" in line
 
 
-def test_under_torchrun_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for key, value in {"TORCHELASTIC_RUN_ID": "a", "RANK": "0", "WORLD_SIZE": "2"}.items():
+@pytest.mark.parametrize("more", [{"TORCHELASTIC_RUN_ID": "a"}, {}], ids=["torchrun", "srun"])
+def test_under_a_launcher_it_is_refused(
+    more: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for key, value in {**more, **place}.items():
         monkeypatch.setenv(key, value)
     done = run(tmp_path, "--", "train.py")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)

@@ -360,7 +360,7 @@ def test_under_torchrun_the_ranks_train_over_their_network(tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("report: ") == 1
     told = (out / "results.json").read_text(encoding="utf-8")
-    assert "2 workers, started by torchrun, over the network between them" in told
+    assert "2 workers, started by a launcher, over the network between them" in told
     assert "Over this machine's loopback" not in told
     wrong = ran([*torchrun, *compared, "--link", "20mbit"])
     assert wrong.returncode != 0

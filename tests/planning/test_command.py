@@ -81,6 +81,7 @@ def test_where_a_hook_of_torch_is_best_the_next_one_is_the_file(
 def probed(folder: Path, ranks: int, *more: str) -> "subprocess.CompletedProcess[str]":
     """The command as rank 0 of a run of torchrun's."""
     place = {"TORCHELASTIC_RUN_ID": "a run", "RANK": "0", "WORLD_SIZE": str(ranks)}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     words = [sys.executable, "-m", "thinwire", "probe", "--out", "probe.json", *more]
     return subprocess.run(
         words,

@@ -11,6 +11,7 @@ from typing import Annotated, Self, final
 
 from cyclopts import Parameter
 
+from thinwire._launched import named_place
 from thinwire.doctor.findings import Finding, as_text, document, status_of
 from thinwire.doctor.meeting import meeting_point, one_wait_s
 
@@ -25,7 +26,6 @@ torchrun --nnodes 2 --node-rank 0 --nproc-per-node 1 --master-addr 10.0.0.1 --ma
     (and the same with --node-rank 1 on the other machine)
 """
 _SHORTEST_S, _LONGEST_S = 15.0, 600.0
-_RANK_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _WIDTH = 100
 _Flag = Annotated[bool, Parameter(negative="")]
 
@@ -45,7 +45,7 @@ def doctor(*, timeout: float = 30.0, json: _Flag = False, quiet: _Flag = False) 
     begun = time.monotonic()
     if not (isfinite(timeout) and _SHORTEST_S <= timeout <= _LONGEST_S):
         raise ValueError(f"timeout={timeout:g} is out of range: 15 to 600 seconds are allowed")
-    place = _place()
+    place = named_place(os.environ)
 
     def report(title: str, findings: tuple[Finding, ...]) -> None:
         line.stop()
@@ -87,21 +87,6 @@ def _alone(timeout: float, report: Callable[[str, tuple[Finding, ...]], None]) -
     )
     report("this machine alone; started by torchrun, all ranks look at what is between", findings)
     return status_of(findings)
-
-
-def _place() -> tuple[int, int] | None:
-    """Rank and number of ranks, where something has started this process as one of several.
-
-    Raises:
-        ValueError: They are no numbers.
-    """
-    texts = [os.environ.get(name, "") for name in _RANK_NAMES]
-    if not all(texts):
-        return None
-    rank, size = texts[:2]
-    if not (rank.isdigit() and size.isdigit() and int(rank) < int(size)):
-        raise ValueError(f"RANK={rank!r} and WORLD_SIZE={size!r} are no rank of a world")
-    return int(rank), int(size)
 
 
 @final

@@ -1,5 +1,6 @@
 """`thinwire run`: a user's script over an emulated link; torch is the script's own matter."""
 
+import os
 import sys
 import time
 from contextlib import ExitStack
@@ -8,10 +9,10 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from thinwire._launched import place_among_ranks
 from thinwire.lab.commands import Count
 from thinwire.lab.network.link import Link
 from thinwire.lab.network.netns import Network, network, why_unavailable
-from thinwire.lab.run.joined import place_in_torchrun
 from thinwire.lab.run.ranks import environments
 from thinwire.lab.run.script import Ranks
 from thinwire.lab.settings import require_workers
@@ -51,8 +52,11 @@ def run(
         latency: One-way delay of every packet, such as 10ms.
         quiet: Print nothing beside what the ranks print.
     """
-    if place_in_torchrun() is not None:
-        raise ValueError("thinwire run starts the ranks itself: leave torchrun out")
+    if place_among_ranks(os.environ) is not None:
+        raise ValueError(
+            "thinwire run starts the ranks itself: leave torchrun out, or what else has set RANK "
+            "and WORLD_SIZE"
+        )
     require_workers(workers)
     shape = Link.parse(link, latency)
     _require_script(script)

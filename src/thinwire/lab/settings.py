@@ -1,5 +1,6 @@
 """The checked arguments of the command."""
 
+import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,10 +8,10 @@ from math import isfinite
 from pathlib import Path
 from typing import Self
 
+from thinwire._launched import place_among_ranks
 from thinwire.lab.network.link import Link
 from thinwire.lab.run.config import OPTIMIZERS, Recipe
 from thinwire.lab.run.digits import require_digits
-from thinwire.lab.run.joined import place_in_torchrun
 from thinwire.lab.run.size import MODELS, ConvolutionSize, ModelSize, size_of
 from thinwire.lab.strategies import USUAL, choose
 
@@ -42,8 +43,8 @@ class Settings:
         task: "FILE.py:NAME" of a task of the user's; None for the one that comes with the command.
         device: "auto", "cpu" or "cuda".
         tune: Whether the loss is that of the validation part instead of the held-out one.
-        joined_rank: This process's rank among those that torchrun has started, which train over
-            the network between them; None where the command starts its workers.
+        joined_rank: This process's rank among those that torchrun or another launcher has started,
+            which train over the network between them; None where the command starts its workers.
         evaluations: How often the loss is taken, at most.
         timeout: Seconds that a rank waits for another one, and that nothing may be heard of all;
             None for what the model and the link need, if they are known.
@@ -99,9 +100,9 @@ class Settings:
         Raises:
             ValueError: The first argument that cannot be used, with what came and what is allowed.
         """
-        place = place_in_torchrun()
+        place = place_among_ranks(os.environ)
         if place is not None:
-            workers = _workers_of_torchrun(workers, place[1], link, latency)
+            workers = _workers_of_launcher(workers, place[1], link, latency)
             link = "loopback"
         workers = 2 if workers is None else workers
         link = "100mbit" if link is None else link
@@ -201,15 +202,16 @@ class Settings:
         return shlex.join(words)
 
 
-def _workers_of_torchrun(workers: int | None, ranks: int, link: str | None, latency: str) -> int:
+def _workers_of_launcher(workers: int | None, ranks: int, link: str | None, latency: str) -> int:
     if workers not in (None, ranks):
         raise ValueError(
-            f"workers={workers}, and torchrun has started {ranks}: leave --workers out"
+            f"workers={workers}, and a launcher such as torchrun has started {ranks}: leave "
+            "--workers out"
         )
     if link is not None or latency not in ("0ms", "0"):
         raise ValueError(
-            "under torchrun the ranks train over the network between them, which is not emulated: "
-            "leave --link and --latency out"
+            "under torchrun, or another launcher, the ranks train over the network between them, "
+            "which is not emulated: leave --link and --latency out"
         )
     return ranks
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,13 +15,14 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from thinwire._launched import place_among_ranks
 from thinwire._version import __version__
 from thinwire.errors import ThinwireError
 from thinwire.lab.commands import Count
 from thinwire.lab.report.measures import bytes_text
 from thinwire.lab.report.page import write_page
 from thinwire.lab.report.progress import display_for
-from thinwire.lab.run.joined import by_first, joined, place_in_torchrun
+from thinwire.lab.run.joined import by_first, joined
 from thinwire.lab.run.size import parse_size
 from thinwire.lab.settings import (
     require_device,
@@ -206,7 +208,7 @@ def probe(
     device: str = "auto",
     quiet: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
-    """Measure the network between the ranks that torchrun has started, and a step of the model.
+    """Measure the network between the ranks of a launcher (torchrun), and a step of the model.
 
     Latency and rate of every pair, and with all ranks at once; all-reduce and all-gather; forward
     pass, backward pass and when each gradient is ready. It takes at most 10 seconds and 32 MiB a
@@ -220,7 +222,7 @@ def probe(
         device: auto, cpu or cuda.
         quiet: Show no progress.
     """
-    place = place_in_torchrun()
+    place = place_among_ranks(os.environ)
     if place is None:
         raise ValueError(
             "probe measures the network between ranks, and torchrun has started none here: "

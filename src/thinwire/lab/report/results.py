@@ -273,7 +273,7 @@ def _headline(settings: Settings, emulated: bool, reason: str | None) -> str:
             f"{settings.link} in each direction.{tuning}"
         )
     if settings.joined_rank is not None:
-        return f"{workers}, started by torchrun, over the network between them.{tuning}"
+        return f"{workers}, started by a launcher, over the network between them.{tuning}"
     if reason is None:
         return f"{workers} over this machine's loopback, as asked: no link was emulated.{tuning}"
     return (

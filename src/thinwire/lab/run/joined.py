@@ -1,9 +1,8 @@
-"""A comparison under torchrun: the ranks that it has started train, over the network between
-them.
+"""A comparison under torchrun or another launcher: the ranks that it has started train, over the
+network between them.
 """
 
 import contextlib
-import os
 import queue
 import threading
 import time
@@ -14,14 +13,7 @@ from typing import Any, final
 from thinwire.lab.run.config import Job, imported
 from thinwire.lab.run.launch import TaskRefused, WorkerError
 
-__all__ = ["by_first", "joined", "place_in_torchrun", "run_here"]
-
-
-def place_in_torchrun() -> tuple[int, int] | None:
-    """This process's rank, and the number of ranks, where torchrun has started it."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return None
-    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+__all__ = ["by_first", "joined", "run_here"]
 
 
 @contextlib.contextmanager

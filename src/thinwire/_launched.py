@@ -1,0 +1,56 @@
+"""The place among ranks that a launcher such as torchrun or srun gives to a process by its
+environment; without torch.
+"""
+
+from collections.abc import Mapping
+
+__all__ = ["is_launched", "named_place", "place_among_ranks"]
+
+_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_TORCHRUN = "TORCHELASTIC_RUN_ID"
+
+
+def named_place(environment: Mapping[str, str]) -> tuple[int, int] | None:
+    """Rank and number of ranks; None where not all four variables are set.
+
+    Raises:
+        ValueError: They are no numbers.
+    """
+    texts = [environment.get(name, "") for name in _NAMES]
+    if not all(texts):
+        return None
+    rank, size = texts[:2]
+    if not (rank.isdigit() and size.isdigit() and int(rank) < int(size)):
+        raise ValueError(f"RANK={rank!r} and WORLD_SIZE={size!r} are no rank of a world")
+    return int(rank), int(size)
+
+
+def place_among_ranks(environment: Mapping[str, str]) -> tuple[int, int] | None:
+    """Rank and number of ranks, where torchrun has started this process, or another launcher
+    several. MASTER_ADDR and MASTER_PORT alone say nothing.
+
+    Raises:
+        ValueError: They are no numbers, or some of the variables are missing.
+    """
+    by_torchrun = _TORCHRUN in environment
+    place = named_place(environment)
+    if place is not None:
+        return place if by_torchrun or place[1] > 1 else None
+    started = [name for name in (_TORCHRUN, *_NAMES[:2]) if environment.get(name)]
+    alone = environment.get("WORLD_SIZE") == "1"
+    if not by_torchrun and (not started or alone):
+        return None
+    missing = [name for name in _NAMES if not environment.get(name)]
+    raise ValueError(
+        f"{', '.join(started) or _TORCHRUN} in the environment, and no {', '.join(missing)}: a "
+        f"launcher such as torchrun sets {', '.join(_NAMES)} for each rank; set all of them, or "
+        "none to run without a launcher"
+    )
+
+
+def is_launched(environment: Mapping[str, str]) -> bool:
+    """Whether a launcher has started this process, with or without all that it should have set."""
+    try:
+        return _TORCHRUN in environment or place_among_ranks(environment) is not None
+    except ValueError:
+        return False

@@ -1,0 +1,105 @@
+"""Commands on ranks of launchers other than torchrun, which say it by four variables only."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launched import free_port
+from tests.processes import running
+from thinwire._launched import is_launched, place_among_ranks
+
+NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+PLACE = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "x"}
+
+
+def without(*names: str, **more: str) -> dict[str, str]:
+    return {key: value for key, value in (PLACE | more).items() if key not in names}
+
+
+@pytest.mark.parametrize(
+    ("environment", "place"),
+    [
+        ({}, None),
+        (PLACE, (1, 4)),
+        (PLACE | TORCHRUN, (1, 4)),
+        (PLACE | {"RANK": "0", "WORLD_SIZE": "1"}, None),
+        (PLACE | {"RANK": "0", "WORLD_SIZE": "1"} | TORCHRUN, (0, 1)),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, None),
+        (without("RANK", "WORLD_SIZE"), None),
+    ],
+)
+def test_who_is_one_of_several_ranks(
+    environment: dict[str, str], place: tuple[int, int] | None
+) -> None:
+    assert place_among_ranks(environment) == place
+    assert is_launched(environment) == (place is not None)
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        (without("RANK"), "WORLD_SIZE in the environment, and no RANK: a launcher"),
+        (without("WORLD_SIZE"), "RANK in the environment, and no WORLD_SIZE: a launcher"),
+        (without("MASTER_ADDR", "MASTER_PORT"), "RANK, WORLD_SIZE in .* no MASTER_ADDR, MASTER_P"),
+        (TORCHRUN, "TORCHELASTIC_RUN_ID in the environment, and no RANK, WORLD_SIZE, MASTER_ADDR"),
+        (without("RANK", WORLD_SIZE="1") | TORCHRUN, "and no RANK: a launcher"),
+        (PLACE | {"RANK": "4"}, "RANK='4' and WORLD_SIZE='4' are no rank of a world"),
+        (PLACE | {"WORLD_SIZE": "many"}, "WORLD_SIZE='many' are no rank"),
+    ],
+)
+def test_what_is_missing_is_said(environment: dict[str, str], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        place_among_ranks(environment)
+
+
+def clean(**more: str) -> dict[str, str]:
+    names = {*NAMES, *TORCHRUN}
+    return {key: value for key, value in os.environ.items() if key not in names} | more
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "told"),
+    [
+        ("compare --workers 3", PLACE, "workers=3, and a launcher such as torchrun has started 4"),
+        ("compare --link 20mbit", PLACE, "leave --link and --latency out"),
+        ("compare", TORCHRUN, "TORCHELASTIC_RUN_ID in the environment, and no RANK"),
+        ("compare", without("RANK"), "WORLD_SIZE in the environment, and no RANK"),
+        ("run train.py", TORCHRUN, "TORCHELASTIC_RUN_ID in the environment, and no RANK"),
+        ("probe --out p.json", TORCHRUN, "TORCHELASTIC_RUN_ID in the environment, and no RANK"),
+        ("probe --out p.json --batch 0", PLACE, "batch=0 is out of range"),
+    ],
+)
+def test_bad_input_is_one_line(
+    words: str, environment: dict[str, str], told: str, tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "thinwire", *words.split()],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env=clean(**environment),
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert told in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_ranks_of_another_launcher_train_together(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "thinwire", "compare", "--strategies", "dense", "--steps", "4"]
+    words += ["--size", "tiny", "--out", "out", "--quiet"]
+    place = {**PLACE, "WORLD_SIZE": "2", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    told = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "cwd": tmp_path}
+    first, second = (clean(**place | {"RANK": str(rank)}) for rank in range(2))
+    with running(words, env=first, **told) as one, running(words, env=second, **told) as other:
+        said, errors = one.communicate(timeout=150)
+        assert (one.returncode, other.wait(timeout=30)) == (0, 0), errors
+    assert b"report: out/report.html" in said
+    told_there = (tmp_path / "out" / "results.json").read_text(encoding="utf-8")
+    assert "2 workers, started by a launcher, over the network between them" in told_there
