@@ -2,6 +2,7 @@
 same; and the optimizer inside what a training framework wraps around it.
 """
 
+import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from types import FrameType
@@ -57,7 +58,10 @@ class LocalModel:
         """What is averaged: those, or this rank's part of each."""
         self.frozen = Shards({n: p for n, p in named_parameters(model) if n not in self.trained})
         """All other parameters, or this rank's part of each."""
-        self._seen: dict[str, Tensor] = {}
+        self._seen: dict[str, Tensor | None] = {}
+        """What all ranks had of each buffer last; None for one that a load found changed since."""
+        self._loaded: Mapping[str, float] | None = None
+        """What the last load told of `unchanged_buffers`."""
         self._layout = dict(_layout(model))
         self._ids = {name: id(p) for name, p in named_parameters(model)}
         if not self.params:
@@ -135,6 +139,33 @@ class LocalModel:
         """It is not known any more what all ranks hold alike."""
         self._seen.clear()
 
+    def unchanged_buffers(self) -> dict[str, float]:
+        """1 for a buffer that is as all ranks had it last, 0 for one that is not, and NaN where
+        that is not known: the mean over ranks is 1 where no rank has changed it.
+        """
+        changed = self.changed_buffers()
+        known = {name: 0.0 if known else math.nan for name, known in changed.items()}
+        return {name: known.get(name, 1.0) for name in self.buffers()}
+
+    def load_unchanged(self, saved: Mapping[str, float] | None) -> None:
+        """Take what `unchanged_buffers` gave, for buffers as they are; None: it was not saved."""
+        self._loaded = saved
+        self.buffers_are_back()
+
+    def buffers_are_back(self) -> bool:
+        """Buffers have been written since `load_unchanged`, as they were at the save. False where
+        it was not saved which of them all ranks had alike.
+        """
+        if self._loaded is None:
+            return False
+        self.made_common(name for name, share in self._loaded.items() if share == 1)
+        for name, share in self._loaded.items():
+            if math.isnan(share):
+                self._seen.pop(name, None)
+            elif share < 1:
+                self._seen[name] = None
+        return True
+
     def state(self, names: Iterable[str]) -> dict[str, Tensor]:
         """The optimizer's floating-point tensors of a parameter's shape, by parameter and key; no
         step counters.
@@ -200,7 +231,7 @@ def _layout(model: nn.Module) -> Iterator[tuple[str, str]]:
             yield f"buffer {name}", looks(b)
 
 
-def changed_since(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> list[str]:
+def changed_since(before: Mapping[str, Tensor | None], now: Mapping[str, Tensor]) -> list[str]:
     """The names under which other values are now; by value, since batch norm writes its statistics
     without raising their version.
     """

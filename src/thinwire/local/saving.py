@@ -52,6 +52,7 @@ def saved(averager: Averager, bytes_sent: int) -> dict[str, Any]:
             "extras": _copied(pending.extras),
         },
         "local": _copied(_local(averager.tensors)) if counters.step > counters.whole else None,
+        "unchanged_buffers": averager.tensors.unchanged_buffers(),
     }
 
 
@@ -67,9 +68,10 @@ def load(state: Mapping[str, Any], averager: Averager) -> None:
     """Put everything back but the count of bytes; all is checked before anything changes."""
     averaging, tensors = averager.averaging, averager.tensors
     places = {"anchors": averaging.anchors, "outer_momentum": averaging.momentum, **averaging.kept}
-    wanted = {*_COUNTERS, *INTERVAL, *places, "bytes_sent", "sketches", "pending", "local"}
-    wanted |= {"observed", "tokens"}
+    wanted = {*_COUNTERS, *INTERVAL, *places, "bytes_sent", "pending", "local"}
     later = {"sketches": torch.zeros_like(averaging.sketches), "observed": [], "tokens": None}
+    later["unchanged_buffers"] = None
+    wanted |= later.keys()
     state = {**later, **state}  # states of 0.1 have none of these
     state = renamed(state, state.get("anchors") or ())
     if wanted != state.keys():
@@ -81,6 +83,10 @@ def load(state: Mapping[str, Any], averager: Averager) -> None:
         places["local"] = _local(tensors)
     for kind, current in places.items():
         check.same_shapes(kind, state[kind], current, advice=_ADVICE)
+    if state["unchanged_buffers"] is not None:
+        check.instance("unchanged_buffers", state["unchanged_buffers"], Mapping, advice=_ADVICE)
+        for name, share in state["unchanged_buffers"].items():
+            check.instance(f"unchanged_buffers[{name!r}]", share, (int, float), advice=_ADVICE)
     pending = state["pending"]
     if pending is not None:
         known = {
@@ -90,6 +96,7 @@ def load(state: Mapping[str, Any], averager: Averager) -> None:
     for kind, current in places.items():
         for name, tensor in current.items():
             tensor.copy_(state[kind][name])
+    tensors.load_unchanged(state["unchanged_buffers"])
     averaging.state_loaded()
     averaging.sketches.copy_(state["sketches"])
     for key in _COUNTERS:

@@ -683,7 +683,7 @@ class LocalUpdates:
 
         Raises:
             RuntimeError: The block has not been entered.
-            ValueError: The state belongs to another model or config; nothing has changed.
+            TypeError, ValueError: The state is of another model or config; nothing has changed.
         """
         origin = Origin.read(state.get(ORIGIN)) if isinstance(state, Mapping) else None
         state = without_origin(state)
@@ -713,11 +713,11 @@ class LocalUpdates:
         averager.start_anew()
 
     def buffers_loaded(self) -> None:
-        """Buffers were written as well, on all ranks alike where ranks are equal at this step: none
-        of them has changed since.
+        """The buffers of what was loaded were written as well. Where it does not tell which of them
+        had changed, none had if ranks are equal at this step.
         """
         averager = self._open_averager()
-        if not averager.apart:
+        if not averager.tensors.buffers_are_back() and not averager.apart:
             averager.tensors.made_common()
 
     def _restore_bytes(self, bytes_sent: int) -> None:
