@@ -226,6 +226,11 @@ def silent_name_server(work: str) -> str:
             f"-n {name} neigh add 192.0.2.53 lladdr 02:00:00:00:00:53 dev d0",
         ):
             subprocess.run(["ip", *words.split()], check=True)
+        # while the line comes up, a question cannot be sent, and the resolver gives up at once
+        show, until = ["ip", "-n", name, "link", "show", "d0"], time.monotonic() + 20
+        while b"LOWER_UP" not in subprocess.run(show, capture_output=True, check=True).stdout:
+            assert time.monotonic() < until, "the line is down"
+            time.sleep(0.05)
         command = ["ip", "netns", "exec", name, sys.executable, "-c", work]
         return ran(command).stdout
     finally:
