@@ -180,8 +180,7 @@ def load_all(
     with ExitStack() as undo:
         problem: Exception | None = None
         try:
-            counters = _checked(state, parts)
-            left = _left(state, parts)
+            counters, left = _checked(state, parts)
             found = schedulers.matched(state["schedulers"], parts.optimizer)
             undo.callback(remembered(parts.optimizer))
             _load_optimizer(state, parts, keep)
@@ -216,8 +215,10 @@ def load_all(
     return {**counters, "extra": state["extra"]}
 
 
-def _checked(state: Mapping[str, Any], parts: Parts) -> dict[str, int]:
-    """The counters, once it is clear that the state is one of such an engine."""
+def _checked(state: Mapping[str, Any], parts: Parts) -> tuple[dict[str, int], frozenset[str]]:
+    """The counters, once it is clear that the state is one of such an engine; and the buffers that
+    are `_left`.
+    """
     wanted = {
         "counters",
         "parameters",
@@ -243,11 +244,13 @@ def _checked(state: Mapping[str, Any], parts: Parts) -> dict[str, int]:
             f"state has {merged} merged microsteps of an unfinished update, and the engine has no "
             "gradient_merge: prepare it with one, or call engine.flush() before saving"
         )
-    _require_shapes(state, parts, "Load a state of the same model")
-    return counters
+    return counters, _require_shapes(state, parts, "Load a state of the same model")
 
 
-def _require_shapes(state: Mapping[str, Any], parts: Parts, advice: str) -> None:
+def _require_shapes(state: Mapping[str, Any], parts: Parts, advice: str) -> frozenset[str]:
+    """Refuse other parameters and buffers than those here, but for the buffers that are `_left`,
+    which it returns.
+    """
     check.same_shapes("parameters", state["parameters"], _parameters(parts), advice=advice)
     left = _left(state, parts)
     theirs, ours = (
@@ -255,6 +258,7 @@ def _require_shapes(state: Mapping[str, Any], parts: Parts, advice: str) -> None
         for buffers in (state["buffers"], _buffers(parts))
     )
     check.same_shapes("buffers", theirs, ours, advice=advice)
+    return left
 
 
 def _left(state: Mapping[str, Any], parts: Parts) -> frozenset[str]:
@@ -524,10 +528,9 @@ def load_parameters(directory: str | Path, parts: Parts) -> Path:
                 f"{ours.get(name, 'none')} here. Load a checkpoint of the same model"
             )
         try:
-            _require_shapes(loaded.state, parts, fit)
+            return sorted(_require_shapes(loaded.state, parts, fit))
         except ValueError as error:
             raise CheckpointMismatch(f"{loaded.path}: {error}") from error
-        return sorted(_left(loaded.state, parts))
 
     what = "taking over the parameters of a checkpoint"
     left = _of_any(on_all_ranks(parts.savers, what, fits))
