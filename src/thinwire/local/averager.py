@@ -150,6 +150,7 @@ class Averager:
             tokens: Observed since the last step; None where none were told.
         """
         self.synced, self.pending, self._written = False, None, None
+        self.given_up = None
         forget_ended()  # what was on its way has no other end
         if self.own is not None:
             self.own.start_anew()
