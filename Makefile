@@ -74,10 +74,11 @@ EVERY ?= 20
 soak: $(INSTALLED)  ## members that are killed, stopped, cut off and joined for 30 minutes (SECONDS_=, SEED=, EVERY=)
 	$(BIN)/python -m benchmarks.soak --seconds $(SECONDS_) --seed $(SEED) --every $(EVERY) --folder runs/soak
 
-check: $(INSTALLED)  ## lint, format and types
+check: $(INSTALLED)  ## lint, format, types, and the ceilings of benchmarks/structure.json
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m benchmarks.structure --check
 
 format: $(INSTALLED)  ## mend what lint and format can mend
 	$(BIN)/ruff check --fix .

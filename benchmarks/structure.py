@@ -1,16 +1,20 @@
-"""How much of the source a gradient and a reader cross: files on the way, files that name a method,
-circles.
+"""What a reader of the source must cross, counted, with a ceiling for each count.
 
-    python -m benchmarks.structure
+    python -m benchmarks.structure            # a table
+    python -m benchmarks.structure --check    # fails where a count is above its ceiling
+    python -m benchmarks.structure --write    # lowers ceilings to the counts; raises none
+    python -m benchmarks.structure --list     # the files on the way of a step, as JSON
 
-Prints a table; needs no network. The way of a gradient is traced in the third step of two gloo
-ranks on this machine, after everything has been set up: every function of ours that is called
-counts with its file.
+Needs no network. The way of a step is traced in the third step of two gloo ranks on this machine,
+after everything has been set up: every function of ours that is called counts with its file.
+Ceilings are in structure.json beside this file. They only fall. Those of agreements are for
+tests/laws/test_agreements.py.
 """
 
 import ast
+import importlib
+import inspect
 import json
-import re
 import sys
 from collections.abc import Callable, Iterator, Set
 from pathlib import Path
@@ -26,7 +30,17 @@ import thinwire as tw
 from thinwire.lab.run.ranks import free_port
 
 SOURCE = Path(tw.__file__).parent
+TESTS = SOURCE.parents[1] / "tests"
+CEILINGS = Path(__file__).with_suffix(".json")
 STEP = 3
+TOOLS = ("lab", "planning", "simulation", "doctor")
+"""Packages of commands; all others are the library."""
+PUBLIC = ("optim", "schedules", "amp", "errors", "integrations")
+"""Modules whose names users import; every other module is internal."""
+PROTOCOLS = {
+    "thinwire.compress.protocol": ("Compression", "Compressor"),
+    "thinwire.compress.change_protocol": ("ChangeCompression", "ForChanges"),
+}
 
 
 def files() -> list[Path]:
@@ -56,13 +70,13 @@ def called_in(work: Callable[[], Any]) -> dict[str, int]:
     return dict(sorted(found.items()))
 
 
-def way(rank: int, port: int, engine: bool, answers: Any) -> None:
-    """The files that one gradient crosses, of rank 0."""
+def way(rank: int, port: int, kind: str, answers: Any) -> None:
+    """The files that one step crosses, of rank 0."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 4))
-    steps = _engine_steps(model, rank) if engine else _own_steps(model, rank)
+    steps = _own_steps(model, rank) if kind == "own" else _engine_steps(model, rank, kind)
     for _ in range(STEP - 1):
         next(steps)()
     found = called_in(next(steps))
@@ -86,21 +100,23 @@ def _own_steps(model: nn.Module, rank: int) -> Iterator[Callable[[], Any]]:
         yield optimizer.step
 
 
-def _engine_steps(model: nn.Module, rank: int) -> Iterator[Callable[[], Any]]:
+def _engine_steps(model: nn.Module, rank: int, kind: str) -> Iterator[Callable[[], Any]]:
     optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9)
-    strategy = tw.DistributedStrategy(dgc=tw.DGC())
+    strategy = tw.DistributedStrategy(dgc=tw.DGC() if kind == "dgc" else None)
     engine = strategy.prepare(model, optimizer, nn.functional.cross_entropy)
     for step in range(STEP):
         x, y = _batch(rank, step)
         yield lambda x=x, y=y: engine.train_step(x, y)
 
 
-def traced(*, engine: bool) -> dict[str, int]:
-    """See `way`, in two processes."""
+def traced(kind: str) -> dict[str, int]:
+    """See `way`, in two processes; `kind` is "own" (`DGCMomentum.step`), "dense" or "dgc" (an
+    engine).
+    """
     context = mp.get_context("spawn")
     port = free_port()
     answers = context.Queue()
-    ranks = [context.Process(target=way, args=(rank, port, engine, answers)) for rank in range(2)]
+    ranks = [context.Process(target=way, args=(rank, port, kind, answers)) for rank in range(2)]
     for process in ranks:
         process.start()
     found: dict[str, int] = answers.get(timeout=300)
@@ -109,12 +125,83 @@ def traced(*, engine: bool) -> dict[str, int]:
     return found
 
 
-def naming(word: str) -> list[str]:
-    """The files in which a word stands, in code or text, as a word or a part of a name."""
-    pattern = re.compile(word, re.IGNORECASE)
-    return [
-        str(p.relative_to(SOURCE)) for p in files() if pattern.search(p.read_text(encoding="utf-8"))
-    ]
+def lines_of(path: Path) -> int:
+    """With comments and empty ones."""
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def package_of(path: Path) -> str:
+    """The package right under ours; "face" for the modules that are in none."""
+    parts = path.relative_to(SOURCE).parts
+    return parts[0] if len(parts) > 1 else "face"
+
+
+def longest_class() -> int:
+    """In lines."""
+    found = 0
+    for path in files():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and node.end_lineno is not None:
+                found = max(found, node.end_lineno - node.lineno + 1)
+    return found
+
+
+def members_of_protocols() -> int:
+    """How many names a method of compression must answer, for gradients and for changes."""
+    found: set[tuple[str, str]] = set()
+    for module, classes in PROTOCOLS.items():
+        for each in classes:
+            kind = getattr(importlib.import_module(module), each)
+            names = {*vars(kind), *inspect.get_annotations(kind)}
+            found |= {(each, name) for name in names if not name.startswith("_")}
+    return len(found)
+
+
+def classes_under(kind: type) -> int:
+    """Its own and those of ours that it inherits from."""
+    return sum(each.__module__.startswith("thinwire") for each in kind.__mro__)
+
+
+def tests_of_internals() -> list[str]:
+    """Test files that import a module which is not public."""
+
+    def internal(name: str) -> bool:
+        parts = name.split(".")
+        return parts[0] == "thinwire" and len(parts) > 1 and parts[1] not in PUBLIC
+
+    found = []
+    for path in sorted(TESTS.rglob("*.py")):
+        names: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names.add(str(node.module))
+        if any(map(internal, names)):
+            found.append(str(path.relative_to(TESTS)))
+    return found
+
+
+def counted() -> dict[str, int]:
+    """All counts without a run, by what they count."""
+    by_package: dict[str, int] = {}
+    for path in files():
+        package = package_of(path)
+        by_package[package] = by_package.get(package, 0) + lines_of(path)
+    tools = sum(by_package.get(each, 0) for each in TOOLS)
+    return {
+        **{f"lines of {package}": lines for package, lines in sorted(by_package.items())},
+        "lines of the library": sum(by_package.values()) - tools,
+        "lines of the tools": tools,
+        "source files": len(files()),
+        "lines of the longest file": max(map(lines_of, files())),
+        "lines of the longest class": longest_class(),
+        "circles of imports": len(circles()),
+        "members of the protocols of methods": members_of_protocols(),
+        "classes under Lamb": classes_under(tw.optim.Lamb),
+        "test files that import internals": len(tests_of_internals()),
+        "lines of tests": sum(map(lines_of, TESTS.rglob("*.py"))),
+    }
 
 
 def circles() -> list[list[str]]:
@@ -162,26 +249,43 @@ def _strong(graph: dict[str, set[str]]) -> list[set[str]]:
     return parts
 
 
+def ways() -> dict[str, int]:
+    """Files and functions on the way of a step, by the kind of step."""
+    found = {}
+    kinds = {"own": "DGCMomentum.step", "dense": "a dense train_step", "dgc": "a DGC train_step"}
+    for kind, text in kinds.items():
+        way = traced(kind)
+        found[f"files on the way of {text}"] = len(way)
+        found[f"functions on the way of {text}"] = sum(way.values())
+    return found
+
+
+def above(counts: dict[str, int], ceilings: dict[str, int]) -> list[str]:
+    """What is wrong, one line each: a count above its ceiling, or without one."""
+    wrong = []
+    for text, count in counts.items():
+        if text not in ceilings:
+            wrong.append(f"{text}: {count}, and no ceiling: enter one in {CEILINGS.name}")
+        elif count > ceilings[text]:
+            wrong.append(f"{text}: {count}, at most {ceilings[text]} allowed")
+    return wrong
+
+
 def main() -> None:
-    """Print what was counted."""
-    own, whole = traced(engine=False), traced(engine=True)
-    rows = {
-        "files that one gradient crosses, DGCMomentum.step": len(own),
-        "files that one gradient crosses, engine.train_step with dgc": len(whole),
-        "source files that name dgc": len(naming("dgc")),
-        "circles of imports": len(circles()),
-        "source files": len(files()),
-        "lines of source": sum(len(p.read_text(encoding="utf-8").splitlines()) for p in files()),
-    }
-    for text, count in rows.items():
-        print(f"{count:6d}  {text}")
+    """Print what was counted, and compare it with the ceilings."""
     if "--list" in sys.argv:
-        print(
-            json.dumps(
-                {"step": own, "train_step": whole, "dgc": naming("dgc"), "circles": circles()},
-                indent=1,
-            )
-        )
+        print(json.dumps({kind: traced(kind) for kind in ("own", "dense", "dgc")}, indent=1))
+        print(json.dumps({"circles": circles(), "tests": tests_of_internals()}, indent=1))
+        return
+    counts = {**counted(), **ways()}
+    ceilings: dict[str, int] = json.loads(CEILINGS.read_text()) if CEILINGS.exists() else {}
+    for text, count in counts.items():
+        print(f"{count:6d}  {text}  (ceiling {ceilings.get(text, 'none')})")
+    if "--write" in sys.argv:
+        ceilings |= {text: min(count, ceilings.get(text, count)) for text, count in counts.items()}
+        CEILINGS.write_text(json.dumps(ceilings, indent=1) + "\n")
+    if "--check" in sys.argv and (wrong := above(counts, ceilings)):
+        sys.exit("\n".join(["", *wrong, "A change that adds a path removes one."]))
 
 
 if __name__ == "__main__":

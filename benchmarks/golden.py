@@ -1,0 +1,87 @@
+"""Bits and bytes of twelve steps of every method through every frontend, to compare a change with.
+
+    python -m benchmarks.golden write FILE     # before a change
+    python -m benchmarks.golden compare FILE   # after it, on the same machine
+
+Bits depend on the processor, so a file is good for one kind of machine and is not kept with the
+sources. `compare` ends with status 1 and one line for each training whose bits or bytes differ.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.laws.frontends import GRADIENTS, PARAMETERS, Case, trained
+from tests.laws.test_frontends import CASES, COMPRESSED
+from tests.ranks import Pool
+from tests.strategy.test_pairs import PAIRS, conflicting, some_combinations
+from tests.strategy.training import FIELDS, digest, make_engine, train
+
+STEPS = 12
+
+
+def engine_steps(rank: int, size: int, fields: tuple[str, ...]) -> tuple[str, int, int]:
+    """Bits, bytes and dropped steps of an engine with these fields."""
+    engine = make_engine(fields)
+    train(engine, fields, 0, STEPS)
+    engine.flush()
+    stats = engine.stats()
+    bits = digest(engine)[:16]
+    engine.close()
+    return bits, int(stats["bytes_sent"]), int(stats["dropped_steps"])
+
+
+def jobs() -> dict[str, tuple[Any, tuple[Any, ...], int]]:
+    """By name the function that ranks run, its arguments, and the number of ranks."""
+    found: dict[str, tuple[Any, tuple[Any, ...], int]] = {}
+    for ways, cases in ((GRADIENTS, CASES), (PARAMETERS, {**CASES, **COMPRESSED})):
+        for way in ways:
+            for name, case in cases.items():
+                if way.__name__ != "LocalBlock" or case.nan_at is None:
+                    found[f"{way.__name__}, {name}"] = (_trained, (way, case), 2)
+    singles = [(), *((name,) for name in FIELDS)]
+    for fields in [*singles, *PAIRS, *some_combinations(20)]:
+        if not conflicting(fields):
+            size = 4 if "pipeline" in fields else 3
+            found[f"engine, {' '.join(fields) or 'dense'}"] = (engine_steps, (fields,), size)
+    return found
+
+
+def _trained(rank: int, size: int, way: Any, case: Case) -> tuple[str, int, int]:
+    found = trained(rank, size, way, case)
+    return found.bits, found.bytes_sent, found.dropped
+
+
+def measured() -> dict[str, Any]:
+    """By name the answer of every rank."""
+    pool, found = Pool(), {}
+    everything = jobs()
+    try:
+        for number, (name, (function, given, size)) in enumerate(everything.items(), 1):
+            print(f"{number} of {len(everything)}: {name}", file=sys.stderr)
+            answers = pool.run(function, *given, size=size, expect_errors=True, timeout_s=300)
+            found[name] = [list(each) if isinstance(each, tuple) else str(each) for each in answers]
+    finally:
+        pool.close()
+    return found
+
+
+def main() -> None:
+    """Write what is measured, or compare it."""
+    match sys.argv[1:]:
+        case ["write", file]:
+            Path(file).write_text(json.dumps(measured(), indent=1) + "\n")
+        case ["compare", file]:
+            before, now = json.loads(Path(file).read_text()), measured()
+            wrong = [name for name in before if before[name] != now.get(name)]
+            for name in wrong:
+                print(f"{name}: before {before[name]}, now {now.get(name)}")
+            print(f"{len(before) - len(wrong)} of {len(before)} as before")
+            sys.exit(bool(wrong))
+        case _:
+            sys.exit(str(__doc__))
+
+
+if __name__ == "__main__":
+    main()

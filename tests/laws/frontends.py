@@ -1,0 +1,293 @@
+"""The same training through every frontend: what the laws of the frontends and `benchmarks.golden`
+compare.
+"""
+
+import hashlib
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire as tw
+
+STEPS = 12
+DGC: dict[str, Any] = {"rampup_begin_step": 2, "sparsity": (0.75,), "min_numel": 64}
+COMPRESSIONS: dict[str, Any] = {
+    "none": None,
+    "sparse": tw.Sparse(0.9),
+    "quantized": tw.Quantized(1),
+    "low rank": tw.LowRank(2, begin_step=2, min_numel=64),
+}
+cross_entropy = nn.functional.cross_entropy
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is on; every frontend trains with the same."""
+
+    lr: Any = 0.1
+    clip: Any = None
+    merge: int = 1
+    nan_at: int | None = None
+    """The microstep at which rank 1 has a loss that is not a number."""
+    resume_at: int | None = None
+    """The microstep before which all is made anew and goes on from its saved state."""
+    compression: str = "none"
+    """What local updates send of a change, by its name in `COMPRESSIONS`."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What must be equal: the bits of all parameters, and the steps that were dropped."""
+
+    bits: str
+    dropped: int
+    bytes_sent: int
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(
+        nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)
+    )
+
+
+def losses(case: Case, model: nn.Module, rank: int, begin: int, end: int) -> Iterator[Tensor]:
+    """The loss of each microstep; its graph is made when it is asked for."""
+    for x, y in batches(case, rank, begin, end):
+        yield cross_entropy(model(x), y)
+
+
+def batches(case: Case, rank: int, begin: int, end: int) -> Iterator[tuple[Tensor, Tensor]]:
+    for step in range(begin, end):
+        generator = torch.Generator().manual_seed(1000 * step + rank)
+        x = torch.randn(16, 8, generator=generator)
+        if step == case.nan_at and rank == 1:
+            x[0, 0] = float("nan")
+        yield x, x[:, :4].nan_to_num().argmax(1)
+
+
+def bits_of(model: nn.Module) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for param in model.parameters():
+        digest.update(param.detach().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+class Frontend:
+    """One way to train: made, stepped, saved and ended."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.model = case, make_model()
+
+    def train(self, rank: int, begin: int, end: int) -> None:
+        raise NotImplementedError
+
+    def state(self) -> Any:
+        raise NotImplementedError
+
+    def load(self, state: Any) -> None:
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """Finish what is on its way."""
+
+    def stats(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class OwnStep(Frontend):
+    """`DGCMomentum.step`."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.called: nn.Module = self.model
+        self.optimizer = tw.optim.DGCMomentum(
+            self.model.named_parameters(), case.lr, grad_clip=case.clip, **DGC
+        )
+
+    def train(self, rank: int, begin: int, end: int) -> None:
+        merge = self.case.merge
+        for step, loss in enumerate(losses(self.case, self.called, rank, begin, end), begin):
+            (loss / merge).backward()  # type: ignore[no-untyped-call]
+            if (step + 1) % merge == 0:
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+
+    def state(self) -> Any:
+        return self.model.state_dict(), self.optimizer.state_dict()
+
+    def load(self, state: Any) -> None:
+        self.model.load_state_dict(state[0])
+        self.optimizer.load_state_dict(state[1])
+
+    def stats(self) -> dict[str, Any]:
+        return self.optimizer.stats()
+
+
+class AttachedStep(OwnStep):
+    """`DGCMomentum.attach`."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.called = DistributedDataParallel(self.model)
+        self.handle = self.optimizer.attach(self.called)
+
+    def train(self, rank: int, begin: int, end: int) -> None:
+        merge = self.case.merge
+        for step, (x, y) in enumerate(batches(self.case, rank, begin, end), begin):
+            if (step + 1) % merge:
+                with self.called.no_sync():
+                    (cross_entropy(self.called(x), y) / merge).backward()
+                continue
+            (cross_entropy(self.called(x), y) / merge).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def end(self) -> None:
+        self.handle.remove()
+
+
+class WithEngine(Frontend):
+    """`engine.train_step` with the fields of a subclass."""
+
+    def fields(self) -> dict[str, Any]:
+        return {"dgc": tw.DGC(**DGC)}
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        fields = self.fields()
+        if case.merge > 1:
+            fields["gradient_merge"] = tw.GradientMerge(case.merge)
+        strategy = tw.DistributedStrategy(**fields)
+        optimizer = tw.optim.SGD(
+            self.model.named_parameters(), case.lr, momentum=0.9, grad_clip=case.clip
+        )
+        self.engine = strategy.prepare(self.model, optimizer, cross_entropy)
+
+    def train(self, rank: int, begin: int, end: int) -> None:
+        for x, y in batches(self.case, rank, begin, end):
+            self.engine.train_step(x, y)
+
+    def state(self) -> Any:
+        return self.engine.state_dict()
+
+    def load(self, state: Any) -> None:
+        self.engine.load_state_dict(state)
+
+    def end(self) -> None:
+        self.engine.flush()
+        self.engine.close()
+
+    def stats(self) -> dict[str, Any]:
+        return self.engine.stats()
+
+
+class Minimize(WithEngine):
+    """`engine.minimize`."""
+
+    def train(self, rank: int, begin: int, end: int) -> None:
+        for loss in losses(self.case, self.model, rank, begin, end):
+            self.engine.minimize(loss)
+
+
+class Followed(WithEngine):
+    """`engine.follow_steps`."""
+
+    def train(self, rank: int, begin: int, end: int) -> None:
+        self.engine.follow_steps()
+        for loss in losses(self.case, self.model, rank, begin, end):
+            loss.backward()  # type: ignore[no-untyped-call]
+            self.engine.optimizer.step()
+            self.engine.model.zero_grad()
+
+
+class _Local(WithEngine):
+    def fields(self) -> dict[str, Any]:
+        return {"localsgd": _local(self.case)}
+
+
+class LocalEngine(_Local):
+    """`engine.train_step` with `localsgd`."""
+
+
+class LocalMinimize(_Local, Minimize):
+    """`engine.minimize` with `localsgd`."""
+
+
+class LocalFollowed(_Local, Followed):
+    """`engine.follow_steps` with `localsgd`."""
+
+
+class LocalBlock(Frontend):
+    """`local_sgd` around a loop."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.optimizer = tw.optim.SGD(
+            self.model.named_parameters(), case.lr, momentum=0.9, grad_clip=case.clip
+        )
+        self.sync = tw.local_sgd(self.model, self.optimizer, _local(case))
+        self.sync.__enter__()
+
+    def train(self, rank: int, begin: int, end: int) -> None:
+        merge = self.case.merge
+        for step, loss in enumerate(losses(self.case, self.model, rank, begin, end), begin):
+            (loss / merge).backward()  # type: ignore[no-untyped-call]
+            if (step + 1) % merge == 0:
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+
+    def state(self) -> Any:
+        return self.model.state_dict(), self.optimizer.state_dict(), self.sync.state_dict()
+
+    def load(self, state: Any) -> None:
+        self.model.load_state_dict(state[0])
+        self.optimizer.load_state_dict(state[1])
+        self.sync.load_state_dict(state[2])
+
+    def end(self) -> None:
+        self.sync.__exit__(None, None, None)
+
+    def stats(self) -> dict[str, Any]:
+        return {"dropped_steps": 0, **self.sync.stats()}
+
+
+def _local(case: Case) -> tw.LocalSGD:
+    return tw.LocalSGD(3, compression=COMPRESSIONS[case.compression])
+
+
+GRADIENTS: tuple[type[Frontend], ...] = (OwnStep, AttachedStep, WithEngine, Minimize, Followed)
+PARAMETERS: tuple[type[Frontend], ...] = (LocalBlock, LocalEngine, LocalMinimize, LocalFollowed)
+
+
+def trained(rank: int, size: int, frontend: Callable[[Case], Frontend], case: Case) -> Trained:
+    """Twelve microsteps."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*was dropped")
+        way = frontend(case)
+        if case.resume_at is None:
+            way.train(rank, 0, STEPS)
+        else:
+            way.train(rank, 0, case.resume_at)
+            state = _copied(way.state())
+            way.end()
+            way = frontend(case)
+            way.load(state)
+            way.train(rank, case.resume_at, STEPS)
+        way.end()
+    stats = way.stats()
+    return Trained(bits_of(way.model), stats["dropped_steps"], int(stats["bytes_sent"]))
+
+
+def _copied(state: Any) -> Any:
+    """Saved: what trains on does not change it."""
+    if isinstance(state, Tensor):
+        return state.clone()
+    if isinstance(state, dict):
+        return {key: _copied(value) for key, value in state.items()}
+    return type(state)(map(_copied, state)) if isinstance(state, list | tuple) else state
