@@ -2,9 +2,8 @@
 or nothing.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
-from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -17,7 +16,6 @@ __all__ = [
     "non_persistent_buffers",
     "plain_name",
     "plain_names",
-    "renamed",
     "require_shapes",
 ]
 
@@ -84,22 +82,3 @@ def non_persistent_buffers(model: nn.Module) -> frozenset[str]:
 def matches(name: str, pattern: str) -> bool:
     """Whether a glob pattern is for this name, as it is or plain; the pattern may be of either."""
     return fnmatchcase(name, pattern) or fnmatchcase(plain_name(name), plain_name(pattern))
-
-
-def renamed(tree: Any, names: Iterable[str]) -> Any:
-    """The tree of a state that was saved under these names of a model's tensors, its keys plain;
-    the same where they are plain already, or have to stay.
-    """
-    given = list(names)
-    return tree if plain_names(given) == given else _with_plain_keys(tree)
-
-
-def _with_plain_keys(tree: Any) -> Any:
-    if isinstance(tree, Mapping):
-        keys = [plain_name(key) if isinstance(key, str) else key for key in tree]
-        return {
-            key: _with_plain_keys(value) for key, value in zip(keys, tree.values(), strict=True)
-        }
-    if isinstance(tree, list | tuple):
-        return type(tree)(_with_plain_keys(value) for value in tree)
-    return tree

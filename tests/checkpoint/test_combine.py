@@ -233,15 +233,6 @@ def test_they_are_kept_by_pickle_too() -> None:
     assert draws() == expected
 
 
-def test_those_of_older_checkpoints_are_taken() -> None:
-    state = random_state()
-    expected = draws()
-    key = state["numpy"]["state"]["key"]
-    state["numpy"]["state"]["key"] = key.view(torch.uint32)
-    set_random_state(state)
-    assert draws() == expected
-
-
 @pytest.mark.parametrize("kind", [np.random.PCG64, np.random.Philox])
 def test_numpys_other_generators_are_kept_too(kind: type[np.random.BitGenerator]) -> None:
     before = np.random.get_bit_generator()

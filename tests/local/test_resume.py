@@ -214,14 +214,6 @@ def test_a_state_is_loaded_inside_the_block() -> None:
         open_one().load_state_dict(state)
 
 
-def test_a_state_from_before_the_applied_share_loads() -> None:
-    with open_one(CONFIGS["sparse"]) as sync:
-        state = sync.state_dict()
-        del state["sketches"]
-        sync.load_state_dict(state)
-        assert sync.stats()["applied_share"] == 1
-
-
 def test_a_state_that_does_not_fit_changes_nothing() -> None:
     with open_one(CONFIGS["sparse"]) as other:
         foreign = other.state_dict()

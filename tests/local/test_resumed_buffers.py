@@ -189,32 +189,6 @@ def test_what_changed_without_a_step_is_still_averaged(ranks: Pool, tmp_path: Pa
     assert len({after for each in found for after in each}) == 1
 
 
-def of_before(rank: int, size: int) -> tuple[bool, bool]:
-    """A state without what is known of buffers: it loads, and what it changes is averaged."""
-    engine = engine_of(rank, filled=True)
-    with torch.no_grad():
-        engine.model.get_buffer("mask").zero_()  # an infinity would be refused
-    for step in range(STOP):
-        engine.train_step(*batch(step, rank))
-    state = engine.state_dict()
-    engine.close()
-    assert state["exchange"].pop("unchanged_buffers")
-    resumed = engine_of(rank, filled=False)
-    resumed.load_state_dict(state)
-    assert resumed.sync is not None
-    changed = resumed.sync.state_dict()["unchanged_buffers"]["buffer table"] == 0
-    for step in range(STOP, 12):
-        resumed.train_step(*batch(step, rank))
-    table = WithTables(rank, filled=True).get_buffer("table")
-    close = torch.allclose(resumed.model.get_buffer("table"), table, rtol=1e-6)
-    resumed.close()
-    return changed, close
-
-
-def test_a_state_that_does_not_tell_loads_as_it_did(ranks: Pool) -> None:
-    assert ranks.run(of_before) == [(True, True)] * 2
-
-
 def test_what_is_told_of_buffers_is_checked_before_anything_changes() -> None:
     engine = engine_of(0, filled=True)
     assert engine.sync is not None

@@ -191,24 +191,6 @@ def test_replicas_of_one_stage_that_differ_are_saved_by_none(ranks: Pool, tmp_pa
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-def state_of_before(rank: int, size: int) -> bool:
-    """As 0.1 saved it where there is a loss scale."""
-    engine = prepared(amp=tw.AMP(loss_scale=tw.FixedLossScale(8.0)))
-    for step in range(2):
-        engine.train_step(*batch(step, rank))
-    state = engine.state_dict()
-    state["exchange"] = state["exchange"]["inner"]
-    engine.train_step(*batch(2, rank))
-    wanted = flat(engine)
-    engine.load_state_dict(state)
-    engine.train_step(*batch(2, rank))
-    return torch.equal(flat(engine), wanted) and engine.stats()["dropped_steps"] == 0
-
-
-def test_a_state_without_what_all_stages_count_is_gone_on_from(ranks: Pool) -> None:
-    assert all(ranks.run(state_of_before, size=4))
-
-
 def bytes_of_another_call(rank: int, size: int, who: str) -> None:
     if who == "clip":
         group = Group()

@@ -1,6 +1,5 @@
 """A model under `torch.compile` is the model: names, checkpoints and patterns are those without."""
 
-import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -41,19 +40,6 @@ def without_compiling() -> Iterator[None]:
     """The wrappers are there, and nothing waits for the compiler."""
     with torch.compiler.set_stance("force_eager"):
         yield
-
-
-@pytest.fixture
-def as_before(monkeypatch: pytest.MonkeyPatch) -> Callable[[], pytest.MonkeyPatch]:
-    """From the call on, until undone, names are those that torch gives, as in earlier versions."""
-
-    def begin() -> pytest.MonkeyPatch:
-        for place in ("_names.plain_names", "strategy.facts.plain_names"):
-            monkeypatch.setattr(f"thinwire.{place}", list)
-        monkeypatch.setattr("thinwire.optim.grouped.plain_name", str)
-        return monkeypatch
-
-    return begin
 
 
 def prepared(wrap: Wrap, *fields: str) -> Any:
@@ -111,49 +97,14 @@ def test_a_run_goes_on_bit_for_bit_with_and_without(
     assert all(equal(ends[0], other) for other in ends[1:])
 
 
-@pytest.mark.parametrize("fields", KINDS, ids=lambda fields: "-".join(fields) or "dense")
 @pytest.mark.parametrize("kind", COMPILED)
-def test_what_earlier_versions_saved_of_a_compiled_model_loads(
-    tmp_path: Path, kind: str, fields: tuple[str, ...], as_before: Any
-) -> None:
-    undo = as_before()
-    engine = prepared(COMPILED[kind], *fields)
-    train(engine, 0, 3)
-    path = engine.save(tmp_path)
-    state = engine.state_dict()
-    assert "_orig_mod." in (path / "rank_00000.json").read_text()
-    assert any("_orig_mod." in name for name in state["parameters"])
-    end = ended(engine, 3)
-    undo.undo()
-    for after in (plain, COMPILED[kind]):
-        for load in (lambda e: e.load(tmp_path), lambda e: e.load_state_dict(copy.deepcopy(state))):
-            engine = prepared(after, *fields)
-            load(engine)
-            assert equal(ended(engine, 3), end)
-        engine = prepared(after, *fields)
-        engine.load_parameters(tmp_path)
-        assert equal(values(engine), list(map(torch.as_tensor, _saved(state))))
-        engine.close()
-
-
-def _saved(state: Any) -> list[Tensor]:
-    return [*state["parameters"].values(), *state["buffers"].values()]
-
-
-@pytest.mark.parametrize("kind", COMPILED)
-@pytest.mark.parametrize("old", [False, True])
-def test_an_exported_model_has_the_names_without(
-    tmp_path: Path, kind: str, old: bool, as_before: Any
-) -> None:
-    undo = as_before() if old else None
+def test_an_exported_model_has_the_names_without(tmp_path: Path, kind: str) -> None:
     engine = prepared(COMPILED[kind])
     train(engine, 0, 2)
     engine.save(tmp_path)
     here = values(engine)
     keys = list(engine.model.state_dict())
     engine.close()
-    if undo is not None:
-        undo.undo()
     done = export(tmp_path, tmp_path / "model.safetensors")
     assert (done.tied, done.left_out) == ({}, ())
     file = load_file(tmp_path / "model.safetensors")
@@ -204,8 +155,7 @@ def test_patterns_are_over_the_names_without() -> None:
         tw.optim.Lamb(model.named_parameters(), exclude_from_weight_decay=("0.bia",))
 
 
-@pytest.mark.parametrize("old", [False, True])
-def test_local_updates_go_on_with_and_without(old: bool, as_before: Any) -> None:
+def test_local_updates_go_on_with_and_without() -> None:
     def run(wrap: Wrap, state: Any = None) -> tuple[Any, list[Tensor]]:
         model = wrap(make_model(plain=True))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -220,10 +170,7 @@ def test_local_updates_go_on_with_and_without(old: bool, as_before: Any) -> None
                 optimizer.step()
             return sync.state_dict(), [p.detach().clone() for p in model.parameters()]
 
-    undo = as_before() if old else None
     state, _ = run(whole)
-    if undo is not None:
-        undo.undo()
     expected = run(plain, run(plain)[0])[1]
     assert equal(run(plain, state)[1], expected)
     assert equal(run(whole, state)[1], expected)

@@ -144,18 +144,6 @@ def test_persistent_ones_have_to_fit(
     assert digest(other) == before
 
 
-def test_a_state_of_before_does_not_say_which_ones_were_persistent(
-    saved: tuple[Any, Path, Any],
-) -> None:
-    _, _, state = saved
-    assert state.pop("non_persistent_buffers") == ["0.cache"]
-    with pytest.raises(ValueError, match=r"0\.cache has shape \(16, 4\) in it and nothing here"):
-        prepared().load_state_dict(state)
-    other = prepared(40)
-    other.load_state_dict(state)
-    assert other.step == 3
-
-
 def test_an_exported_model_has_none_of_them(saved: tuple[Any, Path, Any], tmp_path: Path) -> None:
     engine, folder, _ = saved
     export(folder, tmp_path / "model.safetensors")

@@ -65,9 +65,7 @@ def trained(kind: str, harm: str, rank: int) -> tuple[int, str]:
     for step in range(5):
         engine.train_step(*data(rank, step))
     if rank == 1:
-        {"parameter": hurt_parameter, "moment": hurt_moment, "residual": hurt_residual}[harm](
-            engine
-        )
+        {"parameter": hurt_parameter, "moment": hurt_moment}[harm](engine)
     for step in range(5, 5 + EVERY + 1):
         try:
             engine.train_step(*data(rank, step))
@@ -81,24 +79,14 @@ def hurt_parameter(engine: Engine) -> None:
 
 
 def hurt_moment(engine: Engine) -> None:
-    entries = engine.optimizer.state[engine.model[2].weight]
-    flip_(entries["exp_avg_sq" if "exp_avg_sq" in entries else "momentum_buffer"], 7, 3)
-
-
-def hurt_residual(engine: Engine) -> None:
-    entries = engine.optimizer.state[engine.model[2].weight]
-    flip_(entries["residual"] if "residual" in entries else kept(engine)["2.weight"], 7, 3)
-
-
-def kept(engine: Engine) -> dict[str, Tensor]:
-    """The residuals beside an ordinary optimizer, the live ones."""
-    found: dict[str, Tensor] = engine._parts.exchange.state_dict()["residuals"]
-    return found
+    state, layer = engine.optimizer.state, engine.model[2]
+    # beside a residual, momentum is this rank's own
+    entries = state[layer.bias if "residual" in state[layer.weight] else layer.weight]
+    flip_(entries["exp_avg_sq" if "exp_avg_sq" in entries else "momentum_buffer"], 3, 3)
 
 
 def train_harmed(rank: int, size: int) -> dict[str, tuple[int, str]]:
     cases = list(itertools.product(("dense", "adamw", "dgc", "dgc adamw"), ("parameter", "moment")))
-    cases += [("dgc", "residual"), ("dgc adamw", "residual")]
     return {f"{kind}, {harm}": trained(kind, harm, rank) for kind, harm in cases}
 
 
@@ -106,7 +94,7 @@ def test_a_bit_that_flips_on_one_rank_is_diverged_on_all(ranks: Pool) -> None:
     answers = ranks.run(train_harmed, timeout_s=120)
     for case, (updates, text) in answers[0].items():
         assert 0 <= updates <= EVERY, case
-        assert "2.weight" in text, case
+        assert "2.weight" in text or "2.bias" in text, case
         assert "between update " in text, case
         assert answers[1][case] == (updates, text)
 
@@ -210,15 +198,11 @@ def train_locally(rank: int, size: int, harm: str) -> tuple[int, str]:
                 assert sync._averager is not None
                 averaging = sync._averager.averaging
                 held = {
-                    "anchor": averaging.anchors,
-                    "outer": averaging.momentum,
-                    "kept error": averaging.errors,
+                    "anchor": averaging.anchors["2.weight"],
+                    "outer": averaging.momentum["2.weight"],
+                    "frozen": model[0].bias,
                 }
-                flip_(
-                    {"frozen": model[0].bias, **{k: v["2.weight"] for k, v in held.items()}}[harm],
-                    7,
-                    3,
-                )
+                flip_(held[harm], 7, 3)
             try:
                 optimizer.step()
             except tw.Diverged as error:
@@ -227,7 +211,7 @@ def train_locally(rank: int, size: int, harm: str) -> tuple[int, str]:
     return -1, ""
 
 
-@pytest.mark.parametrize("harm", ["anchor", "outer", "kept error", "frozen"])
+@pytest.mark.parametrize("harm", ["anchor", "outer", "frozen"])
 def test_a_bit_that_flips_under_local_updates_is_found_at_an_averaging(
     harm: str, ranks: Pool
 ) -> None:
@@ -268,30 +252,31 @@ def test_a_long_interval_does_not_put_the_comparison_off(ranks: Pool) -> None:
     assert 70 <= step <= 70 + 64 + 16
 
 
-def save_harmed(rank: int, size: int, kind: str, harm: str, folder: str) -> None:
-    engine = engine_of(kind, model_of(), digest_every=64)
+def save_harmed(rank: int, size: int, harm: str, folder: str) -> tuple[str, int]:
+    engine = engine_of("adamw", model_of(), digest_every=64)
     for step in range(4):
         engine.train_step(*data(rank, step))
     engine.save(folder)
     if rank == 1:
-        {"parameter": hurt_parameter, "moment": hurt_moment, "residual": hurt_residual}[harm](
-            engine
-        )
+        {"parameter": hurt_parameter, "moment": hurt_moment}[harm](engine)
+    with pytest.raises(tw.Diverged) as caught:
+        engine.save(folder)
+    written = len(list(Path(folder).iterdir()))
+    engine.load(folder)
+    engine.train_step(*data(rank, 4))
     engine.save(folder)
+    return str(caught.value), written
 
 
-@pytest.mark.parametrize(
-    ("kind", "harm"),
-    [("adamw", "parameter"), ("adamw", "moment"), ("dgc", "residual"), ("dgc adamw", "residual")],
-)
+@pytest.mark.parametrize("harm", ["parameter", "moment"])
 def test_no_checkpoint_is_written_of_ranks_that_do_not_hold_the_same(
-    kind: str, harm: str, ranks: Pool, tmp_path: Path
+    harm: str, ranks: Pool, tmp_path: Path
 ) -> None:
-    for answer in ranks.run(save_harmed, kind, harm, str(tmp_path), expect_errors=True):
-        assert isinstance(answer, Raised)
-        assert answer.type_name == "Diverged"
-        assert "2.weight" in answer.text
-    assert len(list(tmp_path.iterdir())) == 1
+    """The one before can be loaded, and gone on from, in the same process."""
+    for text, written in ranks.run(save_harmed, harm, str(tmp_path)):
+        assert "2.weight" in text
+        assert written == 1
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_any_bit_counts_and_the_layout_in_memory_does_not() -> None:
@@ -514,8 +499,6 @@ def flip_at_random(rank: int, size: int, count: int) -> list[tuple[str, int]]:
         ("adamw", "exp_avg_sq"),
         ("dgc", "parameter"),
         ("dgc", "momentum_buffer"),
-        ("dgc", "residual"),
-        ("dgc adamw", "residual"),
     ]
     found = []
     for turn in range(count):
@@ -526,17 +509,18 @@ def flip_at_random(rank: int, size: int, count: int) -> list[tuple[str, int]]:
             begin = 3 + draw(chance, 6)
             for step in range(begin):
                 engine.train_step(*data(rank, step))
+            # what is compressed has momentum of its own on each rank
             names = [
                 name
                 for name, p in engine.model.named_parameters()
-                if where != "residual" or p.numel() > 64
+                if (kind, where) != ("dgc", "momentum_buffer") or p.numel() < 64
             ]
             name, bit = names[draw(chance, len(names))], draw(chance, 32)
             p = engine.model.get_parameter(name)
             place = draw(chance, p.numel())
             if rank == 1:
                 entries = {"parameter": p, **engine.optimizer.state[p]}
-                flip_(entries[where] if where in entries else kept(engine)[name], place, bit)
+                flip_(entries[where], place, bit)
             found.append(
                 (
                     f"{kind}, {where} {name}[{place}] bit {bit}",
@@ -561,7 +545,7 @@ def updates_until_found(engine: Engine, rank: int, begin: int) -> int:
 
 @pytest.mark.slow
 def test_every_bit_that_flips_is_found_within_the_promised_number_of_updates(ranks: Pool) -> None:
-    first, second = ranks.run(flip_at_random, 90, timeout_s=100)  # ten of each place
+    first, second = ranks.run(flip_at_random, 60, timeout_s=100)  # ten of each place
     assert first == second
     assert [each for each in first if not 0 < each[1] <= EVERY] == []
 
@@ -595,21 +579,3 @@ def test_an_optimizer_that_raises_after_the_exchange_is_heard_of_in_the_next_upd
     assert "came after the exchange" in told
     assert first == second
     assert "rank 1: after the exchange of update 5" in first
-
-
-@pytest.mark.parametrize("kind", ["dgc", "dgc adamw"])
-def test_after_damage_a_checkpoint_can_be_loaded_in_the_same_process(
-    kind: str, tmp_path: Path
-) -> None:
-    engine = engine_of(kind, model_of())
-    for step in range(3):
-        engine.train_step(*data(0, step))
-    engine.save(tmp_path)
-    hurt_residual(engine)
-    with pytest.raises(tw.Diverged, match=r"residual of 2\.weight"):
-        for step in range(3, 6):
-            engine.train_step(*data(0, step))
-    engine.load(tmp_path)
-    for step in range(3, 6):
-        engine.train_step(*data(0, step))
-    engine.save(tmp_path)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire._names import plain_names
 from thinwire.checkpoint.combine import combine
 from thinwire.checkpoint.files import sync_directory
 from thinwire.checkpoint.folder import Found, found, found_at
@@ -224,22 +223,20 @@ def _names(
 ) -> tuple[dict[str, str], tuple[str, ...]]:
     """For each key of the file the name of its tensor; and what was no tensor of the checkpoint."""
     facts = decoded(stage.manifest.facts, dict[str, Any]().__getitem__)
-    by_key = facts.get("state_dict", {name: name for name in values})  # 0.1 did not write it
+    by_key = facts.get("state_dict")
     if not isinstance(by_key, Mapping) or not set(by_key.values()) <= {None, *values}:
         raise CheckpointError(
             f"{stage.path} does not have what its model had by name: it is no checkpoint of "
             "engine.save"
         )
-    # earlier versions saved the keys of a compiled model
-    keys = dict(zip(by_key, plain_names(by_key), strict=True))
-    names = {keys[key]: name for key, name in by_key.items() if name is not None}
+    names = {key: name for key, name in by_key.items() if name is not None}
     for key, name in names.items():
         if values[name].dtype not in PLAIN:
             raise CheckpointError(
                 f"{key} is {values[name].dtype}, which not every version of safetensors reads: "
                 "convert the model before it is saved"
             )
-    return names, tuple(keys[key] for key, name in by_key.items() if name is None)
+    return names, tuple(key for key, name in by_key.items() if name is None)
 
 
 def _write(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> int:

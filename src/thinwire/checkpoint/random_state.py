@@ -105,4 +105,4 @@ def _to_numpy(value: Any) -> Any:
         return {key: _to_numpy(entry) for key, entry in value.items()}
     if not isinstance(value, Tensor):
         return value
-    return value.cpu().numpy().view(f"u{value.itemsize}")  # as which checkpoints of before hold it
+    return value.cpu().numpy().view(f"u{value.itemsize}")

@@ -19,7 +19,6 @@ from thinwire.compress.protocol import (
     Context,
     OtherRanks,
     Sending,
-    Watch,
 )
 from thinwire.core.checksum import ODD, checked_mean_, flat_bytes, odd_weights
 from thinwire.core.precision import state_dtype
@@ -72,9 +71,7 @@ class Dense:
         dense = {name: grad.to_dense() if grad.is_sparse else grad for name, grad in grads.items()}
         return send_dense(context, dense, check_finite=self._check_finite)
 
-    def commit_(
-        self, grads: Mapping[str, Tensor], arrived: Arrived, watch: Watch | None = None
-    ) -> None:
+    def commit_(self, grads: Mapping[str, Tensor], arrived: Arrived) -> None:
         """Nothing: it has no state."""
 
     def state(self) -> dict[str, dict[str, Tensor]]:

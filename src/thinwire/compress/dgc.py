@@ -39,7 +39,6 @@ from thinwire.compress.protocol import (
     Limit,
     OtherRanks,
     Sending,
-    Watch,
 )
 from thinwire.compress.sparse_change import entry_bytes, send_largest
 from thinwire.compress.words import bits_text, plural, share_text
@@ -572,9 +571,7 @@ class DGCCompressor:
                 proposed[name] = Proposed(proposal, self._params[name].numel(), k)
         return send_entries(context, proposed, value_bits=self._value_bits, exchange=self._exchange)
 
-    def commit_(
-        self, grads: Mapping[str, Tensor], arrived: Arrived, watch: Watch | None = None
-    ) -> None:
+    def commit_(self, grads: Mapping[str, Tensor], arrived: Arrived) -> None:
         """See `Compressor`."""
         assert isinstance(arrived, ArrivedEntries)
         keys = {name: key for key, name in enumerate(self._params)}
@@ -588,10 +585,7 @@ class DGCCompressor:
                 folds.append(self._fold(arrived.context, name, grad))
             given = [arrived.given[name] for name in names]
             seeds = [rounding_seed(arrived.context.step, keys[name]) for name in names]
-            if watch is None:
-                commit_list_(folds, given, seeds)
-            else:
-                self._watched(arrived.context.step, names, folds, given, seeds, watch)
+            commit_list_(folds, given, seeds)
             for name, fold in zip(names, folds, strict=True):
                 arrived.add_kept_(name, fold.residual, keys[name])
 
@@ -639,26 +633,3 @@ class DGCCompressor:
         u = state["momentum_buffer"].view(-1) if rule.momentum is not None else None
         v = state["residual"].view(-1)
         return Fold(grad.reshape(-1).contiguous(), v, u, rule.momentum or 0.0, rule.nesterov)
-
-    def _watched(
-        self,
-        step: int,
-        names: list[str],
-        folds: list[Fold],
-        given: list[tuple[Tensor, Tensor]],
-        seeds: list[int],
-        watch: Watch,
-    ) -> None:
-        """Commit, and say what the loops found and left."""
-        states = {
-            f"{key} of {name}": self._state[name][key]
-            for name in names
-            for key in ("momentum_buffer", "residual")
-            if key in self._state[name]
-        }
-        expected = watch.expected(states)
-        sums: dict[str, tuple[int, int]] = {}
-        for name, seal in zip(names, commit_list_(folds, given, seeds, sealed=True), strict=True):
-            sums[f"residual of {name}"] = (seal.residual_before, seal.residual)
-            sums[f"momentum_buffer of {name}"] = (seal.buffer_before, seal.buffer)
-        watch.changed(step + 1, states, expected, sums)

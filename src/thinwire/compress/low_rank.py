@@ -38,7 +38,6 @@ from thinwire.compress.protocol import (
     Limit,
     OtherRanks,
     Sending,
-    Watch,
     place_for,
 )
 from thinwire.compress.words import plural
@@ -256,9 +255,7 @@ class LowRankCompressor:
         parts = {name: (self._matrix(name, g), self._errors[name]) for name, g in grads.items()}
         return _send_factors(context, {name: self._factors[name] for name in grads}, parts)
 
-    def commit_(
-        self, grads: Mapping[str, Tensor], arrived: Arrived, watch: Watch | None = None
-    ) -> None:
+    def commit_(self, grads: Mapping[str, Tensor], arrived: Arrived) -> None:
         """See `Compressor`."""
         assert isinstance(arrived, LowRankMeans)
         for name in (name for name in arrived.names if name in grads):

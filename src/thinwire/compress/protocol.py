@@ -33,7 +33,6 @@ __all__ = [
     "Limit",
     "OtherRanks",
     "Sending",
-    "Watch",
     "place_for",
     "together",
     "zeros_for",
@@ -185,22 +184,6 @@ after its last result: no source waits for another one.
 Bucket = Generator[Sequence[Collective], Sequence[Tensor], list[Arrived]]
 
 
-class Watch(Protocol):
-    """Keeps sums of state that only this rank holds; see `thinwire.exchange.digest.OwnState`."""
-
-    def expected(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-        """The sums that a loop must find that is about to change these."""
-
-    def changed(
-        self,
-        step: int,
-        tensors: Mapping[str, Tensor],
-        expected: Mapping[str, int],
-        sums: Mapping[str, tuple[int, int]],
-    ) -> None:
-        """A loop has changed these: by name the sum that it found and the one that it left."""
-
-
 class Compressor(Protocol):
     """What of a rank's gradients travels, and what stays.
 
@@ -223,15 +206,12 @@ class Compressor(Protocol):
     def send(self, context: Context, grads: Mapping[str, Tensor]) -> Sending:
         """Send what it takes of one bucket. Reads gradients and state, and changes neither."""
 
-    def commit_(
-        self, grads: Mapping[str, Tensor], arrived: Arrived, watch: Watch | None = None
-    ) -> None:
+    def commit_(self, grads: Mapping[str, Tensor], arrived: Arrived) -> None:
         """Change the state after a vote that found nothing wrong.
 
         Args:
             grads: Those that were sent, unchanged since.
             arrived: What `send` returned.
-            watch: Is told what changes.
         """
 
     def state(self) -> dict[str, dict[str, Tensor]]:

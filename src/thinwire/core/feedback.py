@@ -24,13 +24,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from thinwire.core.checksum import word_sums
-from thinwire.kernels import body_name, for_device
+from thinwire.kernels import for_device
 from thinwire.kernels.memory import has_address
 from thinwire.kernels.reference import divided_, mixed, step_along_, summed
 from thinwire.kernels.rules import Fold
@@ -39,7 +36,6 @@ __all__ = [
     "Fold",
     "FoldRule",
     "Proposal",
-    "Seal",
     "commit_",
     "commit_list_",
     "divided_",
@@ -183,81 +179,27 @@ def propose_list(folds: Sequence[Fold], ks: Sequence[int]) -> list[Proposal]:
     return [Proposal(*found) for found in kernels.propose_list(folds, ks)]
 
 
-class Seal(NamedTuple):
-    """What a commit found and left, by the sums of `thinwire.core.checksum.word_sums`."""
-
-    residual_before: int
-    buffer_before: int
-    residual: int
-    buffer: int
-
-
 def commit_list_(
     folds: Sequence[Fold],
     sent: Sequence[tuple[Tensor, Tensor]],
     seeds: Sequence[int | None],
-    *,
-    sealed: bool = False,
-) -> list[Seal]:
+) -> None:
     """`commit_` for many tensors; changes residuals and momentum buffers in place.
 
     Args:
         folds: Per tensor its gradient, state and rule: those of the proposal.
         sent: Per tensor (indices, values), as for `commit_`.
         seeds: Per tensor, as for `commit_`.
-        sealed: Whether to say what was found and left; in compiled loops that is almost free.
-
-    Returns:
-        Per tensor, if `sealed`; without momentum buffer its sums are 0.
 
     Raises:
         ValueError: As in `commit_`.
     """
     device = folds[0].residual.device if folds else torch.device("cpu")
-    fused = body_name(device) == "numba" and all(f.residual.dtype != torch.bfloat16 for f in folds)
-    before = [_rests(fold, fused) for fold in folds] if sealed else []
     for fold, (indices, values), seed in zip(folds, sent, seeds, strict=True):
         _check_state(fold.grad, fold.residual, fold.momentum_buffer)
         _check_sent(indices, values)
         _check_seed(seed, fold.residual)
-    sums = for_device(device).commit_list_(folds, sent, [seed or 0 for seed in seeds])
-    return _seals(before, folds, sums if fused else [None] * len(folds)) if sealed else []
-
-
-def _rests(fold: Fold, fused: bool) -> list[int]:
-    """The sums of residual and buffer; where loops make them, of the last entry that fills no word,
-    if there is one.
-    """
-    states = [fold.residual, *([] if fold.momentum_buffer is None else [fold.momentum_buffer])]
-    if not fused:
-        return word_sums(states)
-    filled = (
-        fold.residual.numel()
-        * fold.residual.element_size()
-        // 8
-        * 8
-        // fold.residual.element_size()
-    )
-    return (
-        [] if filled == fold.residual.numel() else word_sums([state[filled:] for state in states])
-    )
-
-
-def _seals(
-    before: Sequence[Sequence[int]], folds: Sequence[Fold], sums: Sequence[NDArray[np.int64] | None]
-) -> list[Seal]:
-    found = []
-    for rests, fold, own in zip(before, folds, sums, strict=True):
-        four = [0, 0, 0, 0] if own is None else own.tolist()
-        for place, rest in (*enumerate(rests), *enumerate(_rests(fold, own is not None), 2)):
-            four[place] = _wrapped(four[place] + rest)
-        found.append(Seal(*four))
-    return found
-
-
-def _wrapped(number: int) -> int:
-    """As a signed number of 64 bits."""
-    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
+    for_device(device).commit_list_(folds, sent, [seed or 0 for seed in seeds])
 
 
 def _check_k(k: int, residual: Tensor) -> None:

@@ -20,7 +20,7 @@ from thinwire.compress.protocol import Compression, Compressor, Context, Flags, 
 from thinwire.core.precision import narrowed
 from thinwire.core.stats import Pace
 from thinwire.errors import PayloadCorrupt, ThinwireError
-from thinwire.exchange.digest import OwnState, RollingDigest
+from thinwire.exchange.digest import RollingDigest
 from thinwire.exchange.likeness import Likeness
 from thinwire.exchange.nodes import in_nodes, make_common_
 from thinwire.exchange.round import Round
@@ -122,8 +122,6 @@ class GradientExchange:
         self.spoiled: str | None = None
         """Why this rank did not finish its last update, for the error that all ranks raise in the
         next one."""
-        self.own: OwnState | None = None
-        """What only this rank holds, if its memory is to be watched."""
         self.likeness = Likeness("gradients")
         self.pace = Pace()
         self._settings = Settings()
@@ -138,17 +136,6 @@ class GradientExchange:
         self.params, self.names = params, list(params)
         self._places = {name: place for place, name in enumerate(self.names)}
         self._pattern = GradientPattern()
-
-    def watch(self, digest: RollingDigest | None, identity: str) -> None:
-        """Have what all ranks must hold alike compared at every step, and what is this rank's own
-        watched.
-
-        Args:
-            digest: Of the former; None to do neither.
-            identity: Which of the engines and optimizers over these ranks this is.
-        """
-        self.digest, self.identity = digest, identity
-        self.own = None if digest is None or not self.compressors else OwnState(self.state)
 
     def state(self) -> dict[str, Tensor]:
         """What only this rank, or its node, holds, by names for errors."""
@@ -390,15 +377,8 @@ class GradientExchange:
         """
         for arrived in dict.fromkeys(done.arrived.values()):
             assert arrived.sender is not None, "said when it was sent"
-            arrived.sender.commit_(grads, arrived, self.own)
+            arrived.sender.commit_(grads, arrived)
         self.forget()
-
-    def seal(self, step: int) -> None:
-        """The update is made, after which there are `step`: what is this rank's own is watched from
-        now on.
-        """
-        if self.own is not None:
-            self.own.seal(step)
         self.pace.round(1, time.perf_counter(), self.sources.wait_s)
 
     def forget(self) -> None:
@@ -407,8 +387,7 @@ class GradientExchange:
             each.forget()
 
     def require_equal(self, step: int) -> None:
-        """Compare everything that all ranks must hold alike, and the memory of what is this rank's
-        own.
+        """Compare everything that all ranks must hold alike.
 
         Raises:
             Diverged: On every rank.
@@ -419,9 +398,8 @@ class GradientExchange:
         self._require_intact()
         if self.digest is None:
             return
-        damage = None if self.own is None else self.own.damage(step, everything=True)
         with self.group.uncounted():  # no exchange of an update
-            self._agree(Report(step, COMPARING, damaged=damage))
+            self._agree(Report(step, COMPARING))
             if self.group.size > 1:
                 self.digest.require_equal(self.group, step)
 
@@ -500,8 +478,6 @@ class GradientExchange:
         digest = self.digest if self.group.size > 1 else None
         if digest is not None:  # while the messages are on their way
             said["digest"] = digest.at(report.step)
-        if self.own is not None:
-            said["damaged"] = self.own.damage(report.step)
         # whatever is wrong here is said in the vote and not raised: the others wait for it
         try:
             found = one_round.finish(unchanged, self._places)
@@ -576,8 +552,6 @@ class GradientExchange:
         """
         self._nodes_compared = False
         self.spoiled = None
-        if self.own is not None:
-            self.own.start_anew()
 
     def _buckets_of(self, grads: Grads) -> list[tuple[int, list[str]]]:
         """Number and names of each bucket, as far as there are gradients."""

@@ -81,8 +81,6 @@ class Report:
     sums: int = 0
     """Of the dense sums that have arrived, which are the same on all ranks unless a message was
     damaged."""
-    damaged: str | None = None
-    """What of this rank's own state changed since the library last wrote it."""
     likeness: str | None = None
     """Of a sample of what this rank brings, in the first steps; see `Likeness`."""
     scale: float | None = None
@@ -129,7 +127,7 @@ def agree_on_step(
         PayloadCorrupt: A rank refused a message.
         ThinwireError: A rank was misused; or an exchange of fewer ranks has failed, then the error
             is of the same kind as theirs, where it is one of an exchange.
-        Diverged: Ranks do not hold the same, or the state of one of them was damaged.
+        Diverged: Ranks do not hold the same.
         Mismatch: Ranks are at different steps or in different engines, would update at different
             rates or with different hyper-parameters, or a parameter has a gradient on some of them
             only.
@@ -298,11 +296,6 @@ def _refuse_different_settings(reports: Sequence[Report], what: str) -> None:
 def _refuse_divergence(
     group: Group, reports: Sequence[Report], digest: "RollingDigest | None"
 ) -> None:
-    for rank, report in enumerate(reports):
-        if report.damaged is not None:
-            raise Diverged(
-                f"rank {rank}: {report.damaged}. Nothing of update {report.step + 1} was applied"
-            )
     for rank, report in enumerate(reports):
         if report.sums != reports[0].sums:
             raise PayloadCorrupt(

@@ -46,7 +46,7 @@ class Kernels(Protocol):
 
     def commit_list_(  # noqa: D102
         self, folds: Sequence[Fold], sent: Sequence[tuple[Tensor, Tensor]], seeds: Sequence[int]
-    ) -> Sequence[NDArray[np.int64] | None]: ...
+    ) -> None: ...
 
     def step_along_list_(  # noqa: D102
         self,

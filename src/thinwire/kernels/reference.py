@@ -110,9 +110,9 @@ def propose_list(
 
 def commit_list_(
     folds: Sequence[Fold], sent: Sequence[tuple[Tensor, Tensor]], seeds: Sequence[int]
-) -> list[None]:
-    """`commit_` of each tensor; no sums of what was found and left."""
-    return commit_each_(commit_, folds, sent, seeds)
+) -> None:
+    """`commit_` of each tensor."""
+    commit_each_(commit_, folds, sent, seeds)
 
 
 def propose_each(
@@ -132,12 +132,11 @@ def commit_each_(
     folds: Sequence[Fold],
     sent: Sequence[tuple[Tensor, Tensor]],
     seeds: Sequence[int],
-) -> list[None]:
+) -> None:
     """A body's `commit_` of one tensor after the other."""
     for fold, part, seed in zip(folds, sent, seeds, strict=True):
         rule = {"momentum": fold.momentum, "nesterov": fold.nesterov, "seed": seed}
         commit_one_(*fold[:3], *part, **rule)
-    return [None] * len(folds)
 
 
 def step_along_list_(

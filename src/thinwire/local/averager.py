@@ -15,7 +15,7 @@ from thinwire.comm import Group, Regrouped
 from thinwire.comm.private import forget_ended
 from thinwire.core.checksum import word_sums
 from thinwire.errors import Diverged, NonFinite, PayloadCorrupt
-from thinwire.exchange.digest import OwnState, RollingDigest
+from thinwire.exchange.digest import RollingDigest
 from thinwire.exchange.likeness import Likeness
 from thinwire.exchange.vote import COMPARING, Report, agree_on_step
 from thinwire.local.averaging import Averaging, PendingAveraging, widened
@@ -133,15 +133,10 @@ class Averager:
         self._identity = identity
         self.digest: RollingDigest | None = None
         """Of anchors, outer momentum and what does not train, at every averaging."""
-        self.own: OwnState | None = None
-        """Of what this rank has kept back."""
         if digest_every:
             slices = max(1, digest_every // interval.longest)
             self.digest = RollingDigest(self._anchors, self._outer_momentum, every=slices)
             self.digest.start_from(counters.step)
-            self.own = OwnState(
-                lambda: {f"kept error of {name}": e for name, e in averaging.errors.items()}
-            )
 
     def begin_anew(self, tokens: int | None) -> None:
         """All state has been loaded, but for a result on its way.
@@ -152,8 +147,6 @@ class Averager:
         self.synced, self.pending, self._written = False, None, None
         self.given_up = None
         forget_ended()  # what was on its way has no other end
-        if self.own is not None:
-            self.own.start_anew()
         if self.work is not None:
             self.work.begin()
             if tokens is not None:
@@ -193,7 +186,7 @@ class Averager:
         """See `LocalUpdates.require_equal`."""
         if self.digest is not None:
             with self._group.uncounted():  # no exchange of an update
-                self._vote(Report(self.counters.step, COMPARING, damaged=self._damage()))
+                self._vote(Report(self.counters.step, COMPARING))
                 if self._group.size > 1:
                     with _frozen_explained():
                         self.digest.require_equal(self._group, self.counters.step)
@@ -208,9 +201,6 @@ class Averager:
         return {
             f"outer momentum of {name}": entry for name, entry in self.averaging.momentum.items()
         }
-
-    def _damage(self) -> str | None:
-        return None if self.own is None else self.own.damage(self.counters.step, everything=True)
 
     def _vote(self, report: Report, digest: RollingDigest | None = None) -> list[Report]:
         with _frozen_explained():
@@ -414,10 +404,9 @@ class Averager:
             work=None if self.work is None else self.work.told(),
             written=self._written,
             failure=None if self.given_up is None else self._failure(self.given_up),
+            likeness=likeness,
         )
-        if state or phase.startswith("averaging"):
-            report = replace(report, damaged=self._damage())
-        return self._vote(replace(report, likeness=likeness))
+        return self._vote(report)
 
     def _failure(self, why: str) -> tuple[str, str]:
         text = f"rank {self._group.rank}: {why}. Nothing was applied on any rank"
@@ -448,8 +437,6 @@ class Averager:
         self.tensors.made_common(pending.extras)
         self._written = None
         self.counters.averagings += 1
-        if self.own is not None:
-            self.own.seal(self.counters.step)
         if self._roll is not None:
             self._roll.hear([report.members for report in reports])
             self.last = pending if self._roll.gives else None

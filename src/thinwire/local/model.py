@@ -60,7 +60,7 @@ class LocalModel:
         """All other parameters, or this rank's part of each."""
         self._seen: dict[str, Tensor | None] = {}
         """What all ranks had of each buffer last; None for one that a load found changed since."""
-        self._loaded: Mapping[str, float] | None = None
+        self._loaded: Mapping[str, float] = {}
         """What the last load told of `unchanged_buffers`."""
         self._layout = dict(_layout(model))
         self._ids = {name: id(p) for name, p in named_parameters(model)}
@@ -147,24 +147,19 @@ class LocalModel:
         known = {name: 0.0 if known else math.nan for name, known in changed.items()}
         return {name: known.get(name, 1.0) for name in self.buffers()}
 
-    def load_unchanged(self, saved: Mapping[str, float] | None) -> None:
-        """Take what `unchanged_buffers` gave, for buffers as they are; None: it was not saved."""
+    def load_unchanged(self, saved: Mapping[str, float]) -> None:
+        """Take what `unchanged_buffers` gave, for buffers as they are."""
         self._loaded = saved
         self.buffers_are_back()
 
-    def buffers_are_back(self) -> bool:
-        """Buffers have been written since `load_unchanged`, as they were at the save. False where
-        it was not saved which of them all ranks had alike.
-        """
-        if self._loaded is None:
-            return False
+    def buffers_are_back(self) -> None:
+        """Buffers have been written since `load_unchanged`, as they were at the save."""
         self.made_common(name for name, share in self._loaded.items() if share == 1)
         for name, share in self._loaded.items():
             if math.isnan(share):
                 self._seen.pop(name, None)
             elif share < 1:
                 self._seen[name] = None
-        return True
 
     def state(self, names: Iterable[str]) -> dict[str, Tensor]:
         """The optimizer's floating-point tensors of a parameter's shape, by parameter and key; no

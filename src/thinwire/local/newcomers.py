@@ -89,8 +89,6 @@ class NewcomersWork:
             setattr(self._averager.interval, key, value)
         if self._averager.digest is not None:
             self._averager.digest.start_from(counters.step)
-        if self._averager.own is not None:
-            self._averager.own.seal(counters.step)
         self._averager.likeness.skip()
         if self._averager.work is not None:
             self._averager.work.begin()
@@ -113,8 +111,6 @@ class NewcomersWork:
             for name, tensor in kept[kind].items():
                 if (came := given.tensors.get(f"{kind} {name}")) is not None:
                     tensor.add_(came.to(tensor), alpha=factor)
-        if self._averager.own is not None:
-            self._averager.own.seal(self._averager.counters.step)
 
     def _replay(self, given: Given) -> None:
         about: Mapping[str, Any] = given.plain["about"]

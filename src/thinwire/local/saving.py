@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from thinwire import _validate as check
-from thinwire._names import renamed
 from thinwire.core.origin import checksum_of
 from thinwire.local.averager import Averager, Counters
 from thinwire.local.model import LocalModel
@@ -69,11 +68,7 @@ def load(state: Mapping[str, Any], averager: Averager) -> None:
     averaging, tensors = averager.averaging, averager.tensors
     places = {"anchors": averaging.anchors, "outer_momentum": averaging.momentum, **averaging.kept}
     wanted = {*_COUNTERS, *INTERVAL, *places, "bytes_sent", "pending", "local"}
-    later = {"sketches": torch.zeros_like(averaging.sketches), "observed": [], "tokens": None}
-    later["unchanged_buffers"] = None
-    wanted |= later.keys()
-    state = {**later, **state}  # states of 0.1 have none of these
-    state = renamed(state, state.get("anchors") or ())
+    wanted |= {"sketches", "observed", "tokens", "unchanged_buffers"}
     if wanted != state.keys():
         raise ValueError(
             f"state is not one of local_sgd: missing {sorted(wanted - state.keys())}, "
@@ -83,10 +78,9 @@ def load(state: Mapping[str, Any], averager: Averager) -> None:
         places["local"] = _local(tensors)
     for kind, current in places.items():
         check.same_shapes(kind, state[kind], current, advice=_ADVICE)
-    if state["unchanged_buffers"] is not None:
-        check.instance("unchanged_buffers", state["unchanged_buffers"], Mapping, advice=_ADVICE)
-        for name, share in state["unchanged_buffers"].items():
-            check.instance(f"unchanged_buffers[{name!r}]", share, (int, float), advice=_ADVICE)
+    check.instance("unchanged_buffers", state["unchanged_buffers"], Mapping, advice=_ADVICE)
+    for name, share in state["unchanged_buffers"].items():
+        check.instance(f"unchanged_buffers[{name!r}]", share, (int, float), advice=_ADVICE)
     pending = state["pending"]
     if pending is not None:
         known = {

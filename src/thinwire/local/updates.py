@@ -587,8 +587,7 @@ class LocalUpdates:
             averager.flush()
 
     def require_equal(self) -> None:
-        """Compare all that ranks must hold alike, and the memory of what is this rank's own; on all
-        ranks.
+        """Compare all that ranks must hold alike; on all ranks.
 
         Raises:
             Diverged: On every rank.
@@ -713,12 +712,8 @@ class LocalUpdates:
         averager.start_anew()
 
     def buffers_loaded(self) -> None:
-        """The buffers of what was loaded were written as well. Where it does not tell which of them
-        had changed, none had if ranks are equal at this step.
-        """
-        averager = self._open_averager()
-        if not averager.tensors.buffers_are_back() and not averager.apart:
-            averager.tensors.made_common()
+        """The buffers of what was loaded were written as well."""
+        self._open_averager().tensors.buffers_are_back()
 
     def _restore_bytes(self, bytes_sent: int) -> None:
         assert self._sources is not None, "open"

@@ -443,8 +443,7 @@ class DGCMomentum(ExchangingOptimizer):
 
     @torch.no_grad()
     def require_equal(self) -> None:
-        """Compare all that ranks must hold alike, and the memory of what is this rank's own; on all
-        ranks.
+        """Compare all that ranks must hold alike; on all ranks.
 
         Nothing before the first step, or where `digest_every` is 0.
 
@@ -783,7 +782,6 @@ class DGCMomentum(ExchangingOptimizer):
                 self._apply_dense(name, mean, places[name], rate, clip=lasting)
         for names in in_chunks(sparse):
             self._step_along(names, rates, done)
-        exchange.seal(self.position + 1)
 
     def _make_momentum_common(self, exchange: GradientExchange, dense: Sequence[str]) -> None:
         """Before a dense update of what was compressed before: each rank has accumulated momentum
@@ -943,7 +941,7 @@ class DGCMomentum(ExchangingOptimizer):
                 self._params_by_name, self._common_state, every=self.digest_every
             )
             digest.start_from(self.position)
-        exchange.watch(digest, self._identity)
+        exchange.digest, exchange.identity = digest, self._identity
 
     def _params_by_name(self) -> dict[str, Tensor]:
         return {f"parameter {name}": p for name, p in self._shards.items()}
@@ -1017,8 +1015,6 @@ class DGCMomentum(ExchangingOptimizer):
         super().__setstate__(state)
         self._process_group = self.__dict__.get("_process_group")
         self._mesh = self.__dict__.get("_mesh")
-        self.digest_every = self.__dict__.get("digest_every", DIGEST_EVERY)
-        self.timeout_s = self.__dict__.get("timeout_s")
         self._identity = "a copied optimizer"
         self._apart = None
         if self._exchange is not None:

@@ -79,8 +79,7 @@ def _network(found: Mapping[str, Any]) -> Network:
         if (one["kind"], one["bytes"]) == ("all_reduce", _SMALL_BYTES)
     ]
     call_s = max(0.0, small[0] - 4 * (ranks - 1) * latency_s) if small else Network.call_s
-    # probes of before do not say it
-    restarts = any(found.get("idle_restarts", [True]))
+    restarts = any(found["idle_restarts"])
     return Network(8 * rate / FRAMES, latency_s, ranks, call_s, restarts, _node(found))
 
 
@@ -107,8 +106,7 @@ def work_of(found: Mapping[str, Any]) -> Work:
         found["device"] == "cuda",
         found["forward_s"],
         tuple(found["ready_s"]),
-        found.get("muon_s"),
-        found.get("muon_parameters"),
-        # probes of before say nothing of it
-        found.get("gradient_bytes", 4 * found["parameters"]) / found["parameters"],
+        found["muon_s"],
+        found["muon_parameters"],
+        found["gradient_bytes"] / found["parameters"],
     )

@@ -151,11 +151,7 @@ class AllStages:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave; of 0.1, where it had a loss scale, that of the inner
-        one.
-        """
-        if "inner" not in state:
-            state = {"inner": state, "dropped": state.get("dropped_steps", 0), "in a row": 0}
+        """Take back what `state_dict` gave."""
         self._inner.load_state_dict(state["inner"])
         self._drops.total, self._drops.in_a_row = state["dropped"], state["in a row"]
 

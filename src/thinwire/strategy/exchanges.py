@@ -220,7 +220,6 @@ class MeanThenStep(_EveryStep):
 
     def finish(self, step: int, grads: Grads, done: Round) -> None:
         self.gradients.commit_(done, grads)
-        self.gradients.seal(step + 1)
         # buffers of gradients that nobody else sees become those of the means: only after the
         # commit, which reads the gradients a last time
         mine, shards = with_own_storage(grads), Shards(self._params)

@@ -645,7 +645,7 @@ def _exchange(
             check_finite=checks,
             sources=None if sites is None else Replicas(sites),
         )
-        gradients.watch(_digest(plan), identity)
+        gradients.digest, gradients.identity = _digest(plan), identity
         sparsity = (lambda step: 0.0) if compression is None else compression.sparsity_in_force
         inner = MeanThenStep(plan.optimizer, plan.params, gradients, clip, sparsity, limit)
     if place.grid is not None:

@@ -4,7 +4,6 @@ import logging
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -18,9 +17,6 @@ from thinwire._names import (
     named_buffers,
     named_parameters,
     non_persistent_buffers,
-    plain_name,
-    plain_names,
-    renamed,
 )
 from thinwire.checkpoint import Loaded, on_all_ranks, random_state, set_random_state
 from thinwire.checkpoint import load as load_checkpoint
@@ -51,10 +47,9 @@ Restored = dict[str, Any]
 """What an engine itself goes on with: counters, and what the user had given."""
 
 _OF_MODULES = "module_state"
-"""The key of the extra state of modules, where there is any; earlier versions did not save it."""
+"""The key of the extra state of modules, where there is any."""
 _NON_PERSISTENT = "non_persistent_buffers"
-"""The key of the names of buffers with persistent=False, where there are any; earlier versions did
-not save it. A buffer that is only in a state without it is taken for persistent."""
+"""The key of the names of buffers with persistent=False, where there are any."""
 _MAY_LACK = {_OF_MODULES, _NON_PERSISTENT}
 _OF_USER = ("extra", _OF_MODULES)
 """The keys of what is the user's, whose inside is not ours to understand."""
@@ -130,7 +125,7 @@ def load(state: Mapping[str, Any], parts: Parts) -> Restored:
             "state is not one of an engine: missing ['facts']. Pass what engine.state_dict() "
             "returned"
         )
-    changes, problems = _compared(_plain_facts(state["facts"]), parts)
+    changes, problems = _compared(state["facts"], parts)
     if problems:
         raise ValueError(
             f"state does not fit: {'; '.join(problems)}. Prepare the engine as it was then"
@@ -140,7 +135,7 @@ def load(state: Mapping[str, Any], parts: Parts) -> Restored:
     # an optimizer goes on in the very tensors that it is given, and a state may be loaded again
     own = {k: _copied(v, sharded=True) if k == "optimizer" else v for k, v in rest.items()}
     restored = load_all(
-        _plainly_named(own),
+        own,
         parts,
         keep=settings_in_groups(changes),
         agreed=lambda problem, left: left,
@@ -397,8 +392,8 @@ def _tell_of_modules(missing: list[str], unsaved: list[str]) -> None:
         )
     if unsaved:
         warnings.warn(
-            f"the state has no {', '.join(unsaved[:3])}, as those of earlier versions have not: "
-            "these modules go on with the extra state that they have now",
+            f"the state has no {', '.join(unsaved[:3])}: these modules go on with the extra state "
+            "that they have now",
             UserWarning,
             stacklevel=4,
         )
@@ -434,15 +429,13 @@ def read(
     """Find the newest whole checkpoint, or that of a step, see that it fits, and let
     `apply(state, keep=, agreed=)` take it over.
     """
-    loaded = _plain(
-        load_checkpoint(
-            directory,
-            group=parts.savers,
-            part=parts.part,
-            rules=_OTHER_RANKS,
-            cut=partial(_cut, parts),
-            step=step,
-        )
+    loaded = load_checkpoint(
+        directory,
+        group=parts.savers,
+        part=parts.part,
+        rules=_OTHER_RANKS,
+        cut=partial(_cut, parts),
+        step=step,
     )
     changes, problems = _compared(loaded.facts, parts)
     if problems:
@@ -471,24 +464,6 @@ def _of_any(answers: list[list[str]]) -> frozenset[str]:
     return frozenset(chain.from_iterable(answers))
 
 
-def _plain(loaded: Loaded) -> Loaded:
-    """As it would have been saved of the model without `torch.compile`."""
-    state, facts = _plainly_named(loaded.state), _plain_facts(loaded.facts)
-    return replace(loaded, state=state, facts=facts)
-
-
-def _plainly_named(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state under plain names; earlier versions saved those of a compiled model."""
-    given = [name for kind in ("parameters", "buffers") for name in state.get(kind) or ()]
-    return {
-        key: value if key in _OF_USER else renamed(value, given) for key, value in state.items()
-    }
-
-
-def _plain_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
-    return {**facts, "parameters": plain_names(facts.get("parameters", ()))}
-
-
 def _compared(facts: Mapping[str, Any], parts: Parts) -> tuple[list[Change], list[str]]:
     changes = changes_of(facts.get("strategy", {}), parts.facts["strategy"])
     return changes, misfits(facts, parts.facts, changes)
@@ -508,15 +483,13 @@ def load_parameters(directory: str | Path, parts: Parts) -> Path:
     fit = "Load a checkpoint of the same model"
     if parts.runner is not None:
         fit += f", cut into the same stages; else {EXPORTED}"
-    loaded = _plain(
-        load_checkpoint(
-            directory,
-            group=parts.savers,
-            part=parts.part,
-            rules=_OTHER_RANKS,
-            combined=True,
-            cut=partial(_cut, parts),
-        )
+    loaded = load_checkpoint(
+        directory,
+        group=parts.savers,
+        part=parts.part,
+        rules=_OTHER_RANKS,
+        combined=True,
+        cut=partial(_cut, parts),
     )
 
     def fits() -> list[str]:
@@ -576,15 +549,13 @@ def _cut(parts: Parts, facts: Mapping[str, Any]) -> Cut | None:
     first = next(iter(params.values()))
     shards = first.device_mesh.size() if is_sharded(first) else 1  # type: ignore[attr-defined]
 
-    def known(word: str | None) -> str | None:
-        return next((name for name in (word, plain_name(word or "")) if name in shapes), None)
-
     def owner(tree: Any, path: tuple[Any, ...]) -> str | None:
         if path[:2] == ("optimizer", "state"):
-            return known(_owners(tree).get(path[2]))
+            name = _owners(tree).get(path[2])
+            return name if name in shapes else None
         if path[0] in _OF_USER:  # of rank 0, whatever it is
             return None
-        return next((name for word in words(path) if (name := known(word)) is not None), None)
+        return next((word for word in words(path) if word in shapes), None)
 
     return Cut(shards=shards, shard=parts.part, shapes=shapes, owner=owner, of_ranks=("random",))
 

@@ -95,19 +95,8 @@ def _fold(need: Need, values: Array) -> _Calls:
         ]
     else:
         calls += [
-            partial(jit_lists.commit, rows, rows, 0, 0, *kind, rows),
-            partial(
-                jit_entries.commit,
-                grad,
-                state,
-                state,
-                m,
-                jit_entries.PLAIN,
-                *part,
-                _NUMBERS,
-                _NUMBERS,
-                np.zeros(4, np.int64),
-            ),
+            partial(jit_lists.commit, rows, rows, 0, 0, *kind),
+            partial(jit_entries.commit, grad, state, state, m, jit_entries.PLAIN, *part),
         ]
     step = param, _FLOATS, param, param.dtype.type(1), _NUMBERS, param, _NUMBERS, param
     return [*calls, partial(jit_lists.step_along, rows, rows, 0, 0, *step)]

@@ -51,24 +51,15 @@ def commit(
     stop: Int,
     indices: Array,
     sent: Array,
-    words: Array,
-    buffer_words: Array,
-    sums: Array,
 ) -> None:
     """Fold [start, stop) for good, take off what was sent and clear the momentum there; state is
     float32 or float64.
 
-    `indices`, strictly ascending, are all in [start, stop). `words` and `buffer_words` are residual
-    and buffer as int64 as far as they fill words; their sums before and after are added to `sums`:
-    residual and buffer before, after.
+    `indices`, strictly ascending, are all in [start, stop).
     """
     at = 0
     for first in range(start, stop, _SPAN):
         last = min(first + _SPAN, stop)
-        low, high = u64(first * residual.itemsize // 8), u64(last * residual.itemsize // 8)
-        sums[0] += _sum(words, low, high)
-        if mode != PLAIN:
-            sums[1] += _sum(buffer_words, low, high)
         _fold(grad, residual, buffer, m, mode, u64(first), u64(last))
         while at < len(indices) and indices[at] < last:
             i = u64(indices[at])
@@ -76,17 +67,6 @@ def commit(
             if mode != PLAIN:
                 buffer[i] = 0
             at += 1
-        sums[2] += _sum(words, low, high)
-        if mode != PLAIN:
-            sums[3] += _sum(buffer_words, low, high)
-
-
-@jit
-def _sum(words: Array, low: Any, high: Any) -> Any:
-    total = i64(0)
-    for i in range(low, high):
-        total += words[i]
-    return total
 
 
 @jit_inline

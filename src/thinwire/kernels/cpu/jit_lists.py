@@ -105,9 +105,8 @@ def commit(
     like_state: Array,
     m: Any,
     mode: Int,
-    sums: Array,
 ) -> None:
-    """`jit_entries.commit` of the tensors [first, last), with a row of `sums` for each.
+    """`jit_entries.commit` of the tensors [first, last).
 
     `rows` holds the addresses of gradient, residual, momentum buffer, positions and sent values,
     `numbers` per tensor n and how many were sent.
@@ -117,9 +116,7 @@ def commit(
         grad = array_at(rows[t, 0], n, like_grad)
         residual, buffer = array_at(rows[t, 1], n, like_state), array_at(rows[t, 2], n, like_state)
         at, sent = array_at(rows[t, 3], k, rows), array_at(rows[t, 4], k, like_state)
-        count = n * like_state.itemsize // 8
-        words, buffer_words = array_at(rows[t, 1], count, rows), array_at(rows[t, 2], count, rows)
-        _commit(grad, residual, buffer, m, mode, i64(0), n, at, sent, words, buffer_words, sums[t])
+        _commit(grad, residual, buffer, m, mode, i64(0), n, at, sent)
 
 
 @jit

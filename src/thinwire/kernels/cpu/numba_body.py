@@ -86,19 +86,13 @@ def commit_(
     momentum: float,
     nesterov: bool,
     seed: int,
-) -> NDArray[np.int64] | None:
-    """See `thinwire.core.feedback.commit_`; the sums of the words of residual and buffer before,
-    then after.
-
-    None for bfloat16. The last entry is left out of the sums where it fills no word.
-    """
+) -> None:
+    """See `thinwire.core.feedback.commit_`."""
     what = folding(grad, residual, momentum_buffer, momentum, nesterov)
     places, values = as_array(indices), as_array(sent).astype(what.dtype, copy=False)
     narrow = residual.dtype == torch.bfloat16
-    words, buffer_words = _words(what.residual), _words(what.buffer)
 
-    def work(start: int, stop: int) -> NDArray[np.int64]:
-        sums = np.zeros(4, np.int64)
+    def work(start: int, stop: int) -> None:
         first, last = np.searchsorted(places, (start, stop))
         part = start, stop, places[first:last], values[first:last]
         if narrow:
@@ -106,17 +100,10 @@ def commit_(
                 *what, np.uint32(seed), *part, np.empty(last - first, np.float32)
             )
         else:
-            jit_entries.commit(*what, *part, words, buffer_words, sums)
-        return sums
+            jit_entries.commit(*what, *part)
 
-    sums = np.sum(in_parts(residual.numel(), work), axis=0)
+    in_parts(residual.numel(), work)
     bump_versions([residual] if momentum_buffer is None else [residual, momentum_buffer])
-    return None if narrow else sums
-
-
-def _words(array: Array) -> Array:
-    """As int64, as far as it fills words."""
-    return array[: array.nbytes // 8 * 8 // array.itemsize].view(np.int64)
 
 
 def store_(target: Tensor, values: Tensor, seed: int) -> None:
@@ -273,27 +260,20 @@ def propose_list(folds: Sequence[Fold], ks: Sequence[int]) -> list[tuple[Tensor,
     return [found[place] for place in range(len(folds))]
 
 
-def commit_list_(
-    folds: Sequence[Fold], sent: Sequence[Sparse], seeds: Sequence[int]
-) -> list[NDArray[np.int64] | None]:
-    """Changes residuals and momentum buffers: `commit_` of each tensor, with the sums that it
-    gives.
-    """
-    found: dict[int, NDArray[np.int64] | None] = {}
+def commit_list_(folds: Sequence[Fold], sent: Sequence[Sparse], seeds: Sequence[int]) -> None:
+    """Changes residuals and momentum buffers: `commit_` of each tensor."""
     for kind, places in _by_kind(folds, [values.dtype for _, values in sent]).items():
         if kind is None:
             for place in places:
                 fold, seed = folds[place], seeds[place]
                 rule = {"momentum": fold.momentum, "nesterov": fold.nesterov, "seed": seed}
                 # by name
-                found[place] = commit_(*fold[:3], *sent[place], **rule)  # type: ignore[arg-type]
+                commit_(*fold[:3], *sent[place], **rule)  # type: ignore[arg-type]
         else:
             chosen = [folds[place] for place in places]
-            sums = _commit_kind(
+            _commit_kind(
                 chosen, [sent[place] for place in places], [seeds[place] for place in places]
             )
-            found.update(zip(places, sums, strict=True))
-    return [found[place] for place in range(len(folds))]
 
 
 def step_along_list_(
@@ -415,9 +395,7 @@ def _propose_kind(folds: Sequence[Fold], ks: Sequence[int]) -> list[tuple[Tensor
     ]
 
 
-def _commit_kind(
-    folds: Sequence[Fold], sent: Sequence[Sparse], seeds: Sequence[int]
-) -> list[NDArray[np.int64] | None]:
+def _commit_kind(folds: Sequence[Fold], sent: Sequence[Sparse], seeds: Sequence[int]) -> None:
     kind = _kind_of(folds)
     state = torch.float64 if kind.momentum.dtype == np.float64 else torch.float32
     if any(values.dtype != state for _, values in sent):
@@ -431,7 +409,6 @@ def _commit_kind(
         [fold.residual.numel() for fold in folds],
         [indices.numel() for indices, _ in pairs],
     )
-    sums = np.zeros((len(folds), 4), np.int64)
     numbers, all_seeds = (
         np.column_stack((sizes, counts)).astype(np.int64),
         np.array(seeds, np.uint32),
@@ -444,11 +421,10 @@ def _commit_kind(
                 *rest, all_seeds, np.empty(max(counts[first:last]), np.float32)
             )
         else:
-            jit_lists.commit(*rest, sums)
+            jit_lists.commit(*rest)
 
     in_spans(sizes, work)
     bump_versions([tensor for fold in folds for tensor in fold[1:3] if tensor is not None])
-    return [None] * len(folds) if folds[0].residual.dtype == torch.bfloat16 else list(sums)
 
 
 def _like(dtype: torch.dtype) -> Array:

@@ -49,9 +49,9 @@ def propose_list(
 
 def commit_list_(
     folds: Sequence[Fold], sent: Sequence[tuple[Tensor, Tensor]], seeds: Sequence[int]
-) -> list[None]:
-    """`commit_` of each tensor; no sums of what was found and left."""
-    return commit_each_(commit_, folds, sent, seeds)
+) -> None:
+    """`commit_` of each tensor."""
+    commit_each_(commit_, folds, sent, seeds)
 
 
 def count_nonzero(values: Tensor) -> int:
