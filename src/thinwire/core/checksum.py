@@ -1,13 +1,11 @@
-"""Checksums of tensors by their bits, for replicas that must be equal and memory that must not
-change by itself.
-"""
+"""Checksums of tensors by their bits, for replicas that must be equal."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-__all__ = ["ODD", "bit_sums", "checked_mean_", "checksum", "flat_bytes", "odd_weights", "word_sums"]
+__all__ = ["ODD", "bit_sums", "checked_mean_", "checksum", "flat_bytes", "odd_weights"]
 
 _WORDS = 512
 """64-bit words of a block, whose sum has one weight."""
@@ -53,21 +51,12 @@ def checksum(tensors: Sequence[Tensor]) -> int:
     return int((every * odd_weights(every.numel(), place)).sum()) % (1 << 64)
 
 
-def word_sums(tensors: Sequence[Tensor]) -> list[int]:
-    """Per tensor the sum of its 64-bit words modulo 2^64, as a signed number: cheaper than
-    `checksum` of each.
+def bit_sums(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Per tensor the sum of its 64-bit words modulo 2^64, as an int64 tensor of shape () where it
+    is: cheaper than `checksum` of each, and no host synchronization.
 
     A change of any single word changes it, an exchange of two words does not.
-
-    Args:
-        tensors: On one device; read only.
     """
-    sums = bit_sums(tensors)
-    return torch.stack(sums).tolist() if sums else []
-
-
-def bit_sums(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """`word_sums` as int64 tensors of shape () where the tensors are; no host synchronization."""
     return [_word_sum(tensor) for tensor in tensors]
 
 

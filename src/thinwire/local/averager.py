@@ -13,7 +13,7 @@ from torch import Tensor
 
 from thinwire.comm import Group, Regrouped
 from thinwire.comm.private import forget_ended
-from thinwire.core.checksum import word_sums
+from thinwire.core.checksum import bit_sums
 from thinwire.errors import Diverged, NonFinite, PayloadCorrupt
 from thinwire.exchange.digest import RollingDigest
 from thinwire.exchange.likeness import Likeness
@@ -214,7 +214,7 @@ class Averager:
             return
         if self.averaging.written():
             self.averaging.anchor_()
-            sums = [word_sums([anchor]) for anchor in self.averaging.anchors.values()]
+            sums = [int(total) for total in bit_sums(list(self.averaging.anchors.values()))]
             digest = hashlib.blake2b(repr(sums).encode(), digest_size=8).hexdigest()
             self._written = digest if self._group.shards is None else "a shard"  # shards differ
 
