@@ -445,8 +445,36 @@ def test_a_group_with_a_decay_of_its_own_keeps_it(adamw):
         {"params": net[2].parameters(), "weight_decay": 0.2},
     ]
     result = adopted(net, adamw(groups, lr=0.1), lamb=LAMB(lamb_weight_decay=0.3))
-    assert [g["weight_decay"] for g in result.optimizer.param_groups] == [0.3, 0.0, 0.2]
-    assert "[1, 2]" in " ".join(result.notes)
+    assert [g["weight_decay"] for g in result.optimizer.param_groups] == [0.01, 0.0, 0.2]
+    assert "0.01, 0.0, 0.2" in " ".join(result.notes)
+
+
+@pytest.mark.parametrize("decays", [(5e-4, 0.0), (0.0, 5e-4), (0.01, 0.0), (0.0, 0.0)])
+@pytest.mark.parametrize(
+    ("make", "default", "strategy"),
+    [
+        *[
+            (sgd, 0.0, {"lars": LARS(lars_weight_decay=0.3)})
+            for sgd in (torch.optim.SGD, optim.SGD)
+        ],
+        *[
+            (adam, 0.0, {"lamb": LAMB(lamb_weight_decay=0.3)})
+            for adam in (torch.optim.Adam, optim.Adam, optim.AdamW, optim.LazyAdam)
+        ],
+        (torch.optim.AdamW, 0.01, {"lamb": LAMB(lamb_weight_decay=0.3)}),
+        (torch.optim.SGD, 0.2, {"lars": LARS(lars_weight_decay=0.3)}),
+    ],
+)
+def test_decays_that_differ_are_all_kept(make, default, strategy, decays):
+    """Those that are equal, and the optimizer's default, were said by nobody."""
+    net = network()
+    groups = [
+        {"params": net[0].parameters(), "weight_decay": decays[0]},
+        {"params": [*net[1].parameters(), *net[2].parameters()], "weight_decay": decays[1]},
+    ]
+    new = adopted(net, make(groups, lr=0.1, weight_decay=default), **strategy).optimizer
+    expected = (0.3, 0.3) if set(decays) == {default} else decays
+    assert tuple(g["weight_decay"] for g in new.param_groups) == expected
 
 
 def test_exclusions_of_both_add_up():

@@ -59,8 +59,6 @@ class Replacement:
     """Keys of a parameter's state that mean the same there."""
     patterns: tuple[str, ...] = ()
     """Names without decay, beside those that the optimizer excludes."""
-    own_decay: float | None = None
-    """A group's weight_decay that is not taken over, because the method has one of its own."""
     problems: list[str] = field(default_factory=list)
     """What stands in the way."""
     notes: list[str] = field(default_factory=list)
@@ -126,11 +124,6 @@ def rebuilt(
         values = {
             key: replacement.keys[key](group[key]) for key in replacement.keys if key in group
         }
-        if (
-            replacement.own_decay is not None
-            and values.get("weight_decay") == replacement.own_decay
-        ):
-            del values["weight_decay"]
         common = {key: group[key] for key in _COMMON_KEYS if key in group}
         groups.append(
             {"params": kept, "param_names": [names[param] for param in kept], **common, **values}
@@ -321,20 +314,26 @@ def _decide_decay_(
     field: str,
     decay: float,
 ) -> None:
-    """Changes `replacement`: nothing may decay twice, and nobody's choice of decay may get lost."""
+    """Changes `replacement`: nothing may decay twice, and nobody's choice of decay may get lost.
+
+    Groups that have the constructor's value, all of them, have said nothing.
+    """
     own = float(optimizer.defaults["weight_decay"])
+    decays = [float(group["weight_decay"]) for group in settings.groups]
+    if set(decays) != {own}:
+        of_groups = ", ".join(map(str, decays))
+        replacement.notes.append(f"weight_decay is that of each group: {of_groups}")
+        return
     usual = float(inspect.signature(type(optimizer)).parameters["weight_decay"].default)
     if own not in (0.0, usual, decay):
         replacement.problems.append(
             f"the optimizer's weight_decay={own} and {field}_weight_decay={decay} are two decays "
             f"for the same parameters: set {field}_weight_decay={own} and leave the optimizer's out"
         )
-    replacement.own_decay = own
-    kept = [i for i, group in enumerate(settings.groups) if float(group["weight_decay"]) != own]
-    replacement.notes.append(
-        f"weight_decay is {field}'s {decay}"
-        + (f", but for groups {kept}, which keep their own" * bool(kept))
-    )
+    replacement.keys = {
+        key: kind for key, kind in replacement.keys.items() if key != "weight_decay"
+    }
+    replacement.notes.append(f"weight_decay is {field}'s {decay}")
 
 
 def _floats(betas: Any) -> tuple[float, ...]:
