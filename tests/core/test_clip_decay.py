@@ -44,6 +44,23 @@ def test_a_gradient_that_is_not_finite_is_not_repaired(clip: object, bad: float)
     assert not torch.isfinite(out).all()
 
 
+@pytest.mark.parametrize("size", [1e18, 1e19, 1e20, 1e30, 3e38])
+@pytest.mark.parametrize("count", [1, 100, 100_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_a_large_finite_gradient_is_clipped_to_the_limit(
+    dtype: torch.dtype, count: int, size: float
+) -> None:
+    grads = [torch.full((count,), size, dtype=dtype), torch.full((2, 3), -size, dtype=dtype)]
+    limit = size / 4
+    (norm_of_both,) = [torch.cat([g.flatten() for g in grads]).to(torch.complex128).norm()]
+    together = clipped(ClipByGlobalNorm(limit), grads)
+    for out, grad in zip(together, grads, strict=True):
+        expected = (grad.to(torch.complex128) * (limit / norm_of_both)).to(torch.complex64)
+        torch.testing.assert_close(out.to(torch.complex64), expected, rtol=1e-2, atol=0)
+    for out in clipped(ClipByNorm(limit), grads):
+        assert out.to(torch.complex128).norm().item() == pytest.approx(limit, rel=1e-2)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_norms_of_narrow_types_are_accumulated_in_float32(dtype: torch.dtype) -> None:
     big = torch.full((1000,), 300.0, dtype=dtype)

@@ -1,6 +1,8 @@
 """Parameters sharded over ranks (DTensors): norms, ratios and updates are those of the whole
 tensors."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -58,6 +60,38 @@ def test_sharding_changes_no_number(ranks: Pool, name: str, foreach: bool | None
     for got in ranks.run(train_sharded, name, 0.7, foreach, size=2):
         for a, b in zip(got, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=max(1e-12, ALL[name].rounding))
+
+
+def of_large_gradients(rank: int, size: int, name: str, clip: Any) -> list[list[Tensor]]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    found = []
+    for scale in (2.0**10, 2.0**70):
+        net = model()
+        for p in net.parameters():  # Lars does not limit the update of a tensor of zeros
+            p.requires_grad_(p.ndim == 2)
+        if size > 1:
+            fully_shard(net, mesh=init_device_mesh("cpu", (size,)))
+        optimizer = ALL[name](net.named_parameters(), grad_clip=clip)
+        for seed in range(2):
+            torch.manual_seed(seed)
+            (net(torch.randn(4, 5)).square().mean() * scale).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        whole = [p.full_tensor() if size > 1 else p for p in net.parameters()]
+        found.append([p.detach() for p in whole])
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "clip"),
+    [("SGD", optim.ClipByNorm(0.1)), ("SGD", optim.ClipByGlobalNorm(0.1)), ("Lars", None)],
+)
+def test_norms_have_room_for_large_gradients(ranks: Pool, name: str, clip: Any, size: int) -> None:
+    for large, larger in ranks.run(of_large_gradients, name, clip, size=size):
+        torch.testing.assert_close(larger, large, rtol=1e-4, atol=1e-5)
 
 
 def minimized(rank: int, size: int, name: str) -> list[bool]:

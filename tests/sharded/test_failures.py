@@ -143,7 +143,7 @@ def test_a_rank_that_dies_is_an_error_on_all(ranks: Pool) -> None:
         assert site_0.type_name in ("PeerLost", "PeerStalled"), site_0
 
 
-def clipped(rank: int, size: int, kind: str) -> dict[str, Tensor]:
+def clipped(rank: int, size: int, kind: str, scale: float = 1.0) -> dict[str, Tensor]:
     mesh, model = None, plain_model()
     if size == 4:
         mesh = mesh_of(2, 2)
@@ -161,7 +161,7 @@ def clipped(rank: int, size: int, kind: str) -> dict[str, Tensor]:
     if kind == "local, averaged":
         fields["localsgd"] = tw.LocalSGD(2)
     engine = tw.DistributedStrategy(**fields).prepare(
-        model, optimizer, mse_loss, grad_clip=given, mesh=mesh
+        model, optimizer, lambda *given: mse_loss(*given) * scale, grad_clip=given, mesh=mesh
     )
     for step in range(6):
         engine.train_step(*batch(site_of(mesh), step))
@@ -181,6 +181,12 @@ def test_norms_are_over_all_shards(ranks: Pool, kind: str) -> None:
     assert not torch.allclose(whole["0.weight"], free["0.weight"], rtol=1e-2)
     for values in ranks.run(clipped, kind, size=4):
         torch.testing.assert_close(values, whole, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["global", "norm", "local"])
+def test_norms_over_shards_have_room_for_large_gradients(ranks: Pool, kind: str) -> None:
+    large, larger = (ranks.run(clipped, kind, 2.0**power, size=4)[0] for power in (10, 70))
+    torch.testing.assert_close(larger, large, rtol=1e-5, atol=1e-6)
 
 
 def many_steps(rank: int, size: int) -> tuple[dict[str, Tensor], dict[str, float]]:

@@ -165,6 +165,25 @@ def test_the_norm_is_over_all_stages(ranks: Pool) -> None:
         torch.testing.assert_close(parts[name], value, rtol=0, atol=1e-12)
 
 
+def of_large_gradients(rank: int, size: int) -> float:
+    model = make_model(plain=True)
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.5)
+    engine = tw.DistributedStrategy(pipeline=tw.Pipeline(stages=2, micro_batches=2)).prepare(
+        model,
+        optimizer,
+        lambda out, given: cross_entropy(out, given) * 2.0**75,
+        grad_clip=tw.ClipByGlobalNorm(0.05),
+    )
+    before = flat(engine.model)
+    engine.train_step(*batch(0, 0))
+    return float((flat(engine.model) - before).square().sum())
+
+
+def test_the_norm_over_stages_has_room_for_large_gradients(ranks: Pool) -> None:
+    moved = sum(ranks.run(of_large_gradients, size=2)) ** 0.5
+    assert moved == pytest.approx(0.5 * 0.05, rel=1e-4)
+
+
 def by_dgc(rank: int, size: int, given: bool) -> list[float]:
     """By `prepare`, or by an optimizer that was made so."""
     model = make_model(plain=True)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from thinwire.core.arithmetic import products_are_exact
+from thinwire.core.norms import into_range
 
 __all__ = ["MuonRule", "muon_", "newton_schulz"]
 
@@ -76,6 +77,7 @@ def newton_schulz(matrix: Tensor, rule: MuonRule) -> Tensor:
     tall = matrix.size(0) > matrix.size(1)
     x = matrix.to(rule.dtype)
     x = x.T if tall else x
+    x = x * into_range(x.norm())
     x = x / x.norm().clamp(min=rule.eps)
     # for more columns than that it takes fewer multiplications; with fewer bits than those of
     # float32 its errors would grow

@@ -6,7 +6,7 @@ know ranks.
 """
 
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from thinwire.core.rows import values_of
 from thinwire.core.sharded import is_sharded
 
-__all__ = ["global_norm", "norm", "norms", "norms_over_shards", "whole_norms"]
+__all__ = ["global_norm", "into_range", "norm", "norms", "norms_over_shards", "whole_norms"]
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -23,21 +23,39 @@ def norm(tensor: Tensor) -> Tensor:
     """Euclidean norm over all entries; a sparse tensor has to be coalesced.
 
     Returns:
-        Shape (), float32 (float64 for double precision), on the tensor's device; no host
-        synchronization.
+        Shape (), finite where the entries are, on the tensor's device; no host synchronization.
+        float32, or float64: for double precision, for larger squares, and on other devices than
+        CPUs.
     """
-    values = values_of(tensor)
-    size: Tensor = torch.linalg.vector_norm(
-        values, dtype=torch.float32 if values.dtype in _HALVES else None
-    )
-    return size
+    return norms([tensor])[0]
 
 
 def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     """`norm` of each, with one reduction for all sharded tensors of one mesh and placement."""
-    found: list[Tensor] = [norm(tensor) for tensor in tensors]
-    if not any(is_sharded(value) for value in found):
-        return found
+    values = [values_of(tensor) for tensor in tensors]
+    found = _rough(values)
+    doubted = [i for i, n in enumerate(found) if n.device.type != "cpu" or not bool(n.isfinite())]
+    factors = [into_range(found[i]) for i in doubted]
+    fine = _rough(values[i] * factor for i, factor in zip(doubted, factors, strict=True))
+    for i, size, factor in zip(doubted, fine, factors, strict=True):
+        found[i] = size.double() / factor
+    return found
+
+
+def into_range(size: Tensor) -> Tensor:
+    """1 where a norm is finite, else a power of two that keeps the squares of finite numbers, and
+    their sum, inside its type; no host synchronization.
+    """
+    small = 2.0**-532 if size.dtype == torch.float64 else 2.0**-84
+    return torch.where(size.isfinite(), torch.ones_like(size), small)
+
+
+def _rough(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Norms by the plain sum of squares."""
+    found: list[Tensor] = [
+        torch.linalg.vector_norm(x, dtype=torch.float32 if x.dtype in _HALVES else None)
+        for x in tensors
+    ]
     shards: dict[object, list[int]] = {}
     for i, value in enumerate(found):
         if is_sharded(value):
@@ -52,11 +70,12 @@ def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def whole_norms(tensors: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
-    """`norms` of dense tensors that are all sharded or all whole, stacked, by one list operation
-    for whole ones.
+    """`norms` of dense tensors of one type and device, stacked; of whole ones elsewhere than on a
+    CPU by one list operation, which large squares make infinite.
     """
-    sharded = is_sharded(tensors[0])
-    return torch.stack(norms(tensors) if sharded else torch._foreach_norm(tensors))
+    one_by_one = is_sharded(tensors[0]) or tensors[0].device.type == "cpu"
+    found = norms(tensors) if one_by_one else torch._foreach_norm(tensors)
+    return torch.stack(found).to(tensors[0].dtype)
 
 
 def norms_over_shards(
@@ -75,7 +94,7 @@ def norms_over_shards(
     """
     if not tensors:
         return {}
-    found = [norm(tensor) for tensor in tensors.values()]
+    found = norms(list(tensors.values()))
     squares = torch.stack([each.double().cpu().square() for each in found]).tolist()
     form = struct.Struct(f"<{len(squares)}d")
     answers = [form.unpack(answer) for answer in gather(form.pack(*squares), "norms over shards")]

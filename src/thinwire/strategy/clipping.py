@@ -2,6 +2,7 @@
 stages.
 """
 
+import math
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -140,7 +141,7 @@ def _clipping(clip: Clip, stages: Group | None, shards: Group | None) -> Clippin
             what = "the global norm over stages or shards"
             answers = others.gather_bytes(struct.pack("<d", float(norm)), what=what)
             norms = [_number(answer, rank, what) for rank, answer in enumerate(answers)]
-            whole = sum(each**2 for each in norms) ** 0.5
+            whole = math.hypot(*norms)
             norm = torch.tensor(whole, dtype=torch.float64, device="cpu")
         # exactly 1 below the limit, where the product changes no bit
         return _scaled_(together, clip.c / norm.clamp(min=clip.c))
