@@ -64,6 +64,50 @@ def test_the_state_goes_on() -> None:
         twin.load_state_dict({**scaler.state_dict(), "good_updates": -1})
 
 
+@pytest.mark.parametrize("bad", [None, 0, 1])
+def test_one_scale_serves_several_optimizers(bad: int | None) -> None:
+    """Each divides by the scale of the step, which adapts once."""
+    scaler = LossScaler(DynamicLossScale(8.0, 2.0, 2))
+    params = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    scales = []
+    for step in range(4):
+        for p in params:
+            p.grad = None
+        scaler.scaled(sum(p.sum() for p in params)).backward()
+        if step == 1 and bad is not None:
+            params[bad].grad[0] = math.inf
+        for i, p in enumerate(params):
+            overflow = step == 1 and i == bad
+            assert scaler.unscale_([p]) != overflow
+            assert overflow or p.grad.tolist() == [1.0, 1.0]
+        scaler.update()
+        scales.append(scaler.scale)
+    assert scales == ([8.0, 16.0, 16.0, 32.0] if bad is None else [8.0, 4.0, 4.0, 8.0])
+    assert scaler.dropped_steps == (bad is not None)
+
+
+def test_the_same_gradients_are_unscaled_once() -> None:
+    scaler = LossScaler(FixedLossScale(4.0))
+    p, q = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    for grads in (torch.ones(2), torch.tensor([math.inf, 1.0])):
+        p.grad = grads.clone()
+        q.grad = grads.clone()
+        scaler.unscale_([p])
+        before = [p.grad.clone(), q.grad.clone()]
+        with pytest.raises(RuntimeError, match=r"unscale_.*update\(\)"):
+            scaler.unscale_([q, p])
+        assert same([p.grad, q.grad], before)
+        scaler.unscale_([q])
+        scaler.update()
+    p.grad = torch.ones(2)
+    assert scaler.unscale_([p])
+    scaler.update()
+    assert scaler.unscale_([p])
+    assert p.grad.tolist() == [1 / 16, 1 / 16]
+    scaler.load_state_dict(scaler.state_dict())  # another step begins
+    assert scaler.unscale_([p])
+
+
 def overflow_on_one_rank(
     rank: int, size: int, name: str, config: DynamicLossScale | FixedLossScale
 ) -> dict[str, Any]:
@@ -107,8 +151,8 @@ def test_an_overflow_on_one_rank_drops_the_step_on_all(ranks: Pool, name: str) -
 def endless_overflow(rank: int, size: int) -> tuple[int, Tensor]:
     p = torch.nn.Parameter(torch.ones(2))
     scaler = LossScaler(FixedLossScale(4.0))
-    p.grad = torch.tensor([1.0, math.nan if rank == 1 else 1.0])
     for done in range(1100):
+        p.grad = torch.tensor([1.0, math.nan if rank == 1 else 1.0])
         try:
             assert not scaler.unscale_([p])
         except RuntimeError as error:

@@ -1,13 +1,14 @@
 """Loss scale for training in a narrow type."""
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from thinwire import _validate as check
 from thinwire.comm import Group, elsewhere
@@ -32,9 +33,10 @@ class LossScaler:
     divided by it.
 
     A step is `loss = scaler.scaled(loss)`, the backward pass, then `if scaler.unscale_(parameters):
-    optimizer.step()`, which adapts the scale too. A loop that merges several backward passes into
-    an update takes the parts of `unscale_` instead: `overflowed` after each of them,
-    `inverse_scale` on what is added, `agree` and `update` once per update.
+    optimizer.step()`, which adapts the scale of the next loss too. Several optimizers have one
+    `unscale_` each, by the scale that the losses had, and then one `update()`. A loop that merges
+    several backward passes into an update takes the parts of `unscale_` instead: `overflowed` after
+    each of them, `inverse_scale` on what is added, `agree` and `update` once per update.
 
     An overflow on one rank drops the step on all, so scales and optimizers never part. Under local
     updates it concerns its own rank only (`local=True`), and `LocalUpdates(..., scaler=scaler)`
@@ -73,6 +75,10 @@ class LossScaler:
         self._process_group = process_group
         self._group: Group | None = None
         self._state = initial_scale(config)
+        self._begun: ScaleState | None = None
+        """Of the losses of a step that has begun to be unscaled."""
+        self._unscaled: MutableMapping[Tensor, TensorWeakRef] = {}
+        """The gradient of each parameter that was unscaled in this step; itself without one."""
 
     @property
     def scale(self) -> float:
@@ -110,7 +116,8 @@ class LossScaler:
         return not isinstance(self.config, FixedLossScale) or self.config.drop_overflow_update
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """The loss times the scale, for the backward pass."""
+        """The loss times the scale, for the backward pass; a new step begins."""
+        self.update()
         return loss * self.scale
 
     def unscale_(self, params: Iterable[Tensor]) -> bool:
@@ -125,17 +132,30 @@ class LossScaler:
             gradients stay scaled and no state of an optimizer may change.
 
         Raises:
+            RuntimeError: It has seen one of these gradients since the last `scaled` or `update`;
+                none has changed.
             NonFinite: More than 1000 steps in a row have been dropped.
         """
+        params = list(params)
         grads = {param: param.grad for param in params if param.grad is not None}
+        again = [param for param in params if param in self._unscaled]
+        if any(self._unscaled[param]() is grads[param] for param in again if param in grads):
+            raise RuntimeError(
+                "unscale_ got the same gradients twice in a step, which would divide them twice: "
+                "call it once for the parameters of each optimizer, and then update()"
+            )
+        if again or not self._unscaled:  # of another step
+            self.update()
+            self._unscaled = WeakTensorKeyDictionary()
         overflow = self.checks and self.agree(self.overflowed(grads.values()))
-        factor = self.inverse_scale
-        self.update(overflow)
+        factor = 1.0 / self._adapted(overflow)
         if not overflow:
             with torch.no_grad():
                 own = with_own_storage(grads)
                 for param, grad in grads.items():
                     param.grad = grad.mul_(factor) if param in own else grad * factor
+        for param in params:
+            self._unscaled[param] = TensorWeakRef(param if param.grad is None else param.grad)
         return not overflow
 
     def overflowed(self, grads: Iterable[Tensor]) -> bool:
@@ -163,21 +183,32 @@ class LossScaler:
                 raise elsewhere(what, rank)
         return b"1" in answers
 
-    def update(self, overflow: bool) -> None:
-        """Adapt the scale to an update that was made, or dropped for an `overflow`; gradients are
-        not looked at.
+    def update(self, overflow: bool | None = None) -> None:
+        """End a step; gradients are not looked at.
+
+        Args:
+            overflow: Whether it was dropped for one; None where `unscale_` has adapted the scale.
 
         Raises:
             NonFinite: More than 1000 steps in a row have been dropped.
         """
-        before = self._state.scale
-        self._state = next_scale(self.config, self._state, overflow=overflow)
-        if overflow:
-            _log.info(
-                "an update was dropped for an overflow; the loss scale goes from %g to %g",
-                before,
-                self.scale,
-            )
+        if overflow is not None:
+            self._adapted(overflow)
+        self._begun, self._unscaled = None, {}
+
+    def _adapted(self, overflow: bool) -> float:
+        """Adapt the scale, once a step, to an overflow where there was one; the losses' scale."""
+        before = self._begun or self._state
+        if self._begun is None or (overflow and self.dropped_steps == before.dropped_steps):
+            self._state = next_scale(self.config, before, overflow=overflow)
+            if overflow:
+                _log.info(
+                    "an update was dropped for an overflow; the loss scale goes from %g to %g",
+                    before.scale,
+                    self.scale,
+                )
+        self._begun = before
+        return before.scale
 
     def take_scale(self, scale: float) -> None:
         """Go on with the scale of another rank; where it is a new one, the count of good updates
@@ -208,4 +239,5 @@ class LossScaler:
         scale = check.real("scale", state_dict["scale"], at_least=1)
         if isinstance(self.config, FixedLossScale):
             scale = self.config.loss_scale
+        self.update()
         self._state = ScaleState(scale=scale, **counts)
