@@ -91,15 +91,19 @@ class CommonOptimizer(TwoPhase):
             with torch.enable_grad():
                 loss = closure()
         with torch.set_grad_enabled(bool(self.defaults.get("differentiable", False))):
-            if self._held():
-                self._check_rate(0.0, "the learning rate, which somebody has set to 0,")
-                self._run_update([0.0] * len(self.param_groups))
-            elif self._run_update(self._rates()):
-                self._common.position += 1
-                self._show_rates()
+            self._step_untraced()
         return loss
 
-    @_disable_dynamo  # see _run_update
+    # a trace would freeze the counters and rates that change from update to update
+    @_disable_dynamo
+    def _step_untraced(self) -> None:
+        if self._held():
+            self._check_rate(0.0, "the learning rate, which somebody has set to 0,")
+            self._run_update([0.0] * len(self.param_groups))
+        elif self._run_update(self._rates()):
+            self._common.position += 1
+            self._show_rates()
+
     def _held(self) -> bool:
         """Whether somebody has set all rates to 0, schedules or not, as torch's
         `get_optimizer_state_dict` does to have the state made by a step that moves nothing.
@@ -112,8 +116,6 @@ class CommonOptimizer(TwoPhase):
             if schedule is not None
         )
 
-    # a trace would freeze the counters and rates that change from update to update
-    @_disable_dynamo
     def _run_update(self, rates: list[float]) -> bool:
         return self._update(self._collected(), rates)
 
@@ -121,7 +123,6 @@ class CommonOptimizer(TwoPhase):
         """Update the parameters of `pairs`; False if the update was dropped."""
         raise NotImplementedError(f"{type(self).__name__} must define _update(pairs, rates)")
 
-    @_disable_dynamo  # see _run_update
     def _rates(self) -> list[float]:
         """The rate of every group in this update; schedules write theirs into the groups."""
         position = self._common.position
@@ -147,7 +148,6 @@ class CommonOptimizer(TwoPhase):
                 group["lr"] = rate
         return rates
 
-    @_disable_dynamo  # see _run_update
     def _show_rates(self) -> None:
         """Let driven groups show the rate of the next update."""
         for group, schedule in zip(self.param_groups, self._common.schedules, strict=True):

@@ -78,7 +78,7 @@ def restoring(
             **state_dict,
             "param_groups": _unpacked(groups, here),
             "state": {
-                k: v if as_loaded is None else _hidden(v) for k, v in state_dict["state"].items()
+                k: _loadable(v, hide=as_loaded is not None) for k, v in state_dict["state"].items()
             },
         }
 
@@ -169,11 +169,16 @@ def _regularizer(plain: Any) -> Regularizer | None:
     return _REGULARIZERS[kind](coefficient)
 
 
-def _hidden(entries: Any) -> Any:
+def _loadable(entries: Any, *, hide: bool) -> Any:
     if not isinstance(entries, Mapping):
         return entries
+    step = entries.get("step")
+    if step is not None and not isinstance(step, Tensor):
+        entries = {**entries, "step": torch.tensor(float(step), device="cpu")}
     return {
-        k: _Kept(v) if k != "step" and isinstance(v, Tensor) and v.is_floating_point() else v
+        k: _Kept(v)
+        if hide and k != "step" and isinstance(v, Tensor) and v.is_floating_point()
+        else v
         for k, v in entries.items()
     }
 
