@@ -627,6 +627,22 @@ def test_a_damaged_message_is_refused_everywhere_and_nothing_is_applied(ranks: P
         assert same_parameters
 
 
+def test_a_state_dict_holds_what_a_hook_has_left_in_the_state() -> None:
+    p = nn.Parameter(torch.zeros(64))
+    optimizer = DGCMomentum([("p", p)], lr=0.1, min_numel=1)
+    p.grad = torch.ones(64)
+    optimizer.step()
+    optimizer.state["steps of mine"] = 3
+    saved = optimizer.state_dict()
+    assert saved["state"]["steps of mine"] == 3
+    assert "origin" in saved["state"][0]
+    twin = DGCMomentum([("p", nn.Parameter(torch.zeros(64)))], lr=0.1, min_numel=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        twin.load_state_dict(saved)
+    assert twin.state["steps of mine"] == 3
+
+
 def die_in_backward(rank: int, size: int, path: str) -> None:
     import os
 

@@ -486,7 +486,7 @@ class DGCMomentum(ExchangingOptimizer):
         """
         state_dict = self.plain_state_dict()
         state = state_dict["state"]
-        first = next((key for key, entries in state.items() if "residual" in entries), None)
+        first = next((k for k, each in _entries_of(state).items() if "residual" in each), None)
         if first is not None:
             origin = Origin(*self._own_place(), self.position, self._own_checksum(state))
             state_dict["state"] = {**state, first: {**state[first], ORIGIN: origin.packed()}}
@@ -508,7 +508,7 @@ class DGCMomentum(ExchangingOptimizer):
         if self._mesh is not None:
             return 0
         return checksum_of(
-            [entries[key] for entries in state.values() for key in _OWN if key in entries]
+            [each[key] for each in _entries_of(state).values() for key in _OWN if key in each]
         )
 
     def plain_state_dict(self) -> dict[str, Any]:
@@ -523,9 +523,9 @@ class DGCMomentum(ExchangingOptimizer):
                 name: sharded_like(value, params[key]) if name in _OWN else value
                 for name, value in entries.items()
             }
-            for key, entries in state_dict["state"].items()
+            for key, entries in _entries_of(state_dict["state"]).items()
         }
-        return {**state_dict, "state": state}
+        return {**state_dict, "state": {**state_dict["state"], **state}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch, with `position`; names decide whose state it is where named parameters were
@@ -539,9 +539,8 @@ class DGCMomentum(ExchangingOptimizer):
             ValueError: The groups or shapes do not fit; nothing has changed.
         """
         state = state_dict["state"]
-        origin = next(
-            (o for entries in state.values() if (o := Origin.read(entries.get(ORIGIN)))), None
-        )
+        every = _entries_of(state).values()
+        origin = next((o for entries in every if (o := Origin.read(entries.get(ORIGIN)))), None)
         bare = {
             **state_dict,
             "state": {key: without_origin(entries) for key, entries in state.items()},
@@ -553,7 +552,7 @@ class DGCMomentum(ExchangingOptimizer):
         problem = None
         if origin is not None:
             problem = origin.problem(*self._own_place(), self._own_checksum(state))
-        elif "position" not in bare and any("residual" in entries for entries in state.values()):
+        elif "position" not in bare and any("residual" in each for each in every):
             problem = (
                 "the state has no position, so that the rampup of sparsity begins anew at update "
                 "0: save what state_dict() gives as a whole, or set state_dict['position'] to the "
@@ -1049,6 +1048,11 @@ class Attached:
             self._tap.close()
             self._optimizer._detached()
             self._optimizer = None
+
+
+def _entries_of(state: Mapping[Any, Any]) -> dict[Any, Mapping[str, Any]]:
+    """The state of parameters, without plain values that somebody else has put beside it."""
+    return {key: each for key, each in state.items() if isinstance(each, Mapping)}
 
 
 class _StateByName(MutableMapping[str, dict[str, Tensor]]):
