@@ -1,9 +1,23 @@
 """Equal settings, data and ranks give the same bits through every frontend."""
 
+from typing import Any
+
 import pytest
+import torch
 
 import thinwire as tw
-from tests.laws.frontends import GRADIENTS, PARAMETERS, Case, Frontend, LocalBlock, trained
+from tests.laws.frontends import (
+    GRADIENTS,
+    PARAMETERS,
+    Case,
+    Frontend,
+    LocalBlock,
+    batches,
+    bits_of,
+    cross_entropy,
+    make_model,
+    trained,
+)
 from tests.ranks import Pool
 
 CASES = {
@@ -43,3 +57,55 @@ def test_all_frontends_of_local_updates_give_the_same_bits(ranks: Pool, name: st
         ways = tuple(way for way in PARAMETERS if way is not LocalBlock)
     found = bits(ranks, ways, case)
     assert len({each for each, _ in found}) == 1
+
+
+EMPTY = ((0,), (3, 0), (0, 3), (2, 0, 4), (5, 1, 0))
+SMALL: dict[str, Any] = {"sparsity": (0.75,), "min_numel": 1}
+METHODS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "dgc, gather": {"dgc": tw.DGC(**SMALL, exchange="gather")},
+    "dgc, split": {"dgc": tw.DGC(**SMALL, exchange="split", value_bits=8)},
+    "dgc, clip": {"dgc": tw.DGC(**SMALL, local_grad_clip_norm=0.5)},
+    "low rank": {"low_rank": tw.LowRank(1, min_numel=1)},
+    "local": {"localsgd": tw.LocalSGD(2)},
+    "local, adaptive": {"adaptive_localsgd": tw.AdaptiveLocalSGD(2)},
+    "local, dgc": {"localsgd": tw.LocalSGD(2), "dgc": tw.DGC(**SMALL)},
+    "local, fragments": {"localsgd": tw.LocalSGD(4, fragments=2)},
+    **{
+        f"local, {name}": {"localsgd": tw.LocalSGD(2, compression=compression)}
+        for name, compression in {
+            "sparse": tw.Sparse(0.75, exchange="gather"),
+            "sparse, split": tw.Sparse(0.75, exchange="split"),
+            "quantized, 1": tw.Quantized(1),
+            "quantized, 8": tw.Quantized(8),
+            "low rank": tw.LowRank(1, min_numel=1),
+        }.items()
+    },
+}
+
+
+def with_empty_tensors(
+    rank: int, size: int, method: str, dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...]
+) -> str:
+    model = make_model().to(dtype)
+    for i, shape in enumerate(shapes):
+        model[0].register_parameter(f"empty_{i}", torch.nn.Parameter(torch.zeros(shape).to(dtype)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    engine = tw.DistributedStrategy(**METHODS[method]).prepare(model, optimizer)
+    for x, y in batches(Case(), rank, 0, 6):
+        loss = cross_entropy(model(x.to(dtype)), y)
+        engine.minimize(loss + sum(p.sum() for p in model[0].parameters() if not p.numel()))
+    engine.load_state_dict(engine.state_dict())
+    engine.flush()
+    engine.close()
+    return bits_of(torch.nn.ParameterList(p.double() for p in model.parameters()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_tensor_without_entries_changes_nothing(
+    ranks: Pool, method: str, dtype: torch.dtype
+) -> None:
+    some = ranks.run(with_empty_tensors, method, dtype, EMPTY)
+    none = ranks.run(with_empty_tensors, method, dtype, ())
+    assert len({*some, *none}) == 1

@@ -108,6 +108,7 @@ def _word_sum(tensor: Tensor) -> Tensor:
     size = tensor.element_size()
     if (
         tensor.dim()
+        and tensor.numel()
         and tensor.is_contiguous()
         and tensor.shape[-1] * size % 8 == tensor.storage_offset() * size % 8 == 0
         and not (tensor.is_complex() or tensor.is_neg())
