@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import thinwire as tw
 from tests.precision import products_in
 from tests.ranks import Pool
+from tests.sharded.models import batch, mesh_of, sharded_model
 from thinwire.optim import Muon, muon, muon_groups
 
 
@@ -66,6 +67,47 @@ def test_the_bits_are_those_of_torchs_two_side_by_side(
         if q in muon.state:
             buffers = (of.state[p]["momentum_buffer"] for of, p in ((optimizer, p), (muon, q)))
             assert torch.equal(*buffers), name
+
+
+@pytest.mark.parametrize("ns_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("exponent", [64, 84, 120])
+def test_an_update_does_not_depend_on_the_size_of_a_finite_gradient(
+    ns_dtype: str, exponent: int
+) -> None:
+    """Squares of the larger ones are beyond float32."""
+    found = []
+    for size in (1.0, 2.0**exponent):
+        p = nn.Parameter(torch.zeros(24, 40))
+        p.grad = torch.randn(24, 40, generator=torch.Generator().manual_seed(1)) * size
+        Muon([p], lr=0.1, ns_dtype=ns_dtype).step()
+        found.append(p.detach())
+    assert found[0].norm() > 0
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-6)
+
+
+def on_shards(rank: int, size: int, only_rest: bool) -> tuple[str, bool]:
+    model = sharded_model(mesh_of(1, size))
+    groups = [{"params": list(model.named_parameters()), "muon": not only_rest}]
+    before = {name: p.to_local().clone() for name, p in model.named_parameters()}
+    try:
+        optimizer = Muon(groups, lr=0.1)
+        x, y = batch(0, 0)
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    except ValueError as error:
+        return str(error), all(
+            torch.equal(p.to_local(), before[n]) for n, p in model.named_parameters()
+        )
+    return "", all(bool(p.to_local().isfinite().all()) for p in model.parameters())
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_matrices_in_shards_are_refused(ranks: Pool, size: int) -> None:
+    for text, unchanged in ranks.run(on_shards, False, size=size):
+        assert "sharded" in text
+        assert "AdamW" in text
+        assert unchanged
+    assert ranks.run(on_shards, True, size=size) == [("", True)] * size
 
 
 @pytest.mark.parametrize("nesterov", [True, False])

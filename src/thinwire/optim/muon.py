@@ -12,6 +12,7 @@ from thinwire.core.clip import Clip
 from thinwire.core.decay import Regularizer
 from thinwire.core.muon import MuonRule, muon_
 from thinwire.core.precision import named_dtype, state_dtype
+from thinwire.core.sharded import is_sharded
 from thinwire.optim.groups import Exclusion
 from thinwire.optim.torch_adapter import TorchOptimizer, unhooked_step
 
@@ -45,6 +46,11 @@ class _MuonAndAdamW(torch.optim.Optimizer):
             raise RuntimeError(
                 "Muon needs dense gradients and got a sparse one: build the embedding with "
                 "sparse=False"
+            )
+        if any(_is_of_muon(p, group) and _is_cut(p) for p, group in given):
+            raise ValueError(
+                "Muon needs whole matrices, and the model is sharded: each rank has some rows "
+                'only. Give AdamW, or "muon": False in the groups of what is sharded'
             )
         for p, group in given:
             if _is_of_muon(p, group):
@@ -225,3 +231,8 @@ _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 def _is_of_muon(param: Tensor, group: Mapping[str, Any]) -> bool:
     return bool(group["muon"]) and param.ndim == 2 and not param.is_complex()
+
+
+def _is_cut(param: Any) -> bool:
+    where = param.placements if is_sharded(param) and param.device_mesh.size() > 1 else ()
+    return not all(each.is_replicate() for each in where)
