@@ -163,7 +163,7 @@ def from_file(rank: int, size: int, path: str) -> dict[str, Tensor]:
     model = plain_model(11) if mesh is None else sharded_model(mesh, seed=11)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     engine = tw.DistributedStrategy(localsgd=tw.LocalSGD(2)).prepare(model, optimizer, mesh=mesh)
-    engine.load_parameters(path)
+    engine.load_parameters(path, torch_checkpoint=Path(path).is_dir())
     return whole(model, mesh)
 
 

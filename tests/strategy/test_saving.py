@@ -2,6 +2,8 @@
 nothing."""
 
 import logging
+import os
+import pickle
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
@@ -12,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint
 from torch import nn
 from torch.optim import lr_scheduler as torch_schedulers
 
@@ -494,6 +497,72 @@ def test_parameters_alone_are_for_an_engine_that_has_not_trained(tmp_path: Path)
     train(engine, (), 0, 1)
     with pytest.raises(RuntimeError, match="has made 1 update"):
         engine.load_parameters(tmp_path)
+
+
+class Planted:
+    """Makes a file where it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.file,)
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_nothing_is_unpickled_where_an_engine_saves(tmp_path: Path, allowed: bool) -> None:
+    engine = prepared()
+    folder, proof = engine.save(tmp_path), tmp_path / "proof"
+    for place in (tmp_path, folder):
+        (place / ".metadata").write_bytes(pickle.dumps(Planted(proof)))
+    torch.save(engine.model.state_dict(), tmp_path / "model.pt")
+    other = prepared()
+    if allowed:
+        for source in (tmp_path, folder, tmp_path / "model.pt"):
+            with pytest.raises(CheckpointError, match="checkpoints of engine"):
+                other.load_parameters(source, torch_checkpoint=True)
+    else:
+        assert other.load_parameters(tmp_path) == folder
+        assert digest(other) == digest(engine)
+    assert not proof.exists()
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_what_is_torchs_is_read_where_that_is_asked_for_alone(tmp_path: Path, kind: str) -> None:
+    engine, other = prepared(), prepared()
+    train(engine, (), 0, 1)
+    source, state = tmp_path / kind, {"model": engine.model.state_dict(), "epoch": 3}
+    if kind == "file":
+        torch.save(state, source)
+    else:
+        with pytest.warns(UserWarning, match="single process"):
+            torch.distributed.checkpoint.save(state, checkpoint_id=source, no_dist=True)
+    before = digest(other)
+    for load in (other.load_parameters, other.load, lambda s: other.load(s, if_any=True)):
+        with pytest.raises(
+            CheckpointError, match=r"load_parameters\(source, torch_checkpoint=True"
+        ):
+            load(source)
+    assert digest(other) == before != digest(engine)
+    assert other.load_parameters(source, torch_checkpoint=True) == source
+    assert digest(other) == digest(engine)
+
+
+def test_a_pickled_file_runs_no_code(tmp_path: Path) -> None:
+    torch.save({"0.weight": Planted(tmp_path / "proof")}, tmp_path / "model.pt")
+    with pytest.raises(CheckpointError, match=r"model\.pt cannot be read"):
+        prepared().load_parameters(tmp_path / "model.pt", torch_checkpoint=True)
+    assert not (tmp_path / "proof").exists()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.pt", "folder/.metadata"])
+def test_a_pipe_is_no_file_of_a_model(tmp_path: Path, name: str) -> None:
+    pipe = tmp_path / name
+    pipe.parent.mkdir(exist_ok=True)
+    os.mkfifo(pipe)
+    source = pipe.parent if "/" in name else pipe
+    with pytest.raises(CheckpointMissing, match="or it is a pipe or a device"):
+        prepared().load_parameters(source, torch_checkpoint=True)
 
 
 # ---- all or nothing

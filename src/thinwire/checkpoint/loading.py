@@ -24,7 +24,10 @@ from thinwire.errors import (
     CheckpointMissing,
 )
 
-__all__ = ["Loaded", "load"]
+__all__ = ["METADATA", "Loaded", "load"]
+
+METADATA = ".metadata"
+"""The file that makes a folder one of `torch.distributed.checkpoint`; it is pickled."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,7 +130,12 @@ def _look(root: Path, part: int, whole: dict[str, Found]) -> dict[str, Any]:
             f"{root} is one checkpoint itself: pass the directory that was given to save, "
             f"{root.parent}"
         )
-    entries = found(root)
+    entries = [] if root.is_file() else found(root)
+    if root.is_file() or (not entries and (root / METADATA).exists()):
+        raise CheckpointError(
+            f"{root} is no folder of engine.save. If it is torch's, engine.load_parameters(source, "
+            "torch_checkpoint=True) reads it: that may run the code in it, so only if you trust it"
+        )
     whole.update({entry.key: entry for entry in entries if entry.manifest})
     newest = max((entry.step for entry in whole.values()), default=-1)
     for entry in entries:

@@ -45,7 +45,7 @@ from thinwire.strategy.holding import (
     step_replaced_,
 )
 from thinwire.strategy.parts import Parts
-from thinwire.strategy.whole_models import is_whole_model, load_whole_model
+from thinwire.strategy.whole_models import load_whole_model
 
 __all__ = ["Engine", "Parts"]
 
@@ -619,40 +619,44 @@ class Engine:
             _log.info("no checkpoint in %s yet: training starts from the beginning", directory)
             return None
 
-    def load_parameters(self, directory: str | Path) -> Path:
+    def load_parameters(self, source: str | Path, *, torch_checkpoint: bool = False) -> Path:
         """Take the parameters and buffers of the newest whole checkpoint, and nothing else, to
         begin anew with them.
 
         For a checkpoint of another strategy or optimizer, which `load` refuses. Ranks that had
         different ones get their mean. Momentum, residuals, counters, schedules and `extra` are
         those of this engine. A whole model of others is taken too: a file of safetensors with the
-        names of `model.state_dict()`, as `thinwire export` writes it, or a folder of
-        `torch.distributed.checkpoint` with the model at the top or under "model"; each rank reads
-        its own rows where the model is sharded. Torch reads the latter by pickle, which runs what
-        is in it: load only what you trust.
+        names of `model.state_dict()`, as `thinwire export` writes it, or torch's own format with
+        the model at the top or under "model"; each rank takes its own rows where the model is
+        sharded.
 
         Args:
-            directory: What `save` was given, or such a file or folder.
+            source: What `save` was given, or such a file or folder.
+            torch_checkpoint: Read `source` as a folder of `torch.distributed.checkpoint`, or as a
+                file of `torch.save`. Such a folder is unpickled, which runs the code in it: load
+                only what you trust. Refused where `save` has written.
 
         Returns:
-            The folder that was read.
+            The folder or file that was read.
 
         Raises:
             RuntimeError: This engine has made updates.
             CheckpointMissing, CheckpointMismatch, CheckpointCorrupt: As in `load`; nothing has
                 changed.
-            CheckpointError: A file of others is not the same on all ranks.
+            CheckpointError: It is torch's, and `torch_checkpoint` is false; a file of others is not
+                the same on all ranks.
         """
         self._require_open()
+        check.boolean("torch_checkpoint", torch_checkpoint)
         if self._place():
             raise RuntimeError(
                 f"this engine has made {self._place()} updates, whose momentum and residuals "
                 "belong to other parameters: call load_parameters right after prepare"
             )
-        path = Path(directory)
-        if is_whole_model(path):
+        path = Path(source)
+        if torch_checkpoint or path.suffix == ".safetensors":
             return load_whole_model(path, self._parts)
-        return saving.load_parameters(directory, self._parts)
+        return saving.load_parameters(path, self._parts)
 
     def close(self) -> None:
         """Take everything off the model and the optimizer; the engine cannot train any more. May be

@@ -1,10 +1,9 @@
-"""Parameters and buffers from files that others have written: safetensors, and checkpoints of
-`torch.distributed.checkpoint`.
-"""
+"""Parameters and buffers from files of others: safetensors, and what torch pickles."""
 
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,6 +14,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
 from thinwire._names import named_buffers, named_parameters, plain_names
 from thinwire.checkpoint import on_all_ranks
 from thinwire.checkpoint.files import checksum
+from thinwire.checkpoint.loading import METADATA
+from thinwire.checkpoint.manifest import MANIFEST
 from thinwire.checkpoint.shards import rows_of
 from thinwire.core.sharded import is_sharded, reshard_, shard_of
 from thinwire.errors import (
@@ -26,17 +27,11 @@ from thinwire.errors import (
 from thinwire.strategy.parts import Parts
 from thinwire.strategy.saving import begin_anew
 
-__all__ = ["is_whole_model", "load_whole_model"]
+__all__ = ["load_whole_model"]
 
-_METADATA = ".metadata"
 _PREFIXES = ("", "model.")
 """Before the names of a model in a checkpoint of torch, which joins the keys of nested dicts."""
 _Places = Mapping[str, Tensor]
-
-
-def is_whole_model(path: Path) -> bool:
-    """Whether this is a file, or a folder, of another kind than `engine.save` makes."""
-    return path.suffix == ".safetensors" or (path / _METADATA).is_file()
 
 
 @torch.no_grad()
@@ -53,17 +48,23 @@ def load_whole_model(path: Path, parts: Parts) -> Path:
     places = dict(named_parameters(model)) | dict(named_buffers(model))
     places = {name: place for name, place in places.items() if name in kept}
     taken: dict[str, Tensor] = {}
-    of_file = path.suffix == ".safetensors"
-    take = _from_safetensors if of_file else _from_torch
+    is_folder = path.is_dir()
+    if path.suffix == ".safetensors":
+        take = _from_safetensors
+    else:
+        take = _from_folder if is_folder else _from_pickle
 
     def read() -> str:
+        first = path / METADATA if take is _from_folder else path
         try:
+            if take is not _from_safetensors:
+                _require_elsewhere(path if is_folder else path.parent)
+            if not first.is_file():  # opening a pipe may never end
+                raise CheckpointMissing(f"there is no file {first}, or it is a pipe or a device")
             taken.update(take(path, places, known, parts.part))
-            files = [path] if of_file else sorted(each for each in path.iterdir() if each.is_file())
-            return " ".join(checksum(file) for file in files)
-        except FileNotFoundError as error:
-            raise CheckpointMissing(f"there is no file {path}") from error
-        except (OSError, SafetensorError) as error:
+            files = [path] if first == path else sorted(f for f in path.iterdir() if f.is_file())
+            return " ".join(map(checksum, files))
+        except (OSError, SafetensorError, UnpicklingError) as error:
             raise CheckpointCorrupt(f"{path} cannot be read: {error}") from error
 
     answers = on_all_ranks(parts.group, "reading a model", read)
@@ -95,7 +96,33 @@ def _from_safetensors(path: Path, places: _Places, known: set[str], part: int) -
         }
 
 
-def _from_torch(path: Path, places: _Places, known: set[str], part: int) -> dict[str, Tensor]:
+def _require_elsewhere(folder: Path) -> None:
+    """Raise `CheckpointError` where `engine.save` writes: what lies there must not run code."""
+    if (folder / MANIFEST).exists() or any(map(Path.is_dir, folder.glob("step_*"))):
+        raise CheckpointError(
+            f"{folder} has checkpoints of engine.save, and nothing beside them is unpickled: leave "
+            "torch_checkpoint out to load those, or move torch's to another folder"
+        )
+
+
+def _from_pickle(path: Path, places: _Places, known: set[str], part: int) -> dict[str, Tensor]:
+    content = torch.load(path, map_location="cpu", weights_only=True)
+    if isinstance(content, Mapping) and isinstance(content.get("model"), Mapping):
+        content = content["model"]
+    if not isinstance(content, Mapping):
+        raise CheckpointMismatch(f"{path} holds a {type(content).__name__}, and no state_dict")
+    tensors = {key: value for key, value in content.items() if isinstance(value, Tensor)}
+    own = {name: tensors[key] for name, key in _by_plain_name(tensors).items()}
+    _require_fit(path, {name: tuple(own[name].shape) for name in own}, places, known)
+    return {
+        name: own[name]
+        if (rows := _rows(place, part)) is None
+        else own[name][rows.start : rows.stop]
+        for name, place in places.items()
+    }
+
+
+def _from_folder(path: Path, places: _Places, known: set[str], part: int) -> dict[str, Tensor]:
     reader = FileSystemReader(path)
     entries = reader.read_metadata().state_dict_metadata
     sizes = {key: tuple(entry.size) for key, entry in entries.items() if hasattr(entry, "size")}
