@@ -1,6 +1,7 @@
 """Loops are compiled ahead, once per machine, and nothing that lies in the cache, or in its place,
 ends a start."""
 
+import hashlib
 import json
 import os
 import re
@@ -263,7 +264,7 @@ def test_a_damaged_file_is_made_anew_once_with_a_warning(starts, warm_cache, tmp
     path.write_bytes(DAMAGE[kind](path.read_bytes()))
     first, second = starts.run(LARS, cache), starts.run(LARS, cache)
     assert first.count("WARNING") == 1
-    assert f"{the_loop(cache)} is damaged" in first
+    assert f"{the_loop(cache)} is not used" in first
     assert "compiled 1 loops" in first
     assert second == ""
 
@@ -276,6 +277,45 @@ def test_damage_is_mended_by_processes_that_start_together(starts, warm_cache, t
     assert starts.run(LARS, cache) == ""
 
 
+OPENED = {
+    "folder of another": lambda folder, file: os.chown(folder, 1234, -1),
+    "folder for all": lambda folder, file: folder.chmod(0o777),
+    "file of another": lambda folder, file: os.chown(file, 1234, -1),
+    "file for a group": lambda folder, file: file.chmod(0o664),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", OPENED)
+def test_what_others_can_write_is_not_run(starts, warm_cache, tmp_path, kind):
+    if "another" in kind and os.geteuid():
+        pytest.skip("only root gives files away")
+    cache, proof = copied(warm_cache, tmp_path / "cache"), tmp_path / "proof"
+    path = the_loop(cache)
+    payload = f"cpathlib\nPath.touch\n(cpathlib\nPath\n(V{proof}\ntRtR.".encode()
+    head = path.read_bytes()[:16]
+    path.write_bytes(head + hashlib.sha256(payload).digest() + payload)
+    OPENED[kind](path.parent, path)
+    first, second = (starts.run(LARS, cache, strict=False) for _ in range(2))
+    assert not proof.exists()
+    why = "it belongs to user 1234" if "another" in kind else "others can write to it"
+    if "folder" in kind:
+        for output in (first, second):
+            assert f"cannot be kept in {path.parent} ({why})" in output
+            assert re.search(r"compiled \d+ loops", output)
+    else:
+        assert f"{path} is not used ({why}): the loop is compiled anew" in first
+        assert "compiled 1 loops" in first
+        assert second == ""
+
+
+@pytest.mark.slow
+def test_a_mask_that_lets_others_write_is_not_that_of_the_cache(starts, tmp_path):
+    code = f"import os\nos.umask(0)\n{LARS}"
+    assert re.search(r"compiled \d+ loops", starts.run(code, tmp_path / "cache"))
+    assert starts.run(code, tmp_path / "cache") == ""
+
+
 @pytest.mark.slow
 def test_a_folder_in_the_place_of_a_file_does_not_end_a_start(starts, warm_cache, tmp_path):
     cache = copied(warm_cache, tmp_path / "cache")
@@ -284,7 +324,7 @@ def test_a_folder_in_the_place_of_a_file_does_not_end_a_start(starts, warm_cache
     path.mkdir()
     output = starts.run(LARS, cache, strict=False)
     assert "compiled 1 loops" in output
-    assert output.count("RuntimeWarning: compiled loops cannot be written to") == 1
+    assert output.count("RuntimeWarning: compiled loops cannot be kept in") == 1
 
 
 @pytest.mark.slow
@@ -308,8 +348,8 @@ def test_a_cache_that_cannot_be_written_is_said_once_and_loops_work(starts, tmp_
         if obstacle == "read-only":
             subprocess.run(["umount", str(cache)], check=True)
     assert output.count("RuntimeWarning") == 1
-    assert f"cannot be written to {cache}" in output
-    assert "set NUMBA_CACHE_DIR to a folder that can be written" in output
+    assert f"cannot be kept in {cache}" in output
+    assert "set NUMBA_CACHE_DIR to a folder that this user alone can write" in output
     assert len(re.findall(r"compiled \d+ loops", output)) == 2
 
 

@@ -95,7 +95,9 @@ class LoopCache(_Cache):
         name, folder = self._file_name(sig, data.codegen), _writable_folder()
         try:
             if folder is None:
-                _warn_once("no folder for them can be written", _wanted_folder())
+                wanted = _wanted_folder()
+                danger = _danger(wanted.stat()) if wanted and wanted.exists() else None
+                _warn_once(danger or "no folder for them can be written", wanted)
             elif not data.library.has_dynamic_globals:
                 _write(folder / name, _dumps((sources_digest(), data._reduce())))
         except OSError as error:
@@ -126,22 +128,38 @@ class LoopCache(_Cache):
         for folder in _folders():
             path = folder / name
             try:
-                raw = path.read_bytes()
+                if _danger(folder.stat()):
+                    continue
+                with path.open("rb") as file:
+                    raw, danger = file.read(), _danger(os.fstat(file.fileno()))
             except OSError:
                 continue
             try:
+                if danger:
+                    raise ValueError(danger)
                 sources, reduced = pickle.loads(_payload(raw))
                 if sources == sources_digest():
                     return _rebuilt(target_context, *reduced)
             except Exception as error:
                 _log.warning(
-                    "%s is damaged (%s): the loop is compiled anew",
+                    "%s is not used (%s): the loop is compiled anew",
                     path,
                     error or type(error).__name__,
                 )
                 with contextlib.suppress(OSError):
                     path.unlink()
         return None
+
+
+def _danger(status: os.stat_result) -> str | None:
+    """Say why others may have written this file or folder: what lies there runs. None where this
+    user and root alone can.
+    """
+    if os.name == "nt":  # which has neither such owners nor such modes
+        return None
+    if status.st_uid not in (0, os.geteuid()):
+        return f"it belongs to user {status.st_uid}"
+    return "others can write to it" if status.st_mode & 0o022 else None
 
 
 def _payload(raw: bytes) -> bytes:
@@ -158,6 +176,7 @@ def _write(path: Path, payload: bytes) -> None:
     """In the place of any older file at once, so that nobody reads half of it."""
     draft = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}")
     try:
+        draft.touch(0o644, exist_ok=False)
         draft.write_bytes(_MAGIC + hashlib.sha256(payload).digest() + payload)
         draft.replace(path)
     except OSError:
@@ -205,7 +224,9 @@ def _writable_folder() -> Path | None:
     for folder in _folders():
         probe = folder / f"probe.{uuid.uuid4().hex[:8]}"
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+            if _danger(folder.stat()):
+                continue
             probe.touch()
             probe.unlink()
         except OSError:
@@ -218,11 +239,11 @@ def _warn_once(why: str, folder: Path | None) -> None:
     if compilations.warned:
         return
     compilations.warned = True
-    where = "anywhere" if folder is None else f"to {folder}"
+    where = "anywhere" if folder is None else f"in {folder}"
     warnings.warn(
-        f"compiled loops cannot be written {where} ({why}), so every start of this program "
-        "compiles them again, for some seconds: set NUMBA_CACHE_DIR to a folder that can be "
-        "written and stays",
+        f"compiled loops cannot be kept {where} ({why}), so every start of this program compiles "
+        "them again, for some seconds: set NUMBA_CACHE_DIR to a folder that this user alone can "
+        "write, and that stays",
         RuntimeWarning,
         stacklevel=2,
     )
