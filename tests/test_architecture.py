@@ -11,7 +11,7 @@ import thinwire
 from benchmarks.structure import circles
 
 ROOT = Path(thinwire.__file__).parent
-BASE = {"errors", "_version", "_validate", "_names", "_aside", "_wording", "_launched"}
+BASE = {"errors", "_version", "_validate", "_names", "_aside", "_wording", "_launched", "_files"}
 MATHS = BASE | {"layout", "schedules", "kernels", "core"}
 METHODS = MATHS | {"wire", "compress"}
 MAY_IMPORT = {
@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "_names": set(),
     "_aside": set(),
     "_launched": set(),
+    "_files": set(),
     "schedules": BASE,
     "task": BASE,
     "logs": BASE,

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable
 
-__all__ = ["near", "shown"]
+__all__ = ["near", "plain", "shown"]
 
 _SEPARATOR = re.compile(r"[-_.]")
 _MOST_WORDS = 3
@@ -16,6 +16,11 @@ def shown(value: object) -> str:
     if len(text) <= _MOST_CHARACTERS:
         return text
     return f"{text[:_MOST_CHARACTERS]}... ({len(text):,} characters)"
+
+
+def plain(text: str) -> str:
+    """The text itself; its `repr` where it holds what steers a terminal or cannot be seen."""
+    return text if text.isprintable() else repr(text)
 
 
 def near(word: str, candidates: Iterable[str]) -> list[str]:

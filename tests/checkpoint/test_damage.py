@@ -96,12 +96,16 @@ def a_pipe(target: Path) -> None:
     os.mkfifo(target)
 
 
+def a_giant(target: Path) -> None:
+    os.truncate(target, 1 << 33)
+
+
 def another_ones(target: Path) -> None:
     shutil.copy(target.parent.parent / "step_0000000001" / target.name, target)
 
 
 @pytest.mark.parametrize("file", FILES)
-@pytest.mark.parametrize("harm", [removed, a_folder, a_link, a_pipe, another_ones])
+@pytest.mark.parametrize("harm", [removed, a_folder, a_link, a_pipe, a_giant, another_ones])
 def test_the_one_before_is_loaded_with_a_warning_that_names_the_file(
     tmp_path: Path, file: str, harm: Callable[[Path], None]
 ) -> None:
@@ -113,6 +117,12 @@ def test_the_one_before_is_loaded_with_a_warning_that_names_the_file(
     assert str(path / file) in str(caught[0].message)
     assert (loaded.step, loaded.facts, loaded.path.name) == (1, {"f": 1}, "step_0000000001")
     assert same(loaded.state, rank_state(0, 1))
+
+
+def test_a_manifest_is_read_up_to_a_limit(tmp_path: Path) -> None:
+    os.truncate(saved(tmp_path, 1) / "manifest.json", 1 << 28)
+    with pytest.raises(CheckpointCorrupt, match=r"manifest\.json: it has more than 134,217,728 b"):
+        load(tmp_path, group=GROUP)
 
 
 def test_an_older_damaged_one_is_nobodys_business(tmp_path: Path) -> None:

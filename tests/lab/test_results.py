@@ -449,3 +449,18 @@ def test_the_report_names_a_failure() -> None:
 
 def test_links_are_described_as_asked() -> None:
     assert results()["link"]["asked"] == str(Link.parse("100mbit"))
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+    """A folder for reports may be one where others can write."""
+    measured, other = results(), tmp_path / "other"
+    other.write_text("as it was")
+    for name in ("results.json", "report.html", BEST):
+        for planted in (name, f"{name}.tmp"):
+            (tmp_path / planted).symlink_to(other)
+    write_json(measured, tmp_path / "results.json")
+    write_report(measured, tmp_path / "report.html")
+    write_best(measured, "dgc", tmp_path)
+    assert other.read_text() == "as it was"
+    assert json.loads((tmp_path / "results.json").read_text())
+    assert not any((tmp_path / name).is_symlink() for name in ("results.json", "report.html"))

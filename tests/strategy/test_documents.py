@@ -215,6 +215,7 @@ UNKNOWN: list[tuple[dict[str, Any], list[str]]] = [
         {"zzz": 1, "lars": {"lars_coef": 1}, 3: 4},
         ["strategy.zzz=1", "known are amp", "'lars_coeff'", "strategy.3=4"],
     ),
+    ({"a\x1b]0;b\x07": 1}, [r"'strategy.a\x1b]0;b\x07'=1 is unknown"]),
     ({"gradient_merge": {}}, ["strategy.gradient_merge lacks k_steps"]),
     (
         {"amp": {"loss_scale": {"fixed": {}, "dynamic": {}}}},
@@ -311,6 +312,18 @@ TRAPS: dict[str, tuple[type[Exception], int, str]] = {
     "? [a]\n: {}\n": (tw.StrategyError, 1, "a key of strategy must be a word"),
     "dgc: !!python/object:os.x {}\n": (tw.StrategyError, 1, "python/object"),
     "dgc: {min_numel: !!int x}\n": (tw.StrategyError, 1, "does not fit"),
+    "dgc: {min_numel: !!int ''}\n": (tw.StrategyError, 1, "does not fit ''"),
+    "dgc: {min_numel: !!int +}\n": (tw.StrategyError, 1, "does not fit '+'"),
+    "dgc: {min_numel: !!int [1]}\n": (tw.StrategyError, 1, "does not fit its value"),
+    "lars: {epsilon: !!float ''}\n": (tw.StrategyError, 1, "does not fit ''"),
+    f"lars: {{epsilon: !!float {'1:' * 400}1}}\n": (tw.StrategyError, 1, "does not fit '1:1:"),
+    "dgc: !!map x\n": (tw.StrategyError, 1, "does not fit 'x'"),
+    "dgc: !%1B[31m x\n": (tw.StrategyError, 1, r"the tag '!\x1b[31m'"),
+    '"d\\e]0;x\\agc": {}\n': (tw.StrategyError, 1, r"must be a word, got 'd\x1b]0;x\x07gc'"),
+    "dgc:\xa0{}\n": (tw.StrategyError, 1, "character U+00A0 cannot be seen"),
+    "dgc: {}\xa0\n": (tw.StrategyError, 1, "character U+00A0 cannot be seen"),
+    "dgc:\n\xa0\xa0min_numel: 3\n": (tw.StrategyError, 2, "character U+00A0 cannot be seen"),
+    "dgc:\n  min_numel: 3\u200b\n": (tw.StrategyError, 2, "character U+200B cannot be seen"),
     "dgc: {\n": (tw.StrategyError, 2, "not YAML"),
     "dgc: {}\n\tlars: {}\n": (tw.StrategyError, 2, "not YAML"),
     "dgc: {}\n\0": (tw.StrategyError, 2, "not YAML"),
@@ -334,6 +347,19 @@ def test_a_bad_file_is_named_with_its_line(text: str, tmp_path: Path) -> None:
     assert type(error.value) is kind
     assert str(error.value).startswith(f"{path}:{line}: ")
     assert part in str(error.value)
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_is_no_strategy(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "plan.yaml")
+    with pytest.raises(OSError, match=r"a pipe or a device, not a regular file.*plan\.yaml"):
+        tw.DistributedStrategy.load(tmp_path / "plan.yaml")
+
+
+def test_comments_and_quoted_words_may_have_any_space(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text('# a\xa0b\nlars: {exclude_from_weight_decay: ["a\xa0b"]}\n', encoding="utf-8")
+    assert tw.DistributedStrategy.load(path).lars == tw.LARS(exclude_from_weight_decay=("a\xa0b",))
 
 
 def test_bytes_that_are_no_text_are_named_with_their_line(tmp_path: Path) -> None:

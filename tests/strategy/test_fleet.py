@@ -259,6 +259,8 @@ UNKNOWN = [
     ({"lars_configs": {"lars_coef": 1}}, ["lars_configs.lars_coef=1", "'lars_coeff'"]),
     ({"hybrid_configs": {"dp_degre": 1}}, ["'dp_degree'"]),
     ({4: 5}, ["4=5 is unknown"]),
+    ({"a\x1b]0;b\x07": 5}, [r"'a\x1b]0;b\x07'=5 is unknown"]),
+    ({"dgc_configs": {"a\x07": 5}}, [r"'dgc_configs.a\x07'=5 is unknown"]),
     (
         {"lamb": True, "lamb_configs": {"lamb_wd": 0.1}},
         ["lamb_configs.lamb_wd=0.1", "known are exclude_from_weight_decay, lamb_weight_decay"],

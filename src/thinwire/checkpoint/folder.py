@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from thinwire._files import read_regular
 from thinwire.checkpoint.files import is_regular
 from thinwire.checkpoint.manifest import MANIFEST, Manifest
 from thinwire.errors import CheckpointCorrupt, CheckpointError
@@ -22,6 +23,8 @@ __all__ = [
 ]
 
 _NAME = re.compile(r"step_([0-9]{10,18})(?:_[0-9]{1,9})?")
+_MOST_BYTES = 1 << 27
+"""Of a manifest, which has about 200 bytes for each rank and for each parameter."""
 _LEFTOVER = re.compile(r"\.step_[0-9_]+\.tmp-[0-9a-f]+|\.rank_[0-9]+\.token-[0-9a-f]+")
 
 
@@ -99,11 +102,11 @@ def _read(path: Path, step: int | None) -> Found:
     try:
         if not is_regular(manifest_path):
             raise CheckpointCorrupt("it is not there")
-        raw = manifest_path.read_bytes()
+        raw = read_regular(manifest_path, _MOST_BYTES)
         manifest = Manifest.from_bytes(raw)
         if step not in (None, manifest.step):
             raise CheckpointCorrupt(f"it is of step {manifest.step}")
         return Found(path, manifest.step, manifest, hashlib.sha256(raw).hexdigest(), None)
-    except (CheckpointError, OSError) as error:
+    except (CheckpointError, OSError, ValueError) as error:
         kind = type(error) if isinstance(error, CheckpointError) else CheckpointCorrupt
         return Found(path, step or 0, None, "", kind(f"{manifest_path}: {error}"))

@@ -6,7 +6,7 @@ from dataclasses import MISSING, Field, fields
 from typing import Any, TypeVar
 
 from thinwire import _validate as check
-from thinwire._wording import shown
+from thinwire._wording import plain, shown
 from thinwire.compress.changes import COMPRESSIONS
 from thinwire.compress.sparse_change import Sparse
 from thinwire.core.loss_scale import DynamicLossScale, FixedLossScale
@@ -173,7 +173,7 @@ def _unknown_keys(
         below = f"{path}.{key}"
         if key not in known:
             hint = check.closest_or_all(key, known)
-            yield below, f"{below}={shown(value)} is unknown{hint}"
+            yield below, f"{plain(below)}={shown(value)} is unknown{hint}"
         elif known[key]:  # a mapping instead of a plain value is the config's to refuse
             yield from _unknown_keys(below, value, known[key])
 

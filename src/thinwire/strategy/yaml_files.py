@@ -3,17 +3,16 @@ explained.
 """
 
 import inspect
-import os
 import re
 import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import yaml
 
+from thinwire._files import replace_file
 from thinwire.strategy.documents import TAGGED, F, from_dict, kind_of, ordered_fields, to_dict
 from thinwire.strategy.fields import CONFIGS, Fields
 from thinwire.strategy.yaml_reader import read_file
@@ -86,16 +85,7 @@ def save(strategy: Fields, path: Path) -> None:
         OSError: It cannot be written; what was there before is as it was.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{uuid4().hex}")
-    try:
-        with aside.open("wb") as file:
-            file.write(text_of(strategy).encode())
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
+    replace_file(path, text_of(strategy).encode())
 
 
 def text_of(strategy: Fields) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from thinwire._files import read_regular
 from thinwire._wording import shown
 from thinwire.errors import StrategyError
 
@@ -18,7 +19,7 @@ __all__ = ["read", "read_file"]
 
 _MOST_BYTES = 1 << 18
 _TAG = "tag:yaml.org,2002:"
-_TAGS = {f"{_TAG}{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map")}
+_STR = f"{_TAG}str"
 
 
 class _Loader(yaml.SafeLoader):
@@ -33,6 +34,16 @@ class _Loader(yaml.SafeLoader):
                 None, None, "aliases (*name) are not offered: write the value out", mark
             )
         return super().compose_node(parent, index)
+
+    def scan_plain(self) -> Any:
+        token = super().scan_plain()
+        odd = next((c for c in token.value if not c.isprintable() and c not in "\t\n"), None)
+        if odd is not None:  # such as a no-break space
+            raise StrategyError(
+                f"{token.start_mark.line + 1}: character U+{ord(odd):04X} cannot be seen: write a "
+                "space instead, or put the word in quotes"
+            )
+        return token
 
 
 for _name, _pattern, _first in (
@@ -57,10 +68,10 @@ def read_file(path: Path, root: str) -> tuple[Any, dict[str, int]]:
             file and line.
         OSError: The file cannot be read.
     """
-    with path.open("rb") as file:
-        content = file.read(_MOST_BYTES + 1)
-    if len(content) > _MOST_BYTES:
-        raise StrategyError(f"{path}: this is no {root}: it has more than {_MOST_BYTES:,} bytes")
+    try:
+        content = read_regular(path, _MOST_BYTES)
+    except ValueError as error:
+        raise StrategyError(f"{path}: this is no {root}: {error}") from None
     try:
         return read(content.decode("utf-8-sig"), root)
     except UnicodeDecodeError as error:
@@ -102,10 +113,15 @@ def read(text: str, root: str) -> tuple[Any, dict[str, int]]:
 def _value(loader: _Loader, node: yaml.Node, path: str, lines: dict[str, int]) -> Any:
     line = node.start_mark.line + 1
     lines.setdefault(path, line)
-    if node.tag not in _TAGS:
-        raise StrategyError(
-            f"{line}: {path} has the tag {node.tag}, which is not offered: write plain values"
-        )
+    is_scalar = isinstance(node, yaml.ScalarNode)
+    # the tag that the value has without one
+    natural = loader.resolve(type(node), node.value, (True, False))  # type: ignore[no-untyped-call]
+    misfit = StrategyError(
+        f"{line}: {path} has the tag {shown(node.tag)}, which does not fit "
+        f"{shown(node.value) if is_scalar else 'its value'}: write plain values"
+    )
+    if node.tag not in (natural, _STR if is_scalar else natural, natural.replace("int", "float")):
+        raise misfit
     if isinstance(node, yaml.MappingNode):
         return _mapping(loader, node, path, lines)
     if isinstance(node, yaml.SequenceNode):
@@ -117,10 +133,8 @@ def _value(loader: _Loader, node: yaml.Node, path: str, lines: dict[str, int]) -
         )
     try:
         return loader.construct_object(node)
-    except (ValueError, KeyError):  # such as `!!int x`
-        raise StrategyError(
-            f"{line}: {path} has the tag {node.tag}, which {shown(node.value)} does not fit"
-        ) from None
+    except ValueError:  # an integer with thousands of digits
+        raise misfit from None
 
 
 def _mapping(
@@ -129,7 +143,7 @@ def _mapping(
     values: dict[str, Any] = {}
     for key_node, value_node in node.value:
         line, key = key_node.start_mark.line + 1, key_node.value
-        if key_node.tag != f"{_TAG}str":
+        if key_node.tag != _STR or not str(key).isprintable():
             raise StrategyError(f"{line}: a key of {path} must be a word, got {shown(key)}")
         below = f"{path}.{key}"
         if key in values:

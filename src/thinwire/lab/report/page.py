@@ -8,6 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from thinwire._files import replace_file
 from thinwire.lab.report.measures import Table, tables
 from thinwire.lab.report.plots import PALETTE, loss_plots, sample
 from thinwire.lab.report.results import interruption
@@ -105,13 +106,8 @@ def write_report(results: Mapping[str, Any], path: Path) -> None:
 
 def write_page(page: str, path: Path) -> None:
     """Write a file in one piece."""
-    draft = path.with_name(path.name + ".tmp")
-    try:
-        # a file's name need not be text
-        draft.write_bytes(page.encode("utf-8", "backslashreplace"))
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
+    # a file's name need not be text
+    replace_file(path, page.encode("utf-8", "backslashreplace"))
 
 
 def resource(name: str) -> str:

@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from thinwire._files import replace_file
 from thinwire._version import __version__
 from thinwire.lab.report.verdict import verdict
 from thinwire.lab.report.winner import document_of
@@ -212,9 +213,7 @@ def interruption(results: Mapping[str, Any]) -> str | None:
 
 def write_json(results: Mapping[str, Any], path: Path) -> None:
     """Write the results in one piece: readers see the old file or the new one."""
-    draft = path.with_name(path.name + ".tmp")
-    draft.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    draft.replace(path)
+    replace_file(path, (json.dumps(results, indent=1, allow_nan=False) + "\n").encode())
 
 
 def _derive(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from thinwire._files import replace_file
 from thinwire.lab.run.config import Recipe
 
 __all__ = ["BEST", "ToUse", "document_of", "to_use", "write_best"]
@@ -81,9 +82,7 @@ def write_best(results: Mapping[str, Any], winner: str | None, folder: Path) -> 
     path = folder / BEST
     use = to_use(results, winner)
     if use is not None and use.is_file:
-        draft = path.with_name(path.name + ".tmp")
-        draft.write_text(use.text, encoding="utf-8")
-        draft.replace(path)
+        replace_file(path, use.text.encode())
         return path
     if path.is_file() and path.read_text(encoding="utf-8", errors="replace").startswith(
         _FIRST_LINE

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from thinwire import _validate as check
+from thinwire._wording import plain
 from thinwire.errors import StrategyError
 from thinwire.strategy.documents import F
 from thinwire.strategy.fields import Fields
@@ -77,7 +78,7 @@ def _find_unknown(given: Mapping[Any, Any], findings: Findings) -> None:
     for name in given:
         if name not in _KNOWN:
             hint = check.closest_or_all(name, sorted(_KNOWN))
-            findings.problems.append(f"{name}={given[name]!r} is unknown{hint}")
+            findings.problems.append(f"{plain(str(name))}={given[name]!r} is unknown{hint}")
 
 
 def _find_refused_and_noted(given: Mapping[str, Any], findings: Findings) -> None:
@@ -116,7 +117,8 @@ def _read_configs(given: Mapping[str, Any], findings: Findings) -> dict[str, dic
             keys = {}
         for key in [key for key in keys if key not in known]:
             hint = check.closest_or_all(key, sorted(known))
-            findings.problems.append(f"{name}.{key}={keys.pop(key)!r} is unknown{hint}")
+            told = plain(f"{name}.{key}")
+            findings.problems.append(f"{told}={keys.pop(key)!r} is unknown{hint}")
         if name == "hybrid_configs":
             _drop_wrong_degrees(keys, findings)
         configs[name] = keys
