@@ -1,6 +1,7 @@
 """Bad input is one line and status 2; help has an example; nothing is written before the arguments
 are right."""
 
+import os
 import re
 import subprocess
 import sys
@@ -288,6 +289,25 @@ except SystemExit as stop:
         subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode
         == 2
     )
+
+
+@pytest.mark.parametrize("module", ["cyclopts", "torch"])
+def test_an_interruption_while_modules_are_imported_is_one_line(
+    module: str, tmp_path: Path
+) -> None:
+    (tmp_path / f"{module}.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(100)\n"
+    )
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-m", "thinwire", "explain", "examples/strategies/dgc_merged.yaml"],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 130
+    assert done.stderr == "thinwire: interrupted; every worker has been ended\n"
 
 
 @pytest.mark.slow

@@ -36,7 +36,13 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     Args:
         arguments: Instead of those of the process.
     """
-    typed = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        _run(list(sys.argv[1:] if arguments is None else arguments))
+    except KeyboardInterrupt:  # while modules are imported too, which takes seconds
+        _exit(_INTERRUPTED, "interrupted; every worker has been ended")
+
+
+def _run(typed: list[str]) -> NoReturn:
     status = 0
     # None where they were closed
     sys.stdout = sys.stdout or Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
@@ -87,8 +93,6 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         sys.exit(0)
     except (ThinwireError, OSError) as error:
         _exit(_FAILED, str(error))
-    except KeyboardInterrupt:
-        _exit(_INTERRUPTED, "interrupted; every worker has been ended")
     _leave(status)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.lab.namespaces import namespace_of, needs_netns, processes_in, until
+from tests.lab.namespaces import NETNS, namespace_of, needs_netns, processes_in, until
 from tests.processes import alive, descendants, running
 from thinwire import cli
 from thinwire.lab import run_command
@@ -242,16 +242,26 @@ def test_ctrl_c_ends_all_and_leaves_nothing(
     assert [processes_in(str(namespace)) for namespace in namespaces] == [[], []]
 
 
-@needs_netns
-def test_ranks_end_with_a_command_that_is_killed(tmp_path: Path) -> None:
-    script = str(
-        write(tmp_path, "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)")
-    )
+WITH_A_CHILD = """
+import os, subprocess, time
+child = subprocess.Popen(["sleep", "600"])
+print(os.getpid(), child.pid, flush=True)
+if os.waitpid(-1, os.WNOHANG) == (0, 0):  # there is no other child
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("link", ["loopback", pytest.param("20mbit", marks=NETNS)])
+def test_ranks_and_their_children_end_with_a_command_that_is_killed(
+    tmp_path: Path, link: str
+) -> None:
+    script = str(write(tmp_path, WITH_A_CHILD))
     with running(
-        command("--link", "20mbit", "--", script), cwd=tmp_path, stdout=subprocess.PIPE, text=True
+        command("--link", link, "--", script), cwd=tmp_path, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
-        pids = [int(process.stdout.readline().split()[1]) for _ in range(2)]
+        lines = [process.stdout.readline().split()[1:] for _ in range(2)]
+        pids = [int(pid) for line in lines for pid in line]
         assert all(alive(pid) for pid in pids)
         process.kill()
         process.wait()

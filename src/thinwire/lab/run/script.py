@@ -19,7 +19,7 @@ _POLL_S, _GRACE_S = 0.02, 3.0
 class Ranks:
     """The processes of one run, as a context that none of them outlives, nor what they start.
 
-    The kernel ends them where this process is killed.
+    They end where this process is killed, too.
     """
 
     def __init__(self) -> None:
