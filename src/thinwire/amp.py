@@ -180,7 +180,7 @@ class LossScaler:
         answers = self._group.gather_bytes(mine, what=what)
         for rank, answer in enumerate(answers):
             if answer not in (b"0", b"1"):
-                raise elsewhere(what, rank)
+                raise elsewhere(what, rank, answer)
         return b"1" in answers
 
     def update(self, overflow: bool | None = None) -> None:

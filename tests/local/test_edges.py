@@ -1,6 +1,8 @@
 """Corners of local updates: what is applied early, what counts as an averaging, what is left out of
 one."""
 
+import copy
+import warnings
 from typing import Any
 
 import numpy as np
@@ -634,3 +636,46 @@ def test_a_fresh_start_waits_for_what_is_on_its_way() -> None:
             sync.start_anew()
         sync.flush()
         sync.start_anew()
+
+
+def evaluated(rank: int, size: int, where: str) -> list[list[str]]:
+    """What is said of each forward pass in eval mode, by whoever makes one."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5))
+    optimizer, x = sgd(model), torch.full((2, 4), float(rank))
+    if where == "engine":
+        engine = tw.DistributedStrategy(localsgd=tw.LocalSGD(2)).prepare(model, optimizer)
+        sync = engine.sync
+        assert sync is not None
+        step = lambda: engine.minimize(model(x).sum())  # noqa: E731
+    else:
+        sync = tw.local_sgd(model, optimizer, tw.LocalSGD(2)).__enter__()
+        step = lambda: (model(x).sum().backward(), optimizer.step())  # noqa: E731
+
+    def told(*, training: bool = False, grad: bool = False) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught, torch.set_grad_enabled(grad):
+            warnings.simplefilter("always")
+            copy.deepcopy(model).eval()(x)  # an average of the weights, say
+            model.train(training)(x)
+            model.train()
+        assert all(each.filename == __file__ for each in caught)
+        return [str(each.message) for each in caught]
+
+    found = [told()]
+    step()
+    found.append(told())  # averaged just now
+    step()
+    found += [told(training=True), told(grad=True)]
+    found += [told(), told()] if rank == 0 else [[], []]
+    sync.flush()
+    found.append(told())
+    sync.close()
+    assert not model._forward_pre_hooks
+    return found
+
+
+@pytest.mark.parametrize("where", ["block", "engine"])
+def test_an_evaluation_between_two_averagings_is_told_once(ranks: Pool, where: str) -> None:
+    first, second = ranks.run(evaluated, where)
+    assert second == [[]] * 7
+    assert [len(texts) for texts in first] == [0, 0, 0, 0, 1, 0, 0]
+    assert "flush()" in first[4][0] and "this rank's own" in first[4][0]

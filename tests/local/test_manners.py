@@ -294,6 +294,8 @@ def test_a_dropped_step_counts_and_its_loss_does_not(ranks: Pool) -> None:
         (lambda: tw.LocalSGD(4, begin_step=-1), ValueError, "begin_step"),
         (lambda: tw.LocalSGD(4, outer_lr=-0.1), ValueError, "outer_lr"),
         (lambda: tw.LocalSGD(4, outer_lr=float("nan")), ValueError, "outer_lr"),
+        (lambda: tw.LocalSGD(4, outer_lr=0.0), ValueError, "outer_lr must be .* > 0, got 0.0"),
+        (lambda: tw.AdaptiveLocalSGD(4, outer_lr=0), ValueError, "outer_lr"),
         (lambda: tw.LocalSGD(4, outer_momentum=1.0), ValueError, "outer_momentum"),
         (lambda: tw.LocalSGD(4, outer_nesterov=True), ValueError, "outer_nesterov needs"),
         (lambda: tw.LocalSGD(4, outer_nesterov=1, outer_momentum=0.9), TypeError, "outer_nesterov"),  # type: ignore[arg-type]
@@ -345,6 +347,7 @@ def test_configs_refuse(make: Callable[[], Any], kind: type[Exception], text: st
 def test_wrong_models_and_optimizers_are_refused() -> None:
     model, other = net(), net()
     optimizer = sgd(model)
+    empty = Bag({"a": (0, 3)})
     for arguments, kind, text in [
         ((model, optimizer, 16), TypeError, "config must be LocalSGD or AdaptiveLocalSGD"),
         ((optimizer, optimizer, tw.LocalSGD(2)), TypeError, "model must be Module"),
@@ -361,6 +364,7 @@ def test_wrong_models_and_optimizers_are_refused() -> None:
             ValueError,
             "nothing to average",
         ),
+        ((empty, sgd(empty), tw.LocalSGD(2)), ValueError, "that has elements"),
     ]:
         with pytest.raises(kind, match=text):
             tw.local_sgd(*arguments)  # type: ignore[arg-type]

@@ -221,6 +221,7 @@ def test_wrong_common_arguments(
 METHODS_ARGUMENTS = [
     (optim.SGD, {"momentum": float("nan")}, ValueError, "momentum"),
     (optim.RMSprop, {"alpha": float("nan")}, ValueError, "alpha"),
+    (optim.RMSprop, {"alpha": 1.5}, ValueError, "alpha must be .* < 1, got 1.5"),
     (optim.Lamb, {"betas": 0.9}, TypeError, "betas"),
     (optim.Lamb, {"betas": (0.9,)}, TypeError, "betas"),
     (optim.Lamb, {"betas": (0.9, 1.0)}, ValueError, "betas"),

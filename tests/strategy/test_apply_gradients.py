@@ -182,7 +182,10 @@ def scaled(rank: int, size: int, fields: Sequence[str]) -> tuple[str, bool]:
     return str(error.value), digest(engine) == before
 
 
-def test_gradients_that_a_scaler_has_not_divided_are_refused(ranks: Pool) -> None:
-    for text, unmoved in ranks.run(scaled, ("dgc",)):
+@pytest.mark.parametrize("fields", [(), ("dgc",), ("localsgd",), ("gradient_merge",)])
+def test_a_scaler_is_refused_that_does_not_divide_or_leaves_out_steps(
+    ranks: Pool, fields: Sequence[str]
+) -> None:
+    for text, unmoved in ranks.run(scaled, fields):
         assert "amp=AMP(...)" in text
         assert unmoved

@@ -604,8 +604,11 @@ def test_under_local_updates_a_rank_drops_its_own_step(ranks: Pool, merged: bool
     assert first == second and finite
 
 
-def poisoned_rank(rank: int, size: int) -> tuple[int, str, bool]:
-    engine = make_engine(("localsgd",))
+def poisoned_rank(rank: int, size: int, config: Any) -> tuple[int, str, bool]:
+    adaptive = isinstance(config, tw.AdaptiveLocalSGD)
+    strategy = tw.DistributedStrategy(**{"adaptive_localsgd" if adaptive else "localsgd": config})
+    model = make_model()
+    engine = strategy.prepare(model, make_optimizer(model, ()), cross_entropy)
     if rank == max(size - 1, 0):
         next(engine.model.parameters()).register_hook(lambda g: g * float("nan"))
     with warnings.catch_warnings(), pytest.raises(NonFinite) as caught:
@@ -617,13 +620,24 @@ def poisoned_rank(rank: int, size: int) -> tuple[int, str, bool]:
 
 
 @pytest.mark.parametrize("size", [0, 2])
+@pytest.mark.parametrize(
+    ("config", "averaging"),
+    [
+        (tw.LocalSGD(3), 10),
+        (tw.LocalSGD(4, fragments=2), 11),
+        (tw.LocalSGD(16), 17),
+        (tw.AdaptiveLocalSGD(5, max_k_steps=5), 11),
+    ],
+    ids=["at the tenth", "fragments", "seldom", "adaptive"],
+)
 def test_ten_local_steps_that_are_not_finite_in_a_row_are_an_error_on_all_ranks(
-    ranks: Pool, size: int
+    ranks: Pool, size: int, config: Any, averaging: int
 ) -> None:
-    answers = ranks.run(poisoned_rank, size=size)
+    """All ranks hear of them at the next averaging: docs/reliability.md says so."""
+    answers = ranks.run(poisoned_rank, config, size=size)
     assert len({(step, text) for step, text, _ in answers}) == 1
     step, text, _ = answers[0]
-    assert step in (9, 10) and all(finite for *_, finite in answers)  # the next averaging
+    assert step + 1 == averaging and all(finite for *_, finite in answers)
     assert f"rank {max(size - 1, 0)}: local step {step + 1} was dropped" in text
     assert f"this was dropped step {step + 1} in a row" in text
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import thinwire as tw
 from tests.ranks import Pool, Raised
-from tests.strategy.training import batch, make_model
+from tests.strategy.training import batch, make_engine, make_model, train
 
 cross_entropy = nn.functional.cross_entropy
 DOUBLE: dict[str, Any] = {"dtype": torch.float64}
@@ -236,6 +236,20 @@ def test_a_mean_loss_of_some_ranks_only_is_an_error_in_words(ranks: Pool, others
     for raised in ranks.run(mean_asked, others, expect_errors=True, group_timeout_s=5.0):
         assert isinstance(raised, Raised)
         assert raised.type_name == "Mismatch", raised.traceback
+
+
+def flushed_alone(rank: int, size: int) -> None:
+    engine = make_engine(("gradient_merge",), plain=True)
+    train(engine, (), 0, 1)
+    engine.flush() if rank == 0 else train(engine, (), 1, 9)
+
+
+def test_a_flush_of_some_ranks_only_is_an_error_that_names_it_on_all(ranks: Pool) -> None:
+    for raised in ranks.run(flushed_alone, expect_errors=True, group_timeout_s=5.0):
+        assert isinstance(raised, Raised)
+        assert raised.type_name == "Mismatch", raised.traceback
+        assert "engine.flush()" in raised.text
+        assert "TypeError" not in raised.traceback, raised.traceback
 
 
 def stopping(rank: int, size: int) -> str:

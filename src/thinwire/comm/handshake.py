@@ -14,7 +14,7 @@ __all__ = ["elsewhere", "mapping_of", "require_agreement"]
 
 
 _SAME_SCRIPT = "All ranks must run the same script with the same settings"
-_VERSIONS = "versions"
+_CALL, _VERSIONS = "call", "versions"
 _told: set[str] = set()
 """The warnings that this process has given."""
 
@@ -43,13 +43,12 @@ def require_agreement(
 
     Communication: `Group.gather_bytes`, 24 bytes a rank when all agree.
     """
-    told = {**facts, _VERSIONS: dict(versions)} if versions else dict(facts)
+    told = {_CALL: what, **facts} | ({_VERSIONS: dict(versions)} if versions else {})
     answers = group.gather_bytes(json.dumps(told).encode(), what=what)
     rows = [mapping_of(answer) for answer in answers]
     for rank, row in enumerate(rows):
-        # a vote on a step has some of the names, too
-        if 2 * len(facts.keys() & row.keys()) < len(facts):
-            raise elsewhere(what, rank)
+        if row.pop(_CALL, None) != what:
+            raise elsewhere(what, rank, answers[rank])
     builds = [row.pop(_VERSIONS, None) for row in rows]
     if all(
         build is not None for build in builds
@@ -91,14 +90,15 @@ def _warn_of_versions(rows: Sequence[Mapping[str, Any]]) -> None:
                 break
 
 
-def elsewhere(what: str, rank: int) -> Mismatch:
+def elsewhere(what: str, rank: int, answer: bytes = b"") -> Mismatch:
     """The error for a rank whose answer belongs to another call than `what`, which this rank has
-    made.
+    made; some answers tell which.
     """
+    call = mapping_of(answer).get(_CALL)
     return Mismatch(
-        f"{what}: rank {rank} is in another exchange of this library. All ranks must make the same "
-        "calls; add_param_group and engine.save too belong on every rank, not on rank 0 only: save "
-        "writes one checkpoint for all of them"
+        f"{what}: rank {rank} is in another exchange of this library{f', {call}' if call else ''}. "
+        "All ranks must make the same calls; add_param_group, engine.flush() and engine.save too "
+        "belong on every rank, not on rank 0 only: save writes one checkpoint for all of them"
     )
 
 

@@ -204,8 +204,8 @@ def _together(report: Report, answers: Sequence[bytes]) -> Report:
 def _parse(answer: bytes, rank: int, what: str) -> Report:
     try:
         return Report(**json.loads(answer))
-    except (TypeError, ValueError) as error:
-        raise elsewhere(what, rank) from error
+    except (TypeError, ValueError):
+        raise elsewhere(what, rank, answer) from None
 
 
 def _refuse_failure(reports: Sequence[Report]) -> None:

@@ -22,7 +22,7 @@ from thinwire.local.averaging import Averaging, PendingAveraging, widened
 from thinwire.local.config import LocalConfig
 from thinwire.local.fragments import fragments_of
 from thinwire.local.interval import Interval
-from thinwire.local.model import LocalModel
+from thinwire.local.model import LocalModel, refuse_scaler
 from thinwire.local.work import RoundWork, weights_of
 
 __all__ = [
@@ -210,6 +210,8 @@ class Averager:
         """Where all ranks should be equal, measure from the parameters as they are: weights may
         have been loaded since. Whether all ranks have loaded the same comes out at the averaging.
         """
+        if self._group.size > 1 and self.work is None:
+            refuse_scaler(self.tensors.optimizer)
         if self.apart or self.pending is not None or self._roll is not None:
             return
         if self.averaging.written():

@@ -28,7 +28,7 @@ class _Common:
 
     def _check(self, interval: str, k_steps: int) -> None:
         set_ = object.__setattr__
-        set_(self, "outer_lr", check.real("outer_lr", self.outer_lr, at_least=0))
+        set_(self, "outer_lr", check.real("outer_lr", self.outer_lr, above=0))
         set_(
             self,
             "outer_momentum",
@@ -78,7 +78,7 @@ class LocalSGD(_Common):
     Attributes:
         k_steps: Local steps between two averagings, >= 1.
         begin_step: Steps 1 to this one end with an averaging each, >= 0.
-        outer_lr: Rate of the outer SGD, whose gradient is the averaged change, >= 0; 1 is plain
+        outer_lr: Rate of the outer SGD, whose gradient is the averaged change, > 0; 1 is plain
             averaging.
         outer_momentum: Its momentum, in [0, 1).
         outer_nesterov: Whether it looks ahead; needs outer_momentum.

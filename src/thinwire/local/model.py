@@ -21,10 +21,13 @@ from thinwire.core.sharded import Shards, require_elementwise, require_shards, r
 from thinwire.errors import PayloadCorrupt
 
 __all__ = [
+    "SCALER",
     "LocalModel",
     "bare_optimizer",
+    "calls_of_step",
     "changed_since",
     "looks",
+    "refuse_scaler",
 ]
 
 
@@ -66,7 +69,8 @@ class LocalModel:
         self._ids = {name: id(p) for name, p in named_parameters(model)}
         if not self.params:
             raise ValueError(
-                "model has no parameter with requires_grad=True: there is nothing to average"
+                "model needs a parameter that has elements and trains (requires_grad=True): there "
+                "is nothing to average"
             )
         known = set(map(id, model.parameters()))
         foreign = [
@@ -267,13 +271,36 @@ def calls_of_step(optimizer: object) -> int:
     another one has called, as `super().step()` does. Torch wraps the step of every class that has
     ever been constructed, and runs the hooks of the instance in each.
     """
-    calls = 0
-    frame: FrameType | None = sys._getframe(1)
+    return [f.f_locals.get("self") for f in _callers() if f.f_code is _HOOKED_STEP].count(optimizer)
+
+
+def _callers() -> Iterator[FrameType]:
+    frame = sys._getframe(1).f_back
     while frame is not None:
-        if frame.f_code is _HOOKED_STEP and frame.f_locals.get("self") is optimizer:
-            calls += 1
+        yield frame
         frame = frame.f_back
-    return calls
+
+
+def refuse_scaler(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `RuntimeError` where a `GradScaler` calls `step` that leaves it out where gradients
+    overflow, on this rank alone.
+
+    One calls `step` in any case where the optimizer takes its scale and flag. That of FSDP has a
+    process group, over which it agrees.
+    """
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        return
+    step = torch.amp.GradScaler.step.__code__
+    for scaler in (f.f_locals["self"] for f in _callers() if f.f_code is step):
+        if scaler.is_enabled() and not hasattr(scaler, "process_group"):
+            raise RuntimeError(SCALER)
+
+
+SCALER = (
+    "a GradScaler calls step(): the gradients are still multiplied by its scale, or it leaves out "
+    "step() on a rank whose gradients overflow, which the others would wait for. Let amp=AMP(...) "
+    "of a strategy scale the loss, or train in bfloat16 without a scaler"
+)
 
 
 _WRAPPERS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")

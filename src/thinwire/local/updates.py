@@ -323,6 +323,7 @@ class LocalUpdates:
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
+            self._tensors.model.register_forward_pre_hook(_tell_of_evaluation),
         ]
         _open.append(self)
         call_params = getattr(optimizer, "call_params", None)  # of an optimizer of this library
@@ -729,3 +730,20 @@ class LocalUpdates:
                 "this needs an open local_sgd block: call it inside `with local_sgd(...) as sync:`"
             )
         return self._averager
+
+
+def _tell_of_evaluation(model: nn.Module, _: object) -> None:
+    """Before a forward pass of a block's model, or of a copy, which brings this along; once."""
+    if model.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return
+    for block in _open:
+        group = block._group
+        if block._tensors.model is model and block.apart and group is not None and group.size > 1:
+            block._hooks.pop().remove()  # it is the last one
+            warnings.warn(
+                "the model is evaluated between two averagings, where its parameters are this "
+                "rank's own and not the mean of all ranks: call flush() of the engine, or of what "
+                "local_sgd returned, on all ranks before an evaluation",
+                UserWarning,
+                stacklevel=5,
+            )

@@ -47,7 +47,8 @@ class TorchOptimizer(CommonOptimizer):
     def _check_hyperparameters(self, values: Mapping[str, Any]) -> None:
         for key in self._numbers:
             if key in values:
-                check.scalar(key, values[key], at_least=0 if key != "dampening" else None)
+                least, below = None if key == "dampening" else 0, 1 if key == "alpha" else None
+                check.scalar(key, values[key], at_least=least, below=below)
         betas = values.get("betas")
         if "betas" in values and not (
             isinstance(betas, tuple | list) and any(isinstance(beta, Tensor) for beta in betas)

@@ -239,7 +239,7 @@ class RMSprop(TorchOptimizer, torch.optim.RMSprop):
     Args:
         params: Parameters, named parameters or groups, with an `order_params` entry if wanted.
         lr: A number >= 0, a schedule, or a list with one number for each update.
-        alpha: As in torch.
+        alpha: As in torch, in [0, 1).
         eps: As in torch: outside the root.
         weight_decay: Coupled, >= 0.
         momentum: As in torch, >= 0.

@@ -75,7 +75,7 @@ class AbsentAsZero:
         answers = self._group.gather_bytes(mine, what=what)
         for rank, answer in enumerate(answers):
             if len(answer) != len(mine) or any(code % _ROW_SPARSE > len(_TYPES) for code in answer):
-                raise elsewhere(what, rank)
+                raise elsewhere(what, rank, answer)
         whole = dict(grads)
         for (name, param), codes in zip(
             self._params.items(), zip(*answers, strict=True), strict=True
@@ -126,7 +126,7 @@ class Joining:
         answers = self._group.gather_bytes(b"+" if active else b"-", what=what)
         for rank, answer in enumerate(answers):
             if answer not in (b"+", b"-"):
-                raise elsewhere(what, rank)
+                raise elsewhere(what, rank, answer)
         self.all_active = b"-" not in answers
         self.due = self._every
         return b"+" in answers

@@ -151,7 +151,7 @@ def _clipping(clip: Clip, stages: Group | None, shards: Group | None) -> Clippin
 
 def _number(answer: bytes, rank: int, what: str) -> float:
     if len(answer) != 8:
-        raise elsewhere(what, rank)
+        raise elsewhere(what, rank, answer)
     (number,) = struct.unpack("<d", answer)
     return float(number)
 

@@ -31,6 +31,7 @@ from thinwire.core.storage import with_own_storage
 from thinwire.errors import CheckpointMissing, Mismatch, PeerLost, PeerStalled, ThinwireError
 from thinwire.exchange.gradients import Verdict
 from thinwire.exchange.round import Round
+from thinwire.local.model import refuse_scaler
 from thinwire.local.updates import LocalUpdates
 from thinwire.local.work import require_tokens
 from thinwire.optim.layerwise import LayerwiseOptimizer
@@ -41,7 +42,7 @@ from thinwire.strategy.exchanges import LocalSteps
 from thinwire.strategy.holding import (
     LeftGradients,
     ParameterPlaces,
-    refuse_scaler_,
+    refuse_marks_,
     step_replaced_,
 )
 from thinwire.strategy.parts import Parts
@@ -269,7 +270,8 @@ class Engine:
             The handle whose `remove` ends it; `close` does too.
 
         Raises:
-            RuntimeError: As in `apply_gradients`; it is followed already.
+            RuntimeError: As in `apply_gradients`; it is followed already. At a step: an enabled
+                `GradScaler` calls it, on two ranks or more.
         """
         self._require_open()
         self._require_unscaled("follow_steps")
@@ -283,7 +285,9 @@ class Engine:
         def update(closure: Callable[[], Any] | None) -> Any:
             target = engine()
             assert target is not None, "its end takes this off"
-            refuse_scaler_(target.optimizer)
+            refuse_marks_(target.optimizer)
+            if target._parts.group.size > 1 and target._by_time is None:
+                refuse_scaler(target.optimizer)
             value = None
             if closure is not None:
                 with torch.enable_grad():
@@ -367,7 +371,7 @@ class Engine:
                 place = {"step": self._place()}
                 if uneven is None:
                     place["microsteps of the unfinished update"] = merge.microsteps
-                require_agreement(parts.group, place, what="flushing")
+                require_agreement(parts.group, place, what="engine.flush()")
                 if merge.microsteps:
                     self._clear_grads()  # before there is a second set of them
                     left, overflow = merge.take(avg=parts.merge_avg), merge.overflowed
@@ -413,7 +417,7 @@ class Engine:
             told = [mapping_of(answer) for answer in answers]
             for rank, row in enumerate(told):
                 if what not in row:
-                    raise elsewhere(what, rank)
+                    raise elsewhere(what, rank, answers[rank])
         total = sum(row[what] for row in told)
         return torch.tensor(total / group.size, dtype=torch.float64, device="cpu")
 

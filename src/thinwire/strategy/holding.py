@@ -16,6 +16,7 @@ from torch.nn import Parameter
 
 from thinwire.core.rows import coalesced, values_of
 from thinwire.core.sharded import shard_of
+from thinwire.local.model import SCALER
 
 __all__ = [
     "Hold",
@@ -23,7 +24,7 @@ __all__ = [
     "ParameterPlaces",
     "is_passing",
     "passing",
-    "refuse_scaler_",
+    "refuse_marks_",
     "require_free",
     "require_trained",
     "step_replaced_",
@@ -125,16 +126,12 @@ def step_replaced_(
     return undo
 
 
-def refuse_scaler_(optimizer: torch.optim.Optimizer) -> None:
+def refuse_marks_(optimizer: torch.optim.Optimizer) -> None:
     """Raise `RuntimeError` where a `GradScaler` has left it to `step` to divide by its scale; takes
     its marks off.
     """
     if _taken_off(optimizer):
-        raise RuntimeError(
-            "a GradScaler calls step() of an optimizer that takes its scale itself, and the engine "
-            "would exchange gradients that are multiplied by it: let amp=AMP(...) of the strategy "
-            "scale the loss, or train in bfloat16 without a scaler"
-        )
+        raise RuntimeError(SCALER)
 
 
 def _taken_off(optimizer: torch.optim.Optimizer) -> bool:

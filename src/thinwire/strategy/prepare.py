@@ -490,10 +490,10 @@ def _require_cut_works(
 
 def _require_averages(stages: list[nn.Module]) -> None:
     for number, stage in enumerate(stages, 1):
-        if not any(p.requires_grad for p in stage.parameters()):
+        if not any(p.requires_grad and p.numel() for p in stage.parameters()):
             raise StrategyError(
-                f"stage {number} of {len(stages)} has no parameter with requires_grad=True, and "
-                "localsgd averages the parameters of each stage: move a split point"
+                f"stage {number} of {len(stages)} has no parameter with requires_grad=True that "
+                "has elements, and localsgd averages those of each stage: move a split point"
             )
 
 
