@@ -210,8 +210,8 @@ def test_all_ranks_take_the_smallest_scale_when_they_average(ranks: Pool, delay:
 
 
 def scaled_by_torch(rank: int, size: int, config: Any, how: str) -> tuple[str, int]:
-    """A scaler of torch, and in step 2 an overflow on the last rank; in how many steps of how many
-    the optimizer was called."""
+    """A scaler of torch, and in step 2 an overflow on the last rank: what the first step that
+    raised said, whether parameters stayed, and which it was; else the local steps."""
     model = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=how == "fused")
     kind = ShardedGradScaler if how == "agreeing" else torch.amp.GradScaler

@@ -31,7 +31,7 @@ from thinwire.core.storage import with_own_storage
 from thinwire.errors import CheckpointMissing, Mismatch, PeerLost, PeerStalled, ThinwireError
 from thinwire.exchange.gradients import Verdict
 from thinwire.exchange.round import Round
-from thinwire.local.model import refuse_scaler
+from thinwire.local.model import SCALER, refuse_scaler
 from thinwire.local.updates import LocalUpdates
 from thinwire.local.work import require_tokens
 from thinwire.optim.layerwise import LayerwiseOptimizer
@@ -42,8 +42,8 @@ from thinwire.strategy.exchanges import LocalSteps
 from thinwire.strategy.holding import (
     LeftGradients,
     ParameterPlaces,
-    refuse_marks_,
     step_replaced_,
+    taken_off_,
 )
 from thinwire.strategy.parts import Parts
 from thinwire.strategy.whole_models import load_whole_model
@@ -285,7 +285,8 @@ class Engine:
         def update(closure: Callable[[], Any] | None) -> Any:
             target = engine()
             assert target is not None, "its end takes this off"
-            refuse_marks_(target.optimizer)
+            if taken_off_(target.optimizer):
+                raise RuntimeError(SCALER)
             if target._parts.group.size > 1 and target._by_time is None:
                 refuse_scaler(target.optimizer)
             value = None

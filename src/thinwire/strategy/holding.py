@@ -16,7 +16,6 @@ from torch.nn import Parameter
 
 from thinwire.core.rows import coalesced, values_of
 from thinwire.core.sharded import shard_of
-from thinwire.local.model import SCALER
 
 __all__ = [
     "Hold",
@@ -24,10 +23,10 @@ __all__ = [
     "ParameterPlaces",
     "is_passing",
     "passing",
-    "refuse_marks_",
     "require_free",
     "require_trained",
     "step_replaced_",
+    "taken_off_",
 ]
 
 
@@ -62,7 +61,7 @@ class Hold:
     def _refuse(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         if self.passes:
             return
-        _taken_off(optimizer)
+        taken_off_(optimizer)
         raise RuntimeError(
             "step() of an optimizer was called by hand while an engine trains by it: "
             "engine.train_step(inputs, targets) and engine.minimize(loss) make the whole update, "
@@ -126,15 +125,7 @@ def step_replaced_(
     return undo
 
 
-def refuse_marks_(optimizer: torch.optim.Optimizer) -> None:
-    """Raise `RuntimeError` where a `GradScaler` has left it to `step` to divide by its scale; takes
-    its marks off.
-    """
-    if _taken_off(optimizer):
-        raise RuntimeError(SCALER)
-
-
-def _taken_off(optimizer: torch.optim.Optimizer) -> bool:
+def taken_off_(optimizer: torch.optim.Optimizer) -> bool:
     """Take off the marks of a `GradScaler`, which would not get to do so; whether there were
     some.
     """
