@@ -113,9 +113,7 @@ def boolean(name: str, value: object) -> bool:
     return value
 
 
-def scalar(
-    name: str, value: object, *, at_least: float | None = None, below: float | None = None
-) -> float:
+def scalar(name: str, value: object, *, at_least: float | None = None) -> float:
     """`real`, but a tensor of one element is taken too and read once."""
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
@@ -126,7 +124,7 @@ def scalar(
         if value.dtype == torch.bool:
             raise TypeError(f"{name} must be a number, got a tensor of type {value.dtype}")
         value = value.item()
-    return real(name, value, at_least=at_least, below=below)
+    return real(name, value, at_least=at_least)
 
 
 def instance(name: str, value: object, kinds: type | tuple[type, ...], *, advice: str = "") -> None:

@@ -178,7 +178,7 @@ def _answers(
         answers = [mapping_of(row) for row in rows]
         for rank, row in enumerate(answers):
             if row.get("work") != what:
-                raise elsewhere(what, rank, rows[rank])
+                raise elsewhere(what, rank, row)
         busy = [rank for rank, row in enumerate(answers) if "busy" in row]
         if not busy or any("late" in row for row in answers):
             return answers

@@ -90,11 +90,11 @@ def _warn_of_versions(rows: Sequence[Mapping[str, Any]]) -> None:
                 break
 
 
-def elsewhere(what: str, rank: int, answer: bytes = b"") -> Mismatch:
+def elsewhere(what: str, rank: int, answer: bytes | Mapping[str, Any] = b"") -> Mismatch:
     """The error for a rank whose answer belongs to another call than `what`, which this rank has
     made; some answers tell which.
     """
-    call = mapping_of(answer).get(_CALL)
+    call = (mapping_of(answer) if isinstance(answer, bytes) else answer).get(_CALL)
     return Mismatch(
         f"{what}: rank {rank} is in another exchange of this library{f', {call}' if call else ''}. "
         "All ranks must make the same calls; add_param_group, engine.flush() and engine.save too "

@@ -1,5 +1,6 @@
 """The configs of local updates: how often ranks average, and what they send."""
 
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 from typing import ClassVar, Literal
 
@@ -26,14 +27,12 @@ class _Common:
     average_state: bool | int = False
     node_size: int | None = None
 
+    def _set(self, rule: Callable[..., object], name: str, **limits: float) -> None:
+        object.__setattr__(self, name, rule(name, getattr(self, name), **limits))
+
     def _check(self, interval: str, k_steps: int) -> None:
-        set_ = object.__setattr__
-        set_(self, "outer_lr", check.real("outer_lr", self.outer_lr, above=0))
-        set_(
-            self,
-            "outer_momentum",
-            check.real("outer_momentum", self.outer_momentum, at_least=0, below=1),
-        )
+        self._set(check.real, "outer_lr", above=0)
+        self._set(check.real, "outer_momentum", at_least=0, below=1)
         if check.boolean("outer_nesterov", self.outer_nesterov) and self.outer_momentum == 0:
             raise ValueError("outer_nesterov needs an outer_momentum above 0, got outer_momentum=0")
         if self.compression is not None:
@@ -41,29 +40,28 @@ class _Common:
             check.instance(
                 "compression", self.compression, tuple(COMPRESSIONS.values()), advice=advice
             )
-        set_(self, "fragments", check.integer("fragments", self.fragments, at_least=1))
+        self._set(check.integer, "fragments", at_least=1)
         if self.fragments > k_steps:
             raise ValueError(
                 f"fragments must be at most {interval}={k_steps}, got {self.fragments}: one part a "
                 "step"
             )
         check.one_of("fragment_order", self.fragment_order, ("contiguous", "strided"))
-        set_(self, "delay", check.integer("delay", self.delay, at_least=0))
+        self._set(check.integer, "delay", at_least=0)
         distance = k_steps // self.fragments
         if self.delay >= distance:
             raise ValueError(
                 f"delay must be below the {distance} steps between two averagings "
                 f"({interval}={k_steps}, fragments={self.fragments}), got {self.delay}"
             )
-        set_(self, "mixing", check.real("mixing", self.mixing, at_least=0, below=1))
+        self._set(check.real, "mixing", at_least=0, below=1)
         if self.node_size is not None:
-            set_(self, "node_size", check.integer("node_size", self.node_size, at_least=1))
+            self._set(check.integer, "node_size", at_least=1)
         if not isinstance(self.average_state, bool):
             advice = "True is every averaging, k every k-th one"
             if not hasattr(self.average_state, "__index__"):
                 check.instance("average_state", self.average_state, int, advice=advice)
-            every = check.integer("average_state", self.average_state, at_least=0)
-            set_(self, "average_state", every)
+            self._set(check.integer, "average_state", at_least=0)
 
     def averages_state(self, number: int) -> bool:
         """Whether the averaging of this number, from 1, is one of the optimizer's state too."""
@@ -126,14 +124,11 @@ class LocalSGD(_Common):
         return self.round_seconds is not None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "k_steps", check.integer("k_steps", self.k_steps, at_least=1))
-        object.__setattr__(
-            self, "begin_step", check.integer("begin_step", self.begin_step, at_least=0)
-        )
+        self._set(check.integer, "k_steps", at_least=1)
+        self._set(check.integer, "begin_step", at_least=0)
         self._check("k_steps", self.k_steps)
         if self.round_seconds is not None:
-            seconds = check.real("round_seconds", self.round_seconds, above=0)
-            object.__setattr__(self, "round_seconds", seconds)
+            self._set(check.real, "round_seconds", above=0)
             self._check_with_rounds()
 
     def _check_with_rounds(self) -> None:
@@ -189,15 +184,9 @@ class AdaptiveLocalSGD(_Common):
     by_time: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "max_k_steps", check.integer("max_k_steps", self.max_k_steps, at_least=1)
-        )
-        object.__setattr__(
-            self, "init_k_steps", check.integer("init_k_steps", self.init_k_steps, at_least=1)
-        )
-        object.__setattr__(
-            self, "begin_step", check.integer("begin_step", self.begin_step, at_least=0)
-        )
+        self._set(check.integer, "max_k_steps", at_least=1)
+        self._set(check.integer, "init_k_steps", at_least=1)
+        self._set(check.integer, "begin_step", at_least=0)
         if self.init_k_steps > self.max_k_steps:
             raise ValueError(
                 f"init_k_steps must be at most max_k_steps={self.max_k_steps}, got "

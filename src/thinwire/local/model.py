@@ -5,7 +5,7 @@ same; and the optimizer inside what a training framework wraps around it.
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from types import FrameType
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -271,29 +271,22 @@ def calls_of_step(optimizer: object) -> int:
     another one has called, as `super().step()` does. Torch wraps the step of every class that has
     ever been constructed, and runs the hooks of the instance in each.
     """
-    return [f.f_locals.get("self") for f in _callers() if f.f_code is _HOOKED_STEP].count(optimizer)
-
-
-def _callers() -> Iterator[FrameType]:
-    frame = sys._getframe(1).f_back
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+    frames = (frame for frame, _ in walk_stack(sys._getframe()))
+    return sum(f.f_code is _HOOKED_STEP and f.f_locals.get("self") is optimizer for f in frames)
 
 
 def refuse_scaler(optimizer: torch.optim.Optimizer) -> None:
-    """Raise `RuntimeError` where a `GradScaler` calls `step` that leaves it out where gradients
-    overflow, on this rank alone.
+    """Raise `RuntimeError` where a `GradScaler` calls `step` that may leave it out on one rank.
 
-    One calls `step` in any case where the optimizer takes its scale and flag. That of FSDP has a
-    process group, over which it agrees.
+    None does where the optimizer takes its scale and flag; and that of FSDP, which has a process
+    group, agrees over its ranks.
     """
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         return
     step = torch.amp.GradScaler.step.__code__
-    for scaler in (f.f_locals["self"] for f in _callers() if f.f_code is step):
-        if scaler.is_enabled() and not hasattr(scaler, "process_group"):
-            raise RuntimeError(SCALER)
+    scalers = (f.f_locals["self"] for f, _ in walk_stack(sys._getframe()) if f.f_code is step)
+    if any(each.is_enabled() and not hasattr(each, "process_group") for each in scalers):
+        raise RuntimeError(SCALER)
 
 
 SCALER = (

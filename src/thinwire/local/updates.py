@@ -737,13 +737,13 @@ def _tell_of_evaluation(model: nn.Module, _: object) -> None:
     if model.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return
     for block in _open:
-        group = block._group
-        if block._tensors.model is model and block.apart and group is not None and group.size > 1:
+        own = block._tensors.model is model and block.apart and not block.synced
+        if own and block._group is not None and block._group.size > 1:
             block._hooks.pop().remove()  # it is the last one
             warnings.warn(
                 "the model is evaluated between two averagings, where its parameters are this "
-                "rank's own and not the mean of all ranks: call flush() of the engine, or of what "
-                "local_sgd returned, on all ranks before an evaluation",
+                "rank's own and not the mean of all ranks: evaluate where sync.synced is true, or "
+                "call sync.flush() (engine.flush()) on all ranks before",
                 UserWarning,
                 stacklevel=5,
             )

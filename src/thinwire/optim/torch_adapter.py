@@ -45,10 +45,9 @@ class TorchOptimizer(CommonOptimizer):
         super().__init__(*given, **named)
 
     def _check_hyperparameters(self, values: Mapping[str, Any]) -> None:
-        for key in self._numbers:
-            if key in values:
-                least, below = None if key == "dampening" else 0, 1 if key == "alpha" else None
-                check.scalar(key, values[key], at_least=least, below=below)
+        for key in filter(values.__contains__, self._numbers):
+            number = check.scalar(key, values[key], at_least=0 if key != "dampening" else None)
+            check.real(key, number, below=1 if key == "alpha" else None)
         betas = values.get("betas")
         if "betas" in values and not (
             isinstance(betas, tuple | list) and any(isinstance(beta, Tensor) for beta in betas)

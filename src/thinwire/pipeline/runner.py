@@ -186,13 +186,12 @@ class PipelineRunner:
         known = key in self._plans
         payload = json.dumps({"facts": facts, "known": known}).encode()
         what = "agreeing on a mini-batch"
-        rows = self._grid.peers.gather_bytes(payload, what=what)
-        answers = [mapping_of(row) for row in rows]
+        answers = [mapping_of(a) for a in self._grid.peers.gather_bytes(payload, what=what)]
         if problem is not None:
             raise problem
         for rank, answer in enumerate(answers):
             if answer.keys() != {"facts", "known"}:
-                raise elsewhere(what, rank, rows[rank])
+                raise elsewhere(what, rank, answer)
         _require_equal([answer["facts"] for answer in answers])
         return parts, key, all(answer["known"] for answer in answers)
 

@@ -418,7 +418,7 @@ class Engine:
             told = [mapping_of(answer) for answer in answers]
             for rank, row in enumerate(told):
                 if what not in row:
-                    raise elsewhere(what, rank, answers[rank])
+                    raise elsewhere(what, rank, row)
         total = sum(row[what] for row in told)
         return torch.tensor(total / group.size, dtype=torch.float64, device="cpu")
 

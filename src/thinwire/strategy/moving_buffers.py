@@ -92,7 +92,7 @@ class MovingBuffers:
         told = [mapping_of(answer) for answer in answers]
         for rank, row in enumerate(told):
             if "buffers" not in row:
-                raise elsewhere(what, rank, answers[rank])
+                raise elsewhere(what, rank, row)
             if "damage" in row:
                 raise PayloadCorrupt(row["damage"])
         rows: list[dict[str, str]] = [row["buffers"] for row in told]

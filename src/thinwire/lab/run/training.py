@@ -1,7 +1,6 @@
 """One strategy from the first step to the last, on every rank."""
 
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from math import isfinite
 from statistics import fmean, median
@@ -153,9 +152,7 @@ class TrainingRun:
     def _evaluate(self) -> None:
         if self.step:
             self._stop_clock()
-        with warnings.catch_warnings():  # the mean of the ranks' own losses is what is asked for
-            warnings.filterwarnings("ignore", "the model is evaluated between two averagings")
-            loss = self.work.evaluate(self.trainer.module)
+        loss = self.work.evaluate(self.trainer.module)
         if not isfinite(loss):
             raise ThinwireError(
                 f"the training diverged: held-out loss {loss} after {self.step} steps at a peak "
