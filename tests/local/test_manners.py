@@ -4,6 +4,7 @@ applied."""
 import contextlib
 import os
 import signal
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -632,3 +633,119 @@ def test_a_wrapper_that_takes_no_hooks_is_refused_in_words() -> None:
     model = Bag()
     with pytest.raises(TypeError, match="the optimizer that it wraps"):
         tw.local_sgd(model, Wrapper(sgd(model)), tw.LocalSGD(2))
+
+
+def two_optimizers(rank: int, size: int, config: Any, first: str) -> tuple[list[str], str, float]:
+    """One is followed, the other steps after it; the last step averages."""
+    model = Bag()
+    followed, other = torch.optim.SGD([model.a], 0.1), torch.optim.SGD([model.b, model.c], 0.1)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with tw.local_sgd(model, followed, config) as sync:
+            for step in range(1, 5):
+                set_gradients(model, step, rank)
+                for optimizer in (other, followed) if first == "other" else (followed, other):
+                    optimizer.step()
+            assert sync.synced
+            sync.flush()
+            flushed = digest(model)
+            set_gradients(model, 9, rank)
+            other.step()
+    return [str(each.message) for each in said], flushed + digest(model), sync.stats()["averagings"]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        tw.LocalSGD(1),
+        tw.LocalSGD(4, begin_step=0, outer_momentum=0.5),
+        tw.LocalSGD(2, begin_step=0),
+    ],
+)
+def test_what_a_second_optimizer_moved_is_averaged_again(config: Any, ranks: Pool) -> None:
+    (said, first, _), (_, second, _) = ranks.run(two_optimizers, config, "followed")
+    assert first == second
+    assert len(said) == 1
+    assert "3 parameters" in said[0]
+    assert ": b, c, d." in said[0]
+    assert "thinwire.optim.Muon" in said[0]
+
+
+def test_where_nothing_has_moved_nothing_is_averaged_again(ranks: Pool) -> None:
+    """4 steps, and what the second optimizer moved after the flush."""
+    for _, _, averagings in ranks.run(two_optimizers, tw.LocalSGD(1), "other"):
+        assert averagings == 5  # of which the flush is none
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """SGD whose model holds y, and whose `eval` puts x there: y = (1 - b) z + b x."""
+
+    def __init__(self, params: Any, lr: float, b: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "b": b, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["k"] += 1
+            for y in group["params"]:
+                z = self.state[y].setdefault("z", y.clone())
+                x = (y - (1 - group["b"]) * z) / group["b"]
+                z.sub_(y.grad, alpha=group["lr"])
+                x.lerp_(z, 1 / group["k"])
+                y.copy_(x.lerp(z, 1 - group["b"]))
+
+    def train(self) -> None:
+        self._swap_(lambda y, z, b: y.mul_(b).add_(z, alpha=1 - b))
+
+    def eval(self) -> None:
+        self._swap_(lambda y, z, b: y.sub_(z, alpha=1 - b).div_(b))
+
+    @torch.no_grad()
+    def _swap_(self, change: Callable[..., Any]) -> None:
+        for group in self.param_groups:
+            for y in group["params"]:
+                change(y, self.state[y]["z"], group["b"])
+
+
+def schedule_free(rank: int, size: int, average_state: bool) -> tuple[list[str], str]:
+    model = Bag()
+    optimizer = ScheduleFree(model.parameters(), 0.1)
+    config = tw.LocalSGD(4, begin_step=0, average_state=average_state)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with tw.local_sgd(model, optimizer, config):
+            for step in range(1, 7):
+                one_step(model, optimizer, step, rank)
+        optimizer.eval()
+    return [str(each.message) for each in said], digest(model)
+
+
+def test_an_optimizer_with_parameters_of_its_own_is_told_how_ranks_stay_equal(ranks: Pool) -> None:
+    for said, _ in ranks.run(schedule_free, False):
+        assert len(said) == 1
+        assert "average_state=True" in said[0]
+    (said, first), (_, second) = ranks.run(schedule_free, True)
+    assert (said, first) == ([], second)
+
+
+def averaged_weights(rank: int, size: int, where: str) -> list[str]:
+    model = Bag()
+    optimizer, ema = sgd(model), torch.optim.swa_utils.AveragedModel(model)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with tw.local_sgd(model, optimizer, tw.LocalSGD(3)) as sync:
+            for step in range(1, 9):
+                one_step(model, optimizer, step, rank)
+                if where == "everywhere" or sync.synced:
+                    ema.update_parameters(model)
+            sync.flush()
+            sync.flush()
+    return [str(each.message) for each in said]
+
+
+def test_an_average_of_weights_that_ranks_do_not_share_is_told_once(ranks: Pool) -> None:
+    for said in ranks.run(averaged_weights, "everywhere"):
+        assert len(said) == 1
+        assert "sync.synced" in said[0]
+        assert "extra=" in said[0]
+    assert ranks.run(averaged_weights, "synced") == [[], []]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -105,3 +106,44 @@ def still(rank: int, size: int) -> list[str]:
 
 def test_gradients_of_zero_are_no_reason(ranks: Pool) -> None:
     assert ranks.run(still) == [[], []]
+
+
+class Averaging(torch.optim.Adam):
+    """As distributed forms of Muon: each rank hears the others' gradients in `step`."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                dist.all_reduce(p.grad)
+                p.grad /= dist.get_world_size()
+        return super().step(closure)
+
+
+def averaging_in_step(
+    rank: int, size: int, kind: type[torch.optim.Optimizer], fields: dict[str, Any]
+) -> list[str]:
+    model = make_model(plain=True)
+    engine = tw.DistributedStrategy(**fields).prepare(model, kind(model.parameters()))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for step in range(6):
+            x, y = batch(step, rank)
+            engine.minimize(cross_entropy(model(x), y))
+    return [str(each.message) for each in said]
+
+
+FIELDS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "dgc": {"dgc": tw.DGC(**SPARSE)},
+    "low_rank": {"low_rank": tw.LowRank(begin_step=0, min_numel=64)},
+    "localsgd": {"localsgd": tw.LocalSGD(2)},
+}
+
+
+@pytest.mark.parametrize("case", FIELDS)
+def test_an_optimizer_that_averages_in_its_step_is_noticed_once(case: str, ranks: Pool) -> None:
+    for said in ranks.run(averaging_in_step, Averaging, FIELDS[case]):
+        assert len(said) == 1
+        assert "averages gradients" in said[0]
+    for kind in (torch.optim.Adam, tw.optim.Lamb):
+        assert ranks.run(averaging_in_step, kind, FIELDS[case]) == [[], []]

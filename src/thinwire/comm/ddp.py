@@ -1,12 +1,12 @@
 """The place in DistributedDataParallel's backward pass where gradients become ready, bucket by
-bucket.
+bucket; and what else of others is in this process.
 """
 
 import gc
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.comm.group import Group
 
-__all__ = ["BucketTap", "living_wrappers", "tap_buckets"]
+__all__ = ["BucketTap", "collective_calls", "living", "tap_buckets"]
 
+_T = TypeVar("_T")
 OnBucket = Callable[[int, Sequence[Parameter], Sequence[Tensor]], None]
 
 _taps: "weakref.WeakKeyDictionary[DistributedDataParallel, BucketTap]" = weakref.WeakKeyDictionary()
@@ -131,9 +132,18 @@ def _refuse_join(instead: str, **_: Any) -> NoReturn:
     )
 
 
-def living_wrappers() -> list[DistributedDataParallel]:
-    """All wrappers of this process, which nobody keeps a list of: it looks at all objects, which
-    takes a moment.
+def living(kind: type[_T]) -> list[_T]:
+    """All objects of a kind in this process, which nobody keeps a list of: it looks at all objects,
+    which takes a moment.
     """
     # type() and not isinstance, which would ask proxies of others for their class
-    return [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
+    return [each for each in gc.get_objects() if issubclass(type(each), kind)]
+
+
+def collective_calls() -> int:
+    """How many this process has made over its groups of gloo and NCCL, by whoever."""
+    groups = dist.distributed_c10d._world.pg_map if dist.is_initialized() else ()
+    backends = [group._get_backend(device) for group in groups for device in group._device_types]
+    counted = [each for each in backends if each.name() in ("gloo", "nccl")]
+    # torch's backends have it, their stub not
+    return sum(each._get_sequence_number_for_group() for each in counted)  # type: ignore[attr-defined]

@@ -9,8 +9,9 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.comm.ddp import living_wrappers
+from thinwire.comm.ddp import living
 from thinwire.core.rows import coalesced, values_of
 
 __all__ = ["Likeness"]
@@ -36,7 +37,7 @@ class Likeness:
         besides."""
         self._kind = kind
         self._equal_in_a_row = 0
-        self._done = False
+        self._done = self._told_of_step = False
 
     def skip(self) -> None:
         """Compare nothing any more: the run that goes on has been compared."""
@@ -72,6 +73,24 @@ class Likeness:
         self.averaged_before = _in_ddp(set(params))
         warnings.warn(_advice(self._kind, ddp=self.averaged_before), UserWarning, stacklevel=2)
 
+    def step_exchanged(self, optimizer: torch.optim.Optimizer) -> None:
+        """Whoever updates from what arrived has made collective calls of its own in `step`.
+
+        Warns:
+            UserWarning: Once, with what to do.
+        """
+        if self._told_of_step:
+            return
+        self._told_of_step, kind = True, type(optimizer).__name__
+        warnings.warn(
+            f"{kind}.step() makes collective calls of its own, after the engine's exchange: if it "
+            "averages gradients, that saves nothing. stats() does not count what it sends. Give "
+            "an optimizer of one process, such as thinwire.optim.Muon; if it only divides its work "
+            "or its state over the ranks, nothing is wrong",
+            UserWarning,
+            stacklevel=2,
+        )
+
 
 def _advice(kind: str, *, ddp: bool) -> str:
     said = f"the {kind} of all ranks are equal to the last bit: "
@@ -95,7 +114,7 @@ def _advice(kind: str, *, ddp: bool) -> str:
 
 def _in_ddp(params: set[Tensor]) -> bool:
     """Whether any of them is a parameter of a living DDP model."""
-    return any(p in params for ddp in living_wrappers() for p in ddp.parameters())
+    return any(p in params for ddp in living(DistributedDataParallel) for p in ddp.parameters())
 
 
 def _sample(tensor: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from thinwire.checkpoint import on_all_ranks
 from thinwire.comm import Group
-from thinwire.comm.ddp import living_wrappers
+from thinwire.comm.ddp import living
 from thinwire.core.checksum import checksum
 from thinwire.core.clip import ClipByGlobalNorm
 from thinwire.errors import CheckpointMismatch, CheckpointMissing, StrategyError
@@ -249,7 +249,7 @@ def _require_arguments(args: TrainingArguments, state: TrainerState, wrapper: An
 
 def _wrapped_around(model: nn.Module) -> list[DistributedDataParallel]:
     """The wrappers of a model, which nobody tells a callback of."""
-    return [ddp for ddp in living_wrappers() if ddp.module is model]
+    return [ddp for ddp in living(DistributedDataParallel) if ddp.module is model]
 
 
 def _checksum(model: nn.Module) -> int:

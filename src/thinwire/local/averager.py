@@ -2,7 +2,6 @@
 verify, apply.
 """
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from thinwire.comm import Group, Regrouped
 from thinwire.comm.private import forget_ended
-from thinwire.core.checksum import bit_sums
 from thinwire.errors import Diverged, NonFinite, PayloadCorrupt
 from thinwire.exchange.digest import RollingDigest
 from thinwire.exchange.likeness import Likeness
@@ -212,12 +210,11 @@ class Averager:
         """
         if self._group.size > 1 and self.work is None:
             refuse_scaler(self.tensors.optimizer)
-        if self.apart or self.pending is not None or self._roll is not None:
+        if self.apart or self.pending or self._roll is not None or self.averaging.plain:
             return
-        if self.averaging.written():
+        # written by others: no change of this rank's steps
+        if (digest := self.averaging.written()) is not None:
             self.averaging.anchor_()
-            sums = [int(total) for total in bit_sums(list(self.averaging.anchors.values()))]
-            digest = hashlib.blake2b(repr(sums).encode(), digest_size=8).hexdigest()
             self._written = digest if self._group.shards is None else "a shard"  # shards differ
 
     def after_step(self) -> None:
@@ -271,11 +268,14 @@ class Averager:
         """See `LocalUpdates.flush`."""
         work = None if self.work is None else self.work.told()
         changed = list(self.tensors.changed_buffers())
-        report = Report(self.counters.step, "flushing", work=work, state=changed)
+        # what is not of these steps, as of a second optimizer after the last averaging
+        moved = self.averaging.written() if self.counters.averagings and not self.apart else None
+        report = Report(self.counters.step, "flushing", work=work, state=changed, likeness=moved)
         reports = self._vote(report)
         self._apply_pending(goes_on=True)
         some = any(report.work and report.work[0] for report in reports)  # maybe on other ranks
-        if some or self.counters.step > self.counters.whole:
+        parted = any(report.likeness != reports[0].likeness for report in reports)
+        if some or parted or self.counters.step > self.counters.whole:
             self._average_all("averaging for the last time", with_loss=False)
         elif any(report.state for report in reports):
             # as after update_bn(): no step, so that nothing else may move, momentum included

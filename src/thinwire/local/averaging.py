@@ -2,6 +2,7 @@
 there.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from thinwire.comm.replicate import overwrite_
 from thinwire.compress.change_protocol import ERRORS, ChangeCompression, MeanChange
 from thinwire.compress.dense import not_finite, send_dense
 from thinwire.compress.protocol import Bucket, Sending, together
+from thinwire.core.checksum import bit_sums
 from thinwire.core.outer import OuterRule, outer_list_, outer_step_
 from thinwire.exchange.nodes import in_nodes, make_common_
 from thinwire.exchange.round import Round
@@ -181,16 +183,19 @@ class Averaging:
         """What is kept was put in from elsewhere: it may differ inside a node."""
         self._common = False
 
+    @property
+    def plain(self) -> bool:
+        """Whether a change is applied as it is."""
+        return self.changes is None and self._outer.plain
+
     @torch.no_grad()
-    def written(self) -> bool:
-        """Whether a parameter is not its anchor, for where all of them should be, and a change is
-        not applied as it is: then what somebody has written is no change of this rank's steps.
-        """
-        if self.changes is None and self._outer.plain:
-            return False
-        return bool(
-            changed_since(self.anchors, {name: widened(p) for name, p in self._params.items()})
-        )
+    def written(self) -> str | None:
+        """Digest of the parameters, for where each should be its anchor and one is not."""
+        now = {name: widened(p) for name, p in self._params.items()}
+        if not changed_since(self.anchors, now):
+            return None
+        sums = [int(total) for total in bit_sums(list(now.values()))]
+        return hashlib.blake2b(repr(sums).encode(), digest_size=8).hexdigest()
 
     @torch.no_grad()
     def anchor_(self) -> None:

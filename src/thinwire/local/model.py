@@ -4,6 +4,7 @@ same; and the optimizer inside what a training framework wraps around it.
 
 import math
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from traceback import walk_stack
 from typing import Any
@@ -12,10 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 from thinwire import _validate as check
 from thinwire._names import named_buffers, named_parameters, require_shapes
 from thinwire.comm import Group
+from thinwire.comm.ddp import living
 from thinwire.comm.replicate import copy_from_first_, make_models_equal_
 from thinwire.core.sharded import Shards, require_elementwise, require_shards, reshard_, shard_of
 from thinwire.errors import PayloadCorrupt
@@ -28,6 +31,10 @@ __all__ = [
     "changed_since",
     "looks",
     "refuse_scaler",
+    "require_own_params",
+    "warn_of_averages",
+    "warn_of_own_parameters",
+    "warn_of_untrained",
 ]
 
 
@@ -72,16 +79,7 @@ class LocalModel:
                 "model needs a parameter that has elements and trains (requires_grad=True): there "
                 "is nothing to average"
             )
-        known = set(map(id, model.parameters()))
-        foreign = [
-            p for group in optimizer.param_groups for p in group["params"] if id(p) not in known
-        ]
-        if foreign:
-            raise ValueError(
-                f"optimizer holds {len(foreign)} parameters that are not in model, the first of "
-                f"shape {tuple(foreign[0].shape)}: give the optimizer parameters of this model "
-                "only, or the whole model"
-            )
+        require_own_params(model, optimizer)
 
     @property
     def numel(self) -> int:
@@ -228,6 +226,62 @@ def _layout(model: nn.Module) -> Iterator[tuple[str, str]]:
     for name, b in named_buffers(model):
         if b.is_floating_point():
             yield f"buffer {name}", looks(b)
+
+
+def require_own_params(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer of other parameters than the model's."""
+    known = set(map(id, model.parameters()))
+    foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+    if foreign:
+        raise ValueError(
+            f"optimizer holds {len(foreign)} parameters that are not in model, the first of shape "
+            f"{tuple(foreign[0].shape)}: give the optimizer parameters of this model only, or the "
+            "whole model"
+        )
+
+
+def warn_of_untrained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Warn of trainable parameters that are in no group: another optimizer may train them."""
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    left = [n for n, p in named_parameters(model) if p.requires_grad and id(p) not in known]
+    if left:
+        _warn(
+            f"{len(left)} parameters require a gradient and are in no group of "
+            f"{type(optimizer).__name__}: {', '.join(left[:3])}. Steps of a second optimizer are "
+            "not followed: where it trains these, ranks come to hold different values. Give one "
+            "optimizer all that trains (thinwire.optim.Muon holds matrices and all else), and call "
+            "requires_grad_(False) on the rest"
+        )
+
+
+def warn_of_own_parameters(optimizer: torch.optim.Optimizer) -> None:
+    """Warn of one that puts parameters of its state into the model, as schedule-free ones do."""
+    if all(callable(getattr(optimizer, name, None)) for name in ("train", "eval")):
+        _warn(
+            f"{type(optimizer).__name__}.eval() makes the model's parameters from the optimizer's "
+            "state, of which each rank has its own between averagings and after them: ranks then "
+            "hold different values. Give average_state=True to LocalSGD or AdaptiveLocalSGD"
+        )
+
+
+def warn_of_averages(model: nn.Module, averagings: int) -> None:
+    """Warn of an `AveragedModel` of this model that was updated more often than ranks were equal;
+    takes a moment.
+    """
+    shapes = [p.shape for p in model.parameters()]
+    for each in living(AveragedModel):
+        updates = int(each.n_averaged)
+        if updates > averagings and [p.shape for p in each.module.parameters()] == shapes:
+            _warn(
+                f"an AveragedModel was updated {updates} times, and ranks have averaged "
+                f"{averagings} times: it is an average of this rank's own parameters. Update it "
+                "where sync.synced is true, or average it over the ranks before it is used; "
+                "engine.save(directory, extra=...) keeps that of each rank"
+            )
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, UserWarning, stacklevel=5)
 
 
 def changed_since(before: Mapping[str, Tensor | None], now: Mapping[str, Tensor]) -> list[str]:

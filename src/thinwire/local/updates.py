@@ -55,7 +55,14 @@ from thinwire.local.averaging import Averaging, PendingAveraging
 from thinwire.local.config import AdaptiveLocalSGD, LocalConfig, LocalSGD
 from thinwire.local.fragments import fragments_of
 from thinwire.local.interval import Interval
-from thinwire.local.model import LocalModel, bare_optimizer, calls_of_step
+from thinwire.local.model import (
+    LocalModel,
+    bare_optimizer,
+    calls_of_step,
+    warn_of_averages,
+    warn_of_own_parameters,
+    warn_of_untrained,
+)
 from thinwire.local.newcomers import NewcomersWork
 from thinwire.local.work import require_tokens
 from thinwire.members.members import Members
@@ -219,6 +226,9 @@ class LocalUpdates:
         )  # of a wrong kind, it is refused below
         self._tensors = LocalModel(model, optimizer, None if mesh is None else mesh["shard"])
         fragments_of(self._tensors.trained, config)  # refuses more fragments than parameters
+        warn_of_untrained(model, optimizer)
+        if not config.average_state:
+            warn_of_own_parameters(optimizer)
         self.config = config
         """What it was made with."""
         self._scaler = scaler
@@ -227,7 +237,7 @@ class LocalUpdates:
         self._counters = Counters(last=config.begin_step)
         self._bytes_elsewhere = self._received_before = self._skipped = 0
         self._waited_before = 0.0
-        self._sent_by_ddp = 0
+        self._sent_by_ddp, self._looked = 0, False
         self._group: Group | None = None
         self._sources: Sources | None = None
         self._averager: Averager | None = None
@@ -573,8 +583,8 @@ class LocalUpdates:
 
     def flush(self) -> None:
         """Apply a result that is on its way, and average everything if there were steps since all
-        ranks were equal; without a step, floating-point buffers that changed since, as in
-        `update_bn`.
+        ranks were equal, or a parameter has moved otherwise; without either, floating-point buffers
+        that changed since, as in `update_bn`.
 
         All ranks must call it after the same step. Leaving the block does it.
 
@@ -586,6 +596,9 @@ class LocalUpdates:
         assert group is not None, "open"
         with group.one_deadline():
             averager.flush()
+        if group.size > 1 and not self._looked:
+            self._looked = True
+            warn_of_averages(self._tensors.model, self._counters.averagings)
 
     def require_equal(self) -> None:
         """Compare all that ranks must hold alike; on all ranks.

@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from torch import Tensor
-
 from thinwire.comm import Group
 from thinwire.comm.grid import Grid
 from thinwire.errors import PeerLost, PeerStalled, ThinwireError
@@ -20,7 +18,7 @@ __all__ = ["AllStages"]
 _T = TypeVar("_T")
 
 
-class AllStages:
+class AllStages(Exchange):
     """An exchange among the replicas of one stage, whose outcome is one of all stages: every rank
     applies its update, or all drop it, or all raise the same error.
 
@@ -72,14 +70,6 @@ class AllStages:
     def dropped_steps(self) -> int:
         return self._drops.total
 
-    @property
-    def k_steps(self) -> int:
-        return self._inner.k_steps
-
-    @property
-    def pending(self) -> str:
-        return self._inner.pending
-
     def update(self, step: int, grads: Grads) -> bool:
         return self._inner.update(step, grads)
 
@@ -129,19 +119,10 @@ class AllStages:
         if (gradients := self._exchanging.gradients) is not None:
             gradients.forget()
 
-    def observe(self, loss: Tensor) -> None:
-        self._inner.observe(loss)
-
-    def skip(self) -> None:
-        self._inner.skip()
-
     def require_equal(self, step: int) -> None:
         with self._all_ranks.uncounted():  # no exchange of an update
             _, failure = _tried(lambda: self._inner.require_equal(step))
             self._heard(Report(step, COMPARING), failure)
-
-    def flush(self) -> None:
-        self._inner.flush()
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -154,15 +135,6 @@ class AllStages:
         """Take back what `state_dict` gave."""
         self._inner.load_state_dict(state["inner"])
         self._drops.total, self._drops.in_a_row = state["dropped"], state["in a row"]
-
-    def buffers_loaded(self) -> None:
-        self._inner.buffers_loaded()
-
-    def start_anew(self) -> None:
-        self._inner.start_anew()
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 def _tried(call: Callable[[], _T]) -> tuple[_T | None, Exception | None]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from thinwire.comm import state_told
+from thinwire.comm.ddp import collective_calls
 from thinwire.compress.dense import Dense, not_finite
 from thinwire.compress.protocol import Limit
 from thinwire.core.sharded import Shards, shard_of, sharded_like
@@ -41,7 +42,7 @@ class Verdict(Protocol):
 
 
 class Exchange(Protocol):
-    """One update over the ranks.
+    """One update over the ranks; what has a body is that of one in every step.
 
     Attributes:
         local: Whether ranks are on their own between two averagings.
@@ -69,21 +70,27 @@ class Exchange(Protocol):
     @property
     def dropped_steps(self) -> int: ...
     @property
-    def k_steps(self) -> int: ...
+    def k_steps(self) -> int:
+        return 1
+
     @property
-    def pending(self) -> str: ...
+    def pending(self) -> str:
+        return ""
 
     def observe(self, loss: Tensor) -> None:
         """Hear the loss of one microstep."""
+        return
 
     def update(self, step: int, grads: Grads) -> bool:
         """Exchange and update; False if the update was dropped, on all ranks that share it."""
 
     def skip(self) -> None:
         """An update is dropped for an overflow."""
+        return
 
     def flush(self) -> None:
         """Finish what is on its way."""
+        return
 
     def require_equal(self, step: int) -> None:
         """Raise `Diverged` on all ranks that share an update unless they hold what they must."""
@@ -96,41 +103,24 @@ class Exchange(Protocol):
 
     def buffers_loaded(self) -> None:
         """The buffers of the model were written, after `load_state_dict`."""
+        return
 
     def start_anew(self) -> None:
         """Parameters and buffers were replaced on all ranks alike, before the first update."""
+        return
 
     def close(self) -> None:
         """Take every hook off."""
+        return
 
 
-class _EveryStep:
+class _EveryStep(Exchange):
     """What the two ways that exchange in every update have in common."""
 
     local = False
     moved = False
-    k_steps = 1
-    pending = ""
     verdict: Verdict | None = None
     """None where those that exchange are all there are."""
-
-    def observe(self, loss: Tensor) -> None:
-        pass
-
-    def skip(self) -> None:
-        pass
-
-    def flush(self) -> None:
-        pass
-
-    def buffers_loaded(self) -> None:
-        pass
-
-    def start_anew(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
     def _exchanged(self, step: int, exchange: Callable[[bool], _T | None]) -> _T | None:
         """What came, or None if the step is dropped; `exchange` hears whether it is of a part of
@@ -230,7 +220,12 @@ class MeanThenStep(_EveryStep):
         with self._spoiling(step, self.gradients):
             with state_told(_EXCHANGED):
                 clipped = self._clip(_as_given(means, done.rows_only))
+            calls = collective_calls()
             apply_(self._optimizer, self._params, clipped)
+            # those of this library know the norms of all shards
+            own = isinstance(self._optimizer, TwoPhase) or self.gradients.group.size == 1
+            if not own and collective_calls() > calls:
+                self.gradients.likeness.step_exchanged(self._optimizer)
 
     def require_equal(self, step: int) -> None:
         self.gradients.require_equal(step)

@@ -5,7 +5,7 @@ changed.
 import datetime
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -47,7 +47,7 @@ from thinwire.exchange.gradients import gradients_of
 from thinwire.exchange.overlap import Overlap
 from thinwire.kernels.needs import Need
 from thinwire.kernels.warm import warm_up
-from thinwire.local.model import bare_optimizer
+from thinwire.local.model import bare_optimizer, require_own_params, warn_of_untrained
 from thinwire.local.updates import LocalUpdates
 from thinwire.members.members import Members
 from thinwire.optim import EXCHANGING
@@ -389,7 +389,7 @@ def _planned(
     require_free(model, optimizer)
     names = {p: name for name, p in named_parameters(model)}
     require_one_clip(optimizer, grad_clip, names)
-    _require_own_params(names, optimizer)
+    require_own_params(model, optimizer)
     if strategy.recompute is not None:
         matches(model, strategy.recompute.checkpoints)
     if strategy.compression is not None and strategy.local is None:
@@ -439,7 +439,9 @@ def _planned_for(
     if strategy.pipeline is None:
         require_trained(params)
     scaler, sync = _scaler(strategy, place, options.mesh, local=local is not None), None
-    if local is not None:
+    if local is None:
+        warn_of_untrained(stage, optimizer)
+    else:
         group = place.replica_group
         sync = LocalUpdates(
             stage,
@@ -495,15 +497,6 @@ def _require_averages(stages: list[nn.Module]) -> None:
                 f"stage {number} of {len(stages)} has no parameter with requires_grad=True that "
                 "has elements, and localsgd averages those of each stage: move a split point"
             )
-
-
-def _require_own_params(names: Mapping[Parameter, str], optimizer: torch.optim.Optimizer) -> None:
-    foreign = [p for group in optimizer.param_groups for p in group["params"] if p not in names]
-    if foreign:
-        raise ValueError(
-            f"optimizer holds {len(foreign)} parameters that are not in model, the first of shape "
-            f"{tuple(foreign[0].shape)}: give the optimizer parameters of this model only"
-        )
 
 
 def _assembled(
