@@ -257,8 +257,8 @@ def _refuse_different_writes(reports: Sequence[Report], what: str) -> None:
             raise Mismatch(
                 f"{what}: {who} have parameters that were written between the last averaging, or "
                 "the start, and the step after it, which the others have not, or not with these "
-                "values. Load weights, or change them, on all ranks alike, and call step() of a "
-                "second optimizer before that of the first"
+                "values. Load weights, or change them, on all ranks alike, and let one optimizer "
+                "train all parameters"
             )
 
 
