@@ -1,5 +1,5 @@
 """The place in DistributedDataParallel's backward pass where gradients become ready, bucket by
-bucket; and what else of others is in this process.
+bucket.
 """
 
 import gc
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.comm.group import Group
 
-__all__ = ["BucketTap", "collective_calls", "living", "tap_buckets"]
+__all__ = ["BucketTap", "living", "tap_buckets"]
 
 _T = TypeVar("_T")
 OnBucket = Callable[[int, Sequence[Parameter], Sequence[Tensor]], None]
@@ -138,12 +138,3 @@ def living(kind: type[_T]) -> list[_T]:
     """
     # type() and not isinstance, which would ask proxies of others for their class
     return [each for each in gc.get_objects() if issubclass(type(each), kind)]
-
-
-def collective_calls() -> int:
-    """How many this process has made over its groups of gloo and NCCL, by whoever."""
-    groups = dist.distributed_c10d._world.pg_map if dist.is_initialized() else ()
-    backends = [group._get_backend(device) for group in groups for device in group._device_types]
-    counted = [each for each in backends if each.name() in ("gloo", "nccl")]
-    # torch's backends have it, their stub not
-    return sum(each._get_sequence_number_for_group() for each in counted)  # type: ignore[attr-defined]

@@ -37,6 +37,7 @@ __all__ = [
     "Pending",
     "Rate",
     "Regrouped",
+    "collective_calls",
     "piece_bytes",
     "pieces_of",
     "require_process_group",
@@ -567,6 +568,17 @@ def time_limit_s(
         None if is_alone() else process_group if process_group is not None else dist.group.WORLD
     )
     return timeout_s_of(parent) if isinstance(parent, dist.ProcessGroup) else _ALONE_S
+
+
+def collective_calls() -> int:
+    """How many this process has made over its groups of gloo and NCCL, by whoever."""
+    calls = 0
+    for group in dist.distributed_c10d._world.pg_map:
+        for backend in map(group._get_backend, group._device_types):
+            if backend.name() in ("gloo", "nccl"):
+                # torch's backends have it, their stub not
+                calls += backend._get_sequence_number_for_group()  # type: ignore[attr-defined]
+    return calls
 
 
 def require_process_group(value: object) -> None:

@@ -124,7 +124,7 @@ class Averager:
         """The last averaging that was applied, while a newcomer needs it."""
         self._roll, self._after_averaging = roll, after_averaging
         self._group = group
-        self._config = config
+        self.config = config
         self._parts = fragments_of(tensors.trained, config)
         self._scaler = scaler
         self._weight = 1.0
@@ -169,16 +169,6 @@ class Averager:
     def parts(self) -> int:
         """Into how many the model is cut, which are averaged in turn."""
         return len(self._parts)
-
-    @property
-    def mixing(self) -> float:
-        """The part of its local value that a parameter keeps."""
-        return self._config.mixing
-
-    @property
-    def begin_step(self) -> int:
-        """Until which every step is averaged."""
-        return self._config.begin_step
 
     def require_equal(self) -> None:
         """See `LocalUpdates.require_equal`."""
@@ -232,10 +222,10 @@ class Averager:
         at = self.counters
         at.step += 1
         self.synced = False
-        due = self.pending is not None and at.step >= self.pending.step + self._config.delay
+        due = self.pending is not None and at.step >= self.pending.step + self.config.delay
         if due and not self._apply_pending():
             return
-        if at.step <= self._config.begin_step:
+        if at.step <= self.config.begin_step:
             self._average_all("averaging", with_loss=True)
         else:
             self.average_if_due()
@@ -246,12 +236,12 @@ class Averager:
         work.step()
         if self.counting_only:
             return
-        if self.counters.step < self._config.begin_step or work.over(self.interval.k_steps):
+        if self.counters.step < self.config.begin_step or work.over(self.interval.k_steps):
             self.end_round()
 
     def end_round(self) -> None:
         """Average what this rank has done in a round that ends by time, however little."""
-        if self.counters.step < self._config.begin_step:
+        if self.counters.step < self.config.begin_step:
             self._average_all("averaging", with_loss=False)
         else:
             self._average_part()
@@ -259,7 +249,7 @@ class Averager:
     def average_if_due(self) -> None:
         """Average a part whose turn has come."""
         at = self.counters
-        if at.step - at.last >= max(1, self.interval.k_steps // self._config.fragments):
+        if at.step - at.last >= max(1, self.interval.k_steps // self.config.fragments):
             self._average_part()
         elif self.interval.lacks_start:
             self.interval.read(self._agree("first loss", None, []), at.step)
@@ -299,8 +289,8 @@ class Averager:
         self._apply_pending(goes_on=True)
         at = self.counters
         part = at.turn % len(self._parts)
-        delayed = self._config.delay > 0
-        mixing = self._config.mixing
+        delayed = self.config.delay > 0
+        mixing = self.config.mixing
         pending, reports = self._measure(
             f"averaging part {part}", self._parts[part], mixing=mixing, keep=delayed
         )
@@ -341,7 +331,7 @@ class Averager:
         problem = self.tensors.difference()
         if problem is None and self.work is not None:
             problem = self.work.problem
-        with_state = self._config.averages_state(self._number)
+        with_state = self.config.averages_state(self._number)
         state = self.tensors.state(names) if with_state and problem is None else {}
         pending = None
         changed: dict[str, bool] = {}

@@ -33,8 +33,7 @@ __all__ = [
     "refuse_scaler",
     "require_own_params",
     "warn_of_averages",
-    "warn_of_own_parameters",
-    "warn_of_untrained",
+    "warn_of_others",
 ]
 
 
@@ -240,27 +239,30 @@ def require_own_params(model: nn.Module, optimizer: torch.optim.Optimizer) -> No
         )
 
 
-def warn_of_untrained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Warn of trainable parameters that are in no group: another optimizer may train them."""
-    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    left = [n for n, p in named_parameters(model) if p.requires_grad and id(p) not in known]
+def warn_of_others(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, own_state: bool = False
+) -> None:
+    """Warn of trainable parameters that are in no group, which another optimizer may train; and,
+    where each rank has a state of its own, of one that makes parameters from it.
+    """
+    kind, own = (
+        type(optimizer).__name__,
+        {id(p) for g in optimizer.param_groups for p in g["params"]},
+    )
+    left = [n for n, p in named_parameters(model) if p.requires_grad and id(p) not in own]
     if left:
         _warn(
-            f"{len(left)} parameters require a gradient and are in no group of "
-            f"{type(optimizer).__name__}: {', '.join(left[:3])}. Steps of a second optimizer are "
-            "not followed: where it trains these, ranks come to hold different values. Give one "
-            "optimizer all that trains (thinwire.optim.Muon holds matrices and all else), and call "
-            "requires_grad_(False) on the rest"
+            f"{len(left)} parameters require a gradient and are in no group of {kind}: "
+            f"{', '.join(left[:3])}. Steps of a second optimizer are not followed: where it trains "
+            "these, ranks come to hold different values. Give one optimizer all that trains "
+            "(thinwire.optim.Muon holds matrices and all else), and call requires_grad_(False) on "
+            "the rest"
         )
-
-
-def warn_of_own_parameters(optimizer: torch.optim.Optimizer) -> None:
-    """Warn of one that puts parameters of its state into the model, as schedule-free ones do."""
-    if all(callable(getattr(optimizer, name, None)) for name in ("train", "eval")):
+    if own_state and all(callable(getattr(optimizer, each, None)) for each in ("train", "eval")):
         _warn(
-            f"{type(optimizer).__name__}.eval() makes the model's parameters from the optimizer's "
-            "state, of which each rank has its own between averagings and after them: ranks then "
-            "hold different values. Give average_state=True to LocalSGD or AdaptiveLocalSGD"
+            f"{kind}.eval() seems to make the model's parameters from the optimizer's state, of "
+            "which each rank has its own, so that ranks come to hold different values: give "
+            "average_state=True to LocalSGD or AdaptiveLocalSGD"
         )
 
 

@@ -96,7 +96,7 @@ def load(state: Mapping[str, Any], averager: Averager) -> None:
     for key in _COUNTERS:
         setattr(averager.counters, key, state[key])
     if averager.counters.last > averager.counters.step:  # nothing has been averaged yet
-        averager.counters.last = averager.begin_step
+        averager.counters.last = averager.config.begin_step
     for key in INTERVAL:
         setattr(averager.interval, key, state[key])
     averager.interval.k_steps = averager.interval.allowed(state["k_steps"])
@@ -109,7 +109,7 @@ def load(state: Mapping[str, Any], averager: Averager) -> None:
             key: value.to(next(iter(devices.values()))) for key, value in pending["extras"].items()
         }
         averager.pending = averaging.measure(
-            pending["step"], measured, extras, mixing=averager.mixing, keep=True
+            pending["step"], measured, extras, mixing=averager.config.mixing, keep=True
         )
 
 

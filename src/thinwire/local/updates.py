@@ -60,8 +60,7 @@ from thinwire.local.model import (
     bare_optimizer,
     calls_of_step,
     warn_of_averages,
-    warn_of_own_parameters,
-    warn_of_untrained,
+    warn_of_others,
 )
 from thinwire.local.newcomers import NewcomersWork
 from thinwire.local.work import require_tokens
@@ -184,29 +183,26 @@ class LocalUpdates:
         self.planned = planned_row(plan)
         self._pace, self._paced_step = Pace(), 0
         self.timeout_s = seconds_of(timeout)
+        self.digest_every = check.integer("digest_every", digest_every, at_least=0)
+        check.instance("config", config, (LocalSGD, AdaptiveLocalSGD))
+        size = None if config.node_size == 1 else config.node_size
         if members is not None:
             check.instance("members", members, Members)
-            given = {"process_group": process_group, "timeout": timeout}
-            for name, value in given.items():
+            for name, value in {"process_group": process_group, "timeout": timeout}.items():
                 if value is not None:
                     raise ValueError(
                         f"{name} and members were both given: members exchange among themselves, "
                         "within the time-out that join was given; leave it out"
                     )
-            if getattr(config, "node_size", None) not in (None, 1):
+            if size is not None:
                 raise ValueError(
-                    f"node_size={config.node_size} and members were both given: members come and "
+                    f"node_size={size} and members were both given: members come and "
                     "go one by one, so that each counts for itself; leave node_size out"
                 )
+            members.require_mesh(mesh)
         self._members, self._mesh = members, mesh
         if mesh is not None:
-            size = getattr(config, "node_size", None)
-            size = None if size == 1 else size
             require_mesh(mesh, process_group=process_group, node_size=size)
-        if members is not None:
-            members.require_mesh(mesh)
-        self.digest_every = check.integer("digest_every", digest_every, at_least=0)
-        check.instance("config", config, (LocalSGD, AdaptiveLocalSGD))
         if mesh is not None and config.by_time:
             raise ValueError(
                 f"round_seconds={config.round_seconds} does not work with mesh=: the ranks of a "
@@ -226,9 +222,7 @@ class LocalUpdates:
         )  # of a wrong kind, it is refused below
         self._tensors = LocalModel(model, optimizer, None if mesh is None else mesh["shard"])
         fragments_of(self._tensors.trained, config)  # refuses more fragments than parameters
-        warn_of_untrained(model, optimizer)
-        if not config.average_state:
-            warn_of_own_parameters(optimizer)
+        warn_of_others(model, optimizer, own_state=not config.average_state)
         self.config = config
         """What it was made with."""
         self._scaler = scaler
@@ -489,11 +483,6 @@ class LocalUpdates:
     def synced(self) -> bool:
         """Whether the last step took part in an averaging; with a delay, measured one."""
         return self._averager is not None and self._averager.synced
-
-    @property
-    def whole(self) -> int:
-        """Step after which all ranks were equal in everything."""
-        return self._counters.whole
 
     @property
     def apart(self) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from thinwire.comm import state_told
-from thinwire.comm.ddp import collective_calls
+from thinwire.comm.group import collective_calls
 from thinwire.compress.dense import Dense, not_finite
 from thinwire.compress.protocol import Limit
 from thinwire.core.sharded import Shards, shard_of, sharded_like
@@ -220,11 +220,11 @@ class MeanThenStep(_EveryStep):
         with self._spoiling(step, self.gradients):
             with state_told(_EXCHANGED):
                 clipped = self._clip(_as_given(means, done.rows_only))
-            calls = collective_calls()
-            apply_(self._optimizer, self._params, clipped)
             # those of this library know the norms of all shards
-            own = isinstance(self._optimizer, TwoPhase) or self.gradients.group.size == 1
-            if not own and collective_calls() > calls:
+            ours = self.gradients.group.size == 1 or isinstance(self._optimizer, TwoPhase)
+            calls = 0 if ours else collective_calls()
+            apply_(self._optimizer, self._params, clipped)
+            if not ours and collective_calls() > calls:
                 self.gradients.likeness.step_exchanged(self._optimizer)
 
     def require_equal(self, step: int) -> None:

@@ -47,7 +47,7 @@ from thinwire.exchange.gradients import gradients_of
 from thinwire.exchange.overlap import Overlap
 from thinwire.kernels.needs import Need
 from thinwire.kernels.warm import warm_up
-from thinwire.local.model import bare_optimizer, require_own_params, warn_of_untrained
+from thinwire.local.model import bare_optimizer, require_own_params, warn_of_others
 from thinwire.local.updates import LocalUpdates
 from thinwire.members.members import Members
 from thinwire.optim import EXCHANGING
@@ -440,7 +440,7 @@ def _planned_for(
         require_trained(params)
     scaler, sync = _scaler(strategy, place, options.mesh, local=local is not None), None
     if local is None:
-        warn_of_untrained(stage, optimizer)
+        warn_of_others(stage, optimizer)
     else:
         group = place.replica_group
         sync = LocalUpdates(
