@@ -47,6 +47,7 @@ html_theme = "furo"
 html_title = f"thinwire {release}"
 html_static_path = ["assets"]
 html_css_files = ["site.css"]
+html_js_files = [("site.js", {"defer": "defer"})]
 html_copy_source = False
 html_show_sphinx = False
 pygments_style = "friendly"
