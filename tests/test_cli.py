@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,26 @@ def test_help_has_an_example(arguments: list[str], capsys: pytest.CaptureFixture
     assert (
         "thinwire compare --workers 2 --link 100mbit --strategies dense" in capsys.readouterr().out
     )
+
+
+COMMANDS = ("compare", "doctor", "explain", "export", "host", "plan", "probe", "run")
+
+
+@pytest.mark.parametrize("arguments", [[], *([name] for name in COMMANDS)])
+def test_help_breaks_a_line_only_where_the_next_word_does_not_fit(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        cli.main([*arguments, "--help"])
+    printed = capsys.readouterr().out.splitlines()
+    for line, following in pairwise(text.removesuffix("│").rstrip() for text in printed):
+        boxed = following.startswith("│")
+        if boxed and not following.startswith("│     "):
+            continue  # the next entry of a box
+        words = following.strip("│╭╰─ ").split()
+        if line.strip("│╭╰─ ") and words and not set(line + following) & set("╭╰"):
+            assert len(f"{line} {words[0]}") > (78 if boxed else 80), (line, following)
 
 
 def test_missing_packages_are_named_with_the_way_to_get_them(

@@ -176,12 +176,16 @@ def test_a_column_has_one_unit_and_one_precision_and_marks_its_best() -> None:
     # the last of that name; in the smallest unit that a number in it needs
     assert found["bytes per worker to that loss, B"].texts == ("60,000", "200")
     assert found["bytes per worker and step, B"].texts == ("4,000", "10")
-    assert found["times fewer bytes than dense"] == Column(
-        "times fewer bytes than dense", "", ("1.0", "400.0"), frozenset({1})
+    assert found["times fewer bytes per step than dense"] == Column(
+        "times fewer bytes per step than dense", "", ("1.0", "400.0"), frozenset({1})
     )
     assert found["communication share, %"].texts == ("75", "17")
     assert found["compute-only step, ms"].best == frozenset()  # the same work for all
     assert found["steps"].best == frozenset()  # as many for all, as asked
+    by_time = results()
+    by_time["settings"]["seconds"] = 20.0
+    by_time["strategies"][1]["steps"] += 5
+    assert columns(by_time)["steps"].best == frozenset()  # more of them are not better
     assert found["preparation, s"].texts == ("5.1", "5.1")
     assert render(results()).count('data-label="preparation, s"') == 2
 

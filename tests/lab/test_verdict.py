@@ -48,7 +48,7 @@ def test_what_a_person_would_repeat() -> None:
     found = judged(dense(), run("dgc", [5.0, 3.5, 2.5, 2.0], 0.5, 80))
     assert found == Verdict(
         "On this link (100mbit) dgc reached dense's loss (3.000) in 7.5 s instead of 20.0 s (2.7 "
-        "times as fast), with 67 times fewer bytes.",
+        "times as fast), with 67 times fewer bytes to that loss.",
         "dgc",
     )
 

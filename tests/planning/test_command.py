@@ -78,6 +78,15 @@ def test_where_a_hook_of_torch_is_best_the_next_one_is_the_file(
     assert f"# {soonest.name}. Expected: " in (tmp_path / "best.yaml").read_text()
 
 
+@pytest.mark.parametrize(("link", "named"), [("5mbit", "thinwire.optim.Muon"), ("9gbit", "any")])
+def test_the_file_names_the_optimizer_it_is_for(
+    link: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command.plan(params="1M", step_seconds=1.0, link=link, out=tmp_path / "best.yaml")
+    assert f"; optimizer: {named}" in " ".join(capsys.readouterr().out.split())
+    assert f"\n# Optimizer: {named}" in (tmp_path / "best.yaml").read_text()
+
+
 def probed(folder: Path, ranks: int, *more: str) -> "subprocess.CompletedProcess[str]":
     """The command as rank 0 of a run of torchrun's."""
     place = {"TORCHELASTIC_RUN_ID": "a run", "RANK": "0", "WORLD_SIZE": str(ranks)}

@@ -127,6 +127,9 @@ def test_local_updates_exchange_no_gradient(capsys: pytest.CaptureFixture[str]) 
     ):
         assert part in text
     assert "Exchange:" not in text
+    assert "over all ranks, after step 1, then after every 4th step" in " ".join(
+        text_of(capsys, localsgd=tw.LocalSGD(4)).split()
+    )
     text = text_of(
         capsys,
         localsgd=tw.LocalSGD(

@@ -23,7 +23,8 @@ thinwire doctor
 
 torchrun --nnodes 2 --node-rank 0 --nproc-per-node 1 --master-addr 10.0.0.1 --master-port 29500
     -m thinwire doctor
-    (and the same with --node-rank 1 on the other machine)
+
+(and the same with --node-rank 1 on the other machine)
 """
 _SHORTEST_S, _LONGEST_S = 15.0, 600.0
 _WIDTH = 100

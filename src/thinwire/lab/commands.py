@@ -22,7 +22,7 @@ app = App(
     help="Train neural networks over ordinary networks.",
     help_epilogue="Example: thinwire compare --workers 2 --link 100mbit --strategies dense "
     "muon-local --steps 200",
-    help_format="plaintext",
+    help_format="markdown",
     suppress_keyboard_interrupt=False,  # the command ends its workers and says so
 )
 
@@ -51,7 +51,8 @@ thinwire compare --workers 2 --link 20mbit --task my_task.py:task --seconds 300
 
 torchrun --nnodes 2 --node-rank 0 --nproc-per-node 1 --master-addr 10.0.0.1 --master-port 29500
     -m thinwire compare --strategies dense sparse-local --seconds 300
-    (and the same with --node-rank 1 on the other machine)
+
+(and the same with --node-rank 1 on the other machine)
 """
 
 

@@ -30,8 +30,8 @@ from thinwire.lab.settings import (
     require_task,
     require_within,
 )
-from thinwire.planning.page import render, seconds_text
-from thinwire.planning.plan import Plan, Row
+from thinwire.planning.page import render
+from thinwire.planning.plan import Plan, Row, seconds_text
 from thinwire.planning.plan import plan as predicted
 from thinwire.planning.probed import FORMAT
 
@@ -115,7 +115,9 @@ def plan(
     if out is not None:
         row = _write(made, out)
         hook = "" if row.name == made.recommended else f"; {made.recommended} is a hook of torch"
-        told.append(f"strategy file of {row.name}: {out}{hook}")
+        told.append(
+            f"strategy file of {row.name}: {out}; optimizer: {row.optimizer or 'any'}{hook}"
+        )
     if as_json:
         print(json.dumps(made.to_dict(), indent=1))
     else:
@@ -142,7 +144,7 @@ def _print(made: Plan, rows: Sequence[Row]) -> None:
             f"{100 * row.waiting_share:.0f} %",
             bytes_text(row.memory_bytes),
             f"{row.progress:.2f}",
-            f"{1 / row.time_to_dense_loss:.3g}",
+            row.times_sooner,
         )
     hidden = len(made.strategies) - len(rows)
     nodes = ""
@@ -193,6 +195,7 @@ def _write(made: Plan, out: Path) -> Row:
         f"# Written by thinwire plan: {made.reason}\n"
         f"# {row.name}. Expected: {seconds_text(low)} to {seconds_text(high)} s a step. "
         "prepare(..., plan=) warns where a run leaves this.\n"
+        f"# Optimizer: {row.optimizer or 'any'}\n"
     )
     strategy = DistributedStrategy.from_dict(row.document or {})
     out.write_text(text + text_of(strategy), encoding="utf-8")

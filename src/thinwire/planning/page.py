@@ -18,9 +18,9 @@ from thinwire.lab.report.page import (
     table_row,
 )
 from thinwire.lab.report.plots import FRAMES, Frame, grid, mark, sample, svg, text_at
-from thinwire.planning.plan import Plan, Row
+from thinwire.planning.plan import Plan, Row, seconds_text
 
-__all__ = ["render", "seconds_text"]
+__all__ = ["render"]
 
 _PRIOR = (
     "What a step is worth is a prior: no formula predicts it. Seconds, bytes and memory are "
@@ -45,7 +45,7 @@ _LETTERS = {
     "n1": "every rank a source of its own, on the same machine or not",
     "gather, split": "how messages are exchanged, where the strategy would not choose so by itself",
 }
-_BAR, _PITCH, _WHOLE_S = 14, 42, 10.0
+_BAR, _PITCH = 14, 42
 _HATCHING = (
     '<defs><pattern id="waits-#KIND" width="6" height="6" patternUnits="userSpaceOnUse" '
     'patternTransform="rotate(45)"><path d="M0 0V6" stroke="var(--warn)" stroke-width="5"/>'
@@ -96,11 +96,6 @@ def render(plan: Plan, command: str) -> str:
     )
 
 
-def seconds_text(seconds: float) -> str:
-    """With two digits that count, and never as a power of ten."""
-    return f"{seconds:.0f}" if seconds >= _WHOLE_S else f"{seconds:.2g}"
-
-
 def _about(plan: Plan) -> str:
     link, model = plan.link, plan.model
     network = (
@@ -145,7 +140,7 @@ def _cells(row: Row) -> list[str]:
         f"{100 * row.waiting_share:.0f} %",
         bytes_text(row.memory_bytes),
         f"{row.progress:.2f}",
-        f"{1 / row.time_to_dense_loss:.3g}",
+        row.times_sooner,
     ]
 
 
@@ -215,7 +210,7 @@ def _points(frame: Frame, rows: Sequence[Row], others: Sequence[Row]) -> str:
                 number,
                 x.place(row.bytes_per_step),
                 y.place(row.time_to_dense_loss),
-                f"{row.name}: {row.time_to_dense_loss:.3g} of dense's time, "
+                f"{row.name}: {row.time_to_dense_loss:.2g} of dense's time, "
                 f"{bytes_text(row.bytes_per_step)} a step",
             )
             + "</g>"

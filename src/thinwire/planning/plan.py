@@ -18,12 +18,13 @@ from thinwire.planning.probed import Probe, work_of
 from thinwire.planning.progress import progress_of
 from thinwire.planning.work import Work, matrices
 
-__all__ = ["Plan", "Row", "plan"]
+__all__ = ["Plan", "Row", "plan", "seconds_text"]
 
 _FASTEST_BIT_S, _UNLIMITED_BIT_S = 4e11, 2e10
 """The fastest line that can be named, and what none and loopback are taken for."""
 _MOST_WORKERS = 100_000
 _DOUBT, _DOUBT_ON_TOP = 0.1, 0.2
+_WHOLE_S = 10.0
 _WORTH = 1.05
 """How many times sooner than dense a strategy must be to be recommended."""
 
@@ -63,6 +64,11 @@ class Row:
     def strategy(self) -> str:
         """Its name in `thinwire compare`, without what differs."""
         return self.name.partition(" ")[0]
+
+    @property
+    def times_sooner(self) -> str:
+        """1 / `time_to_dense_loss`, with the two digits that a prior has at most."""
+        return f"{float(f'{1 / self.time_to_dense_loss:.2g}'):,g}"
 
     def to_dict(self) -> dict[str, Any]:
         """The row as JSON knows it, without the document."""
@@ -367,9 +373,14 @@ def _recommended(rows: Sequence[Row]) -> tuple[str, str]:
             "by more than 5 %"
         )
     return best.name, (
-        f"{best.name} is expected to be {1 / best.time_to_dense_loss:.1f} times as fast as dense "
-        "to the loss that it ends with, which may be above dense's: "
-        f"a step of {best.step_seconds[1]:.3g} s instead of {dense.step_seconds[1]:.3g} s, "
-        f"worth {best.progress:.2f} of "
-        "dense's" + (f"; with {best.optimizer}" if best.optimizer else "")
+        f"use {best.name}: a step of {seconds_text(best.step_seconds[1])} s instead of dense's "
+        f"{seconds_text(dense.step_seconds[1])} s. If such a step is worth {best.progress:.2f} of "
+        f"dense's, which is a prior, it is about {best.times_sooner} times as fast as dense to the "
+        "loss that it ends with, which may be above dense's"
+        + (f"; with {best.optimizer}" if best.optimizer else "")
     )
+
+
+def seconds_text(seconds: float) -> str:
+    """With two digits that count, and never as a power of ten."""
+    return f"{seconds:.0f}" if seconds >= _WHOLE_S else f"{seconds:.2g}"

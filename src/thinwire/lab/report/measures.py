@@ -75,7 +75,7 @@ def tables(results: Mapping[str, Any]) -> tuple[Table, ...]:
     )
     digits = _loss_digits([run["final_loss"] for run in runs])
     result = [
-        _counts("steps", runs, "steps", None if by_steps else max),
+        _fixed("steps", "", runs, "steps", 0, None),
         _seconds("training time", runs, "seconds", min if by_steps else None),
         _seconds(
             "training time on the asked link",
@@ -102,7 +102,7 @@ def tables(results: Mapping[str, Any]) -> tuple[Table, ...]:
         _fixed("communication share", "%", runs, "exchange_share", 0, min, scale=100),
         _bytes("bytes per worker and step", runs, "library_bytes_per_step"),
         _bytes("the same, counted by the kernel", runs, "kernel_sent_bytes_per_step"),
-        _fixed("times fewer bytes than dense", "", runs, "ratio_to_dense", 1, max),
+        _fixed("times fewer bytes per step than dense", "", runs, "ratio_to_dense", 1, max),
     ]
     groups = (Table("Result", _present(result)), Table("One step", _present(step)))
     return tuple(group for group in groups if group.columns)
@@ -148,10 +148,6 @@ def _until(which: str, loss: str, runs: Sequence[Mapping[str, Any]]) -> list[Col
         _seconds(f"time to {loss}", runs, f"seconds_to_{which}_loss", min),
         _bytes("bytes per worker to that loss", runs, f"bytes_to_{which}_loss"),
     ]
-
-
-def _counts(label: str, runs: Sequence[Mapping[str, Any]], key: str, choice: Choice) -> Column:
-    return _fixed(label, "", runs, key, 0, choice)
 
 
 def _seconds(label: str, runs: Sequence[Mapping[str, Any]], key: str, choice: Choice) -> Column:

@@ -246,10 +246,10 @@ def _bytes(reference: Run, run: Run, which: str) -> str:
     if not mine or not others:
         return ""
     if mine <= (1 - _ALIKE) * others:
-        return f", with {_times(others / mine)} times fewer bytes"
+        return f", with {_times(others / mine)} times fewer bytes to that loss"
     if mine >= (1 + _ALIKE) * others:
-        return f", with {_times(mine / others)} times as many bytes"
-    return ", with as many bytes"
+        return f", with {_times(mine / others)} times as many bytes to that loss"
+    return ", with as many bytes to that loss"
 
 
 def _seconds(seconds: float) -> str:

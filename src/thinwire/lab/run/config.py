@@ -20,8 +20,8 @@ T = TypeVar("T")
 
 OPTIMIZERS = {
     "adamw": "AdamW (betas 0.9 and 0.95, weight decay 0.1)",
-    "muon": "Muon for hidden matrices, AdamW for the rest (momentum 0.95, betas 0.9 and 0.95, "
-    "weight decay 0.1)",
+    "muon": "thinwire.optim.Muon for hidden matrices, AdamW for the rest (momentum 0.95, "
+    "betas 0.9 and 0.95, weight decay 0.1)",
     "sgd": "SGD with momentum 0.9",
 }
 """What a strategy trains with, by name."""

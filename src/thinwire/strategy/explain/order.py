@@ -147,7 +147,8 @@ def _averaging(strategy: Fields) -> Iterator[str]:
     adaptive = isinstance(config, AdaptiveLocalSGD)
     k_steps = config.init_k_steps if isinstance(config, AdaptiveLocalSGD) else config.k_steps
     peers = "the replicas of each stage" if strategy.pipeline is not None else "all ranks"
-    begin = f"after each of the steps 1 to {config.begin_step}, then " if config.begin_step else ""
+    n = config.begin_step
+    begin = ("", "after step 1, then ", f"after each of the steps 1 to {n}, then ")[min(n, 2)]
     period = max(1, k_steps // config.fragments)  # from one part's turn to the next one's
     part = "one part " if config.fragments > 1 else ""
     often = f"{begin}{part}after every {_ordinal(period)} step"
