@@ -4,8 +4,10 @@ what matters."""
 import logging
 import math
 import time
+import warnings
+from collections.abc import Callable
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -104,6 +106,88 @@ def test_local_updates_an_optimizer_and_its_handle_have_the_names_too(ranks: Poo
         for stats in (engine, local, attached[-1]):
             assert stats["bytes_received"] > 0
             assert stats["wait_s"] > 0
+
+
+class Adapted(nn.Module):
+    """A frozen matrix with two adapters, each below the default of `min_numel`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole = nn.Linear(768, 768).requires_grad_(False)
+        self.down, self.up = nn.Linear(768, 8, bias=False), nn.Linear(8, 768, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.whole(x) + self.up(self.down(x))
+
+
+class Trained(NamedTuple):
+    """What a test of adapters looks at: who counts, and one step."""
+
+    stats: Callable[[], dict[str, float]]
+    step: Callable[[], Any]
+    close: Callable[[], Any]
+
+
+def adapted(way: str, **options: Any) -> Trained:
+    torch.manual_seed(0)
+    model = Adapted()
+    params = [p for p in model.parameters() if p.requires_grad]
+    adam = torch.optim.AdamW(params, lr=1e-3)
+    x = torch.randn(4, 768)
+    if way in ("local", "alone"):
+        optimizer = adam if way == "local" else tw.optim.DGCMomentum(params, 1e-3, **options)
+
+        def step() -> None:
+            model(x).square().mean().backward()
+            optimizer.step()
+
+        if way == "alone":
+            return Trained(optimizer.stats, step, lambda: None)
+        config = tw.LocalSGD(2, compression=tw.LowRank(**options))
+        sync = tw.local_sgd(model, adam, config).__enter__()
+        return Trained(sync.stats, step, sync.close)
+    fields: dict[str, Any] = {"localsgd": tw.LocalSGD(2)} if way == "dgc, localsgd" else {}
+    fields |= {"low_rank": tw.LowRank(**options)} if way == "low_rank" else {}
+    fields |= {"dgc": tw.DGC(**options)} if way.startswith("dgc") else {}
+    sgd = torch.optim.SGD(params, lr=1e-3)
+    engine = tw.DistributedStrategy(**fields).prepare(
+        model, sgd if way == "dgc of SGD" else adam, lambda out, _: out.square().mean()
+    )
+    return Trained(engine.stats, lambda: engine.train_step(x, x), engine.close)
+
+
+@pytest.mark.parametrize(
+    "way", ["dgc", "dgc of SGD", "dgc, localsgd", "low_rank", "local", "alone"]
+)
+def test_adapters_too_small_to_be_compressed_are_told_with_what_to_set(way: str) -> None:
+    told = r"compresses 0 of 12,288 trainable numbers \(0 %\).*min_numel=6144 .* compress 12,288"
+    with pytest.warns(UserWarning, match=told):
+        made = adapted(way)
+        made.step()
+    assert made.stats()["sparsity"] == 0
+    made.close()
+    made = adapted(way, min_numel=6144)  # without a word
+    made.step()
+    assert (made.stats()["sparsity"] > 0) == (way not in ("low_rank", "local"))
+    made.close()
+
+
+def test_where_no_smaller_tensor_helps_the_reason_is_told() -> None:
+    with pytest.warns(UserWarning, match="0 of 12,288 .* because rank=8 is not below its smaller"):
+        adapted("low_rank", rank=8).close()
+
+
+def words(rank: int, size: int) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        adapted("dgc").close()
+    return [str(warning.message) for warning in caught]
+
+
+def test_one_rank_tells_it(ranks: Pool) -> None:
+    first, *others = ranks.run(words)
+    assert ["compresses 0 of" in word for word in first] == [True]
+    assert not any(others)
 
 
 def late(rank: int, size: int, field: str) -> tuple[float, float]:

@@ -41,6 +41,7 @@ from thinwire.comm.private import forget_ended
 from thinwire.compress import COMPRESSIONS
 from thinwire.compress.change_protocol import ForChanges
 from thinwire.compress.changes import compression_of
+from thinwire.compress.coverage import tell_coverage
 from thinwire.core.arithmetic import CURES, arithmetic
 from thinwire.core.origin import ORIGIN, Origin, without_origin
 from thinwire.core.outer import OuterRule
@@ -321,6 +322,9 @@ class LocalUpdates:
         self._restore_bytes(0)  # what it takes to start is not an exchange of updates
         self._received_before, self._waited_before = sources.bytes_received, sources.wait_s
         first = group.rank == 0 if members is None else self._place()[0] == 0
+        if first and self._changes is not None:
+            config = self.config.compression or self._of_gradients
+            tell_coverage(config, self._tensors.params.values(), self._changes.compresses)
         self._pace = Pace(self.planned if first else None)
         self._paced_step = self.step
         optimizer = self._tensors.optimizer
@@ -346,15 +350,16 @@ class LocalUpdates:
             require_agreement(group, {"ranks of a node": width}, what="comparing nodes")
         return sources_of(group, width)
 
+    @property
+    def _compressed(self) -> list[Tensor]:
+        """The parameters whose changes are ever compressed."""
+        changes, params = self._changes, self._tensors.params.values()
+        return [] if changes is None else [p for p in params if changes.compresses(p)]
+
     def _needs(self) -> frozenset[Need]:
         """The compiled loops that an averaging calls."""
-        params, changes = list(self._tensors.params.values()), self._changes
-        loops = (
-            frozenset()
-            if changes is None
-            else changes.needs([p for p in params if changes.compresses(p)])
-        )
-        return loops | needs_of("outer", params)
+        loops = frozenset() if self._changes is None else self._changes.needs(self._compressed)
+        return loops | needs_of("outer", list(self._tensors.params.values()))
 
     def __exit__(
         self,
@@ -636,7 +641,7 @@ class LocalUpdates:
             dropped_steps=self._skipped,
             averagings=self._counters.averagings,
             k_steps=self.k_steps,
-            sparsity=0.0 if changes is None else changes.sparsity_at(self.step),
+            sparsity=changes.sparsity_at(self.step) if changes and self._compressed else 0.0,
             applied_share=self._applied_share,
             loss_scale=1.0 if self._scaler is None else self._scaler.scale,
             bytes_sent=self._sent_by_ddp

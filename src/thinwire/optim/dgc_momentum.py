@@ -41,6 +41,7 @@ from thinwire.comm import (
     time_limit_s,
     while_busy,
 )
+from thinwire.compress.coverage import tell_coverage
 from thinwire.compress.dgc import (
     DGC,
     DGCCompressor,
@@ -467,7 +468,9 @@ class DGCMomentum(ExchangingOptimizer):
         return numbers(
             step=self.position,
             dropped_steps=0 if self._exchange is None else self._exchange.drops.total,
-            sparsity=_config_of(self.param_groups[0]).sparsity_in_force(self.position),
+            sparsity=_config_of(self.param_groups[0]).sparsity_in_force(self.position)
+            if any(map(self.compresses, self._listing.params.values()))
+            else 0.0,
             bytes_sent=besides + (0 if sources is None else sources.bytes_sent),
             bytes_received=0 if sources is None else sources.bytes_received,
             bytes_between_nodes=getattr(sources, "bytes_between_nodes", None),
@@ -910,6 +913,8 @@ class DGCMomentum(ExchangingOptimizer):
             num_trainers=self.num_trainers,
             decayed=self._decayed,
         )
+        if not self._names_of_engine:  # an engine has told it in `prepare`
+            self._tell_coverage()
         if self._exchange is None:
             made = GradientExchange(group, shards, [self._compressor], sources=sources)
         else:
@@ -930,8 +935,15 @@ class DGCMomentum(ExchangingOptimizer):
         """
         self._identity, self.digest_every = identity, digest_every
         self._names_of_engine, self._cached_listing = names, None
+        self._tell_coverage()
         if self._exchange is not None:
             self._watch(self._exchange)
+
+    def _tell_coverage(self) -> None:
+        if place_in(self._process_group)[0] == 0:
+            whole = {shard_of(p): p for p in self._listing.params.values()}
+            config = _config_of(self.param_groups[0])
+            tell_coverage(config, whole, lambda shard: self.compresses(whole[shard]))
 
     def _watch(self, exchange: GradientExchange) -> None:
         digest = None

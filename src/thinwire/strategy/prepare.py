@@ -36,6 +36,7 @@ from thinwire.comm.grid import Grid
 from thinwire.comm.nodes import require_divisor
 from thinwire.comm.replicate import make_models_equal_
 from thinwire.compress import COMPRESSIONS
+from thinwire.compress.coverage import tell_coverage
 from thinwire.compress.protocol import Compression, Limit
 from thinwire.core.arithmetic import CURES, arithmetic
 from thinwire.core.clip import Clip, ClipByGlobalNorm, ClipByNorm, ClipByValue
@@ -631,15 +632,21 @@ def _exchange(
         if sites is not None and compression is not None:  # a compressor sees single shards
             limit = _limit(strategy, plan, place)
             compression = compression.without_limit()
+        params = Shards(plan.params)
         gradients = gradients_of(
             Group(place.replica_group) if sites is None else sites.job,
-            Shards(plan.params),
+            params,
             compression,
             check_finite=checks,
             sources=None if sites is None else Replicas(sites),
         )
         gradients.digest, gradients.identity = _digest(plan), identity
-        sparsity = (lambda step: 0.0) if compression is None else compression.sparsity_in_force
+        sparsity: Callable[[int], float] = lambda step: 0.0  # noqa: E731
+        if compression is not None:
+            if any(map(compression.compresses, params.values())):
+                sparsity = compression.sparsity_in_force
+            if gradients.group.rank == 0:
+                tell_coverage(compression, params.values(), compression.compresses)
         inner = MeanThenStep(plan.optimizer, plan.params, gradients, clip, sparsity, limit)
     if place.grid is not None:
         return AllStages(inner, place.grid, [name for name, _ in named_parameters(model)])

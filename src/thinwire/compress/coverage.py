@@ -1,0 +1,48 @@
+"""How much of a model is compressed at all, and what to set where that is little."""
+
+import logging
+import warnings
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["tell_coverage"]
+
+_log = logging.getLogger("thinwire")
+_MOST = 0.9
+"""Of what a smaller `min_numel` could compress, the part that the advised one does."""
+
+
+def tell_coverage(
+    config: Any, params: Iterable[Tensor], compresses: Callable[[Tensor], bool]
+) -> None:
+    """Log which part of the numbers is compressed; warn where that is less than half.
+
+    Args:
+        config: `DGC`, `LowRank`, or a compression of changes.
+        params: The trainable parameters, or this rank's shards of them.
+        compresses: Whether one of them is ever compressed.
+    """
+    params = list(params)
+    total = sum(p.numel() for p in params)
+    mine = sum(p.numel() for p in params if compresses(p))
+    share = f"{100 * mine / max(1, total):.3g} %"
+    said = f"{type(config).__name__} compresses {mine:,} of {total:,} trainable numbers ({share})"
+    if 2 * mine >= total:
+        _log.info("%s", said)
+        return
+    finer = replace(config, min_numel=1) if hasattr(config, "min_numel") else config
+    able = sorted((p.numel() for p in params if finer.compresses(p)), reverse=True)
+    if 2 * sum(able) >= total:
+        reached = list(accumulate(able))
+        least = able[bisect_left(reached, _MOST * reached[-1])]
+        more = sum(numel for numel in able if numel >= least)
+        said += f", all others travel whole: with min_numel={least} it would compress {more:,}"
+    else:
+        other = max((p for p in params if not finer.compresses(p)), key=Tensor.numel)
+        said += f", all others travel whole, the largest {finer.why_dense(other)}"
+    warnings.warn(said, UserWarning, stacklevel=2)
