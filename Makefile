@@ -38,7 +38,7 @@ test: $(INSTALLED)  ## what must hold, but for the slowest tests (minutes)
 # most of them start several processes each
 test-slow: AT_ONCE = 2
 test-slow: $(INSTALLED)  ## the slowest tests: whole commands, lost machines, kernels compiled anew, hundreds of steps
-	$(BIN)/python $(PYTEST) -m slow --timeout 300
+	$(BIN)/python $(PYTEST) -m slow
 
 $(EXTRA_VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(EXTRA_VENV)

@@ -49,7 +49,7 @@ def as_torchrun_starts(rank: int, size: int, port: int) -> Iterator[io.StringIO]
 
 def run_script(ranks: Pool, script: Path, cwd: Path) -> str:
     """What both ranks of the script print; fails with the traceback of the one that fails."""
-    return "".join(ranks.run(_main, str(script), str(cwd), free_port(), timeout_s=200))
+    return "".join(ranks.run(_main, str(script), str(cwd), free_port()))
 
 
 def _main(rank: int, size: int, script: str, cwd: str, port: int) -> str:

@@ -19,7 +19,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Lost", "Pool", "Raised"]
+from tests.waiting import PATIENCE_S
+
+__all__ = ["Lost", "Pool", "Raised", "say", "wait_for_word"]
+
+_PATIENCE = timedelta(seconds=PATIENCE_S)
 
 
 @dataclass(frozen=True)
@@ -58,8 +62,8 @@ class Pool:
         function: Callable[..., Any],
         *args: Any,
         size: int = 2,
-        timeout_s: float = 60.0,
-        group_timeout_s: float = 20.0,
+        timeout_s: float = PATIENCE_S,
+        group_timeout_s: float = 60.0,
         expect_errors: bool = False,
         group: bool = True,
     ) -> list[Any]:
@@ -145,11 +149,37 @@ class Pool:
             self._folder = None
 
 
+def say(word: str) -> None:
+    """Let every rank of the pool go on that waits for this word."""
+    _words().set(word, "")
+
+
+def wait_for_word(word: str) -> None:
+    """Until another rank has said it; other threads of this process go on."""
+    _words().wait([word], _PATIENCE)
+
+
+def _words() -> Any:
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
 def _is_stopped(process: mp.process.BaseProcess) -> bool:
     """By SIGSTOP; False where the system does not tell."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     return False
+
+
+def _met(path: str, rank: int, size: int) -> Any:
+    """The store of a group whose ranks are all there: its time-out counts from here on."""
+    import torch.distributed as dist
+
+    store = dist.FileStore(path, size)
+    store.set(f"rank {rank}", "")
+    store.wait([f"rank {each}" for each in range(size)], _PATIENCE)
+    return store
 
 
 def _serve(pipe: Connection) -> None:
@@ -170,7 +200,7 @@ def _serve(pipe: Connection) -> None:
                 if size and group:
                     dist.init_process_group(
                         "gloo",
-                        init_method=f"file://{store}",
+                        store=_met(store, rank, size),
                         rank=rank,
                         world_size=size,
                         timeout=timedelta(seconds=group_timeout_s),

@@ -16,7 +16,6 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)  # processes of its own, beside what else the machine does
 @pytest.mark.parametrize("name", SUITE)
 def test_a_benchmark_runs_and_its_figures_can_be_read(name: str, tmp_path: Path) -> None:
     command = [

@@ -79,7 +79,6 @@ def test_the_samples_of_a_page_run_in_order(path: Path) -> None:
             exec(compile("\n" * lines_before + code, str(path), "exec", dont_inherit=True), names)
 
 
-@pytest.mark.timeout(220)
 @pytest.mark.parametrize("path", [page for page in PAGES if scripts(page)], ids=label)
 def test_the_scripts_of_a_page_run_on_two_ranks(ranks: Pool, path: Path, tmp_path: Path) -> None:
     for number, code in enumerate(scripts(path)):

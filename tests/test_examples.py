@@ -49,7 +49,6 @@ def lines_of(path: Path) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(220)
 @pytest.mark.parametrize(
     "path", [p for p in EXAMPLES if p.name not in OPTIONAL], ids=lambda path: path.name
 )
@@ -59,7 +58,6 @@ def test_example_runs_and_is_short(ranks: Pool, path: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(220)
 @pytest.mark.integrations
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=needs(package)) for name, package in OPTIONAL.items()]
@@ -71,7 +69,6 @@ def test_example_with_another_package_runs_and_is_short(name: str, tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(440)
 def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
     blocks = re.findall(
         r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL

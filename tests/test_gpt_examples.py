@@ -52,7 +52,7 @@ def losses(
 ) -> dict[str, float]:
     """Loss by what was printed before it, of rank 0: of every step, and on held-out text at every
     evaluation."""
-    said = ranks.run(run, name, changes or {}, free_port(), steps, str(out), timeout_s=100)[0]
+    said = ranks.run(run, name, changes or {}, free_port(), steps, str(out))[0]
     return {
         at: float(loss) for at, loss in re.findall(r"(step \d+: (?:held-out )?loss) ([\d.]+)", said)
     }

@@ -230,7 +230,7 @@ def undisturbed(way: str) -> Callable[[Pool, int], Outcome]:
     is wrong."""
 
     def make_it(pool: Pool, seed: int) -> Outcome:
-        outcome = judged(pool.run(trained, way, False, timeout_s=120, expect_errors=True))
+        outcome = judged(pool.run(trained, way, False, expect_errors=True))
         return (
             outcome
             if outcome.updates is None

@@ -15,7 +15,6 @@ OLD, NEW = 2, 7
 
 @pytest.mark.fault
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_what_loads_after_a_kill_is_the_old_or_the_new_state(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.checkpoint.killing", str(tmp_path)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

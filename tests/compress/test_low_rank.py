@@ -161,7 +161,6 @@ def long_training(rank: int, size: int, steps: int, buckets: int) -> tuple[float
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize(("steps", "buckets"), [(500, 1), (100, 10)])
 def test_four_ranks_hold_the_same_bits_after_many_steps(
     ranks: Pool, steps: int, buckets: int

@@ -201,7 +201,6 @@ DGC_USES = [
 
 
 @pytest.mark.slow  # where the loops have not been compiled yet
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize(("dtype", "state", "bits"), DGC_USES)
 def test_training_with_dgc_compiles_nothing_that_was_not_compiled_ahead(starts, dtype, state, bits):
     settings = f"dict(value_bits={bits}, state_dtype={f'torch.{state}' if state else None})"

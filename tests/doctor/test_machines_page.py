@@ -15,7 +15,7 @@ from thinwire.lab.network.link import Link
 from thinwire.lab.network.namespaces import inside
 from thinwire.lab.network.netns import Network, network
 
-pytestmark = [*NETNS, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [*NETNS, pytest.mark.slow]
 
 PAGE = (ROOT / "docs" / "machines.md").read_text(encoding="utf-8")
 SLOW_MACHINE = "--timeout 120"

@@ -1,42 +1,42 @@
 """Sockets between ranks: who answers, who does not, and why."""
 
 import socket
-import time
 
+from tests.waiting import PATIENCE_S
 from thinwire.doctor.pairs import TOKEN_BYTES, Answering, reach, reach_all
 
 TOKEN = b"t" * TOKEN_BYTES
 HERE = "127.0.0.1"
-PATIENCE_S = 0.5
+SHORT_S = 0.5
 
 
 def test_ranks_that_answer_are_reached() -> None:
-    with Answering(HERE, 1, TOKEN, 5) as one, Answering("::1", 2, TOKEN, 5) as two:
-        found = reach_all({2: ("::1", two.port), 1: (HERE, one.port)}, {2}, TOKEN, 5)
+    with (
+        Answering(HERE, 1, TOKEN, PATIENCE_S) as one,
+        Answering("::1", 2, TOKEN, PATIENCE_S) as two,
+    ):
+        found = reach_all({2: ("::1", two.port), 1: (HERE, one.port)}, {2}, TOKEN, PATIENCE_S)
     assert [(row.to, row.error, row.large) for row in found] == [(1, "", None), (2, "", True)]
-    assert all(row.latency_s is not None and 0 < row.latency_s < 1 for row in found)
+    assert all(row.latency_s is not None and row.latency_s > 0 for row in found)
 
 
 def test_it_listens_on_the_one_address_and_ends_with_the_block() -> None:
-    with Answering(HERE, 1, TOKEN, 5) as answering:
-        assert reach(1, "127.0.0.2", answering.port, True, TOKEN, PATIENCE_S).error == "refused"
-    assert reach(1, HERE, answering.port, True, TOKEN, PATIENCE_S).error == "refused"
+    with Answering(HERE, 1, TOKEN, PATIENCE_S) as answering:
+        assert reach(1, "127.0.0.2", answering.port, True, TOKEN, SHORT_S).error == "refused"
+    assert reach(1, HERE, answering.port, True, TOKEN, SHORT_S).error == "refused"
 
 
 def test_another_rank_and_another_run_are_told() -> None:
-    with Answering(HERE, 1, TOKEN, 5) as answering:
-        assert reach(2, HERE, answering.port, True, TOKEN, 5).error == "rank 1 answers"
+    with Answering(HERE, 1, TOKEN, PATIENCE_S) as answering:
+        assert reach(2, HERE, answering.port, True, TOKEN, PATIENCE_S).error == "rank 1 answers"
         other = reach(1, HERE, answering.port, True, b"x" * TOKEN_BYTES, 5)
         assert other.error == "closed by whoever listens there"
 
 
 def test_another_program_is_told() -> None:
     with socket.create_server((HERE, 0)) as server:
-        server.settimeout(5)
         port = server.getsockname()[1]
-        begun = time.monotonic()
-        assert reach(1, HERE, port, True, TOKEN, PATIENCE_S).error == "time-out"
-        assert time.monotonic() - begun < 3
+        assert reach(1, HERE, port, True, TOKEN, SHORT_S).error == "time-out"
 
 
 def test_no_ranks_are_no_findings() -> None:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed import HashStore
 
+from tests.waiting import PATIENCE_S
 from thinwire._aside import Late, within
 from thinwire.doctor import store as module
 from thinwire.doctor.store import Board
@@ -17,12 +18,11 @@ def test_rows_of_ranks_that_came() -> None:
     boards = [Board(store, rank, 3) for rank in range(3)]
     boards[0].tell("facts", {"a": [1, None]})
     boards[2].tell("facts", False)
-    begun = time.monotonic()
-    assert boards[1].hear_all("facts", begun + 0.3) == {0: {"a": [1, None]}, 2: False}
-    assert 0.2 < time.monotonic() - begun < 3
+    until = time.monotonic() + 0.3
+    assert boards[1].hear_all("facts", until) == {0: {"a": [1, None]}, 2: False}
 
 
-@pytest.mark.parametrize("ahead_s", [7.5, -3.0])
+@pytest.mark.parametrize("ahead_s", [7.5e6, -3e6])
 def test_the_skew_of_a_clock_is_measured(ahead_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     fast = threading.current_thread()
 
@@ -30,14 +30,14 @@ def test_the_skew_of_a_clock_is_measured(ahead_s: float, monkeypatch: pytest.Mon
         return time.time() + ahead_s * (threading.current_thread() is fast)
 
     monkeypatch.setattr(module, "time", SimpleNamespace(time=read, monotonic=time.monotonic))
-    store, until = HashStore(), time.monotonic() + 20
+    store, until = HashStore(), time.monotonic() + PATIENCE_S
     answering = threading.Thread(target=Board(store, 0, 2).clock_skew, args=([0, 1], until))
     answering.start()
     measured = Board(store, 1, 2).clock_skew([0, 1], until)
     answering.join()
     assert measured is not None
     skew_s, unsure_s = measured
-    assert abs(skew_s - ahead_s) <= unsure_s < 0.5
+    assert abs(skew_s - ahead_s) <= unsure_s < PATIENCE_S
 
 
 def test_no_skew_without_rank_0() -> None:
@@ -45,10 +45,10 @@ def test_no_skew_without_rank_0() -> None:
 
 
 def test_what_takes_too_long_is_left_behind() -> None:
-    assert within(5, lambda: 7, name="test") == 7
+    assert within(PATIENCE_S, lambda: 7, name="test") == 7
     with pytest.raises(ZeroDivisionError):
-        within(5, lambda: 1 // 0, name="test")
+        within(PATIENCE_S, lambda: 1 // 0, name="test")
     over = threading.Event()
     with pytest.raises(Late):
-        within(0.1, lambda: over.wait(20), name="test")
+        within(0.1, lambda: over.wait(PATIENCE_S), name="test")
     over.set()

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tests.attacks.training import Trainer
+from tests.waiting import time_out
 from thinwire.comm import Group
 from thinwire.comm.group import Pending
 from thinwire.comm.sockets import connections, shut_down
@@ -80,7 +81,7 @@ def stop_for(seconds: float) -> None:
 
 def hold_the_interpreter() -> None:
     """Its lock, for longer than any time-out here: no other thread of this process goes on."""
-    ctypes.PyDLL(None).sleep(12)
+    ctypes.PyDLL(None).sleep(round(time_out(12)))
 
 
 def raise_error() -> None:

@@ -19,6 +19,7 @@ from tests.attacks.outcome import Seen
 from tests.attacks.training import Trainer, digest, make
 from tests.launched import free_port
 from tests.ranks import Pool
+from tests.waiting import time_out, until
 from thinwire.errors import ThinwireError
 from thinwire.lab.network.enter import enter_network
 from thinwire.lab.network.link import Link
@@ -37,8 +38,7 @@ __all__ = [
     "wide",
 ]
 
-TIMEOUT_S = 6.0
-_PATIENCE_S = 60.0
+TIMEOUT_S = time_out(6.0)
 
 
 def over_lines(
@@ -83,21 +83,17 @@ def reach(folder: str, step: int) -> None:
 
 
 def _wait_for_the_act(folder: str) -> None:
-    until = time.monotonic() + _PATIENCE_S
-    while not Path(folder, "acted").exists():
-        if time.monotonic() > until:
-            raise TimeoutError("nothing was done to the line")
-        time.sleep(0.01)
+    until(Path(folder, "acted").exists, "what is done to the line")
 
 
 def _when_reached(folder: Path, at: int, act: Callable[[], None]) -> None:
-    until = time.monotonic() + _PATIENCE_S
-    while at >= 0 and not (folder / "over").exists() and time.monotonic() < until:
-        if (folder / f"at{at}").exists():
-            act()
-            (folder / "acted").touch()
-            return
-        time.sleep(0.01)
+    if at < 0:
+        return
+    over, reached = folder / "over", folder / f"at{at}"
+    until(lambda: over.exists() or reached.exists(), f"step {at}")
+    if not over.exists():
+        act()
+        (folder / "acted").touch()
 
 
 def _inside(

@@ -58,7 +58,6 @@ def digests(folder: Path) -> list[str]:
 
 @pytest.mark.fault
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_job_that_is_told_to_end_goes_on_later_as_if_it_had_not_been(tmp_path: Path) -> None:
     """By SIGTERM to torchrun, which all workers hear at different moments."""
     with launched(tmp_path / "whole", 0.0) as whole:
@@ -80,7 +79,6 @@ def test_a_job_that_is_told_to_end_goes_on_later_as_if_it_had_not_been(tmp_path:
 
 @pytest.mark.fault
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells a process of this end")
 def test_no_worker_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
     """torchrun's would train on; the line of docs/reliability.md ends them."""

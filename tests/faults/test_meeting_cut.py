@@ -148,9 +148,7 @@ def test_rounds_go_on_without_the_meeting_place_and_the_next_loss_ends_the_run_i
         line.cut()
 
     threading.Thread(target=cut).start()
-    found = ranks.run(
-        _trains, line.address, str(flag), size=3, group=False, expect_errors=True, timeout_s=60
-    )
+    found = ranks.run(_trains, line.address, str(flag), size=3, group=False, expect_errors=True)
     assert isinstance(found[1], Lost)
     for rank in (0, 2):
         error, text, waited_s, step, left = found[rank]

@@ -48,7 +48,6 @@ def started(
 
 @pytest.mark.fault
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "places", [[(0, 2), (1, 3)], [(0, 3), (1, 2)], [(0, 3), (1, 3), (1, 3)]], ids=str
 )
@@ -70,7 +69,6 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.mark.fault
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("twice", [0, 1])
 def test_of_two_with_the_same_rank_one_trains(tmp_path: Path, right: list[str], twice: int) -> None:
     """The job is that of as many ranks as were asked for, and the other process ends."""

@@ -41,7 +41,6 @@ def _reached(folder: Path) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 def test_the_other_machine_goes_on_alone_and_says_what_was_lost(tmp_path: Path) -> None:
     port = free_port()

@@ -17,7 +17,6 @@ def undisturbed(rank: int, size: int, folder: str) -> str:
 
 @pytest.mark.slow  # torchrun starts its two workers twice
 @pytest.mark.fault
-@pytest.mark.timeout(400)
 def test_killed_and_started_again_it_ends_as_undisturbed(ranks: Pool, tmp_path: Path) -> None:
     disturbed = torchrun(tmp_path / "disturbed", restarts=RESTARTS, seed=1)
     assert good_restarts(disturbed, RESTARTS) == [1], disturbed["log"][-4000:]

@@ -1,6 +1,5 @@
 """What the tests need to look at namespaces and processes from outside."""
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,11 +42,3 @@ def namespace_of(pid: int) -> str | None:
         return str(Path(f"/proc/{pid}/ns/net").readlink())
     except OSError:
         return None
-
-
-def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
-    """Waits for `condition`; fails when it stays false."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"not within {seconds} s"
-        time.sleep(0.05)

@@ -24,9 +24,7 @@ def run_workers_in(ranks: Pool) -> Callable[..., Iterator[dict[str, Any]]]:
         job.write(path)
         release(work)  # nobody limits a link first
         readers = [EventReader(work, rank) for rank in range(workers)]
-        answers = ranks.run(
-            _work, str(path), free_port(), size=workers, timeout_s=100, expect_errors=True
-        )
+        answers = ranks.run(_work, str(path), free_port(), size=workers, expect_errors=True)
         first, *others = [reader.read() for reader in readers]
         errors = [
             {"rank": rank, **event}

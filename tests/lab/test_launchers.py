@@ -9,6 +9,7 @@ import pytest
 
 from tests.launched import free_port
 from tests.processes import running
+from tests.waiting import PATIENCE_S
 from thinwire._launched import is_launched, place_among_ranks
 
 NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -83,14 +84,13 @@ def test_bad_input_is_one_line(
         check=False,
         cwd=tmp_path,
         env=clean(**environment),
-        timeout=60,
+        timeout=PATIENCE_S,
     )
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert told in done.stderr
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_ranks_of_another_launcher_train_together(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "thinwire", "compare", "--strategies", "dense", "--steps", "4"]
     words += ["--size", "tiny", "--out", "out", "--quiet"]

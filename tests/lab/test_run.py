@@ -6,15 +6,15 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from functools import partial
 from io import BytesIO
 from pathlib import Path
 
 import pytest
 
-from tests.lab.namespaces import NETNS, namespace_of, needs_netns, processes_in, until
+from tests.lab.namespaces import NETNS, namespace_of, needs_netns, processes_in
 from tests.processes import alive, descendants, running
+from tests.waiting import PATIENCE_S, until
 from thinwire import cli
 from thinwire.lab import run_command
 from thinwire.lab.run.prefixed import Prefixed
@@ -73,9 +73,9 @@ def write(folder: Path, text: str) -> Path:
 
 
 def run(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*arguments), cwd=cwd, capture_output=True, text=True, check=False, timeout=120
-    )
+    words = command(*arguments)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.run(words, cwd=cwd, text=True, check=False, timeout=PATIENCE_S, **pipes)
 
 
 def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -178,7 +178,6 @@ def test_over_a_link_every_rank_is_a_machine(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_netns
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("latency", ["0ms", "5ms"])
 def test_torch_trains_over_the_link_and_its_bytes_are_counted(tmp_path: Path, latency: str) -> None:
     script = str(write(tmp_path, SUM))
@@ -212,7 +211,7 @@ def test_the_first_rank_that_fails_ends_the_others(
     assert "rank 1 sent" in done.stdout
     children = [int(path.read_text()) for path in tmp_path.glob("ready*")]
     assert len(children) == 2
-    until(lambda: not any(map(alive, children)), seconds=3)
+    until(lambda: not any(map(alive, children)))
 
 
 @pytest.mark.slow
@@ -236,7 +235,7 @@ def test_ctrl_c_ends_all_and_leaves_nothing(
         assert len(below) >= 4
         assert len(namespaces) == 2
         process.send_signal(number)
-        process.communicate(timeout=60)
+        process.communicate(timeout=PATIENCE_S)
     assert process.returncode == status
     until(lambda: not any(alive(pid) for pid in below))
     assert [processes_in(str(namespace)) for namespace in namespaces] == [[], []]
@@ -283,7 +282,7 @@ def test_a_reader_that_leaves_ends_the_run(tmp_path: Path) -> None:
         assert process.stdout is not None
         assert process.stdout.readline() in {b"[0] on\n", b"[1] on\n"}
         process.stdout.close()
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=PATIENCE_S) == 0
 
 
 def test_lines_stay_whole_and_say_whose_they_are() -> None:
@@ -307,11 +306,9 @@ def test_what_is_left_of_a_rank_that_prints_on_is_bounded() -> None:
     if pid == 0:  # prints for ever
         while True:
             os.write(write_end, b"on\n" * 100)
-    begin_s = time.monotonic()
     try:
         prefixed.close()
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         os.close(write_end)
-    assert time.monotonic() - begin_s < 30

@@ -349,7 +349,6 @@ def test_options_that_a_task_would_ignore_are_refused(more: dict[str, Any], tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_under_torchrun_the_ranks_train_over_their_network(tmp_path: Path) -> None:
     out = tmp_path / "out"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

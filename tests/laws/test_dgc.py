@@ -255,7 +255,7 @@ def run_net(
 
 @pytest.mark.slow
 def test_replicas_stay_bit_identical_for_500_steps_on_4_ranks(ranks: Pool) -> None:
-    answers = ranks.run(run_net, False, 500, {"value_bits": 1}, {}, size=4, timeout_s=110)
+    answers = ranks.run(run_net, False, 500, {"value_bits": 1}, {}, size=4)
     for answer in answers[1:]:
         for name, value in answer["params"].items():
             assert torch.equal(value, answers[0]["params"][name])

@@ -1,8 +1,10 @@
-"""Rounds that end by time, for tests: after a number of steps instead."""
+"""Rounds that end by time, for tests: after a number of steps, or by a clock of the test."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
+from thinwire.local import work
 from thinwire.local.work import RoundWork
 
 
@@ -14,3 +16,21 @@ def rounds_of(steps: int) -> Iterator[None]:
         yield
     finally:
         RoundWork.over = over  # type: ignore[method-assign]
+
+
+@contextmanager
+def steps_that_take(step_s: float) -> Iterator[None]:
+    """Rounds of this process go by a clock that moves on by so much a step, and not else."""
+    made, step = 0, RoundWork.step
+
+    def counted(work_: RoundWork) -> None:
+        nonlocal made
+        made += 1
+        step(work_)
+
+    clock, work.time = work.time, SimpleNamespace(monotonic=lambda: made * step_s)  # type: ignore[assignment]
+    RoundWork.step = counted  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        work.time, RoundWork.step = clock, step  # type: ignore[method-assign]

@@ -257,7 +257,7 @@ def dying(rank: int, size: int, who: int) -> None:
 @pytest.mark.fault
 @pytest.mark.parametrize("who", [2, 3])
 def test_a_killed_rank_is_lost_to_all_nodes(ranks: Pool, who: int) -> None:
-    answers = ranks.run(dying, who, size=4, expect_errors=True, group_timeout_s=10, timeout_s=90)
+    answers = ranks.run(dying, who, size=4, expect_errors=True, group_timeout_s=10)
     assert isinstance(answers[who], Lost)
     for rank, answer in enumerate(answers):
         if rank != who:

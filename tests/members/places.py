@@ -11,11 +11,11 @@ from datetime import timedelta
 from pathlib import Path
 
 from tests.processes import running
+from tests.waiting import PATIENCE_S
 from thinwire.members.host import serve
 
 TOKEN = b"0123456789abcdef0123456789abcdef"
 TIMEOUT = timedelta(seconds=10)
-_PATIENCE_S = 60.0
 
 
 @contextlib.contextmanager
@@ -35,11 +35,11 @@ def meeting_place(token: bytes | None = TOKEN, host: str = "127.0.0.1") -> Itera
     )
     thread.start()
     try:
-        assert ready.wait(_PATIENCE_S)
+        assert ready.wait(PATIENCE_S)
         yield f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
     finally:
         stop.set()
-        thread.join(_PATIENCE_S)
+        thread.join(PATIENCE_S)
 
 
 @contextlib.contextmanager

@@ -79,9 +79,7 @@ def test_one_that_does_not_say_so_stays_too_since_it_is_alive_and_the_others_mee
 @pytest.mark.slow  # time-outs that a loaded machine keeps
 def test_a_member_that_stops_while_it_is_busy_is_missed(ranks: Pool) -> None:
     with meeting_place(None) as address:
-        found = ranks.run(
-            member, address, True, True, size=3, group=False, expect_errors=True, timeout_s=40
-        )
+        found = ranks.run(member, address, True, True, size=3, group=False, expect_errors=True)
     for rank in (0, 2):
         assert found[rank]["sizes"][-1] == 2
         assert found[rank]["longest_s"] < 2 * TIMEOUT_S + 4

@@ -10,7 +10,6 @@ EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_members_of_the_example_train_together(tmp_path: Path) -> None:
     lines = lines_of_two(tmp_path, [str(EXAMPLES / "members.py")])
     assert all(each[0].startswith("member ") for each in lines)
@@ -18,7 +17,6 @@ def test_members_of_the_example_train_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_sites_of_the_example_train_together(tmp_path: Path) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     lines = lines_of_two(tmp_path, [*launcher, str(EXAMPLES / "sharded_members.py")])

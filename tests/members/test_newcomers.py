@@ -13,8 +13,9 @@ from torch._C._distributed_c10d import TCPStore
 
 import thinwire as tw
 from tests.members.places import TOKEN, meeting_place
-from tests.members.training import TIMEOUT_S, member, wait_for
+from tests.members.training import MOST_STEPS, TIMEOUT_S, member, wait_for
 from tests.ranks import Pool
+from tests.waiting import PATIENCE_S, time_out, until
 from thinwire.comm.private import next_identity
 from thinwire.local.newcomers import NewcomersWork
 from thinwire.members import giving
@@ -23,7 +24,6 @@ from thinwire.members.giving import Given, Giver, Taker
 from thinwire.members.sealed import SealedStore
 
 EVERY_4 = tw.LocalSGD(4, begin_step=0)
-MOST_STEPS = 1200
 
 
 def both_ends(timeout_s: float) -> tuple[Giver, Taker]:
@@ -43,15 +43,16 @@ def change(value: float) -> Given:
 
 
 def test_a_round_may_take_longer_than_the_time_out() -> None:
-    giver, taker = both_ends(timeout_s=1.0)
+    limit_s = time_out(2.0)
+    giver, taker = both_ends(limit_s)
     giver.give(state(0))
     assert taker.take(1 << 20).kind == "state"
-    later = threading.Timer(3.0, lambda: giver.give(change(1)))
+    later = threading.Timer(1.5 * limit_s, lambda: giver.give(change(1)))
     later.start()
     assert taker.take(1 << 20).kind == "round"
     later.join()
     taker.close()
-    giver.close(5.0)
+    giver.close(PATIENCE_S)
 
 
 def test_a_state_takes_the_place_of_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,14 +60,13 @@ def test_a_state_takes_the_place_of_what_waits(monkeypatch: pytest.MonkeyPatch) 
     send = giving.Line.send
 
     def held(line: giving.Line, content: Any) -> None:
-        may_send.wait(20)
+        may_send.wait(PATIENCE_S)
         send(line, content)
 
     monkeypatch.setattr(giving.Line, "send", held)
-    giver, taker = both_ends(timeout_s=20.0)
+    giver, taker = both_ends(PATIENCE_S)
     giver.give(state(0))
-    while giver._messages:  # until the thread has taken it, and is held
-        time.sleep(0.01)
+    until(lambda: not giver._messages, "the thread that has taken it, and is held")
     giver.give(change(1))
     assert not giver.lags
     giver.give(change(2))
@@ -78,7 +78,7 @@ def test_a_state_takes_the_place_of_what_waits(monkeypatch: pytest.MonkeyPatch) 
     assert [float(given.tensors["w"][0]) for given in found] == [0, 3, 4]
     assert [given.waiting for given in found][1:] == [1, 0]
     taker.close()
-    giver.close(5.0)
+    giver.close(PATIENCE_S)
 
 
 def test_a_frozen_part_is_in_the_bound_of_a_state() -> None:
@@ -118,7 +118,7 @@ def beside_a_stranger(rank: int, size: int, address: str, token_file: str, flag:
                 end = min(end, sync.step + 8)
             if rank == 0 and sync.step == 8:
                 host, port = address.removeprefix("tcp://").split(":")
-                limit = timedelta(seconds=5)
+                limit = timedelta(seconds=PATIENCE_S)
                 stranger = TCPStore(host, int(port), None, False, limit, wait_for_workers=False)
                 for number in range(9):
                     if not stranger.check([f"run/t/hello/{number}"]):
@@ -157,13 +157,10 @@ def flushing(rank: int, size: int, address: str, flag: str) -> Any:
             time.sleep(0.05)
             if rank == 0 and sync.step == 4:
                 Path(flag).touch()
-                until = time.monotonic() + 30
-                while not members._keeper.waiting() and time.monotonic() < until:
-                    time.sleep(0.05)
+                until(members._keeper.waiting, "the newcomer")
             if sync.step == 14:
-                until = time.monotonic() + 30
-                while rank == 0 and not members._keeper.ready() and time.monotonic() < until:
-                    time.sleep(0.05)
+                if rank == 0:
+                    until(members._keeper.ready, "the newcomer")
                 sync.flush()
         return entered, members.size
 

@@ -13,8 +13,17 @@ import torch
 
 import thinwire as tw
 from tests.members.places import TOKEN, meeting_place
-from tests.members.training import PHASES, TIMEOUT_S, digest, member, model, wait_for
+from tests.members.training import (
+    MOST_STEPS,
+    PHASES,
+    TIMEOUT_S,
+    digest,
+    member,
+    model,
+    wait_for,
+)
 from tests.ranks import Lost, Pool, Raised
+from tests.waiting import PATIENCE_S
 from thinwire.errors import PeerStalled
 from thinwire.local.averaging import Averaging
 from thinwire.local.newcomers import NewcomersWork
@@ -25,6 +34,8 @@ from thinwire.members.giving import Given
 from thinwire.members.keeper import Keeper
 from thinwire.members.meeting import connect
 
+NEVER_S = 4 * PATIENCE_S
+"""A time-out for which nobody can have waited, since the test would have failed."""
 SPARSE = tw.LocalSGD(4, begin_step=1, compression=tw.Sparse(0.9))
 CONFIGS = {
     "sparse": SPARSE,
@@ -43,10 +54,9 @@ CONFIGS = {
 }
 
 
-def _alike(found: list[dict[str, Any]], steps: int = 24) -> dict[int, tuple[str, int, int]]:
+def _alike(found: list[dict[str, Any]], steps: int | None = 24) -> dict[int, tuple[str, int, int]]:
     """That all who went on to the end hold the same after every averaging."""
-    for one in found:
-        assert one["step"] == steps
+    assert {one["step"] for one in found} == {steps or found[0]["step"]}
     first, *others = (one["rounds"] for one in found)
     assert first
     for other in others:
@@ -70,7 +80,6 @@ def test_whoever_is_killed_the_others_make_the_round_again(
     assert set(rounds) == {1, 5, 9, 13, 17, 21}
     assert [size for _, size, _ in rounds.values()][-1] == 2
     for one in survivors:
-        assert one["longest_s"] < TIMEOUT_S + 2
         assert one["changes"] == [(1, 2)]
 
 
@@ -111,27 +120,27 @@ def test_a_token_seals_everything_and_changes_no_bit(ranks: Pool, tmp_path: Path
     token = tmp_path / "token"
     token.write_bytes(TOKEN)
     token.chmod(0o600)
-    options = {"founders": 2, "flag": str(tmp_path / "go"), "step_s": 0.05, "steps": 60}
+    options = {"founders": 2, "flag": str(tmp_path / "go"), "step_s": 0.02, "until_size": 3}
     with meeting_place() as address:
         sealed = {**options, "token_file": str(token)}
         found = ranks.run(_member_with, address, SPARSE, sealed, size=3, group=False)
         stranger = ranks.run(
             _member_with, address, SPARSE, options, size=2, group=False, expect_errors=True
         )
-    _alike(found, 60)
+    _alike(found, None)
     assert len(found[2]["rounds"]) > 1
     assert [each.type_name for each in stranger] == ["Mismatch", "Mismatch"]
     assert "token" in stranger[0].text
 
 
 def test_one_that_leaves_is_no_error_for_the_others(ranks: Pool) -> None:
+    options = {"leave_at": {1: 10}, "timeout_s": NEVER_S}
     with meeting_place(None) as address:
-        found = ranks.run(_member_with, address, SPARSE, {"leave_at": {1: 10}}, size=3, group=False)
+        found = ranks.run(_member_with, address, SPARSE, options, size=3, group=False)
     assert found[1]["left"]
     assert found[1]["step"] == 13
     rounds = _alike([found[0], found[2]])
     assert [size for _, size, _ in rounds.values()] == [3, 3, 3, 3, 2, 2]
-    assert max(one["longest_s"] for one in found) < 2
 
 
 def test_what_a_leaver_has_kept_goes_to_one_who_stays(ranks: Pool) -> None:
@@ -186,7 +195,6 @@ def test_who_missed_an_agreement_takes_it_from_one_who_heard_it(
     assert set(rounds) == {1, 5, 9, 13, 17, 21}
     assert len(stay) == 2 if leaves else 3
     assert [size for _, size, _ in rounds.values()][-1] == len(stay)
-    assert max(one["longest_s"] for one in found) < TIMEOUT_S
     assert found[1]["deaf"] == 1
 
 
@@ -204,8 +212,8 @@ def _deaf(rank: int, size: int, address: str, call: int, leaves: bool) -> Any:
 
     Keeper.passed = not_passed  # type: ignore[method-assign]
     try:
-        leave_at = {2: 6} if leaves else None
-        return {**member(rank, size, address, SPARSE, leave_at=leave_at), "deaf": deaf}
+        options: dict[str, Any] = {"leave_at": {2: 6}} if leaves else {}
+        return {**member(rank, size, address, SPARSE, timeout_s=NEVER_S, **options), "deaf": deaf}
     finally:
         Keeper.passed = passed  # type: ignore[method-assign]
 
@@ -282,14 +290,12 @@ def test_a_newcomer_of_a_run_that_has_died_is_told_so() -> None:
     with meeting_place(None) as address:
         board = Board(connect(address, "test", None, timedelta(seconds=TIMEOUT_S)))
         board.first("members/0", Decision(("ann", "bob"), ("ann", "bob"), 3).to_dict())
-        begun = time.monotonic()
         with (
             pytest.raises(PeerStalled, match=r"none of its members was heard of.*ann, bob"),
             tw.join(address, run="test", timeout=2.0) as members,
             tw.local_sgd(net, optimizer, SPARSE, members=members),
         ):
             pass
-        assert time.monotonic() - begun < TIMEOUT_S + 4
 
 
 def test_an_engine_takes_members(ranks: Pool, tmp_path: Path) -> None:
@@ -297,7 +303,6 @@ def test_an_engine_takes_members(ranks: Pool, tmp_path: Path) -> None:
         found = ranks.run(_engine, address, str(tmp_path / "go"), size=3, group=False)
     assert found[2][0] > 1
     assert found[0][1:] == found[1][1:] == found[2][1:]
-    assert found[0][1][0] == 40
 
 
 def _engine(rank: int, size: int, address: str, flag: str) -> Any:
@@ -309,12 +314,14 @@ def _engine(rank: int, size: int, address: str, flag: str) -> Any:
     optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
     with tw.join(address, run="test", start_members=2, timeout=TIMEOUT_S) as members:
         engine = strategy.prepare(net, optimizer, torch.nn.MSELoss(), members=members)
-        entered = members.step
-        while members.step < 40:
+        entered, end = members.step, MOST_STEPS
+        while members.step < end:
             x = torch.randn(8, 24)
             engine.train_step(x, x.roll(1, 1))
             if rank == 0 and members.step == 4:
                 Path(flag).touch()
+            if engine.sync.synced and members.size == 3:  # type: ignore[union-attr]
+                end = min(end, members.step + 8)
             time.sleep(0.02)
         engine.flush()
         engine.close()
@@ -345,7 +352,8 @@ def _leaving_an_engine(rank: int, size: int, address: str) -> bool:
 
 
 def _saving(rank: int, size: int, address: str, folder: str, run: str, flag: str) -> Any:
-    """A run to step 20, of which one member saves at step 10; or one that begins from there."""
+    """A run to step 20, of which one member saves at step 10; or one that begins from there, until
+    a newcomer is in it."""
     wait_for(flag if rank == 2 else "")
     net = model(rank)
     optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
@@ -354,15 +362,17 @@ def _saving(rank: int, size: int, address: str, folder: str, run: str, flag: str
         engine = strategy.prepare(net, optimizer, torch.nn.MSELoss(), members=members)
         loaded = engine.load(folder, if_any=True)
         first = members.step
-        while members.step < (20 if run == "first" else 40):
+        end = 20 if run == "first" else MOST_STEPS
+        while members.step < end:
             x = torch.randn(8, 24)
             engine.train_step(x, x.roll(1, 1))
             if members.step == 10 and members.rank == 1:
                 engine.save(folder)
             if members.step == 14:
                 Path(flag).touch()
-            # a newcomer has to come before the end
-            time.sleep(0.02 if members.step < 14 or members.size == size else 0.2)
+            if engine.sync.synced and members.size == 3:  # type: ignore[union-attr]
+                end = min(end, members.step + 8)
+            time.sleep(0.02)
         engine.flush()
         digests = digest(engine._parts.exchange.sync)
         random = torch.rand(2).tolist()
@@ -501,9 +511,7 @@ def test_a_break_at_the_agreement_that_changes_the_members(
 ) -> None:
     """Nobody dies: one gives the generation up while the others still apply what was averaged."""
     with meeting_place(None) as address:
-        found = ranks.run(
-            _breaking, address, str(tmp_path / "go"), what, size=3, group=False, timeout_s=120
-        )
+        found = ranks.run(_breaking, address, str(tmp_path / "go"), what, size=3, group=False)
     assert sum(broke for broke, *_ in found) == 1
     if what == "admits":
         assert {step for _, step, *_ in found} == {200}

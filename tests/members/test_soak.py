@@ -49,7 +49,6 @@ def test_a_run_that_nobody_disturbs_has_as_many_averagings_of_those_who_began() 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(500)
 @pytest.mark.skipif(
     os.environ.get("THINWIRE_SOAK") != "required", reason="takes minutes: make test-soak"
 )

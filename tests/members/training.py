@@ -13,12 +13,15 @@ import torch
 from torch import nn
 
 import thinwire as tw
+from tests.waiting import time_out, until
 from thinwire.comm.direct import Line
 from thinwire.local.averager import Averager
 from thinwire.local.averaging import Averaging, PendingAveraging
 from thinwire.members.giving import Taker
 
-TIMEOUT_S = 6.0
+TIMEOUT_S = time_out(6.0)
+MOST_STEPS = 4000
+"""Where a newcomer is waited for."""
 PHASES: dict[str, tuple[type, str, bool]] = {
     "before the first agreement": (Averager, "_measure", True),
     "before sending": (Averaging, "launch", True),
@@ -78,9 +81,7 @@ def interrupt(kind: type, name: str, *, before: bool, at: int, act: Callable[[],
 
 def wait_for(flag: str) -> None:
     """Until there is a file of this name; at once for an empty one."""
-    until = time.monotonic() + 40
-    while flag and not Path(flag).exists() and time.monotonic() < until:
-        time.sleep(0.02)
+    until(lambda: not flag or Path(flag).exists(), f"the file {flag}")
 
 
 def member(
@@ -99,10 +100,14 @@ def member(
     stop_at: dict[int, int] | None = None,
     step_s: float = 0.0,
     token_file: str | None = None,
+    until_size: int = 0,
+    timeout_s: float = TIMEOUT_S,
 ) -> dict[str, Any]:
     """Train until `steps`, and tell what was seen.
 
     Args:
+        until_size: Train on until there are so many members, and 12 steps more, instead.
+        timeout_s: Of the members.
         founders: Ranks that begin; the others wait for the file `flag`, which rank 0 makes at step
             `flag_at`.
         fault: `rank`, `phase` (of `PHASES`, or "step"), `at` (number of the call) and `how`.
@@ -136,6 +141,8 @@ def member(
             stop_at=(stop_at or {}).get(rank),
             step_s=step_s,
             token_file=token_file,
+            until_size=until_size,
+            timeout_s=timeout_s,
         )
     finally:
         for kind, name, method in undo:
@@ -157,6 +164,8 @@ def _trained(
     stop_at: int | None,
     step_s: float,
     token_file: str | None,
+    until_size: int,
+    timeout_s: float,
 ) -> dict[str, Any]:
     net = model(rank)
     optimizer = torch.optim.AdamW(net.parameters(), 2e-3)
@@ -170,12 +179,12 @@ def _trained(
         token_file=token_file,
         min_members=min_members,
         start_members=start_members,
-        timeout=TIMEOUT_S,
+        timeout=timeout_s,
     ) as members:
         members.on_change(lambda now: changes.append((now.generation, now.size)))
         with tw.local_sgd(net, optimizer, config, members=members) as sync:
-            entered = sync.step
-            while sync.step < steps and not members.left:
+            entered, end = sync.step, MOST_STEPS if until_size else steps
+            while sync.step < end and not members.left:
                 x = torch.randn(8, 24, generator=batches)
                 loss = (net(x) - x.roll(1, 1)).square().mean()
                 optimizer.zero_grad()
@@ -193,6 +202,8 @@ def _trained(
                 longest_s = max(longest_s, time.monotonic() - begun)
                 if sync.synced and not members.left:
                     rounds[sync.step] = digest(sync), members.size, members.generation
+                    if until_size == members.size:  # on all of them after the same averaging
+                        end = min(end, sync.step + 12)
                 time.sleep(step_s)
             left = members.left
         return {

@@ -133,7 +133,6 @@ def test_the_command_without_its_extra_says_what_to_install(tmp_path: Path) -> N
     assert "pip install 'thinwire[cli]'" in said
 
 
-@pytest.mark.timeout(260)
 def test_two_ranks_train_and_the_second_start_reads_what_the_first_compiled(
     tmp_path: Path,
 ) -> None:

@@ -542,9 +542,7 @@ def test_the_others_raise_when_a_stage_is_gone(ranks: Pool, how: int, kinds: set
     ranks.run(
         train_case, "a stage that begins in place", "1f1b", size=3
     )  # starts what the short time-out is not for
-    answers = ranks.run(
-        lose_a_stage, how, size=3, group_timeout_s=5, timeout_s=20, expect_errors=True
-    )
+    answers = ranks.run(lose_a_stage, how, size=3, group_timeout_s=5, expect_errors=True)
     assert not isinstance(answers[1], Raised)
     assert isinstance(answers[1], Lost) == (how == signal.SIGKILL)
     for answer in (answers[0], answers[2]):

@@ -10,6 +10,7 @@ import pytest
 
 import thinwire as tw
 from tests.processes import running
+from tests.waiting import PATIENCE_S
 from thinwire.planning import command
 
 NUMBERS = ["--params", "124M", "--step-seconds", "0.35"]
@@ -45,7 +46,7 @@ def test_a_reader_that_leaves_early_gets_the_files(more: list[str], tmp_path: Pa
     with running(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path) as process:
         assert process.stdout is not None
         process.stdout.close()
-        assert process.wait(60) == 0
+        assert process.wait(PATIENCE_S) == 0
         assert process.stderr is not None
         assert process.stderr.read() == b""
     assert tw.DistributedStrategy.load(tmp_path / "best.yaml").on

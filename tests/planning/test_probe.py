@@ -12,13 +12,16 @@ import pytest
 
 import thinwire as tw
 from tests.lab.namespaces import needs_netns
+from tests.launched import as_torchrun_starts, free_port
 from tests.processes import ran
+from tests.ranks import Pool
 from thinwire.lab.network.link import Link
 from thinwire.lab.network.netns import network
 from thinwire.lab.run.config import Job
 from thinwire.lab.run.events import release
 from thinwire.lab.run.launch import run_workers
 from thinwire.lab.run.probe import idle_restarts
+from thinwire.planning import command
 from thinwire.planning.network import FRAMES
 from thinwire.planning.probed import Probe
 
@@ -32,12 +35,18 @@ def torchrun(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def file(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("probe") / "probe.json"
-    said = torchrun("probe", "--out", str(path), "--size", "tiny", "--batch", "2")
-    assert said.returncode == 0, said.stderr
-    assert "slowest pair: ranks [" in said.stdout
+    said, *_ = ranks.run(probed, free_port(), str(path), size=RANKS)
+    assert "slowest pair: ranks [" in said
     return path
+
+
+def probed(rank: int, size: int, port: int, path: str) -> str:
+    """What a rank of the command prints."""
+    with as_torchrun_starts(rank, size, port) as said:
+        command.probe(out=Path(path), size="tiny", batch=2, quiet=True)
+    return said.getvalue()
 
 
 @pytest.mark.slow

@@ -204,7 +204,6 @@ def many_steps(rank: int, size: int) -> tuple[dict[str, Tensor], dict[str, float
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_replicas_of_a_shard_are_equal_after_500_steps(ranks: Pool) -> None:
     results = ranks.run(many_steps, size=4, timeout_s=360)
     for one, other in ((0, 2), (1, 3)):

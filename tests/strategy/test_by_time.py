@@ -1,6 +1,5 @@
 """Engines whose rounds end by time: ranks make unequal numbers of updates, and count by them."""
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -219,27 +218,6 @@ def test_saving_between_averagings_is_refused_on_all(ranks: Pool, tmp_path: Path
         assert isinstance(answer, Raised)
         assert "save right after an averaging" in answer.text
     assert not any(tmp_path.rglob("*.safetensors"))
-
-
-def slow_and_fast(rank: int, size: int) -> tuple[list[int], str]:
-    config = tw.LocalSGD(1000, begin_step=1, round_seconds=0.4)
-    engine = make_engine(("localsgd",), replace={"localsgd": config})
-    made, averagings = [0], 0
-    while averagings < 4:
-        time.sleep((0.08, 0.01)[rank])
-        engine.train_step(*batch(engine.step, rank))
-        made[-1] += 1
-        if engine.sync.synced:
-            averagings += 1
-            made.append(0)
-    return made[:-1], digest(engine)
-
-
-def test_a_slow_rank_makes_fewer_updates(ranks: Pool) -> None:
-    (slow, bits), (fast, other) = ranks.run(slow_and_fast)
-    assert bits == other
-    assert slow[0] == fast[0] == 1
-    assert all(0 < a < b for a, b in zip(slow[1:], fast[1:], strict=True))
 
 
 @pytest.mark.parametrize("fields", [(), ("localsgd",), ("adaptive_localsgd",)], ids="-".join)

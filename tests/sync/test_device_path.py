@@ -22,7 +22,7 @@ from tests.triton_body import require_triton, triton_kernels
 
 require_triton()
 
-pytestmark = [pytest.mark.triton, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.triton]
 PATIENCE_S = 250
 """The interpreter is slow, most of all where several processes share a core."""
 

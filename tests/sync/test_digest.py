@@ -91,7 +91,7 @@ def train_harmed(rank: int, size: int) -> dict[str, tuple[int, str]]:
 
 
 def test_a_bit_that_flips_on_one_rank_is_diverged_on_all(ranks: Pool) -> None:
-    answers = ranks.run(train_harmed, timeout_s=120)
+    answers = ranks.run(train_harmed)
     for case, (updates, text) in answers[0].items():
         assert 0 <= updates <= EVERY, case
         assert "2.weight" in text or "2.bias" in text, case
@@ -545,7 +545,7 @@ def updates_until_found(engine: Engine, rank: int, begin: int) -> int:
 
 @pytest.mark.slow
 def test_every_bit_that_flips_is_found_within_the_promised_number_of_updates(ranks: Pool) -> None:
-    first, second = ranks.run(flip_at_random, 60, timeout_s=100)  # ten of each place
+    first, second = ranks.run(flip_at_random, 60)  # ten of each place
     assert first == second
     assert [each for each in first if not 0 < each[1] <= EVERY] == []
 
