@@ -52,6 +52,8 @@ class Proxy:
 
     def close(self) -> None:
         """End it."""
+        with contextlib.suppress(OSError):  # closed before
+            self._server.shutdown(socket.SHUT_RDWR)  # else the thread that accepts keeps it open
         self._server.close()
         self.mend()
         self.reset()

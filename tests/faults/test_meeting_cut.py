@@ -13,12 +13,17 @@ import pytest
 import torch
 
 import thinwire as tw
+from tests.faults.lines import state
 from tests.faults.proxy import Proxy, proxy
-from tests.members.places import meeting_place
+from tests.lab.namespaces import needs_netns
+from tests.members.places import host_command, meeting_place
 from tests.members.training import model, wait_for
 from tests.ranks import Lost, Pool
 from thinwire.comm.sockets import listeners
 from thinwire.errors import PeerLost, PeerStalled
+from thinwire.lab.network.enter import enter_network
+from thinwire.lab.network.link import Link
+from thinwire.lab.network.netns import network
 from thinwire.members.address import parse_address
 from thinwire.members.board import Board
 from thinwire.members.generation import Decision
@@ -131,6 +136,21 @@ def test_the_line_is_cut_while_a_newcomer_waits(line: Proxy, cut_s: float) -> No
 
 def test_the_host_has_ended_before_a_run_is_entered(line: Proxy) -> None:
     with joined(line) as members:
+        line.close()
+        in_time(blocks(members).__enter__, PeerLost, r"meeting place closed the connection")
+
+
+def test_connections_that_are_lost_are_made_anew(line: Proxy) -> None:
+    with joined(line) as members:
+        line.reset()
+        with blocks(members) as sync:
+            assert (members.size, sync.step) == (1, 0)
+
+
+def test_no_connection_is_made_anew_to_another_life_of_the_host(line: Proxy) -> None:
+    with meeting_place(None) as other, joined(line) as members:
+        place = parse_address("address", other, scheme=True)
+        line._target = place.host, place.port
         line.reset()
         in_time(blocks(members).__enter__, PeerLost, r"meeting place closed the connection")
 
@@ -186,3 +206,71 @@ def _trains(rank: int, size: int, address: str, flag: str) -> Any:
     del members, sync
     gc.collect()
     return *told, len(listeners()) - before
+
+
+@pytest.mark.fault
+@needs_netns
+@pytest.mark.timeout(200)
+def test_the_hosts_line_is_cut_and_back_before_a_member_is_lost(
+    ranks: Pool, tmp_path: Path
+) -> None:
+    """Averagings go on meanwhile; the others go on after the loss too."""
+    with (
+        network(5, Link.parse("200mbit")) as net,
+        host_command(
+            "--bind", f"{net.addresses[0]}:29400", "--quiet", namespace=net.namespace_fds[0]
+        ) as (_, address),
+    ):
+
+        def cut() -> None:
+            wait_for(str(tmp_path / "cut"))
+            state(net.namespace_fds[0], "down")
+            time.sleep(15)
+            state(net.namespace_fds[0], "up")
+            time.sleep(6.4)
+            (tmp_path / "die").touch()
+
+        cutting = threading.Thread(target=cut)
+        cutting.start()
+        paths = [f"/proc/{os.getpid()}/fd/{fd}" for fd in net.namespace_fds[1:]]
+        found = ranks.run(
+            _goes_on,
+            paths,
+            address,
+            str(tmp_path),
+            size=4,
+            group=False,
+            expect_errors=True,
+            timeout_s=150,
+        )
+        cutting.join()
+    assert isinstance(found[3], Lost)
+    assert found[:3] == [(3, 21)] * 3, found
+
+
+def _goes_on(rank: int, size: int, paths: list[str], address: str, folder: str) -> tuple[int, int]:
+    """Averages until one is lost, and 20 times more."""
+    home, there = (os.open(path, os.O_RDONLY) for path in ("/proc/self/ns/net", paths[rank]))
+    net, data = model(0), torch.Generator().manual_seed(rank)
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    rounds_of_three = 0
+    enter_network(there)
+    try:
+        with (
+            tw.join(address, run="test", min_members=2, start_members=4, timeout=6.0) as members,
+            tw.local_sgd(net, optimizer, tw.LocalSGD(1), members=members) as sync,
+        ):
+            while rounds_of_three <= 20:
+                net(torch.randn(4, 24, generator=data)).square().mean().backward()
+                if sync.step == 10 and rank == 0:
+                    Path(folder, "cut").touch()
+                if rank == 3 and Path(folder, "die").exists():
+                    os._exit(1)
+                time.sleep(0.05)
+                optimizer.step()
+                rounds_of_three += members.size == 3
+            return members.size, rounds_of_three
+    finally:
+        enter_network(home)
+        os.close(home)
+        os.close(there)

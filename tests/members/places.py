@@ -1,6 +1,7 @@
 """Meeting places for tests: in this process, or as the command in one of its own."""
 
 import contextlib
+import os
 import re
 import socket
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from tests.processes import running
 from tests.waiting import PATIENCE_S
+from thinwire.lab.network import enter
 from thinwire.members.host import serve
 
 TOKEN = b"0123456789abcdef0123456789abcdef"
@@ -43,11 +45,16 @@ def meeting_place(token: bytes | None = TOKEN, host: str = "127.0.0.1") -> Itera
 
 
 @contextlib.contextmanager
-def host_command(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`thinwire host` as a process, and the address that it printed."""
-    command = [sys.executable, "-m", "thinwire", "host", *options]
+def host_command(
+    *options: str, namespace: int = -1
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`thinwire host` as a process, and the address that it printed; in the network namespace
+    behind an open descriptor, where one is given."""
+    there = [sys.executable, enter.__file__, str(namespace), str(os.getpid())]
+    command = [*there, sys.executable, "-m", "thinwire", "host", *options]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with running(command, cwd=Path.cwd(), **pipes) as process:
+    passed = () if namespace < 0 else (namespace,)
+    with running(command, cwd=Path.cwd(), pass_fds=passed, **pipes) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
         found = re.fullmatch(r"listening on (tcp://\S+)\n", line)

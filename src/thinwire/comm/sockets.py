@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Connection", "Place", "connections", "listeners", "shut_down"]
+__all__ = ["Connection", "Place", "connections", "end_unanswered", "listeners", "shut_down"]
 
 _SYSTEM = ctypes.CDLL(None)
 """The C library of this process; of its calls here 0 is success."""
@@ -55,6 +55,22 @@ def shut_down(each: Connection) -> None:
     with contextlib.suppress(OSError), _held(each.descriptor) as (inode, held):
         if inode == each.inode:
             _SYSTEM.shutdown(held, socket.SHUT_RDWR)
+
+
+def end_unanswered(each: Connection, seconds: int) -> None:
+    """Let the kernel end a connection once nothing that was sent has been confirmed for so long; it
+    asks once a second where nothing is sent. A process that is stopped confirms all the same.
+    """
+    options = (
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1),
+        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * seconds),
+    )
+    with contextlib.suppress(OSError), _held(each.descriptor) as (inode, held):
+        for level, option, value in options if inode == each.inode else ():
+            number = ctypes.c_int(value)
+            _SYSTEM.setsockopt(held, level, option, ctypes.byref(number), ctypes.sizeof(number))
 
 
 def _streams() -> Iterator[tuple[int, int, int]]:

@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch.distributed import DistNetworkError
-
 from thinwire.comm.direct import Direct
 from thinwire.comm.private import forget_ended
 from thinwire.comm.waiting import idle_s, waits
@@ -34,8 +32,6 @@ _LOOK_S = 1.0
 _BUILD_S = 10.0
 _MOST_BUILDS = 3
 _EXIT_S = 2.0
-_LOST_S = 30.0
-"""Between two looks at a meeting place whose connection is lost."""
 _HELLOS = "hellos"
 """A number from which on none may be there: where to begin to look, no more."""
 _BUILDS_S = (_MOST_BUILDS + 2) * (_BUILD_S + _GRACE_S) + _EXIT_S
@@ -82,7 +78,6 @@ class Keeper:
         self.served: dict[int, float] = {}
         """When somebody was to give a state to a newcomer, by its number."""
         self.store_problem: str | None = None
-        self._silent_until = 0.0
         self._answers: tuple[bytes, ...] = ()
         self.voters: tuple[str, ...] = (me,)
         """Whose answers the last agreement has, in their order."""
@@ -504,8 +499,6 @@ class Keeper:
         """Look whether the others have left the generation, and who wants to come in."""
         now = self.generation
         assert now is not None, "entered"
-        if time.monotonic() < self._silent_until:
-            return
         try:
             self._beat()
             if self.board.has(f"break/{now.number}"):
@@ -528,8 +521,6 @@ class Keeper:
                     error,
                 )
             self.store_problem = str(error)
-            if isinstance(error, DistNetworkError):  # each call over it prints where it is lost
-                self._silent_until = time.monotonic() + _LOST_S
 
     def _look_for_newcomers(self) -> None:
         """For a while: many may have asked, most of whom have gone, and others wait for a beat."""

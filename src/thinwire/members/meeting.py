@@ -1,6 +1,7 @@
 """How a newcomer reaches the meeting place and is told at once when it does not belong there."""
 
 import json
+import math
 import re
 import secrets
 import socket
@@ -42,7 +43,9 @@ _THREAD: Final = "thinwire-meeting"
 _SESSION_BYTES: Final = 16
 
 
-def connect(address: str, run: str, token: bytes | None, timeout: timedelta) -> SealedStore:
+def connect(
+    address: str, run: str, token: bytes | None, timeout: timedelta, *, at_most_s: float = math.inf
+) -> SealedStore:
     """The store of a run at a meeting place, once that has shown that it knows the token.
 
     Args:
@@ -50,6 +53,7 @@ def connect(address: str, run: str, token: bytes | None, timeout: timedelta) -> 
         run: Name of the run: letters, digits, ".", "_" and "-", at most 64.
         token: As the host has it; None where the host has none.
         timeout: For this call, and of the store's calls afterwards.
+        at_most_s: For this call, where that is less.
 
     Returns:
         With the keys of this run alone, which stand under run/{run}/ in the host's store. Sealed,
@@ -64,7 +68,7 @@ def connect(address: str, run: str, token: bytes | None, timeout: timedelta) -> 
     """
     require_run(run)
     place = parse_address("address", address, scheme=True)
-    limit_s, begun = timeout.total_seconds(), time.monotonic()
+    limit_s, begun = min(timeout.total_seconds(), at_most_s), time.monotonic()
     reached_from(place, limit_s)
     patience_s = min(limit_s, _GREETING_S)
     try:
@@ -111,7 +115,7 @@ def greet(store: Store, token: bytes | None) -> str:
 def run_store(store: Store, run: str, token: bytes | None, session: str) -> SealedStore:
     """The part of a host's store that belongs to a run, for one life of the host."""
     secret = None if token is None else derived_key(token, "run", run, session)
-    return SealedStore(store, secret, f"run/{run}/")
+    return SealedStore(store, secret, f"run/{run}/", session)
 
 
 def require_run(run: str) -> None:
@@ -167,15 +171,16 @@ def reached_from(place: Address, limit_s: float) -> str:
         raise PeerLost(
             f"{place.host} does not resolve to an address: {error.strerror or error}"
         ) from None
-    except TimeoutError:
-        raise PeerStalled(
-            f"nothing answers at tcp://{place} within {limit_s:g} s: is the machine up, and does a "
-            "firewall let the port through?"
-        ) from None
-    except OSError as error:
+    except ConnectionRefusedError as error:
         raise PeerLost(
             f"nobody listens at tcp://{place} ({error.strerror}): start `thinwire host --bind "
             f"{place}` there first"
+        ) from None
+    except OSError as error:  # no answer in time, or no way there
+        why = f" ({error.strerror})" if error.strerror else ""
+        raise PeerStalled(
+            f"nothing answers at tcp://{place} within {limit_s:g} s{why}: is the machine up, and "
+            "does a firewall let the port through?"
         ) from None
 
 

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -78,7 +79,7 @@ class Members:
         timeout_s: float,
         site: Site | None = None,
     ) -> None:
-        self._meeting, self._address = board.store, address
+        self._meeting, self._address = board, address
         self._board = board if site is None else board.under(f"shard/{site.rank}")
         self._key = self._board.store.key_for("state") or b""
         self.site = site
@@ -117,7 +118,7 @@ class Members:
                 _meet_as_site(keeper, site)
         except BaseException:  # such as Ctrl-C: the thread would stay as a member without work
             keeper.close()
-            self._board.hang_up()
+            self._hang_up()
             raise
         return keeper
 
@@ -241,9 +242,14 @@ class Members:
         if self._legacy is not None:
             self._legacy.close(self.timeout_s)
         if leaves and self._keeper.end is None and self._keeper.store_problem is None:
-            self._keeper.say_left(Board(self._board.store, min(_LEAVE_S, self.timeout_s)))
+            self._board.limit_s = min(_LEAVE_S, self.timeout_s)
+            self._keeper.say_left(self._board)
         self._keeper.close()
+        self._hang_up()
+
+    def _hang_up(self) -> None:
         self._board.hang_up()
+        self._meeting.hang_up()
 
     # for local updates
 
@@ -262,8 +268,8 @@ class Members:
             Mismatch: On this member alone.
             PeerLost, PeerStalled: The meeting place has gone, or does not answer.
         """
-        store = self._meeting.under(what)
-        self._board.ask(lambda: require_same(store, _flat("", facts)))
+        meeting = self._meeting
+        meeting.ask(lambda: require_same(meeting.store.under(what), _flat("", facts)))
 
     def fetch(self, work: Work) -> None:
         """Get the state of the run from a member, and wait to be let in.
@@ -521,7 +527,7 @@ def join(
         token = read_token(token_file)
     limit = datetime.timedelta(seconds=timeout_s)
     site = None if mesh is None else Site(mesh, timeout_s)
-    board = Board.over(lambda: connect(address, run, token, limit), place.port, timeout_s)
+    board = Board.over(partial(connect, address, run, token, limit), place.port, timeout_s)
     shards = {"shards of a site": 1 if site is None else site.size}
     board.ask(lambda: require_same(board.store.under("site"), shards))
     return Members(

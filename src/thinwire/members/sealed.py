@@ -41,13 +41,16 @@ class SealedStore(Store):
         store: Where the values are.
         secret: From which the key is made; None leaves values as they are.
         prefix: Before every key, the slash included.
+        session: What tells one life of the host from another.
     """
 
-    def __init__(self, store: Store, secret: bytes | None, prefix: str = "") -> None:
+    def __init__(
+        self, store: Store, secret: bytes | None, prefix: str = "", session: str = ""
+    ) -> None:
         super().__init__()
         # torch's stubs know values of text only, where bytes are taken too
         self._store: Any = store
-        self._secret, self._prefix = secret, prefix
+        self._secret, self._prefix, self.session = secret, prefix, session
         self._key = None if secret is None else derived_key(secret, "values")
 
     @property
@@ -71,11 +74,11 @@ class SealedStore(Store):
 
     def under(self, prefix: str) -> SealedStore:
         """The same store with a longer prefix, over the same connection."""
-        return SealedStore(self._store, self._secret, f"{self._prefix}{prefix}/")
+        return SealedStore(self._store, self._secret, f"{self._prefix}{prefix}/", self.session)
 
     def clone(self) -> SealedStore:
         """The same over a connection of its own."""
-        return SealedStore(self._store.clone(), self._secret, self._prefix)
+        return SealedStore(self._store.clone(), self._secret, self._prefix, self.session)
 
     def set(self, key: str, value: str | bytes) -> None:
         """Write a value."""
