@@ -50,15 +50,18 @@ class Net(nn.Module):
         return self.last(self.seldom(x) if x.sum() > 0 else x)
 
 
+DGC = tw.DGC(
+    min_numel=64, sparsity=(0.5,), value_bits=32
+)  # its messages are longer than an agreement
 KINDS: dict[str, dict[str, Any]] = {
     "dense": {},
-    "dgc": {"fields": {"dgc": tw.DGC(min_numel=64)}},
+    "dgc": {"fields": {"dgc": DGC}},
     "low rank": {"fields": {"low_rank": tw.LowRank(2, begin_step=1, min_numel=64)}},
     "everything": {
         "model": Net,
         "fields": {
             "amp": tw.AMP("float16", tw.DynamicLossScale(init_loss_scale=2.0**8)),
-            "dgc": tw.DGC(min_numel=64),
+            "dgc": DGC,
         },
         "options": {"find_unused_parameters": True, "grad_clip": tw.ClipByNorm(1.0)},
         "joins": True,

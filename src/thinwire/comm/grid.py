@@ -26,6 +26,7 @@ class Grid:
         replica: Which pipeline this rank belongs to, from 0.
         peers: The stages of this rank's replica, for what they agree on; their traffic is apart
             from `stage_group`'s.
+        job: All ranks, which agree on every update: a stage must not go on where another cannot.
 
     Args:
         stages: Stages of a pipeline.
@@ -54,6 +55,9 @@ class Grid:
         )
         self._joined = joined
         self.peers = Group(self.stage_group, timeout)
+        self.job = Group(None, timeout)
+        self.job.replicas = Group(self.replica_group, timeout)
+        self.job.parts = [rank % stages for rank in range(size)] if stages > 1 else ()
 
     @property
     def stage_group(self) -> dist.ProcessGroup | None:

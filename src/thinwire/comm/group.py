@@ -52,7 +52,8 @@ _NEWS_S = 10.0
 _ALONE_S = 1800.0
 _LONGEST_BYTES = 64 << 20
 _log = logging.getLogger("thinwire")
-_DIGEST = struct.Struct("<Q16s")
+_HEAD = struct.Struct("<Q8s8s")
+"""Length of a message, its digest, and the digest of what ranks of all parts must say alike."""
 _T = TypeVar("_T")
 
 
@@ -115,7 +116,11 @@ class Group:
     shards: "Group | None" = None
     """Of all ranks of sites that hold sharded models: those of this rank's site; see `Sites`."""
     replicas: "Group | None" = None
-    """Likewise: those that hold the same shard as this rank."""
+    """Of all ranks, where they hold different parts of a model: those that hold the same one as
+    this rank."""
+    parts: Sequence[int] = ()
+    """Likewise: by rank the number of its part, a shard or a stage; empty where all hold the whole
+    model."""
     proofs: Proofs | None = None
     """Of messages that the caller of `all_gather` and `all_to_all` exchanges; see `prove`."""
     _agreement_proofs: Proofs | None = None
@@ -382,11 +387,35 @@ class Group:
                 on every rank; or what came from a rank is not what it sent, on the rank that sees
                 it.
         """
-        mine = _head(payload)
+        return [answer or b"" for answer in self._gathered(payload, payload, (), what)]
+
+    def gather_parts(self, payload: bytes, common: bytes, *, what: str) -> list[bytes | None]:
+        """As `gather_bytes`, of ranks that hold different parts of a model, see `parts`.
+
+        Where the ranks of each part say the same, and all ranks have the same `common`, there is no
+        second round: None stands for what ranks of other parts have said.
+
+        Args:
+            payload: What this rank says.
+            common: What all ranks say alike, such as the step; `payload` where all must hear it.
+            what: The occasion in plain words, for errors.
+        """
+        if not self.stays or not self.parts:
+            return list(self.gather_bytes(payload, what=what))
+        return self._gathered(payload, common, self.parts, what)
+
+    def _gathered(
+        self, payload: bytes, common: bytes, parts: Sequence[int], what: str
+    ) -> list[bytes | None]:
+        mine = _head(payload, common)
         heads = self.gather_now(mine, what)
         if all(head == mine for head in heads):
             return [payload] * self.size
-        lengths = [_DIGEST.unpack(head)[0] for head in heads]
+        told = [_HEAD.unpack(head) for head in heads]
+        each_alike = len(set(zip(parts, told, strict=False))) == len(set(parts))
+        if parts and each_alike and len({agreed for *_, agreed in told}) == 1:
+            return [payload if part == parts[self.rank] else None for part in parts]
+        lengths = [length for length, *_ in told]
         bound = _LONGEST_BYTES + 16 * min(lengths)
         for rank, length in enumerate(lengths):
             if length > bound:
@@ -397,14 +426,14 @@ class Group:
                 )
         rows = self.gather_now(payload.ljust(max(lengths), b"\0"), what)
         answers = [row[:length] for row, length in zip(rows, lengths, strict=True)]
-        for rank, (answer, head) in enumerate(zip(answers, heads, strict=True)):
-            if _head(answer) != head:
-                told = (
+        for rank, (answer, (_, digest, _)) in enumerate(zip(answers, told, strict=True)):
+            if _digest(answer) != digest:
+                damage = (
                     f"{what}: what came from rank {rank} was damaged on its way. "
                     f"{state_after_failure()}"
                 )
-                raise PayloadCorrupt(told)
-        return answers
+                raise PayloadCorrupt(damage)
+        return list(answers)
 
     def gather_now(self, payload: bytes, what: str) -> list[bytes]:
         """Every rank's byte string, equally long on all of them, in rank order.
@@ -547,8 +576,12 @@ class Group:
         return told
 
 
-def _head(payload: bytes) -> bytes:
-    return _DIGEST.pack(len(payload), hashlib.blake2b(payload, digest_size=16).digest())
+def _head(payload: bytes, common: bytes) -> bytes:
+    return _HEAD.pack(len(payload), _digest(payload), _digest(common))
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=8).digest()
 
 
 def time_limit_s(

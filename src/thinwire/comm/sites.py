@@ -85,6 +85,8 @@ class Sites:
         job = Group(None, timeout)
         job.shards = Group(mesh.get_group("shard"), timeout)
         job.replicas = Group(mesh.get_group("replicate"), timeout)
+        shard_of = {rank: i for site in mesh.mesh.tolist() for i, rank in enumerate(site)}
+        job.parts = [shard_of[rank] for rank in range(job.size)]
         return cls(job)
 
     @property

@@ -2,7 +2,6 @@
 model at a time.
 """
 
-import hashlib
 import json
 import math
 from collections import Counter
@@ -15,11 +14,13 @@ from torch import Tensor
 from thinwire.comm import Group, mapping_of
 from thinwire.core.checksum import checksum
 from thinwire.core.sharded import shard_of
-from thinwire.errors import Diverged
+from thinwire.errors import Diverged, PayloadCorrupt
+from thinwire.exchange.agreement import Agreement, Answers, Said, Turn
 
 __all__ = [
     "DIGEST_EVERY",
     "RollingDigest",
+    "SameState",
     "Watched",
     "optimizer_state",
 ]
@@ -114,7 +115,7 @@ class RollingDigest:
         fading: Gives those in which one may fade, all of which is seen within 8 updates: moments.
         every: Updates in which all of `lasting` is seen, >= 1.
 
-    Communication: none but the digest, which `agree_on_step` compares; where it differs, `explain`
+    Communication: none but the digest, which `SameState` compares; where it differs, `explain`
     gathers 8 bytes and a name per piece.
     """
 
@@ -144,7 +145,7 @@ class RollingDigest:
         self._good.clear()
         self._since = step
 
-    def require_equal(self, group: Group, step: int) -> None:
+    def require_equal(self, agreement: Agreement, step: int) -> None:
         """Compare everything at once.
 
         Raises:
@@ -154,12 +155,8 @@ class RollingDigest:
         """
         everything = [tensor for part in self._parts for tensor in part.whole().values()]
         mine = f"{checksum(everything):016x}".encode()
-        if group.shards is not None:
-            shards = group.shards.gather_now(mine, f"comparing shards at step {step}")
-            mine = hashlib.blake2b(b"".join(shards), digest_size=8).hexdigest().encode()
-        answers = group.gather_bytes(mine, what=f"comparing replicas at step {step}")
-        if any(answer != mine for answer in answers):
-            self.explain(group, step)
+        if not agreement.alike(mine, f"comparing replicas at step {step}"):
+            self.explain(agreement.group, step)
         self.start_from(step)
 
     def explain(self, group: Group, step: int) -> None:
@@ -198,6 +195,41 @@ class RollingDigest:
                 since = self._good.get(place, self._since)
                 return _text(places.get(place, place), held, since, step, who)
         return ""
+
+
+class SameState:
+    """A check, in the last agreement of an update, that ranks hold alike what they must, and that
+    the same sums have arrived on all of them.
+    """
+
+    def __init__(self, digest: RollingDigest) -> None:
+        self.digest = digest
+        self.sums = 0
+        """Of the dense sums that have arrived."""
+        self._mine = ""
+
+    def read(self, step: int, turn: int | None = None) -> None:
+        """Take the digest of this update, while its messages are on their way; see
+        `RollingDigest.at`.
+        """
+        self._mine = self.digest.at(step, turn)
+
+    def say(self, turn: Turn) -> Said:
+        """See `Check`."""
+        return {"digest": self._mine, "sums": self.sums} if turn.last else {}
+
+    def judge(self, turn: Turn, answers: Answers) -> None:
+        """See `Check`."""
+        if not turn.last:
+            return
+        for first, _, rank, _ in answers.unlike("sums"):
+            raise PayloadCorrupt(
+                f"{turn.what}: the sums of dense tensors that arrived on rank {first} and rank "
+                f"{rank} differ: a message was damaged on its way. Nothing was applied on any rank"
+            )
+        if any(answers.unlike("digest")):
+            self.digest.explain(turn.group, turn.step)
+        self.digest.agreed(turn.step)
 
 
 def optimizer_state(

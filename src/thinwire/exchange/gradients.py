@@ -1,68 +1,66 @@
-"""The sequence of one gradient exchange: agree, send, verify, vote.
+"""The sequence of one gradient exchange: agree, send, verify, agree again.
 
 Only then may anybody change anything.
 """
 
 import contextlib
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
-from enum import Enum
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from thinwire import _validate as check
-from thinwire.comm import Group, Nodes, Sources, node_size_of, require_agreement, sources_of
+from thinwire.comm import (
+    Group,
+    Nodes,
+    Replicas,
+    Sources,
+    node_size_of,
+    require_agreement,
+    sources_of,
+)
 from thinwire.compress.dense import Dense, all_finite
 from thinwire.compress.protocol import Compression, Compressor, Context, Flags, Sending, together
 from thinwire.core.precision import narrowed
 from thinwire.core.stats import Pace
 from thinwire.errors import PayloadCorrupt, ThinwireError
-from thinwire.exchange.digest import RollingDigest
+from thinwire.exchange.agreement import COMPARING, Agreement, Answers, Check
+from thinwire.exchange.digest import RollingDigest, SameState
 from thinwire.exchange.likeness import Likeness
 from thinwire.exchange.nodes import in_nodes, make_common_
+from thinwire.exchange.presence import Presence
 from thinwire.exchange.round import Round
-from thinwire.exchange.vote import (
-    ABSENT,
-    COMPARING,
-    DENSE,
-    ROW_SPARSE,
-    Drops,
-    GradientPattern,
-    Report,
-    Settings,
-    agree_on_step,
-)
+from thinwire.exchange.verdict import Drops, Verdict, verdict_of
 
-__all__ = ["GradientExchange", "Verdict", "gradients_of"]
+__all__ = ["GradientExchange", "Outcome", "gradients_of"]
 
 Grads = Mapping[str, Tensor]
 """This rank's own gradients by name, unscaled, not divided by the number of ranks."""
 
 
-class Verdict(Enum):
-    """What all ranks make of messages that were sent early."""
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a step on all ranks."""
 
-    APPLY = "apply"
-    """They are what the update is made from."""
-    DROP = "drop"
-    """A gradient is not finite somewhere."""
-    OVERFLOW = "overflow"
-    """A loss scaler found an overflow somewhere."""
-    AGAIN = "again"
-    """They do not stand for the gradients of some rank: `exchange` sends anew."""
+    verdict: Verdict
+    answers: Answers
+    """What all ranks have said at last."""
+    grads: Grads = field(default_factory=dict)
+    """This rank's own that count, with zeros in the place of those that it lacked."""
+    came: Round | None = None
+    """What has arrived, if the update is made."""
 
 
 class GradientExchange:
     """Brings every rank the mean of all ranks' gradients, compressed or dense, or drops the step on
     all of them.
 
-    Three ways of use: `exchange` alone; `launch` during the backward pass and `exchange` after it;
-    or, where ranks may turn out to have different gradients, `launch` for all tensors in `steady`,
-    then `vote`, and `exchange` if the verdict is AGAIN. Then `commit_`, which is what changes the
-    state of the compressors, and the update.
+    Two ways of use: `exchange` alone, or `launch` during the backward pass and `exchange` after it,
+    which sends anew where what was launched does not stand for the gradients of some rank. Then
+    `commit_`, which is what changes the state of the compressors, and the update.
 
     Where `sources` are `Nodes`, the ranks of a node first average their gradients and then send the
     same: they must hold the same state, which is made so where they do not. A bucket launched early
@@ -74,14 +72,14 @@ class GradientExchange:
         params: The parameters by name, in the same order on all ranks.
         compressors: Asked in this order who takes a gradient; what none of them takes travels
             densely.
-        sources: Those who count as one each: the ranks, nodes, or the sites that hold the same
-            shard as this one. Then `group` are all ranks of all sites.
+        sources: Those who count as one each: the ranks, nodes, or those that hold the same part of
+            the model as this one. Then `group` are all ranks, whatever they hold.
         check_dense: Whether a dense gradient that is not finite drops the step; a compressed one
             always does, since it would spoil the state for ever.
 
     Communication: per step one small agreement before and one after the messages; with buckets
-    launched early only the one after. See the compressors for the messages; among nodes, one
-    all-reduce per dtype inside each before them.
+    launched early only the one after, unless they are sent anew. See the compressors for the
+    messages; among nodes, one all-reduce per dtype inside each before them.
     Failure: an error, or a dropped step, leaves nothing applied on this rank; `drops` counts
     dropped steps.
     """
@@ -97,7 +95,15 @@ class GradientExchange:
     ) -> None:
         self.group = group
         self.sources: Sources = group if sources is None else sources
+        exchanging = getattr(self.sources, "all_ranks", self.sources)
+        # sources count the agreements of sites, and their own
+        apart = exchanging is not group and not isinstance(self.sources, Replicas)
+        self._votes = group if apart else None
         self.drops = Drops()
+        self.presence = Presence()
+        self.likeness = Likeness("gradients")
+        self.agreement = Agreement(group, [self.likeness, self.presence])
+        self._same: SameState | None = None
         self._dense = Dense(check_finite=check_dense)
         self._launched: Round | None = None
         self._abandoned: str | None = None
@@ -106,26 +112,21 @@ class GradientExchange:
         """What a DistributedDataParallel model that averages besides has sent, since it was found.
         """
         self._bytes_loaded = 0
-        self._bytes_at_start = self._bytes_given()
+        self._bytes_at_start = self.bytes_given
         self.params: Mapping[str, Tensor] = {}
         self.names: list[str] = []
         self._places: dict[str, int] = {}
         self.buckets: Sequence[Sequence[str]] = ()
         """Names of the tensors that travel together; what is in none of them travels in one more.
         """
-        self.optimizer: torch.optim.Optimizer | None = None
-        """Who updates from what arrives, if its rates and hyper-parameters are to be compared."""
-        self.identity = ""
-        """Which of the engines and optimizers over these ranks this is."""
-        self.digest: RollingDigest | None = None
-        """Of what all ranks must hold alike before every step, if that is to be compared."""
+        self.at_once = False
+        """Whether `exchange` sends before ranks agree, once gradients are steady."""
+        self.measure: Callable[[Round, Grads], float] | None = None
+        """A number that all ranks hear in the last agreement, under the key `measured`."""
         self.spoiled: str | None = None
         """Why this rank did not finish its last update, for the error that all ranks raise in the
         next one."""
-        self.likeness = Likeness("gradients")
         self.pace = Pace()
-        self._settings = Settings()
-        self._pattern = GradientPattern()
         self.restart(params, compressors)
 
     def restart(self, params: Mapping[str, Tensor], compressors: Sequence[Compressor]) -> None:
@@ -135,7 +136,25 @@ class GradientExchange:
         self.compressors = tuple(compressors)
         self.params, self.names = params, list(params)
         self._places = {name: place for place, name in enumerate(self.names)}
-        self._pattern = GradientPattern()
+        self.presence.restart(params)
+
+    def add_check(self, check: Check) -> None:
+        """Let all agreements have one more, which judges before presence does."""
+        self.agreement.checks.insert(-1, check)
+
+    def watch(self, digest: RollingDigest | None, engine: str) -> None:
+        """Have what all ranks must hold alike compared at every step.
+
+        Args:
+            digest: Of it; None to compare nothing.
+            engine: Which of the engines and optimizers over these ranks this is.
+        """
+        self.agreement.engine = engine
+        if self._same is not None:
+            self.agreement.checks.remove(self._same)
+        self._same = None if digest is None or self.group.size == 1 else SameState(digest)
+        if self._same is not None:
+            self.add_check(self._same)
 
     def state(self) -> dict[str, Tensor]:
         """What only this rank, or its node, holds, by names for errors."""
@@ -149,17 +168,24 @@ class GradientExchange:
     @property
     def bytes_sent(self) -> int:
         """What this rank gave, with headers and agreements; in runs before this one too."""
-        return self._bytes_loaded + self._bytes_given() - self._bytes_at_start
+        return self._bytes_loaded + self.bytes_given - self._bytes_at_start
 
     def counts(self) -> dict[str, float]:
         """Further numbers of `thinwire.core.stats`."""
+        votes = self._votes
         counts: dict[str, float] = {
-            "bytes_received": self.sources.bytes_received,
+            "bytes_received": self.sources.bytes_received + (votes.bytes_received if votes else 0),
             "rate_bit_s": self.sources.rate_bit_s,
         }
         if not isinstance(self.sources, Group):
-            counts["bytes_between_nodes"] = self.sources.bytes_between_nodes
+            between = self.sources.bytes_between_nodes + (votes.bytes_sent if votes else 0)
+            counts["bytes_between_nodes"] = between
         return counts
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds for which this rank was blocked by others."""
+        return self.sources.wait_s + (self._votes.wait_s if self._votes else 0.0)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the compressors by kind and name, and the counters; the tensors are the live
@@ -217,10 +243,13 @@ class GradientExchange:
         if bytes_sent:
             self.likeness.skip()
         self.drops.total, self.drops.in_a_row = total, in_a_row
-        self._bytes_loaded, self._bytes_at_start = bytes_sent, self._bytes_given()
+        self._bytes_loaded, self._bytes_at_start = bytes_sent, self.bytes_given
 
-    def _bytes_given(self) -> int:
-        return self.sources.bytes_sent + self.bytes_before
+    @property
+    def bytes_given(self) -> int:
+        """What this rank gave in this process, comparisons at the start included."""
+        votes = self._votes.bytes_sent if self._votes else 0
+        return self.sources.bytes_sent + votes + self.bytes_before
 
     @property
     def in_flight(self) -> bool:
@@ -230,8 +259,7 @@ class GradientExchange:
     @property
     def steady(self) -> frozenset[str] | None:
         """The tensors that `launch` may send, all of them; None while ranks have to agree first."""
-        places = self._pattern.keys
-        return None if places is None else frozenset(self.names[place] for place in places)
+        return self.presence.pattern.names
 
     @torch.no_grad()
     def launch(self, step: int, bucket: int, grads: Grads) -> None:
@@ -268,45 +296,6 @@ class GradientExchange:
         self.forget()
 
     @torch.no_grad()
-    def vote(
-        self,
-        step: int,
-        grads: Grads,
-        *,
-        overflow: bool = False,
-        misuse: str | None = None,
-        unusable: str | None = None,
-    ) -> tuple[Verdict, Round | None]:
-        """Wait for what was launched early, check it, and agree with all ranks what becomes of it.
-
-        Args:
-            step: As in `exchange`.
-            grads: As in `exchange`; only looked at to say whose gradient is not finite.
-            overflow: Whether a loss scaler found an overflow on this rank.
-            misuse: As in `exchange`.
-            unusable: Why what this rank launched does not stand for its gradients.
-
-        Returns:
-            The verdict, and what came where it is APPLY.
-
-        Raises:
-            As `exchange` does.
-        """
-        self._require_intact()
-        launched, self._launched = self._launched or self._round(step), None
-        report = Report(step, "early", overflow=overflow or None, misuse=misuse, unusable=unusable)
-        # the vote: from here on all ranks hold the same reports, and must decide from them alone
-        reports = self._vote(launched, report, grads)
-        if any(each.unusable for each in reports):
-            self._pattern.reset()
-            return Verdict.AGAIN, None
-        if any(each.overflow for each in reports):
-            return Verdict.OVERFLOW, None
-        if self._dropped(reports):
-            return Verdict.DROP, None
-        return Verdict.APPLY, launched
-
-    @torch.no_grad()
     def exchange(
         self,
         step: int,
@@ -315,9 +304,11 @@ class GradientExchange:
         overflow: bool | None = None,
         misuse: str | None = None,
         unchanged: Flags | None = None,
-        part: bool = False,
-    ) -> Round | None:
-        """The checked exchange of this step, or None where all ranks drop it.
+        unusable: str | None = None,
+        again: bool = False,
+        complete: bool = False,
+    ) -> Outcome:
+        """The checked exchange of this step, or why all ranks drop it.
 
         All ranks must call it, with gradients for the same parameters; one that has none on any
         rank is left out.
@@ -330,8 +321,9 @@ class GradientExchange:
             misuse: What makes this rank unable to go on, for the error that all ranks raise.
             unchanged: Whether gradients are still what was launched before; one that is not is such
                 a misuse.
-            part: Whether more ranks than these apply or drop the step together: what is dropped is
-                counted here, and told by the caller. For exchanges that nothing was launched for.
+            unusable: Why what this rank launched does not stand for its gradients.
+            again: Whether all is sent anew then; else such gradients are a misuse.
+            complete: Whether what this rank lacks, and another has, counts as zero.
 
         Raises:
             PayloadCorrupt: A rank refused a message.
@@ -341,30 +333,38 @@ class GradientExchange:
             PeerLost, PeerStalled: A rank died or does not answer.
         """
         self._require_intact()
-        if self._launched is not None:
-            return self._exchange_launched(step, grads, overflow, misuse, unchanged)
         self.make_common()
-        if unfit := self._unfit(grads):
-            misuse, grads = misuse or unfit, {}
-        report = Report(
-            step, "proposed", kinds=self._kinds(grads), overflow=overflow, misuse=misuse
-        )
-        # the first vote: lengths of messages follow from it, so nothing may be sent before it
-        reports = self._agree_and_compare(report, grads)
-        self._pattern.observe([each.kinds for each in reports])
-        if self._dropped(reports, last=False, told=not part):
-            return None
-        fresh = self._round(step)
-        sparse = {
-            name: [r.kinds[self._places[name]] == ROW_SPARSE for r in reports] for name in grads
-        }
-        fresh.row_sparse = {name for name, ranks in sparse.items() if any(ranks)}
-        fresh.rows_only = {name for name, ranks in sparse.items() if all(ranks)}
-        for number, names in self._buckets_of(grads):
-            self._send(fresh, number, {name: grads[name] for name in names})
-        # the second vote: a message that one rank refuses is applied by none
-        reports = self._vote(fresh, Report(step, "exchanged"), grads)
-        return None if self._dropped(reports, told=not part) else fresh
+        early, self._launched = self._launched, None
+        misuse = misuse or (None if again and early else self._unfit(grads)) or self.spoiled
+        grads = {} if misuse else grads
+        if early is None and self.at_once and self.steady:
+            early, unusable, again = *self._sent_at_once(step, grads), True
+        elif early is not None and not again:
+            misuse = misuse or _stray(early.names, grads)
+        self.presence.begin(grads, complete=complete)
+        params = self.params.values()
+        self.likeness.bring(grads.values(), params, self.group.replica_count)
+        said: dict[str, Any] = {"overflow": overflow, "misuse": misuse, "unusable": unusable}
+        # all ranks decide from the same answers alone from here on
+        if early is None:
+            answers = self.agreement(step, "proposed", **said)
+        else:
+            phase = "early" if again else "attached"
+            answers = self._verified(early, phase, grads, unchanged, **said)
+        if self.likeness.averaged_before:
+            self.bytes_before += sum(grad.numel() * grad.element_size() for grad in grads.values())
+        if (verdict := verdict_of(answers)) is not Verdict.APPLY:
+            return self._dropped(verdict, step, answers)
+        if early is None or any(True for _ in answers.of("unusable")):
+            if early is not None:
+                self.presence.pattern.reset()
+            grads = self.presence.completed(grads)  # lengths of messages follow from it
+            early = self._sent(step, grads)
+            answers = self._verified(early, "exchanged", grads, first=False, overflow=overflow)
+            if (verdict := verdict_of(answers)) is not Verdict.APPLY:
+                return self._dropped(verdict, step, answers)
+        self.drops.applied()
+        return Outcome(verdict, answers, grads, early)
 
     @torch.no_grad()
     def commit_(self, done: Round, grads: Grads) -> None:
@@ -379,7 +379,7 @@ class GradientExchange:
             assert arrived.sender is not None, "said when it was sent"
             arrived.sender.commit_(grads, arrived)
         self.forget()
-        self.pace.round(1, time.perf_counter(), self.sources.wait_s)
+        self.pace.round(1, time.perf_counter(), self.wait_s)
 
     def forget(self) -> None:
         """A step is over, applied or not."""
@@ -396,12 +396,11 @@ class GradientExchange:
         Communication: 24 bytes a rank, twice.
         """
         self._require_intact()
-        if self.digest is None:
+        if self._same is None:
             return
         with self.group.uncounted():  # no exchange of an update
-            self._agree(Report(step, COMPARING))
-            if self.group.size > 1:
-                self.digest.require_equal(self.group, step)
+            self.agreement(step, COMPARING, first=False)
+            self._same.digest.require_equal(self.agreement, step)
 
     def abandon(self, reason: str) -> None:
         """Leave what is on its way to itself; ranks are at different places then, and nothing can
@@ -420,26 +419,38 @@ class GradientExchange:
                 f"({self._abandoned}): start again from the last checkpoint"
             )
 
-    def _exchange_launched(
-        self,
-        step: int,
-        grads: Grads,
-        overflow: bool | None,
-        misuse: str | None,
-        unchanged: Flags | None,
-    ) -> Round | None:
-        launched, self._launched = self._launched, None
-        assert launched is not None
-        misuse = misuse or _stray(launched.names, grads)
-        # one that is None on all ranks by now, such as where none has used it, is left out
-        report = Report(
-            step, "attached", kinds=self._kinds(grads), overflow=overflow, misuse=misuse
-        )
-        reports = self._vote(launched, report, grads, unchanged)
-        return None if self._dropped(reports) else launched
+    def _dropped(self, verdict: Verdict, step: int, answers: Answers) -> Outcome:
+        scaled = any(True for _ in answers.of("overflow"))
+        if verdict is not Verdict.END and scaled:
+            self.drops.overflowed()
+        elif verdict is Verdict.DROP:
+            self.require_equal(step)  # damage on one rank may have made it so
+            self.drops.dropped(step, answers)
+        return Outcome(verdict, answers)
+
+    def _sent(self, step: int, grads: Grads) -> Round:
+        """All buckets, after ranks have agreed on what is in them."""
+        fresh = self._round(step)
+        kinds = {name: self.presence.row_sparse(name) for name in grads}
+        fresh.row_sparse = {name for name, (somewhere, _) in kinds.items() if somewhere}
+        fresh.rows_only = {name for name, (_, everywhere) in kinds.items() if everywhere}
+        for number, names in self._buckets_of(grads):
+            self._send(fresh, number, {name: grads[name] for name in names})
+        return fresh
+
+    def _sent_at_once(self, step: int, grads: Grads) -> tuple[Round, str | None]:
+        """All buckets as in the steps before, and why they do not stand for these gradients."""
+        fresh, steady = self._round(step), self.steady or frozenset()
+        present = {name: grad for name, grad in grads.items() if not grad.is_sparse}
+        whole = {name: present.get(name, self.params[name]) for name in steady}
+        whole = {n: g if n in present else self.presence.zeros(n) for n, g in whole.items()}
+        for number, names in self._buckets_of(whole):
+            self._send(fresh, number, {name: whole[name] for name in names})
+        other = next(iter(present.keys() ^ steady | grads.keys() - present.keys()), None)
+        return fresh, None if other is None else f"parameter {other} is unlike before"
 
     def _round(self, step: int) -> Round:
-        return Round(self.sources, step, read_sums=self.digest is not None)
+        return Round(self.sources, step, read_sums=self._same is not None)
 
     def _send(self, one_round: Round, bucket: int, grads: Grads) -> None:
         context = one_round.context(bucket)
@@ -470,72 +481,45 @@ class GradientExchange:
             sendings.append(_from(self._dense, self._dense.send(context, rest)))
         return sendings
 
-    def _vote(
-        self, one_round: Round, report: Report, grads: Grads, unchanged: Flags | None = None
-    ) -> list[Report]:
-        """Wait for the messages and check them, then hear what all ranks say."""
-        said: dict[str, Any] = {}
-        digest = self.digest if self.group.size > 1 else None
-        if digest is not None:  # while the messages are on their way
-            said["digest"] = digest.at(report.step)
-        # whatever is wrong here is said in the vote and not raised: the others wait for it
+    def _verified(
+        self,
+        one_round: Round,
+        phase: str,
+        grads: Grads,
+        unchanged: Flags | None = None,
+        *,
+        first: bool = True,
+        **said: Any,
+    ) -> Answers:
+        """What all ranks say once their messages have arrived and been checked."""
+        step = one_round.step
+        if self._same is not None:  # while the messages are on their way
+            self._same.read(step)
+        # whatever is wrong here is said and not raised: the others wait for this rank
         try:
             found = one_round.finish(unchanged, self._places)
-            said["misuse"] = report.misuse or _changed_since_launch(found.changed)
+            said["misuse"] = said.get("misuse") or _changed_since_launch(found.changed)
             if found.not_finite is not None:
                 said |= self._blamed(found.not_finite, grads, own=True)
             elif found.sum_not_finite is not None:
                 said |= self._blamed(found.sum_not_finite, grads, own=False)
-            if digest is not None:
-                said["sums"] = one_round.sums_digest
+            elif self.measure is not None and not said.get("unusable"):
+                said["measured"] = self.measure(one_round, grads)
+            if self._same is not None:
+                self._same.sums = one_round.sums_digest
         except PayloadCorrupt as refusal:
             said["corrupt"] = str(refusal)
-        said["rates"] = [] if self.optimizer is None else _rates_of(self.optimizer)
-        return self._agree(report, **said)
+        return self.agreement(step, phase, first=first, last=True, **said)
 
-    def _blamed(self, name: str, grads: Grads, *, own: bool) -> dict[str, int]:
-        """What a report says of a gradient that is not finite: this rank's own, or what became of
-        it with others.
+    def _blamed(self, name: str, grads: Grads, *, own: bool) -> dict[str, str]:
+        """What is said of a gradient that is not finite: this rank's own, or what became of it with
+        others.
         """
-        place, grad = self._places[name], grads.get(name)
+        grad = grads.get(name)
         if grad is not None and (isinstance(self.sources, Nodes) or not own):
             values = grad.coalesce().values() if grad.is_sparse else grad
             own = not all_finite(values)
-        return {"non_finite" if own else "sum_non_finite": place}
-
-    def _agree_and_compare(self, report: Report, grads: Grads) -> list[Report]:
-        """Also whether all ranks bring the same, which would make the exchange useless."""
-        likeness = self.likeness.of(grads.values(), self.group.replica_count)
-        reports = self._agree(report, likeness=likeness)
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        self.likeness.hear(
-            [each.likeness for each in reports], (p for group in groups for p in group["params"])
-        )
-        if self.likeness.averaged_before:
-            self.bytes_before += sum(grad.numel() * grad.element_size() for grad in grads.values())
-        return reports
-
-    def _agree(self, report: Report, **said: Any) -> list[Report]:
-        """Hear all ranks, with what this one says besides: fields of a report."""
-        ours = {
-            "engine": self.identity,
-            "settings": [] if self.optimizer is None else self._settings.of(self.optimizer),
-            "misuse": said.get("misuse") or report.misuse or self.spoiled,
-        }
-        # one copy: each takes longer than a number to write
-        report = replace(report, **{**said, **ours})
-        return agree_on_step(self.group, report, self.names, self.digest)
-
-    def _dropped(self, reports: Sequence[Report], *, last: bool = True, told: bool = True) -> bool:
-        """Whether this step is dropped; what made a gradient overflow may be damage on one rank:
-        all is compared.
-        """
-        bad = any(
-            r.overflow or r.non_finite is not None or r.sum_non_finite is not None for r in reports
-        )
-        if bad:
-            self.require_equal(reports[0].step)
-        return self.drops.needed(reports, self.names, last=last, told=told)
+        return {"non_finite" if own else "sum_non_finite": name}
 
     @torch.no_grad()
     def make_common(self) -> None:
@@ -575,12 +559,6 @@ class GradientExchange:
                 return f"the gradient of {name} has shape {shapes}"
         return None
 
-    def _kinds(self, grads: Grads) -> str:
-        kinds = [ABSENT] * len(self.names)
-        for name, grad in grads.items():
-            kinds[self._places[name]] = ROW_SPARSE if grad.is_sparse else DENSE
-        return "".join(kinds)
-
 
 def gradients_of(
     group: Group,
@@ -590,28 +568,37 @@ def gradients_of(
     num_trainers: int | None = None,
     check_finite: bool = True,
     sources: Sources | None = None,
+    job: Group | None = None,
 ) -> GradientExchange:
     """The exchange of gradients for an optimizer that does not exchange.
 
     Args:
-        group: The ranks. Names, shapes, dtypes and `compression` must have been compared over them.
+        group: The ranks that exchange. Names, shapes, dtypes and `compression` must have been
+            compared over them.
         params: The trainable parameters by name, in the same order on all ranks.
         compression: How to compress; None for the dense mean.
         num_trainers: See `Compression.compressor`.
         check_finite: Whether a dense gradient that is not finite drops the step.
         sources: Those who count as one each; None to look for nodes among the ranks.
+        job: All ranks, where they hold different stages and agree together; None for `group`.
 
     Communication: where nodes are to be found, one comparison of their size, and the making of
     their groups.
     """
     if num_trainers is not None:
         check.integer("num_trainers", num_trainers, at_least=1)
-    if compression is None:
-        return GradientExchange(group, params, sources=sources, check_dense=check_finite)
-    compressor = compression.compressor(params, num_trainers=num_trainers)
-    if sources is None:
-        sources = _agreed_sources(group, compression.node_size)
-    return GradientExchange(group, params, [compressor], sources=sources)
+    compressors = []
+    if compression is not None:
+        compressors = [compression.compressor(params, num_trainers=num_trainers)]
+        check_finite = True
+        if sources is None:
+            sources = _agreed_sources(group, compression.node_size)
+    sources = group if sources is None else sources
+    made = GradientExchange(
+        job or group, params, compressors, sources=sources, check_dense=check_finite
+    )
+    made.at_once = job is not None
+    return made
 
 
 def _agreed_sources(group: Group, node_size: int | None) -> Sources:
@@ -649,8 +636,3 @@ def _stray(launched: Collection[str], grads: Iterable[str]) -> str | None:
                 "use no other"
             )
     return None
-
-
-def _rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
-    """Of the groups that have one: there are methods without a learning rate."""
-    return [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]

@@ -4,7 +4,7 @@ data.
 
 import hashlib
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Literal
 
 import torch
@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.comm.ddp import living
 from thinwire.core.rows import coalesced, values_of
+from thinwire.exchange.agreement import Answers, Said, Turn
 
 __all__ = ["Likeness"]
 
@@ -21,8 +22,8 @@ _SAMPLED = 64
 
 
 class Likeness:
-    """Compares a digest of what the ranks bring in the first exchanges, and warns where it is equal
-    twice in a row.
+    """A check that compares a digest of what ranks bring in the first exchanges, and warns where
+    it is equal twice in a row.
 
     Ranks that differ once are never compared again: in a healthy run that is the first exchange
     with anything in it.
@@ -36,6 +37,8 @@ class Likeness:
         """Whether a DistributedDataParallel model was found that averages densely in every step
         besides."""
         self._kind = kind
+        self._mine: str | None = None
+        self._params: Iterable[Tensor] = ()
         self._equal_in_a_row = 0
         self._done = self._told_of_step = False
 
@@ -43,34 +46,38 @@ class Likeness:
         """Compare nothing any more: the run that goes on has been compared."""
         self._done = True
 
-    def of(self, tensors: Iterable[Tensor], ranks: int) -> str | None:
-        """Of a sample of what this rank brings; None where that is nothing but zeros, or nothing is
-        to be compared.
-        """
-        if self._done or ranks == 1:
-            return None
-        samples = [_sample(tensor) for tensor in tensors]
-        if not samples:
-            return None
-        together = torch.cat([sample.to(samples[0].device) for sample in samples])
-        if not bool(together.any()):
-            return None
-        return hashlib.blake2b(together.cpu().numpy().tobytes(), digest_size=6).hexdigest()
+    def bring(self, tensors: Iterable[Tensor], params: Iterable[Tensor], ranks: int) -> None:
+        """What this rank brings to the next agreement: nothing is compared where that is nothing
+        but zeros.
 
-    def hear(self, digests: Sequence[str | None], params: Iterable[Tensor]) -> None:
-        """What all ranks said; the same call on every rank.
+        Args:
+            tensors: Gradients or changes.
+            params: Of the model, to find who has averaged before.
+            ranks: How many bring such.
+        """
+        self._params = params
+        self._mine = None if self._done or ranks == 1 else _digest(tensors)
+
+    def say(self, turn: Turn) -> Said:
+        """See `Check`."""
+        return {} if self._mine is None else {"likeness": self._mine}
+
+    def judge(self, turn: Turn, answers: Answers) -> None:
+        """See `Check`.
 
         Warns:
             UserWarning: Once, with what to do.
         """
-        if self._done or any(digest is None for digest in digests):
+        mine, self._mine = self._mine, None
+        digests = [said.get("likeness") for said in answers.of_my_part()]
+        if mine is None or any(digest is None for digest in digests):
             return
-        self._done = any(digest != digests[0] for digest in digests)
+        self._done = any(digest != mine for digest in digests)
         self._equal_in_a_row += 1
         if self._done or self._equal_in_a_row < _ENOUGH:
             return
         self._done = True
-        self.averaged_before = _in_ddp(set(params))
+        self.averaged_before = _in_ddp(set(self._params))
         warnings.warn(_advice(self._kind, ddp=self.averaged_before), UserWarning, stacklevel=2)
 
     def step_exchanged(self, optimizer: torch.optim.Optimizer) -> None:
@@ -90,6 +97,17 @@ class Likeness:
             UserWarning,
             stacklevel=2,
         )
+
+
+def _digest(tensors: Iterable[Tensor]) -> str | None:
+    """Of a sample; None of nothing but zeros."""
+    samples = [_sample(tensor) for tensor in tensors]
+    if not samples:
+        return None
+    together = torch.cat([sample.to(samples[0].device) for sample in samples])
+    if not bool(together.any()):
+        return None
+    return hashlib.blake2b(together.cpu().numpy().tobytes(), digest_size=6).hexdigest()
 
 
 def _advice(kind: str, *, ddp: bool) -> str:

@@ -14,8 +14,7 @@ from torch.nn import Parameter
 
 from thinwire.compress.protocol import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from thinwire.errors import ThinwireError
-from thinwire.exchange.gradients import GradientExchange, Verdict
-from thinwire.exchange.round import Round
+from thinwire.exchange.gradients import GradientExchange
 
 __all__ = [
     "Early",
@@ -101,8 +100,8 @@ changes nothing."""
 
 
 class Early(Protocol):
-    """An exchange whose messages can leave before all gradients are there: launched and voted on
-    through `gradients`.
+    """An exchange whose messages can leave before all gradients are there, launched through
+    `gradients`.
     """
 
     @property
@@ -117,9 +116,6 @@ class Early(Protocol):
 
     def launching(self) -> contextlib.AbstractContextManager[None]:
         """Around a launch."""
-
-    def finish(self, step: int, grads: Mapping[str, Tensor], done: Round) -> None:
-        """Make the update from what has been exchanged and voted on."""
 
 
 class Overlap:
@@ -174,8 +170,8 @@ class Overlap:
             handle.remove()
 
     @property
-    def is_pending(self) -> bool:
-        """Whether buckets are on their way that `vote` has to wait for."""
+    def pending(self) -> bool:
+        """Whether buckets are on their way."""
         return self._pending is not None
 
     @contextlib.contextmanager
@@ -223,27 +219,14 @@ class Overlap:
                 self._launch(self._pending, place)
             self._pending.look_again(self._params)
 
-    def vote(self, grads: Mapping[str, Tensor], *, overflow: bool) -> tuple[Verdict, Round | None]:
-        """What becomes of what was launched, and what came where it is to be applied.
-
-        Args:
-            grads: What the update would be made from.
-            overflow: Whether a loss scaler found an overflow on this rank.
-
-        Raises:
-            ThinwireError: As an exchange after the backward pass does.
+    def unusable(self, grads: Mapping[str, Tensor]) -> str | None:
+        """Why what was launched does not stand for the gradients of the update, if anything was;
+        the exchange follows.
         """
-        pending = self._pending
-        assert pending is not None, "is_pending"
-        pending.compare(grads)
-        self._pending = None
-        return pending.gradients.vote(
-            pending.step, grads, overflow=overflow, unusable=pending.unusable
-        )
-
-    def finish(self, step: int, grads: Mapping[str, Tensor], done: Round) -> None:
-        """Make the update from what came."""
-        self._exchange.finish(step, grads, done)
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.compare(grads)
+        return None if pending is None else pending.unusable
 
     def _on_gradient(self, name: str, param: Tensor) -> None:
         if not self._armed:
@@ -283,7 +266,8 @@ class Overlap:
                 zeros = {n: pending.zeros(n, self._params[n]) for n in names}
                 with self._exchange.launching():
                     pending.gradients.launch(pending.step, number, zeros)
-            pending.gradients.vote(pending.step, {}, misuse=f"its backward pass ended with {text}")
+            misuse = f"its backward pass ended with {text}"
+            pending.gradients.exchange(pending.step, {}, misuse=misuse, again=True)
         except ThinwireError as told:
             if type(told) is not ThinwireError:  # that one is how the others hear of it
                 error.add_note(f"while telling the other ranks: {told}")

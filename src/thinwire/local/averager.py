@@ -4,7 +4,7 @@ verify, apply.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Protocol
 
@@ -12,10 +12,10 @@ from torch import Tensor
 
 from thinwire.comm import Group, Regrouped
 from thinwire.comm.private import forget_ended
-from thinwire.errors import Diverged, NonFinite, PayloadCorrupt
-from thinwire.exchange.digest import RollingDigest
+from thinwire.errors import Diverged, Mismatch, NonFinite, PayloadCorrupt
+from thinwire.exchange.agreement import COMPARING, Agreement, Answers, Said, Turn
+from thinwire.exchange.digest import RollingDigest, SameState
 from thinwire.exchange.likeness import Likeness
-from thinwire.exchange.vote import COMPARING, Report, agree_on_step
 from thinwire.local.averaging import Averaging, PendingAveraging, widened
 from thinwire.local.config import LocalConfig
 from thinwire.local.fragments import fragments_of
@@ -115,9 +115,13 @@ class Averager:
         self.counting_only = False
         """Whether steps are counted and no round ends by time, since all are about to flush."""
         self.likeness = Likeness("changes")
+        self._agreement = Agreement(group, [_SameWrites(self), self.likeness], engine=identity)
+        self._same: SameState | None = None
         self.given_up: str | None = None
         """Why this rank cannot go on; all hear of it at the next averaging."""
-        self._written: str | None = None
+        self.written: str | None = None
+        """Digest of the parameters that somebody else wrote since all ranks were equal; None where
+        nobody did."""
         self.pending: PendingAveraging | None = None
         """An averaging that is on its way."""
         self.last: PendingAveraging | None = None
@@ -128,13 +132,13 @@ class Averager:
         self._parts = fragments_of(tensors.trained, config)
         self._scaler = scaler
         self._weight = 1.0
-        self._identity = identity
         self.digest: RollingDigest | None = None
         """Of anchors, outer momentum and what does not train, at every averaging."""
         if digest_every:
             slices = max(1, digest_every // interval.longest)
             self.digest = RollingDigest(self._anchors, self._outer_momentum, every=slices)
             self.digest.start_from(counters.step)
+            self._same = SameState(self.digest)
 
     def begin_anew(self, tokens: int | None) -> None:
         """All state has been loaded, but for a result on its way.
@@ -142,7 +146,7 @@ class Averager:
         Args:
             tokens: Observed since the last step; None where none were told.
         """
-        self.synced, self.pending, self._written = False, None, None
+        self.synced, self.pending, self.written = False, None, None
         self.given_up = None
         forget_ended()  # what was on its way has no other end
         if self.work is not None:
@@ -157,7 +161,7 @@ class Averager:
         self.averaging.anchor_()
         self.averaging.forget_()
         self.tensors.made_common()
-        self.counters.whole, self._written = self.counters.step, None
+        self.counters.whole, self.written = self.counters.step, None
 
     @property
     def apart(self) -> bool:
@@ -174,10 +178,10 @@ class Averager:
         """See `LocalUpdates.require_equal`."""
         if self.digest is not None:
             with self._group.uncounted():  # no exchange of an update
-                self._vote(Report(self.counters.step, COMPARING))
+                self._agree_on(self.counters.step, COMPARING)
                 if self._group.size > 1:
                     with _frozen_explained():
-                        self.digest.require_equal(self._group, self.counters.step)
+                        self.digest.require_equal(self._agreement, self.counters.step)
 
     def _anchors(self) -> dict[str, Tensor]:
         frozen = {f"{_FROZEN} {name}": p for name, p in self.tensors.frozen.items()}
@@ -190,9 +194,9 @@ class Averager:
             f"outer momentum of {name}": entry for name, entry in self.averaging.momentum.items()
         }
 
-    def _vote(self, report: Report, digest: RollingDigest | None = None) -> list[Report]:
+    def _agree_on(self, step: int, phase: str, *, last: bool = False, **said: Any) -> Answers:
         with _frozen_explained():
-            return agree_on_step(self._group, replace(report, engine=self._identity), [], digest)
+            return self._agreement(step, phase, first=False, last=last, **said)
 
     def before_step(self) -> None:
         """Where all ranks should be equal, measure from the parameters as they are: weights may
@@ -205,7 +209,7 @@ class Averager:
         # written by others: no change of this rank's steps
         if (digest := self.averaging.written()) is not None:
             self.averaging.anchor_()
-            self._written = digest if self._group.shards is None else "a shard"  # shards differ
+            self.written = digest if self._group.shards is None else "a shard"  # shards differ
 
     def after_step(self) -> None:
         """Count a local step and do what follows from it."""
@@ -260,14 +264,15 @@ class Averager:
         changed = list(self.tensors.changed_buffers())
         # what is not of these steps, as of a second optimizer after the last averaging
         moved = self.averaging.written() if self.counters.averagings and not self.apart else None
-        report = Report(self.counters.step, "flushing", work=work, state=changed, likeness=moved)
-        reports = self._vote(report)
+        answers = self._agree_on(
+            self.counters.step, "flushing", work=work, state=changed, moved=moved
+        )
         self._apply_pending(goes_on=True)
-        some = any(report.work and report.work[0] for report in reports)  # maybe on other ranks
-        parted = any(report.likeness != reports[0].likeness for report in reports)
+        some = any(work[0] for _, work in answers.of("work"))  # maybe on other ranks
+        parted = any(answers.unlike("moved"))
         if some or parted or self.counters.step > self.counters.whole:
             self._average_all("averaging for the last time", with_loss=False)
-        elif any(report.state for report in reports):
+        elif any(state for _, state in answers.of("state")):
             # as after update_bn(): no step, so that nothing else may move, momentum included
             pending, _ = self._measure("averaging buffers", [])
             self._finish(pending)
@@ -276,11 +281,11 @@ class Averager:
     def _average_all(self, phase: str, *, with_loss: bool) -> None:
         at = self.counters
         self._apply_pending(goes_on=True)  # one is left where a loaded run begins with these
-        pending, reports = self._measure(phase, list(self.tensors.params))
+        pending, answers = self._measure(phase, list(self.tensors.params))
         if with_loss:
-            self.interval.read(reports, at.step)
+            self.interval.read(answers, at.step)
         self._finish(pending)
-        self._share_scale(reports)
+        self._share_scale(answers)
         at.last = at.whole = at.step
         self.synced = True
         self._after_averaging(False)
@@ -291,10 +296,10 @@ class Averager:
         part = at.turn % len(self._parts)
         delayed = self.config.delay > 0
         mixing = self.config.mixing
-        pending, reports = self._measure(
+        pending, answers = self._measure(
             f"averaging part {part}", self._parts[part], mixing=mixing, keep=delayed
         )
-        k_steps = self.interval.read(reports, at.step, adapt=True)
+        k_steps = self.interval.read(answers, at.step, adapt=True)
         if delayed:
             try:
                 self._launch(pending)
@@ -305,7 +310,7 @@ class Averager:
             self._finish(pending)
             if len(self._parts) == 1 and not mixing:
                 at.whole = at.step
-        self._share_scale(reports)
+        self._share_scale(answers)
         self.interval.k_steps = k_steps
         at.last = at.step
         at.turn += 1
@@ -324,7 +329,7 @@ class Averager:
 
     def _measure(
         self, phase: str, names: list[str], *, mixing: float = 0.0, keep: bool = False
-    ) -> tuple[PendingAveraging, list[Report]]:
+    ) -> tuple[PendingAveraging, Answers]:
         """What this rank would send, once all ranks have agreed that it may be sent."""
         step = self.counters.step
         self.averaging.make_common()
@@ -353,11 +358,10 @@ class Averager:
                     "rate, clip"
                 )
                 problem += " gradients, or look at the data of that rank"
-        likeness = None
         if pending is not None:
-            likeness = self.likeness.of(pending.moved.values(), self._group.replica_count)
-        reports = self._agree(phase, problem, [*state, *changed], likeness)
-        self.likeness.hear([report.likeness for report in reports], self.tensors.params.values())
+            count, params = self._group.replica_count, self.tensors.params.values()
+            self.likeness.bring(pending.moved.values(), params, count)
+        answers = self._agree(phase, problem, [*state, *changed])
         assert pending is not None
         shards, buffers = self._group.shards, self.tensors.buffers()
         if shards is not None and buffers:
@@ -366,46 +370,40 @@ class Averager:
             pending.extras |= {key: w.clone() if keep else w for key, w in wide.items()}
         # a rank whose parameters got no gradient yet has no state to give; buffers that no rank has
         # changed stay as they are
-        common = set(state).intersection(*(report.state for report in reports))
-        common |= set(buffers).intersection(chain(*(report.state for report in reports)))
+        told = [said.get("state", []) for said in answers]
+        common = set(state).intersection(*told) | set(buffers).intersection(chain(*told))
         pending.extras = {key: value for key, value in pending.extras.items() if key in common}
         if self.work is not None:
-            self._weigh(pending, reports)
-        return pending, reports
+            self._weigh(pending, answers)
+        return pending, answers
 
-    def _weigh(self, pending: PendingAveraging, reports: Sequence[Report]) -> None:
+    def _weigh(self, pending: PendingAveraging, answers: Answers) -> None:
         """Let this rank's part count by what it did, and go on to the step that all agree on."""
-        works = [(report.work[0] or 0, report.work[1]) for report in reports if report.work]
+        works = [(steps, tokens) for _, (steps, tokens) in answers.of("work")]
         self._weight = weights_of(works)[self._group.rank]
         self.averaging.weigh_(pending, self._weight)
         pending.step += max(steps for steps, _ in works)
 
-    def _agree(
-        self, phase: str, problem: str | None, state: list[str], likeness: str | None = None
-    ) -> list[Report]:
+    def _agree(self, phase: str, problem: str | None, state: list[str]) -> Answers:
         loss, rate = self.interval.report()
-        scale = None if self._scaler is None else self._scaler.scale
-        report = Report(
+        return self._agree_on(
             self.counters.step,
             phase,
             misuse=problem,
             loss=loss,
             rate=rate,
-            scale=scale,
+            scale=None if self._scaler is None else self._scaler.scale,
             state=state,
             work=None if self.work is None else self.work.told(),
-            written=self._written,
             failure=None if self.given_up is None else self._failure(self.given_up),
-            likeness=likeness,
         )
-        return self._vote(report)
 
     def _failure(self, why: str) -> tuple[str, str]:
         text = f"rank {self._group.rank}: {why}. Nothing was applied on any rank"
         return NonFinite.__name__, text
 
-    def _share_scale(self, reports: Sequence[Report]) -> None:
-        scales = [report.scale for report in reports if report.scale is not None]
+    def _share_scale(self, answers: Answers) -> None:
+        scales = [scale for _, scale in answers.of("scale")]
         if self._scaler is not None and scales:
             self._scaler.take_scale(min(scales))
 
@@ -414,7 +412,7 @@ class Averager:
         while True:
             try:
                 with self._group.one_attempt():
-                    reports = self._verified(pending)
+                    answers = self._verified(pending)
                 break
             except Regrouped:
                 pending.round = None
@@ -422,18 +420,18 @@ class Averager:
         if self.work is not None:
             self.counters.step = pending.step
             # some may have gone since the weights were agreed on
-            weights = [report.weight for report in reports if report.weight is not None]
+            weights = [weight for _, weight in answers.of("weight")]
             pending.share = sum(weights) / len(weights)
             self.work.begin()
         self.averaging.commit_(pending, {**self.tensors.buffers(), **self.tensors.state(names)})
         self.tensors.made_common(pending.extras)
-        self._written = None
+        self.written = None
         self.counters.averagings += 1
         if self._roll is not None:
-            self._roll.hear([report.members for report in reports])
+            self._roll.hear([said.get("members", {}) for said in answers])
             self.last = pending if self._roll.gives else None
 
-    def _verified(self, pending: PendingAveraging) -> list[Report]:
+    def _verified(self, pending: PendingAveraging) -> Answers:
         """What all ranks have said once everything had arrived."""
         if pending.round is None:
             self._launch(pending)
@@ -446,18 +444,19 @@ class Averager:
         if misuse is None:
             there = {*self.tensors.buffers(), *self.tensors.state(pending.moved)}
             misuse = _not_there(key for key in pending.extras if key not in there)
-        report = Report(pending.step, "averaged", corrupt=corrupt, misuse=misuse)
-        if self.digest is not None and self._group.size > 1:
-            report = replace(
-                report,
-                digest=self.digest.at(pending.step, self.counters.averagings),
-                sums=pending.digest,
-            )
-        if self._roll is not None:
-            report = replace(report, members=self._roll.report())
-        if self.work is not None:
-            report = replace(report, weight=self._weight)
-        return self._vote(report, self.digest)
+        if self._same is not None and self._group.size > 1:
+            self._same.read(pending.step, self.counters.averagings)
+            self._same.sums = pending.digest
+            self._agreement.checks[2:] = [self._same]
+        return self._agree_on(
+            pending.step,
+            "averaged",
+            last=True,
+            corrupt=corrupt,
+            misuse=misuse,
+            members=None if self._roll is None else self._roll.report(),
+            weight=None if self.work is None else self._weight,
+        )
 
     def _apply_pending(self, *, goes_on: bool = False) -> bool:
         """Whether this rank goes on with the others; `goes_on` as there is an averaging to come
@@ -468,6 +467,28 @@ class Averager:
         pending, self.pending = self.pending, None
         self._finish(pending)
         return self._after_averaging(goes_on)
+
+
+class _SameWrites:
+    """A check that what somebody else wrote into the parameters was written on all ranks alike."""
+
+    def __init__(self, averager: Averager) -> None:
+        self._averager = averager
+
+    def say(self, turn: Turn) -> Said:
+        """See `Check`."""
+        written = self._averager.written
+        return {} if turn.last or written is None else {"written": written}
+
+    def judge(self, turn: Turn, answers: Answers) -> None:
+        """See `Check`."""
+        for first, ours, rank, theirs in answers.unlike("written"):
+            who = f"ranks {first} and {rank}" if ours and theirs else "some ranks"
+            raise Mismatch(
+                f"{turn.what}: {who} have parameters that were written between the last "
+                "averaging, or the start, and the step after it, which the others have not, or not "
+                "with these values. Load weights, or change them, on all ranks alike"
+            )
 
 
 def _not_there(keys: Iterable[str]) -> str | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import ThinwireError
-from thinwire.exchange.vote import Report
+from thinwire.exchange.agreement import Answers
 from thinwire.local.config import AdaptiveLocalSGD, LocalConfig
 
 __all__ = [
@@ -106,12 +106,12 @@ class Interval:
         """The step is over."""
         self._observed.clear()
 
-    def read(self, reports: Sequence[Report], step: int, *, adapt: bool = False) -> int:
+    def read(self, answers: Answers, step: int, *, adapt: bool = False) -> int:
         """The interval that follows from all ranks' losses and rank 0's rate; the first ones are
         remembered.
 
         Args:
-            reports: The same on every rank, so that the result is too.
+            answers: The same on every rank, so that the result is too.
             step: For errors.
             adapt: Whether the interval may change.
 
@@ -120,8 +120,8 @@ class Interval:
         """
         if self._adaptive is None:
             return self.k_steps
-        losses = [report.loss for report in reports if report.loss is not None]
-        rate = reports[0].rate
+        losses = [loss for _, loss in answers.of("loss")]
+        rate = answers[0].get("rate")
         assert rate is not None
         if not (math.isfinite(rate) and rate >= 0):
             raise ThinwireError(
@@ -133,8 +133,8 @@ class Interval:
         if not (math.isfinite(loss) and loss >= 0):
             raise ThinwireError(
                 f"the mean loss of step {step} over the ranks is {loss} (by rank: "
-                f"{[r.loss for r in reports]}): AdaptiveLocalSGD needs a finite loss >= 0. Nothing "
-                "was averaged on any rank"
+                f"{[said.get('loss') for said in answers]}): AdaptiveLocalSGD needs a finite loss "
+                ">= 0. Nothing was averaged on any rank"
             )
         if rate == 0:
             return self.k_steps

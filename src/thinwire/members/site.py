@@ -144,6 +144,11 @@ class SiteGroup(Group):
         """It follows the members."""
 
     @property
+    def parts(self) -> list[int]:  # type: ignore[override]
+        """By rank the shard that it holds."""
+        return list(range(self.site.size)) * self._lane.size
+
+    @property
     def size(self) -> int:
         """Ranks of all sites."""
         return self._lane.size * self.site.size

@@ -16,12 +16,14 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from thinwire import _validate as check
+from thinwire.comm import Group
 from thinwire.compress.protocol import Compression
 from thinwire.core.centralize import centralized
 from thinwire.core.clip import Clip, clipped
 from thinwire.core.decay import decayed
 from thinwire.core.rows import coalesced
 from thinwire.core.sharded import is_sharded, shard_of
+from thinwire.exchange.agreement import Check
 from thinwire.exchange.gradients import GradientExchange
 from thinwire.exchange.round import Round
 from thinwire.optim.grouped import ParamFacts
@@ -291,8 +293,17 @@ class ExchangingOptimizer(CommonOptimizer, ABC):
         """The exchange with the other ranks, after the comparison that must precede it."""
 
     @abstractmethod
-    def serve(self, identity: str, digest_every: int, names: Mapping[Tensor, str]) -> None:
-        """Belong to an engine that calls it and its parameters so."""
+    def serve(
+        self,
+        identity: str,
+        digest_every: int,
+        names: Mapping[Tensor, str],
+        job: Group | None,
+        checks: Sequence[Check],
+    ) -> None:
+        """Belong to an engine that calls it and its parameters so, has the ranks of `job` agree, if
+        that is given, and adds checks.
+        """
 
     @abstractmethod
     def set_buckets(self, buckets: Sequence[Sequence[str]]) -> None:

@@ -60,8 +60,10 @@ from thinwire.core.origin import ORIGIN, Origin, checksum_of, without_origin
 from thinwire.core.precision import named_dtype, narrowed, state_dtype, stored_dtype
 from thinwire.core.sharded import Shards, require_shards, shard_of, sharded_like
 from thinwire.core.stats import numbers
+from thinwire.exchange.agreement import Check
 from thinwire.exchange.digest import DIGEST_EVERY, RollingDigest
-from thinwire.exchange.gradients import GradientExchange
+from thinwire.exchange.gradients import GradientExchange, Outcome
+from thinwire.exchange.hyperparameters import SameHyperparameters
 from thinwire.exchange.round import Round
 from thinwire.kernels.needs import Need, needs_of
 from thinwire.kernels.warm import warm_up, warm_up_beside
@@ -169,6 +171,9 @@ class DGCMomentum(ExchangingOptimizer):
     _exchange: GradientExchange | None = None
     _attached: "Attached | None" = None
     _sites: Sites | None = None
+    _group: Group | None = None
+    _job: Group | None = None
+    _checks: Sequence[Check] = ()
     _cached_listing: _Listing | None = None
     _compressor: DGCCompressor | None = None
     _apart: frozenset[str] | None = frozenset()
@@ -463,21 +468,22 @@ class DGCMomentum(ExchangingOptimizer):
         DistributedDataParallel model was found that averages besides, because `attach` was
         forgotten, what it sends counts too.
         """
-        sources = None if self._exchange is None else self._exchange.sources
-        besides = 0 if self._exchange is None else self._exchange.bytes_before
+        exchange = self._exchange
+        counts = {} if exchange is None else exchange.counts()
+        between = counts.get("bytes_between_nodes")
         return numbers(
             step=self.position,
-            dropped_steps=0 if self._exchange is None else self._exchange.drops.total,
+            dropped_steps=0 if exchange is None else exchange.drops.total,
             sparsity=_config_of(self.param_groups[0]).sparsity_in_force(self.position)
             if any(map(self.compresses, self._listing.params.values()))
             else 0.0,
-            bytes_sent=besides + (0 if sources is None else sources.bytes_sent),
-            bytes_received=0 if sources is None else sources.bytes_received,
-            bytes_between_nodes=getattr(sources, "bytes_between_nodes", None),
+            bytes_sent=0 if exchange is None else exchange.bytes_given,
+            bytes_received=int(counts.get("bytes_received", 0)),
+            bytes_between_nodes=None if between is None else int(between),
             bytes_dense=self._dense_bytes,
-            wait_s=0.0 if sources is None else sources.wait_s,
-            rate_bit_s=0.0 if sources is None else sources.rate_bit_s,
-            waiting_share=0.0 if self._exchange is None else self._exchange.pace.waiting_share,
+            wait_s=0.0 if exchange is None else exchange.wait_s,
+            rate_bit_s=counts.get("rate_bit_s", 0.0),
+            waiting_share=0.0 if exchange is None else exchange.pace.waiting_share,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -606,9 +612,9 @@ class DGCMomentum(ExchangingOptimizer):
                 done = self._done
                 if done is None:
                     overflow = self._read_scaler()
-                    grads = {names[p]: self._unscaled(p, shard_of(g)) for p, g in pairs}
-                    grads = self.limited(grads)
-                    done = self._exchanged(exchange, grads, overflow)
+                    given = {names[p]: self._unscaled(p, shard_of(g)) for p, g in pairs}
+                    outcome = self._exchanged(exchange, self.limited(given), overflow)
+                    done, grads = outcome.came, outcome.grads
                 else:
                     grads = {names[p]: shard_of(g) for p, g in pairs}
                 self.agreed()
@@ -626,7 +632,7 @@ class DGCMomentum(ExchangingOptimizer):
 
     def _exchanged(
         self, exchange: GradientExchange, grads: Mapping[str, Tensor], overflow: bool | None
-    ) -> Round | None:
+    ) -> Outcome:
         if overflow is not None and exchange.in_flight and self._attached is not None:
             exchange.discard()  # proposals made before the scale was known are in the wrong unit
             self._attached.deferred = True
@@ -791,7 +797,7 @@ class DGCMomentum(ExchangingOptimizer):
 
         Communication: only then; 24 bytes where all are equal, else what differs, and an agreement.
         """
-        group = exchange.group if self._sites is None else self._sites.replicas
+        group = exchange.group.replicas or exchange.group
         held: dict[str, Tensor] = {}
         for name in [n for n in dense if self._apart is None or n in self._apart]:
             param = self._listing.params[name]
@@ -867,17 +873,21 @@ class DGCMomentum(ExchangingOptimizer):
             require_shards(
                 self._listing.params, None if self._mesh is None else self._mesh["shard"]
             )
-            group = self._group_of_votes() if known is None else known.group
-            known = self._compared(group, names)
+            known = self._compared(self._ranks, names)
             self._exchange = known
         known.make_common()
         return known
 
-    def _group_of_votes(self) -> Group:
-        if self._mesh is None:
-            return Group(self._process_group, self.timeout_s)
-        self._sites = Sites.of(self._mesh, self.timeout_s)
-        return self._sites.job
+    @property
+    def _ranks(self) -> Group:
+        """Those that exchange, or all of all sites; made once."""
+        if self._group is None and self._mesh is None:
+            self._group = Group(self._process_group, self.timeout_s)
+        elif self._group is None and self._mesh is not None:
+            self._sites = Sites.of(self._mesh, self.timeout_s)
+            self._group = self._sites.job
+        assert self._group is not None, "made just now"
+        return self._group
 
     def _sources(self, group: Group, width: int) -> Sources:
         """Who exchanges, made once."""
@@ -916,28 +926,32 @@ class DGCMomentum(ExchangingOptimizer):
         if not self._names_of_engine:  # an engine has told it in `prepare`
             self._tell_coverage()
         if self._exchange is None:
-            made = GradientExchange(group, shards, [self._compressor], sources=sources)
+            made = GradientExchange(self._job or group, shards, [self._compressor], sources=sources)
+            made.add_check(SameHyperparameters(self))
+            for each in self._checks:
+                made.add_check(each)
         else:
             made = self._exchange
             made.restart(shards, [self._compressor])
-        made.buckets, made.optimizer = self._buckets, self
+        made.buckets = self._buckets
         self._watch(made)
         self.agreed()
         return made
 
-    def serve(self, identity: str, digest_every: int, names: Mapping[Tensor, str]) -> None:
-        """Belong to an engine.
-
-        Args:
-            identity: What this optimizer is called in agreements.
-            digest_every: How often it is compared.
-            names: What the engine calls its parameters.
-        """
+    def serve(
+        self,
+        identity: str,
+        digest_every: int,
+        names: Mapping[Tensor, str],
+        job: Group | None,
+        checks: Sequence[Check],
+    ) -> None:
+        """See `ExchangingOptimizer`."""
         self._identity, self.digest_every = identity, digest_every
         self._names_of_engine, self._cached_listing = names, None
+        self._job, self._checks = job, checks
+        self._exchange = self._group = None  # counts begin anew
         self._tell_coverage()
-        if self._exchange is not None:
-            self._watch(self._exchange)
 
     def _tell_coverage(self) -> None:
         if place_in(self._process_group)[0] == 0:
@@ -952,7 +966,7 @@ class DGCMomentum(ExchangingOptimizer):
                 self._params_by_name, self._common_state, every=self.digest_every
             )
             digest.start_from(self.position)
-        exchange.digest, exchange.identity = digest, self._identity
+        exchange.watch(digest, self._identity)
 
     def _params_by_name(self) -> dict[str, Tensor]:
         return {f"parameter {name}": p for name, p in self._shards.items()}

@@ -4,9 +4,8 @@ stages.
 
 import math
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,19 +19,58 @@ from thinwire.core.storage import with_own_storage
 from thinwire.errors import StrategyError
 from thinwire.optim.base import ExchangingOptimizer
 from thinwire.optim.grouped import GroupedOptimizer
-from thinwire.strategy.exchanges import Clipping
 
-__all__ = ["Taken", "require_one_clip", "take_clip_"]
+__all__ = ["Clipping", "require_one_clip", "take_clip_"]
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """The clipping of an engine, and a handle that gives back to the optimizer what it clipped by
-    before.
+class Clipping:
+    """The clipping of an engine; a handle, whose `remove` gives back to the optimizer what it
+    clipped by before.
     """
 
-    clip: Clipping
     remove: Callable[[], None]
+    clip: Clip | None = None
+    shards: Group | None = None
+    """The ranks that hold the shards of this replica; None where tensors are whole."""
+    stages: Group | None = None
+    """The ranks that hold the stages of this replica; None without a pipeline."""
+
+    @property
+    def over_stages(self) -> bool:
+        """Whether it needs the norms of all stages."""
+        return self.stages is not None and isinstance(self.clip, ClipByGlobalNorm)
+
+    def norm(self, grads: Mapping[str, Tensor]) -> float:
+        """The global norm of these gradients."""
+        together = [coalesced(grad) for grad in grads.values()]
+        return float(global_norm(together)) if together else 0.0
+
+    def __call__(self, grads: dict[str, Tensor], norms: Sequence[float]) -> dict[str, Tensor]:
+        """Gradients within the bounds, which may be the same tensors, changed.
+
+        Args:
+            grads: By name.
+            norms: What `norm` gave on the ranks of this replica, where an agreement has told it.
+
+        Communication: over shards, and over stages without `norms`, 8 bytes a rank with
+        `ClipByGlobalNorm`; over shards 8 bytes a tensor with `ClipByNorm`.
+        """
+        if self.clip is None:
+            return dict(grads)
+        if isinstance(self.clip, ClipByNorm) and self.shards is not None:
+            return _by_norms_over(self.shards, self.clip.c, grads)
+        together = {name: coalesced(grad) for name, grad in grads.items()}
+        if not isinstance(self.clip, ClipByGlobalNorm):
+            return dict(zip(grads, clipped(self.clip, list(together.values())), strict=True))
+        norm = global_norm(list(together.values())) if together else torch.zeros((), device="cpu")
+        others = self.shards or self.stages
+        if others is not None:
+            norms = norms or _norms_over(others, float(norm))
+            whole = math.hypot(*norms)
+            norm = torch.tensor(whole, dtype=torch.float64, device="cpu")
+        # exactly 1 below the limit, where the product changes no bit
+        return _scaled_(together, self.clip.c / norm.clamp(min=self.clip.c))
 
 
 def require_one_clip(
@@ -87,7 +125,7 @@ def take_clip_(
     *,
     stages: Group | None = None,
     shards: Group | None = None,
-) -> Taken:
+) -> Clipping:
     """Changes `optimizer`: it loses a clipping by norm that would see the tensors of one stage, or
     parts of tensors, only.
 
@@ -96,24 +134,17 @@ def take_clip_(
     Args:
         optimizer: Of one stage.
         grad_clip: What `prepare` was given, checked by `require_one_clip`; may be None.
-        stages: The ranks that hold the stages of this replica; None without a pipeline.
-        shards: The ranks that hold the shards of this replica; None where tensors are whole.
-
-    Returns:
-        From gradients by name to those within the bounds, which may be the same tensors, changed.
-
-    Communication: with `ClipByGlobalNorm` over stages or shards 8 bytes a rank and update; with
-    `ClipByNorm` over shards 8 bytes a tensor.
+        stages: See `Clipping`.
+        shards: See `Clipping`.
     """
     if isinstance(optimizer, ExchangingOptimizer) and grad_clip is not None:
-        return Taken(dict, _replaced_(optimizer, grad_clip))
+        return Clipping(_replaced_(optimizer, grad_clip))
     own = optimizer.grad_clip if isinstance(optimizer, GroupedOptimizer) else None
     over_parts = (ClipByGlobalNorm, ClipByNorm) if shards is not None else (ClipByGlobalNorm,)
     if (stages is not None or shards is not None) and isinstance(own, over_parts):
         assert isinstance(optimizer, GroupedOptimizer), "it has a clipping"
-        return Taken(_clipping(own, stages, shards), _replaced_(optimizer, None))
-    clip = dict if grad_clip is None else _clipping(grad_clip, stages, shards)
-    return Taken(clip, lambda: None)
+        return Clipping(_replaced_(optimizer, None), own, shards, stages)
+    return Clipping(lambda: None, grad_clip, shards, stages)
 
 
 def _replaced_(optimizer: GroupedOptimizer, clip: Clip | None) -> Callable[[], None]:
@@ -125,35 +156,13 @@ def _replaced_(optimizer: GroupedOptimizer, clip: Clip | None) -> Callable[[], N
     return undo
 
 
-def _clipping(clip: Clip, stages: Group | None, shards: Group | None) -> Clipping:
-    if isinstance(clip, ClipByNorm) and shards is not None:
-        return partial(_by_norms_over, shards, clip.c)
-    if not isinstance(clip, ClipByGlobalNorm):
-        return lambda grads: dict(
-            zip(grads, clipped(clip, [coalesced(g) for g in grads.values()]), strict=True)
-        )
-    others = stages or shards
-
-    def by_global_norm(grads: dict[str, Tensor]) -> dict[str, Tensor]:
-        together = {name: coalesced(grad) for name, grad in grads.items()}
-        norm = global_norm(list(together.values())) if together else torch.zeros((), device="cpu")
-        if others is not None:
-            what = "the global norm over stages or shards"
-            answers = others.gather_bytes(struct.pack("<d", float(norm)), what=what)
-            norms = [_number(answer, rank, what) for rank, answer in enumerate(answers)]
-            whole = math.hypot(*norms)
-            norm = torch.tensor(whole, dtype=torch.float64, device="cpu")
-        # exactly 1 below the limit, where the product changes no bit
-        return _scaled_(together, clip.c / norm.clamp(min=clip.c))
-
-    return by_global_norm
-
-
-def _number(answer: bytes, rank: int, what: str) -> float:
-    if len(answer) != 8:
-        raise elsewhere(what, rank, answer)
-    (number,) = struct.unpack("<d", answer)
-    return float(number)
+def _norms_over(others: Group, norm: float) -> list[float]:
+    what = "the global norm over stages or shards"
+    answers = others.gather_bytes(struct.pack("<d", norm), what=what)
+    for rank, answer in enumerate(answers):
+        if len(answer) != 8:
+            raise elsewhere(what, rank, answer)
+    return [float(struct.unpack("<d", answer)[0]) for answer in answers]
 
 
 def _by_norms_over(shards: Group, limit: float, grads: dict[str, Tensor]) -> dict[str, Tensor]:

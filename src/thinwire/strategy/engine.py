@@ -29,15 +29,13 @@ from thinwire.core.sharded import is_sharded, reshard_, shard_of, sharded_like
 from thinwire.core.stats import Pace, numbers
 from thinwire.core.storage import with_own_storage
 from thinwire.errors import CheckpointMissing, Mismatch, PeerLost, PeerStalled, ThinwireError
-from thinwire.exchange.gradients import Verdict
-from thinwire.exchange.round import Round
+from thinwire.exchange.verdict import Verdict
 from thinwire.local.model import SCALER, refuse_scaler
 from thinwire.local.updates import LocalUpdates
 from thinwire.local.work import require_tokens
 from thinwire.optim.layerwise import LayerwiseOptimizer
 from thinwire.pipeline.runner import PipelineRunner
 from thinwire.strategy import saving
-from thinwire.strategy.absent import Joining
 from thinwire.strategy.exchanges import LocalSteps
 from thinwire.strategy.holding import (
     LeftGradients,
@@ -45,6 +43,7 @@ from thinwire.strategy.holding import (
     step_replaced_,
     taken_off_,
 )
+from thinwire.strategy.joining import Joining
 from thinwire.strategy.parts import Parts
 from thinwire.strategy.whole_models import load_whole_model
 
@@ -340,12 +339,20 @@ class Engine:
                 "engine.join() does not work with mesh=: the ranks of a site gather their shards "
                 "in every forward pass, and need equally many batches, as DistributedSampler gives"
             )
-        self._joining = joining = Joining(self._parts.group, every=not self._parts.exchange.local)
+        self._joining = joining = Joining(self._parts.group)
+        batches = self._parts.batches
+        batches.begin()
         try:
             yield
-            joining.idle(self._idle_microstep)
+            if self._parts.exchange.local:
+                joining.idle(self._idle_microstep)
+            else:
+                batches.mine = False
+                while self._idle_update() is not Verdict.END:
+                    pass
         finally:
             self._joining = None
+            batches.end()
 
     def flush(self) -> None:
         """Apply the leftovers of a merge, then what local updates have on their way, then their
@@ -379,7 +386,8 @@ class Engine:
                     with contextlib.nullcontext() if uneven is None else uneven.counting_only():
                         self._update(left, overflow=overflow, complete=True)
             parts.exchange.flush()
-            self._settle_buffers()
+            if not parts.exchange.local:
+                parts.buffers.synchronize()
         self._left.remember()
 
     def mean_loss(self, loss: Tensor | float) -> Tensor:
@@ -442,7 +450,7 @@ class Engine:
         """
         parts = self._parts
         counts = dict(parts.exchange.counts(self.step))
-        votes = [part for part in (parts.buffers, parts.absent, parts.scaler) if part is not None]
+        votes = [part for part in (parts.buffers, parts.scaler) if part is not None]
         between = counts.pop("bytes_between_nodes", None)
         return numbers(
             step=self.step,
@@ -719,14 +727,12 @@ class Engine:
     def _bytes_sent(self) -> int:
         parts = self._parts
         agreements = 0 if parts.scaler is None else parts.scaler.bytes_sent
-        besides = parts.buffers.bytes_sent + parts.absent.bytes_sent + agreements
+        besides = parts.buffers.bytes_sent + agreements
         return self._bytes_before + parts.exchange.bytes_sent + besides
 
     def _wait_s(self) -> float:
         parts = self._parts
-        votes = (
-            part.wait_s for part in (parts.buffers, parts.absent, parts.scaler) if part is not None
-        )
+        votes = (part.wait_s for part in (parts.buffers, parts.scaler) if part is not None)
         return parts.exchange.wait_s + sum(votes)
 
     def _dropped_steps(self) -> int:
@@ -755,11 +761,11 @@ class Engine:
             require_tokens(tokens, None if self.sync is None else self.sync.config)
         self._tokens = tokens
         self._require_known_params()
-        if self._joining is not None and self._joining.due:
+        if self._joining is not None and self._joining.due and self._parts.exchange.local:
             self._joining.vote(active=True)
 
     def _idle_microstep(self) -> None:
-        """What a rank without a batch does while others have one."""
+        """What a rank without a batch does under local updates, while others have one."""
         if (uneven := self._by_time) is not None:
             uneven.end_round()
             self._settle_turn()
@@ -767,6 +773,26 @@ class Engine:
         self._clear_grads()
         with self._advice(), self._parts.group.one_deadline():
             self._add_or_update({}, 1.0, overflow=False)
+
+    def _idle_update(self) -> Verdict:
+        """Take part in the next update of ranks that have batches, with what is merged so far."""
+        parts, merge = self._parts, self._parts.merge
+        self._require_known_params()
+        self._clear_grads()
+        if merge is not None:
+            parts.batches.merged, merge.microsteps = merge.microsteps, parts.merge_steps - 1
+        overlap = parts.overlap if parts.batches.all_have else None
+        with (
+            self._advice(),
+            parts.group.one_deadline(),
+            contextlib.nullcontext() if overlap is None else overlap.during(self.step, self._final),
+        ):
+            if overlap is not None:
+                overlap.complete()
+            verdict = self._add_or_update({}, 1.0, overflow=False)
+        if verdict is Verdict.END and merge is not None:
+            merge.microsteps = parts.batches.merged
+        return verdict
 
     @contextlib.contextmanager
     def _advice(self) -> Iterator[None]:
@@ -787,10 +813,6 @@ class Engine:
                     "itself, or step a scheduler of torch after the block, such as once an epoch."
                 )
             raise
-
-    @property
-    def _all_have_batches(self) -> bool:
-        return self._joining is None or self._joining.all_active
 
     def _require_known_params(self) -> None:
         """No parameter may be updated that is not exchanged: ranks would part without a word."""
@@ -844,7 +866,7 @@ class Engine:
         """
         overlap, merge = self._parts.overlap, self._parts.merge
         merging = merge is not None and merge.microsteps + 1 < self._parts.merge_steps
-        if overlap is None or merging or not self._all_have_batches:
+        if overlap is None or merging or not self._parts.batches.all_have:
             scaled.backward()  # type: ignore[no-untyped-call]
             self._finish_microstep(loss)
             return
@@ -879,66 +901,80 @@ class Engine:
             held, 1.0 if scaler is None else scaler.inverse_scale, overflow=overflow
         )
 
-    def _add_or_update(self, held: dict[str, Tensor], factor: float, *, overflow: bool) -> None:
+    def _add_or_update(self, held: dict[str, Tensor], factor: float, *, overflow: bool) -> Verdict:
         """What one microstep does with its gradients; those of a merge are kept until its update is
         made.
         """
         parts, merge = self._parts, self._parts.merge
         if merge is None:
-            self._update(_unscaled(parts.params, held, factor), overflow=overflow)
-        elif merge.microsteps + 1 < parts.merge_steps:
+            return self._update(_unscaled(parts.params, held, factor), overflow=overflow)
+        if merge.microsteps + 1 < parts.merge_steps:
             merge.add(held, factor)
             merge.overflowed = merge.overflowed or overflow
             if factor != 1.0:
                 for param in map(parts.params.__getitem__, held):
                     assert param.grad is not None
                     param.grad = param.grad * factor
-        else:
-            grads = merge.completed_(held, factor, parts.merge_avg)
-            self._update(grads, overflow=overflow or merge.overflowed)
+            return Verdict.APPLY
+        grads = merge.completed_(held, factor, parts.merge_avg)
+        return self._update(grads, overflow=overflow or merge.overflowed)
 
-    def _update(self, grads: dict[str, Tensor], *, overflow: bool, complete: bool = False) -> None:
+    def _update(
+        self, grads: dict[str, Tensor], *, overflow: bool, complete: bool = False
+    ) -> Verdict:
         """One update from this rank's unscaled gradients, or none if they overflowed somewhere.
 
         `complete`: what this rank lacks and another has counts as zero, as it does where ranks ran
         out of batches.
         """
         parts, exchange = self._parts, self._parts.exchange
-        if exchange.local and not grads:
+        if exchange.local:
+            self._update_here(grads, overflow=overflow)
+            return Verdict.APPLY
+        scaler, overlap = parts.scaler, parts.overlap
+        how: dict[str, Any] = {
+            "overflow": overflow if scaler is not None and scaler.checks else None,
+            "complete": complete or parts.find_unused or not parts.batches.mine,
+        }
+        if overlap is not None and overlap.pending:
+            how |= {"unusable": overlap.unusable(grads), "again": True}
+        verdict = self._exchanged(grads, **how)
+        if verdict is Verdict.END:
+            return verdict
+        if verdict is Verdict.OVERFLOW:
+            _log.info("step %d was dropped for an overflow", self.step)
+        if scaler is not None:
+            scaler.update(verdict is Verdict.OVERFLOW)
+        self._forget_merged()
+        with state_told(_UPDATE_MADE):
+            parts.buffers.copy_()
+        self._round_over()
+        return verdict
+
+    def _update_here(self, grads: dict[str, Tensor], *, overflow: bool) -> None:
+        """A local step, or none; an overflow concerns those who share the loss scale."""
+        exchange, scaler = self._parts.exchange, self._parts.scaler
+        if not grads:
             self._forget_merged()
             exchange.skip()  # it counts, for the averagings
             self._settle_turn()
             return
-        complete = complete or parts.find_unused or not self._all_have_batches
-        scaler, verdict, done = parts.scaler, Verdict.AGAIN, None
-        if parts.overlap is not None and parts.overlap.is_pending:
-            verdict, done = parts.overlap.vote(grads, overflow=overflow)
-        if scaler is not None and verdict is Verdict.AGAIN:
+        if scaler is not None:
             overflow = scaler.checks and scaler.agree(overflow)
-        elif scaler is not None:
-            overflow = verdict is Verdict.OVERFLOW
-        if scaler is not None and exchange.local:
-            scaler.update(
-                overflow
-            )  # first, since local updates may hand the new scale to the others in this step
+            # first, since local updates may hand the new scale to the others in this step
+            scaler.update(overflow)
         if overflow:
             _log.info("step %d was dropped for an overflow", self.step)
             self._dropped_before += 1
             self._forget_merged()
             exchange.skip()
-        elif verdict is not Verdict.DROP:
-            self._exchange(grads, done, complete=complete)
-        if scaler is not None and not exchange.local:
-            scaler.update(overflow)
+        else:
+            self._exchanged(grads)
         self._forget_merged()
-        self._settle_buffers()
         self._settle_turn()
-        self._round_over()
 
     def _round_over(self) -> None:
         exchange = self._parts.exchange
-        if exchange.local:
-            return
         compare = self.step > self._parts.settled_step
         rate = exchange.counts(self.step)["rate_bit_s"]
         told = self._pace.round(
@@ -952,22 +988,18 @@ class Engine:
             told, self._departure = self._departure, None
             warnings.warn(told, UserWarning, stacklevel=3)
 
-    def _exchange(self, grads: dict[str, Tensor], done: Round | None, *, complete: bool) -> None:
-        """Update from what left early, or exchange now."""
-        parts, exchange = self._parts, self._parts.exchange
-        if complete and not exchange.local:
-            grads = parts.absent.completed(grads)
+    def _exchanged(self, grads: dict[str, Tensor], **how: Any) -> Verdict:
+        """The update itself, and what it counts."""
+        exchange = self._parts.exchange
         try:
-            if done is not None and parts.overlap is not None:
-                parts.overlap.finish(self.step, grads, done)
-                self.step += 1
-            elif exchange.update(self.step, grads):
-                self.step += 1
+            verdict = exchange.update(self.step, grads, **how)
         except BaseException:
             if exchange.moved:  # others have made the update, or it was this rank's own
                 self._forget_merged()
                 self.step += exchange.local
             raise
+        self.step += verdict is Verdict.APPLY
+        return verdict
 
     def _forget_merged(self) -> None:
         if self._parts.merge is not None:
@@ -976,12 +1008,6 @@ class Engine:
     def _settle_turn(self) -> None:
         if self._joining is not None and self.sync is not None:
             self._joining.due = self.sync.synced
-
-    def _settle_buffers(self) -> None:
-        if self._parts.exchange.local:
-            return
-        with state_told(_UPDATE_MADE):
-            self._parts.buffers.synchronize()
 
 
 class Following:

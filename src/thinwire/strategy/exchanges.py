@@ -4,7 +4,7 @@ which it has.
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,29 +16,20 @@ from thinwire.compress.dense import Dense, not_finite
 from thinwire.compress.protocol import Limit
 from thinwire.core.sharded import Shards, shard_of, sharded_like
 from thinwire.core.storage import with_own_storage
-from thinwire.exchange.gradients import GradientExchange
+from thinwire.exchange.gradients import GradientExchange, Outcome
+from thinwire.exchange.hyperparameters import SameHyperparameters
 from thinwire.exchange.round import Round
-from thinwire.exchange.vote import Drops
+from thinwire.exchange.verdict import Drops, Verdict
 from thinwire.local.updates import LocalUpdates
 from thinwire.optim.base import ExchangingOptimizer
 from thinwire.optim.two_phase import TwoPhase
+from thinwire.strategy.clipping import Clipping
 from thinwire.strategy.holding import passing
 
 __all__ = ["Exchange", "ExchangingStep", "LocalSteps", "MeanThenStep"]
 
 Grads = Mapping[str, Tensor]
 """Gradients by parameter name, unscaled, of this rank's own mean loss."""
-Clipping = Callable[[dict[str, Tensor]], dict[str, Tensor]]
-_T = TypeVar("_T")
-
-
-class Verdict(Protocol):
-    """What more ranks than those that exchange make of an exchange, before anybody applies it."""
-
-    def __call__(self, step: int, exchange: Callable[[], _T | None]) -> _T | None:
-        """What `exchange` returns, or None where it did so on any rank; or the error that it raised
-        on any.
-        """
 
 
 class Exchange(Protocol):
@@ -48,8 +39,7 @@ class Exchange(Protocol):
         local: Whether ranks are on their own between two averagings.
         bytes_sent: What this rank gave to others so far.
         wait_s: Seconds for which it was blocked by them.
-        dropped_steps: Updates dropped for a gradient that is not finite, those of a loss scale
-            aside.
+        dropped_steps: Updates dropped for a gradient that is not finite.
         k_steps: Updates between two exchanges that are in force.
         pending: What `flush` would do, in words; empty if nothing.
         moved: Whether an `update` that raised did so after its exchange, so that others have made
@@ -81,8 +71,14 @@ class Exchange(Protocol):
         """Hear the loss of one microstep."""
         return
 
-    def update(self, step: int, grads: Grads) -> bool:
-        """Exchange and update; False if the update was dropped, on all ranks that share it."""
+    def update(self, step: int, grads: Grads, **how: Any) -> Verdict:
+        """Exchange and update; or why the update was dropped, on all ranks that share it.
+
+        Args:
+            step: Updates made before.
+            grads: Of this rank.
+            how: See `GradientExchange.exchange`; nothing between averagings.
+        """
 
     def skip(self) -> None:
         """An update is dropped for an overflow."""
@@ -119,16 +115,6 @@ class _EveryStep(Exchange):
 
     local = False
     moved = False
-    verdict: Verdict | None = None
-    """None where those that exchange are all there are."""
-
-    def _exchanged(self, step: int, exchange: Callable[[bool], _T | None]) -> _T | None:
-        """What came, or None if the step is dropped; `exchange` hears whether it is of a part of
-        the ranks.
-        """
-        if self.verdict is None:
-            return exchange(False)
-        return self.verdict(step, lambda: exchange(True))
 
     @contextlib.contextmanager
     def _spoiling(self, step: int, gradients: GradientExchange) -> Iterator[None]:
@@ -158,7 +144,9 @@ class MeanThenStep(_EveryStep):
     ) -> None:
         self._limit = limit
         self.gradients = gradients
-        gradients.optimizer = optimizer
+        gradients.add_check(SameHyperparameters(optimizer))
+        if clip.over_stages:
+            gradients.measure = lambda came, grads: clip.norm(self._means(came, grads))
         self._optimizer, self._params, self._clip, self._sparsity = (
             optimizer,
             params,
@@ -182,7 +170,7 @@ class MeanThenStep(_EveryStep):
 
     @property
     def wait_s(self) -> float:
-        return self.gradients.sources.wait_s
+        return self.gradients.wait_s
 
     def counts(self, step: int) -> dict[str, float]:
         return self.gradients.counts() | {"sparsity": self._sparsity(step)}
@@ -200,32 +188,38 @@ class MeanThenStep(_EveryStep):
     def launching(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def update(self, step: int, grads: Grads) -> bool:
+    def update(self, step: int, grads: Grads, **how: Any) -> Verdict:
         self.moved = False
         limited = grads if self._limit is None else self._limit(step, grads)
-        done = self._exchanged(step, lambda part: self.gradients.exchange(step, limited, part=part))
-        if done is not None:
-            self.finish(step, limited, done)
-        return done is not None
+        outcome = self.gradients.exchange(step, limited, **how)
+        if outcome.came is not None:
+            self._finish(step, outcome, outcome.came)
+        return outcome.verdict
 
-    def finish(self, step: int, grads: Grads, done: Round) -> None:
-        self.gradients.commit_(done, grads)
+    def _finish(self, step: int, outcome: Outcome, came: Round) -> None:
+        grads = outcome.grads
+        self.gradients.commit_(came, grads)
         # buffers of gradients that nobody else sees become those of the means: only after the
         # commit, which reads the gradients a last time
-        mine, shards = with_own_storage(grads), Shards(self._params)
-        means = {
-            name: done.arrived[name].mean(name, shards[name], grad if name in mine else None)
-            for name, grad in grads.items()
-        }
+        means = self._means(came, grads, with_own_storage(grads))
         with self._spoiling(step, self.gradients):
             with state_told(_EXCHANGED):
-                clipped = self._clip(_as_given(means, done.rows_only))
+                clipped = self._clip(means, outcome.answers.of_my_replica("measured"))
             # those of this library know the norms of all shards
             ours = self.gradients.group.size == 1 or isinstance(self._optimizer, TwoPhase)
             calls = 0 if ours else collective_calls()
             apply_(self._optimizer, self._params, clipped)
             if not ours and collective_calls() > calls:
                 self.gradients.likeness.step_exchanged(self._optimizer)
+
+    def _means(self, came: Round, grads: Grads, mine: Collection[str] = ()) -> dict[str, Tensor]:
+        """By name, in the memory of those gradients that are in `mine`."""
+        shards = Shards(self._params)
+        means = {
+            name: came.arrived[name].mean(name, shards[name], grad if name in mine else None)
+            for name, grad in grads.items()
+        }
+        return _as_given(means, came.rows_only)
 
     def require_equal(self, step: int) -> None:
         self.gradients.require_equal(step)
@@ -287,28 +281,21 @@ class ExchangingStep(_EveryStep):
     def launching(self) -> contextlib.AbstractContextManager[None]:
         return self._optimizer.launching()
 
-    def update(self, step: int, grads: Grads) -> bool:
+    def update(self, step: int, grads: Grads, **how: Any) -> Verdict:
         self.moved = False
-        with self._optimizer.one_deadline():
-            came = self._exchanged(step, lambda part: self._came(grads, part=part))
-            if came is not None:
-                self.finish(step, *came)
-                for name, grad in grads.items():  # this rank's own, as ever
-                    param = self._params[name]
-                    param.grad = sharded_like(_laid_out(grad, shard_of(param)), param)
-        return came is not None
-
-    def _came(self, grads: Grads, *, part: bool) -> tuple[Grads, Round] | None:
-        """The gradients within the local clip, and what came for them."""
-        gradients = self._optimizer.joined()
-        limited = self._optimizer.limited(grads)
-        done = gradients.exchange(self._optimizer.position, limited, part=part)
-        self._optimizer.agreed()
-        return None if done is None else (limited, done)
-
-    def finish(self, step: int, grads: Grads, done: Round) -> None:
-        with self._spoiling(step, self._optimizer.joined()), self._optimizer.updating_from(done):
-            apply_(self._optimizer, self._params, grads)
+        optimizer = self._optimizer
+        with optimizer.one_deadline():
+            gradients = optimizer.joined()
+            outcome = gradients.exchange(optimizer.position, optimizer.limited(grads), **how)
+            optimizer.agreed()
+            if outcome.came is None:
+                return outcome.verdict
+            with self._spoiling(step, gradients), optimizer.updating_from(outcome.came):
+                apply_(optimizer, self._params, outcome.grads)
+            for name, grad in {**outcome.grads, **grads}.items():  # this rank's own, as ever
+                param = self._params[name]
+                param.grad = sharded_like(_laid_out(grad, shard_of(param)), param)
+        return outcome.verdict
 
     def require_equal(self, step: int) -> None:
         self._optimizer.require_equal()
@@ -383,22 +370,25 @@ class LocalSteps:
     def observe(self, loss: Tensor) -> None:
         self.sync.observe(loss)
 
-    def update(self, step: int, grads: Grads) -> bool:
+    def update(self, step: int, grads: Grads, **how: Any) -> Verdict:
         self.moved = False
         if self._checks:
             culprit = next(iter(not_finite(grads)), None)
-            dropped = self._drops.needed_here(self.sync.step + 1, culprit)
+            if culprit is None:
+                self._drops.applied()
+            else:
+                self._drops.dropped_here(self.sync.step + 1, culprit)
             self.sync.give_up(self._drops.given_up)
-            if dropped:
+            if culprit is not None:
                 self.sync.skip_step()
-                return False
+                return Verdict.DROP
         limited = dict(grads) if self._limit is None else self._limit(self.sync.step, grads)
         made = self.sync.steps_made
         try:
-            apply_(self._optimizer, self._params, self._clip(limited))
+            apply_(self._optimizer, self._params, self._clip(limited, []))
         finally:  # the step is this rank's own, and made before an averaging can fail
             self.moved = self.sync.steps_made > made
-        return True
+        return Verdict.APPLY
 
     def skip(self) -> None:
         self.sync.skip_step()

@@ -2,15 +2,16 @@
 rank 0 count.
 """
 
-import json
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
 from thinwire._names import named_buffers
-from thinwire.comm import Group, elsewhere, mapping_of
+from thinwire.comm import Group
 from thinwire.comm.replicate import copy_from_first_
 from thinwire.errors import Mismatch, PayloadCorrupt
+from thinwire.exchange.agreement import Agreement, Answers, Said, Turn
 from thinwire.local.model import changed_since, looks
 
 __all__ = ["MovingBuffers"]
@@ -23,8 +24,11 @@ class MovingBuffers:
     leaves out what did not change, so replicas are equal whenever somebody looks, and masks and
     tables are never sent.
 
-    Communication: nothing for a model without buffers, or on one rank; else 24 bytes a rank, and
-    the changed ones with a digest from rank 0.
+    A check of the agreements: the first one of an update tells which buffers changed, and `copy_`
+    follows.
+
+    Communication: nothing for a model without buffers, or on one rank; else the names in an
+    agreement, and the changed ones with a digest from rank 0.
     Failure: those that arrive damaged are an error here and, if this rank goes on, on all ranks at
     the next time.
     """
@@ -35,6 +39,8 @@ class MovingBuffers:
         self._seen: dict[str, Tensor] = {}
         self._damage: str | None = None
         self._alike = True
+        self._told = False
+        self._changed: list[str] = []
         self.forget()
 
     @property
@@ -68,41 +74,55 @@ class MovingBuffers:
             }
 
     @torch.no_grad()
-    def synchronize(self) -> None:
-        """Make them equal; all ranks must call it.
+    def say(self, turn: Turn) -> Said:
+        """See `Check`."""
+        self._told = turn.first and self._group.size > 1 and not (self._alike and not self._seen)
+        if not self._told:
+            return {}
+        buffers = dict(named_buffers(self._model))
+        changed = changed_since(self._seen if self._equal else {}, buffers)
+        mine = {name: looks(buffers[name]) for name in changed}
+        mine |= dict.fromkeys(sorted(self._seen.keys() - buffers.keys()), "not there")
+        said: Said = {"buffers": mine}
+        return said if self._damage is None else {**said, "damage": self._damage}
+
+    def judge(self, turn: Turn, answers: Answers) -> None:
+        """See `Check`.
 
         Raises:
             Mismatch: A buffer is of another shape or type on some of the ranks, or is there on some
-                of them only; on all ranks, before any buffer is copied.
-            PayloadCorrupt: They arrived damaged, now here or before on any rank; none was written
-                there.
+                of them only.
+            PayloadCorrupt: They arrived damaged before, on any rank.
         """
-        if self._group.size == 1 or (self._alike and not self._seen):
+        if not turn.first:
             return
+        for _, damage in answers.of("damage"):
+            raise PayloadCorrupt(damage)
+        for part in answers.by_part():
+            rows = {rank: said.get("buffers", {}) for rank, said in part.items()}
+            mine = turn.group.rank in part
+            for name in dict.fromkeys(name for row in rows.values() for name in row):
+                before = looks(self._seen[name]) if mine and name in self._seen else "not there"
+                told = next(row[name] for row in rows.values() if name in row)
+                unsaid = before if mine else told
+                _require_alike(name, {rank: row.get(name, unsaid) for rank, row in rows.items()})
+        told_here = [said.get("buffers", {}) for said in answers.of_my_part()]
+        self._changed = list(dict.fromkeys(name for row in told_here for name in row))
+
+    @torch.no_grad()
+    def copy_(self) -> None:
+        """Take those of rank 0 that changed, by what the last agreement has told; on all ranks.
+
+        Raises:
+            PayloadCorrupt: They arrived damaged; none was written here.
+        """
+        if not self._told:
+            return
+        self._told = False
         buffers = dict(named_buffers(self._model))
-        gone = sorted(self._seen.keys() - buffers.keys())
-        changed_here = changed_since(self._seen if self._equal else {}, buffers)
-        mine = {name: looks(buffers[name]) for name in changed_here}
-        mine |= dict.fromkeys(gone, "not there")
-        what = "comparing which buffers changed"
-        report = (
-            {"buffers": mine} if self._damage is None else {"buffers": mine, "damage": self._damage}
-        )
-        answers = self._group.gather_bytes(json.dumps(report).encode(), what=what)
-        told = [mapping_of(answer) for answer in answers]
-        for rank, row in enumerate(told):
-            if "buffers" not in row:
-                raise elsewhere(what, rank, row)
-            if "damage" in row:
-                raise PayloadCorrupt(row["damage"])
-        rows: list[dict[str, str]] = [row["buffers"] for row in told]
-        changed = dict.fromkeys(name for row in rows for name in row)
-        for name in changed:
-            before = looks(self._seen[name]) if name in self._seen else "not there"
-            _require_alike(name, [row.get(name, before) for row in rows])
-        moved = [name for name in buffers if name in changed]
-        for name in gone:
+        for name in self._seen.keys() - buffers.keys():
             del self._seen[name]
+        moved = [name for name in buffers if name in set(self._changed)]
         if moved:
             try:
                 copy_from_first_(
@@ -116,13 +136,24 @@ class MovingBuffers:
         self._seen.update({name: buffers[name].detach().clone() for name in moved})
         self._equal = self._alike = True
 
+    def synchronize(self) -> None:
+        """Make them equal where no update does; all ranks must call it.
 
-def _require_alike(name: str, by_rank: list[str]) -> None:
-    for rank, each in enumerate(by_rank):
-        if each != by_rank[0]:
+        Raises:
+            Mismatch, PayloadCorrupt: See `judge` and `copy_`.
+        """
+        if self._group.size > 1 and not (self._alike and not self._seen):
+            Agreement(self._group, [self])(0, "comparing which buffers changed")
+            self.copy_()
+
+
+def _require_alike(name: str, by_rank: Mapping[int, str]) -> None:
+    first = min(by_rank)
+    for rank, each in by_rank.items():
+        if each != by_rank[first]:
             raise Mismatch(
-                f"buffer {name} is {by_rank[0]} on rank 0 and {each} on rank {rank}, so that of "
-                "rank 0 cannot be copied to all. Keep what differs from rank to rank, such as a "
-                "cache, in a plain attribute of the module. The update before this was made, and "
-                "no buffer was copied"
+                f"buffer {name} is {by_rank[first]} on rank {first} and {each} on rank {rank}, so "
+                f"that of rank {first} cannot be copied to all. Keep what differs from rank to "
+                "rank, such as a cache, in a plain attribute of the module. No update was made, "
+                "and no buffer was copied"
             )

@@ -14,8 +14,8 @@ from thinwire.core.stats import Planned
 from thinwire.exchange.overlap import Overlap
 from thinwire.pipeline.runner import PipelineRunner
 from thinwire.step.merge import GradientSum
-from thinwire.strategy.absent import AbsentAsZero
 from thinwire.strategy.exchanges import Exchange
+from thinwire.strategy.joining import Batches
 from thinwire.strategy.moving_buffers import MovingBuffers
 
 __all__ = ["LossFunction", "Parts"]
@@ -43,10 +43,10 @@ class Parts:
     merge_avg: bool
     overlap: Overlap | None
     """Begins the exchange during the backward pass; None where it comes after it."""
-    absent: AbsentAsZero
-    """Completes gradients that this rank lacks, where that is asked for."""
+    batches: Batches
+    """Which ranks still have one, where every update is exchanged."""
     find_unused: bool
-    """Whether it is asked for in every update."""
+    """Whether gradients that this rank lacks count as zero in every update."""
     runner: PipelineRunner | None
     part: int
     """Of the model that this rank holds: its stage of the pipeline, or its shard; else 0."""

@@ -5,7 +5,7 @@ changed.
 import datetime
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -43,6 +43,7 @@ from thinwire.core.clip import Clip, ClipByGlobalNorm, ClipByNorm, ClipByValue
 from thinwire.core.sharded import Shards, require_elementwise, require_shards, reshard_, shard_of
 from thinwire.core.stats import Planned, planned_row
 from thinwire.errors import StrategyError, ThinwireError
+from thinwire.exchange.agreement import Check
 from thinwire.exchange.digest import DIGEST_EVERY, RollingDigest, optimizer_state
 from thinwire.exchange.gradients import gradients_of
 from thinwire.exchange.overlap import Overlap
@@ -61,21 +62,14 @@ from thinwire.pipeline.split import split_model
 from thinwire.step.autocast import autocast_forward
 from thinwire.step.merge import GradientSum
 from thinwire.step.recompute import matches, recompute
-from thinwire.strategy.absent import AbsentAsZero
-from thinwire.strategy.across_stages import AllStages
-from thinwire.strategy.clipping import require_one_clip, take_clip_
+from thinwire.strategy.clipping import Clipping, require_one_clip, take_clip_
 from thinwire.strategy.engine import Engine
-from thinwire.strategy.exchanges import (
-    Clipping,
-    Exchange,
-    ExchangingStep,
-    LocalSteps,
-    MeanThenStep,
-)
+from thinwire.strategy.exchanges import Exchange, ExchangingStep, LocalSteps, MeanThenStep
 from thinwire.strategy.facts import checkpoint_facts, model_facts, strategy_facts, versions
 from thinwire.strategy.fields import Fields
 from thinwire.strategy.holding import Hold, require_free, require_trained
 from thinwire.strategy.in_place import become_
+from thinwire.strategy.joining import Batches
 from thinwire.strategy.left_in_stages import (
     Cut,
     cut_of,
@@ -535,18 +529,19 @@ def _assembled(
     clip = take_clip_(
         plan.optimizer,
         options.grad_clip,
-        stages=None if grid is None or grid.stages == 1 else Group(grid.stage_group),
+        stages=None if grid is None or grid.stages == 1 else grid.peers,
         shards=None if sites is None else sites.shards,
     )
     handles.append(clip)
-    exchange, overlap = _exchange(strategy, model, plan, place, clip.clip), None
-    # the vote on early messages is one of all ranks; an optimizer that was given a group of its own
-    # asks only those
+    # an optimizer that was given a group of its own agrees with those ranks alone
     peers = place.replica_group
     partly = False
     if isinstance(plan.optimizer, ExchangingOptimizer):
         peers = plan.optimizer.process_group
         partly = peers is not None
+    batches, buffers = Batches(), MovingBuffers(plan.stage, _peers(peers, options))
+    exchange = _exchange(strategy, plan, place, clip, [batches, buffers])
+    overlap = None
     alone = runner is not None or place.replicas == 1 or partly or options.find_unused_parameters
     # the gradients of shards are there only once the model's own reduction is over
     alone = alone or place.sites is not None
@@ -566,9 +561,9 @@ def _assembled(
         group=group,
         exchange=exchange,
         overlap=overlap,
-        absent=AbsentAsZero(plan.params, _peers(peers, options)),
+        batches=batches,
         find_unused=options.find_unused_parameters and plan.sync is None,
-        buffers=MovingBuffers(plan.stage, _peers(place.replica_group, options)),
+        buffers=buffers,
         scaler=scaler,
         merge=None if merge is None or merge.k_steps == 1 else GradientSum(),
         merge_steps=1 if merge is None else merge.k_steps,
@@ -609,48 +604,46 @@ def _scaler(
 
 
 def _exchange(
-    strategy: Fields, model: nn.Module, plan: _Plan, place: _Place, clip: Clipping
+    strategy: Fields, plan: _Plan, place: _Place, clip: Clipping, checks: Sequence[Check]
 ) -> Exchange:
     """Which of the three ways this engine shares its updates."""
     if plan.sync is not None:
         limit = _limit(strategy, plan, place)
         # a loss scale has looked at the gradients; clipping waits for other stages and shards
-        checks = plan.scaler is None and place.grid is None and place.sites is None
-        return LocalSteps(plan.optimizer, plan.params, plan.sync, clip, limit, checks=checks)
-    inner: Exchange
+        finite = plan.scaler is None and place.grid is None and place.sites is None
+        return LocalSteps(plan.optimizer, plan.params, plan.sync, clip, limit, checks=finite)
     identity = f"engine {next_identity()}"
+    job = None if place.grid is None else place.grid.job
     if isinstance(plan.optimizer, ExchangingOptimizer):
         names: dict[torch.Tensor, str] = {p: name for name, p in plan.params.items()}
-        plan.optimizer.serve(identity, plan.digest_every, names)
-        inner = ExchangingStep(plan.optimizer, plan.params)
-    else:
+        plan.optimizer.serve(identity, plan.digest_every, names, job, checks)
+        return ExchangingStep(plan.optimizer, plan.params)
+    sites = place.sites
+    compression = plan.compressor
+    limit = None
+    if sites is not None and compression is not None:  # a compressor sees single shards
+        limit = _limit(strategy, plan, place)
+        compression = compression.without_limit()
+    params = Shards(plan.params)
+    gradients = gradients_of(
+        Group(place.replica_group) if sites is None else sites.job,
+        params,
+        compression,
         # a loss scale has looked at the gradients, or was told not to
-        checks = plan.scaler is None
-        sites = place.sites
-        compression = plan.compressor
-        limit = None
-        if sites is not None and compression is not None:  # a compressor sees single shards
-            limit = _limit(strategy, plan, place)
-            compression = compression.without_limit()
-        params = Shards(plan.params)
-        gradients = gradients_of(
-            Group(place.replica_group) if sites is None else sites.job,
-            params,
-            compression,
-            check_finite=checks,
-            sources=None if sites is None else Replicas(sites),
-        )
-        gradients.digest, gradients.identity = _digest(plan), identity
-        sparsity: Callable[[int], float] = lambda step: 0.0  # noqa: E731
-        if compression is not None:
-            if any(map(compression.compresses, params.values())):
-                sparsity = compression.sparsity_in_force
-            if gradients.group.rank == 0:
-                tell_coverage(compression, params.values(), compression.compresses)
-        inner = MeanThenStep(plan.optimizer, plan.params, gradients, clip, sparsity, limit)
-    if place.grid is not None:
-        return AllStages(inner, place.grid, [name for name, _ in named_parameters(model)])
-    return inner
+        check_finite=plan.scaler is None,
+        sources=None if sites is None else Replicas(sites),
+        job=job,
+    )
+    for each in checks:
+        gradients.add_check(each)
+    gradients.watch(_digest(plan), identity)
+    sparsity: Callable[[int], float] = lambda step: 0.0  # noqa: E731
+    if compression is not None:
+        if any(map(compression.compresses, params.values())):
+            sparsity = compression.sparsity_in_force
+        if gradients.group.rank == 0:
+            tell_coverage(compression, params.values(), compression.compresses)
+    return MeanThenStep(plan.optimizer, plan.params, gradients, clip, sparsity, limit)
 
 
 def _limit(strategy: Fields, plan: _Plan, place: _Place) -> Limit | None:

@@ -1,0 +1,245 @@
+"""Agreements: nobody moves before everybody has the same view of the step.
+
+An agreement is one message a rank and a list of checks. Each check adds what it knows of this rank,
+and judges what all ranks have said. All ranks judge the same answers, so all of them go on or all
+raise the same error.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from thinwire.comm import Group, elsewhere
+from thinwire.errors import Diverged, Mismatch, NonFinite, PayloadCorrupt, ThinwireError
+
+__all__ = ["COMPARING", "Agreement", "Answers", "Check", "Said", "Turn"]
+
+COMPARING = "comparing everything"
+"""The phase in which ranks compare all that they must hold alike, before a checkpoint."""
+
+Said = dict[str, Any]
+"""What one rank says, by key, in values that JSON holds. A key without a value is left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One agreement."""
+
+    group: Group
+    step: int
+    """Updates made before."""
+    phase: str
+    """Where in the step the rank is. Ranks in different phases have lost each other."""
+    first: bool
+    """Whether it is the first one of its update."""
+    last: bool
+    """Whether messages have arrived, so that the update follows."""
+
+    @property
+    def what(self) -> str:
+        """The occasion, for errors."""
+        return f"agreeing on step {self.step}"
+
+
+class Answers(Sequence[Said]):
+    """What all ranks have said, in rank order.
+
+    Where ranks hold different parts of the model, and all is well, those of other parts are heard
+    in short: only `engine`, `step` and `phase`.
+    """
+
+    def __init__(self, said: Sequence[Said], parts: Sequence[int], rank: int) -> None:
+        self._said, self._parts, self._rank = said, parts or [0] * len(said), rank
+
+    def __getitem__(self, rank: Any) -> Any:
+        return self._said[rank]
+
+    def __len__(self) -> int:
+        return len(self._said)
+
+    def of(self, key: str) -> Iterator[tuple[int, Any]]:
+        """Rank and value of those that said something under this key."""
+        return ((rank, said[key]) for rank, said in enumerate(self._said) if key in said)
+
+    def by_part(self) -> list[dict[int, Said]]:
+        """The answers by rank of those that hold the same part, for each part."""
+        found: dict[int, dict[int, Said]] = {}
+        for rank, (part, said) in enumerate(zip(self._parts, self._said, strict=True)):
+            found.setdefault(part, {})[rank] = said
+        return list(found.values())
+
+    def of_my_part(self) -> list[Said]:
+        """Those of the ranks that hold the same part as this one."""
+        return next(list(part.values()) for part in self.by_part() if self._rank in part)
+
+    def of_my_replica(self, key: str) -> list[Any]:
+        """What the ranks say that hold the parts of this rank's model, in the order of the parts;
+        replicas are consecutive ranks. Empty where nobody says anything.
+        """
+        width = len(set(self._parts))
+        first = self._rank - self._rank % width
+        return [said[key] for said in self._said[first : first + width] if key in said]
+
+    def unlike(self, key: str, default: Any = None) -> Iterator[tuple[int, Any, int, Any]]:
+        """Of ranks of one part that differ under this key: the first one and its value, the other
+        one and its value.
+        """
+        for part in self.by_part():
+            first = min(part)
+            value = part[first].get(key, default)
+            for rank, said in part.items():
+                if said.get(key, default) != value:
+                    yield first, value, rank, said.get(key, default)
+
+
+class Check(Protocol):
+    """One thing that ranks tell each other. It has no effect before `judge`."""
+
+    def say(self, turn: Turn) -> Said:
+        """What this rank says; the keys are this check's own. Empty where there is nothing."""
+
+    def judge(self, turn: Turn, answers: Answers) -> None:
+        """Raise the error that follows from the answers, or remember what all ranks now know."""
+
+
+_COMMON = ("engine", "step", "phase")
+_QUIET = {*_COMMON, "kinds", "rates", "settings", "digest", "sums", "likeness", "buffers"}
+"""What ranks of another part need not hear."""
+_FAILURES = {kind.__name__: kind for kind in (Diverged, Mismatch, NonFinite, PayloadCorrupt)}
+"""The errors that are of the same kind on ranks which are told of them; others are
+`ThinwireError`."""
+
+
+class Agreement:
+    """The agreements of one training.
+
+    Args:
+        group: All ranks that must agree.
+        checks: In the order in which they judge.
+        engine: Which of the engines and optimizers over these ranks this is, in the order in which
+            they were made.
+
+    Communication: `Group.gather_parts`, 24 bytes a rank when all say the same; where they hold
+    different parts of the model, when the ranks of each part do and nothing has happened.
+    """
+
+    def __init__(self, group: Group, checks: Sequence[Check] = (), *, engine: str = "") -> None:
+        self.group, self.checks, self.engine = group, list(checks), engine
+
+    def __call__(
+        self,
+        step: int,
+        phase: str,
+        *,
+        first: bool = True,
+        last: bool = False,
+        **said: Any,
+    ) -> Answers:
+        """Hear all ranks, and judge.
+
+        Args:
+            step: Updates made before.
+            phase: See `Turn`.
+            first: See `Turn`.
+            last: See `Turn`.
+            said: What the caller says besides; None is left out. Keys with a meaning here:
+                `failure`, name and text of an error with which this rank cannot go on; `misuse`,
+                what its user did; `corrupt`, why it refused a message.
+
+        Raises:
+            PayloadCorrupt: A rank refused a message.
+            ThinwireError: A rank was misused, or has failed; of the same kind where it is one of an
+                exchange.
+            Mismatch: Ranks are at different steps, or in different engines.
+
+        Besides what the checks raise.
+        """
+        turn = Turn(self.group, step, phase, first, last)
+        told: Said = {"engine": self.engine, "step": step, "phase": phase}
+        for check in self.checks:
+            told |= check.say(turn)
+        told |= {key: value for key, value in said.items() if value is not None}
+        answers = self._heard(told, turn.what)
+        _refuse_failures(answers)
+        _refuse_misuse(answers)  # where a rank says why, its messages are refused for that
+        _refuse_different_places(answers, turn.what)
+        _refuse_corrupt(answers)
+        for check in self.checks:
+            check.judge(turn, answers)
+        return answers
+
+    def alike(self, content: bytes, what: str) -> bool:
+        """Whether the ranks of each part say the same. Communication: 24 bytes a rank if so."""
+        rows = self.group.gather_parts(content, b"", what=what)
+        said = [{} if row is None else {"row": row} for row in rows]
+        return not any(self._answers(said).unlike("row"))
+
+    def _heard(self, told: Said, what: str) -> Answers:
+        mine = _written(told)
+        quiet = {key for key, value in told.items() if value} <= _QUIET
+        common = _written({key: told[key] for key in _COMMON}) if quiet else mine
+        return self._answers(
+            _read(self.group.gather_parts(mine, common, what=what), mine, told, what)
+        )
+
+    def _answers(self, said: Sequence[Said]) -> Answers:
+        return Answers(said, self.group.parts, self.group.rank)
+
+
+def _written(said: Said) -> bytes:
+    return json.dumps(said, separators=(",", ":")).encode()
+
+
+def _read(rows: Sequence[bytes | None], mine: bytes, told: Said, what: str) -> list[Said]:
+    found = []
+    for rank, row in enumerate(rows):
+        if row is None or row == mine:
+            found.append(told if row else {key: told[key] for key in _COMMON})
+            continue
+        try:
+            said = json.loads(row)
+        except ValueError as error:
+            raise elsewhere(what, rank) from error
+        if not isinstance(said, dict) or not said.keys() >= set(_COMMON):
+            raise elsewhere(what, rank)
+        found.append(said)
+    return found
+
+
+def _refuse_failures(answers: Answers) -> None:
+    for _, (kind, text) in answers.of("failure"):
+        raise _FAILURES.get(kind, ThinwireError)(text)
+
+
+def _refuse_misuse(answers: Answers) -> None:
+    for rank, text in answers.of("misuse"):
+        raise ThinwireError(f"rank {rank}: {text}. Nothing was applied on any rank")
+
+
+def _refuse_corrupt(answers: Answers) -> None:
+    for rank, text in answers.of("corrupt"):
+        raise PayloadCorrupt(
+            f"rank {rank} refused a message: {text}. Nothing was applied on any rank"
+        )
+
+
+def _refuse_different_places(answers: Answers, what: str) -> None:
+    first = answers[0]
+    for rank, said in enumerate(answers):
+        if said["engine"] != first["engine"]:
+            raise Mismatch(
+                f"{what}: rank 0 steps {first['engine']}, rank {rank} {said['engine']}, counted "
+                "as they were made over these ranks. All ranks must make engines and optimizers, "
+                "and step them, in the same order"
+            )
+    for rank, said in enumerate(answers):
+        if said["phase"] != first["phase"] and COMPARING in (said["phase"], first["phase"]):
+            raise elsewhere(what, rank)
+        if (said["step"], said["phase"]) != (first["step"], first["phase"]):
+            raise Mismatch(
+                f"{what}: rank 0 is at step {first['step']} ({first['phase']}), rank {rank} at "
+                f"step {said['step']} ({said['phase']}). All ranks must call step() equally often, "
+                "leave local updates at the same step, and go all or none through an attached DDP "
+                "model"
+            )
