@@ -181,18 +181,21 @@ class Events(list[str]):
     def __init__(self, engine: Any) -> None:
         super().__init__()
         gradients = gradients_of(engine)
-        launch, vote = gradients.launch, gradients.vote
+        launch, exchange = gradients.launch, gradients.exchange
 
         def launched(step: int, bucket: int, grads: Any) -> None:
             self.append(f"bucket {bucket}")
             launch(step, bucket, grads)
 
-        def voted(*args: Any, **kwargs: Any) -> Any:
-            verdict, done = vote(*args, **kwargs)
-            self.append(verdict.value)
-            return verdict, done
+        def exchanged(*args: Any, **kwargs: Any) -> Any:
+            early, steady = kwargs.get("again"), gradients.steady
+            outcome = exchange(*args, **kwargs)
+            if early:
+                again = steady is not None and gradients.steady is None
+                self.append("again" if again else outcome.verdict.value)
+            return outcome
 
-        gradients.launch, gradients.vote = launched, voted
+        gradients.launch, gradients.exchange = launched, exchanged
 
 
 def gradients_of(engine: Any) -> Any:

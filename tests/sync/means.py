@@ -53,7 +53,7 @@ class GradientMean:
         reuse: bool = False,
     ) -> dict[str, Tensor] | None:
         """The mean gradients, or None where all ranks drop the step."""
-        done = self.exchange.exchange(step, grads, overflow=overflow)
+        done = self.exchange.exchange(step, grads, overflow=overflow).came
         if done is None:
             return None
         self.exchange.commit_(done, grads)

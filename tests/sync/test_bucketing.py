@@ -6,7 +6,7 @@ import random
 import pytest
 
 from thinwire.exchange.overlap import Readiness, cut_into_buckets
-from thinwire.exchange.vote import GradientPattern
+from thinwire.exchange.presence import GradientPattern
 
 
 @pytest.mark.parametrize(
@@ -64,24 +64,25 @@ def test_every_order_launches_every_bucket_once_and_in_order() -> None:
 
 def test_two_equal_steps_make_it_steady_and_every_disappointment_doubles_that() -> None:
     steady = GradientPattern()
-    steps: list[tuple[list[str], set[int] | None]] = [
-        (["110", "110"], None),
-        (["110", "110"], {0, 1}),
-        (["110", "110"], {0, 1}),
-        (["111", "111"], None),  # another parameter takes part
-        (["111", "111"], {0, 1, 2}),
-        (["112", "111"], None),  # a row-sparse gradient on one rank
-        (["112", "112"], None),
-        (["112", "112"], None),
-        (["111", "111"], None),
-        (["111", "111"], {0, 1, 2}),
+    everything = set("abc")
+    steps: list[tuple[tuple[str, str, str], set[str] | None]] = [
+        (("cc", "cc", "00"), None),
+        (("cc", "cc", "00"), {"a", "b"}),
+        (("cc", "cc", "00"), {"a", "b"}),
+        (("cc", "cc", "cc"), None),  # another parameter takes part
+        (("cc", "cc", "cc"), everything),
+        (("cc", "cc", "Cc"), None),  # a row-sparse gradient on one rank
+        (("cc", "cc", "CC"), None),
+        (("cc", "cc", "CC"), None),
+        (("cc", "cc", "cc"), None),
+        (("cc", "cc", "cc"), everything),
     ]
     for kinds, expected in steps:
-        steady.observe(kinds)
-        assert steady.keys == expected
+        steady.observe(dict(zip("abc", kinds, strict=True)))
+        assert steady.names == expected
     for needed in (4, 8):
         steady.reset()
-        assert steady.keys is None
+        assert steady.names is None
         for step in range(1, needed + 1):
-            steady.observe(["111", "111"])
-            assert (steady.keys is not None) == (step >= needed)
+            steady.observe(dict.fromkeys("abc", "cc"))
+            assert (steady.names is not None) == (step >= needed)

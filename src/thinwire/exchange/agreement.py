@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from thinwire.comm import Group, elsewhere
 from thinwire.errors import Diverged, Mismatch, NonFinite, PayloadCorrupt, ThinwireError
 
-__all__ = ["COMPARING", "Agreement", "Answers", "Check", "Said", "Turn"]
+__all__ = ["COMPARING", "Agreement", "Among", "Answers", "Check", "Said", "Turn"]
 
 COMPARING = "comparing everything"
 """The phase in which ranks compare all that they must hold alike, before a checkpoint."""
@@ -111,6 +111,17 @@ _FAILURES = {kind.__name__: kind for kind in (Diverged, Mismatch, NonFinite, Pay
 `ThinwireError`."""
 
 
+@dataclass(frozen=True, slots=True)
+class Among:
+    """With whom an exchange agrees, and on what besides its own."""
+
+    checks: Sequence[Check] = ()
+    job: Group | None = None
+    """All ranks, where they hold different stages; None for those that exchange."""
+    names_of_stages: Sequence[Sequence[str]] = ()
+    """The parameters of each stage."""
+
+
 class Agreement:
     """The agreements of one training.
 
@@ -200,9 +211,9 @@ def _read(rows: Sequence[bytes | None], mine: bytes, told: Said, what: str) -> l
         try:
             said = json.loads(row)
         except ValueError as error:
-            raise elsewhere(what, rank) from error
+            raise elsewhere(what, rank, row) from error
         if not isinstance(said, dict) or not said.keys() >= set(_COMMON):
-            raise elsewhere(what, rank)
+            raise elsewhere(what, rank, said if isinstance(said, dict) else b"")
         found.append(said)
     return found
 

@@ -168,8 +168,9 @@ class RollingDigest:
         text = self._difference(group, group.replicas, step)
         if group.replicas is not None:
             found = group.gather_bytes(text.encode(), what=f"telling what differs at step {step}")
-            shard, text = next(((r, t.decode()) for r, t in enumerate(found) if t), (0, ""))
-            text = text and f"in the shard of rank {shard}: {text}"
+            rank, text = next(((r, t.decode()) for r, t in enumerate(found) if t), (0, ""))
+            part = "stage" if group.shards is None else "shard"
+            text = text and f"in the {part} of rank {rank}: {text}"
         if text:
             raise Diverged(text)
         raise Diverged(
@@ -191,7 +192,7 @@ class RollingDigest:
         for place in dict.fromkeys(key for row in rows for key in row):
             held = [row.get(place) for row in rows]
             if len(set(held)) > 1:
-                who = "rank" if sites is None else "site"
+                who = "rank" if sites is None else "replica" if ranks.shards is None else "site"
                 since = self._good.get(place, self._since)
                 return _text(places.get(place, place), held, since, step, who)
         return ""

@@ -27,7 +27,7 @@ from thinwire.compress.protocol import Compression, Compressor, Context, Flags, 
 from thinwire.core.precision import narrowed
 from thinwire.core.stats import Pace
 from thinwire.errors import PayloadCorrupt, ThinwireError
-from thinwire.exchange.agreement import COMPARING, Agreement, Answers, Check
+from thinwire.exchange.agreement import COMPARING, Agreement, Among, Answers, Check
 from thinwire.exchange.digest import RollingDigest, SameState
 from thinwire.exchange.likeness import Likeness
 from thinwire.exchange.nodes import in_nodes, make_common_
@@ -39,6 +39,7 @@ __all__ = ["GradientExchange", "Outcome", "gradients_of"]
 
 Grads = Mapping[str, Tensor]
 """This rank's own gradients by name, unscaled, not divided by the number of ranks."""
+_ALONE = Among()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,7 @@ class GradientExchange:
             densely.
         sources: Those who count as one each: the ranks, nodes, or those that hold the same part of
             the model as this one. Then `group` are all ranks, whatever they hold.
+        among: With whom it agrees besides, and on what.
         check_dense: Whether a dense gradient that is not finite drops the step; a compressed one
             always does, since it would spoil the state for ever.
 
@@ -92,8 +94,9 @@ class GradientExchange:
         *,
         sources: Sources | None = None,
         check_dense: bool = True,
+        among: Among = _ALONE,
     ) -> None:
-        self.group = group
+        self.group = group = among.job or group
         self.sources: Sources = group if sources is None else sources
         exchanging = getattr(self.sources, "all_ranks", self.sources)
         # sources count the agreements of sites, and their own
@@ -119,7 +122,7 @@ class GradientExchange:
         self.buckets: Sequence[Sequence[str]] = ()
         """Names of the tensors that travel together; what is in none of them travels in one more.
         """
-        self.at_once = False
+        self.at_once = among.job is not None
         """Whether `exchange` sends before ranks agree, once gradients are steady."""
         self.measure: Callable[[Round, Grads], float] | None = None
         """A number that all ranks hear in the last agreement, under the key `measured`."""
@@ -128,6 +131,9 @@ class GradientExchange:
         next one."""
         self.pace = Pace()
         self.restart(params, compressors)
+        for each in among.checks:
+            self.add_check(each)
+        self.presence.names_of_parts = among.names_of_stages
 
     def restart(self, params: Mapping[str, Tensor], compressors: Sequence[Compressor]) -> None:
         """Go on with other parameters, or another order; which gradients are steady is learned
@@ -342,8 +348,9 @@ class GradientExchange:
         elif early is not None and not again:
             misuse = misuse or _stray(early.names, grads)
         self.presence.begin(grads, complete=complete)
-        params = self.params.values()
-        self.likeness.bring(grads.values(), params, self.group.replica_count)
+        if early is None:
+            params = self.params.values()
+            self.likeness.bring(grads.values(), params, self.group.replica_count)
         said: dict[str, Any] = {"overflow": overflow, "misuse": misuse, "unusable": unusable}
         # all ranks decide from the same answers alone from here on
         if early is None:
@@ -383,6 +390,7 @@ class GradientExchange:
 
     def forget(self) -> None:
         """A step is over, applied or not."""
+        self.presence.begin({}, complete=False)
         for each in self.compressors:
             each.forget()
 
@@ -568,7 +576,7 @@ def gradients_of(
     num_trainers: int | None = None,
     check_finite: bool = True,
     sources: Sources | None = None,
-    job: Group | None = None,
+    among: Among = _ALONE,
 ) -> GradientExchange:
     """The exchange of gradients for an optimizer that does not exchange.
 
@@ -580,7 +588,7 @@ def gradients_of(
         num_trainers: See `Compression.compressor`.
         check_finite: Whether a dense gradient that is not finite drops the step.
         sources: Those who count as one each; None to look for nodes among the ranks.
-        job: All ranks, where they hold different stages and agree together; None for `group`.
+        among: See `GradientExchange`.
 
     Communication: where nodes are to be found, one comparison of their size, and the making of
     their groups.
@@ -594,11 +602,9 @@ def gradients_of(
         if sources is None:
             sources = _agreed_sources(group, compression.node_size)
     sources = group if sources is None else sources
-    made = GradientExchange(
-        job or group, params, compressors, sources=sources, check_dense=check_finite
+    return GradientExchange(
+        group, params, compressors, sources=sources, check_dense=check_finite, among=among
     )
-    made.at_once = job is not None
-    return made
 
 
 def _agreed_sources(group: Group, node_size: int | None) -> Sources:

@@ -2,7 +2,7 @@
 for, and learned, so that later steps can send before they agree.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -37,6 +37,8 @@ class Presence:
 
     def __init__(self) -> None:
         self.pattern = GradientPattern()
+        self.names_of_parts: Sequence[Sequence[str]] = []
+        """The parameters of each stage; empty where all ranks have the same."""
         self._params: Mapping[str, Tensor] = {}
         self._grads: Mapping[str, Tensor] = {}
         self._complete = False
@@ -63,9 +65,10 @@ class Presence:
             return
         complete = self._complete or any(True for _ in answers.of("complete"))
         if not complete:
-            for part in answers.by_part():
-                self._refuse_partial(
-                    turn, {rank: said.get("kinds", "") for rank, said in part.items()}
+            for number, part in enumerate(answers.by_part()):
+                names = self.names_of_parts[number] if self.names_of_parts else list(self._params)
+                _refuse_partial(
+                    turn, names, {rank: said.get("kinds", "") for rank, said in part.items()}
                 )
         columns = [
             "".join(column).replace(_ABSENT, next((k for k in column if k != _ABSENT), _ABSENT))
@@ -99,17 +102,19 @@ class Presence:
             return _ABSENT
         return (_ROW_SPARSE if grad.is_sparse else _DENSE)[grad.dtype]
 
-    def _refuse_partial(self, turn: Turn, kinds: Mapping[int, str]) -> None:
-        for index, name in enumerate(self._params):
-            without = [rank for rank, each in kinds.items() if each[index : index + 1] == _ABSENT]
-            if without and len(without) < len(kinds):
-                having = [rank for rank in kinds if rank not in without]
-                raise Mismatch(
-                    f"{turn.what}: parameter {name} has a gradient on ranks {having} but none on "
-                    f"ranks {without}. Every rank must use the same parameters in a step (give "
-                    "find_unused_parameters=True to prepare, or add 0 * parameter.sum() to the "
-                    "loss of the others)"
-                )
+
+def _refuse_partial(turn: Turn, names: Sequence[str], kinds: Mapping[int, str]) -> None:
+    for index in range(max(map(len, kinds.values()))):
+        name = names[index] if index < len(names) else f"number {index} of another stage"
+        without = [rank for rank, each in kinds.items() if each[index : index + 1] == _ABSENT]
+        if without and len(without) < len(kinds):
+            having = [rank for rank in kinds if rank not in without]
+            raise Mismatch(
+                f"{turn.what}: parameter {name} has a gradient on ranks {having} but none on "
+                f"ranks {without}. Every rank must use the same parameters in a step (give "
+                "find_unused_parameters=True to prepare, or add 0 * parameter.sum() to the "
+                "loss of the others)"
+            )
 
 
 def _zeros(param: Tensor, letter: str) -> Tensor:

@@ -16,14 +16,13 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from thinwire import _validate as check
-from thinwire.comm import Group
 from thinwire.compress.protocol import Compression
 from thinwire.core.centralize import centralized
 from thinwire.core.clip import Clip, clipped
 from thinwire.core.decay import decayed
 from thinwire.core.rows import coalesced
 from thinwire.core.sharded import is_sharded, shard_of
-from thinwire.exchange.agreement import Check
+from thinwire.exchange.agreement import Among
 from thinwire.exchange.gradients import GradientExchange
 from thinwire.exchange.round import Round
 from thinwire.optim.grouped import ParamFacts
@@ -298,12 +297,9 @@ class ExchangingOptimizer(CommonOptimizer, ABC):
         identity: str,
         digest_every: int,
         names: Mapping[Tensor, str],
-        job: Group | None,
-        checks: Sequence[Check],
+        among: Among,
     ) -> None:
-        """Belong to an engine that calls it and its parameters so, has the ranks of `job` agree, if
-        that is given, and adds checks.
-        """
+        """Belong to an engine that calls it and its parameters so, and says who agrees."""
 
     @abstractmethod
     def set_buckets(self, buckets: Sequence[Sequence[str]]) -> None:

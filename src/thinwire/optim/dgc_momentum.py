@@ -60,7 +60,7 @@ from thinwire.core.origin import ORIGIN, Origin, checksum_of, without_origin
 from thinwire.core.precision import named_dtype, narrowed, state_dtype, stored_dtype
 from thinwire.core.sharded import Shards, require_shards, shard_of, sharded_like
 from thinwire.core.stats import numbers
-from thinwire.exchange.agreement import Check
+from thinwire.exchange.agreement import Among
 from thinwire.exchange.digest import DIGEST_EVERY, RollingDigest
 from thinwire.exchange.gradients import GradientExchange, Outcome
 from thinwire.exchange.hyperparameters import SameHyperparameters
@@ -172,8 +172,7 @@ class DGCMomentum(ExchangingOptimizer):
     _attached: "Attached | None" = None
     _sites: Sites | None = None
     _group: Group | None = None
-    _job: Group | None = None
-    _checks: Sequence[Check] = ()
+    _among = Among()
     _cached_listing: _Listing | None = None
     _compressor: DGCCompressor | None = None
     _apart: frozenset[str] | None = frozenset()
@@ -926,10 +925,9 @@ class DGCMomentum(ExchangingOptimizer):
         if not self._names_of_engine:  # an engine has told it in `prepare`
             self._tell_coverage()
         if self._exchange is None:
-            made = GradientExchange(self._job or group, shards, [self._compressor], sources=sources)
+            among, compressors = self._among, [self._compressor]
+            made = GradientExchange(group, shards, compressors, sources=sources, among=among)
             made.add_check(SameHyperparameters(self))
-            for each in self._checks:
-                made.add_check(each)
         else:
             made = self._exchange
             made.restart(shards, [self._compressor])
@@ -943,13 +941,12 @@ class DGCMomentum(ExchangingOptimizer):
         identity: str,
         digest_every: int,
         names: Mapping[Tensor, str],
-        job: Group | None,
-        checks: Sequence[Check],
+        among: Among,
     ) -> None:
         """See `ExchangingOptimizer`."""
         self._identity, self.digest_every = identity, digest_every
         self._names_of_engine, self._cached_listing = names, None
-        self._job, self._checks = job, checks
+        self._among = among
         self._exchange = self._group = None  # counts begin anew
         self._tell_coverage()
 

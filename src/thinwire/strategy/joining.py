@@ -81,7 +81,7 @@ class Joining:
         answers = self._group.gather_bytes(b"+" if active else b"-", what=what)
         for rank, answer in enumerate(answers):
             if answer not in (b"+", b"-"):
-                raise elsewhere(what, rank)
+                raise elsewhere(what, rank, answer)
         self.due = False
         return b"+" in answers
 

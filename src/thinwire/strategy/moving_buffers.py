@@ -76,7 +76,9 @@ class MovingBuffers:
     @torch.no_grad()
     def say(self, turn: Turn) -> Said:
         """See `Check`."""
-        self._told = turn.first and self._group.size > 1 and not (self._alike and not self._seen)
+        if not turn.first:
+            return {}
+        self._told = self._group.size > 1 and not (self._alike and not self._seen)
         if not self._told:
             return {}
         buffers = dict(named_buffers(self._model))

@@ -5,7 +5,7 @@ changed.
 import datetime
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -43,7 +43,7 @@ from thinwire.core.clip import Clip, ClipByGlobalNorm, ClipByNorm, ClipByValue
 from thinwire.core.sharded import Shards, require_elementwise, require_shards, reshard_, shard_of
 from thinwire.core.stats import Planned, planned_row
 from thinwire.errors import StrategyError, ThinwireError
-from thinwire.exchange.agreement import Check
+from thinwire.exchange.agreement import Among
 from thinwire.exchange.digest import DIGEST_EVERY, RollingDigest, optimizer_state
 from thinwire.exchange.gradients import gradients_of
 from thinwire.exchange.overlap import Overlap
@@ -140,6 +140,8 @@ class _Plan:
     sync: LocalUpdates | None
     restore: Callable[[], None]
     """Undoes what making it did to the given optimizer, in class and contents."""
+    names_of_stages: list[list[str]]
+    """What trains in each stage of a pipeline; empty without one."""
     digest_every: int = DIGEST_EVERY
 
 
@@ -397,6 +399,8 @@ def _planned(
         _require_averages(stages)
     stage = stages[place.part if len(stages) > 1 else 0]
     mine = set(stage.parameters())
+    trained = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    of_stages = [[n for n, p in named_parameters(each) if p in trained] for each in stages]
     adopted = adopt(
         optimizer,
         compression=strategy.compression,
@@ -413,7 +417,9 @@ def _planned(
         require_one_clip(adopted.optimizer, grad_clip, names, sharded=options.mesh is not None)
         if adopted.optimizer is not optimizer:
             restore = become_(optimizer, adopted.optimizer, adopted.asked)
-        return _planned_for(optimizer, adopted.compressor, restore, strategy, stage, place, options)
+        plan = _planned_for(optimizer, adopted.compressor, restore, strategy, stage, place, options)
+        plan.names_of_stages = of_stages if len(stages) > 1 else []
+        return plan
     except BaseException:
         restore()
         raise
@@ -456,6 +462,7 @@ def _planned_for(
         scaler=scaler,
         sync=sync,
         restore=restore,
+        names_of_stages=[],
     )
 
 
@@ -540,7 +547,9 @@ def _assembled(
         peers = plan.optimizer.process_group
         partly = peers is not None
     batches, buffers = Batches(), MovingBuffers(plan.stage, _peers(peers, options))
-    exchange = _exchange(strategy, plan, place, clip, [batches, buffers])
+    job = None if grid is None else grid.job
+    among = Among([batches, buffers], job, plan.names_of_stages)
+    exchange = _exchange(strategy, plan, place, clip, among)
     overlap = None
     alone = runner is not None or place.replicas == 1 or partly or options.find_unused_parameters
     # the gradients of shards are there only once the model's own reduction is over
@@ -604,7 +613,7 @@ def _scaler(
 
 
 def _exchange(
-    strategy: Fields, plan: _Plan, place: _Place, clip: Clipping, checks: Sequence[Check]
+    strategy: Fields, plan: _Plan, place: _Place, clip: Clipping, among: Among
 ) -> Exchange:
     """Which of the three ways this engine shares its updates."""
     if plan.sync is not None:
@@ -613,10 +622,9 @@ def _exchange(
         finite = plan.scaler is None and place.grid is None and place.sites is None
         return LocalSteps(plan.optimizer, plan.params, plan.sync, clip, limit, checks=finite)
     identity = f"engine {next_identity()}"
-    job = None if place.grid is None else place.grid.job
     if isinstance(plan.optimizer, ExchangingOptimizer):
         names: dict[torch.Tensor, str] = {p: name for name, p in plan.params.items()}
-        plan.optimizer.serve(identity, plan.digest_every, names, job, checks)
+        plan.optimizer.serve(identity, plan.digest_every, names, among)
         return ExchangingStep(plan.optimizer, plan.params)
     sites = place.sites
     compression = plan.compressor
@@ -632,10 +640,8 @@ def _exchange(
         # a loss scale has looked at the gradients, or was told not to
         check_finite=plan.scaler is None,
         sources=None if sites is None else Replicas(sites),
-        job=job,
+        among=among,
     )
-    for each in checks:
-        gradients.add_check(each)
     gradients.watch(_digest(plan), identity)
     sparsity: Callable[[int], float] = lambda step: 0.0  # noqa: E731
     if compression is not None:
