@@ -67,9 +67,7 @@ def refused(
 
 
 CASES: dict[str, Callable[[], float]] = {
-    "a rank is stopped, agreements": lambda: after_an_attack(
-        "votes", 1, signal.SIGSTOP, TIMEOUT_S
-    ),
+    "a rank is stopped, agreements": lambda: after_an_attack("votes", 1, signal.SIGSTOP, TIMEOUT_S),
     "a rank is stopped, steps": lambda: after_an_attack("engine", 1, signal.SIGSTOP, TIMEOUT_S),
     "the host of the store is stopped": lambda: after_an_attack(
         "engine", 0, signal.SIGSTOP, TIMEOUT_S

@@ -45,9 +45,7 @@ def meeting_place(token: bytes | None = TOKEN, host: str = "127.0.0.1") -> Itera
 
 
 @contextlib.contextmanager
-def host_command(
-    *options: str, namespace: int = -1
-) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def host_command(*options: str, namespace: int = -1) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`thinwire host` as a process, and the address that it printed; in the network namespace
     behind an open descriptor, where one is given."""
     there = [sys.executable, enter.__file__, str(namespace), str(os.getpid())]
