@@ -91,21 +91,21 @@ def test_replicas_have_equal_buffers_after_every_update(ranks: Pool) -> None:
 
 
 def dying_after_an_update(rank: int, size: int) -> tuple[str, str, int, bool]:
-    """Rank 1 is killed when it has made update 4, before buffers are compared."""
+    """Rank 1 is killed when it has made update 4, before the buffers of rank 0 are copied."""
     engine = make_engine(())
     train(engine, (), 0, 3)
     before = digest(engine)
     if rank == 1:
         engine.optimizer.register_step_post_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     try:
-        train(engine, (), 3, 4)
+        train(engine, (), 3, 5)
     except tw.errors.ThinwireError as error:
         return type(error).__name__, str(error), engine.step, digest(engine) != before
     return "", "", engine.step, False
 
 
 @pytest.mark.fault
-def test_where_a_rank_dies_while_buffers_are_compared_the_others_say_that_the_update_was_made(
+def test_where_a_rank_dies_while_buffers_are_copied_the_update_before_stands_on_the_others(
     ranks: Pool,
 ) -> None:
     first, killed, third = ranks.run(
@@ -114,8 +114,9 @@ def test_where_a_rank_dies_while_buffers_are_compared_the_others_say_that_the_up
     assert isinstance(killed, Lost)
     for name, text, step, moved in (first, third):
         assert name in ("PeerLost", "PeerStalled")
-        assert "parameters, optimizer and counters are those after it" in text
-        assert "Nothing" not in text
+        # the copy has the bytes of rank 0 alone, so it may end well, and the next update tells
+        copying = "parameters, optimizer and counters are those after it" in text
+        assert copying != ("agreeing on step 4" in text)
         assert (step, moved) == (4, True)
 
 
@@ -150,11 +151,10 @@ def test_batch_statistics_that_arrive_damaged_are_not_written_and_all_ranks_hear
 ) -> None:
     (first, _), (second, kept) = ranks.run(damaged_buffers, size=2)
     assert kept
-    assert second[0][2] == 4
-    assert first[0][2] == 5
+    assert second[0][2] == first[0][2] == 4
     for _, text, _ in (*first, *second):
         assert "copying the buffers of rank 0: they arrived damaged on rank 1" in text
-        assert "parameters, optimizer and counters are those after it" in text
+    assert "parameters, optimizer and counters are those after it" in second[0][1]
 
 
 # ---- merge

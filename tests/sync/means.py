@@ -57,7 +57,6 @@ class GradientMean:
         if done is None:
             return None
         self.exchange.commit_(done, grads)
-        self.exchange.seal(step + 1)
         mine = with_own_storage(grads) if reuse else set()
         return {
             n: done.arrived[n].mean(n, self.exchange.params[n], g if n in mine else None)

@@ -13,6 +13,8 @@ from torch import Tensor
 __all__ = ["tell_coverage"]
 
 _log = logging.getLogger("thinwire")
+_FEW = 1024
+"""Numbers of a model for which nothing is said: dense, they are a message of 4 kB."""
 _MOST = 0.9
 """Of what a smaller `min_numel` could compress, the part that the advised one does."""
 
@@ -32,7 +34,7 @@ def tell_coverage(
     mine = sum(p.numel() for p in params if compresses(p))
     share = f"{100 * mine / max(1, total):.3g} %"
     said = f"{type(config).__name__} compresses {mine:,} of {total:,} trainable numbers ({share})"
-    if 2 * mine >= total:
+    if 2 * mine >= total or total < _FEW:
         _log.info("%s", said)
         return
     finer = replace(config, min_numel=1) if hasattr(config, "min_numel") else config
