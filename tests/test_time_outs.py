@@ -32,7 +32,8 @@ def one_step(way: str, timeout: Any) -> None:
             loss_of(model(x), y).backward()
             sgd.step()
         return
-    optimizer = tw.optim.DGCMomentum(model.named_parameters(), lr=0.1, timeout=timeout)
+    options = {"lr": 0.1, "min_numel": 1, "timeout": timeout}
+    optimizer = tw.optim.DGCMomentum(model.named_parameters(), **options)
     loss_of(model(x), y).backward()
     optimizer.step()
 
@@ -120,7 +121,8 @@ def rank_0_alone(
             sgd = torch.optim.SGD(model.parameters(), lr=0.1)
             stack.enter_context(tw.local_sgd(model, sgd, tw.LocalSGD(1), timeout=limit_s))
         else:
-            sgd = tw.optim.DGCMomentum(model.named_parameters(), lr=0.1, timeout=limit_s)
+            params = model.named_parameters()
+            sgd = tw.optim.DGCMomentum(params, lr=0.1, min_numel=1, timeout=limit_s)
 
         def step() -> None:
             if way == "engine":

@@ -157,7 +157,7 @@ def user_collectives_interleave(rank: int, size: int) -> list[bytes]:
     [
         lambda model, sgd: tw.DistributedStrategy().prepare(model, sgd),
         lambda model, sgd: tw.local_sgd(model, sgd, tw.LocalSGD(2)).__enter__(),
-        lambda model, sgd: tw.optim.DGCMomentum(model.parameters(), lr=0.1).step(),
+        lambda model, sgd: tw.optim.DGCMomentum(model.parameters(), 0.1, min_numel=1).step(),
     ],
 )
 def test_ranks_that_train_each_for_itself_are_warned(

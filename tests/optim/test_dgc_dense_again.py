@@ -90,7 +90,8 @@ def attached(rank: int, size: int, dtype: torch.dtype, sparsity: float, attach: 
     optimizer = tw.optim.DGCMomentum(
         net.parameters(),
         lr=0.05,
-        min_numel=10**9 if sparsity == 0 else 1,
+        min_numel=1,
+        rampup_begin_step=10**9 if sparsity == 0 else 0,
         sparsity=(sparsity or 0.9,),
     )
     called: nn.Module = net

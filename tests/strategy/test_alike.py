@@ -45,7 +45,7 @@ def start(way: str) -> None:
     torch.manual_seed(1)
     model = nn.Linear(4, 3)
     if way == "DGCMomentum":
-        optimizer = DGCMomentum(model.parameters(), 0.1)
+        optimizer = DGCMomentum(model.parameters(), 0.1, min_numel=1)
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
     elif way == "local_sgd":

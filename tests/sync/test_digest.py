@@ -336,7 +336,7 @@ def change_sparsity(rank: int, size: int, way: str) -> None:
     if way == "attached":
         optimizer.attach(ddp)
     else:
-        tap = DGCMomentum(model.parameters(), 0.0).attach(
+        tap = DGCMomentum(model.parameters(), 0.0, min_numel=64).attach(
             ddp
         )  # takes the exchange of DDP's own away
         tap.remove()

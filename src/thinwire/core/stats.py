@@ -39,7 +39,7 @@ def numbers(
             process; in no other sum.
         wait_s: Seconds in which this rank was blocked until an exchange was over, in this process.
         sparsity: Fraction of a compressed tensor that is not sent in the next exchange; 0 where
-            nothing is left out.
+            nothing is left out, or no tensor is compressed.
         microsteps: Of an unfinished update.
         dropped_steps: Updates that were dropped.
         averagings: Of parameters, under local updates.

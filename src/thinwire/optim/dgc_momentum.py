@@ -289,12 +289,7 @@ class DGCMomentum(ExchangingOptimizer):
     @property
     def needs(self) -> frozenset[Need]:
         """The compiled loops that its exchange calls."""
-        params = [
-            shard_of(p)
-            for group in self.param_groups
-            for p in group["params"]
-            if compressible(shard_of(p), group["min_numel"])
-        ]
+        params = [shard_of(p) for p in self._listing.params.values() if self.compresses(p)]
         state = torch.bfloat16 if self.state_dtype == "bfloat16" else None
         return needs_of("sparse", params, state_dtype=state, value_bits=self.value_bits)
 

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from thinwire.comm import state_told
 from thinwire.comm.group import collective_calls
 from thinwire.compress.dense import Dense, not_finite
-from thinwire.compress.protocol import Limit
+from thinwire.compress.protocol import Compression, Limit
 from thinwire.core.sharded import Shards, shard_of, sharded_like
 from thinwire.core.storage import with_own_storage
 from thinwire.exchange.gradients import GradientExchange, Outcome
@@ -139,7 +139,7 @@ class MeanThenStep(_EveryStep):
         params: Mapping[str, Parameter],
         gradients: GradientExchange,
         clip: Clipping,
-        sparsity: Callable[[int], float],
+        compression: Compression | None,
         limit: Limit | None = None,
     ) -> None:
         self._limit = limit
@@ -147,12 +147,9 @@ class MeanThenStep(_EveryStep):
         gradients.add_check(SameHyperparameters(optimizer))
         if clip.over_stages:
             gradients.measure = lambda came, grads: clip.norm(self._means(came, grads))
-        self._optimizer, self._params, self._clip, self._sparsity = (
-            optimizer,
-            params,
-            clip,
-            sparsity,
-        )
+        self._optimizer, self._params, self._clip = optimizer, params, clip
+        some = compression is not None and any(map(compression.compresses, Shards(params).values()))
+        self._compression = compression if some else None
 
     @property
     def bucket_bytes(self) -> int:
@@ -173,7 +170,9 @@ class MeanThenStep(_EveryStep):
         return self.gradients.wait_s
 
     def counts(self, step: int) -> dict[str, float]:
-        return self.gradients.counts() | {"sparsity": self._sparsity(step)}
+        method = self._compression
+        sparsity = 0.0 if method is None else method.sparsity_in_force(step)
+        return self.gradients.counts() | {"sparsity": sparsity}
 
     @property
     def dropped_steps(self) -> int:

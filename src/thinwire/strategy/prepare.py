@@ -643,13 +643,9 @@ def _exchange(
         among=among,
     )
     gradients.watch(_digest(plan), identity)
-    sparsity: Callable[[int], float] = lambda step: 0.0  # noqa: E731
-    if compression is not None:
-        if any(map(compression.compresses, params.values())):
-            sparsity = compression.sparsity_in_force
-        if gradients.group.rank == 0:
-            tell_coverage(compression, params.values(), compression.compresses)
-    return MeanThenStep(plan.optimizer, plan.params, gradients, clip, sparsity, limit)
+    if compression is not None and gradients.sources.rank == 0:
+        tell_coverage(compression, params.values(), compression.compresses)
+    return MeanThenStep(plan.optimizer, plan.params, gradients, clip, compression, limit)
 
 
 def _limit(strategy: Fields, plan: _Plan, place: _Place) -> Limit | None:

@@ -118,11 +118,8 @@ def _exchanged(
         shapes = [(torch.view_as_real(p) if p.is_complex() else p).shape for p in mine.values()]
         nbytes = local.compression.sent_bytes(local.begin_step + 1, shapes) if shapes else 0
         yield f"compressed, {what} {_sized(mine)}; of all together the message has {nbytes:,} bytes"
-        if len(mine) < len(params):
-            yield (
-                f"dense, {what} "
-                f"{_sized({name: p for name, p in params.items() if name not in mine})}"
-            )
+        if rest := {name: p for name, p in params.items() if name not in mine}:
+            yield f"dense, {what} {_sized(rest)}"
         return
     compression = strategy.compression
     if compression is None:
