@@ -15,8 +15,6 @@ __all__ = ["tell_coverage"]
 _log = logging.getLogger("thinwire")
 _FEW = 1024
 """Numbers of a model for which nothing is said: dense, they are a message of 4 kB."""
-_MOST = 0.9
-"""Of what a smaller `min_numel` could compress, the part that the advised one does."""
 
 
 def tell_coverage(
@@ -41,7 +39,7 @@ def tell_coverage(
     able = sorted((p.numel() for p in params if finer.compresses(p)), reverse=True)
     if 2 * sum(able) >= total:
         reached = list(accumulate(able))
-        least = able[bisect_left(reached, _MOST * reached[-1])]
+        least = able[bisect_left(reached, 0.9 * reached[-1])]
         more = sum(numel for numel in able if numel >= least)
         said += f", all others travel whole: with min_numel={least} it would compress {more:,}"
     else:

@@ -30,7 +30,7 @@ from thinwire.lab.settings import (
     require_task,
     require_within,
 )
-from thinwire.planning.page import render
+from thinwire.planning.page import cells, render
 from thinwire.planning.plan import Plan, Row, seconds_text
 from thinwire.planning.plan import plan as predicted
 from thinwire.planning.probed import FORMAT
@@ -136,16 +136,7 @@ def _print(made: Plan, rows: Sequence[Row]) -> None:
     for column in table.columns[1:]:
         column.justify, column.no_wrap = "right", True
     for row in rows:
-        low, _, high = row.step_seconds
-        table.add_row(
-            row.name,
-            f"{seconds_text(low)}-{seconds_text(high)}",
-            bytes_text(row.bytes_per_step),
-            f"{100 * row.waiting_share:.0f} %",
-            bytes_text(row.memory_bytes),
-            f"{row.progress:.2f}",
-            row.times_sooner,
-        )
+        table.add_row(row.name, *(text.replace(" to ", "-") for text in cells(row)))
     hidden = len(made.strategies) - len(rows)
     nodes = ""
     if made.link["node_size"] > 1:

@@ -20,7 +20,7 @@ from thinwire.lab.report.page import (
 from thinwire.lab.report.plots import FRAMES, Frame, grid, mark, sample, svg, text_at
 from thinwire.planning.plan import Plan, Row, seconds_text
 
-__all__ = ["render"]
+__all__ = ["cells", "render"]
 
 _PRIOR = (
     "What a step is worth is a prior: no formula predicts it. Seconds, bytes and memory are "
@@ -116,7 +116,7 @@ def _table(rows: Sequence[Row]) -> str:
             "".join(
                 f'<td role="cell" data-label="{escape(title)}"><span class="value">'
                 f"{escape(text)}</span></td>"
-                for title, text in zip(_TITLES, _cells(row), strict=True)
+                for title, text in zip(_TITLES, cells(row), strict=True)
             ),
         )
         for number, row in enumerate(rows)
@@ -132,7 +132,8 @@ def _table(rows: Sequence[Row]) -> str:
     )
 
 
-def _cells(row: Row) -> list[str]:
+def cells(row: Row) -> list[str]:
+    """What a table says of a row, beside its name."""
     low, _, high = row.step_seconds
     return [
         f"{seconds_text(low)} to {seconds_text(high)}",

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from thinwire._names import named_parameters
 from thinwire.compress.protocol import Compression
+from thinwire.compress.words import plural
 from thinwire.core.clip import Clip
 from thinwire.local.fragments import fragments_of
 from thinwire.pipeline.split import split_model
@@ -100,10 +101,7 @@ def _stages(strategy: Fields, model: nn.Module) -> Iterator[str]:
 def _recomputed(strategy: Fields, model: nn.Module) -> Iterator[str]:
     if strategy.recompute is not None:
         names = matches(model, strategy.recompute.checkpoints)
-        yield (
-            f"recomputed: {len(names)} {'module' if len(names) == 1 else 'modules'}: "
-            f"{_listed(names)}"
-        )
+        yield f"recomputed: {len(names)} {plural('module', len(names))}: {_listed(names)}"
 
 
 def _exchanged(
@@ -155,7 +153,7 @@ def _sized(params: Mapping[str, Parameter]) -> str:
 
 
 def _tensors(names: list[str]) -> str:
-    return f"{len(names)} {'tensor' if len(names) == 1 else 'tensors'}: {_listed(names)}"
+    return f"{len(names)} {plural('tensor', len(names))}: {_listed(names)}"
 
 
 def _listed(names: Iterable[str]) -> str:
