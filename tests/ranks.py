@@ -24,6 +24,7 @@ from tests.waiting import PATIENCE_S
 __all__ = ["Lost", "Pool", "Raised", "say", "wait_for_word"]
 
 _PATIENCE = timedelta(seconds=PATIENCE_S)
+_LEAVING = timedelta(seconds=30)
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class Pool:
         group_timeout_s: float = 60.0,
         expect_errors: bool = False,
         group: bool = True,
+        together: bool = True,
     ) -> list[Any]:
         """`[function(rank, size, *args) for every rank]`, each in a process of its own.
 
@@ -73,14 +75,16 @@ class Pool:
         with its traceback, and a rank that does not answer within `timeout_s` fails it by number;
         with `expect_errors` they are returned as `Raised`, `Lost` (it died) and None (it did not
         answer). size 0 runs one process without any process group; so do
-        all with `group=False`.
+        all with `group=False`. Without `together` a rank that has returned ends its group at once,
+        and not once all have: so does one of which errors are expected.
         """
         count = max(size, 1)
         self._grow(count)
         self._folder = self._folder or tempfile.TemporaryDirectory()
         self._jobs += 1
         store = Path(self._folder.name, f"store-{self._jobs}")
-        job = (function, args, size, group, str(store), group_timeout_s)
+        together = together and not expect_errors
+        job = (function, args, size, group, str(store), group_timeout_s, together)
         try:
             for rank in range(count):
                 self._workers[rank][1].send((rank, *job))
@@ -190,17 +194,19 @@ def _serve(pipe: Connection) -> None:
     faulthandler.enable()
     while True:
         try:
-            rank, function, args, size, group, store, group_timeout_s = pipe.recv()
+            rank, function, args, size, group, path, group_timeout_s, together = pipe.recv()
         except (EOFError, OSError):
             return
         with warnings.catch_warnings():
             warnings.simplefilter("error")
+            store = None
             try:
                 torch.manual_seed(0)
                 if size and group:
+                    store = _met(path, rank, size)
                     dist.init_process_group(
                         "gloo",
-                        store=_met(store, rank, size),
+                        store=store,
                         rank=rank,
                         world_size=size,
                         timeout=timedelta(seconds=group_timeout_s),
@@ -208,6 +214,11 @@ def _serve(pipe: Connection) -> None:
                     # who ends at once would close what another one still connects
                     dist.barrier()
                 answer: Any = (function(rank, size, *args),)
+                if store is not None and together:
+                    store.set(f"returned {rank}", "")
+                    # else another one, which still connects a group, would find this end closed
+                    with contextlib.suppress(dist.DistStoreError):
+                        store.wait([f"returned {each}" for each in range(size)], _LEAVING)
             except BaseException as error:  # the test decides; the process goes on to report it
                 bases = tuple(kind.__name__ for kind in type(error).__mro__)
                 answer = Raised(type(error).__name__, str(error), traceback.format_exc(), bases)

@@ -55,27 +55,6 @@ def test_gather_and_sum(ranks: Pool, size: int) -> None:
     assert ranks.run(gather_and_sum, size=size) == [expected] * n
 
 
-def wait_for_a_late_rank(rank: int, size: int) -> tuple[float, float]:
-    """Seconds that count as waiting, and those that the exchange took here."""
-    group = Group()
-    group.gather_bytes(b"", what="meeting")
-    before = group.wait_s
-    if rank == 1:
-        wait_for_word("waiting")
-        time.sleep(0.5)
-    begun, pending = time.perf_counter(), group.all_reduce_(torch.ones(1), what="test")
-    if rank == 0:
-        say("waiting")
-    pending.wait()
-    return group.wait_s - before, time.perf_counter() - begun
-
-
-def test_the_time_of_waiting_is_counted_where_it_is_spent(ranks: Pool) -> None:
-    (early_s, whole_s), (late_s, late_whole_s) = ranks.run(wait_for_a_late_rank)
-    assert whole_s / 2 < early_s <= whole_s
-    assert 0 <= late_s <= late_whole_s
-
-
 def exchange_parts(rank: int, size: int) -> tuple[list[list[int]], int, int]:
     group = Group()
     lengths = [receiver + 1 for receiver in range(group.size)]
