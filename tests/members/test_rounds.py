@@ -284,18 +284,43 @@ def test_one_that_was_stopped_finds_itself_evicted(ranks: Pool, tmp_path: Path) 
     assert max(found[n]["longest_s"] for n in (0, 2)) < TIMEOUT_S + 3
 
 
-def test_a_newcomer_of_a_run_that_has_died_is_told_so() -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["killed", "left"])
+def test_a_run_of_which_nobody_is_left_begins_anew_from_the_last_copy(
+    ranks: Pool, tmp_path: Path, how: str
+) -> None:
+    """By the same command and under its own name, with a newcomer that comes later."""
+    folder = str(tmp_path / "copies")
+    with meeting_place(None) as address:
+        flag = str(tmp_path / "one")
+        ended = ranks.run(
+            _saving, address, folder, how, flag, size=2, group=False, expect_errors=True
+        )
+        assert all(isinstance(one, Lost) == (how == "killed") for one in ended)
+        flag = str(tmp_path / "two")
+        again = ranks.run(_saving, address, folder, how, flag, size=3, group=False)
+    assert [each[0] for each in again] == [True, True, False]
+    assert [each[1] for each in again[:2]] == [10, 10]
+    assert again[2][1] > 10, "it took over what the others held"
+    assert len({each[2] for each in again}) == 1
+
+
+def test_who_was_cut_off_from_a_run_that_has_begun_anew_is_evicted() -> None:
+    """The run is written to have begun anew, while the only member of it was not heard of."""
     net = model(0)
     optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
     with meeting_place(None) as address:
         board = Board(connect(address, "test", None, timedelta(seconds=TIMEOUT_S)))
-        board.first("members/0", Decision(("ann", "bob"), ("ann", "bob"), 3).to_dict())
         with (
-            pytest.raises(PeerStalled, match=r"none of its members was heard of.*ann, bob"),
+            pytest.raises(tw.errors.Evicted, match="generation 1 was formed without this member"),
             tw.join(address, run="test", timeout=2.0) as members,
-            tw.local_sgd(net, optimizer, SPARSE, members=members),
+            tw.local_sgd(net, optimizer, tw.LocalSGD(1), members=members) as sync,
         ):
-            pass
+            board.first("members/1", Decision(("ann",), ("ann",), 0).to_dict())
+            while sync.step < 1000:
+                net(torch.randn(8, 24)).square().mean().backward()
+                optimizer.step()
+                time.sleep(0.02)
 
 
 def test_an_engine_takes_members(ranks: Pool, tmp_path: Path) -> None:
@@ -355,6 +380,7 @@ def _saving(rank: int, size: int, address: str, folder: str, run: str, flag: str
     """A run to step 20, of which one member saves at step 10; or one that begins from there, until
     a newcomer is in it."""
     wait_for(flag if rank == 2 else "")
+    begins = not Path(folder).exists()
     net = model(rank)
     optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
     strategy = tw.DistributedStrategy(localsgd=tw.LocalSGD(4, compression=tw.Quantized(4)))
@@ -362,7 +388,7 @@ def _saving(rank: int, size: int, address: str, folder: str, run: str, flag: str
         engine = strategy.prepare(net, optimizer, torch.nn.MSELoss(), members=members)
         loaded = engine.load(folder, if_any=True)
         first = members.step
-        end = 20 if run == "first" else MOST_STEPS
+        end = 20 if begins else MOST_STEPS
         while members.step < end:
             x = torch.randn(8, 24)
             engine.train_step(x, x.roll(1, 1))
@@ -370,6 +396,8 @@ def _saving(rank: int, size: int, address: str, folder: str, run: str, flag: str
                 engine.save(folder)
             if members.step == 14:
                 Path(flag).touch()
+            if begins and run == "killed" and members.step == 18:
+                os._exit(1)
             if engine.sync.synced and members.size == 3:  # type: ignore[union-attr]
                 end = min(end, members.step + 8)
             time.sleep(0.02)

@@ -348,11 +348,11 @@ def test_a_bad_message_of_one_shard_stops_all(ranks: Pool, tmp_path: Path) -> No
     assert found == [("PayloadCorrupt", True)] * 4
 
 
-def engine(rank: int, size: int, address: str, folder: str, run: str) -> Any:
-    """A run to step 20, of which one site saves at step 10; or one that begins from there."""
+def engine(rank: int, size: int, address: str, folder: str, part: str) -> Any:
+    """A run to step 20, of which one site saves at step 10; or how it begins anew from there."""
     number, shard = divmod(rank, SHARDS)
-    wait_for(f"{folder}/{run}" if number == 2 else "")
-    store = dist.FileStore(f"{folder}/site-{number}-{run}", SHARDS)
+    wait_for(f"{folder}/{part}" if number == 2 else "")
+    store = dist.FileStore(f"{folder}/site-{number}-{part}", SHARDS)
     dist.init_process_group("gloo", store=store, rank=shard, world_size=SHARDS)
     try:
         mesh = mesh_of(1, SHARDS)
@@ -362,21 +362,21 @@ def engine(rank: int, size: int, address: str, folder: str, run: str) -> Any:
             localsgd=SPARSE, gradient_merge=tw.GradientMerge(2), amp=tw.AMP(dtype="bfloat16")
         )
         data = torch.randn(64, 24, generator=torch.Generator().manual_seed(9))
-        with tw.join(address, run=run, start_members=2, timeout=TIMEOUT_S, mesh=mesh) as members:
+        with tw.join(address, run="sites", start_members=2, timeout=TIMEOUT_S, mesh=mesh) as members:
             trained = strategy.prepare(
                 net, optimizer, torch.nn.MSELoss(), members=members, mesh=mesh
             )
             loaded = trained.load(f"{folder}/copies", if_any=True)
             entered = members.step
             batches = iter(tw.MemberSampler(len(data), members, batch_size=16))
-            while members.step < (20 if run == "first" else 60):
+            while members.step < (20 if part == "first" else 60):
                 x = data[next(batches)]
                 assert len(x) == 16 // SHARDS
                 trained.train_step(x, x.roll(1, 1))
-                if members.step == 10 and members.rank == 1 and run == "first":
+                if members.step == 10 and members.rank == 1 and part == "first":
                     trained.save(f"{folder}/copies")
                 if rank == 0 and members.step == 14:
-                    Path(folder, run).touch()
+                    Path(folder, part).touch()
                 time.sleep(0.03)
             trained.flush()
             text = digest(trained._parts.exchange.sync)

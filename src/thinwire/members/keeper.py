@@ -69,6 +69,7 @@ class Keeper:
     ) -> None:
         self.board, self.me, self.address = board, me, address
         self.timeout_s, self._min_members = timeout_s, min_members
+        self._patience_s = timeout_s + min(_BUILD_S, timeout_s)
         self._start_members = start_members
         self.generation: Generation | None = None
         self.end: ThinwireError | None = None
@@ -104,7 +105,7 @@ class Keeper:
 
     def meet(self, founders: tuple[str, ...] | None = None) -> None:
         """Say hello, and wait until there is a first generation, or one that this member has to
-        join.
+        join. A run of whose last generation nobody is left begins anew, with the next one.
 
         Args:
             founders: Whom the first rank of this site has met, for its other ranks, which do not
@@ -116,15 +117,12 @@ class Keeper:
         """
         self._founders = founders
         self._thread.start()
-        there = self._came(
-            lambda: self.end or self.generation or self.newcomer, self.timeout_s + _BUILDS_S
-        )
+        limit_s = self._patience_s + self.timeout_s + _BUILDS_S
+        there = self._came(lambda: self.end or self.generation or self.newcomer, limit_s)
         if self.end is not None:
             raise self.end
         if not there:
-            raise ThinwireError(
-                f"no first generation came about within {self.timeout_s + _BUILDS_S:g} s"
-            )
+            raise ThinwireError(f"no first generation came about within {limit_s:g} s")
 
     def _came(self, what: Callable[[], Any], limit_s: float) -> bool:
         """Wait for the thread to bring something about; False where it did not in time.
@@ -215,13 +213,16 @@ class Keeper:
             return found.get(timeout=2 * _LOOK_S)
         return 0.0
 
-    def say_hello(self, board: Board) -> int:
-        """Ask to be let in; the number by which others speak of this request."""
+    def say_hello(self, board: Board, founds: int | None = None) -> int:
+        """Ask to be let in, or to begin with the generation `founds`; the number by which others
+        speak of this request.
+        """
         number = max(self._hello, board.of_member(_HELLOS) or 0)
         while True:
             key = f"hello/{number}"
             try:
-                if board.first(key, {"id": self.me, "n": number})["id"] == self.me:
+                said = {"id": self.me, "n": number, "founds": founds}
+                if board.first(key, said)["id"] == self.me:
                     break
             except PayloadCorrupt as error:  # a stranger has written there
                 board.tell_once(key, error)
@@ -239,12 +240,11 @@ class Keeper:
         """
         if self.end is not None:
             raise self.end
-        silent_s = time.monotonic() - self._heard
-        # members give none while they connect with a newcomer that died meanwhile
-        if silent_s > self.timeout_s + min(_BUILD_S, self.timeout_s):
+        if self._is_silent():
             raise PeerStalled(
-                f"the run has begun, and none of its members was heard of for {silent_s:.0f} s: "
-                f"{', '.join(self._awaited)}. If they have ended, begin under another run="
+                "the run has begun, and none of its members was heard of for "
+                f"{self._patience_s:.0f} s: {', '.join(self._awaited)}. Join again: if they have "
+                "ended, the run begins anew"
             )
 
     def is_let_in(self) -> bool:
@@ -346,55 +346,65 @@ class Keeper:
             self.generation.groups.hang_up()
 
     def _meet(self) -> None:
-        begun = time.monotonic()
         if self._founders is not None:
             self._meet_with(self._founders)
             return
-        number = self._latest()
-        if number is not None:
-            self._wait_for_admission(number)
-            return
-        self.say_hello(self.board)
-        enough_s: float | None = None
+        number, founds, begun, enough_s = self._latest(), -1, 0.0, math.inf
+        self._heard = time.monotonic()
         while not self._over.is_set():
-            self._beat()
-            found = self._who_came()
-            value = self.board.get("members/0")
-            now = time.monotonic()
-            if value is None and len(found) >= self._start_members:
-                enough_s = now if enough_s is None else enough_s
-                if now - enough_s >= 2 * _POLL_S:  # for those who come together with the others
-                    value = self.board.first("members/0", Decision(found, found, 0).to_dict())
-            if value is not None:
-                decision = Decision.from_dict(value)
-                if self.me in decision.ids:
-                    self._enter(0, decision)
-                else:
-                    self._wait_for_admission(0)
+            number, decision, lives = self._look(number)
+            if self.me in decision.ids:
+                self._enter(number, decision)
                 return
-            if now - begun > self.timeout_s:
-                raise QuorumLost(
-                    f"{len(found)} of {self._start_members} members came within "
-                    f"{self.timeout_s:g} s: {', '.join(found)}. Start the others, or ask for fewer"
-                )
-            time.sleep(_STEP_S * 5)
+            if lives:
+                self._wait_for_admission(number)
+                return
+            now = time.monotonic()
+            # nobody is left, or was there ever
+            if founds == number + 1 or not decision.ids or self._is_silent():
+                if founds != number + 1:
+                    founds, begun, enough_s = number + 1, now, math.inf
+                    self.say_hello(self.board, founds)
+                    if number >= 0:
+                        _log.warning("none of generation %d is left: the run begins anew", number)
+                found = self._who_came(founds)
+                enough_s = min(enough_s, now) if len(found) >= self._start_members else math.inf
+                if now - enough_s >= 2 * _POLL_S:  # for those who come together with the others
+                    first = Decision(found, found, 0).to_dict()
+                    self.board.first(f"members/{founds}", first)
+                elif now - begun > self.timeout_s:
+                    raise QuorumLost(
+                        f"{len(found)} of {self._start_members} members came within "
+                        f"{self.timeout_s:g} s: {', '.join(found)}. Start the others, or ask for "
+                        "fewer"
+                    )
+            time.sleep(_POLL_S / 2)
 
     def _meet_with(self, founders: tuple[str, ...]) -> None:
         """Be in the run as the first rank of this site is."""
+        number = latest = self._latest()
         if founders:
             first = Decision(founders, founders, 0)
-            self._enter(0, Decision.from_dict(self.board.first("members/0", first.to_dict())))
+            # the one that they began with may not be the last one any more
+            while number >= 0 and self._decision(number).ids != founders:
+                number -= 1
+            number = latest + 1 if number < 0 else number
+            value = self.board.first(f"members/{number}", first.to_dict())
+            self._enter(number, Decision.from_dict(value))
             return
-        while (number := self._latest()) is None and not self._over.is_set():
+        while number < 0 and not self._over.is_set():
             self._beat()
             time.sleep(_POLL_S)
-        if number is not None:
-            self._wait_for_admission(number)
+            number = self._latest()
+        self._wait_for_admission(number)
 
-    def _who_came(self) -> tuple[str, ...]:
-        """Those who have said hello and are alive, in the order of their hellos."""
+    def _who_came(self, number: int) -> tuple[str, ...]:
+        """Those who have said hello to begin with this generation and are alive, in the order of
+        their hellos.
+        """
         self._read_hellos(math.inf)
-        ids = dict.fromkeys(value["id"] for _, value in sorted(self._hellos.items()))
+        hellos = [value for _, value in sorted(self._hellos.items())]
+        ids = dict.fromkeys(value["id"] for value in hellos if value.get("founds") == number)
         return tuple(each for each in ids if each == self.me or self._lives(each))
 
     def _wait_for_admission(self, number: int) -> None:
@@ -403,15 +413,7 @@ class Keeper:
             self.newcomer = True
             self._news.notify_all()
         while not self._over.is_set():
-            self._beat()
-            while self.board.has(f"members/{number + 1}"):
-                number += 1
-            value = self.board.get(f"members/{number}")
-            assert value is not None, "it was there"
-            decision = Decision.from_dict(value)
-            self._awaited = decision.ids
-            if self._some_live(decision.ids):
-                self._heard = time.monotonic()
+            number, decision, _ = self._look(number)
             if self.me in decision.ids:
                 with self._news:
                     self.votes, self.admitted = decision.votes, (number, decision.ids)
@@ -420,13 +422,42 @@ class Keeper:
                 return
             time.sleep(_POLL_S / 2)
 
-    def _latest(self) -> int | None:
-        """The number of the last generation of the run; None before the first."""
+    def _look(self, number: int) -> tuple[int, Decision, bool]:
+        """The last generation by now, from this one on, and whether one of its members lives;
+        -1 and nobody before the first.
+        """
+        self._beat()
+        before, number = number, self._last_from(number)
+        decision = self._decision(number)
+        self._awaited = decision.ids
+        lives = self._some_live(decision.ids)
+        if lives or number > before:
+            self._heard = time.monotonic()
+        return number, decision, lives
+
+    def _decision(self, number: int) -> Decision:
+        """Of a generation that was formed; -1 for none."""
+        if number < 0:
+            return Decision((), (), 0)
+        value = self.board.get(f"members/{number}")
+        assert value is not None, "it was there"
+        return Decision.from_dict(value)
+
+    def _is_silent(self) -> bool:
+        """Whether nobody was heard of within the time-out, and the time that connecting may take,
+        in which members give no sign of life.
+        """
+        return time.monotonic() - self._heard > self._patience_s
+
+    def _latest(self) -> int:
+        """The number of the last generation of the run; -1 before the first."""
         hint = self.board.get("gen")
-        number = -1 if hint is None else int(hint)
+        return self._last_from(-1 if hint is None else int(hint))
+
+    def _last_from(self, number: int) -> int:
         while self.board.has(f"members/{number + 1}"):
             number += 1
-        return None if number < 0 else number
+        return number
 
     def _announcement(self, connecting_s: float | None = None) -> dict[str, Any]:
         with self._news:  # what was taken from another counts before the main thread asks for it
