@@ -8,9 +8,9 @@ from typing import get_args
 import pytest
 import torch
 
+from tests.api import needs_of, warm_up
+from tests.api import needs_Work as Work
 from tests.ranks import Pool
-from thinwire.kernels.needs import Work, needs_of
-from thinwire.kernels.warm import warm_up
 
 # torch asks for the name of the address of each connection to its store (pytorch 159596), and waits
 # 5 s where a name server lets one question drop

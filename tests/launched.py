@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from tests.api import free_port
 from tests.ranks import Pool
-from thinwire.lab.run.ranks import free_port
 
 __all__ = ["as_torchrun_starts", "free_port", "run_script"]
 

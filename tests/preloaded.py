@@ -11,8 +11,8 @@ from typing import get_args
 import torch
 
 import thinwire.strategy.engine  # noqa: F401
-from thinwire.kernels.needs import Work, needs_of
-from thinwire.kernels.warm import warm_up
+from tests.api import needs_of, warm_up
+from tests.api import needs_Work as Work
 
 torch.set_num_threads(1)
 for _work in get_args(Work):

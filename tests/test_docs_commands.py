@@ -12,7 +12,7 @@ import pytest
 from cyclopts import App
 from torch.distributed.run import get_args_parser
 
-from thinwire.cli import main
+from tests.api import main
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
@@ -50,7 +50,7 @@ def commands(path: Path) -> Iterator[list[str]]:
 def app() -> App:
     with pytest.raises(SystemExit):
         main(["--help"])  # the commands are added at the first call
-    from thinwire.lab.commands import app as ours
+    from tests.api import app as ours
 
     return ours
 

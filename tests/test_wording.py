@@ -1,4 +1,4 @@
-from thinwire._wording import near, shown
+from tests.api import near, shown
 
 
 def test_letters_that_are_missing_too_many_others_or_swapped_count_one_each() -> None:

@@ -35,7 +35,7 @@ def triton_kernels(block: int = SMALL_BLOCK) -> Iterator[None]:
     with patch.dict(os.environ, {"THINWIRE_KERNELS": "triton"}):
         if DEVICE.type == "cpu":
             os.environ["TRITON_INTERPRET"] = "1"
-        from thinwire.kernels.cuda import codes, launching
+        from tests.api import codes, launching
 
         with (
             patch.object(launching, "BLOCK", block),

@@ -21,14 +21,11 @@ from typing import Any
 import torch.distributed as dist
 
 import thinwire as tw
+from tests.api import Link, enter_network, inside, network, why_unavailable
 from tests.attacks.outcome import GRACE_S, Attack, Outcome, Seen, said_nothing_moved
 from tests.attacks.training import make
 from tests.ranks import Pool
 from thinwire.errors import ThinwireError
-from thinwire.lab.network.enter import enter_network
-from thinwire.lab.network.link import Link
-from thinwire.lab.network.namespaces import inside
-from thinwire.lab.network.netns import network, why_unavailable
 
 __all__ = ["ATTACKS"]
 

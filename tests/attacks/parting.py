@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import nn
 
 import thinwire as tw
+from tests.api import traffic
 from tests.attacks.outcome import Attack, Outcome, Seen, judged
 from tests.attacks.training import WAYS, batch, digest, flip_bit, make, small_model, under_attack
 from tests.ranks import Pool
-from thinwire.layout import traffic
 
 __all__ = ["ATTACKS"]
 

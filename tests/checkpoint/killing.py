@@ -22,9 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.api import Group, load, save, tensor_file
 from tests.checkpoint.states import rank_state, same
-from thinwire.checkpoint import load, save, tensor_file
-from thinwire.comm import Group
 
 SIZE = 2
 AT_ONCE = 6

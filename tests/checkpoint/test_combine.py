@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.api import Rule, combine, random_state, set_random_state
 from tests.checkpoint.states import same
-from thinwire.checkpoint import combine, random_state, set_random_state
-from thinwire.checkpoint.combine import Rule
 from thinwire.errors import CheckpointError
 
 

@@ -16,9 +16,8 @@ import pytest
 import torch
 
 import thinwire.checkpoint
+from tests.api import Group, load, save
 from tests.checkpoint.states import rank_state, same
-from thinwire.checkpoint import load, save
-from thinwire.comm import Group
 from thinwire.errors import CheckpointCorrupt, CheckpointError
 
 FILES = ("manifest.json", "rank_00000.json", "rank_00000.safetensors")

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from thinwire.checkpoint import load, save
-from thinwire.comm import Group
+from tests.api import Group, load, save
 from thinwire.errors import CheckpointError
 
 ROOT = Path(__file__).parents[2]

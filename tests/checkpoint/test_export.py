@@ -167,8 +167,7 @@ def test_what_safetensors_would_not_read_everywhere_is_refused(tmp_path: Path) -
 
 
 def test_what_no_engine_has_saved_is_refused(tmp_path: Path) -> None:
-    from thinwire.checkpoint import save
-    from thinwire.comm import Group
+    from tests.api import Group, save
 
     save(tmp_path / "run", {"weight": torch.ones(2)}, step=1, group=Group(), facts={})
     with pytest.raises(CheckpointError, match="its state has no parameters"):

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.api import Group, load, plan, save, saving
 from tests.checkpoint.states import rank_state, same
 from tests.ranks import Pool
-from thinwire.checkpoint import load, plan, save, saving
-from thinwire.comm import Group
 from thinwire.errors import (
     CheckpointCorrupt,
     CheckpointError,

@@ -13,12 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.api import Group, files, load, on_all_ranks, plan, save
 from tests.checkpoint.states import rank_state, same
 from tests.ranks import Pool, Raised
 from tests.waiting import PATIENCE_S, time_out, until
-from thinwire.checkpoint import files, load, plan, save
-from thinwire.checkpoint.all_ranks import on_all_ranks
-from thinwire.comm import Group
 
 LIMIT_S = time_out(4.0)
 

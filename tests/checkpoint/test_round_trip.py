@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.api import Group, load, save
 from tests.checkpoint.states import same
-from thinwire.checkpoint import load, save
-from thinwire.comm import Group
 from thinwire.errors import CheckpointError
 
 

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
+from tests.api import Group, while_busy
 from tests.ranks import Pool
 from tests.waiting import PATIENCE_S, time_out
-from thinwire.comm import Group, while_busy
 from thinwire.errors import Mismatch, ThinwireError
 
 LIMIT_S = time_out(2.0)

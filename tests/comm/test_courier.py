@@ -2,7 +2,7 @@
 
 import socket
 
-from thinwire.comm.courier import _connections_to
+from tests.api import _connections_to
 
 
 def test_pipes_between_processes_are_no_connections_to_the_store() -> None:

@@ -7,11 +7,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from tests.api import Link, inside, network
 from tests.comm.cutting import Ended, trainees
 from tests.lab.namespaces import needs_netns
-from thinwire.lab.network.link import Link
-from thinwire.lab.network.namespaces import inside
-from thinwire.lab.network.netns import network
 
 TIMEOUT_S = 5.0
 LIMIT_S = TIMEOUT_S + 2

@@ -4,11 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.api import Grid, Group
+from tests.api import private as private_module
 from tests.ranks import Pool
 from thinwire import StrategyError
-from thinwire.comm import Group
-from thinwire.comm import private as private_module
-from thinwire.comm.grid import Grid
 from thinwire.errors import ThinwireError
 
 

@@ -14,12 +14,11 @@ import torch
 import torch.distributed as dist
 
 import thinwire as tw
+from tests.api import Group, Nodes, left_s, one_deadline, require_agreement, sources_of
+from tests.api import group as group_module
+from tests.api import private as private_module
 from tests.ranks import Lost, Pool, Raised, say, wait_for_word
 from tests.waiting import time_out
-from thinwire.comm import Group, Nodes, require_agreement, sources_of
-from thinwire.comm import group as group_module
-from thinwire.comm import private as private_module
-from thinwire.comm.waiting import left_s, one_deadline
 from thinwire.errors import PeerStalled, ThinwireError
 
 LIMIT_S = time_out(4.0)

@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.api import Group, make_equal_
+from tests.api import replicate as replicate_module
 from tests.ranks import Pool
 from tests.waiting import time_out
-from thinwire.comm import Group
-from thinwire.comm import replicate as replicate_module
-from thinwire.comm.replicate import make_equal_
 
 
 def tensors(rank: int) -> dict[str, Tensor]:

@@ -4,9 +4,8 @@ import warnings
 
 import pytest
 
+from tests.api import Group, warn_of_restarts
 from tests.ranks import Pool
-from thinwire.comm import Group
-from thinwire.comm.private import warn_of_restarts
 
 MAY_FAIL = {"RANK": "0", "TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
 

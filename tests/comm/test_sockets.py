@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from thinwire.comm.direct import between
-from thinwire.comm.sockets import connections, listeners, shut_down
+from tests.api import between, connections, listeners, shut_down
 
 ADDRESSES = ("127.0.0.2", "127.0.0.3")
 

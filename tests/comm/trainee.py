@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import thinwire as tw
-from thinwire.comm import Group
+from tests.api import Group
 
 
 def votes(rank: int) -> None:

@@ -11,13 +11,11 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 import thinwire as tw
+from tests.api import Group, LowRank, Overlap
 from tests.precision import products_in
 from tests.ranks import Pool
 from tests.reference.low_rank import LowRankOracle
 from tests.sync.means import GradientMean
-from thinwire.comm import Group
-from thinwire.compress.low_rank import LowRank
-from thinwire.exchange.overlap import Overlap
 
 SHAPES = {"wide": (5, 17), "cube": (6, 3, 5), "vector": (40,), "tall": (31, 4), "square": (3, 3)}
 """What travels as factors of rank 1 and 2, and densely: a vector, and for rank 3 a side of 3."""

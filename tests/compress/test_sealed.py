@@ -4,9 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from thinwire.compress.dense import opened_sum, sealed
-from thinwire.layout.message import SEAL_BYTES
-from thinwire.layout.traffic import travels_sealed
+from tests.api import SEAL_BYTES, opened_sum, sealed, travels_sealed
 
 TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64]
 

@@ -6,11 +6,20 @@ import math
 import pytest
 import torch
 
-from thinwire.core.centralize import centralized
-from thinwire.core.clip import ClipByGlobalNorm, ClipByNorm, ClipByValue, clipped
-from thinwire.core.decay import L1Decay, L2Decay, decayed
-from thinwire.core.norms import global_norm, norm
-from thinwire.core.trust_ratio import TrustRule, trust_ratio
+from tests.api import (
+    ClipByGlobalNorm,
+    ClipByNorm,
+    ClipByValue,
+    L1Decay,
+    L2Decay,
+    TrustRule,
+    centralized,
+    clipped,
+    decayed,
+    global_norm,
+    norm,
+    trust_ratio,
+)
 
 THREE_FOUR = torch.tensor([3.0, 4.0])
 

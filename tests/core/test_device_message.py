@@ -11,10 +11,17 @@ from tests.triton_body import DEVICE, require_triton, triton_kernels
 
 require_triton()
 
-from thinwire.core.feedback import Proposal, sum_sparse  # noqa: E402
+from tests.api import (  # noqa: E402  # noqa: E402  # noqa: E402
+    HEADER_BYTES,
+    VALUE_BITS,
+    Layout,
+    Proposal,
+    Slot,
+    device_message,
+    message,
+    sum_sparse,
+)
 from thinwire.errors import PayloadCorrupt  # noqa: E402
-from thinwire.layout.message import HEADER_BYTES, VALUE_BITS, Layout, Slot  # noqa: E402
-from thinwire.wire import device_message, message  # noqa: E402
 
 pytestmark = [pytest.mark.triton, pytest.mark.timeout(300)]
 WHERE = {"step": (1 << 63) + 12, "bucket": 3}

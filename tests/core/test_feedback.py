@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.api import FoldRule, commit_, propose
 from tests.reference import dgc_fold
-from thinwire.core.feedback import FoldRule, commit_, propose
 
 RULES = [FoldRule(0.9), FoldRule(0.9, nesterov=True), FoldRule(0.0), None]
 """None: without momentum buffer."""

@@ -5,10 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.api import decode_positions, encode_positions, position_bytes
 from tests.reference import dgc_codec
 from thinwire.errors import PayloadCorrupt
-from thinwire.layout.message import position_bytes
-from thinwire.wire.positions import decode_positions, encode_positions
 
 EDGES = sorted({1, 2, 3, 5, 8, 100} | {2**m + d for m in (2, 6, 8, 10) for d in (-1, 0, 1)})
 

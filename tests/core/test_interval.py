@@ -7,9 +7,8 @@ from fractions import Fraction
 import pytest
 import torch
 
-from thinwire.core.outer import OuterRule, outer_step_
-from thinwire.layout.fragments import partition
-from thinwire.local.interval import adapted_interval
+from tests.api import OuterRule, adapted_interval, outer_step_
+from tests.api import fragments_partition as partition
 
 
 @pytest.mark.parametrize(

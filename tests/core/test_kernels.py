@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.api import VALUE_BITS, decode_positions, numba_body, position_bytes, reference, threads
+from tests.api import cpu_select as select
 from thinwire import kernels
 from thinwire.errors import PayloadCorrupt
-from thinwire.kernels import reference
-from thinwire.kernels.cpu import numba_body, select, threads
-from thinwire.layout.message import VALUE_BITS, position_bytes
-from thinwire.wire.positions import decode_positions
 
 CPU = torch.device("cpu")
 SIZES = [1, 2, 63, 64, 65, 129, 1000, 8193, 29_000]

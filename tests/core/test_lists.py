@@ -6,22 +6,30 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from thinwire.core.feedback import (
+from tests.api import (
+    HEADER_BYTES,
+    VALUE_BITS,
     Fold,
     FoldRule,
+    Kernels,
+    Layout,
+    Slot,
     commit_,
     commit_list_,
+    has_address,
+    numba_body,
     propose,
     propose_list,
+    reference,
+    share_memory,
     sum_sparse,
+    threads,
 )
+from tests.api import cpu_select as select
+from tests.api import message as message_module
+from tests.api import message_pack as pack
+from tests.api import message_unpack as unpack
 from thinwire.errors import PayloadCorrupt
-from thinwire.kernels import Kernels, reference
-from thinwire.kernels.cpu import numba_body, select, threads
-from thinwire.kernels.memory import has_address, share_memory
-from thinwire.layout.message import HEADER_BYTES, VALUE_BITS, Layout, Slot
-from thinwire.wire import message as message_module
-from thinwire.wire.message import pack, unpack
 
 CPU = torch.device("cpu")
 SIZES = [1, 2, 63, 64, 65, 129, 1000, 8193, 29_000, 70_000]

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.api import any_non_finite, initial_scale, next_scale
 from thinwire.amp import DynamicLossScale, FixedLossScale, LossScaler
-from thinwire.core.loss_scale import any_non_finite, initial_scale, next_scale
 from thinwire.errors import NonFinite
 
 

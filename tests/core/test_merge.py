@@ -4,9 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.api import checked_mean_, sum_sparse
 from tests.reference import dgc_fold
-from thinwire.core.checksum import checked_mean_
-from thinwire.core.feedback import sum_sparse
 
 VALUE = st.floats(-(2.0**100), 2.0**100, width=32)
 PART = st.dictionaries(st.integers(0, 30), VALUE, max_size=20)

@@ -6,9 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.api import HEADER_BYTES, VALUE_BITS, Layout, Slot, pack_nonfinite
+from tests.api import message_pack as pack
+from tests.api import message_unpack as unpack
 from thinwire.errors import PayloadCorrupt
-from thinwire.layout.message import HEADER_BYTES, VALUE_BITS, Layout, Slot
-from thinwire.wire.message import pack, pack_nonfinite, unpack
 
 WHERE = {"step": 12, "bucket": 3, "source": 5}
 

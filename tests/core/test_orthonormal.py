@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from thinwire.core.orthonormal import orthonormal
+from tests.api import orthonormal
 
 
 def columns_of(rows: int, seed: int) -> Tensor:

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 import thinwire as tw
-from thinwire.comm.group import Rate
-from thinwire.core.stats import Pace, planned_row
+from tests.api import Pace, Rate, planned_row
 
 ROW = SimpleNamespace(name="dgc 1%", step_seconds=(0.8, 1.0, 1.2), waiting_share=0.5)
 

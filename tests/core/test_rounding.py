@@ -3,10 +3,8 @@ import math
 import pytest
 import torch
 
+from tests.api import FoldRule, commit_, mixed, narrowed, propose, rounding_seed, store_
 from tests.reference import rounding as oracle
-from thinwire.core.feedback import FoldRule, commit_, propose, rounding_seed, store_
-from thinwire.core.precision import narrowed
-from thinwire.kernels.reference import mixed
 
 RULES = [FoldRule(0.9), FoldRule(0.9, nesterov=True), None]
 """None: without momentum buffer."""

@@ -3,9 +3,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.api import count_sent, top_k
 from tests.reference import dgc_fold
-from thinwire.core.select import top_k
-from thinwire.layout.message import count_sent
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from thinwire.layout.message import SKETCH_NUMEL
-from thinwire.local.sketch import sketch
+from tests.api import SKETCH_NUMEL, sketch
 
 SMALL, LARGE, KEYS = 4000, 50_000, 100
 

@@ -6,7 +6,7 @@ import statistics
 import pytest
 import torch
 
-from thinwire.core.sources import source_factors, squared_norms
+from tests.api import source_factors, squared_norms
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 7, 64, 1000])

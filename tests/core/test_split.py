@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from thinwire.compress.split import add_up, joined, shares
-from thinwire.layout.message import Layout, Slot
-from thinwire.layout.shares import split_plan
-from thinwire.wire.message import pack, unpack
+from tests.api import Layout, Slot, add_up, joined, shares, split_plan
+from tests.api import message_pack as pack
+from tests.api import message_unpack as unpack
 
 SLOTS = st.lists(
     st.integers(1, 400).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n))),

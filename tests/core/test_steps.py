@@ -10,13 +10,20 @@ import numpy as np
 import pytest
 import torch
 
+from tests.api import (
+    LambRule,
+    LarsRule,
+    OuterRule,
+    TrustRule,
+    compiled_steps,
+    lamb_,
+    lars_,
+    numba_steps,
+    outer_list_,
+    outer_step_,
+    threads,
+)
 from thinwire import optim
-from thinwire.core.lamb import LambRule, lamb_
-from thinwire.core.lars import LarsRule, lars_
-from thinwire.core.outer import OuterRule, outer_list_, outer_step_
-from thinwire.core.trust_ratio import TrustRule
-from thinwire.kernels import compiled_steps
-from thinwire.kernels.cpu import numba_steps, threads
 
 SIZES = [1, 2, 3, 127, 128, 129, 1023, 1024, 1025, 2049, 32_767, 32_768, 32_769, 70_001]
 """Around the lanes (128), the block (1024) and the chunk (32768) of the sums."""

@@ -15,12 +15,15 @@ from tests.triton_body import DEVICE, SMALL_BLOCK, require_triton, triton_kernel
 
 require_triton()
 
+from tests.api import (  # noqa: E402
+    VALUE_BITS,
+    crc32,
+    launch,
+    position_parts,
+    reference,
+    triton_body,
+)
 from thinwire import kernels  # noqa: E402
-from thinwire.kernels import reference  # noqa: E402
-from thinwire.kernels.cuda import triton_body  # noqa: E402
-from thinwire.kernels.cuda.crc import crc32  # noqa: E402
-from thinwire.kernels.cuda.launching import launch  # noqa: E402
-from thinwire.layout.message import VALUE_BITS, position_parts  # noqa: E402
 
 pytestmark = pytest.mark.triton
 KINDS = ["random", "tied", "denormal", "huge", "zero", "equal", "ascending", "rare"]

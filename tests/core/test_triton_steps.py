@@ -20,13 +20,18 @@ from tests.triton_body import DEVICE, require_triton, triton_kernels
 
 require_triton()
 
+from tests.api import (  # noqa: E402  # noqa: E402  # noqa: E402
+    LambRule,
+    LarsRule,
+    OuterRule,
+    TrustRule,
+    compiled_steps,
+    device_steps,
+    lamb_list_,
+    lars_list_,
+    outer_list_,
+)
 from thinwire import optim  # noqa: E402
-from thinwire.core.lamb import LambRule, lamb_list_  # noqa: E402
-from thinwire.core.lars import LarsRule, lars_list_  # noqa: E402
-from thinwire.core.outer import OuterRule, outer_list_  # noqa: E402
-from thinwire.core.trust_ratio import TrustRule  # noqa: E402
-from thinwire.kernels import compiled_steps  # noqa: E402
-from thinwire.kernels.cuda import device_steps  # noqa: E402
 
 pytestmark = [
     pytest.mark.triton,

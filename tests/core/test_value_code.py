@@ -5,10 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.api import VALUE_BITS, decode_values, encode_values, value_bytes
 from tests.reference import dgc_codec
 from thinwire.errors import PayloadCorrupt
-from thinwire.layout.message import VALUE_BITS, value_bytes
-from thinwire.wire.values import decode_values, encode_values
 
 ANY_FLOAT = st.floats(width=32, allow_nan=False, allow_infinity=False).filter(bool)
 SCALE_BYTES = {1: 4, 2: 8, 4: 32, 8: 8, 16: 8, 32: 0}

@@ -8,10 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.api import HEADER_BYTES, WHOLE_BITS, WholeLayout, decode
+from tests.api import whole_message_pack as pack
+from tests.api import whole_message_unpack as unpack
 from tests.reference import whole_codes
 from thinwire.errors import PayloadCorrupt
-from thinwire.layout.message import HEADER_BYTES, WHOLE_BITS, WholeLayout
-from thinwire.wire.whole_message import decode, pack, unpack
 
 WHERE = {"step": 12, "bucket": 0, "source": 5}
 NUMELS = (1000, 1, 33)

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.api import enter
+from tests.api import netns_Network as Network
 from tests.processes import kill_all
-from thinwire.lab.network import enter
-from thinwire.lab.network.netns import Network
 
 __all__ = ["doctors", "in_hosts", "shell", "worst"]
 

@@ -3,8 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from thinwire.doctor.interfaces import Interface
-from thinwire.doctor.machine import Machine
+from tests.api import Interface, Machine
 
 __all__ = ["made_up"]
 

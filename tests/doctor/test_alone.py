@@ -5,12 +5,20 @@ import socket
 
 import pytest
 
+from tests.api import (
+    Finding,
+    Interface,
+    Machine,
+    as_text,
+    document,
+    elsewhere,
+    machine_findings,
+    meeting_point,
+    note,
+    ok,
+    wrong,
+)
 from tests.doctor.machines import LOOPBACK, made_up
-from thinwire.doctor.alone import elsewhere, machine_findings
-from thinwire.doctor.findings import Finding, as_text, document, note, ok, wrong
-from thinwire.doctor.interfaces import Interface
-from thinwire.doctor.machine import Machine
-from thinwire.doctor.meeting import meeting_point
 
 DOCKER = Interface("docker0", 1500, True, ("172.17.0.1",))
 

@@ -5,9 +5,8 @@ import sys
 
 import pytest
 
+from tests.api import is_loopback, listening, program_of, source_towards
 from tests.processes import running
-from thinwire.doctor.interfaces import is_loopback, source_towards
-from thinwire.doctor.listening import listening, program_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.api import Link, inside, network
+from tests.api import netns_Network as Network
 from tests.doctor.hosts import ROOT, doctors, in_hosts, shell, worst
 from tests.lab.namespaces import NETNS
-from thinwire.lab.network.link import Link
-from thinwire.lab.network.namespaces import inside
-from thinwire.lab.network.netns import Network, network
 
 pytestmark = [*NETNS, pytest.mark.slow]
 

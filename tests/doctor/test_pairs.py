@@ -2,8 +2,8 @@
 
 import socket
 
+from tests.api import TOKEN_BYTES, Answering, reach, reach_all
 from tests.waiting import PATIENCE_S
-from thinwire.doctor.pairs import TOKEN_BYTES, Answering, reach, reach_all
 
 TOKEN = b"t" * TOKEN_BYTES
 HERE = "127.0.0.1"

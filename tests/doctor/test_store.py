@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed import HashStore
 
+from tests.api import Late, within
+from tests.api import store as module
+from tests.api import store_Board as Board
 from tests.waiting import PATIENCE_S
-from thinwire._aside import Late, within
-from thinwire.doctor import store as module
-from thinwire.doctor.store import Board
 
 
 def test_rows_of_ranks_that_came() -> None:

@@ -5,10 +5,8 @@ from typing import Any
 
 import pytest
 
+from tests.api import Finding, Reach, Seen, Together, findings_together, named
 from tests.doctor.machines import LOOPBACK, made_up
-from thinwire.doctor.findings import Finding
-from thinwire.doctor.pairs import Reach
-from thinwire.doctor.together import Seen, Together, findings_together, named
 
 
 def rank_of(rank: int, *, size: int = 2, **changes: Any) -> Seen:

@@ -17,11 +17,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from tests.api import Group, Pending, connections, shut_down
 from tests.attacks.training import Trainer
 from tests.waiting import time_out
-from thinwire.comm import Group
-from thinwire.comm.group import Pending
-from thinwire.comm.sockets import connections, shut_down
 
 __all__ = ["HOWS", "PHASES", "Fault", "injected"]
 

@@ -15,16 +15,14 @@ import torch
 import torch.distributed as dist
 
 import thinwire as tw
+from tests.api import Link, enter_network, inside, network
+from tests.api import netns_Network as Network
 from tests.attacks.outcome import Seen
 from tests.attacks.training import Trainer, digest, make
 from tests.launched import free_port
 from tests.ranks import Pool
 from tests.waiting import time_out, until
 from thinwire.errors import ThinwireError
-from thinwire.lab.network.enter import enter_network
-from thinwire.lab.network.link import Link
-from thinwire.lab.network.namespaces import inside
-from thinwire.lab.network.netns import Network, network
 
 __all__ = [
     "TIMEOUT_S",

@@ -9,12 +9,12 @@ from statistics import median
 import pytest
 
 import thinwire as tw
+from tests.api import Link
+from tests.api import netns_Network as Network
 from tests.attacks.outcome import Seen, said_nothing_moved
 from tests.faults.lines import TIMEOUT_S, blackhole, nft, over_lines, state, trained, wide
 from tests.lab.namespaces import needs_netns
 from tests.ranks import Pool
-from thinwire.lab.network.link import Link
-from thinwire.lab.network.netns import Network
 
 FAST = Link.parse("200mbit")
 needs_nft = pytest.mark.skipif(shutil.which("nft") is None, reason="needs the command nft")

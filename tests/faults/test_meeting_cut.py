@@ -13,21 +13,15 @@ import pytest
 import torch
 
 import thinwire as tw
+from tests.api import Decision, Link, connect, enter_network, listeners, network, parse_address
+from tests.api import board_Board as Board
 from tests.faults.lines import state
 from tests.faults.proxy import Proxy, proxy
 from tests.lab.namespaces import needs_netns
 from tests.members.places import host_command, meeting_place
 from tests.members.training import model, wait_for
 from tests.ranks import Lost, Pool
-from thinwire.comm.sockets import listeners
 from thinwire.errors import PeerLost, PeerStalled
-from thinwire.lab.network.enter import enter_network
-from thinwire.lab.network.link import Link
-from thinwire.lab.network.netns import network
-from thinwire.members.address import parse_address
-from thinwire.members.board import Board
-from thinwire.members.generation import Decision
-from thinwire.members.meeting import connect
 
 TIMEOUT_S = 3.0
 LIMIT_S = TIMEOUT_S + 2

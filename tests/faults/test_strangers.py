@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from tests.api import listeners
 from tests.attacks.outcome import Seen
 from tests.attacks.training import make
 from tests.faults.injector import Fault
@@ -16,7 +17,6 @@ from tests.faults.lines import limited_memory
 from tests.faults.test_injected import survivors, train
 from tests.launched import free_port
 from tests.ranks import Lost, Pool
-from thinwire.comm.sockets import listeners
 
 CGROUPS = os.access("/sys/fs/cgroup/memory/cgroup.procs", os.W_OK)
 

@@ -2,11 +2,10 @@
 
 import pytest
 
+from tests.api import facts, updates
 from tests.ranks import Pool, Raised
 from tests.strategy.test_alike import start
-from thinwire.local import updates
 from thinwire.optim import dgc_momentum
-from thinwire.strategy import facts
 
 
 def prepared(rank: int, size: int, way: str) -> None:

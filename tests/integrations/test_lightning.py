@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, DistributedSampler
 
 import thinwire as tw
+from tests.api import LocalUpdates
 from tests.integrations.packages import as_under_torchrun, needs
 from tests.integrations.task import (
     ACCUMULATED,
@@ -28,7 +29,6 @@ from tests.integrations.task import (
     task,
 )
 from tests.ranks import Pool, Raised
-from thinwire.local.updates import LocalUpdates
 
 pytestmark = [pytest.mark.integrations, needs("lightning")]
 CONFIGS = {

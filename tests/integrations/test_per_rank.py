@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import thinwire as tw
+from tests.api import write_rank_file
 from tests.integrations.task import dgc, equal, parameters, residuals, task
 from tests.ranks import Pool, Raised
-from thinwire.checkpoint import write_rank_file
 from thinwire.errors import CheckpointError
 from thinwire.integrations import PerRankState
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.lab.run.trainers import DDPTrainer
+from tests.api import DDPTrainer
 
 
 class _Bad(DDPTrainer):

@@ -2,9 +2,7 @@
 
 from typing import Any
 
-from thinwire.lab.run.config import RunConfig
-from thinwire.lab.run.size import ModelSize
-from thinwire.lab.strategies import STRATEGIES
+from tests.api import STRATEGIES, ModelSize, RunConfig
 
 
 def config(**fields: Any) -> RunConfig:

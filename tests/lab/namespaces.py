@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.lab.network.netns import why_unavailable
+from tests.api import why_unavailable
 
 _REASON = why_unavailable()
 NETNS = [

@@ -4,12 +4,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.api import EventReader, Job, failure_of, release, worker
 from tests.launched import as_torchrun_starts, free_port
 from tests.ranks import Pool
-from thinwire.lab.run import worker
-from thinwire.lab.run.config import Job
-from thinwire.lab.run.events import EventReader, release
-from thinwire.lab.run.launch import failure_of
 
 __all__ = ["run_workers_in"]
 

@@ -2,8 +2,8 @@ from itertools import pairwise
 
 import pytest
 
+from tests.api import ByClock, BySteps, rate_factor
 from tests.ranks import Pool
-from thinwire.lab.run.budget import ByClock, BySteps, rate_factor
 
 
 def test_steps_end_where_they_should_and_evaluate_evenly() -> None:

@@ -14,20 +14,24 @@ from typing import Any
 
 import pytest
 
+from tests.api import (
+    Corpus,
+    Job,
+    Recipe,
+    RunConfig,
+    Settings,
+    Silent,
+    WorkerError,
+    choose,
+    compare,
+    netns,
+)
+from tests.api import compare as comparison
 from tests.lab.namespaces import namespace_of, needs_netns, processes_in
 from tests.lab.pooled import run_workers_in
 from tests.processes import alive, descendants, kill_all
 from tests.ranks import Pool
 from tests.waiting import PATIENCE_S, until
-from thinwire.lab import compare as comparison
-from thinwire.lab.compare import compare
-from thinwire.lab.network import netns
-from thinwire.lab.report.progress import Silent
-from thinwire.lab.run.config import Job, Recipe, RunConfig
-from thinwire.lab.run.launch import WorkerError
-from thinwire.lab.run.text import Corpus
-from thinwire.lab.settings import Settings
-from thinwire.lab.strategies import choose
 
 BAD = ("Raises", "Diverges", "Dies")
 Start = Callable[[list[str]], "subprocess.Popen[str]"]

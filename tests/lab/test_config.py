@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.api import STRATEGIES, Job, RunConfig
 from tests.lab.configs import config
-from thinwire.lab.run.config import Job, RunConfig
-from thinwire.lab.strategies import STRATEGIES
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

@@ -10,22 +10,26 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
+from tests.api import (
+    ConvolutionalNet,
+    ConvolutionSize,
+    RunConfig,
+    Setup,
+    Silent,
+    build_trainer,
+    choose,
+    compare,
+    read_digits,
+    rehearse,
+    size_of,
+    work_of,
+)
+from tests.api import compare as comparison
+from tests.api import page_render as render
 from tests.lab.configs import config
 from tests.lab.pooled import run_workers_in
 from tests.lab.test_compare import settings
 from tests.ranks import Pool
-from thinwire.lab import compare as comparison
-from thinwire.lab.compare import compare
-from thinwire.lab.report.page import render
-from thinwire.lab.report.progress import Silent
-from thinwire.lab.run.config import RunConfig
-from thinwire.lab.run.digits import read_digits
-from thinwire.lab.run.model import ConvolutionalNet
-from thinwire.lab.run.rehearsal import rehearse
-from thinwire.lab.run.size import ConvolutionSize, size_of
-from thinwire.lab.run.task import work_of
-from thinwire.lab.run.trainers import Setup, build_trainer
-from thinwire.lab.strategies import choose
 
 RECORD = 65
 

@@ -1,7 +1,7 @@
 from pathlib import Path
 from signal import SIGABRT, SIGKILL
 
-from thinwire.lab.run.launch import explain
+from tests.api import explain
 
 
 def error(rank: int, unix_s: float, message: str) -> dict[str, object]:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.api import is_launched, place_among_ranks
 from tests.launched import free_port
 from tests.processes import running
 from tests.waiting import PATIENCE_S
-from thinwire._launched import is_launched, place_among_ranks
 
 NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 PLACE = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}

@@ -1,7 +1,6 @@
 import pytest
 
-from thinwire.lab.network.link import Link, parse_latency, parse_rate
-from thinwire.lab.network.namespaces import tbf_settings
+from tests.api import Link, parse_latency, parse_rate, tbf_settings
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.api import STRATEGIES, Local, Prepared, Setup, build_trainer
 from tests.ranks import Pool
-from thinwire.lab.run.own_trainers import Local, Prepared
-from thinwire.lab.run.trainers import Setup, build_trainer
-from thinwire.lab.strategies import STRATEGIES
 
 LOCAL = ["localsgd", "adaptive-localsgd", "diloco", "sparse-local"]
 

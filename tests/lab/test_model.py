@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from thinwire.lab.run.model import ByteTransformer
-from thinwire.lab.run.size import ModelSize, parse_size
+from tests.api import ByteTransformer, ModelSize, parse_size
 
 
 def parameters(size: str) -> int:

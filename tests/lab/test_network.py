@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.api import Link, inside, network
+from tests.api import netns_Network as Network
 from tests.lab.namespaces import NETNS, processes_in
-from thinwire.lab.network.link import Link
-from thinwire.lab.network.namespaces import inside
-from thinwire.lab.network.netns import Network, network
 
 pytestmark = NETNS
 

@@ -5,14 +5,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.api import (
+    STRATEGIES,
+    ModelSize,
+    RunConfig,
+    Setup,
+    build_trainer,
+    choose,
+    rehearse,
+    shortened,
+    work_of,
+)
 from tests.lab.configs import config
 from tests.ranks import Pool
-from thinwire.lab.run.config import RunConfig
-from thinwire.lab.run.rehearsal import rehearse, shortened
-from thinwire.lab.run.size import ModelSize
-from thinwire.lab.run.task import work_of
-from thinwire.lab.run.trainers import Setup, build_trainer
-from thinwire.lab.strategies import STRATEGIES, choose
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "strategies").glob("*.yaml"))
 STEPS = 4

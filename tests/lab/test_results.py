@@ -9,19 +9,31 @@ from typing import Any
 
 import pytest
 
-from thinwire.compress.dgc import DGC
-from thinwire.lab.network.link import Link
-from thinwire.lab.report.axes import Axis
-from thinwire.lab.report.measures import Column, bytes_text, loss_text, tables
-from thinwire.lab.report.page import render, write_report
-from thinwire.lab.report.plots import PALETTE, sample
-from thinwire.lab.report.results import KEYS, seconds_to_loss, summarise, write_json
-from thinwire.lab.report.table import print_table
-from thinwire.lab.report.winner import BEST, document_of, write_best
-from thinwire.lab.run.text import Corpus
-from thinwire.lab.settings import Settings
-from thinwire.lab.strategies import STRATEGIES
-from thinwire.strategy.distributed_strategy import DistributedStrategy
+from tests.api import (
+    BEST,
+    DGC,
+    KEYS,
+    PALETTE,
+    STRATEGIES,
+    Axis,
+    Column,
+    Corpus,
+    DistributedStrategy,
+    Link,
+    Settings,
+    bytes_text,
+    document_of,
+    loss_text,
+    print_table,
+    sample,
+    seconds_to_loss,
+    summarise,
+    tables,
+    write_best,
+    write_json,
+    write_report,
+)
+from tests.api import page_render as render
 
 
 def run(strategy: str, losses: list[float], step_s: float, sent: float) -> dict[str, Any]:

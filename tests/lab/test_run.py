@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.api import Prefixed, run_command
 from tests.lab.namespaces import NETNS, namespace_of, needs_netns, processes_in
 from tests.processes import alive, descendants, running
 from tests.waiting import PATIENCE_S, until
 from thinwire import cli
-from thinwire.lab import run_command
-from thinwire.lab.run.prefixed import Prefixed
 
 PLACE = """
 import json, os, sys

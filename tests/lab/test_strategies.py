@@ -2,11 +2,15 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.lab import strategies
-from thinwire.lab.report.winner import document_of
-from thinwire.lab.run.config import Recipe
-from thinwire.lab.strategies import STRATEGIES, choose, register
-from thinwire.strategy.distributed_strategy import DistributedStrategy
+from tests.api import (
+    STRATEGIES,
+    DistributedStrategy,
+    Recipe,
+    choose,
+    document_of,
+    register,
+    strategies,
+)
 
 DENSE = "thinwire.lab.run.trainers:Dense"
 

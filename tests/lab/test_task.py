@@ -11,22 +11,26 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.api import (
+    BareStep,
+    Setup,
+    Silent,
+    TaskError,
+    TaskRefused,
+    called,
+    compare,
+    main,
+    rehearse,
+    seed_of,
+    to_use,
+    work_of,
+)
+from tests.api import compare as comparison
 from tests.lab.configs import config
 from tests.lab.pooled import run_workers_in
 from tests.lab.test_compare import settings
 from tests.processes import ran
 from tests.ranks import Pool
-from thinwire.cli import main
-from thinwire.lab import compare as comparison
-from thinwire.lab.compare import compare
-from thinwire.lab.report.progress import Silent
-from thinwire.lab.report.winner import to_use
-from thinwire.lab.run.built_in import seed_of
-from thinwire.lab.run.launch import TaskRefused
-from thinwire.lab.run.measure import BareStep
-from thinwire.lab.run.rehearsal import rehearse
-from thinwire.lab.run.task import TaskError, called, work_of
-from thinwire.lab.run.trainers import Setup
 
 TASK = """
 import os, torch, thinwire as tw

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.lab.run.text import read_folder, read_standard_library
+from tests.api import read_folder, read_standard_library
 
 
 def test_the_standard_library_is_the_same_text_every_time() -> None:

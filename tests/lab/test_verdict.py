@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
+from tests.api import Verdict, common_loss, seconds_to_loss, verdict
 from tests.lab.test_results import results, run
-from thinwire.lab.report.results import common_loss, seconds_to_loss
-from thinwire.lab.report.verdict import Verdict, verdict
 
 
 def judged(*runs: dict[str, Any], seconds: float | None = 20.0, **changes: Any) -> Verdict:

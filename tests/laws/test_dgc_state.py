@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
+from tests.api import Group
 from tests.laws.test_dgc import run_net
 from tests.ranks import Pool
 from tests.reference import rounding as oracle
 from tests.sync.means import GradientMean
-from thinwire.comm import Group
 from thinwire.optim import DGCMomentum
 
 KEYS = ("momentum_buffer", "residual")

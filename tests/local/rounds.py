@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 
-from thinwire.local import work
-from thinwire.local.work import RoundWork
+from tests.api import RoundWork, work
 
 
 @contextmanager

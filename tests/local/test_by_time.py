@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import thinwire as tw
+from tests.api import weights_of
 from tests.local.rounds import rounds_of, steps_that_take
 from tests.local.test_laws import Bag, digest, gradient, set_gradients, start_values, values
 from tests.ranks import Pool, Raised
-from thinwire.local.work import weights_of
 
 LONG_S = 1e9
 STEPS = (5, 2, 3)

@@ -9,15 +9,20 @@ import torch
 from torch import Tensor
 
 import thinwire as tw
+from tests.api import (
+    COMPRESSIONS,
+    ERRORS,
+    SKETCH_NUMEL,
+    AllGather,
+    AllReduce,
+    Context,
+    Group,
+    compression_of,
+)
 from tests.local.test_laws import Bag, digest, gradient, set_gradients, start_values, values
 from tests.ranks import Pool
 from tests.reference import whole_codes
 from tests.reference.local_training import Simulation
-from thinwire.comm import Group
-from thinwire.compress.change_protocol import ERRORS
-from thinwire.compress.changes import COMPRESSIONS, compression_of
-from thinwire.compress.protocol import AllGather, AllReduce, Context
-from thinwire.layout.message import SKETCH_NUMEL
 
 BITS = (1, 2, 4, 8, 16)
 
@@ -321,7 +326,7 @@ def sent_in_turns(rank: int, size: int, compression: Any, dgc: Any) -> list[tupl
             gathered.append(parts.numel() - lengths[self.rank] if "changes" in what else 0)
             return super().all_to_all(parts, lengths, what=what)
 
-    from thinwire.local import updates
+    from tests.api import updates
 
     updates.Group = Counting  # type: ignore[misc]
     try:
@@ -734,7 +739,7 @@ class Liar(Group):
 
 
 def receive_damage(rank: int, size: int, compression: Any) -> list[str]:
-    from thinwire.local import updates
+    from tests.api import updates
 
     updates.Group = Liar  # type: ignore[misc]
     model = Bag()

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
+from tests.api import Averager
 from tests.local.test_laws import CURVES, Bag, gradient, net, set_gradients, start_values, values
 from tests.ranks import Pool
 from tests.reference.local_training import Simulation, intervals
 from thinwire.errors import Mismatch
-from thinwire.local.averager import Averager
 
 
 def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
+from tests.api import strided
 from tests.local.test_laws import digest
 from tests.ranks import Pool
-from thinwire.layout.fragments import strided
 
 
 class Stack(nn.Module):

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 import thinwire as tw
+from tests.api import Members, Nodes
 from tests.local.test_laws import Bag, digest, noise, start_values
 from tests.ranks import Lost, Pool
-from thinwire.comm import Nodes
-from thinwire.members.members import Members
 
 COMPRESSIONS = {
     "sparse": tw.Sparse(0.75),

@@ -10,11 +10,9 @@ import torch
 from torch import nn
 
 import thinwire as tw
+from tests.api import LocalUpdates, RoundWork, private
 from tests.local.test_laws import digest, net
 from tests.ranks import Pool
-from thinwire.comm import private
-from thinwire.local.updates import LocalUpdates
-from thinwire.local.work import RoundWork
 
 
 def rolled_back(rank: int, size: int) -> list[int]:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
+from tests.api import LocalModel
 from tests.local.test_laws import digest
 from tests.ranks import Pool
 from thinwire.integrations import PerRankState
-from thinwire.local.model import LocalModel
 
 STEPS, STOP = 14, 6
 

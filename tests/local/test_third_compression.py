@@ -10,15 +10,23 @@ import torch
 from torch import Tensor
 
 import thinwire as tw
+from tests.api import (
+    ERRORS,
+    AllReduce,
+    Context,
+    ErrorsOnly,
+    Group,
+    Kept,
+    MeanChange,
+    Need,
+    Round,
+    Sending,
+    checked_mean_,
+    together,
+    updates,
+)
 from tests.local.test_laws import Bag, digest, set_gradients
 from tests.ranks import Pool
-from thinwire.comm import Group
-from thinwire.compress.change_protocol import ERRORS, ErrorsOnly, Kept, MeanChange
-from thinwire.compress.protocol import AllReduce, Context, Sending, together
-from thinwire.core.checksum import checked_mean_
-from thinwire.exchange.round import Round
-from thinwire.kernels.needs import Need
-from thinwire.local import updates
 
 
 class OneFactor(ErrorsOnly):

@@ -10,11 +10,11 @@ from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import thinwire as tw
+from tests.api import LocalUpdates
 from tests.local.test_laws import Bag, gradient, set_gradients, start_values, values
 from tests.ranks import Pool
 from tests.reference.local_training import Simulation
 from thinwire.amp import LossScaler
-from thinwire.local.updates import LocalUpdates
 
 
 def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:

@@ -11,10 +11,9 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 
+from tests.api import enter, serve
 from tests.processes import running
 from tests.waiting import PATIENCE_S
-from thinwire.lab.network import enter
-from thinwire.members.host import serve
 
 TOKEN = b"0123456789abcdef0123456789abcdef"
 TIMEOUT = timedelta(seconds=10)

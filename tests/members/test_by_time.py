@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import thinwire as tw
+from tests.api import Averaging
 from tests.local.rounds import rounds_of
 from tests.members.places import meeting_place
 from tests.members.training import TIMEOUT_S, die, digest, interrupt, model, wait_for
 from tests.ranks import Lost, Pool
-from thinwire.local.averaging import Averaging
 
 CONFIG = tw.LocalSGD(50, begin_step=0, round_seconds=1e9, compression=tw.Quantized(4))
 MADE = (5, 1, 3)

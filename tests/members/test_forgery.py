@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from thinwire.comm.proofs import ALL_RANKS, PROOF_BYTES, Proofs
+from tests.api import ALL_RANKS, PROOF_BYTES, Layout, Proofs, SealedStore, Slot, run_store
+from tests.api import message_pack as pack
+from tests.api import message_unpack as unpack
 from thinwire.errors import PayloadCorrupt
-from thinwire.layout.message import Layout, Slot
-from thinwire.members.meeting import run_store
-from thinwire.members.sealed import SealedStore
-from thinwire.wire.message import pack, unpack
 
 TRIES = 10_000
 WORLD, NUMEL, K = 4, 64, 4

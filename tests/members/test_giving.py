@@ -7,11 +7,9 @@ import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
 
+from tests.api import Given, Giver, SealedStore, Taker, giving
+from tests.api import board_Board as Board
 from thinwire.errors import PayloadCorrupt
-from thinwire.members import giving
-from thinwire.members.board import Board
-from thinwire.members.giving import Given, Giver, Taker
-from thinwire.members.sealed import SealedStore
 
 LIMIT_S = 10.0
 MESSAGES = [

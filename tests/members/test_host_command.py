@@ -19,13 +19,12 @@ from pathlib import Path
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
+from tests.api import SealedStore, connect
 from tests.members.places import TIMEOUT, TOKEN, host_command
 from tests.processes import running
 from tests.waiting import PATIENCE_S, until
 from thinwire import cli
 from thinwire.errors import Mismatch, PeerLost, PeerStalled
-from thinwire.members.meeting import connect
-from thinwire.members.sealed import SealedStore
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

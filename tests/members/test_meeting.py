@@ -16,15 +16,12 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 import thinwire as tw
+from tests.api import Address, SealedStore, connect, meeting, parse_address, require_same
 from tests.lab.namespaces import needs_netns
 from tests.members.places import TIMEOUT, TOKEN, meeting_place
 from tests.processes import ran
 from tests.waiting import time_out, until
 from thinwire.errors import Mismatch, PayloadCorrupt, PeerLost, PeerStalled, ThinwireError
-from thinwire.members import meeting
-from thinwire.members.address import Address, parse_address
-from thinwire.members.meeting import connect, require_same
-from thinwire.members.sealed import SealedStore
 
 SHORT = timedelta(seconds=time_out(1.0))
 

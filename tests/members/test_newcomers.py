@@ -12,16 +12,12 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 import thinwire as tw
+from tests.api import Given, Giver, NewcomersWork, SealedStore, Taker, giving, next_identity
+from tests.api import board_Board as Board
 from tests.members.places import TOKEN, meeting_place
 from tests.members.training import MOST_STEPS, TIMEOUT_S, member, wait_for
 from tests.ranks import Pool
 from tests.waiting import PATIENCE_S, time_out, until
-from thinwire.comm.private import next_identity
-from thinwire.local.newcomers import NewcomersWork
-from thinwire.members import giving
-from thinwire.members.board import Board
-from thinwire.members.giving import Given, Giver, Taker
-from thinwire.members.sealed import SealedStore
 
 EVERY_4 = tw.LocalSGD(4, begin_step=0)
 

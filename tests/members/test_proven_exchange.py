@@ -6,14 +6,10 @@ import torch
 from torch import Tensor
 
 import thinwire as tw
+from tests.api import FoldRule, Group, Pending, Proposed, Round, propose
 from tests.ranks import Pool
 from tests.sync.means import launch
-from thinwire.comm import Group
-from thinwire.comm.group import Pending
-from thinwire.compress.entries import Proposed
-from thinwire.core.feedback import FoldRule, propose
 from thinwire.errors import PayloadCorrupt
-from thinwire.exchange.round import Round
 
 KEY = b"a key of this generation........"
 NUMEL, K = 1000, 10

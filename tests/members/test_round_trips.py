@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import Store, TCPStore
 
-from thinwire.comm.direct import Direct
-from thinwire.members.board import Board
-from thinwire.members.keeper import Keeper
-from thinwire.members.sealed import SealedStore
+from tests.api import Direct, Keeper, SealedStore
+from tests.api import board_Board as Board
 
 LIMIT_S = 20.0
 ANSWERS = {"check": 1, "compare_set": 1, "wait": 1, "get": 2, "multi_get": 2}

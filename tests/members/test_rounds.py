@@ -12,6 +12,8 @@ import pytest
 import torch
 
 import thinwire as tw
+from tests.api import Averaging, Decision, Given, Keeper, NewcomersWork, connect, keeper
+from tests.api import board_Board as Board
 from tests.members.places import TOKEN, meeting_place
 from tests.members.training import (
     MOST_STEPS,
@@ -25,14 +27,6 @@ from tests.members.training import (
 from tests.ranks import Lost, Pool, Raised
 from tests.waiting import PATIENCE_S
 from thinwire.errors import PeerStalled
-from thinwire.local.averaging import Averaging
-from thinwire.local.newcomers import NewcomersWork
-from thinwire.members import keeper
-from thinwire.members.board import Board
-from thinwire.members.generation import Decision
-from thinwire.members.giving import Given
-from thinwire.members.keeper import Keeper
-from thinwire.members.meeting import connect
 
 NEVER_S = 4 * PATIENCE_S
 """A time-out for which nobody can have waited, since the test would have failed."""

@@ -11,9 +11,9 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
 from torch.distributed import DistError
 
+from tests.api import SealedStore
 from tests.waiting import PATIENCE_S
 from thinwire.errors import PayloadCorrupt
-from thinwire.members.sealed import SealedStore
 
 SECRET = b"s" * 32
 LIMIT = timedelta(seconds=4 * PATIENCE_S)  # nobody waits for so long

@@ -11,17 +11,13 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
 import thinwire as tw
+from tests.api import Averaging, ElasticGroup, Keeper, Pending, PendingAveraging, Taker
 from tests.members.places import meeting_place
 from tests.members.training import PHASES, TIMEOUT_S, die, digest, interrupt, model, wait_for
 from tests.ranks import Lost, Pool, Raised
 from tests.sharded.models import mesh_of
 from tests.waiting import PATIENCE_S
-from thinwire.comm import Pending
 from thinwire.errors import ThinwireError
-from thinwire.local.averaging import Averaging, PendingAveraging
-from thinwire.members.giving import Taker
-from thinwire.members.group import ElasticGroup
-from thinwire.members.keeper import Keeper
 
 SHARDS = 2
 SPARSE = tw.LocalSGD(4, begin_step=1, compression=tw.Sparse(0.9))

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 import thinwire as tw
+from tests.api import ElasticGroup, Pending
 from tests.members.places import TOKEN, meeting_place
 from tests.members.training import digest, model
 from tests.ranks import Pool
-from thinwire.comm.group import Pending
 from thinwire.errors import PayloadCorrupt
-from thinwire.members.group import ElasticGroup
 
 CONFIG = tw.LocalSGD(4, begin_step=1, compression=tw.Sparse(0.9))
 STEPS = 14

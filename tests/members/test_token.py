@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.members.token import derived_key, new_token, read_token
+from tests.api import derived_key, new_token, read_token
 
 
 def refusal(path: Path) -> str:

@@ -13,11 +13,8 @@ import torch
 from torch import nn
 
 import thinwire as tw
+from tests.api import Averager, Averaging, Line, PendingAveraging, Taker
 from tests.waiting import time_out, until
-from thinwire.comm.direct import Line
-from thinwire.local.averager import Averager
-from thinwire.local.averaging import Averaging, PendingAveraging
-from thinwire.members.giving import Taker
 
 TIMEOUT_S = time_out(6.0)
 MOST_STEPS = 4000

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
+from tests.api import Group
 from tests.ranks import Lost, Pool
 from thinwire import ClipByNorm, schedules
-from thinwire.comm import Group
 from thinwire.optim import DGCMomentum
 
 NAN = float("nan")

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.api import global_norm
 from tests.optim.cases import EVERY, OURS, Case, model, same, train, values
 from thinwire import optim
-from thinwire.core.norms import global_norm
 
 
 @pytest.fixture(params=EVERY)

@@ -13,11 +13,9 @@ import torch.distributed as dist
 import torch.distributed.pipelining
 from torch import Tensor, nn
 
+from tests.api import Grid, PipelineRunner, split_model
 from tests.ranks import Lost, Pool, Raised
 from thinwire import Pipeline
-from thinwire.comm.grid import Grid
-from thinwire.pipeline.runner import PipelineRunner
-from thinwire.pipeline.split import split_model
 
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}
 """float64; the sums over micro-batches are taken in another order."""

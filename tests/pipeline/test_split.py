@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tests.api import split_model
+from tests.api import split_partition as partition
 from thinwire import Pipeline, StrategyError
-from thinwire.pipeline.split import partition, split_model
 
 
 def tree() -> nn.Sequential:

@@ -3,9 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from thinwire.lab.run.events import EventLog
-from thinwire.lab.run.probe import probe
-from thinwire.lab.run.size import parse_size
+from tests.api import EventLog, parse_size, probe
 
 
 class Probing:

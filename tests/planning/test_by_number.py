@@ -9,11 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import thinwire as tw
-from thinwire.planning.by_number import MOST_PARAMS, cost_by_number, grown
-from thinwire.planning.grid import Candidate, candidates
-from thinwire.planning.methods import cost_of
-from thinwire.planning.network import Network
-from thinwire.planning.work import Work, matrices
+from tests.api import MOST_PARAMS, Candidate, candidates, cost_by_number, cost_of, grown, matrices
+from tests.api import network_Network as Network
+from tests.api import work_Work as Work
 
 RATES = (1e4, 1e6, 2e7, 1e8, 3e8, 1e9, 1e10, 4e11)
 LATENCIES_S = (0.0, 1e-6, 5e-4, 0.02, 0.1, 1.0)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import thinwire as tw
+from tests.api import command
 from tests.processes import running
 from tests.waiting import PATIENCE_S
-from thinwire.planning import command
 
 NUMBERS = ["--params", "124M", "--step-seconds", "0.35"]
 PLAN = [sys.executable, "-m", "thinwire", "plan"]

@@ -10,13 +10,20 @@ from typing import Any
 import pytest
 
 import thinwire as tw
-from thinwire.lab.strategies import STRATEGIES
-from thinwire.layout.message import Layout, Slot, WholeLayout
-from thinwire.layout.shares import split_plan, whole_split
-from thinwire.planning.grid import LEFT_OUT
-from thinwire.planning.methods import cost_of
-from thinwire.planning.network import Network
-from thinwire.planning.work import Work, matrices, numel_of
+from tests.api import (
+    LEFT_OUT,
+    STRATEGIES,
+    Layout,
+    Slot,
+    WholeLayout,
+    cost_of,
+    matrices,
+    numel_of,
+    split_plan,
+    whole_split,
+)
+from tests.api import network_Network as Network
+from tests.api import work_Work as Work
 
 NUMBERS: dict[str, Any] = {"params": "124M", "step_seconds": 0.35, "link": "100mbit"}
 

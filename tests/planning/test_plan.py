@@ -14,12 +14,24 @@ import pytest
 import torch
 
 import thinwire as tw
+from tests.api import (
+    BUCKETS,
+    FRAMES,
+    Layout,
+    Slot,
+    WholeLayout,
+    cost_of,
+    count_sent,
+    crowding,
+    matrices,
+    numel_of,
+    reduce_pairs,
+    split_plan,
+    whole_split,
+)
+from tests.api import network_Network as Network
+from tests.api import work_Work as Work
 from tests.drawn_orders import seconds_of_drawn_orders
-from thinwire.layout.message import Layout, Slot, WholeLayout, count_sent
-from thinwire.layout.shares import split_plan, whole_split
-from thinwire.planning.methods import BUCKETS, cost_of
-from thinwire.planning.network import FRAMES, Network, crowding, reduce_pairs
-from thinwire.planning.work import Work, matrices, numel_of
 
 NUMBERS: dict[str, Any] = {"params": "124M", "step_seconds": 0.35, "workers": 8}
 KEYS = {

@@ -11,19 +11,21 @@ from typing import Any
 import pytest
 
 import thinwire as tw
+from tests.api import (
+    FRAMES,
+    Job,
+    Link,
+    Probe,
+    command,
+    idle_restarts,
+    network,
+    release,
+    run_workers,
+)
 from tests.lab.namespaces import needs_netns
 from tests.launched import as_torchrun_starts, free_port
 from tests.processes import ran
 from tests.ranks import Pool
-from thinwire.lab.network.link import Link
-from thinwire.lab.network.netns import network
-from thinwire.lab.run.config import Job
-from thinwire.lab.run.events import release
-from thinwire.lab.run.launch import run_workers
-from thinwire.lab.run.probe import idle_restarts
-from thinwire.planning import command
-from thinwire.planning.network import FRAMES
-from thinwire.planning.probed import Probe
 
 RANKS = 3
 MEASURED = "device='cuda' is given, and probe='.*probe.json' has measured it: leave one of them out"

@@ -11,10 +11,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import mse_loss
 
 import thinwire as tw
+from tests.api import Group, Pending
 from tests.ranks import Pool, Raised
 from tests.sharded.models import batch, mesh_of, plain_model, same, sharded_model, site_of
 from tests.sharded.models import whole_values as values_of
-from thinwire.comm import Group, Pending
 
 DGC = tw.DGC(sparsity=(0.5,), min_numel=20)
 

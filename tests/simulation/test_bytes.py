@@ -12,22 +12,27 @@ import torch
 from torch import Tensor
 
 import thinwire as tw
-from tests.ranks import Pool
-from thinwire.compress.change_protocol import ERRORS
-from thinwire.compress.dense import send_dense
-from thinwire.compress.protocol import (
+from tests.api import (
+    ERRORS,
     AllGather,
     AllReduce,
     AllToAll,
     Collective,
     Context,
+    Deal,
+    Entries,
+    Gather,
+    Method,
+    Reduce,
     Sending,
+    Whole,
+    dense_sum,
+    send_dense,
+    simulate,
+    switch,
     together,
 )
-from thinwire.simulation.collectives import Deal, Gather, Reduce
-from thinwire.simulation.lines import switch
-from thinwire.simulation.methods import Entries, Method, Whole, dense_sum
-from thinwire.simulation.run import simulate
+from tests.ranks import Pool
 
 SHAPES = {"a": (40, 30), "b": (70,), "c": (50, 50), "d": (3,), "e": (20, 11)}
 NUMELS = tuple(int(np.prod(shape)) for shape in SHAPES.values())

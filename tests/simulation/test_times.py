@@ -7,12 +7,25 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tests.api import (
+    Broadcast,
+    Deal,
+    Entries,
+    Gather,
+    Jitter,
+    Lines,
+    Method,
+    Reduce,
+    Trouble,
+    Whole,
+    finished,
+    homes,
+    simulate,
+    sites,
+    switch,
+)
+from tests.api import network_Network as Network
 from tests.drawn_orders import seconds_of_drawn_orders
-from thinwire.planning.network import Network
-from thinwire.simulation.collectives import Broadcast, Deal, Gather, Jitter, Reduce, finished
-from thinwire.simulation.lines import Lines, homes, sites, switch
-from thinwire.simulation.methods import Entries, Method, Whole
-from thinwire.simulation.run import Trouble, simulate
 
 QUIET = Jitter(0.0, np.random.default_rng(0))
 NUMELS = (4096,) * 40

@@ -5,8 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from thinwire.step.autocast import autocast_forward
-from thinwire.step.recompute import recompute
+from tests.api import autocast_forward, recompute
 
 
 def network() -> nn.Sequential:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from thinwire.step.merge import GradientSum
+from tests.api import GradientSum
 
 
 def summed(rounds, factor, name):

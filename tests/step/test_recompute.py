@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from thinwire.step.autocast import autocast_forward
-from thinwire.step.recompute import matches, recompute
+from tests.api import autocast_forward, recompute
+from tests.api import recompute_matches as matches
 
 
 class Counting(nn.Module):

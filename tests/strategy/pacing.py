@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import thinwire as tw
-from thinwire.lab.run.events import EventLog
+from tests.api import EventLog
 
 STEPS = 12
 

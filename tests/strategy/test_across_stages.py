@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import thinwire as tw
+from tests.api import Group, take_clip_
 from tests.ranks import Pool, Raised
-from thinwire.comm import Group
-from thinwire.strategy.clipping import take_clip_
 
 STEPS, BAD = 4, 2
 FIELDS: list[dict[str, Any]] = [

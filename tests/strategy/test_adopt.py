@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.api import adopt, schedulers_of
 from thinwire import (
     DGC,
     LAMB,
@@ -21,8 +22,6 @@ from thinwire import (
     optim,
 )
 from thinwire.schedules import CosineDecay, PiecewiseConstant, ScheduledLR
-from thinwire.strategy.dependents import schedulers_of
-from thinwire.strategy.replace import adopt
 
 DENSE = DGC(min_numel=10**6)
 """Compresses nothing here, so that DGCMomentum on one rank is plain SGD."""

@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import thinwire as tw
+from tests.api import export, named_parameters, plain_name, plain_names
+from tests.api import names_matches as matches
 from tests.ranks import Pool
 from tests.strategy.training import FIELDS, batch, make_model, make_optimizer
-from thinwire._names import matches, named_parameters, plain_name, plain_names
-from thinwire.checkpoint import export
 from thinwire.errors import CheckpointMismatch
 
 Wrap = Callable[[nn.Sequential], nn.Module]

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
-from thinwire.kernels import warm
+from tests.api import warm
 from thinwire.optim import DGCMomentum, Lamb
 
 pytest.importorskip("numba")

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 import thinwire as tw
-from thinwire.strategy import distributed_strategy
+from tests.api import distributed_strategy
 
 CONFIGS = {
     "amp": tw.AMP(),

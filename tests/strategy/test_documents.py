@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import thinwire as tw
+from tests.api import text_of
 from tests.strategy.test_config import CONFIGS
-from thinwire.strategy.yaml_files import text_of
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "strategies").glob("*.yaml"))
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
+from tests.api import Group
 from tests.ranks import Lost, Pool, Raised
 from tests.strategy.training import (
     FIELDS,
@@ -29,7 +30,6 @@ from tests.strategy.training import (
     make_optimizer,
     train,
 )
-from thinwire.comm import Group
 from thinwire.errors import NonFinite
 
 cross_entropy = nn.functional.cross_entropy

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import thinwire as tw
+from tests.api import rule_of
 from tests.ranks import Pool
 from tests.strategy.test_config import CONFIGS
-from thinwire.strategy.rules import rule_of
 
 COMBINATIONS = [
     tuple(name for name in CONFIGS if name not in (*left_out, "low_rank"))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import thinwire as tw
-from thinwire.strategy.fleet.maps import NOTED_FLAGS
+from tests.api import NOTED_FLAGS
 
 from_fleet = tw.DistributedStrategy.from_fleet
 

@@ -310,7 +310,7 @@ def test_where_prepare_fails_the_object_is_as_before(case: str, how: str, ranks:
 def test_where_putting_it_together_fails_the_object_is_as_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from thinwire.strategy import prepare as module
+    from tests.api import prepare as module
 
     def broken(*_: Any, **__: Any) -> None:
         raise OSError("no more memory")

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import thinwire as tw
+from tests.api import export
 from tests.ranks import Pool
 from tests.strategy.training import batch, digest
-from thinwire.checkpoint import export
 from thinwire.errors import CheckpointMismatch
 
 ROWS = 16

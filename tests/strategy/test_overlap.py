@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import thinwire as tw
+from tests.api import Overlap
 from tests.ranks import Lost, Pool, Raised
 from tests.strategy.training import digest
 from thinwire.errors import Mismatch, ThinwireError
-from thinwire.exchange.overlap import Overlap
 
 cross_entropy = nn.functional.cross_entropy
 DGC = tw.DGC(rampup_begin_step=3, rampup_step=6, sparsity=(0.5, 0.9), min_numel=64, value_bits=8)

@@ -10,14 +10,9 @@ import torch
 from torch import nn
 
 import thinwire as tw
+from tests.api import FRAMES, Job, Link, network, release, run_workers
 from tests.lab.namespaces import needs_netns
 from tests.ranks import Pool
-from thinwire.lab.network.link import Link
-from thinwire.lab.network.netns import network
-from thinwire.lab.run.config import Job
-from thinwire.lab.run.events import release
-from thinwire.lab.run.launch import run_workers
-from thinwire.planning.network import FRAMES
 
 PLAN = tw.plan(params="124M", step_seconds=100.0, link="1mbit")
 """Of steps that take minutes."""

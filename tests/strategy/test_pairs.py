@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import pytest
 
 import thinwire as tw
+from tests.api import RULES
 from tests.ranks import Pool
 from tests.strategy.training import FIELDS, digest, make_engine, train, world_rank
-from thinwire.strategy.rules import RULES
 
 PAIRS = list(itertools.combinations(FIELDS, 2))
 CONFLICTS = [

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 import thinwire as tw
+from tests.api import FIELDS, RULES, page, rule_of, rules_among
 from tests.strategy.test_config import CONFIGS
-from thinwire.strategy.composing import page
-from thinwire.strategy.rules import FIELDS, RULES, rule_of, rules_among
 
 PAGE = Path(__file__).parents[2] / "docs" / "composing.md"
 CONFLICTS = {

@@ -5,14 +5,19 @@ from typing import Any
 
 from torch import Tensor
 
-from thinwire.comm import Group
-from thinwire.compress.dense import send_dense
-from thinwire.compress.entries import Proposed, send_entries
-from thinwire.compress.protocol import Compression, together
-from thinwire.core.storage import with_own_storage
-from thinwire.exchange.gradients import GradientExchange, gradients_of
-from thinwire.exchange.round import Round
-from thinwire.layout.traffic import GATHER
+from tests.api import (
+    GATHER,
+    Compression,
+    GradientExchange,
+    Group,
+    Proposed,
+    Round,
+    gradients_of,
+    send_dense,
+    send_entries,
+    together,
+    with_own_storage,
+)
 
 
 def launch(

@@ -5,8 +5,7 @@ import random
 
 import pytest
 
-from thinwire.exchange.overlap import Readiness, cut_into_buckets
-from thinwire.exchange.presence import GradientPattern
+from tests.api import GradientPattern, Readiness, cut_into_buckets
 
 
 @pytest.mark.parametrize(

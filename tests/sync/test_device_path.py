@@ -207,7 +207,8 @@ class HostReads(TorchDispatchMode):
     @contextmanager
     def watching(self) -> Iterator[Counter[str]]:
         """Not inside a kernel: what its interpreter does is none of the library's."""
-        from thinwire.kernels.cuda import codes, crc, launching, select
+        from tests.api import codes, crc, launching
+        from tests.api import cuda_select as select
 
         def uncounted(*arguments: Any, **constants: Any) -> None:
             self.paused = True

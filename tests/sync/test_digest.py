@@ -12,12 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
+from tests.api import Engine, Group, Pending, checksum, traffic
 from tests.ranks import Pool, Raised
-from thinwire.comm import Group, Pending
-from thinwire.core.checksum import checksum
-from thinwire.layout import traffic
 from thinwire.optim import DGCMomentum
-from thinwire.strategy.engine import Engine
 
 EVERY = 8
 

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.api import DGC, Group, locally_clipped
 from tests.ranks import Pool
 from tests.reference.mean_gradient import MeanOracle
 from tests.sync.means import GradientMean
-from thinwire.comm import Group
-from thinwire.compress.dgc import DGC, locally_clipped
 
 SHAPES = {"big": (20, 15), "small": (6,), "middle": (7, 3, 4), "scalar": ()}
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
+from tests.api import Group, node_size_of
 from tests.ranks import Lost, Pool
 from tests.reference.dgc_training import Oracle
 from tests.sync.means import GradientMean
-from thinwire.comm import Group, node_size_of
 from thinwire.errors import NonFinite
 
 SHAPES = {"embed.weight": (40, 7), "layer.weight": (16, 20), "layer.bias": (16,), "scale": ()}
@@ -434,7 +434,7 @@ class Broken(Group):
 
 
 def damaged(rank: int, size: int, options: dict[str, Any], what: str) -> tuple[str, bool]:
-    from thinwire.comm import nodes as nodes_module
+    from tests.api import nodes as nodes_module
     from thinwire.optim import dgc_momentum
 
     dgc_momentum.Group = nodes_module.Group = Broken  # type: ignore[misc]

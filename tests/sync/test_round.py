@@ -4,13 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.api import HEADER_BYTES, ArrivedEntries, FoldRule, Group, Proposed, Round, propose
 from tests.ranks import Pool
 from tests.sync.means import launch
-from thinwire.comm import Group
-from thinwire.compress.entries import ArrivedEntries, Proposed
-from thinwire.core.feedback import FoldRule, propose
-from thinwire.exchange.round import Round
-from thinwire.layout.message import HEADER_BYTES
 
 NUMEL, K = 1000, 10
 

@@ -9,15 +9,21 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
+from tests.api import (
+    ArrivedEntries,
+    Group,
+    Layout,
+    Proposal,
+    Proposed,
+    Round,
+    Slot,
+    between_sources,
+    inside_node,
+    sources_of,
+)
 from tests.ranks import Pool
 from tests.reference.split_exchange import split_exchange
 from tests.sync.means import GradientMean, launch
-from thinwire.comm import Group, sources_of
-from thinwire.compress.entries import ArrivedEntries, Proposed
-from thinwire.core.feedback import Proposal
-from thinwire.exchange.round import Round
-from thinwire.layout.message import Layout, Slot
-from thinwire.layout.traffic import between_sources, inside_node
 
 NUMELS, COUNTS = [300, 7, 120, 1], [30, 2, 11, 1]
 

@@ -4,8 +4,9 @@ import math
 
 import pytest
 
-from thinwire.layout.message import Layout, Slot
-from thinwire.layout.traffic import (
+from tests.api import (
+    Layout,
+    Slot,
     between_sources,
     busiest,
     chosen_exchange,

@@ -1,0 +1,202 @@
+"""Internals that tests look at, each by the module it stands in: a module that moves changes
+this file alone. Tests import them from here; public names come from `thinwire` itself.
+"""
+
+import importlib
+from typing import Any
+
+_NAMES = {
+    "thinwire._aside": "Late within",
+    "thinwire._launched": "is_launched place_among_ranks",
+    "thinwire._names": "named_parameters names_matches=matches plain_name plain_names",
+    "thinwire._wording": "near shown",
+    "thinwire.checkpoint": (
+        "combine export files load plan random_state save saving set_random_state tensor_file "
+        "write_rank_file"
+    ),
+    "thinwire.checkpoint.all_ranks": "on_all_ranks",
+    "thinwire.checkpoint.combine": "Rule",
+    "thinwire.cli": "main",
+    "thinwire.comm": (
+        "Group Nodes Pending group node_size_of nodes private replicate require_agreement "
+        "sources_of while_busy"
+    ),
+    "thinwire.comm.courier": "_connections_to",
+    "thinwire.comm.direct": "Direct Line between",
+    "thinwire.comm.grid": "Grid",
+    "thinwire.comm.group": "Rate",
+    "thinwire.comm.private": "next_identity warn_of_restarts",
+    "thinwire.comm.proofs": "ALL_RANKS PROOF_BYTES Proofs",
+    "thinwire.comm.replicate": "make_equal_",
+    "thinwire.comm.sockets": "connections listeners shut_down",
+    "thinwire.comm.waiting": "left_s one_deadline",
+    "thinwire.compress.change_protocol": "ERRORS ErrorsOnly Kept MeanChange",
+    "thinwire.compress.changes": "COMPRESSIONS compression_of",
+    "thinwire.compress.dense": "opened_sum sealed send_dense",
+    "thinwire.compress.dgc": "DGC locally_clipped",
+    "thinwire.compress.entries": "ArrivedEntries Proposed send_entries",
+    "thinwire.compress.low_rank": "LowRank",
+    "thinwire.compress.protocol": (
+        "AllGather AllReduce AllToAll Collective Compression Context Sending together"
+    ),
+    "thinwire.compress.split": "add_up joined shares",
+    "thinwire.core.centralize": "centralized",
+    "thinwire.core.checksum": "checked_mean_ checksum",
+    "thinwire.core.clip": "ClipByGlobalNorm ClipByNorm ClipByValue clipped",
+    "thinwire.core.decay": "L1Decay L2Decay decayed",
+    "thinwire.core.feedback": (
+        "Fold FoldRule Proposal commit_ commit_list_ propose propose_list rounding_seed store_ "
+        "sum_sparse"
+    ),
+    "thinwire.core.lamb": "LambRule lamb_ lamb_list_",
+    "thinwire.core.lars": "LarsRule lars_ lars_list_",
+    "thinwire.core.loss_scale": "any_non_finite initial_scale next_scale",
+    "thinwire.core.norms": "global_norm norm",
+    "thinwire.core.orthonormal": "orthonormal",
+    "thinwire.core.outer": "OuterRule outer_list_ outer_step_",
+    "thinwire.core.precision": "narrowed",
+    "thinwire.core.select": "top_k",
+    "thinwire.core.sources": "source_factors squared_norms",
+    "thinwire.core.stats": "Pace planned_row",
+    "thinwire.core.storage": "with_own_storage",
+    "thinwire.core.trust_ratio": "TrustRule trust_ratio",
+    "thinwire.doctor": "store",
+    "thinwire.doctor.alone": "elsewhere machine_findings",
+    "thinwire.doctor.findings": "Finding as_text document note ok wrong",
+    "thinwire.doctor.interfaces": "Interface is_loopback source_towards",
+    "thinwire.doctor.listening": "listening program_of",
+    "thinwire.doctor.machine": "Machine",
+    "thinwire.doctor.meeting": "meeting_point",
+    "thinwire.doctor.pairs": "Answering Reach TOKEN_BYTES reach reach_all",
+    "thinwire.doctor.store": "store_Board=Board",
+    "thinwire.doctor.together": "Seen Together findings_together named",
+    "thinwire.exchange.gradients": "GradientExchange gradients_of",
+    "thinwire.exchange.overlap": "Overlap Readiness cut_into_buckets",
+    "thinwire.exchange.presence": "GradientPattern",
+    "thinwire.exchange.round": "Round",
+    "thinwire.kernels": "Kernels compiled_steps reference warm",
+    "thinwire.kernels.cpu": "cpu_select=select numba_body numba_steps threads",
+    "thinwire.kernels.cuda": "codes crc cuda_select=select device_steps launching triton_body",
+    "thinwire.kernels.cuda.crc": "crc32",
+    "thinwire.kernels.cuda.launching": "launch",
+    "thinwire.kernels.memory": "has_address share_memory",
+    "thinwire.kernels.needs": "Need needs_Work=Work needs_of",
+    "thinwire.kernels.reference": "mixed",
+    "thinwire.kernels.warm": "warm_up",
+    "thinwire.lab": "run_command strategies",
+    "thinwire.lab.commands": "app",
+    "thinwire.lab.compare": "compare",
+    "thinwire.lab.network": "enter netns",
+    "thinwire.lab.network.enter": "enter_network",
+    "thinwire.lab.network.link": "Link parse_latency parse_rate",
+    "thinwire.lab.network.namespaces": "inside tbf_settings",
+    "thinwire.lab.network.netns": "netns_Network=Network network why_unavailable",
+    "thinwire.lab.report.axes": "Axis",
+    "thinwire.lab.report.measures": "Column bytes_text loss_text tables",
+    "thinwire.lab.report.page": "page_render=render write_report",
+    "thinwire.lab.report.plots": "PALETTE sample",
+    "thinwire.lab.report.progress": "Silent",
+    "thinwire.lab.report.results": "KEYS common_loss seconds_to_loss summarise write_json",
+    "thinwire.lab.report.table": "print_table",
+    "thinwire.lab.report.verdict": "Verdict verdict",
+    "thinwire.lab.report.winner": "BEST document_of to_use write_best",
+    "thinwire.lab.run": "worker",
+    "thinwire.lab.run.budget": "ByClock BySteps rate_factor",
+    "thinwire.lab.run.built_in": "seed_of",
+    "thinwire.lab.run.config": "Job Recipe RunConfig",
+    "thinwire.lab.run.digits": "read_digits",
+    "thinwire.lab.run.events": "EventLog EventReader release",
+    "thinwire.lab.run.launch": "TaskRefused WorkerError explain failure_of run_workers",
+    "thinwire.lab.run.measure": "BareStep",
+    "thinwire.lab.run.model": "ByteTransformer ConvolutionalNet",
+    "thinwire.lab.run.own_trainers": "Local Prepared",
+    "thinwire.lab.run.prefixed": "Prefixed",
+    "thinwire.lab.run.probe": "idle_restarts probe",
+    "thinwire.lab.run.ranks": "free_port",
+    "thinwire.lab.run.rehearsal": "rehearse shortened",
+    "thinwire.lab.run.size": "ConvolutionSize ModelSize parse_size size_of",
+    "thinwire.lab.run.task": "TaskError called work_of",
+    "thinwire.lab.run.text": "Corpus read_folder read_standard_library",
+    "thinwire.lab.run.trainers": "DDPTrainer Setup build_trainer",
+    "thinwire.lab.settings": "Settings",
+    "thinwire.lab.strategies": "STRATEGIES choose register",
+    "thinwire.layout": "traffic",
+    "thinwire.layout.fragments": "fragments_partition=partition strided",
+    "thinwire.layout.message": (
+        "HEADER_BYTES Layout SEAL_BYTES SKETCH_NUMEL Slot VALUE_BITS WHOLE_BITS WholeLayout "
+        "count_sent position_bytes position_parts value_bytes"
+    ),
+    "thinwire.layout.shares": "split_plan whole_split",
+    "thinwire.layout.traffic": (
+        "GATHER between_sources busiest chosen_exchange first_split inside_node travels_sealed"
+    ),
+    "thinwire.local": "updates work",
+    "thinwire.local.averager": "Averager",
+    "thinwire.local.averaging": "Averaging PendingAveraging",
+    "thinwire.local.interval": "adapted_interval",
+    "thinwire.local.model": "LocalModel",
+    "thinwire.local.newcomers": "NewcomersWork",
+    "thinwire.local.sketch": "sketch",
+    "thinwire.local.updates": "LocalUpdates",
+    "thinwire.local.work": "RoundWork weights_of",
+    "thinwire.members": "giving keeper meeting",
+    "thinwire.members.address": "Address parse_address",
+    "thinwire.members.board": "board_Board=Board",
+    "thinwire.members.generation": "Decision",
+    "thinwire.members.giving": "Given Giver Taker",
+    "thinwire.members.group": "ElasticGroup",
+    "thinwire.members.host": "serve",
+    "thinwire.members.keeper": "Keeper",
+    "thinwire.members.meeting": "connect require_same run_store",
+    "thinwire.members.members": "Members",
+    "thinwire.members.sealed": "SealedStore",
+    "thinwire.members.token": "derived_key new_token read_token",
+    "thinwire.pipeline.runner": "PipelineRunner",
+    "thinwire.pipeline.split": "split_model split_partition=partition",
+    "thinwire.planning": "command",
+    "thinwire.planning.by_number": "MOST_PARAMS cost_by_number grown",
+    "thinwire.planning.grid": "Candidate LEFT_OUT candidates",
+    "thinwire.planning.methods": "BUCKETS cost_of",
+    "thinwire.planning.network": "FRAMES crowding network_Network=Network reduce_pairs",
+    "thinwire.planning.page": "page_render=render",
+    "thinwire.planning.probed": "Probe",
+    "thinwire.planning.work": "matrices numel_of work_Work=Work",
+    "thinwire.simulation.collectives": "Broadcast Deal Gather Jitter Reduce finished",
+    "thinwire.simulation.lines": "Lines homes sites switch",
+    "thinwire.simulation.methods": "Entries Method Whole dense_sum",
+    "thinwire.simulation.run": "Trouble simulate",
+    "thinwire.step.autocast": "autocast_forward",
+    "thinwire.step.merge": "GradientSum",
+    "thinwire.step.recompute": "recompute recompute_matches=matches",
+    "thinwire.strategy": "distributed_strategy facts prepare",
+    "thinwire.strategy.clipping": "take_clip_",
+    "thinwire.strategy.composing": "page",
+    "thinwire.strategy.dependents": "schedulers_of",
+    "thinwire.strategy.distributed_strategy": "DistributedStrategy",
+    "thinwire.strategy.engine": "Engine",
+    "thinwire.strategy.fleet.maps": "NOTED_FLAGS",
+    "thinwire.strategy.replace": "adopt",
+    "thinwire.strategy.rules": "FIELDS RULES rule_of rules_among",
+    "thinwire.strategy.yaml_files": "text_of",
+    "thinwire.wire": "device_message message",
+    "thinwire.wire.message": "message_pack=pack message_unpack=unpack pack_nonfinite",
+    "thinwire.wire.positions": "decode_positions encode_positions",
+    "thinwire.wire.values": "decode_values encode_values",
+    "thinwire.wire.whole_message": "decode whole_message_pack=pack whole_message_unpack=unpack",
+}
+"""By module its names, or `name here=name there` where two modules have the same."""
+_HOMES = {
+    name.partition("=")[0]: (module, name.rpartition("=")[2])
+    for module, names in _NAMES.items()
+    for name in names.split()
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"tests.api has no {name!r}: enter it in _NAMES")
+    module, there = _HOMES[name]
+    home = importlib.import_module(module)
+    if hasattr(home, there):
+        return getattr(home, there)
+    return importlib.import_module(f"{module}.{there}")
