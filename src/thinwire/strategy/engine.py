@@ -3,8 +3,6 @@
 import contextlib
 import json
 import logging
-import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -16,19 +14,15 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from thinwire import _validate as check
-from thinwire._names import named_parameters
 from thinwire.comm import (
     busy,
     elsewhere,
-    long_waits_logged,
     mapping_of,
     require_agreement,
-    state_told,
 )
-from thinwire.core.sharded import is_sharded, reshard_, shard_of, sharded_like
-from thinwire.core.stats import Pace, numbers
-from thinwire.core.storage import with_own_storage
-from thinwire.errors import CheckpointMissing, Mismatch, PeerLost, PeerStalled, ThinwireError
+from thinwire.core.sharded import is_sharded, reshard_, shard_of
+from thinwire.core.stats import numbers
+from thinwire.errors import CheckpointMissing, ThinwireError
 from thinwire.exchange.verdict import Verdict
 from thinwire.local.model import SCALER, refuse_scaler
 from thinwire.local.updates import LocalUpdates
@@ -36,14 +30,12 @@ from thinwire.local.work import require_tokens
 from thinwire.optim.layerwise import LayerwiseOptimizer
 from thinwire.pipeline.runner import PipelineRunner
 from thinwire.strategy import saving
-from thinwire.strategy.exchanges import LocalSteps
 from thinwire.strategy.holding import (
-    LeftGradients,
-    ParameterPlaces,
     step_replaced_,
     taken_off_,
 )
 from thinwire.strategy.joining import Joining
+from thinwire.strategy.microsteps import Microsteps
 from thinwire.strategy.parts import Parts
 from thinwire.strategy.whole_models import load_whole_model
 
@@ -66,26 +58,19 @@ class Engine:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self.step = 0
-        """Updates made by this rank; without local updates the same on all."""
+        self._steps = Microsteps(parts)
         self.extra: Any = None
         """What `save` was given as `extra`, after `load`; None before it, and where nothing was
         given."""
-        self._dropped_before = 0
-        self._bytes_before = 0
-        self._left = LeftGradients(parts.params)
-        self._joining: Joining | None = None
-        self._pace = Pace(parts.planned if parts.group.rank == 0 else None)
-        self._departure: str | None = None
         self._sharded = any(map(is_sharded, parts.params.values()))
-        self._places = None if self._sharded else ParameterPlaces(parts.model, parts.params)
         self._following: Following | None = None
-        self._tokens: int | None = None  # of the microstep that is being made
         # the engine's hooks stand on the model and the optimizer, and must not outlive it
         self._finalizer = weakref.finalize(self, _close, parts)
-        self._trained = set(parts.params.values()) | {
-            p for p in _params_of(parts.optimizer) if p.requires_grad
-        }
+
+    @property
+    def step(self) -> int:
+        """Updates made by this rank; without local updates the same on all."""
+        return self._steps.step
 
     @property
     def model(self) -> nn.Module:
@@ -97,8 +82,7 @@ class Engine:
         """The local updates, as `local_sgd` returns them: `sync.step`, the same on all ranks,
         `sync.synced`, `sync.k_steps`; None where every update is exchanged.
         """
-        exchange = self._parts.exchange
-        return exchange.sync if isinstance(exchange, LocalSteps) else None
+        return self._steps.sync
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -136,10 +120,10 @@ class Engine:
         if parts.runner is not None:
             return self._train_stages(parts.runner, inputs, targets, tokens)
         self._begin_microstep(tokens)
-        loss = self._loss_of(inputs, targets, "train_step")
-        with self._advice(), parts.group.one_deadline():
-            self._minimize(loss)
-        self._warn()
+        _check_mean(loss := self._loss_of(inputs, targets, "train_step"))
+        with self._steps.advised(), parts.group.one_deadline():
+            self._steps.minimize(loss)
+        self._steps.warn()
         return loss.detach().reshape(())
 
     def _train_stages(
@@ -149,16 +133,16 @@ class Engine:
         problem: Exception | None = None
         try:
             self._begin_microstep(tokens)
-            self._clear_grads()
+            self._steps.clear_grads()
         except ThinwireError:
             raise
         except (TypeError, ValueError, RuntimeError) as error:  # of this stage; others are told
             problem = error
         with self._parts.group.one_deadline():
             loss = runner.step(inputs, targets, problem)
-            self._finish_microstep(loss)
-        self._left.remember()
-        self._warn()
+            self._steps.finish(loss)
+        self._steps.left.remember()
+        self._steps.warn()
         return loss
 
     @torch.no_grad()
@@ -223,9 +207,10 @@ class Engine:
                 "use engine.train_step(inputs, targets)"
             )
         self._begin_microstep(tokens)
-        with self._advice(), parts.group.one_deadline():
-            self._minimize(loss)
-        self._warn()
+        _check_mean(loss)
+        with self._steps.advised(), parts.group.one_deadline():
+            self._steps.minimize(loss)
+        self._steps.warn()
         return [], [(p, p.grad) for p in parts.params.values() if p.grad is not None]
 
     def apply_gradients(self, loss: Tensor | None = None, *, tokens: int | None = None) -> None:
@@ -248,10 +233,10 @@ class Engine:
         """
         self._require_unscaled("apply_gradients")
         self._require_ready(tokens)
-        with self._advice(), self._parts.group.one_deadline():
-            self._finish_microstep(loss)
-        self._left.remember()
-        self._warn()
+        with self._steps.advised(), self._parts.group.one_deadline():
+            self._steps.finish(loss)
+        self._steps.left.remember()
+        self._steps.warn()
 
     def follow_steps(self, loss: Callable[[], Tensor | None] | None = None) -> "Following":
         """Let `engine.optimizer.step()` make the update, for a loop that is not yours: it is
@@ -286,7 +271,7 @@ class Engine:
             assert target is not None, "its end takes this off"
             if taken_off_(target.optimizer):
                 raise RuntimeError(SCALER)
-            if target._parts.group.size > 1 and target._by_time is None:
+            if target._parts.group.size > 1 and target._steps.by_time is None:
                 refuse_scaler(target.optimizer)
             value = None
             if closure is not None:
@@ -325,7 +310,7 @@ class Engine:
         Communication: 24 bytes a rank and microstep; under local updates once for every averaging.
         """
         self._require_open()
-        if self._joining is not None:
+        if self._steps.joining is not None:
             raise RuntimeError(
                 "engine.join() stands inside another one: use one around the whole loop"
             )
@@ -339,19 +324,19 @@ class Engine:
                 "engine.join() does not work with mesh=: the ranks of a site gather their shards "
                 "in every forward pass, and need equally many batches, as DistributedSampler gives"
             )
-        self._joining = joining = Joining(self._parts.group)
+        self._steps.joining = joining = Joining(self._parts.group)
         batches = self._parts.batches
         batches.begin()
         try:
             yield
             if self._parts.exchange.local:
-                joining.idle(self._idle_microstep)
+                joining.idle(self._steps.idle_locally)
             else:
                 batches.mine = False
-                while self._idle_update() is not Verdict.END:
+                while self._steps.idle() is not Verdict.END:
                     pass
         finally:
-            self._joining = None
+            self._steps.joining = None
             batches.end()
 
     def flush(self) -> None:
@@ -369,26 +354,26 @@ class Engine:
         """
         self._require_open()
         if self.sync is not None and self.sync.left:
-            self._forget_merged()
+            self._steps.forget_merged()
             return
         parts = self._parts
         merge = parts.merge
         with parts.group.one_deadline():
             if merge is not None:
-                uneven = self._by_time
-                place = {"step": self._place()}
+                uneven = self._steps.by_time
+                place = {"step": self._steps.place()}
                 if uneven is None:
                     place["microsteps of the unfinished update"] = merge.microsteps
                 require_agreement(parts.group, place, what="engine.flush()")
                 if merge.microsteps:
-                    self._clear_grads()  # before there is a second set of them
+                    self._steps.clear_grads()  # before there is a second set of them
                     left, overflow = merge.take(avg=parts.merge_avg), merge.overflowed
                     with contextlib.nullcontext() if uneven is None else uneven.counting_only():
-                        self._update(left, overflow=overflow, complete=True)
+                        self._steps.update(left, overflow=overflow, complete=True)
             parts.exchange.flush()
             if not parts.exchange.local:
                 parts.buffers.synchronize()
-        self._left.remember()
+        self._steps.left.remember()
 
     def mean_loss(self, loss: Tensor | float) -> Tensor:
         """The mean of a loss over the ranks, with equal weights; all ranks must call it.
@@ -421,7 +406,7 @@ class Engine:
                 "engine.mean_loss does not work with members=: one who comes between two calls "
                 "would have to make them too; log the loss of this member"
             )
-        with self._advice():
+        with self._steps.advised():
             answers = group.gather_bytes(json.dumps({what: value.item()}).encode(), what=what)
             told = [mapping_of(answer) for answer in answers]
             for rank, row in enumerate(told):
@@ -455,12 +440,12 @@ class Engine:
         return numbers(
             step=self.step,
             microsteps=0 if parts.merge is None else parts.merge.microsteps,
-            dropped_steps=self._dropped_steps(),
+            dropped_steps=self._steps.dropped_steps(),
             averagings=int(counts.get("averagings", 0)),
             k_steps=parts.exchange.k_steps,
             sparsity=counts["sparsity"],
             loss_scale=1.0 if parts.scaler is None else parts.scaler.scale,
-            bytes_sent=self._bytes_sent(),
+            bytes_sent=self._steps.bytes_sent(),
             bytes_received=int(counts["bytes_received"])
             + sum(part.bytes_received for part in votes),
             bytes_between_nodes=None
@@ -468,10 +453,10 @@ class Engine:
             else int(between) + (0 if self._sharded else sum(part.bytes_sent for part in votes)),
             bytes_between_stages=0 if parts.runner is None else parts.runner.bytes_sent,
             bytes_dense=4 * self.step * sum(shard_of(p).numel() for p in parts.params.values()),
-            wait_s=self._wait_s(),
+            wait_s=self._steps.wait_s(),
             applied_share=counts.get("applied_share", 1.0),
             rate_bit_s=counts["rate_bit_s"],
-            waiting_share=counts.get("waiting_share", self._pace.waiting_share),
+            waiting_share=counts.get("waiting_share", self._steps.pace.waiting_share),
         )
 
     @property
@@ -557,11 +542,11 @@ class Engine:
             Mismatch: Ranks are at different places, or some of them did not call it.
         """
         if self._parts.group.stays:
-            place = {"place of the checkpoint": self._place()}
+            place = {"place of the checkpoint": self._steps.place()}
             require_agreement(self._parts.group, place, what="saving")
             self._parts.exchange.require_equal(self.step)
         state = partial(saving.saved, self._parts, self._counters(), extra)
-        return saving.save(directory, state, self._parts, self._place(), keep)
+        return saving.save(directory, state, self._parts, self._steps.place(), keep)
 
     def load(
         self, directory: str | Path, if_any: bool = False, *, step: int | None = None
@@ -617,8 +602,8 @@ class Engine:
         self._require_open()
         check.boolean("if_any", if_any)
         step = None if step is None else check.integer("step", step, at_least=0)
-        if not self._parts.group.stays and self._place():
-            told = f"this member has taken the state of the others, at step {self._place()}"
+        if not self._parts.group.stays and self._steps.place():
+            told = f"this member has taken the state of the others, at step {self._steps.place()}"
             if not if_any:
                 raise RuntimeError(f"{told}: load where a run begins, or give if_any=True")
             _log.info("%s: nothing is loaded", told)
@@ -661,9 +646,9 @@ class Engine:
         """
         self._require_open()
         check.boolean("torch_checkpoint", torch_checkpoint)
-        if self._place():
+        if self._steps.place():
             raise RuntimeError(
-                f"this engine has made {self._place()} updates, whose momentum and residuals "
+                f"this engine has made {self._steps.place()} updates, whose momentum and residuals "
                 "belong to other parameters: call load_parameters right after prepare"
             )
         path = Path(source)
@@ -686,9 +671,9 @@ class Engine:
         self._go_on(saving.load_all(state, self._parts, **told))
 
     def _go_on(self, restored: Mapping[str, Any]) -> None:
-        self.step = restored["step"]
-        self._dropped_before += restored["dropped_steps"] - self._dropped_steps()
-        self._bytes_before += restored["bytes_sent"] - self._bytes_sent()
+        self._steps.step = restored["step"]
+        self._steps.dropped_before += restored["dropped_steps"] - self._steps.dropped_steps()
+        self._steps.bytes_before += restored["bytes_sent"] - self._steps.bytes_sent()
         self.extra = restored["extra"]
 
     def _loss_of(self, inputs: Any, targets: Any, caller: str) -> Tensor:
@@ -709,34 +694,9 @@ class Engine:
     def _counters(self) -> dict[str, int]:
         return {
             "step": self.step,
-            "dropped_steps": self._dropped_steps(),
-            "bytes_sent": self._bytes_sent(),
+            "dropped_steps": self._steps.dropped_steps(),
+            "bytes_sent": self._steps.bytes_sent(),
         }
-
-    def _place(self) -> int:
-        """What ranks have in common: updates, or local steps, of which each rank drops or leaves
-        out its own.
-        """
-        return self.step if self.sync is None else self.sync.step
-
-    @property
-    def _by_time(self) -> LocalUpdates | None:
-        """The local updates, where their rounds end by time and ranks make unequal steps."""
-        return self.sync if self.sync is not None and self.sync.config.by_time else None
-
-    def _bytes_sent(self) -> int:
-        parts = self._parts
-        agreements = 0 if parts.scaler is None else parts.scaler.bytes_sent
-        besides = parts.buffers.bytes_sent + agreements
-        return self._bytes_before + parts.exchange.bytes_sent + besides
-
-    def _wait_s(self) -> float:
-        parts = self._parts
-        votes = (part.wait_s for part in (parts.buffers, parts.scaler) if part is not None)
-        return parts.exchange.wait_s + sum(votes)
-
-    def _dropped_steps(self) -> int:
-        return self._dropped_before + self._parts.exchange.dropped_steps
 
     def _require_open(self) -> None:
         if not self._finalizer.alive:
@@ -744,7 +704,7 @@ class Engine:
 
     def _begin_microstep(self, tokens: int | None) -> None:
         self._require_ready(tokens)
-        self._left.look()
+        self._steps.left.look()
 
     def _require_unscaled(self, caller: str) -> None:
         parts = self._parts
@@ -759,255 +719,14 @@ class Engine:
         self._require_open()
         if tokens is not None:
             require_tokens(tokens, None if self.sync is None else self.sync.config)
-        self._tokens = tokens
-        self._require_known_params()
-        if self._joining is not None and self._joining.due and self._parts.exchange.local:
-            self._joining.vote(active=True)
-
-    def _idle_microstep(self) -> None:
-        """What a rank without a batch does under local updates, while others have one."""
-        if (uneven := self._by_time) is not None:
-            uneven.end_round()
-            self._settle_turn()
-            return
-        self._clear_grads()
-        with self._advice(), self._parts.group.one_deadline():
-            self._add_or_update({}, 1.0, overflow=False)
-
-    def _idle_update(self) -> Verdict:
-        """Take part in the next update of ranks that have batches, with what is merged so far."""
-        parts, merge = self._parts, self._parts.merge
-        self._require_known_params()
-        self._clear_grads()
-        if merge is not None:
-            parts.batches.merged, merge.microsteps = merge.microsteps, parts.merge_steps - 1
-        overlap = parts.overlap if parts.batches.all_have else None
-        with (
-            self._advice(),
-            parts.group.one_deadline(),
-            contextlib.nullcontext() if overlap is None else overlap.during(self.step, self._final),
+        self._steps.tokens = tokens
+        self._steps.trained.require_known()
+        if (
+            self._steps.joining is not None
+            and self._steps.joining.due
+            and self._parts.exchange.local
         ):
-            if overlap is not None:
-                overlap.complete()
-            verdict = self._add_or_update({}, 1.0, overflow=False)
-        if verdict is Verdict.END and merge is not None:
-            merge.microsteps = parts.batches.merged
-        return verdict
-
-    @contextlib.contextmanager
-    def _advice(self) -> Iterator[None]:
-        """Around what exchanges."""
-        try:
-            with long_waits_logged(f"step {self.step}", self._wait_s):
-                yield
-        except (PeerLost, PeerStalled, Mismatch) as error:
-            if self._joining is None:
-                error.add_note(
-                    "If ranks have unequal numbers of batches, train inside `with engine.join():`, "
-                    "or give all of them equally many."
-                )
-            elif isinstance(error, Mismatch) and "learning rates" in str(error):
-                error.add_note(
-                    "A rank without batches cannot call scheduler.step(): inside engine.join() "
-                    "give the optimizer a schedule of thinwire.schedules, which counts updates by "
-                    "itself, or step a scheduler of torch after the block, such as once an epoch."
-                )
-            raise
-
-    def _require_known_params(self) -> None:
-        """No parameter may be updated that is not exchanged: ranks would part without a word."""
-        new = [
-            p
-            for p in _params_of(self._parts.optimizer)
-            if p.requires_grad and p not in self._trained
-        ]
-        if new:
-            names: dict[Tensor, str] = {p: name for name, p in named_parameters(self.model)}
-            told = ", ".join(names.get(p, f"one of shape {tuple(p.shape)}") for p in new[:3])
-            raise RuntimeError(
-                f"{len(new)} parameters became trainable, or were given to the optimizer, after "
-                f"prepare, which chose what is exchanged: {told}. Close this engine and prepare a "
-                "new one with an optimizer that has them, on all ranks"
-            )
-        averaged = self._parts.params if self._parts.exchange.local else {}
-        frozen = next((name for name, p in averaged.items() if not p.requires_grad), None)
-        if frozen is not None:
-            raise RuntimeError(
-                f"parameter {frozen} was frozen after prepare, and local updates average what "
-                "trained then. Before it is frozen call engine.flush() and close this engine; then "
-                "prepare a new one, on all ranks"
-            )
-        replaced = None if self._places is None else self._places.replaced()
-        if replaced is not None:
-            raise RuntimeError(
-                f"the model was changed since prepare: parameter {replaced} is another object, "
-                "which the optimizer does not train. Copy values into the parameters that are "
-                "there (load_state_dict without assign=True), or close this engine and prepare a "
-                "new one with a new optimizer, on all ranks"
-            )
-
-    def _clear_grads(self) -> None:
-        for param in self._parts.params.values():
-            param.grad = None
-        # of frozen ones too, as zero_grad() does: the optimizer would go on updating from them
-        for each in _params_of(self._parts.optimizer):
-            each.grad = None
-
-    def _minimize(self, loss: Tensor) -> None:
-        _check_loss(loss)
-        self._clear_grads()
-        scaler = self._parts.scaler
-        self._backward(loss if scaler is None else scaler.scaled(loss), loss.detach())
-        self._left.remember()
-
-    def _backward(self, scaled: Tensor, loss: Tensor) -> None:
-        """Backward pass, exchange and update; the exchange begins in the backward pass where an
-        update follows it.
-        """
-        overlap, merge = self._parts.overlap, self._parts.merge
-        merging = merge is not None and merge.microsteps + 1 < self._parts.merge_steps
-        if overlap is None or merging or not self._parts.batches.all_have:
-            scaled.backward()  # type: ignore[no-untyped-call]
-            self._finish_microstep(loss)
-            return
-        with overlap.during(self.step, self._final):
-            scaled.backward()  # type: ignore[no-untyped-call]
-            overlap.complete()
-            self._finish_microstep(loss)
-
-    def _final(self, name: str, grad: Tensor | None) -> Tensor | None:
-        """The gradient of the coming update, of one parameter whose `grad` this is; new where it is
-        another.
-        """
-        parts = self._parts
-        factor = 1.0 if parts.scaler is None else parts.scaler.inverse_scale
-        if parts.merge is not None:
-            return parts.merge.preview(name, grad, factor, parts.merge_avg)
-        return grad if grad is None or factor == 1.0 else _wide(grad) * factor
-
-    def _finish_microstep(self, loss: Tensor | None) -> None:
-        parts = self._parts
-        # to torch's schedulers the optimizer has been called, whether this microstep updates,
-        # merges or is dropped
-        vars(parts.optimizer)["_opt_called"] = True
-        if loss is not None:
-            parts.exchange.observe(loss)
-        if self._tokens is not None and self.sync is not None:
-            self.sync.count_tokens(self._tokens)
-        held = {n: shard_of(p.grad) for n, p in parts.params.items() if p.grad is not None}
-        scaler = parts.scaler
-        overflow = scaler is not None and scaler.overflowed(held.values())
-        self._add_or_update(
-            held, 1.0 if scaler is None else scaler.inverse_scale, overflow=overflow
-        )
-
-    def _add_or_update(self, held: dict[str, Tensor], factor: float, *, overflow: bool) -> Verdict:
-        """What one microstep does with its gradients; those of a merge are kept until its update is
-        made.
-        """
-        parts, merge = self._parts, self._parts.merge
-        if merge is None:
-            return self._update(_unscaled(parts.params, held, factor), overflow=overflow)
-        if merge.microsteps + 1 < parts.merge_steps:
-            merge.add(held, factor)
-            merge.overflowed = merge.overflowed or overflow
-            if factor != 1.0:
-                for param in map(parts.params.__getitem__, held):
-                    assert param.grad is not None
-                    param.grad = param.grad * factor
-            return Verdict.APPLY
-        grads = merge.completed_(held, factor, parts.merge_avg)
-        return self._update(grads, overflow=overflow or merge.overflowed)
-
-    def _update(
-        self, grads: dict[str, Tensor], *, overflow: bool, complete: bool = False
-    ) -> Verdict:
-        """One update from this rank's unscaled gradients, or none if they overflowed somewhere.
-
-        `complete`: what this rank lacks and another has counts as zero, as it does where ranks ran
-        out of batches.
-        """
-        parts, exchange = self._parts, self._parts.exchange
-        if exchange.local:
-            self._update_here(grads, overflow=overflow)
-            return Verdict.APPLY
-        scaler, overlap = parts.scaler, parts.overlap
-        how: dict[str, Any] = {
-            "overflow": overflow if scaler is not None and scaler.checks else None,
-            "complete": complete or parts.find_unused or not parts.batches.mine,
-        }
-        if overlap is not None and overlap.pending:
-            how |= {"unusable": overlap.unusable(grads), "again": True}
-        verdict = self._exchanged(grads, **how)
-        if verdict is Verdict.END:
-            return verdict
-        if verdict is Verdict.OVERFLOW:
-            _log.info("step %d was dropped for an overflow", self.step)
-        if scaler is not None:
-            scaler.update(verdict is Verdict.OVERFLOW)
-        self._forget_merged()
-        with state_told(_UPDATE_MADE):
-            parts.buffers.copy_()
-        self._round_over()
-        return verdict
-
-    def _update_here(self, grads: dict[str, Tensor], *, overflow: bool) -> None:
-        """A local step, or none; an overflow concerns those who share the loss scale."""
-        exchange, scaler = self._parts.exchange, self._parts.scaler
-        if not grads:
-            self._forget_merged()
-            exchange.skip()  # it counts, for the averagings
-            self._settle_turn()
-            return
-        if scaler is not None:
-            overflow = scaler.checks and scaler.agree(overflow)
-            # first, since local updates may hand the new scale to the others in this step
-            scaler.update(overflow)
-        if overflow:
-            _log.info("step %d was dropped for an overflow", self.step)
-            self._dropped_before += 1
-            self._forget_merged()
-            exchange.skip()
-        else:
-            self._exchanged(grads)
-        self._forget_merged()
-        self._settle_turn()
-
-    def _round_over(self) -> None:
-        exchange = self._parts.exchange
-        compare = self.step > self._parts.settled_step
-        rate = exchange.counts(self.step)["rate_bit_s"]
-        told = self._pace.round(
-            self._parts.merge_steps, time.perf_counter(), self._wait_s(), rate, compare=compare
-        )
-        self._departure = told or self._departure
-
-    def _warn(self) -> None:
-        """Of a run that left its plan, at the line that called the engine."""
-        if self._departure is not None:
-            told, self._departure = self._departure, None
-            warnings.warn(told, UserWarning, stacklevel=3)
-
-    def _exchanged(self, grads: dict[str, Tensor], **how: Any) -> Verdict:
-        """The update itself, and what it counts."""
-        exchange = self._parts.exchange
-        try:
-            verdict = exchange.update(self.step, grads, **how)
-        except BaseException:
-            if exchange.moved:  # others have made the update, or it was this rank's own
-                self._forget_merged()
-                self.step += exchange.local
-            raise
-        self.step += verdict is Verdict.APPLY
-        return verdict
-
-    def _forget_merged(self) -> None:
-        if self._parts.merge is not None:
-            self._parts.merge.clear()
-
-    def _settle_turn(self) -> None:
-        if self._joining is not None and self.sync is not None:
-            self._joining.due = self.sync.synced
+            self._steps.joining.vote(active=True)
 
 
 class Following:
@@ -1022,16 +741,6 @@ class Following:
         """Follow no step any more; may be called twice."""
         self.active = False
         self._undo()
-
-
-_UPDATE_MADE = (
-    "The update before it stands on this rank: parameters, optimizer and counters are those after "
-    "it, the buffers are this rank's own"
-)
-
-
-def _params_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    return (param for group in optimizer.param_groups for param in group["params"])
 
 
 def _close(parts: Parts) -> None:
@@ -1054,32 +763,3 @@ def _check_mean(loss: object) -> None:
             f"the loss must be a scalar, got shape {tuple(loss.shape)}: take its mean over the "
             "batch"
         )
-
-
-def _check_loss(loss: Tensor) -> None:
-    _check_mean(loss)
-    if not loss.requires_grad:
-        raise ValueError(
-            "the loss depends on no parameter that requires a gradient: nothing can be learned "
-            "from it"
-        )
-
-
-def _unscaled(
-    params: Mapping[str, Parameter], grads: Mapping[str, Tensor], factor: float
-) -> dict[str, Tensor]:
-    """Gradients times `factor`; narrow ones become float32, so that nothing underflows on
-    the way.
-    """
-    if factor == 1.0:
-        return dict(grads)
-    new, mine = {}, with_own_storage(grads)
-    for name, grad in grads.items():
-        wide = _wide(grad)
-        new[name] = wide.mul_(factor) if wide is grad and name in mine else wide * factor
-        params[name].grad = sharded_like(new[name].to(grad.dtype), params[name])
-    return new
-
-
-def _wide(grad: Tensor) -> Tensor:
-    return grad.float() if grad.dtype in (torch.float16, torch.bfloat16) else grad

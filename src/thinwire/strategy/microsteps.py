@@ -1,0 +1,389 @@
+"""What follows the forward pass of a mini-batch: backward pass, merge, exchange, update."""
+
+import contextlib
+import logging
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from thinwire._names import named_parameters
+from thinwire.comm import long_waits_logged, state_told
+from thinwire.core.sharded import is_sharded, shard_of, sharded_like
+from thinwire.core.stats import Pace
+from thinwire.core.storage import with_own_storage
+from thinwire.errors import Mismatch, PeerLost, PeerStalled
+from thinwire.exchange.verdict import Verdict
+from thinwire.local.updates import LocalUpdates
+from thinwire.strategy.exchanges import LocalSteps
+from thinwire.strategy.holding import LeftGradients, ParameterPlaces
+from thinwire.strategy.joining import Joining
+from thinwire.strategy.parts import Parts
+
+__all__ = ["Microsteps"]
+
+_log = logging.getLogger("thinwire")
+
+
+class Microsteps:
+    """Makes the microsteps of an engine, one after its loss, and the update that some of them end
+    with.
+
+    In order: `minimize` runs the backward pass, in which the exchange may begin; `finish` takes the
+    gradients, and merges them or goes on to `update`, which exchanges and lets the optimizer make
+    its step.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.step = 0
+        """Updates made by this rank; without local updates the same on all."""
+        self.dropped_before = 0
+        """Dropped steps that the exchange does not count."""
+        self.bytes_before = 0
+        """Bytes sent in runs before this one."""
+        self.tokens: int | None = None
+        """Of the microstep that is being made."""
+        self.joining: Joining | None = None
+        """Inside `Engine.join`."""
+        self.left = LeftGradients(parts.params)
+        self.trained = _Trained(parts)
+        self.pace = Pace(parts.planned if parts.group.rank == 0 else None)
+        self._departure: str | None = None
+
+    @property
+    def sync(self) -> LocalUpdates | None:
+        """See `Engine.sync`."""
+        exchange = self.parts.exchange
+        return exchange.sync if isinstance(exchange, LocalSteps) else None
+
+    def place(self) -> int:
+        """What ranks have in common: updates, or local steps, of which each rank drops or leaves
+        out its own.
+        """
+        return self.step if self.sync is None else self.sync.step
+
+    @property
+    def by_time(self) -> LocalUpdates | None:
+        """The local updates, where their rounds end by time and ranks make unequal steps."""
+        return self.sync if self.sync is not None and self.sync.config.by_time else None
+
+    def bytes_sent(self) -> int:
+        """By this rank, in runs before this one too."""
+        parts = self.parts
+        agreements = 0 if parts.scaler is None else parts.scaler.bytes_sent
+        besides = parts.buffers.bytes_sent + agreements
+        return self.bytes_before + parts.exchange.bytes_sent + besides
+
+    def wait_s(self) -> float:
+        """Seconds for which this rank was blocked by others."""
+        parts = self.parts
+        votes = (part.wait_s for part in (parts.buffers, parts.scaler) if part is not None)
+        return parts.exchange.wait_s + sum(votes)
+
+    def dropped_steps(self) -> int:
+        """Of this rank."""
+        return self.dropped_before + self.parts.exchange.dropped_steps
+
+    def idle_locally(self) -> None:
+        """What a rank without a batch does under local updates, while others have one."""
+        if (uneven := self.by_time) is not None:
+            uneven.end_round()
+            self._settle_turn()
+            return
+        self.clear_grads()
+        with self.advised(), self.parts.group.one_deadline():
+            self._add_or_update({}, 1.0, overflow=False)
+
+    def idle(self) -> Verdict:
+        """Take part in the next update of ranks that have batches, with what is merged so far."""
+        parts, merge = self.parts, self.parts.merge
+        self.trained.require_known()
+        self.clear_grads()
+        if merge is not None:
+            parts.batches.merged, merge.microsteps = merge.microsteps, parts.merge_steps - 1
+        overlap = parts.overlap if parts.batches.all_have else None
+        with (
+            self.advised(),
+            parts.group.one_deadline(),
+            contextlib.nullcontext() if overlap is None else overlap.during(self.step, self._final),
+        ):
+            if overlap is not None:
+                overlap.complete()
+            verdict = self._add_or_update({}, 1.0, overflow=False)
+        if verdict is Verdict.END and merge is not None:
+            merge.microsteps = parts.batches.merged
+        return verdict
+
+    @contextlib.contextmanager
+    def advised(self) -> Iterator[None]:
+        """Around what exchanges."""
+        try:
+            with long_waits_logged(f"step {self.step}", self.wait_s):
+                yield
+        except (PeerLost, PeerStalled, Mismatch) as error:
+            if self.joining is None:
+                error.add_note(
+                    "If ranks have unequal numbers of batches, train inside `with engine.join():`, "
+                    "or give all of them equally many."
+                )
+            elif isinstance(error, Mismatch) and "learning rates" in str(error):
+                error.add_note(
+                    "A rank without batches cannot call scheduler.step(): inside engine.join() "
+                    "give the optimizer a schedule of thinwire.schedules, which counts updates by "
+                    "itself, or step a scheduler of torch after the block, such as once an epoch."
+                )
+            raise
+
+    def clear_grads(self) -> None:
+        """As `zero_grad()` does."""
+        for param in self.parts.params.values():
+            param.grad = None
+        # of frozen ones too, as zero_grad() does: the optimizer would go on updating from them
+        for each in _params_of(self.parts.optimizer):
+            each.grad = None
+
+    def minimize(self, loss: Tensor) -> None:
+        """One microstep, from a loss with one element.
+
+        Raises:
+            ValueError: It depends on no parameter.
+        """
+        if not loss.requires_grad:
+            raise ValueError(
+                "the loss depends on no parameter that requires a gradient: nothing can be learned "
+                "from it"
+            )
+        self.clear_grads()
+        scaler = self.parts.scaler
+        self._backward(loss if scaler is None else scaler.scaled(loss), loss.detach())
+        self.left.remember()
+
+    def _backward(self, scaled: Tensor, loss: Tensor) -> None:
+        """Backward pass, exchange and update; the exchange begins in the backward pass where an
+        update follows it.
+        """
+        overlap, merge = self.parts.overlap, self.parts.merge
+        merging = merge is not None and merge.microsteps + 1 < self.parts.merge_steps
+        if overlap is None or merging or not self.parts.batches.all_have:
+            scaled.backward()  # type: ignore[no-untyped-call]
+            self.finish(loss)
+            return
+        with overlap.during(self.step, self._final):
+            scaled.backward()  # type: ignore[no-untyped-call]
+            overlap.complete()
+            self.finish(loss)
+
+    def _final(self, name: str, grad: Tensor | None) -> Tensor | None:
+        """The gradient of the coming update, of one parameter whose `grad` this is; new where it is
+        another.
+        """
+        parts = self.parts
+        factor = 1.0 if parts.scaler is None else parts.scaler.inverse_scale
+        if parts.merge is not None:
+            return parts.merge.preview(name, grad, factor, parts.merge_avg)
+        return grad if grad is None or factor == 1.0 else _wide(grad) * factor
+
+    def finish(self, loss: Tensor | None) -> None:
+        """What one microstep does after its backward pass; `loss` may be unknown."""
+        parts = self.parts
+        # to torch's schedulers the optimizer has been called, whether this microstep updates,
+        # merges or is dropped
+        vars(parts.optimizer)["_opt_called"] = True
+        if loss is not None:
+            parts.exchange.observe(loss)
+        if self.tokens is not None and self.sync is not None:
+            self.sync.count_tokens(self.tokens)
+        held = {n: shard_of(p.grad) for n, p in parts.params.items() if p.grad is not None}
+        scaler = parts.scaler
+        overflow = scaler is not None and scaler.overflowed(held.values())
+        self._add_or_update(
+            held, 1.0 if scaler is None else scaler.inverse_scale, overflow=overflow
+        )
+
+    def _add_or_update(self, held: dict[str, Tensor], factor: float, *, overflow: bool) -> Verdict:
+        """What one microstep does with its gradients; those of a merge are kept until its update is
+        made.
+        """
+        parts, merge = self.parts, self.parts.merge
+        if merge is None:
+            return self.update(_unscaled(parts.params, held, factor), overflow=overflow)
+        if merge.microsteps + 1 < parts.merge_steps:
+            merge.add(held, factor)
+            merge.overflowed = merge.overflowed or overflow
+            if factor != 1.0:
+                for param in map(parts.params.__getitem__, held):
+                    assert param.grad is not None
+                    param.grad = param.grad * factor
+            return Verdict.APPLY
+        grads = merge.completed_(held, factor, parts.merge_avg)
+        return self.update(grads, overflow=overflow or merge.overflowed)
+
+    def update(
+        self, grads: dict[str, Tensor], *, overflow: bool, complete: bool = False
+    ) -> Verdict:
+        """One update from this rank's unscaled gradients, or none if they overflowed somewhere.
+
+        `complete`: what this rank lacks and another has counts as zero, as it does where ranks ran
+        out of batches.
+        """
+        parts, exchange = self.parts, self.parts.exchange
+        if exchange.local:
+            self._update_here(grads, overflow=overflow)
+            return Verdict.APPLY
+        scaler, overlap = parts.scaler, parts.overlap
+        how: dict[str, Any] = {
+            "overflow": overflow if scaler is not None and scaler.checks else None,
+            "complete": complete or parts.find_unused or not parts.batches.mine,
+        }
+        if overlap is not None and overlap.pending:
+            how |= {"unusable": overlap.unusable(grads), "again": True}
+        verdict = self._exchanged(grads, **how)
+        if verdict is Verdict.END:
+            return verdict
+        if verdict is Verdict.OVERFLOW:
+            _log.info("step %d was dropped for an overflow", self.step)
+        if scaler is not None:
+            scaler.update(verdict is Verdict.OVERFLOW)
+        self.forget_merged()
+        with state_told(_UPDATE_MADE):
+            parts.buffers.copy_()
+        self._round_over()
+        return verdict
+
+    def _update_here(self, grads: dict[str, Tensor], *, overflow: bool) -> None:
+        """A local step, or none; an overflow concerns those who share the loss scale."""
+        exchange, scaler = self.parts.exchange, self.parts.scaler
+        if not grads:
+            self.forget_merged()
+            exchange.skip()  # it counts, for the averagings
+            self._settle_turn()
+            return
+        if scaler is not None:
+            overflow = scaler.checks and scaler.agree(overflow)
+            # first, since local updates may hand the new scale to the others in this step
+            scaler.update(overflow)
+        if overflow:
+            _log.info("step %d was dropped for an overflow", self.step)
+            self.dropped_before += 1
+            self.forget_merged()
+            exchange.skip()
+        else:
+            self._exchanged(grads)
+        self.forget_merged()
+        self._settle_turn()
+
+    def _round_over(self) -> None:
+        exchange = self.parts.exchange
+        compare = self.step > self.parts.settled_step
+        rate = exchange.counts(self.step)["rate_bit_s"]
+        told = self.pace.round(
+            self.parts.merge_steps, time.perf_counter(), self.wait_s(), rate, compare=compare
+        )
+        self._departure = told or self._departure
+
+    def warn(self) -> None:
+        """Of a run that left its plan, at the line that called the engine."""
+        if self._departure is not None:
+            told, self._departure = self._departure, None
+            warnings.warn(told, UserWarning, stacklevel=3)
+
+    def _exchanged(self, grads: dict[str, Tensor], **how: Any) -> Verdict:
+        """The update itself, and what it counts."""
+        exchange = self.parts.exchange
+        try:
+            verdict = exchange.update(self.step, grads, **how)
+        except BaseException:
+            if exchange.moved:  # others have made the update, or it was this rank's own
+                self.forget_merged()
+                self.step += exchange.local
+            raise
+        self.step += verdict is Verdict.APPLY
+        return verdict
+
+    def forget_merged(self) -> None:
+        """The update that merged microsteps were for is made, or dropped."""
+        if self.parts.merge is not None:
+            self.parts.merge.clear()
+
+    def _settle_turn(self) -> None:
+        if self.joining is not None and self.sync is not None:
+            self.joining.due = self.sync.synced
+
+
+class _Trained:
+    """The parameters that `prepare` found; no other may be updated without an exchange."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        sharded = any(map(is_sharded, parts.params.values()))
+        self._places = None if sharded else ParameterPlaces(parts.model, parts.params)
+        self._trained = set(parts.params.values()) | {
+            p for p in _params_of(parts.optimizer) if p.requires_grad
+        }
+
+    def require_known(self) -> None:
+        """No parameter may be updated that is not exchanged: ranks would part without a word."""
+        new = [
+            p
+            for p in _params_of(self._parts.optimizer)
+            if p.requires_grad and p not in self._trained
+        ]
+        if new:
+            names: dict[Tensor, str] = {p: name for name, p in named_parameters(self._parts.model)}
+            told = ", ".join(names.get(p, f"one of shape {tuple(p.shape)}") for p in new[:3])
+            raise RuntimeError(
+                f"{len(new)} parameters became trainable, or were given to the optimizer, after "
+                f"prepare, which chose what is exchanged: {told}. Close this engine and prepare a "
+                "new one with an optimizer that has them, on all ranks"
+            )
+        averaged = self._parts.params if self._parts.exchange.local else {}
+        frozen = next((name for name, p in averaged.items() if not p.requires_grad), None)
+        if frozen is not None:
+            raise RuntimeError(
+                f"parameter {frozen} was frozen after prepare, and local updates average what "
+                "trained then. Before it is frozen call engine.flush() and close this engine; then "
+                "prepare a new one, on all ranks"
+            )
+        replaced = None if self._places is None else self._places.replaced()
+        if replaced is not None:
+            raise RuntimeError(
+                f"the model was changed since prepare: parameter {replaced} is another object, "
+                "which the optimizer does not train. Copy values into the parameters that are "
+                "there (load_state_dict without assign=True), or close this engine and prepare a "
+                "new one with a new optimizer, on all ranks"
+            )
+
+
+_UPDATE_MADE = (
+    "The update before it stands on this rank: parameters, optimizer and counters are those after "
+    "it, the buffers are this rank's own"
+)
+
+
+def _params_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    return (param for group in optimizer.param_groups for param in group["params"])
+
+
+def _unscaled(
+    params: Mapping[str, Parameter], grads: Mapping[str, Tensor], factor: float
+) -> dict[str, Tensor]:
+    """Gradients times `factor`; narrow ones become float32, so that nothing underflows on
+    the way.
+    """
+    if factor == 1.0:
+        return dict(grads)
+    new, mine = {}, with_own_storage(grads)
+    for name, grad in grads.items():
+        wide = _wide(grad)
+        new[name] = wide.mul_(factor) if wide is grad and name in mine else wide * factor
+        params[name].grad = sharded_like(new[name].to(grad.dtype), params[name])
+    return new
+
+
+def _wide(grad: Tensor) -> Tensor:
+    return grad.float() if grad.dtype in (torch.float16, torch.bfloat16) else grad
