@@ -42,7 +42,8 @@ class PipelineRunner:
     """The pipeline of one replica, which runs mini-batches through its stages; every rank of it
     makes the same calls.
 
-    Communication: per call 24 bytes a rank to agree on the mini-batch and 10 to conclude; per
+    Communication: per call 24 bytes a rank to agree on the mini-batch and 10 to conclude, unless an
+    update follows, whose agreement tells loss and failures: the runner is a check of it. Per
     micro-batch what a stage returns goes to the next one, and where that needs a gradient, this
     comes back. The first mini-batch of a new look (shapes, types, training or evaluation mode)
     costs the forward pass of one micro-batch more, in which the stages learn what they will
@@ -82,6 +83,10 @@ class PipelineRunner:
         self._plans: OrderedDict[str, _Plan] = OrderedDict()
         self._passed_bytes = 0
         self._broken = False
+        self._open = False
+        """Whether passes have been made and the stages have not told each other how they ended."""
+        self.loss: Tensor | None = None
+        """Of the last step that did not conclude by itself."""
         if grid.stages > 1:
             # it takes seconds, here while no stage waits for another
             import thinwire.pipeline.schedule  # noqa: F401
@@ -91,7 +96,14 @@ class PipelineRunner:
         """Bytes that this rank gave to the other stages so far, agreements included."""
         return self._passed_bytes + self._grid.peers.bytes_sent
 
-    def step(self, inputs: Any, targets: Any, problem: Exception | None = None) -> Tensor:
+    def step(
+        self,
+        inputs: Any,
+        targets: Any,
+        problem: Exception | None = None,
+        *,
+        concludes: bool = True,
+    ) -> Tensor | None:
         """Forward and backward passes of all micro-batches.
 
         Args:
@@ -100,29 +112,63 @@ class PipelineRunner:
             targets: Tensor, or tensors nested in tuples, lists and mappings; a first dimension is B
                 or a multiple of it. Used by the last stage; equal on all stages.
             problem: An error of this stage before the step; raised, and told to the others.
+            concludes: Whether stages tell each other how it ended. Where not, an agreement follows
+                that has this runner as a check; then `loss` is known.
 
         Returns:
-            The mean loss over the micro-batches, shape (), detached, unscaled, the same on all
-            stages. To `p.grad` of this stage is added the gradient of that mean times the loss
-            scale.
+            None where it does not conclude, else the mean loss over the micro-batches, shape (),
+            detached, unscaled, the same on all stages. To `p.grad` of this stage is added the
+            gradient of that mean times the loss scale.
 
         Raises:
             ValueError: `micro_batches` does not divide B; the loss has more than one element.
             Mismatch: The stages were given different mini-batches.
             ThinwireError: Another stage failed.
         """
-        return self._run(inputs, targets, backward=True, problem=problem)
+        return self._run(inputs, targets, backward=True, problem=problem, concludes=concludes)
+
+    def say(self, turn: Any) -> dict[str, Any]:
+        """What this stage tells all ranks in an agreement: its loss, or its error."""
+        if not (self._open and turn.first):
+            return {}
+        self._broken = False
+        if self._worker.error is not None:
+            error = self._worker.error
+            return {"stage failed": [type(error).__name__, str(error)]}
+        return {"stage loss": list(self._mean_loss())}
+
+    def judge(self, turn: Any, answers: Any) -> None:
+        """Take the loss of the last stage, or raise the error of one that failed."""
+        if not (self._open and turn.first):
+            return
+        self._open, error = False, self._worker.error
+        self._worker.begin([], None, None, 1.0)  # frees the mini-batch
+        if error is not None:
+            raise error
+        stages, rank = self._grid.stages, turn.group.rank
+        for other, told in answers.of("stage failed"):
+            raise failure(other % stages, stages, *told)
+        kind, value = answers[rank - rank % stages + stages - 1]["stage loss"]
+        self.loss = torch.tensor(value, dtype=_LOSS_TYPES[kind], device=self._device)
 
     @torch.no_grad()
     def evaluate(self, inputs: Any, targets: Any) -> Tensor:
         """The mean loss without gradients, as `step` returns it; in training or evaluation mode as
         the modules are.
         """
-        return self._run(inputs, targets, backward=False)
+        loss = self._run(inputs, targets, backward=False)
+        assert loss is not None, "it concludes"
+        return loss
 
     def _run(
-        self, inputs: Any, targets: Any, *, backward: bool, problem: Exception | None = None
-    ) -> Tensor:
+        self,
+        inputs: Any,
+        targets: Any,
+        *,
+        backward: bool,
+        problem: Exception | None = None,
+        concludes: bool = True,
+    ) -> Tensor | None:
         if self._broken:
             raise ThinwireError(
                 "this pipeline broke in an earlier step: restart from the last checkpoint"
@@ -141,6 +187,9 @@ class PipelineRunner:
             self._run_schedule(plan.schedule, count, backward=backward)
         self._passed_bytes += count * (plan.result.bytes_forth if plan.result else 0)
         self._passed_bytes += count * (plan.source.bytes_back if plan.source and backward else 0)
+        self._open = not concludes
+        if not concludes:
+            return None
         loss = self._concluded()
         worker.begin([], None, None, 1.0)  # frees the mini-batch
         return loss
@@ -252,13 +301,7 @@ class PipelineRunner:
     def _concluded(self) -> Tensor:
         """The mean loss, from the last stage, if no stage failed."""
         peers, worker = self._grid.peers, self._worker
-        loss = (
-            torch.stack(worker.losses).mean(dtype=torch.float64)
-            if worker.losses
-            else torch.zeros((), device="cpu")
-        )
-        kind = _LOSS_TYPES.index(worker.losses[0].dtype) if worker.losses else 0
-        mine = _CONCLUSION.pack(worker.error is not None, kind, loss.item())
+        mine = _CONCLUSION.pack(worker.error is not None, *self._mean_loss())
         message = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(peers.device)
         rows = peers.all_gather(message, what="concluding a step").wait().cpu()
         conclusions = [_CONCLUSION.unpack(row.numpy().tobytes()) for row in rows]
@@ -267,6 +310,14 @@ class PipelineRunner:
             self._raise_on_all()
         _, kind, value = conclusions[-1]
         return torch.tensor(value, dtype=_LOSS_TYPES[kind], device=self._device)
+
+    def _mean_loss(self) -> tuple[int, float]:
+        """Type and value of the mean loss over the micro-batches, on the last stage."""
+        losses = self._worker.losses
+        if not losses:
+            return 0, 0.0
+        mean = torch.stack(losses).mean(dtype=torch.float64)
+        return _LOSS_TYPES.index(losses[0].dtype), mean.item()
 
     def _raise_on_all(self) -> None:
         """Raise this stage's own error, or one of the same kind that names the stage which

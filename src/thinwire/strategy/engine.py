@@ -139,8 +139,11 @@ class Engine:
         except (TypeError, ValueError, RuntimeError) as error:  # of this stage; others are told
             problem = error
         with self._parts.group.one_deadline():
-            loss = runner.step(inputs, targets, problem)
+            concludes = self._parts.exchange.local or self._steps.merging
+            loss = runner.step(inputs, targets, problem, concludes=concludes)
             self._steps.finish(loss)
+        loss = runner.loss if loss is None else loss
+        assert loss is not None, "the agreement of the update has told it"
         self._steps.left.remember()
         self._steps.warn()
         return loss

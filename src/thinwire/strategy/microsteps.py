@@ -56,6 +56,12 @@ class Microsteps:
         self._departure: str | None = None
 
     @property
+    def merging(self) -> bool:
+        """Whether the microstep that is made is merged, and no update follows it."""
+        merge = self.parts.merge
+        return merge is not None and merge.microsteps + 1 < self.parts.merge_steps
+
+    @property
     def sync(self) -> LocalUpdates | None:
         """See `Engine.sync`."""
         exchange = self.parts.exchange
@@ -167,9 +173,8 @@ class Microsteps:
         """Backward pass, exchange and update; the exchange begins in the backward pass where an
         update follows it.
         """
-        overlap, merge = self.parts.overlap, self.parts.merge
-        merging = merge is not None and merge.microsteps + 1 < self.parts.merge_steps
-        if overlap is None or merging or not self.parts.batches.all_have:
+        overlap = self.parts.overlap
+        if overlap is None or self.merging or not self.parts.batches.all_have:
             scaled.backward()  # type: ignore[no-untyped-call]
             self.finish(loss)
             return
@@ -212,7 +217,7 @@ class Microsteps:
         parts, merge = self.parts, self.parts.merge
         if merge is None:
             return self.update(_unscaled(parts.params, held, factor), overflow=overflow)
-        if merge.microsteps + 1 < parts.merge_steps:
+        if self.merging:
             merge.add(held, factor)
             merge.overflowed = merge.overflowed or overflow
             if factor != 1.0:

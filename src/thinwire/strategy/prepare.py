@@ -43,7 +43,7 @@ from thinwire.core.clip import Clip, ClipByGlobalNorm, ClipByNorm, ClipByValue
 from thinwire.core.sharded import Shards, require_elementwise, require_shards, reshard_, shard_of
 from thinwire.core.stats import Planned, planned_row
 from thinwire.errors import StrategyError, ThinwireError
-from thinwire.exchange.agreement import Among
+from thinwire.exchange.agreement import Among, Check
 from thinwire.exchange.digest import DIGEST_EVERY, RollingDigest, optimizer_state
 from thinwire.exchange.gradients import gradients_of
 from thinwire.exchange.overlap import Overlap
@@ -548,7 +548,8 @@ def _assembled(
         partly = peers is not None
     batches, buffers = Batches(), MovingBuffers(plan.stage, _peers(peers, options))
     job = None if grid is None else grid.job
-    among = Among([batches, buffers], job, plan.names_of_stages)
+    checks: list[Check] = [batches, buffers] if runner is None else [runner, batches, buffers]
+    among = Among(checks, job, plan.names_of_stages)
     exchange = _exchange(strategy, plan, place, clip, among)
     overlap = None
     alone = runner is not None or place.replicas == 1 or partly or options.find_unused_parameters
