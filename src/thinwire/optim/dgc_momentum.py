@@ -70,6 +70,7 @@ from thinwire.kernels.warm import warm_up, warm_up_beside
 from thinwire.layout.message import VALUE_BITS
 from thinwire.layout.traffic import EXCHANGES
 from thinwire.optim.base import ExchangingOptimizer
+from thinwire.optim.saving import of_params
 from thinwire.optim.two_phase import ParamGrad
 from thinwire.schedules import Schedule
 from thinwire.wire.message import WIRE_VERSION
@@ -489,7 +490,7 @@ class DGCMomentum(ExchangingOptimizer):
         """
         state_dict = self.plain_state_dict()
         state = state_dict["state"]
-        first = next((k for k, each in _entries_of(state).items() if "residual" in each), None)
+        first = next((k for k, each in of_params(state).items() if "residual" in each), None)
         if first is not None:
             origin = Origin(*self._own_place(), self.position, self._own_checksum(state))
             state_dict["state"] = {**state, first: {**state[first], ORIGIN: origin.packed()}}
@@ -511,7 +512,7 @@ class DGCMomentum(ExchangingOptimizer):
         if self._mesh is not None:
             return 0
         return checksum_of(
-            [each[key] for each in _entries_of(state).values() for key in _OWN if key in each]
+            [each[key] for each in of_params(state).values() for key in _OWN if key in each]
         )
 
     def plain_state_dict(self) -> dict[str, Any]:
@@ -526,7 +527,7 @@ class DGCMomentum(ExchangingOptimizer):
                 name: sharded_like(value, params[key]) if name in _OWN else value
                 for name, value in entries.items()
             }
-            for key, entries in _entries_of(state_dict["state"]).items()
+            for key, entries in of_params(state_dict["state"]).items()
         }
         return {**state_dict, "state": {**state_dict["state"], **state}}
 
@@ -542,7 +543,7 @@ class DGCMomentum(ExchangingOptimizer):
             ValueError: The groups or shapes do not fit; nothing has changed.
         """
         state = state_dict["state"]
-        every = _entries_of(state).values()
+        every = of_params(state).values()
         origin = next((o for entries in every if (o := Origin.read(entries.get(ORIGIN)))), None)
         bare = {
             **state_dict,
@@ -1066,11 +1067,6 @@ class Attached:
             self._tap.close()
             self._optimizer._detached()
             self._optimizer = None
-
-
-def _entries_of(state: Mapping[Any, Any]) -> dict[Any, Mapping[str, Any]]:
-    """The state of parameters, without plain values that somebody else has put beside it."""
-    return {key: each for key, each in state.items() if isinstance(each, Mapping)}
 
 
 class _StateByName(MutableMapping[str, dict[str, Tensor]]):

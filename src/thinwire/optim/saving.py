@@ -15,7 +15,7 @@ from thinwire.core.precision import state_dtype
 from thinwire.core.sharded import is_sharded, shard_of
 from thinwire.optim.by_name import in_order, names_of
 
-__all__ = ["laid_out", "packed", "remembered", "restoring", "state_dtype"]
+__all__ = ["laid_out", "of_params", "packed", "remembered", "restoring", "state_dtype"]
 
 _REGULARIZERS: dict[str, type[L1Decay | L2Decay]] = {"L1Decay": L1Decay, "L2Decay": L2Decay}
 _LIKE_THE_PARAMETER = (
@@ -181,6 +181,11 @@ def _loadable(entries: Any, *, hide: bool) -> Any:
         else v
         for k, v in entries.items()
     }
+
+
+def of_params(state: Mapping[Any, Any]) -> dict[Any, Mapping[str, Any]]:
+    """The state of parameters, without plain values that somebody else has put beside it."""
+    return {key: each for key, each in state.items() if isinstance(each, Mapping)}
 
 
 def laid_out(param: Tensor, value: Tensor) -> Tensor:
