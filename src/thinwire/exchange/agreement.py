@@ -51,6 +51,8 @@ class Answers(Sequence[Said]):
 
     def __init__(self, said: Sequence[Said], parts: Sequence[int], rank: int) -> None:
         self._said, self._parts, self._rank = said, parts or [0] * len(said), rank
+        self.unanimous = all(each is said[0] for each in said)
+        """Whether all ranks have said the same."""
 
     def __getitem__(self, rank: Any) -> Any:
         return self._said[rank]
@@ -71,6 +73,8 @@ class Answers(Sequence[Said]):
 
     def of_my_part(self) -> list[Said]:
         """Those of the ranks that hold the same part as this one."""
+        if self.unanimous:
+            return list(self._said)
         return next(list(part.values()) for part in self.by_part() if self._rank in part)
 
     def of_my_replica(self, key: str) -> list[Any]:
@@ -85,7 +89,7 @@ class Answers(Sequence[Said]):
         """Of ranks of one part that differ under this key: the first one and its value, the other
         one and its value.
         """
-        for part in self.by_part():
+        for part in [] if self.unanimous else self.by_part():
             first = min(part)
             value = part[first].get(key, default)
             for rank, said in part.items():
@@ -172,10 +176,11 @@ class Agreement:
             told |= check.say(turn)
         told |= {key: value for key, value in said.items() if value is not None}
         answers = self._heard(told, turn.what)
-        _refuse_failures(answers)
-        _refuse_misuse(answers)  # where a rank says why, its messages are refused for that
-        _refuse_different_places(answers, turn.what)
-        _refuse_corrupt(answers)
+        if not (answers.unanimous and told.keys() <= _QUIET):
+            _refuse_failures(answers)
+            _refuse_misuse(answers)  # where a rank says why, its messages are refused for that
+            _refuse_different_places(answers, turn.what)
+            _refuse_corrupt(answers)
         for check in self.checks:
             check.judge(turn, answers)
         return answers

@@ -43,10 +43,13 @@ class Presence:
         self._grads: Mapping[str, Tensor] = {}
         self._complete = False
         self._kinds: dict[str, str] = {}
+        self._told = ""
+        """What all ranks have said in the last step, if they said the same."""
 
     def restart(self, params: Mapping[str, Tensor]) -> None:
         """Other parameters, or another order, from now on."""
         self._params, self.pattern = params, GradientPattern()
+        self._told = ""
 
     def begin(self, grads: Mapping[str, Tensor], *, complete: bool) -> None:
         """A step begins with these gradients; `complete`: what this rank lacks counts as zero."""
@@ -63,6 +66,11 @@ class Presence:
         """See `Check`."""
         if not turn.first:
             return
+        told = [said["kinds"] for said in answers.of_my_part()]
+        if answers.unanimous and told[0] == self._told:
+            self.pattern.observe(self._kinds)
+            return
+        self._told = told[0] if answers.unanimous else ""
         complete = self._complete or any(True for _ in answers.of("complete"))
         if not complete:
             for number, part in enumerate(answers.by_part()):
@@ -72,7 +80,7 @@ class Presence:
                 )
         columns = [
             "".join(column).replace(_ABSENT, next((k for k in column if k != _ABSENT), _ABSENT))
-            for column in zip(*(said["kinds"] for said in answers.of_my_part()), strict=True)
+            for column in zip(*told, strict=True)
         ]
         self._kinds = dict(zip(self._params, columns, strict=True))
         self.pattern.observe(self._kinds)
@@ -145,16 +153,19 @@ class GradientPattern:
         """The tensors to send early; None where nothing may be."""
         self._patience = _FIRST_PATIENCE
         self._kinds: Mapping[str, str] = {}
+        self._usable = False
         self._equal = 0
 
     def observe(self, kinds: Mapping[str, str]) -> None:
         """Look at what the ranks have agreed on in one step: per tensor one letter for every
         rank.
         """
-        usable = all(each == _ABSENT * len(each) or each.islower() for each in kinds.values())
-        usable = usable and all(len(set(each)) == 1 for each in kinds.values())
-        self._equal = self._equal + 1 if usable and kinds == self._kinds else int(usable)
-        self._kinds = kinds
+        if kinds is not self._kinds:
+            dense = (each == _ABSENT * len(each) or each.islower() for each in kinds.values())
+            self._usable = all(dense) and all(len(set(each)) == 1 for each in kinds.values())
+            self._equal *= self._usable and kinds == self._kinds
+            self._kinds = kinds
+        self._equal += self._usable
         if self._equal < self._patience:
             self.names = None
         elif self.names is None:
