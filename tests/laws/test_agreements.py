@@ -16,8 +16,8 @@ from tests.ranks import Pool
 
 CEILINGS = json.loads((Path(__file__).parents[2] / "benchmarks" / "structure.json").read_text())
 STEPS = 6
-AGREEMENT_BYTES = 64
-"""An agreement in which all ranks say the same has 24 bytes a rank, with a proof 40."""
+AGREEMENT_BYTES = (24, 40)
+"""Of an agreement a rank sends so many bytes first, the latter with a proof."""
 
 
 @contextmanager
@@ -27,7 +27,7 @@ def counted(counts: list[int]) -> Iterator[None]:
     gather = getattr(dist, name)
 
     def noted(out: Any, message: Any, *args: Any, **options: Any) -> Any:
-        counts[0] += message.dtype == torch.uint8 and message.numel() <= AGREEMENT_BYTES
+        counts[0] += message.dtype == torch.uint8 and message.numel() in AGREEMENT_BYTES
         return gather(out, message, *args, **options)
 
     setattr(dist, name, noted)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.comm import elsewhere, mapping_of
+from thinwire.comm import Pending, elsewhere, mapping_of
 from thinwire.comm.grid import Grid
 from thinwire.errors import Mismatch, ThinwireError
 from thinwire.pipeline.config import Pipeline
@@ -42,12 +42,12 @@ class PipelineRunner:
     """The pipeline of one replica, which runs mini-batches through its stages; every rank of it
     makes the same calls.
 
-    Communication: per call 24 bytes a rank to agree on the mini-batch and 10 to conclude, unless an
-    update follows, whose agreement tells loss and failures: the runner is a check of it. Per
-    micro-batch what a stage returns goes to the next one, and where that needs a gradient, this
-    comes back. The first mini-batch of a new look (shapes, types, training or evaluation mode)
-    costs the forward pass of one micro-batch more, in which the stages learn what they will
-    receive.
+    Communication: per call 24 bytes a rank to agree on the mini-batch and 10 to tell the loss and
+    how it ended; nobody waits for these before an update, whose agreement tells of failures, as the
+    runner is a check of it. Per micro-batch what a stage returns goes to the next one, and where
+    that needs a gradient, this comes back. The first mini-batch of a new look (shapes, types,
+    training or evaluation mode) costs the forward pass of one micro-batch more, in which the stages
+    learn what they will receive.
 
     Failure: an error in the model or the loss function is raised by all stages at the end of the
     call, by its own rank as it was; gradients are then to be discarded, and the pipeline goes on. A
@@ -83,10 +83,8 @@ class PipelineRunner:
         self._plans: OrderedDict[str, _Plan] = OrderedDict()
         self._passed_bytes = 0
         self._broken = False
-        self._open = False
-        """Whether passes have been made and the stages have not told each other how they ended."""
-        self.loss: Tensor | None = None
-        """Of the last step that did not conclude by itself."""
+        self._ending: Pending[Tensor] | None = None
+        """How the passes ended on all stages, on its way."""
         if grid.stages > 1:
             # it takes seconds, here while no stage waits for another
             import thinwire.pipeline.schedule  # noqa: F401
@@ -112,8 +110,8 @@ class PipelineRunner:
             targets: Tensor, or tensors nested in tuples, lists and mappings; a first dimension is B
                 or a multiple of it. Used by the last stage; equal on all stages.
             problem: An error of this stage before the step; raised, and told to the others.
-            concludes: Whether stages tell each other how it ended. Where not, an agreement follows
-                that has this runner as a check; then `loss` is known.
+            concludes: Whether to wait for how it ended on other stages. Where not, an agreement
+                follows that has this runner as a check, and then `conclude`.
 
         Returns:
             None where it does not conclude, else the mean loss over the micro-batches, shape (),
@@ -128,28 +126,33 @@ class PipelineRunner:
         return self._run(inputs, targets, backward=True, problem=problem, concludes=concludes)
 
     def say(self, turn: Any) -> dict[str, Any]:
-        """What this stage tells all ranks in an agreement: its loss, or its error."""
-        if not (self._open and turn.first):
+        """What this stage tells all ranks in an agreement: its error."""
+        if self._ending is None or not turn.first:
             return {}
         self._broken = False
-        if self._worker.error is not None:
-            error = self._worker.error
-            return {"stage failed": [type(error).__name__, str(error)]}
-        return {"stage loss": list(self._mean_loss())}
+        error = self._worker.error
+        return {} if error is None else {"stage failed": [type(error).__name__, str(error)]}
 
     def judge(self, turn: Any, answers: Any) -> None:
-        """Take the loss of the last stage, or raise the error of one that failed."""
-        if not (self._open and turn.first):
+        """Raise the error of a stage that failed."""
+        failed = next(answers.of("stage failed"), None) if turn.first else None
+        if failed is None:
             return
-        self._open, error = False, self._worker.error
-        self._worker.begin([], None, None, 1.0)  # frees the mini-batch
+        error = self._worker.error
+        self.conclude()
         if error is not None:
             raise error
-        stages, rank = self._grid.stages, turn.group.rank
-        for other, told in answers.of("stage failed"):
-            raise failure(other % stages, stages, *told)
-        kind, value = answers[rank - rank % stages + stages - 1]["stage loss"]
-        self.loss = torch.tensor(value, dtype=_LOSS_TYPES[kind], device=self._device)
+        rank, told = failed
+        raise failure(rank % self._grid.stages, self._grid.stages, *told)
+
+    def conclude(self) -> Tensor:
+        """The mean loss of a step that did not wait for it, once all ranks have agreed."""
+        assert self._ending is not None, "a step was made"
+        ending, self._ending = self._ending, None
+        rows = ending.wait().cpu()
+        self._worker.begin([], None, None, 1.0)  # frees the mini-batch
+        _, kind, value = _CONCLUSION.unpack(rows[-1].numpy().tobytes())
+        return torch.tensor(value, dtype=_LOSS_TYPES[kind], device=self._device)
 
     @torch.no_grad()
     def evaluate(self, inputs: Any, targets: Any) -> Tensor:
@@ -187,7 +190,7 @@ class PipelineRunner:
             self._run_schedule(plan.schedule, count, backward=backward)
         self._passed_bytes += count * (plan.result.bytes_forth if plan.result else 0)
         self._passed_bytes += count * (plan.source.bytes_back if plan.source and backward else 0)
-        self._open = not concludes
+        self._ending = self._told_ending()
         if not concludes:
             return None
         loss = self._concluded()
@@ -298,12 +301,18 @@ class PipelineRunner:
         except RuntimeError as error:
             raise self._grid.explain(error, what=_TRANSFER) from error
 
-    def _concluded(self) -> Tensor:
-        """The mean loss, from the last stage, if no stage failed."""
+    def _told_ending(self) -> Pending[Tensor]:
+        """What all stages say of their passes, on its way."""
         peers, worker = self._grid.peers, self._worker
         mine = _CONCLUSION.pack(worker.error is not None, *self._mean_loss())
         message = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(peers.device)
-        rows = peers.all_gather(message, what="concluding a step").wait().cpu()
+        return peers.all_gather(message, what="concluding a step")
+
+    def _concluded(self) -> Tensor:
+        """The mean loss, from the last stage, if no stage failed."""
+        assert self._ending is not None, "told just now"
+        ending, self._ending = self._ending, None
+        rows = ending.wait().cpu()
         conclusions = [_CONCLUSION.unpack(row.numpy().tobytes()) for row in rows]
         self._broken = False
         if any(failed for failed, _, _ in conclusions):

@@ -142,8 +142,7 @@ class Engine:
             concludes = self._parts.exchange.local or self._steps.merging
             loss = runner.step(inputs, targets, problem, concludes=concludes)
             self._steps.finish(loss)
-        loss = runner.loss if loss is None else loss
-        assert loss is not None, "the agreement of the update has told it"
+            loss = runner.conclude() if loss is None else loss
         self._steps.left.remember()
         self._steps.warn()
         return loss
