@@ -82,7 +82,7 @@ def _names_of_all(rank: int, size: int) -> list[set[str]]:
 
     with tw.local_sgd(model, plain, tw.LocalSGD(2)) as sync:
         tw.log_stats(sync, keep)
-    optimizer = tw.optim.DGCMomentum(model.named_parameters(), lr=0.1)
+    optimizer = tw.optim.DGCMomentum(model.named_parameters(), lr=0.1, min_numel=1)
     tw.log_stats(optimizer, keep)
     handle = optimizer.attach(DistributedDataParallel(model))
     tw.log_stats(handle, keep)

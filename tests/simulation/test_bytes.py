@@ -133,7 +133,7 @@ def sent_by_gradients(rank: int, size: int, options: dict[str, Any], steps: int)
     return counts
 
 
-DENSE = {"rampup_begin_step": 10**6}
+DENSE = {"rampup_begin_step": 10**6, "min_numel": 200}
 ONE_BIT = {"sparsity": (0.9,), "min_numel": 200}
 
 

@@ -41,7 +41,7 @@ from thinwire.compress.protocol import (
     Sending,
 )
 from thinwire.compress.sparse_change import entry_bytes, send_largest
-from thinwire.compress.words import bits_text, plural, share_text
+from thinwire.compress.words import bits_text, dense_first, share_text
 from thinwire.core.clip import ClipByNorm, clipped
 from thinwire.core.feedback import Fold, commit_list_, in_chunks, propose_list, rounding_seed
 from thinwire.core.norms import norms_over_shards
@@ -186,15 +186,10 @@ class DGC:
         """What becomes of a gradient, in words."""
         stored = ", in bfloat16 by stochastic rounding" if self.state_dtype == "bfloat16" else ""
         return (
-            f"{self.beginning()}gradients accumulate, and of each tensor the largest {self.ramp()} "
-            f"are sent, {bits_text(self.value_bits)} an entry; the rest is kept{stored}. Tensors "
-            f"below {self.min_numel} numbers are dense{self.limit('source')}"
+            f"{dense_first(self.rampup_begin_step)}gradients accumulate, and of each tensor the "
+            f"largest {self.ramp()} are sent, {bits_text(self.value_bits)} an entry; the rest is "
+            f"kept{stored}. Tensors below {self.min_numel} numbers are dense{self.limit('source')}"
         )
-
-    def beginning(self) -> str:
-        """What comes before compression, in words."""
-        begin = self.rampup_begin_step
-        return f"the first {begin} {plural('update', begin)} dense, then " if begin else ""
 
     def ramp(self) -> str:
         """Such as "25 % from update 201, 6.25 % from 461, 0.1 % from 721", updates counted
@@ -463,9 +458,9 @@ class RampedChange(ErrorsOnly):
 
     def explained(self) -> str:
         """See `ChangeCompression`."""
-        config = self.config
+        config, begin = self.config, dense_first(self.config.rampup_begin_step)
         return (
-            f"{config.beginning()}of each tensor's change the largest {config.ramp()} are sent, "
+            f"{begin}of each tensor's change the largest {config.ramp()} are sent, "
             f"{bits_text(config.value_bits)} an entry; the rest is kept. Tensors below "
             f"{config.min_numel} numbers go whole"
         )

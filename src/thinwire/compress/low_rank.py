@@ -40,7 +40,7 @@ from thinwire.compress.protocol import (
     Sending,
     place_for,
 )
-from thinwire.compress.words import plural
+from thinwire.compress.words import dense_first, plural
 from thinwire.core.arithmetic import products_are_exact
 from thinwire.core.checksum import checked_mean_
 from thinwire.core.orthonormal import orthonormal
@@ -97,20 +97,18 @@ class LowRank:
 
     def compresses(self, param: Tensor) -> bool:
         """Whether this tensor is ever compressed; all others are always exchanged densely."""
-        if param.dtype not in _TYPES or param.dim() < 2 or param.numel() < self.min_numel:
-            return False
-        return self.rank < min(_sides(param))
+        return self.why_dense(param) is None
 
     def why_dense(self, param: Tensor) -> str | None:
         """Why this tensor is never compressed, in words; None where it is."""
-        if self.compresses(param):
-            return None
         if param.dim() < 2:
             return "of fewer than two dimensions"
         if param.numel() < self.min_numel:
             return f"below min_numel={self.min_numel}"
         if param.dtype not in _TYPES:
             return f"because of {param.dtype}"
+        if self.rank < min(_sides(param)):
+            return None
         return f"because rank={self.rank} is not below its smaller side"
 
     def message_text(self, params: Iterable[Tensor]) -> str:
@@ -120,12 +118,7 @@ class LowRank:
 
     def explanation(self) -> str:
         """What becomes of a gradient, in words."""
-        begin = (
-            f"the first {self.begin_step} {plural('update', self.begin_step)} dense, then "
-            if self.begin_step
-            else ""
-        )
-        columns = f"{self.rank} {plural('column', self.rank)}"
+        columns, begin = f"{self.rank} {plural('column', self.rank)}", dense_first(self.begin_step)
         return (
             f"{begin}each gradient of n rows and m columns travels as two factors of {columns}, "
             f"{self.rank} (n + m) numbers in two rounds; what they miss is kept and added to the "

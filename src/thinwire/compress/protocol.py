@@ -259,9 +259,6 @@ class Compression(Protocol):
     def needs(self, params: Iterable[Tensor]) -> frozenset[Need]:
         """The compiled loops that it calls."""
 
-    def compresses(self, param: Tensor) -> bool:
-        """Whether this tensor is ever compressed."""
-
     def explanation(self) -> str:
         """What becomes of a gradient, in words."""
 

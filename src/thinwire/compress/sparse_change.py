@@ -16,6 +16,7 @@ from thinwire.compress.change_protocol import ERRORS, ErrorsOnly, Kept, MeanChan
 from thinwire.compress.entries import ArrivedEntries, Proposed, send_entries
 from thinwire.compress.protocol import Context, Entries, Sending
 from thinwire.compress.split import senders
+from thinwire.compress.words import bits_text, share_text
 from thinwire.core.feedback import Proposal, divided_, sum_sparse
 from thinwire.core.select import top_k
 from thinwire.core.sources import source_factors, squared_norms
@@ -104,12 +105,11 @@ class Sparse(ErrorsOnly):
 
     def explained(self) -> str:
         """See `ChangeCompression`."""
-        bits = "1 bit" if self.value_bits == 1 else f"{self.value_bits} bits"
         over = "the ranks that sent it" if self.mean_over == "senders" else "all ranks"
         said = (
-            f"of each tensor's change the largest {100 * (1 - self.sparsity):.6g} % are sent, "
-            f"{bits} an entry, whose mean is over {over}; the rest is kept and counts "
-            f"{self.decay:g} times the next time"
+            f"of each tensor's change the largest {share_text(self.sparsity)} are sent, "
+            f"{bits_text(self.value_bits)} an entry, whose mean is over {over}; the rest is kept "
+            f"and counts {self.decay:g} times the next time"
         )
         if self.clip_sources is not None:
             said += (

@@ -41,7 +41,7 @@ from thinwire.comm.private import forget_ended
 from thinwire.compress import COMPRESSIONS
 from thinwire.compress.change_protocol import ForChanges
 from thinwire.compress.changes import compression_of
-from thinwire.compress.coverage import tell_coverage
+from thinwire.compress.words import tell_coverage
 from thinwire.core.arithmetic import CURES, arithmetic
 from thinwire.core.origin import ORIGIN, Origin, without_origin
 from thinwire.core.outer import OuterRule
@@ -323,8 +323,7 @@ class LocalUpdates:
         self._received_before, self._waited_before = sources.bytes_received, sources.wait_s
         first = group.rank == 0 if members is None else self._place()[0] == 0
         if first and self._changes is not None:
-            config = self.config.compression or self._of_gradients
-            tell_coverage(config, self._tensors.params.values(), self._changes.compresses)
+            tell_coverage(self._of_gradients or self._changes, self._tensors.params.values())
         self._pace = Pace(self.planned if first else None)
         self._paced_step = self.step
         optimizer = self._tensors.optimizer

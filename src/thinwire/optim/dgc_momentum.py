@@ -41,7 +41,6 @@ from thinwire.comm import (
     time_limit_s,
     while_busy,
 )
-from thinwire.compress.coverage import tell_coverage
 from thinwire.compress.dgc import (
     DGC,
     DGCCompressor,
@@ -51,6 +50,7 @@ from thinwire.compress.dgc import (
 )
 from thinwire.compress.entries import ArrivedEntries
 from thinwire.compress.protocol import Compression
+from thinwire.compress.words import tell_coverage
 from thinwire.core.arithmetic import CURES, arithmetic
 from thinwire.core.checksum import bit_sums
 from thinwire.core.clip import Clip, ClipByNorm, clipped

@@ -148,7 +148,9 @@ class MeanThenStep(_EveryStep):
         if clip.over_stages:
             gradients.measure = lambda came, grads: clip.norm(self._means(came, grads))
         self._optimizer, self._params, self._clip = optimizer, params, clip
-        some = compression is not None and any(map(compression.compresses, Shards(params).values()))
+        some = compression is not None and None in map(
+            compression.why_dense, Shards(params).values()
+        )
         self._compression = compression if some else None
 
     @property

@@ -36,8 +36,8 @@ from thinwire.comm.grid import Grid
 from thinwire.comm.nodes import require_divisor
 from thinwire.comm.replicate import make_models_equal_
 from thinwire.compress import COMPRESSIONS
-from thinwire.compress.coverage import tell_coverage
 from thinwire.compress.protocol import Compression, Limit
+from thinwire.compress.words import tell_coverage
 from thinwire.core.arithmetic import CURES, arithmetic
 from thinwire.core.clip import Clip, ClipByGlobalNorm, ClipByNorm, ClipByValue
 from thinwire.core.sharded import Shards, require_elementwise, require_shards, reshard_, shard_of
@@ -645,7 +645,7 @@ def _exchange(
     )
     gradients.watch(_digest(plan), identity)
     if compression is not None and gradients.sources.rank == 0:
-        tell_coverage(compression, params.values(), compression.compresses)
+        tell_coverage(compression, params.values())
     return MeanThenStep(plan.optimizer, plan.params, gradients, clip, compression, limit)
 
 
