@@ -3,10 +3,12 @@
 import errno
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
-__all__ = ["read_regular", "replace_file"]
+__all__ = ["read_regular", "replace_file", "replacing"]
 
 
 def read_regular(path: Path, most_bytes: int) -> bytes:
@@ -26,19 +28,23 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
     return content
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Write a new file aside and put it in its place: readers see the old one or the new one.
-
-    Raises:
-        OSError: It cannot be written; what was there before is as it was.
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a name to write a new file under, which then takes the place of the old one: readers
+    see one or the other, and after an error the old one.
     """
     aside = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
-        with aside.open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        yield aside
         aside.replace(path)
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file as `replacing` does, and force it to the disk."""
+    with replacing(path) as aside, aside.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())

@@ -163,7 +163,7 @@ def from_file(rank: int, size: int, path: str) -> dict[str, Tensor]:
     model = plain_model(11) if mesh is None else sharded_model(mesh, seed=11)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     engine = tw.DistributedStrategy(localsgd=tw.LocalSGD(2)).prepare(model, optimizer, mesh=mesh)
-    engine.load_parameters(path, torch_checkpoint=Path(path).is_dir())
+    engine.load_parameters(path, torch_checkpoint=not path.endswith(".safetensors"))
     return whole(model, mesh)
 
 
@@ -178,6 +178,16 @@ def test_one_file_of_the_whole_model_and_back(ranks: Pool, tmp_path: Path) -> No
     for size in (2, 4):
         for values in ranks.run(from_file, str(file), size=size):
             same(values, before[0][0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nested", [False, True])
+def test_from_a_pickled_file(ranks: Pool, nested: bool, tmp_path: Path) -> None:
+    values = plain_model(21).state_dict()
+    torch.save({"model": values, "epoch": 3} if nested else values, tmp_path / "model.pt")
+    for size in (2, 4):
+        for loaded in ranks.run(from_file, str(tmp_path / "model.pt"), size=size):
+            same(loaded, values)
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """The whole model of a checkpoint as one safetensors file, without ranks and without the model."""
 
 import json
-import secrets
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire._files import replacing
 from thinwire.checkpoint.combine import combine
 from thinwire.checkpoint.files import sync_directory
 from thinwire.checkpoint.folder import Found, found, found_at
@@ -240,12 +240,7 @@ def _names(
 
 
 def _write(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> int:
-    aside = file.with_name(f".{file.name}.tmp-{secrets.token_hex(4)}")
-    try:
+    with replacing(file) as aside:
         size_bytes, _ = write_tensors(aside, tensors, metadata)
-        aside.replace(file)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
     sync_directory(file.parent)
     return size_bytes

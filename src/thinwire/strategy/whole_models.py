@@ -38,7 +38,7 @@ _Places = Mapping[str, Tensor]
 def load_whole_model(path: Path, parts: Parts) -> Path:
     """Take parameters and buffers over, each rank its own part; see `Engine.load_parameters`.
 
-    Communication: two agreements. Nothing has changed on any rank where one of them cannot read it.
+    Communication: an agreement. Nothing has changed on any rank where one of them cannot read it.
     """
     model = parts.model
     reshard_(model)
@@ -68,15 +68,11 @@ def load_whole_model(path: Path, parts: Parts) -> Path:
             raise CheckpointCorrupt(f"{path} cannot be read: {error}") from error
 
     answers = on_all_ranks(parts.group, "reading a model", read)
-
-    def same() -> None:
-        other = next((rank for rank, each in enumerate(answers) if each != answers[0]), None)
-        if other is not None:
+    for rank, answer in enumerate(answers):  # the same on all ranks
+        if answer != answers[0]:
             raise CheckpointError(
-                f"{path} is another file on rank {other} than on rank 0: copy the one to the other"
+                f"{path} is another file on rank {rank} than on rank 0: copy the one to the other"
             )
-
-    on_all_ranks(parts.group, "comparing the files", same)
     for name, place in places.items():
         shard_of(place).copy_(taken[name])
     begin_anew(parts)
@@ -106,20 +102,17 @@ def _require_elsewhere(folder: Path) -> None:
 
 
 def _from_pickle(path: Path, places: _Places, known: set[str], part: int) -> dict[str, Tensor]:
-    content = torch.load(path, map_location="cpu", weights_only=True)
-    if isinstance(content, Mapping) and isinstance(content.get("model"), Mapping):
-        content = content["model"]
-    if not isinstance(content, Mapping):
-        raise CheckpointMismatch(f"{path} holds a {type(content).__name__}, and no state_dict")
-    tensors = {key: value for key, value in content.items() if isinstance(value, Tensor)}
-    own = {name: tensors[key] for name, key in _by_plain_name(tensors).items()}
+    found = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(found, Mapping):
+        raise CheckpointMismatch(f"{path} holds a {type(found).__name__}, and no state_dict")
+    found = nested if isinstance(nested := found.get("model"), Mapping) else found
+    stored = _by_plain_name(key for key, value in found.items() if isinstance(value, Tensor))
+    own = {name: found[key] for name, key in stored.items()}
     _require_fit(path, {name: tuple(own[name].shape) for name in own}, places, known)
-    return {
-        name: own[name]
-        if (rows := _rows(place, part)) is None
-        else own[name][rows.start : rows.stop]
-        for name, place in places.items()
-    }
+    for name, place in places.items():
+        if (rows := _rows(place, part)) is not None:
+            own[name] = own[name][rows.start : rows.stop]
+    return own
 
 
 def _from_folder(path: Path, places: _Places, known: set[str], part: int) -> dict[str, Tensor]:

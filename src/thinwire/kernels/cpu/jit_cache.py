@@ -27,6 +27,8 @@ import numba
 from numba.core import compiler, serialize
 from numba.core.caching import _Cache
 
+from thinwire._files import replacing
+
 try:
     import fcntl
 except (
@@ -173,16 +175,9 @@ def _payload(raw: bytes) -> bytes:
 
 
 def _write(path: Path, payload: bytes) -> None:
-    """In the place of any older file at once, so that nobody reads half of it."""
-    draft = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}")
-    try:
+    with replacing(path) as draft:
         draft.touch(0o644, exist_ok=False)
         draft.write_bytes(_MAGIC + hashlib.sha256(payload).digest() + payload)
-        draft.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            draft.unlink()
-        raise
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from thinwire.lab.network.enter import enter_network
 from thinwire.lab.network.link import Link
 
-__all__ = ["inside", "limit_rate", "new_namespace", "quiet_ipv6", "tbf_settings"]
+__all__ = ["inside", "interface_bytes", "limit_rate", "new_namespace", "quiet_ipv6", "tbf_settings"]
 
 T = TypeVar("T")
 _CLONE_NEWNET = 0x40000000
@@ -89,6 +89,21 @@ def limit_rate(ip: Any, index: int, link: Link, command: str = "add") -> None:
     """
     if link.rate_bit_s is not None:
         ip.tc(command, "tbf", index, handle=0x10000, **tbf_settings(link.rate_bit_s))
+
+
+def interface_bytes(interface: str) -> tuple[int, int]:
+    """Bytes (sent, received) by an interface of the calling thread's network namespace, headers
+    included.
+
+    Raises:
+        RuntimeError: There is no such interface.
+    """
+    for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == interface:
+            fields = numbers.split()
+            return int(fields[8]), int(fields[0])
+    raise RuntimeError(f"the interface {interface!r} is not in this network namespace")
 
 
 def quiet_ipv6() -> None:

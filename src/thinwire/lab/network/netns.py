@@ -14,9 +14,14 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from thinwire.lab.network.counters import interface_bytes
 from thinwire.lab.network.link import FASTEST_BIT_S, Link
-from thinwire.lab.network.namespaces import inside, limit_rate, new_namespace, quiet_ipv6
+from thinwire.lab.network.namespaces import (
+    inside,
+    interface_bytes,
+    limit_rate,
+    new_namespace,
+    quiet_ipv6,
+)
 
 __all__ = ["Network", "network", "why_unavailable"]
 

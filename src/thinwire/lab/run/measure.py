@@ -6,7 +6,7 @@ from typing import final
 
 import torch.distributed as dist
 
-from thinwire.lab.network.counters import interface_bytes
+from thinwire.lab.network.namespaces import interface_bytes
 from thinwire.lab.run.task import Work, untouched
 from thinwire.lab.run.trainers import Setup, bare_step
 
