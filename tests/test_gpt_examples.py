@@ -17,10 +17,6 @@ from tests.gpt_changes import MOVED, PAGE, changes, written
 from tests.launched import as_torchrun_starts, free_port
 from tests.ranks import Pool
 
-pytestmark = pytest.mark.timeout(
-    300
-)  # two to three runs each, on machines that do other things too
-
 FOLDER = Path(__file__).parent.parent / "examples" / "gpt"
 STEPS = 30
 

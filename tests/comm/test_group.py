@@ -3,6 +3,7 @@
 import gc
 import math
 import os
+import re
 import signal
 import struct
 import time
@@ -278,8 +279,9 @@ def test_a_stopped_rank_is_named_by_all_others(ranks: Pool) -> None:
     assert answers[1] is None  # it is stopped still; the pool is rebuilt without it
     for answer in (answers[0], answers[2]):
         assert answer.type_name == "PeerStalled"
-        told = f"rank 1 did not take part within {LIMIT_S:g} s: rank 1 has not been heard of for"
-        assert told in answer.text
+        # never, where it was stopped before it gave its first sign
+        told = rf"rank 1 did not take part within {LIMIT_S:g} s: rank 1 has (not|never) been heard"
+        assert re.search(told, answer.text)
 
 
 def shared_then_released(rank: int, size: int) -> tuple[bool, bool]:

@@ -6,8 +6,6 @@ Only this process is patched, and only until `injected` ends.
 import contextlib
 import ctypes
 import os
-import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tests.api import Group, Pending, connections, shut_down
 from tests.attacks.training import Trainer
+from tests.members.training import die, stop, stop_for
 from tests.waiting import time_out
 
 __all__ = ["HOWS", "PHASES", "Fault", "injected"]
@@ -55,26 +54,12 @@ class Injected(RuntimeError):
     """What the fault "raise" raises."""
 
 
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def segfault() -> None:
     ctypes.string_at(0)
 
 
 def leave_quietly() -> None:
     os._exit(0)
-
-
-def stop() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def stop_for(seconds: float) -> None:
-    """Stop this process, and let another one wake it."""
-    with subprocess.Popen(["/bin/sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"]):
-        stop()
 
 
 def hold_the_interpreter() -> None:

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from tests.launched import free_port
+from tests.waiting import PATIENCE_S, until
 
 SCRIPT = Path(__file__).with_name("preempted.py")
 STEPS = 40
-LIMIT_S = 180.0
 
 
 @contextlib.contextmanager
@@ -46,10 +46,7 @@ def workers(folder: Path) -> list[tuple[int, int]]:
 
 
 def wait_until_both_train(folder: Path) -> None:
-    until = time.monotonic() + LIMIT_S
-    while sum(step >= 5 for _, step in workers(folder)) < 2:
-        assert time.monotonic() < until, (folder / "log").read_text()
-        time.sleep(0.02)
+    until(lambda: sum(step >= 5 for _, step in workers(folder)) == 2, "training")
 
 
 def digests(folder: Path) -> list[str]:
@@ -61,19 +58,19 @@ def digests(folder: Path) -> list[str]:
 def test_a_job_that_is_told_to_end_goes_on_later_as_if_it_had_not_been(tmp_path: Path) -> None:
     """By SIGTERM to torchrun, which all workers hear at different moments."""
     with launched(tmp_path / "whole", 0.0) as whole:
-        assert whole.wait(LIMIT_S) == 0
+        assert whole.wait(PATIENCE_S) == 0
     folder = tmp_path / "told"
     with launched(folder, 0.1) as first:
         wait_until_both_train(folder)
         first.send_signal(signal.SIGTERM)
-        assert first.wait(LIMIT_S) != 0
+        assert first.wait(PATIENCE_S) != 0
     reached = {step for _, step in workers(folder)}
     assert len(reached) == 1
     assert reached < set(range(STEPS))
     (saved,) = (folder / "checkpoints").glob("step_*")
     assert int(saved.name.removeprefix("step_")) in reached
     with launched(folder, 0.0) as second:
-        assert second.wait(LIMIT_S) == 0, (folder / "log").read_text()
+        assert second.wait(PATIENCE_S) == 0, (folder / "log").read_text()
     assert digests(folder) == digests(tmp_path / "whole")
 
 

@@ -171,11 +171,6 @@ def test_an_address_that_a_stranger_gives_to_gloo_is_refused_at_once(plain: TCPS
         assert theirs.exception() is not None
 
 
-def test_gloo_gives_up_at_its_time_out(plain: TCPStore) -> None:
-    with pytest.raises(DistError, match="timeout"):
-        group(SealedStore(plain, SECRET).under("g"), 0, 2, timedelta(seconds=1))
-
-
 class Read(Store):
     """What a stranger reads of a store's questions."""
 
