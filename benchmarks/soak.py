@@ -39,7 +39,7 @@ from thinwire.lab.network.netns import Network, network, why_unavailable
 from thinwire.members.board import Board
 from thinwire.members.meeting import connect
 
-__all__ = ["Soak", "soak"]
+__all__ = ["Process", "Soak", "generations_of", "soak"]
 
 _FEWEST, _MOST, _SLOTS = 4, 6, 10
 _POLL_S = 0.1
@@ -79,10 +79,12 @@ class Process:
 
     @property
     def number(self) -> int:
+        """Of the process."""
         return self.part.number
 
     @property
     def takes_part(self) -> bool:
+        """Whether it is in the run, and nothing is done to it."""
         return bool(self.entered) and not self.fate and self.end is None
 
 
@@ -185,7 +187,7 @@ class Soak:
                 act()
         for one in self.all:
             dead = not one.process.is_alive()
-            self._read(one, now)
+            self.read(one, now)
             if one.end is None and dead and not one.fate:
                 if not (self.folder / "die-giving").exists() and "giver" in self.events[-1:]:
                     one.fate = "killed"
@@ -198,7 +200,8 @@ class Soak:
                 if silent_s > self.timeout_s + _SILENT_S + (0 if one.entered else _START_S):
                     self._problem(f"{one.number} told nothing for {silent_s:.1f} s")
 
-    def _read(self, one: Process, now: float) -> None:
+    def read(self, one: Process, now: float) -> None:
+        """What a member has told since the last time."""
         path = self.folder / f"{one.number}.jsonl"
         text = path.read_text() if path.exists() else ""
         whole = text[one.read : text.rfind("\n") + 1]
@@ -368,9 +371,8 @@ class Soak:
             found.digests[step] = by[max(kept)][0][1]
         for one in self.all:
             for line in one.inherited:
-                leaver = generations[line["generation"]][line["rank"]]
                 found.inherited.setdefault(line["step"], []).append(
-                    (line["id"], leaver, line["factor"])
+                    (line["id"], line["of"], line["factor"])
                 )
             for line in one.heard:
                 expected = found.digests.get(line["step"])
@@ -429,7 +431,7 @@ def _meeting_place(net: Network | None) -> Iterator[str]:
             process.kill()
 
 
-def _generations(net: Network | None, address: str) -> dict[int, list[str]]:
+def generations_of(net: Network | None, address: str) -> dict[int, list[str]]:
     """The members of every generation, by the store."""
 
     def read() -> dict[int, list[str]]:
@@ -467,7 +469,7 @@ def soak(
         begun = time.monotonic()
         made.run()
         took_s = time.monotonic() - begun
-        trace = made.trace(_generations(net, address))
+        trace = made.trace(generations_of(net, address))
     trace.save(folder / "trace.json")
     if not trace.averagings:
         return {"problems": made.problems}

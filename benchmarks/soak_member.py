@@ -26,9 +26,9 @@ from thinwire.errors import ThinwireError
 from thinwire.lab.network.enter import die_with_parent, enter_network
 from thinwire.local.averaging import Averaging, PendingAveraging
 from thinwire.local.newcomers import NewcomersWork
-from thinwire.members.giving import Given, Taker, legacy_number
+from thinwire.members.giving import Given, Taker
 
-__all__ = ["CONFIGS", "RUN", "Part", "Trainee", "digest", "train"]
+__all__ = ["CONFIGS", "RUN", "Part", "Trainee", "digest", "live", "train"]
 
 RUN = "soak"
 _OUTER: dict[str, Any] = {"outer_lr": 0.7, "outer_momentum": 0.5, "outer_nesterov": True}
@@ -114,7 +114,12 @@ def train(part: Part) -> None:
             os.dup2(log.fileno(), number)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     torch.set_num_threads(1)
-    with (folder / f"{part.number}.jsonl").open("w") as file:
+    live(part)
+
+
+def live(part: Part) -> None:
+    """Be this member in a process that is ready for it."""
+    with (Path(part.folder) / f"{part.number}.jsonl").open("w") as file:
         _Member(part, file).live()
 
 
@@ -218,23 +223,18 @@ class _Member:
         def inherited(work: NewcomersWork, given: Given, factor: float) -> None:
             inherit(work, given, factor)
             assert self._members is not None, "joined"
-            (heir,) = (each for each in self._members._heirs if each.taken is given)
-            place = heir._take[1] - legacy_number(0, 0)
-            generation, rank = divmod(place, legacy_number(1, 0) - legacy_number(0, 0))
-            self._tell(
-                "inherited",
-                id=self._members.id,
-                step=self._members.step,
-                generation=generation,
-                rank=rank,
-                factor=factor,
-            )
+            about = {"id": self._members.id, "step": self._members.step, "factor": factor}
+            self._tell("inherited", of=given.plain["of"], **about)
 
         Averaging.commit_ = committed  # type: ignore[method-assign]
         Taker.take = taking  # type: ignore[method-assign]
         Line.send = giving  # type: ignore[method-assign]
         NewcomersWork.inherit = inherited  # type: ignore[method-assign]
-        yield
+        try:
+            yield
+        finally:
+            Averaging.commit_, Taker.take, Line.send = commit, take, send  # type: ignore[method-assign]
+            NewcomersWork.inherit = inherit  # type: ignore[method-assign]
 
     def _settled(self, before: dict[str, int]) -> dict[str, int]:
         """What this process holds once it has left the run; what still waits for the meeting place,

@@ -358,8 +358,9 @@ def engine(rank: int, size: int, address: str, folder: str, part: str) -> Any:
             localsgd=SPARSE, gradient_merge=tw.GradientMerge(2), amp=tw.AMP(dtype="bfloat16")
         )
         data = torch.randn(64, 24, generator=torch.Generator().manual_seed(9))
-        joined = tw.join(address, run="sites", start_members=2, timeout=TIMEOUT_S, mesh=mesh)
-        with joined as members:
+        with tw.join(
+            address, run="sites", start_members=2, timeout=TIMEOUT_S, mesh=mesh
+        ) as members:
             trained = strategy.prepare(
                 net, optimizer, torch.nn.MSELoss(), members=members, mesh=mesh
             )

@@ -2,15 +2,24 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
+from multiprocessing import current_process
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.soak import Process, Soak, generations_of
+from benchmarks.soak_member import Part, live
 from benchmarks.soak_replay import Trace, replay, undisturbed
+from tests.members.places import meeting_place
+from tests.ranks import Pool
 
+TIMEOUT_S = 60.0
 ROOT = Path(__file__).parents[2]
 AVERAGINGS = {1: ["ann", "bob"], 5: ["ann", "bob", "eve"], 9: ["bob", "eve"]}
 
@@ -46,6 +55,48 @@ def test_a_run_that_nobody_disturbs_has_as_many_averagings_of_those_who_began() 
     assert list(calm.averagings.values()) == [["ann", "bob"]] * 3
     assert not calm.inherited
     assert 0 < replay(calm).loss < 2
+
+
+def test_a_member_that_leaves_is_replayed_with_what_it_had_kept(
+    ranks: Pool, tmp_path: Path
+) -> None:
+    with meeting_place(None) as address:
+        parts = [Part(n, str(tmp_path), address, "sparse", 3, TIMEOUT_S) for n in range(3)]
+        seen = Soak(tmp_path, 0, 0, 0, TIMEOUT_S, "sparse", address, None, ending=True)
+        seen.all = [Process(part, current_process(), part.number, 0.0) for part in parts]
+        seen.all[2].fate = "leaving"
+        ranks.run(_lives, parts, size=3, group=False)
+        for one in seen.all:
+            seen.read(one, 0.0)
+        trace = seen.trace(generations_of(None, address))
+    assert not seen.problems
+    assert [len(ids) for ids in trace.averagings.values()][-1] == 2
+    ((inherited,),) = trace.inherited.values()
+    first, second, left = (one.ids[0] for one in seen.all)
+    assert inherited in [(first, left, 2 / 3), (second, left, 2 / 3)]
+    assert replay(trace).digests == trace.digests
+
+
+def _lives(rank: int, size: int, parts: list[Part]) -> None:
+    folder = Path(parts[0].folder)
+
+    def told(number: int, what: str) -> int:
+        path = folder / f"{number}.jsonl"
+        return path.read_text().count(f'"what": "{what}"') if path.exists() else 0
+
+    def steer() -> None:
+        while told(2, "averaged") < 3:
+            time.sleep(0.05)
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        while rank == 0 and not told(0, "inherited") + told(1, "inherited"):
+            time.sleep(0.05)
+        if rank == 0:
+            (folder / "end.new").write_text(str(4 * told(0, "averaged") + 12))
+            (folder / "end.new").rename(folder / "end")
+
+    threading.Thread(target=steer, daemon=True).start()
+    live(parts[rank])
 
 
 @pytest.mark.slow

@@ -1,12 +1,11 @@
 """What members tell each other at the store of a run: plain values under keys."""
 
-import contextlib
 import json
 import logging
-import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from torch.distributed import DistError, DistNetworkError
@@ -41,7 +40,6 @@ class Board:
     Args:
         store: Of the run.
         limit_s: For how long a call waits for the host; None: for ever.
-        connect: Makes another connection, within `at_most_s`; None where there is none.
 
     Raises:
         PayloadCorrupt: A value was written by a stranger.
@@ -49,34 +47,30 @@ class Board:
         PeerLost: It closed the connection. RuntimeError of torch's where there is no limit.
     """
 
-    def __init__(
-        self,
-        store: SealedStore,
-        limit_s: float | None = None,
-        *,
-        connect: Callable[..., SealedStore] | None = None,
-    ) -> None:
-        self.store, self.limit_s, self._connect = store, limit_s, connect
+    def __init__(self, store: SealedStore, limit_s: float | None = None) -> None:
+        self.store, self.limit_s = store, limit_s
         self._told: set[str] = set()
         self._asked: float | None = None
+        self._connect: Callable[..., SealedStore] | None = None
         self._connections: list[Connection] = []
         self._lost: DistNetworkError | None = None
-        self._over = False
+        self._over = threading.Event()
 
     @classmethod
     def over(
         cls, connect: Callable[..., SealedStore], port: int, limit_s: float | None = None
     ) -> "Board":
-        """One with a connection of its own, to a host that listens on this port."""
-        with _noticed(port) as found:
-            board = cls(connect(), limit_s, connect=connect)
-        board._connections = found
+        """One with a connection of its own, to a host that listens on this port. Another one is
+        made by `connect(at_most_s=...)`.
+        """
+        store, connections = _connected(connect, port)
+        board = cls(store, limit_s)
+        board._connect, board._connections = connect, connections
         return board
 
     def under(self, prefix: str) -> "Board":
         """The same with a prefix before all keys, over the same connection."""
-        connect = self._connect
-        board = Board(self.store.under(prefix), self.limit_s)
+        board, connect = Board(self.store.under(prefix), self.limit_s), self._connect
         if connect is not None:
             board._connect = lambda **limit: connect(**limit).under(prefix)
         board._connections = self._connections
@@ -84,14 +78,13 @@ class Board:
 
     def clone(self) -> "Board":
         """The same over a connection of its own, and without a limit."""
-        with _noticed(self.store.port) as found:
-            board = Board(self._limited(self.store.clone), connect=self._connect)
-        board._connections = found
+        board = Board.over(lambda: self._limited(self.store.clone), self.store.port)
+        board._connect = self._connect
         return board
 
     def hang_up(self) -> None:
         """Close the connection for good: a call that waits for the host ends with an error."""
-        self._over = True
+        self._over.set()
         for each in self._connections:
             shut_down(each)
 
@@ -106,40 +99,36 @@ class Board:
         return self._limited(lambda: self._answer(act))
 
     def _answer(self, act: Callable[[], _T]) -> _T:
-        until = math.inf if self.limit_s is None else time.monotonic() + self.limit_s
         while True:
             if self._lost is not None:
-                self._renew(until)
+                self._renew(self._lost)
             try:
                 return act()
             except DistNetworkError as error:
                 self._lost = error
 
-    def _renew(self, until: float) -> None:
-        """Go on over another connection to the same host, once it can be reached.
+    def _renew(self, lost: DistNetworkError) -> None:
+        """Go on over another connection, once the host can be reached.
 
         Raises:
             DistNetworkError: Nobody listens there any more, or another life of the host.
         """
-        assert self._lost is not None, "else there is one"
-        while self._connect is not None and not self._over and time.monotonic() < until:
+        while self._connect is not None and not self._over.is_set():
+            connect = partial(self._connect, at_most_s=_UNANSWERED_S)
             try:
-                with _noticed(self.store.port) as found:
-                    store = self._connect(at_most_s=_UNANSWERED_S)
+                store, self._connections = _connected(connect, self.store.port)
             except PeerStalled:
                 time.sleep(_AGAIN_S)
                 continue
             except ThinwireError:
                 break
-            if store.session != self.store.session:  # and it stays another one
-                self._connect = None
-                break
-            self.store, self._connections = store, found
-            if not self._over:
-                self._lost = None
+            if store.session == self.store.session:
+                self.store, self._lost = store, None
+                if self._over.is_set():  # meanwhile
+                    self.hang_up()
                 return
-            self.hang_up()
-        raise self._lost
+            self._connect = None  # it stays another one
+        raise lost
 
     def _limited(self, act: Callable[[], _T]) -> _T:
         if self.limit_s is None:
@@ -194,17 +183,18 @@ class Board:
             _log.warning("%s", error)
 
 
-@contextlib.contextmanager
-def _noticed(port: int) -> Iterator[list[Connection]]:
-    """The connections that are made meanwhile to a host that listens on this port."""
-    found: list[Connection] = []
+def _connected(
+    connect: Callable[[], SealedStore], port: int
+) -> tuple[SealedStore, list[Connection]]:
+    """What `connect` gives, and the connections to this port that it has made for it."""
     with _connecting:
         before = {each.inode for each in connections()}
-        yield found
+        store = connect()
         new = [each for each in connections() if each.inode not in before]
-    found += [each for each in new if each.there[1] == port]
+    found = [each for each in new if each.there[1] == port]
     for each in found:
         end_unanswered(each, _UNANSWERED_S)
+    return store, found
 
 
 def no_answer(seconds: float) -> str:

@@ -346,32 +346,35 @@ class Keeper:
             self.generation.groups.hang_up()
 
     def _meet(self) -> None:
-        if self._founders is not None:
-            self._meet_with(self._founders)
-            return
         number, founds, begun, enough_s = self._latest(), -1, 0.0, math.inf
+        if self._founders:
+            self._begin_with(self._founders, number)
+            return
         self._heard = time.monotonic()
         while not self._over.is_set():
             number, decision, lives = self._look(number)
             if self.me in decision.ids:
+                with self._news:
+                    self.votes, self.admitted = decision.votes, (number, decision.ids)
+                    self._news.notify_all()
                 self._enter(number, decision)
                 return
-            if lives:
-                self._wait_for_admission(number)
-                return
-            now = time.monotonic()
+            if lives or (self._founders is not None and number >= 0):
+                with self._news:  # the main thread fetches the state meanwhile
+                    self.newcomer = True
+                    self._news.notify_all()
+            now, first = time.monotonic(), number + 1
             # nobody is left, or was there ever
-            if founds == number + 1 or not decision.ids or self._is_silent():
-                if founds != number + 1:
-                    founds, begun, enough_s = number + 1, now, math.inf
+            if not self.newcomer and (first == founds or not decision.ids or self._is_silent()):
+                if first != founds:
+                    founds, begun, enough_s = first, now, math.inf
                     self.say_hello(self.board, founds)
                     if number >= 0:
                         _log.warning("none of generation %d is left: the run begins anew", number)
                 found = self._who_came(founds)
                 enough_s = min(enough_s, now) if len(found) >= self._start_members else math.inf
                 if now - enough_s >= 2 * _POLL_S:  # for those who come together with the others
-                    first = Decision(found, found, 0).to_dict()
-                    self.board.first(f"members/{founds}", first)
+                    self.board.first(f"members/{first}", Decision(found, found, 0).to_dict())
                 elif now - begun > self.timeout_s:
                     raise QuorumLost(
                         f"{len(found)} of {self._start_members} members came within "
@@ -380,23 +383,14 @@ class Keeper:
                     )
             time.sleep(_POLL_S / 2)
 
-    def _meet_with(self, founders: tuple[str, ...]) -> None:
-        """Be in the run as the first rank of this site is."""
-        number = latest = self._latest()
-        if founders:
-            first = Decision(founders, founders, 0)
-            # the one that they began with may not be the last one any more
-            while number >= 0 and self._decision(number).ids != founders:
-                number -= 1
-            number = latest + 1 if number < 0 else number
-            value = self.board.first(f"members/{number}", first.to_dict())
-            self._enter(number, Decision.from_dict(value))
-            return
-        while number < 0 and not self._over.is_set():
-            self._beat()
-            time.sleep(_POLL_S)
-            number = self._latest()
-        self._wait_for_admission(number)
+    def _begin_with(self, founders: tuple[str, ...], latest: int) -> None:
+        """Be in the run as the first rank of this site is, from where it has met the others."""
+        number = latest  # they may have lost one since
+        while number >= 0 and self._decision(number).ids != founders:
+            number -= 1
+        number = latest + 1 if number < 0 else number
+        first = Decision(founders, founders, 0).to_dict()
+        self._enter(number, Decision.from_dict(self.board.first(f"members/{number}", first)))
 
     def _who_came(self, number: int) -> tuple[str, ...]:
         """Those who have said hello to begin with this generation and are alive, in the order of
@@ -407,27 +401,14 @@ class Keeper:
         ids = dict.fromkeys(value["id"] for value in hellos if value.get("founds") == number)
         return tuple(each for each in ids if each == self.me or self._lives(each))
 
-    def _wait_for_admission(self, number: int) -> None:
-        """Until a generation has this member; the main thread fetches the state meanwhile."""
-        with self._news:
-            self.newcomer = True
-            self._news.notify_all()
-        while not self._over.is_set():
-            number, decision, _ = self._look(number)
-            if self.me in decision.ids:
-                with self._news:
-                    self.votes, self.admitted = decision.votes, (number, decision.ids)
-                    self._news.notify_all()
-                self._enter(number, decision)
-                return
-            time.sleep(_POLL_S / 2)
-
     def _look(self, number: int) -> tuple[int, Decision, bool]:
         """The last generation by now, from this one on, and whether one of its members lives;
         -1 and nobody before the first.
         """
         self._beat()
-        before, number = number, self._last_from(number)
+        before = number
+        while self.board.has(f"members/{number + 1}"):
+            number += 1
         decision = self._decision(number)
         self._awaited = decision.ids
         lives = self._some_live(decision.ids)
@@ -452,9 +433,7 @@ class Keeper:
     def _latest(self) -> int:
         """The number of the last generation of the run; -1 before the first."""
         hint = self.board.get("gen")
-        return self._last_from(-1 if hint is None else int(hint))
-
-    def _last_from(self, number: int) -> int:
+        number = -1 if hint is None else int(hint)
         while self.board.has(f"members/{number + 1}"):
             number += 1
         return number

@@ -79,7 +79,7 @@ class Members:
         timeout_s: float,
         site: Site | None = None,
     ) -> None:
-        self._meeting, self._address = board, address
+        self._address = address
         self._board = board if site is None else board.under(f"shard/{site.rank}")
         self._key = self._board.store.key_for("state") or b""
         self.site = site
@@ -118,7 +118,7 @@ class Members:
                 _meet_as_site(keeper, site)
         except BaseException:  # such as Ctrl-C: the thread would stay as a member without work
             keeper.close()
-            self._hang_up()
+            self._board.hang_up()
             raise
         return keeper
 
@@ -222,7 +222,8 @@ class Members:
                 )
             if goer == self.id:
                 self._legacy = Giver(self._board, number, stay[0], me=self.id, **about)
-                self._legacy.give(work.own_state() or Given("own", {}, {}))
+                own = work.own_state() or Given("own", {}, {})
+                self._legacy.give(replace(own, plain={"of": self.id}))
                 self._legacy.close()
 
     def _tell(self) -> None:
@@ -245,11 +246,7 @@ class Members:
             self._board.limit_s = min(_LEAVE_S, self.timeout_s)
             self._keeper.say_left(self._board)
         self._keeper.close()
-        self._hang_up()
-
-    def _hang_up(self) -> None:
         self._board.hang_up()
-        self._meeting.hang_up()
 
     # for local updates
 
@@ -268,8 +265,8 @@ class Members:
             Mismatch: On this member alone.
             PeerLost, PeerStalled: The meeting place has gone, or does not answer.
         """
-        meeting = self._meeting
-        meeting.ask(lambda: require_same(meeting.store.under(what), _flat("", facts)))
+        board = self._board
+        board.ask(lambda: require_same(board.store.under(what), _flat("", facts)))
 
     def fetch(self, work: Work) -> None:
         """Get the state of the run from a member, and wait to be let in.
